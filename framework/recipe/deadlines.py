@@ -1,7 +1,6 @@
-"""Deadlines: how long a rank may stay in one phase before the run counts as hung. One ladder, computed here
-and checked as a whole:
+"""Deadlines: how long a rank may stay in one phase before the run counts as hung. One ladder, checked as a whole:
 
-    deadline of each phase  <  time-out of collectives  <  what a job has until it is told to save
+    deadline of each phase  <  time-out of collectives  <  time of a job until it is told to save
 
 The first finds a hang and knows the rank to blame. The second is the last resort where no watch runs any more; it knows only who
 waited. At the third SLURM would cut the run, and nobody would know that it hung.
@@ -24,16 +23,17 @@ MARGIN = 1.25
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds after which a phase counts as hung.
+    """Seconds after which a phase counts as hung."""
 
-    step: as stated; None: it follows the measured steps, from FLOOR_S to `most`. first_steps: until enough are measured. start:
-    each phase before the first step, and the end of the run. save: one save. validate: one validation.
-    """
-
+    # As stated; None: it follows the measured steps, from FLOOR_S to `most`.
     step: float | None
+    # A step, until enough are measured.
     first_steps: float
+    # Each phase before the first step, and the end of the run.
     start: float
+    # One save.
     save: float
+    # One validation.
     validate: float
 
     @property
@@ -48,7 +48,7 @@ class Deadlines:
 
 
 def find_deadlines(recipe: Recipe) -> Deadlines:
-    """The ladder of a recipe. What it does not state is at most half of what a job has, so that the job can start again."""
+    """The ladder of a recipe. Unstated deadlines are at most half of a job's time, so that the job can start again."""
     launch, has_s = recipe.launch, count_job_seconds(recipe)
 
     def choose(stated: float | None, otherwise: float) -> float:

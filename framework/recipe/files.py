@@ -34,7 +34,7 @@ HYDRA_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueErr
 
 
 def search_path(recipe_dirs: Sequence[Path] = ()) -> list[Path]:
-    """The folders in which recipes are found, the first one first: the user's own, then the shipped ones."""
+    """Folders of recipes in the order of the search: the user's own, then the shipped ones."""
     folders = [Path(folder).expanduser().resolve() for folder in recipe_dirs]
     for folder in folders:
         if not folder.is_dir():
@@ -68,12 +68,12 @@ def compose_files(
 
 @lru_cache(maxsize=256)
 def _merge_shipped(folder: Path, lines: tuple[str, ...], texts: tuple[tuple[str, bytes], ...]) -> bytes:
-    """`_merge` of shipped files, pickled so that each caller has a tree of its own. texts: what all of them say."""
+    """`_merge` of shipped files, pickled so that each caller has a tree of its own. texts: all of their contents."""
     return pickle.dumps(_merge((folder,), lines))
 
 
 def _read_all(folder: Path) -> tuple[tuple[str, bytes], ...]:
-    """(path, what it says) of every recipe in a folder."""
+    """(path, content) of every recipe in a folder."""
     return tuple((str(file), file.read_bytes()) for file in sorted(folder.rglob("*.yaml")))
 
 
@@ -93,7 +93,7 @@ def _merge(folders: tuple[Path, ...], lines: tuple[str, ...]) -> tuple[dict[str,
 
 
 def _search_first(folders: Sequence[Path], loader: Any) -> None:
-    """Have Hydra look into `folders`, in this order, before the one it was initialised with, and read files as RecipeSource does.
+    """Make Hydra search `folders`, in this order, before the one it was initialised with, and read files as RecipeSource does.
 
     `hydra.searchpath` only adds folders behind that one, so a user's recipe could not stand for a shipped one of the same name.
     """
@@ -151,7 +151,7 @@ def _explain_text(error: Exception, chosen: Sequence[Path], files: Sequence[Path
 
 
 def _plain_words(text: str) -> str:
-    """A message of Hydra's or OmegaConf's on one line, without what it says of itself."""
+    """A message of Hydra's or OmegaConf's on one line, without its own prefixes."""
     lines = [line for line in text.splitlines() if not re.match(r"\s*(full_key|object_type|reference_type)\b", line)]
     message = " ".join(" ".join(lines).split())
     return re.sub(r"^(In '?[\w./-]+'?: )?(\w+ raised while composing config: )?", "", message)
@@ -171,7 +171,7 @@ def _lacks_package(file: Path) -> bool:
 
 
 def _find_line(pattern: str, files: Sequence[Path]) -> str:
-    """Where the first line that matches stands; "" if nowhere."""
+    """File and line of the first match; "" without one."""
     for file in files:
         for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
             if re.search(pattern, line):

@@ -22,7 +22,7 @@ from omegaconf._utils import get_yaml_loader
 from framework.errors import EXIT_DONE, RecipeError
 from framework.recipe.compose import compose
 from framework.recipe.convert import MANDATORY
-from framework.recipe.keys import flatten
+from framework.recipe.keys import flatten, nest
 from framework.recipe.problem import Problem, render_problems, show
 from framework.recipe.suggest import FORMS, STAGES, Foreign, names_of, normalize, read_table, suffixes
 
@@ -43,13 +43,13 @@ class Reading:
     differs: list[str] = field(default_factory=list)
 
     def take(self, name: str, default: Any = None) -> Any:
-        """The value of a name, with any section before it, which is then done with."""
+        """Remove a name, with any section before it, and return its value."""
         found = next((each for each in self.values if each == name or each.endswith(f".{name}")), None)
         value = default if found is None else self.values.pop(found)
         return default if value is None else value
 
     def number(self, name: str, default: float = 0) -> Any:
-        """The same, which must be a number. RecipeError where it is none."""
+        """Remove a name whose value must be a number, and return it. RecipeError where it is none."""
         value = self.take(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise RecipeError(f"--from: {name}={show(value)} is no number: write one in the file")
@@ -65,14 +65,14 @@ class Reading:
         self.settings["optim.betas"] = [self.number(first, 0.9), self.number(second, 0.999)]
 
     def set_schedule(self, name: str, warmup: int, final_ratio: float, decay_steps: int | None = None) -> None:
-        """The shape of the learning rate."""
+        """Shape of the learning rate."""
         self.groups["optim/schedule"] = name
         self.settings |= {"optim.schedule.warmup_steps": warmup, "optim.schedule.final_ratio": final_ratio}
         if decay_steps is not None:
             self.settings["optim.schedule.decay_steps"] = decay_steps
 
     def set_path(self, path: Any) -> None:
-        """Where the text is."""
+        """Path of the text."""
         self.groups["data"] = "files"
         self.settings["data.sources.files.path"] = path
 
@@ -121,7 +121,7 @@ def count_ranks_asked(overrides: Sequence[str]) -> int:
 
 
 def read_file(file: Path, ranks: int) -> tuple[Form, Reading]:
-    """The form of a file, and what it says in our keys. RecipeError for a file of no form that is known."""
+    """The form of a file, and its values in our keys. RecipeError for a file of no known form."""
     tree = _load(file)
     values = {normalize(name): value for name, value in flatten(tree).items()}
     form = find_form(file, tree)
@@ -136,7 +136,7 @@ def read_file(file: Path, ranks: int) -> tuple[Form, Reading]:
 
 
 def _complete(file: Path, reading: Reading) -> None:
-    """A name for the run, what the file says nowhere, and what two of its values are not together here."""
+    """Complete the run's name, and note what the file lacks and what two of its values cannot be together here."""
     settings = reading.settings
     settings.setdefault("run.name", re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).strip("._-")[:64] or "run")
     if "model" not in reading.groups and not settings.keys() & {"model.weights", "model.family"}:
@@ -145,13 +145,12 @@ def _complete(file: Path, reading: Reading) -> None:
         reading.absent.append("the file names no length of sequences: batch.context=...")
     if settings.get("memory.compile") == "always" and settings.get("memory.activation_checkpointing") == "selective":
         del settings["memory.compile"]
-        reading.differs.append(
-            "compiled layers decide themselves what is kept: left out beside selective checkpointing"
-        )
+        words = "compiled layers decide themselves what is kept: left out beside selective checkpointing"
+        reading.differs.append(words)
 
 
 def list_forms() -> list[Form]:
-    """The forms of the table, those that are told by more particular names first."""
+    """Forms of the table, those with more particular marks first."""
     return [Form(name, **entry) for name, entry in read_table()[FORMS].items()]
 
 
@@ -168,21 +167,12 @@ def find_form(file: Path, tree: Mapping[str, Any]) -> Form:
 
 
 def render(file: Path, form: Form, reading: Reading) -> str:
-    """An experiment's file, with what has no counterpart and what differs as comments."""
+    """An experiment's file; values without a counterpart, and those that mean something else, are comments."""
     lines = ["# @package _global_", f"# {form.name}'s {file.name}, as `meshwright check --from` reads it."]
     if reading.groups:
-        lines += [
-            "defaults:",
-            *(f"  - override /{group}: {name}" for group, name in sorted(reading.groups.items())),
-            "",
-        ]
-    tree: dict[str, Any] = {}
-    for key, value in sorted(reading.settings.items()):
-        *groups, name = key.split(".")
-        inner = tree
-        for group in groups:
-            inner = inner.setdefault(group, {})
-        inner[name] = value
+        chosen = [f"  - override /{group}: {name}" for group, name in sorted(reading.groups.items())]
+        lines += ["defaults:", *chosen, ""]
+    tree = nest(dict(sorted(reading.settings.items())))
     lines.append(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).rstrip())
     for title, found in (("No counterpart", reading.absent), ("Other meaning", reading.differs)):
         if found:
@@ -242,21 +232,23 @@ def _find(form: Form, name: str) -> Foreign | None:
 
 def _settle_trainer(reading: Reading) -> None:
     """Hugging Face's TrainingArguments, and what builds on them."""
-    steps, epochs = reading.number("max_steps", -1), reading.number("num_train_epochs")
-    _set_length(reading, steps, epochs)
-    each, accumulation = reading.number("per_device_train_batch_size"), reading.number("gradient_accumulation_steps", 1)
-    _set_batch_of_ranks(reading, each, accumulation)
-    _set_trainer_schedule(reading, reading.take("lr_scheduler_type"))
+    _settle_hugging_face(reading, "num_train_epochs", "per_device_train_batch_size", "lr_scheduler_type")
+
+
+def _settle_hugging_face(reading: Reading, epochs: str, microbatch: str, schedule: str) -> None:
+    """Names that differ between systems are given."""
+    _set_length(reading, reading.number("max_steps", -1), reading.number(epochs))
+    inner = ("sequence_parallel_degree", "context_parallel_size", "tensor_parallel_size")
+    dp = max(1, reading.ranks // prod(reading.values.get(name) or 1 for name in inner))
+    reading.set_batch(reading.number(microbatch), reading.number("gradient_accumulation_steps", 1), dp)
+    reading.differs.append(_say_ranks("gradient_accumulation_steps", reading))
+    _set_trainer_schedule(reading, reading.take(schedule))
     reading.set_betas("adam_beta1", "adam_beta2")
     _set_shards_by_name(reading)
 
 
 def _settle_axolotl(reading: Reading) -> None:
-    _set_length(reading, reading.number("max_steps", -1), reading.number("num_epochs"))
-    _set_batch_of_ranks(reading, reading.number("micro_batch_size"), reading.number("gradient_accumulation_steps", 1))
-    _set_trainer_schedule(reading, reading.take("lr_scheduler"))
-    reading.set_betas("adam_beta1", "adam_beta2")
-    _set_shards_by_name(reading)
+    _settle_hugging_face(reading, "num_epochs", "micro_batch_size", "lr_scheduler")
     sources = reading.take("pretraining_dataset") or reading.take("datasets", [])
     for each in sources if isinstance(sources, list) else [{"path": sources}]:
         source = each if isinstance(each, dict) else {"path": each}
@@ -267,9 +259,7 @@ def _settle_axolotl(reading: Reading) -> None:
         if "field" in source or "text_column" in source:
             reading.settings["data.sources.files.field"] = source.get("field") or source.get("text_column")
         if (kind := str(source.get("type", "completion"))) not in ("completion", "pretrain"):
-            words = (
-                "chat formats are not in this version: it trains on plain text, data.sources.NAME.field of each record"
-            )
+            words = "chat formats are not in this version: it trains on plain text, data.sources.NAME.field of a record"
             reading.absent.append(f"datasets.type: {kind}: {words}")
     _refuse_counts(reading, "val_set_size")
 
@@ -279,37 +269,27 @@ def _settle_llama_factory(reading: Reading) -> None:
     name = reading.take("dataset")
     if name is not None:
         reading.groups["data"] = "files"
-        reading.absent.append(
-            f"dataset: {show(name)}: a name of dataset_info.json there; give its file: data.sources.files.path"
-        )
+        words = "a name of dataset_info.json there; give its file: data.sources.files.path"
+        reading.absent.append(f"dataset: {show(name)}: {words}")
     _refuse_counts(reading, "val_size")
 
 
 def _settle_torchtitan(reading: Reading) -> None:
     take, number = reading.take, reading.number
-    degrees = {
-        "tp": number("tensor_parallel_degree", 1) or 1,
-        "pp": number("pipeline_parallel_degree", 1) or 1,
-        "cp": number("context_parallel_degree", 1) or 1,
-    }
-    reading.settings |= {f"parallel.{name}": degree for name, degree in degrees.items()}
-    inner, shard, replicas = (
-        degrees["tp"] * degrees["pp"],
-        number("data_parallel_shard_degree"),
-        number("data_parallel_replicate_degree", 1) or 1,
-    )
-    if shard > 0:  # the file says how many ranks there are
-        reading.ranks = inner * degrees["cp"] * shard * replicas
+    tp, pp, cp = (number(f"{name}_parallel_degree", 1) or 1 for name in ("tensor", "pipeline", "context"))
+    reading.settings |= {"parallel.tp": tp, "parallel.pp": pp, "parallel.cp": cp}
+    shard, replicas = number("data_parallel_shard_degree"), number("data_parallel_replicate_degree", 1) or 1
+    if shard > 0:  # the file states the number of ranks
+        reading.ranks = tp * pp * cp * shard * replicas
         reading.settings["launch.ranks"] = reading.ranks
-        reading.settings["zero.shard_within"] = shard * degrees["cp"] if replicas > 1 else None
+        reading.settings["zero.shard_within"] = shard * cp if replicas > 1 else None
     elif replicas > 1:
-        reading.settings["zero.shard_within"] = max(1, reading.ranks // (inner * replicas))
-    reading.settings["zero.stage"] = 3 if shard != 1 or degrees["cp"] > 1 else 0
-    dp = max(1, reading.ranks // (inner * degrees["cp"]))
+        reading.settings["zero.shard_within"] = max(1, reading.ranks // (tp * pp * replicas))
+    reading.settings["zero.stage"] = 3 if shard != 1 or cp > 1 else 0
+    dp = max(1, reading.ranks // (tp * pp * cp))
     local, whole = number("local_batch_size"), number("training.global_batch_size", -1)
-    reading.settings["batch.sequences_per_microbatch"] = (
-        number("pipeline_parallel_microbatch_size", 1) if degrees["pp"] > 1 else local
-    )
+    microbatch = number("pipeline_parallel_microbatch_size", 1) if pp > 1 else local
+    reading.settings["batch.sequences_per_microbatch"] = microbatch
     reading.settings["batch.sequences_per_step"] = whole if whole > 0 else local * dp
     if whole <= 0 and shard <= 0:
         reading.differs.append(_say_ranks("local_batch_size", reading))
@@ -346,11 +326,8 @@ def _settle_nanotron(reading: Reading) -> None:
     reading.ranks = dp * tp * pp * cp
     reading.settings |= {"parallel.tp": tp, "parallel.pp": pp, "parallel.cp": cp, "launch.ranks": reading.ranks}
     reading.set_batch(number("tokens.micro_batch_size", 1), number("batch_accumulation_per_replica", 1), dp)
-    steps, lr, warmup = (
-        number("tokens.train_steps", 1000),
-        number("learning_rate_scheduler.learning_rate", 3e-4),
-        number("lr_warmup_steps", 0),
-    )
+    steps, warmup = number("tokens.train_steps", 1000), number("lr_warmup_steps", 0)
+    lr = number("learning_rate_scheduler.learning_rate", 3e-4)
     reading.settings |= {"train.steps": steps, "optim.lr": lr}
     shape, final = take("lr_decay_style", "linear"), number("min_decay_lr", 0.0) / (lr or 1.0)
     decay, start = number("lr_decay_steps"), number("lr_decay_starting_step")
@@ -379,10 +356,8 @@ def _settle_nanotron(reading: Reading) -> None:
 
 def _set_nanotron_model(reading: Reading) -> None:
     """The values of model_config are those of Hugging Face's Llama."""
-    prefix, own = (
-        "model.model_config.",
-        ("is_llama_config", "is_qwen2_config", "rope_interleaved", "use_cache", "pretraining_tp"),
-    )
+    prefix = "model.model_config."
+    own = ("is_llama_config", "is_qwen2_config", "rope_interleaved", "use_cache", "pretraining_tp")
     reading.settings["model.family"] = "llama"
     for name in [each for each in reading.values if each.startswith(prefix)]:
         value, key = reading.values.pop(name), name.removeprefix(prefix)
@@ -407,15 +382,6 @@ def _set_length(reading: Reading, steps: int, epochs: float | None) -> None:
     reading.settings["optim.schedule.warmup_steps"] = int(warmup)
 
 
-def _set_batch_of_ranks(reading: Reading, each: int, accumulation: int) -> None:
-    inner = [
-        reading.values.get(name) or 1
-        for name in ("sequence_parallel_degree", "context_parallel_size", "tensor_parallel_size")
-    ]
-    reading.set_batch(each, accumulation, max(1, reading.ranks // prod(inner)))
-    reading.differs.append(_say_ranks("gradient_accumulation_steps", reading))
-
-
 def _say_ranks(name: str, reading: Reading) -> str:
     return (
         f"{name}: the file does not say how many ranks there are, and a batch grows with them there: batch.sequences_per_step is"
@@ -426,11 +392,8 @@ def _say_ranks(name: str, reading: Reading) -> str:
 def _set_trainer_schedule(reading: Reading, name: str) -> None:
     """Hugging Face's schedules decay to 0, unless they are of a least rate."""
     ours = names_of("HF Trainer")["lr_scheduler_type"].values.get(str(name).lower())
-    more = {
-        each.rpartition(".")[2]: reading.number(each)
-        for each in list(reading.values)
-        if each.startswith("lr_scheduler_kwargs.")
-    }
+    given = [each for each in reading.values if each.startswith("lr_scheduler_kwargs.")]
+    more = {each.rpartition(".")[2]: reading.number(each) for each in given}
     lr = reading.settings["optim.lr"] = reading.number("learning_rate", 5e-5)
     final = more.get("min_lr_rate") or more.get("min_lr", 0.0) / (lr or 1.0)
     if ours is None:
@@ -438,9 +401,8 @@ def _set_trainer_schedule(reading: Reading, name: str) -> None:
         return
     warmup = reading.settings["optim.schedule.warmup_steps"]
     if name == "constant" and warmup:
-        reading.differs.append(
-            "lr_scheduler: constant has no warm-up there, and ours has: optim.schedule.warmup_steps=0"
-        )
+        words = "constant has no warm-up there, and ours has: optim.schedule.warmup_steps=0"
+        reading.differs.append(f"lr_scheduler: {words}")
         warmup = 0
     reading.set_schedule(ours, warmup, final if ours != "constant" else 0.0, more.get("num_decay_steps"))
 

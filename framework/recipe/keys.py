@@ -68,6 +68,18 @@ def flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return leaves
 
 
+def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of dotted keys."""
+    tree: dict[str, Any] = {}
+    for key, value in leaves.items():
+        *groups, name = key.split(".")
+        inner = tree
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[name] = value
+    return tree
+
+
 def plain(value: Any) -> Any:
     """Tuples as lists: YAML has no tuples."""
     if isinstance(value, dict):

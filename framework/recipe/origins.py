@@ -24,7 +24,7 @@ from framework.recipe.problem import COMMAND_LINE, DEFAULT
 
 
 def trace_file(origins: dict[str, str], file: Path, package: str, label: str) -> None:
-    """Enters the keys of `file`, which Hydra placed at `package` (dotted, "" for the top)."""
+    """Enter the keys of `file`, which Hydra placed at `package` (dotted, "" for the top)."""
     root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     if not isinstance(root, yaml.MappingNode):
         set_origin(origins, package, f"{label}:1")
@@ -35,7 +35,7 @@ def trace_file(origins: dict[str, str], file: Path, package: str, label: str) ->
 
 
 def trace_value(origins: dict[str, str], key: str, value: Any) -> None:
-    """Enters an override of the command line; the keys of a mapping are merged one by one."""
+    """Enter an override of the command line; the keys of a mapping are merged one by one."""
     if isinstance(value, Mapping) and value:
         for name in value:
             trace_value(origins, join(key, name), value[name])
@@ -44,7 +44,7 @@ def trace_value(origins: dict[str, str], key: str, value: Any) -> None:
 
 
 def set_origin(origins: dict[str, str], path: str, label: str) -> None:
-    """`path` was set to a value: what it replaced, above or below it, is gone."""
+    """Enter the origin of `path`, and remove what its value has replaced above or below it."""
     remove_origin(origins, path)
     parts = path.split(".")
     for length in range(1, len(parts)):
@@ -68,7 +68,7 @@ def origin_of(origins: Mapping[str, str], key: str) -> str:
 
 
 def locate_named(text: str, origins: Mapping[str, str]) -> Iterator[str]:
-    """Where a file sets the keys that a message names with their values, unless it says so."""
+    """Lines with the file and line of keys that a message names with their values, unless it has them already."""
     for key in dict.fromkeys(re.findall(r"\b([a-z_]+(?:\.\w+)+)(?==| is not)", text)):
         place = origins.get(key, DEFAULT)
         if ":" in place and place not in text:

@@ -19,7 +19,7 @@ from omegaconf._utils import get_omega_conf_dumper
 from framework.errors import RecipeError
 from framework.files import PRIVATE, write_file
 from framework.recipe.convert import to_recipe
-from framework.recipe.keys import flatten, plain
+from framework.recipe.keys import flatten, nest, plain
 from framework.recipe.origins import YamlLoader, remove_origin, set_origin, trace_file
 from framework.recipe.problem import COMMAND_LINE, Problem, label_of, render_problems, yaml_problem
 from framework.recipe.schema import Recipe
@@ -119,13 +119,7 @@ def apply_layout(tree: DictConfig, file: Path, origins: dict[str, str]) -> list[
 
 def write_layout(file: Path, values: Mapping[str, Any], comment: str) -> None:
     """Write values, by dotted key, as a layout's file. comment: a line or more at its top."""
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        *groups, name = key.split(".")
-        inner = tree
-        for group in groups:
-            inner = inner.setdefault(group, {})
-        inner[name] = plain(value)
+    tree = plain(nest(values))
     lines = "".join(f"# {line}\n" for line in comment.splitlines())
     text = yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=120)
     file.write_text(LAYOUT_HEADER + lines + text, encoding="utf-8")

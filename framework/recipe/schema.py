@@ -1,6 +1,6 @@
 """The recipe: the only thing a user writes, as one tree of frozen dataclasses.
 
-Each field carries its meaning and its range in its metadata, so that `check`, `--help` and the documentation say the same.
+Each field carries its meaning and its range in its metadata, which `check`, `--help` and the documentation print.
 `Literal` types list the legal values. Derived numbers (accumulation, dp, tokens per step) are never stored: see `derive.py`.
 """
 
@@ -611,7 +611,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is to be trained, on what, how, on which layout. Composed and checked once, then read by every rank."""
+    """A training run: model, data, method and layout. Composed and checked once, then read by every rank."""
 
     train: Train = group(Train)
     batch: Batch = group(Batch)
