@@ -16,7 +16,7 @@ from framework.model.units import Unit, find_units
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.train.build import materialize
-from framework.verify.initial import compare_initial
+from framework.verify.compare import compare_initial
 from framework.verify.layout import initial_weights
 from tests.families import FAMILIES, build_config, family
 from tests.grid import few_of
