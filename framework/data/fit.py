@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 from framework.data.prepared import FoundStores, check_vocabulary
 from framework.errors import RecipeError
-from framework.model.packing import keeps_documents_apart
+from framework.model.probe import keeps_documents_apart
 from framework.recipe.problem import Problem, render_problems
 from framework.recipe.schema import Recipe
 
