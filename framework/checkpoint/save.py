@@ -107,10 +107,9 @@ class Saver:
     what bytes are staged in. is_async: whether `start` returns before the save has ended. max_failures: so many saves in a
     row that fail end the run. on_end: is told in the save's thread that one has ended: its step, and whether it was
     committed. fault: for tests. lease: of the run, which every rank checks before it writes; None for a folder that nobody
-    launches. hold: keeps copies in the nodes' memory. before_commit: what rank 0 does before a checkpoint counts; if it
-    fails, the save has. stalled_s: how long the loop was held up so far, and of it disk_stalled_s by checkpoints. started:
-    how many checkpoints were; longest_s: how long one took at most. failures: those that have failed; failures_in_a_row: the
-    last ones.
+    launches. hold: keeps copies in the nodes' memory. stalled_s: how long the loop was held up so far, and of it disk_stalled_s
+    by checkpoints. started: how many checkpoints were; longest_s: how long one took at most. failures: those that have failed;
+    failures_in_a_row: the last ones.
     """
 
     def __init__(
@@ -125,7 +124,6 @@ class Saver:
         fault: Fault = no_fault,
         lease: Lease | None = None,
         hold: Hold | None = None,
-        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self.stalled_s = self.disk_stalled_s = self.longest_s = 0.0
         self.started = 0
@@ -134,7 +132,7 @@ class Saver:
         self._lease = lease or unleased(root)
         self._memory = memory or StagingMemory(CPU, max_bytes=0)
         self._is_async, self._max_failures, self._on_end = is_async, max_failures, on_end
-        self._hold, self._before_commit = hold, before_commit
+        self._hold = hold
         self._plan: SavePlan | None = None
         self._pending: PendingSave | None = None
         self._has_said_wait = self._has_said_memory = False
@@ -319,7 +317,6 @@ class Saver:
 
         manifest = retry(write, "write", folder / INDEX)
         self._fault("indexed")
-        self._before_commit()
         return finish(self._root, lease, folder, manifest, self._fault)
 
     def _find_plan(self, entries: Sequence[Entry]) -> SavePlan:

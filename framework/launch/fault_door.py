@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from framework.launch.fault_plan import PHASES, PLAN_FILE, Fault, count_suffered, note_fault, read_plan
-from framework.train.phases import Phase
+from framework.monitor.phases import Phase
 
 if TYPE_CHECKING:  # a rank opens its door before it loads libraries, which is a phase as well
     import numpy as np

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from framework.launch.task import is_task
 from framework.lease import Lease
+from framework.monitor.phases import Phases
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
 from framework.track.goodput_log import GoodputLog, Job
 from framework.track.observers import Observers
 from framework.train.goodput import Goodput
-from framework.train.phases import Phases
 
 _START = re.compile(r"\S+ job=\d+ restart=\d+ start from=.*")
 QUEUED = "MESHWRIGHT_QUEUED"

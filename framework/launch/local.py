@@ -16,16 +16,14 @@ from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost, MeshwrightError,
 from framework.imports import loading_libraries
 from framework.launch import rank
 from framework.launch.agent import Outcome, run_ranks
-from framework.launch.directory import RunDirectory, place_checkpoints
+from framework.launch.directory import RunDirectory
 from framework.launch.epochs import settle_length, settle_steps
 from framework.launch.goodput import find_age_s
 from framework.launch.identity import describe_identity, keep_tokenizer
-from framework.launch.launchers import is_of_launcher
-from framework.launch.places import explain_errors, refuse_unreachable
+from framework.launch.places import explain_errors, place_checkpoints, refuse_unreachable, refuse_unwritable
+from framework.launch.record import describe_software
 from framework.launch.resume import Change, resume_command, resume_recipe, saved_step
-from framework.launch.runs import Runs
 from framework.launch.settle import keep_pretrained, settle, settle_tokens
-from framework.launch.snapshot import describe_software
 from framework.lease import Lease
 from framework.mesh.placement import place
 from framework.optim.disk_file import refuse_folder
@@ -35,7 +33,7 @@ from framework.recipe.describe import describe_blend
 from framework.recipe.elastic import has_range
 from framework.recipe.environment import fill
 from framework.recipe.schema import Recipe
-from framework.start import python_words
+from framework.start import is_of_launcher, python_words
 from framework.track.goodput_log import note_gone, note_launch
 
 
@@ -53,7 +51,7 @@ def train(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path]) -> int:
             + " launch.spares=0" * (recipe.launch.spares > 0)
         )
     rank_variables(recipe)
-    if recipe.run.id is not None and (run := Runs.of(recipe.run).find(recipe.run.id)).recipe.exists():
+    if recipe.run.id is not None and (run := RunDirectory(Path(recipe.run.root, recipe.run.id))).recipe.exists():
         return _resume(run, overrides, recipe_dirs)
     return _begin(recipe, overrides)
 
@@ -106,8 +104,7 @@ def rank_variables(recipe: Recipe) -> dict[str, str]:
 
 def _begin(recipe: Recipe, overrides: list[str]) -> int:
     """A new run. Its directory is made once the data is there: bad data leaves no run behind."""
-    runs = Runs.of(recipe.run)
-    runs.refuse_unwritable()
+    refuse_unwritable(Path(recipe.run.root))
     refuse_unreachable(recipe.checkpoint.root)
     recipe = settle(recipe)
     model_type = check_model(recipe)
@@ -116,7 +113,7 @@ def _begin(recipe: Recipe, overrides: list[str]) -> int:
     prepared = prepared or prepare(recipe)
     print(summarize_data(prepared, recipe.data.validation))
     recipe = settle_tokens(recipe, prepared.tokenizer)
-    run = runs.create(recipe.run.id, recipe.run.name)
+    run = RunDirectory.create(Path(recipe.run.root), recipe.run.id, recipe.run.name)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
     with run.lock(partial(claim, run, recipe.checkpoint.root)) as lease:
         keep_tokenizer(run, lease, prepared.tokenizer)
@@ -191,7 +188,6 @@ def _launch(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) -> 
     with suppress(OSError, LeaseLost):  # a full disk, or another start's run: goodput begins with the ranks
         lease.check()
         note_launch(run.path, find_age_s())
-    run.upload(lease)
     for name in filter(is_of_launcher, tuple(os.environ)):  # the ranks are this launcher's: who they are it says itself
         del os.environ[name]
     if world == 1 and not variables:
@@ -239,7 +235,8 @@ def claim(run: RunDirectory, root: str | None) -> None:
     """What a new run does under its lock, and before its epoch is raised, which would end a start that runs: refuse a run that is
     there, and note where this one's checkpoints lie, as checkpoint.root says. Raises RunError."""
     refuse_begun(run)
-    place_checkpoints(run, root)
+    if not run.has_trained:
+        place_checkpoints(run.path, root)
     refuse_leftovers(run)
 
 

@@ -32,7 +32,6 @@ from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh, ranks_per_node
 from framework.comm.objects import gather_to_first, tell
 from framework.errors import NodeError, RunError
-from framework.launch.places import find_key
 from framework.launch.task import is_task, leave_out
 from framework.lease import Lease
 from framework.optim.optimizers import state_names
@@ -185,7 +184,7 @@ def refuse(bad: Sequence[Finding], facts: Sequence[Facts], lease: Lease) -> None
     if len(others) > 1 and blind == others:
         raise RunError(
             f"{lease.run} is not on a file system that all nodes share: {', '.join(sorted(blind))} do not see what rank 0, on"
-            f" {facts[0].node}, writes there. Set {find_key(lease.run)} to a folder on a shared one"
+            f" {facts[0].node}, writes there. Set run.root to a folder on a shared one"
         )
     if is_task():
         lease.check()

@@ -22,17 +22,16 @@ from framework.errors import EXIT_FAILED, EXIT_INTERRUPTED, HungError, Meshwrigh
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
 from framework.launch.fingerprint import take_fingerprint
-from framework.launch.phases import START_UP, PhaseBar
 from framework.launch.task import adopt_task, check_node, check_place, claim_outcome, describe_start, is_task, judge
 from framework.lease import Lease, read_lease
+from framework.monitor.phases import START_UP, PhaseBar, Phases
+from framework.monitor.stop import StopRequest
 from framework.output import keep_streams
 from framework.recipe.compose import load_recipe
 from framework.recipe.derive import derive
 from framework.recipe.elastic import at_nodes
 from framework.recipe.host import count_cores
 from framework.recipe.schema import Launch, Recipe
-from framework.train.faults import StopRequest
-from framework.train.phases import Phases
 
 if TYPE_CHECKING:
     from framework.launch.fault_door import FaultDoor
@@ -112,7 +111,7 @@ def may_use_gpus(launch: Launch) -> bool:
 
 def let_threads_sleep() -> None:
     """Have OpenMP's threads sleep where they wait for one another, and not spin; a choice of the user's stands. Torch reads it
-    when it is imported. Between two small operations spinning takes the very cores that others need: docs/benchmarks.md."""
+    when it is imported. Between two small operations spinning takes the very cores that others need: docs/measurements/."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

@@ -30,11 +30,11 @@ from framework.launch.directory import RunDirectory
 from framework.launch.exports import Exports, exports_have_ended
 from framework.launch.fault_door import FaultDoor
 from framework.lease import Lease
+from framework.monitor.hang import SAVES
+from framework.monitor.phases import Phase, Phases
+from framework.monitor.stop import StepWatch
 from framework.recipe.schema import Checkpoint
-from framework.train.faults import StepWatch
-from framework.train.hang import SAVES
 from framework.train.loop import Loop
-from framework.train.phases import Phase, Phases
 from framework.train.rewind import rewind
 from framework.train.state import RunState, restore, saved_entries, updated_names
 from framework.train.step import Run
@@ -109,7 +109,6 @@ class Saves:
             no_fault if self.door is None else self.door.reach,
             lease=self.lease,
             hold=self.keeper.hold,
-            before_commit=self._upload,
         )
 
     def restore(self, run: Run) -> RunState:
@@ -211,11 +210,6 @@ class Saves:
     def _wait_until_staged(self) -> None:
         with self.watch.waiting(), self.phases.within(Phase.SAVE):
             self.saver.wait_until_staged()
-
-    def _upload(self) -> None:
-        """In the saver's thread: what the run has written of the steps that the checkpoint makes final comes into the run's store
-        before it."""
-        RunDirectory(self.lease.run).upload(self.lease)
 
     def _end_save(self, step: int, is_committed: bool) -> None:
         """In the saver's thread."""

@@ -44,6 +44,11 @@ from framework.lease import Lease
 from framework.mesh.topology import Topology
 from framework.model.hub import find_folder
 from framework.model.load import load_config
+from framework.monitor.hang import TRAINING
+from framework.monitor.phases import Phase, Phases
+from framework.monitor.progress import Progress, name_coordinates
+from framework.monitor.stop import StepWatch, StopRequest, end_process
+from framework.monitor.watch import Watch
 from framework.optim.disk_file import refuse_folder
 from framework.parallel.fp8_layers import emulates_fp8
 from framework.parallel.pipeline.draw import save_timeline
@@ -57,16 +62,11 @@ from framework.recipe.schema import Recipe
 from framework.track.observers import Observers, open_observers
 from framework.track.run_info import describe_run
 from framework.track.sample_ledger import LedgerOfRank
-from framework.train.faults import StepWatch, StopRequest, end_process
 from framework.train.goodput import Goodput
-from framework.train.hang import TRAINING
 from framework.train.loop import Loop
-from framework.train.phases import Phase, Phases
 from framework.train.profiler import StepProfiler
-from framework.train.progress import Progress, name_coordinates
 from framework.train.state import RunState
 from framework.train.validation import Validation
-from framework.train.watch import Watch
 
 # In debug mode a rank that starts no collective for so long while others wait is taken for lost.
 COLLECTIVE_CHECK_S = 120.0

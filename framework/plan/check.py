@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from transformers import PretrainedConfig
 
-from framework.data.fit import find_sequence_problems
+from framework.data.open_data import find_sequence_problems
 from framework.errors import MeshwrightError, RecipeError
 from framework.model.carried import read_generation
 from framework.model.hub import find_weights

@@ -29,7 +29,7 @@ from framework.parallel.context.blocks import find_steps
 from framework.parallel.context.key_values import KeyValues, count_portions, group_heads
 from framework.parallel.context.ulysses import share_heads
 from framework.parallel.tensor import count_kv_heads
-from framework.plan.cluster import Cluster, Route
+from framework.plan.cluster import Cluster, DeviceLink
 from framework.recipe.context_rules import ulysses_degrees
 
 # Of a first row, which travels with Ulysses where documents are packed.
@@ -112,9 +112,9 @@ class Links:
         """Whether all ranks of a ring are on one node."""
         return self.stride * method.ulysses * method.ring <= self.ranks_per_node
 
-    def of_ring(self, method: Method) -> Route:
+    def of_ring(self, method: Method) -> DeviceLink:
         """The slowest of a ring's: between nodes where any of its ranks is on another."""
-        return self.cluster.route(1 if self.stays(method) else 2)
+        return self.cluster.device_link(1 if self.stays(method) else 2)
 
     def attention_s(self, flops: float, *, backward: bool = False) -> float:
         """Seconds of so many FLOPs of attention."""
@@ -125,7 +125,7 @@ class Links:
         size = method.ulysses
         here = min(size, max(1, self.ranks_per_node // self.stride))
         outside = num_bytes * (size - here) / (size - 1) if size > 1 else 0
-        near, far = self.cluster.route(1), self.cluster.route(2)
+        near, far = self.cluster.device_link(1), self.cluster.device_link(2)
         return max(near.seconds(num_bytes - outside), far.seconds(outside))
 
 

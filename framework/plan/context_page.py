@@ -95,7 +95,7 @@ def _describe_heads(cost: ContextCost) -> str:
 def _describe_rates(links: Links) -> str:
     cluster = links.cluster
     name = f"cluster={cluster.name}" + ", which is assumed (the recipe names none)" * cluster.is_assumed
-    near, far = (cluster.route(nodes).rate / 1e9 for nodes in (1, 2))
+    near, far = (cluster.device_link(nodes).rate / 1e9 for nodes in (1, 2))
     attention = 1e-12 * 1e15 / links.attention_s(1e15)
     return f"of {name}: {attention:.3g} TFLOP/s in attention, {near:.3g} GB/s in a node, {far:.3g} GB/s between nodes"
 

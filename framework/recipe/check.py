@@ -140,7 +140,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("data.validation", "train.validate_every_steps"), _validation),
         (("checkpoint.every_minutes", "checkpoint.interval", "checkpoint.mtbf_hours"), _checkpoint),
         (("run.root",), find_run_root_problems),
-        (("checkpoint.root", "run.root"), find_checkpoint_root_problems),
+        (("checkpoint.root",), find_checkpoint_root_problems),
         ((*COUNTED, *DEGREES, "checkpoint.neighbor_copies", "checkpoint.neighbor_every_steps"), _neighbors),
         (("train.on_spike", "checkpoint.every_steps", "checkpoint.every_minutes", "checkpoint.interval"), _rewinds),
         ((*COUNTED, *DEGREES, "track.profile_steps", "track.profile_ranks"), _profile),

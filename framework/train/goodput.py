@@ -6,9 +6,9 @@ from functools import partial
 from statistics import median
 
 from framework.lease import Lease
+from framework.monitor.phases import Phase, Phases
 from framework.track.goodput import Event, Part
 from framework.track.goodput_log import GoodputLog
-from framework.train.phases import Phase, Phases
 
 # Steps that compile, allocate and connect, and those behind them whose median is a normal step.
 FIRST_STEPS, NORMAL_STEPS = 3, 3

@@ -13,7 +13,7 @@ import transformers
 from transformers import PretrainedConfig
 from transformers.utils.logging import set_verbosity_error
 
-from framework.data.fit import find_sequence_problems
+from framework.data.open_data import find_sequence_problems
 from framework.errors import EXIT_DONE, EXIT_FAILED, ModelError, RecipeError
 from framework.model.experts import count_experts, find_experts
 from framework.model.load import build_meta, layer_configs, load_config, load_config_file

@@ -28,12 +28,12 @@ from framework.plan.check import check_layout
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
 from framework.recipe.keys import flatten
+from framework.recipe.overrides import write_value
 from framework.recipe.saved import plain
 from framework.recipe.schema import Checkpoint, Data, Launch, Memory, Parallel, Pipeline, Recipe, Run, Source, Zero
 from framework.verify.command import prepare
 from framework.verify.compare import Row, exceeds, render
 from framework.verify.compare import compare as compare_evidence
-from framework.verify.draws import write_value
 from framework.verify.evidence import Evidence, NothingToCompare
 from framework.verify.options import Options
 from framework.verify.plain_mixtures import CORRECTION_BIASES

@@ -12,8 +12,7 @@ from framework.comm.collectives import all_gather, gather_objects
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh
 from framework.data.loader import split_rows
-from framework.data.pack import Microbatch
-from framework.data.slices import cut_context
+from framework.data.pack import Microbatch, cut_context
 from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
 from framework.model.initial import draw_unit

@@ -86,9 +86,10 @@ class _Data:
         self._held_out: list[list[list[int]]] = []
         for source in recipe.data.sources.values():
             texts = _read(source)
-            is_held_out = [
-                xxhash.xxh3_64_intdigest(text.encode()) < int(recipe.data.validation * 2**64) for text in texts
-            ]
+            hashes = [xxhash.xxh3_64_intdigest(text.encode()) for text in texts]
+            # Two different documents or more are never all on one side.
+            threshold = min(max(int(recipe.data.validation * 2**64), min(hashes) + 1), max(hashes))
+            is_held_out = [each < threshold for each in hashes]
             assert all(len(tokenizer(text)["input_ids"]) for text in texts), "the tokenizer makes no tokens of a text"
             ids = [[*tokenizer(text)["input_ids"], self._eos] for text in texts]
             self._train.append([each for each, held in zip(ids, is_held_out, strict=True) if not held])

@@ -28,8 +28,8 @@ from framework.launch.export import _read
 from framework.launch.fault_door import FaultDoor
 from framework.launch.fault_plan import HOWS, KINDS, Fault, parse_fault, plan_faults, read_log
 from framework.launch.inject import find_ranks
+from framework.monitor.phases import Phase
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
-from framework.train.phases import Phase
 from tests import tiny_run
 
 STEPS, BATCH = 40, 4

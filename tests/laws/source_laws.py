@@ -25,9 +25,11 @@ FLOORS = (
     ("optim", "data"),
     ("plan",),
     ("checkpoint", "track"),
+    ("monitor",),
     ("train",),
     ("build",),
     ("verify", "launch"),
+    ("commands",),
     ("cli",),
     ("__main__",),
 )
@@ -220,7 +222,7 @@ def modules_hold_no_state(source: Source) -> Iterator[Breach]:
 def options_are_passed_by_name(source: Source) -> Iterator[Breach]:
     """An option of the command line is a function's first argument or has its parameter's name: of argparse's values the type
     checker knows no type, so it sees no swap."""
-    if source.room not in ("cli", "launch"):
+    if source.room not in ("cli", "commands", "launch"):
         return
     for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
         for value in call.args[1:]:

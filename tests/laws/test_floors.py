@@ -65,7 +65,7 @@ BREACHES = [
     ("modules_hold_no_state", "train/loop.py", "STATE = State()\ndef f(x):\n    STATE.step = x"),
     ("modules_hold_no_state", "train/loop.py", "from framework.mesh.topology import NAMES\nNAMES.update(x=1)"),
     ("options_are_passed_by_name", "cli.py", "export_command(run, arguments.to, best=arguments.best)"),
-    ("options_are_passed_by_name", "launch/search.py", "describe(result, name, asked.options.best)"),
+    ("options_are_passed_by_name", "commands/search.py", "describe(result, name, asked.options.best)"),
 ]
 
 # (path, source that keeps every law)

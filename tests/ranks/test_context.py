@@ -15,8 +15,7 @@ from torch import Tensor
 from framework.build import build
 from framework.comm.collectives import all_gather
 from framework.comm.connect import connect
-from framework.data.pack import Microbatch
-from framework.data.slices import cut_context
+from framework.data.pack import Microbatch, cut_context
 from framework.plan.plan import make_plan
 from framework.recipe.context_rules import has_tokens_everywhere
 from framework.recipe.derive import context_degrees

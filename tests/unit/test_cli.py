@@ -15,7 +15,7 @@ from framework import cli
 from framework.errors import EXIT_USER, MeshwrightError, NumericsError
 from framework.launch import sweep
 from framework.launch.subject import has_subject
-from framework.plan.wanted import Wanted
+from framework.plan.plan_text import Wanted
 from framework.start import python_words
 from framework.verify.options import Options
 
@@ -277,10 +277,10 @@ class TestArguments:
                 (Wanted(ranks=True, schedule_to=Path("a.svg"), html=Path("a.html")),),
             ),
             (
-                ["plan", "--options", "--layouts", "--schedule", "--png", "a.png"],
+                ["plan", "--options", "--layouts", "--schedule"],
                 "framework.plan.plan_command",
                 "plan_command",
-                (Wanted(layouts=True, schedule=True, options=True, png=Path("a.png")),),
+                (Wanted(layouts=True, schedule=True, options=True),),
             ),
             (["prepare", "--workers=3"], "framework.data.prepare", "prepare_command", ({"workers": 3},)),
             (["verify"], "framework.verify.command", "verify", (Options(),)),

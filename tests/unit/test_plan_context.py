@@ -97,8 +97,8 @@ def test_a_step_is_hidden_from_the_stated_number_of_tokens_on():
 
 def test_links_are_the_nodes_where_the_ranks_of_a_ring_are_in_one():
     links = links_of(tp=2)
-    assert links.of_ring(Method(1, 4)) == links.of_ring(Method(2, 2)) == links.cluster.route(1)
-    assert links.of_ring(Method(1, 8)) == links.cluster.route(2)
+    assert links.of_ring(Method(1, 4)) == links.of_ring(Method(2, 2)) == links.cluster.device_link(1)
+    assert links.of_ring(Method(1, 8)) == links.cluster.device_link(2)
     # Of an exchange over 8 ranks, 4 in a node, 4/7 leaves it.
     seconds = links.exchange_s(Method(8, 1), 7e9)
     assert seconds == pytest.approx(4e9 / 46e9, rel=1e-3)

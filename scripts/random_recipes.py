@@ -1,8 +1,8 @@
-"""Random verifications: what is drawn, from which values, and the command line that says it.
+"""Random recipes: the values that are drawn for each key, and the command line of a draw.
 
-A draw is a function of (seed, number, attempt) alone, so that a campaign of fewer draws is the beginning of a longer one, in any
-process. What a recipe refuses is drawn again with the next attempt: this table need not know which options go together, only
-which have a use beside one another.
+A draw is a function of (seed, number, attempt) alone, so fewer draws are the beginning of more, in any process. A recipe that is
+refused is drawn again with the next attempt: this table need not know which options go together, only which have a use beside one
+another.
 """
 
 import random
@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from framework.errors import ModelError
 from framework.model.load import REFUSALS, load_config
 from framework.model.shrink import MIN_LAYERS, shrink
-from framework.recipe.overrides import write_override
+from framework.recipe.overrides import write_value
 from framework.recipe.schema import KEPT_OPERATIONS, Model
 from framework.verify.small import LEAST_EPS
 
@@ -54,10 +54,10 @@ def _always(_drawn: Drawn, _value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is drawn for one key: of the recipe, of the model's config (`config.KEY`), or `microbatches` of a rank.
+    """Values of one key: of the recipe, of the model's config (`config.KEY`), or `microbatches` of a rank.
 
-    values: equally likely; one that stands twice is twice as likely. None is `null`, and of a config what the family has.
-    fits: whether a value has a use beside what was drawn before it; where none has, the key is left out.
+    values: equally likely; one that stands twice is twice as likely. None is `null`, and in a config the family's own value.
+    fits: whether a value has a use beside those drawn before it. A key without a fitting value is left out.
     """
 
     key: str
@@ -290,19 +290,6 @@ def write(drawn: Drawn) -> list[str]:
         f"precision={drawn['precision']}",
         *(f"{key}={write_value(value)}" for key, value in values.items() if value not in ([], {})),
     ]
-
-
-def write_value(value: Any) -> str:
-    """A value of a recipe in the command line's grammar."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{write_value(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(map(write_value, value)) + "]"
-    if isinstance(value, str):
-        return write_override("key", value).removeprefix("key=")
-    return (
-        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
-    )
 
 
 def _describe_config(drawn: Drawn) -> dict[str, Any]:

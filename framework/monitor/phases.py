@@ -1,10 +1,14 @@
-"""What a rank is doing now, and for how long it has done each thing: read by the watch, by `status` and by goodput."""
+"""The phases of a rank: which is under way, and how long each has lasted so far. Read by the watchdog, `status` and goodput."""
 
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TextIO
+
+from tqdm import tqdm
 
 
 class Phase(StrEnum):
@@ -20,6 +24,9 @@ class Phase(StrEnum):
     VALIDATE = "validate"
     SAVE = "save"
     CLOSE = "close"
+
+
+START_UP = (Phase.LIBRARIES, Phase.CONNECT, Phase.OPEN_DATA, Phase.BUILD, Phase.RESTORE)
 
 
 @dataclass(frozen=True)
@@ -70,3 +77,36 @@ class Phases:
             yield
         finally:
             self.begin(outer.phase)
+
+
+class PhaseBar:
+    """A progress bar over `phases` on `stream` (default: standard error), which any other phase takes away.
+
+    Libraries take seconds to load, and a silent terminal looks like a hang.
+
+    Silent without phases, as on all ranks but one, and where the stream is no terminal.
+    """
+
+    def __init__(self, phases: Sequence[Phase] = (), stream: TextIO | None = None) -> None:
+        stream = stream or sys.stderr
+        self._phases = tuple(phases)
+        self._bar = tqdm(
+            total=len(phases),
+            leave=False,
+            file=stream,
+            bar_format="{desc:<16} |{bar:20}| {n_fmt}/{total_fmt} [{elapsed}]",
+            disable=not (phases and stream.isatty()),
+        )
+
+    def begin(self, phase: Phase) -> None:
+        """Show `phase`; those before it are done."""
+        if phase not in self._phases:
+            self.close()
+        elif not self._bar.disable:
+            self._bar.set_description_str(phase, refresh=False)
+            self._bar.n = self._phases.index(phase)
+            self._bar.refresh()
+
+    def close(self) -> None:
+        """Take the bar off the terminal. May be called twice."""
+        self._bar.close()
