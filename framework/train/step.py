@@ -19,11 +19,10 @@ from framework.optim.optimizers import Missed
 from framework.parallel.pipeline.execute import ActivationSpec, Links, execute
 from framework.parallel.pipeline.pipeline import Pipeline
 from framework.parallel.pipeline.simulate import Timed
-from framework.parallel.zero.bit_hash import BitHash
-from framework.parallel.zero.buffers import GradView, UnitBuffer
+from framework.parallel.zero.buffers import MainGradView, UnitBuffer
 from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.plan_buffers import Slot
-from framework.parallel.zero.replicas import Hashed, hash_parameters
+from framework.parallel.zero.replicas import BitHash, Hashed, hash_parameters
 from framework.train.loss_scale import LossScale
 from framework.train.router_bias import RouterBiases
 from framework.train.shards import OwnedShard
@@ -44,7 +43,7 @@ class TrainedParameter:
 
     buffer: UnitBuffer
     slot: Slot
-    view: GradView
+    view: MainGradView
     index: int
 
 

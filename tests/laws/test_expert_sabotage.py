@@ -22,7 +22,7 @@ from framework.parallel.experts import dispatch, rows
 from framework.parallel.experts.dispatch import ExpertDispatch
 from framework.parallel.experts.passage import Journey, Passage, Route
 from framework.parallel.zero import gradients
-from framework.parallel.zero.buffers import GradView, UnitBuffer
+from framework.parallel.zero.buffers import MainGradView, UnitBuffer
 from framework.recipe.schema import Parallel, Zero
 from framework.train.stage import RankStage
 from tests.families import family
@@ -46,9 +46,9 @@ ROUTE, COMBINE, SCATTER = ExpertDispatch._route, rows.combine, duals.scatter
 
 def scale_by_the_ranks_that_share() -> AbstractContextManager[Any]:
     """Gradients of experts are ep times too large, because the tokens of all ranks are in each: pytorch 160285."""
-    add = GradView.add_stacked_matmul
+    add = MainGradView.add_stacked_matmul
     return patch.object(
-        GradView, "add_stacked_matmul", lambda view, left, right, groups: add(view, 2 * left, right, groups)
+        MainGradView, "add_stacked_matmul", lambda view, left, right, groups: add(view, 2 * left, right, groups)
     )
 
 
@@ -107,19 +107,19 @@ def give_slots_of_others_a_gradient() -> AbstractContextManager[Any]:
 
 def keep_the_gradients_of_the_step_before() -> AbstractContextManager[Any]:
     """Gradients are added to those of the former step, and norms diverge without ZeRO: DeepSpeed 7839."""
-    opened = GradView._open
-    return patch.object(GradView, "_open", lambda view: (opened(view)[0], False))
+    opened = MainGradView._open
+    return patch.object(MainGradView, "_open", lambda view: (opened(view)[0], False))
 
 
 def keep_the_last_microbatch() -> AbstractContextManager[Any]:
     """Of several backward passes the last one's gradients are kept: DeepSpeed 7967, 7981."""
-    add = GradView.add_stacked_matmul
+    add = MainGradView.add_stacked_matmul
 
-    def overwrite(view: GradView, left: Tensor, right: Tensor, groups: Any) -> None:
+    def overwrite(view: MainGradView, left: Tensor, right: Tensor, groups: Any) -> None:
         view.is_written = False
         add(view, left, right, groups)
 
-    return patch.object(GradView, "add_stacked_matmul", overwrite)
+    return patch.object(MainGradView, "add_stacked_matmul", overwrite)
 
 
 def scale_on_every_stage() -> AbstractContextManager[Any]:

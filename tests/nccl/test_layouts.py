@@ -17,7 +17,7 @@ from framework.parallel.pipeline.execute import Links
 from framework.parallel.tensor.regions import RegionCall
 from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.gradients import GradientSync
-from framework.parallel.zero.order import UnitOrder
+from framework.parallel.zero.hooks import UnitOrder
 from framework.parallel.zero.parameters import ParameterSync
 from framework.train import step
 from framework.train.step import run_alone
