@@ -131,7 +131,7 @@ class ExpertDispatch:
         return out + (hidden_states * kept).to(out.dtype)
 
     def _route_interval(self, hidden: Tensor, index: Tensor, weights: Tensor, left_out: Tensor | None) -> Tensor:
-        """Route rows that all ranks of `tp` are given alike, [T, H] -> [T, H]: each sends an interval, filled up to equal lengths."""
+        """Route rows [T, H] that all ranks of `tp` are given alike: each sends an interval, filled up to equal lengths."""
         tp, num_rows = self.given.copies, hidden.shape[0]
         missing = -num_rows % tp.size
         if missing and left_out is None:
