@@ -41,12 +41,10 @@ from framework.optim.optimizers import state_names
 from framework.parallel.context import refuse_undivided_context
 from framework.parallel.experts import check_experts
 from framework.parallel.pipeline.actions import Schedule
-from framework.parallel.pipeline.live import LiveMoment, live_moments
-from framework.parallel.pipeline.lower import SENDS
-from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
-from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
+from framework.parallel.pipeline.lower import SENDS, LiveMoment, live_moments
+from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline
+from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage, read_table
 from framework.parallel.pipeline.simulate import peak_live
-from framework.parallel.pipeline.table import read_table
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
@@ -93,7 +91,7 @@ class Plan:
     units: tuple[Unit, ...]
     ties: Mapping[str, tuple[str, ...]]
     groups: tuple[GroupAssignment, ...]
-    pipeline: Pipeline
+    pipeline: PipelinePlan
     returns_tuple: bool
     load_balancing: LoadBalancingLoss | None
     mixtures: tuple[Mixture, ...]
