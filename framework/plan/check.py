@@ -12,7 +12,7 @@ from framework.model.carried import read_generation
 from framework.model.hub import find_weights
 from framework.model.initial import refuse_uninitialised
 from framework.model.load import load_config, refuse_unaligned_experts
-from framework.model.mixed_dtypes import refuse_mixed_dtypes
+from framework.model.probe import refuse_mixed_dtypes
 from framework.model.weights import refuse_other_weights, refuse_unwritable_configs
 from framework.parallel.tensor import refuse_unordered_layers
 from framework.plan.memory import show_bytes

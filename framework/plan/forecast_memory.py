@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from framework.parallel.pipeline.pipeline import Pipeline
+from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.plan.activation_peaks import representative
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import Cluster
@@ -160,7 +160,7 @@ class MemoryModel:
     _known: dict[Any, list[int]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, shape: ModelShape, settings: Settings, pipeline: Pipeline | None = None) -> "MemoryModel":
+    def of(cls, shape: ModelShape, settings: Settings, pipeline: PipelinePlan | None = None) -> "MemoryModel":
         """The model of a recipe's layouts; with a plan's pipeline of that plan alone."""
         pipelines = Pipelines(shape, settings, pipeline)
         return cls(pipelines, StateBytes(pipelines), ActivationBytes(pipelines))

@@ -14,11 +14,10 @@ from framework.comm.communicator import Communicator
 from framework.mesh.axis import Axis
 from framework.mesh.topology import count_expert_shards
 from framework.model.stage import StageBounds
-from framework.parallel.pipeline.pipeline import Pipeline
+from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.parallel.tensor import ranks_per_kv_head
-from framework.parallel.zero.choose_homes import choose_homes
 from framework.parallel.zero.lifetimes import lifetimes_of
-from framework.parallel.zero.plan_buffers import BufferPlan
+from framework.parallel.zero.plan_buffers import BufferPlan, choose_homes
 from framework.plan.candidate import Candidate
 from framework.plan.memory import (
     KINDS,
@@ -103,7 +102,7 @@ class Pipelines:
 
     shape: ModelShape
     settings: Settings
-    pipeline: Pipeline | None = None
+    pipeline: PipelinePlan | None = None
     _known: dict[Any, StagePlacement] = field(default_factory=dict, repr=False)
 
     def places(self, each: Candidate) -> StagePlacement:

@@ -12,11 +12,10 @@ from framework.mesh.placement import place
 from framework.model.flops import experts_per_token
 from framework.model.kept_outputs import Policy
 from framework.model.units import Unit
-from framework.parallel.pipeline.describe_pipeline import describe_bubble, describe_pipeline
-from framework.parallel.pipeline.draw import SIMULATED_UNIT, Panel, save_picture
-from framework.parallel.pipeline.pipeline import Pipeline
+from framework.parallel.pipeline.draw import SIMULATED_UNIT, Panel, describe_bubble, describe_pipeline, save_picture
+from framework.parallel.pipeline.pipeline import PipelinePlan
+from framework.parallel.pipeline.schedules import write_table
 from framework.parallel.pipeline.simulate import peak_live, simulate
-from framework.parallel.pipeline.table import write_table
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import ESTIMATED_VALUES
 from framework.plan.host_memory import MEMORY, bytes_of_copies, bytes_of_fullest_node, bytes_saved
@@ -75,7 +74,7 @@ def describe_schedule(plan: Plan) -> str:
     return describe_pipeline(plan.pipeline, plan.derived.accumulation)
 
 
-def save_schedule(path: Path, pipeline: Pipeline, num_microbatches: int, title: str) -> None:
+def save_schedule(path: Path, pipeline: PipelinePlan, num_microbatches: int, title: str) -> None:
     """Write a table that `pipeline.table` reads, or a picture of the simulated times. Raises RecipeError for other endings."""
     schedule = pipeline.make(num_microbatches)
     if not path.parent.is_dir():

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from framework.parallel.pipeline.actions import Kind
+from framework.parallel.pipeline.actions import ActionKind
 from framework.parallel.pipeline.simulate import Timeline
 from framework.plan.forecast import OUTSIDE, SLACK, MemoryForecast, StageMemory, TimeForecast
 
@@ -12,11 +12,11 @@ Rows = Mapping[str, Sequence[Row]]
 
 GIB = 2**30
 WORDS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT: "backward, inputs",
-    Kind.WEIGHT: "backward, weights",
-    Kind.VALIDATION: "validation",
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT: "backward, inputs",
+    ActionKind.WEIGHT: "backward, weights",
+    ActionKind.VALIDATION: "validation",
 }
 # Boxes that a browser draws without the reader waiting for it.
 MOST_ACTIONS = 4000

@@ -24,7 +24,8 @@ from framework.model.flops import ModelSize, experts_per_token, flops_per_token,
 from framework.model.load import build_meta, kept_in_fp32, layer_configs
 from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.precision import DTYPES
-from framework.model.stage import StageBounds, copy_stage, find_layer_outputs, refuse_shared_layers, split_stages
+from framework.model.probe import find_layer_outputs
+from framework.model.stage import StageBounds, copy_stage, refuse_shared_layers, split_stages
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment, group_trained
 from framework.parallel.context import probe_causes, refuse_undivided_context, refuse_uneven_heads

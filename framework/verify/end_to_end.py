@@ -27,9 +27,8 @@ from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, RecipeError
 from framework.plan.check import check_layout
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
-from framework.recipe.keys import flatten
+from framework.recipe.keys import flatten, plain
 from framework.recipe.overrides import write_value
-from framework.recipe.saved import plain
 from framework.recipe.schema import Checkpoint, Data, Launch, Memory, Parallel, Pipeline, Recipe, Run, Source, Zero
 from framework.verify.compare import ErrorRow, exceeds, render
 from framework.verify.compare import compare as compare_evidence

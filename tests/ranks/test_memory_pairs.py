@@ -145,7 +145,7 @@ def may_meet(
     mesh: str,
     zero: Zero,
 ) -> bool:
-    """Whether a recipe of these is not refused (`recipe/memory_rules.py`)."""
+    """Whether a recipe of these is not refused (`recipe/layout_rules.py`)."""
     is_on_disk = states[1] == "disk"
     if activations and (is_on_disk or policy not in ("none", "full")):
         return False

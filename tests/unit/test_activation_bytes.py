@@ -20,7 +20,7 @@ from framework.mesh.axis import Axis
 from framework.mesh.token_layout import TokenLayout
 from framework.model.flops import attention_masks
 from framework.model.stage import StageBounds
-from framework.parallel.pipeline.live import live_moments
+from framework.parallel.pipeline.lower import live_moments
 from framework.parallel.tensor.borders import ReplicatedBorder
 from framework.parallel.tensor.regions import RegionCall
 from framework.parallel.zero.buffers import DeferredGradients
