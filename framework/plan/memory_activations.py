@@ -11,7 +11,7 @@ from framework.mesh.context import ContextSlices
 from framework.mesh.token_layout import TokenLayout
 from framework.model.logit_map import find_logit_map
 from framework.model.stage import StageBounds
-from framework.parallel.pipeline.live import LiveMoment
+from framework.parallel.pipeline.lower import LiveMoment
 from framework.parallel.pipeline.simulate import Costs
 from framework.plan.activation_peaks import MomentTable, Peak, StageActivations
 from framework.plan.activations import Activations

@@ -10,11 +10,10 @@ from framework.mesh.layout import Layout
 from framework.mesh.placement import place
 from framework.model.kept_outputs import Policy
 from framework.model.units import Unit
-from framework.parallel.pipeline.describe_pipeline import describe_bubble, describe_pipeline
-from framework.parallel.pipeline.draw import SIMULATED_UNIT, Panel, save_picture
-from framework.parallel.pipeline.pipeline import Pipeline
+from framework.parallel.pipeline.draw import SIMULATED_UNIT, Panel, describe_bubble, describe_pipeline, save_picture
+from framework.parallel.pipeline.pipeline import PipelinePlan
+from framework.parallel.pipeline.schedules import write_table
 from framework.parallel.pipeline.simulate import simulate
-from framework.parallel.pipeline.table import write_table
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import ESTIMATED_VALUES
 from framework.plan.experts import describe_experts
@@ -73,7 +72,7 @@ def describe_schedule(plan: Plan) -> str:
     return describe_pipeline(plan.pipeline, plan.derived.accumulation)
 
 
-def save_schedule(path: Path, pipeline: Pipeline, num_microbatches: int, title: str) -> None:
+def save_schedule(path: Path, pipeline: PipelinePlan, num_microbatches: int, title: str) -> None:
     """Write a table that `pipeline.table` reads, or a picture of the simulated times. Raises RecipeError for other endings."""
     schedule = pipeline.make(num_microbatches)
     if not path.parent.is_dir():

@@ -29,23 +29,22 @@ from framework.model.flops import (
 )
 from framework.model.kept_outputs import ATTENTION, Policy
 from framework.model.load import build_meta
-from framework.model.load_balancing import LoadBalancingLoss, find_load_balancing_loss
+from framework.model.load_balancing import LoadBalancingLoss
 from framework.model.logit_map import LogitMap
 from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.precision import DTYPES
-from framework.model.stage import StageBounds, copy_stage, find_layer_outputs, refuse_shared_layers
+from framework.model.probe import find_layer_outputs, find_load_balancing_loss
+from framework.model.stage import StageBounds, copy_stage, refuse_shared_layers
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment, group_trained
 from framework.optim.optimizers import state_names
 from framework.parallel.context import refuse_undivided_context
 from framework.parallel.experts import check_experts
 from framework.parallel.pipeline.actions import Schedule
-from framework.parallel.pipeline.live import LiveMoment, live_moments
-from framework.parallel.pipeline.lower import SENDS
-from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
-from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
+from framework.parallel.pipeline.lower import SENDS, LiveMoment, live_moments
+from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline
+from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage, read_table
 from framework.parallel.pipeline.simulate import peak_live
-from framework.parallel.pipeline.table import read_table
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
@@ -92,7 +91,7 @@ class Plan:
     units: tuple[Unit, ...]
     ties: Mapping[str, tuple[str, ...]]
     groups: tuple[GroupAssignment, ...]
-    pipeline: Pipeline
+    pipeline: PipelinePlan
     returns_tuple: bool
     load_balancing: LoadBalancingLoss | None
     mixtures: tuple[Mixture, ...]

@@ -1,4 +1,4 @@
-"""Seconds of ZeRO's collectives in a stage, exposed or hidden under computation, by the order of parallel/zero/order.py.
+"""Seconds of ZeRO's collectives in a stage, exposed or hidden under computation, by the order of parallel/zero/hooks.py.
 
     forward    a unit is gathered while the one before it computes; nothing hides the first one's gather
     backward   the same from the last unit to the first; a unit that forward has just left is still there. Reductions run under

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
+from framework.model.initial import seed_rng
 from framework.model.load import FORWARD_ERRORS, choose_experts
-from framework.model.materialize import seed_rng
 from framework.model.shrink import shrink
 from framework.model.units import find_last_module, find_layers
 
@@ -73,7 +73,7 @@ def _note(calls: list[Call], index: int, module: nn.Module, args: tuple[Any, ...
 
 
 def _find_reason(calls: list[Call], has_weights: bool) -> str | None:
-    """What is in the way; None where nothing is. has_weights: of the last module."""
+    """The reason why tokens cannot be divided, if there is one. has_weights: of the last module."""
     layers = [call for call in calls if call[0] != LAST]
     if not layers:
         return None

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from framework.mesh.axis import Axis
 from framework.mesh.token_layout import TokenLayout
-from framework.model.materialize import seed_for
+from framework.model.initial import seed_for
 
 RANDOM_WORDS = ("drop", "jitter")
 # Classes of modules that draw whatever their config says: phimoe's routers draw lots among experts of equal scores.
@@ -37,7 +37,7 @@ def uses_rng_in_training(model: PreTrainedModel) -> bool:
 
 
 def mask_of(tokens: TokenLayout) -> int:
-    """What a rank's seed of a layer is exclusive-or'd with: 0 where all hold the same tokens, else a number of the rank's."""
+    """The number with which a rank's seed of a layer is exclusive-or'd: 0 where all hold the same tokens, else the rank's own."""
     return _rank_mask(tokens.tp) if tokens.num_parts > 1 else 0
 
 
