@@ -10,9 +10,9 @@ from torch.autograd.graph import GradientEdge
 
 from framework.comm.algorithms import Pending
 from framework.data.pack import Microbatch
-from framework.model.expert_load import ExpertLoad
 from framework.model.load import DISABLED, accepted_arguments
 from framework.model.loss import Loss
+from framework.model.mixtures import ExpertLoad
 from framework.model.stage import StageModel
 from framework.parallel.attach import Attached
 from framework.parallel.pipeline.execute import Tensors

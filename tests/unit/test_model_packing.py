@@ -85,7 +85,9 @@ def test_a_model_that_mixes_documents_up_is_refused_before_training(tmp_path: Pa
 @pytest.mark.parametrize("family", ["roberta", "reformer"])
 def test_a_model_that_runs_on_more_than_token_ids_is_refused(family: str) -> None:
     """roberta counts its positions from tokens that are no padding, and has no padding id here; reformer is not even built."""
-    with pytest.raises(ModelError, match=f"small {family} model (does not run on token ids and positions alone|cannot be built)"):
+    with pytest.raises(
+        ModelError, match=f"small {family} model (does not run on token ids and positions alone|cannot be built)"
+    ):
         keeps_documents_apart(AutoConfig.for_model(family, pad_token_id=None))
 
 

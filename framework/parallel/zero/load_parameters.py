@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from framework.mesh.box import Box
 from framework.mesh.layout import Layout
-from framework.model.buffers import persistent_buffers
+from framework.model.initial import persistent_buffers
 from framework.model.weights import read_weights
 from framework.parallel.zero.buffers import UnitBuffer
 
