@@ -28,7 +28,10 @@ LAYOUT, CLUSTER = "layout", "cluster"
 LAYOUT_HEADER = "# @package _global_\n"
 ENDINGS = (".yaml", ".yml")
 # The command that makes such a file.
-MAKERS = {LAYOUT: "meshwright search --write FILE", CLUSTER: "meshwright doctor --measure FILE"}
+MAKERS = {
+    LAYOUT: "meshwright search --write FILE",
+    CLUSTER: "meshwright doctor --measure FILE",
+}
 
 
 def load_recipe(path: Path) -> Recipe:
