@@ -36,6 +36,8 @@ class Problem:
     origin: str = ""
     # The key is not written anywhere.
     missing: bool = False
+    # The value has no effect beside the others: the key may as well be at its default.
+    is_useless: bool = False
 
 
 def find_width() -> int:
@@ -157,7 +159,7 @@ def refuse(recipe: Recipe, key: str, message: str, fix: str = "") -> Problem:
 def refuse_useless(recipe: Recipe, key: str, message: str, way: str) -> Iterator[Problem]:
     """The problem that a key has no effect, if it is not at its default. way: values with which it has one."""
     if value_of(recipe, key) != _defaults()[key]:
-        yield refuse(recipe, key, message, f"leave it out (~{key}); or {way}")
+        yield replace(refuse(recipe, key, message, f"leave it out (~{key}); or {way}"), is_useless=True)
 
 
 @cache
