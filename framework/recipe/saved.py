@@ -45,7 +45,7 @@ def load_recipe(path: Path) -> Recipe:
 
 def save_recipe(recipe: Recipe, path: Path) -> None:
     """Write the recipe as YAML such that `load_recipe` gives an equal one. The file is whole or not there, and the user's own:
-    whoever is to read it is let in with `chmod`."""
+    others read it after a `chmod`."""
     write_file(Path(path), to_yaml(recipe).encode(), PRIVATE)
 
 
