@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.profiler import record_function
 
-from framework.mesh.axis import Axis
+from framework.mesh.topology import Axis
 
 
 class Traffic:

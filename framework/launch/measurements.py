@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from framework.comm.collectives import all_gather, all_reduce, all_to_all, barrier, gather_objects, reduce_scatter
+from framework.comm.collectives import all_gather, all_gather_object, all_reduce, all_to_all, barrier, reduce_scatter
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh
 from framework.comm.objects import broadcast_object
@@ -43,10 +43,10 @@ def measure(order: Order, mesh: Mesh) -> dict[str, Any]:
     say = partial(print, file=sys.stderr, flush=True) if mesh.rank == 0 else lambda _: None
     if mesh.rank < order.ranks:
         say(f"measuring with {order.ranks} ranks of {order.threads} threads each: matmuls")
-        found = combine(gather_objects(measure_compute(order, effort, own, mesh.device), own))
+        found = combine(all_gather_object(measure_compute(order, effort, own, mesh.device), own))
         say("measuring collectives")
         links = measure_links(own, mesh.device, effort.pause_s, effort.message_bytes, order.ranks, effort.rounds)
-        found["links"] = combine(gather_objects(links, own))
+        found["links"] = combine(all_gather_object(links, own))
     if order.crowd > order.ranks:
         # The others have waited here, without any of the machine's time.
         barrier(crowd)
@@ -56,7 +56,7 @@ def measure(order: Order, mesh: Mesh) -> dict[str, Any]:
             measure_links(axis, mesh.device, effort.pause_s, effort.crowd_bytes, order.crowd, effort.crowd_rounds)
             for axis in (own, crowd)
         ]
-        together = combine(gather_objects(crowded, crowd))
+        together = combine(all_gather_object(crowded, crowd))
         found["crowded"] = {
             kind: [
                 [axis.size, *point] for axis, links in zip((own, crowd), together, strict=True) for point in links[kind]

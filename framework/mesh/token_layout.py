@@ -15,8 +15,8 @@ padding of the slices lies behind a rank's tokens and goes through the layers as
 
 from dataclasses import dataclass
 
-from framework.mesh.axis import Axis
 from framework.mesh.context import ContextSlices
+from framework.mesh.topology import Axis
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,21 @@ Experts divide the dp x cp x tp ranks of a stage in a way of their own, from the
 from dataclasses import dataclass
 
 from framework.errors import TopologyError
-from framework.mesh.axis import Axis
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks that differ in one coordinate only. Size 1 is the identity: nobody to talk to.
+
+    `rank` is the index of this process along the axis; `ranks` are the world ranks of the axis, in order. Planning may leave
+    `ranks` out where nobody asks for them.
+    """
+
+    name: str
+    size: int
+    rank: int
+    ranks: tuple[int, ...] = (0,)
+
 
 AXIS_NAMES = (
     *("world", "pp", "batch", "dp", "cp", "tp", "shard", "replica", "kv", "embedding"),

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from framework.comm.collectives import all_gather
 from framework.comm.communicator import Communicator
-from framework.mesh.axis import Axis
 from framework.mesh.context import ContextSlices
 from framework.mesh.token_layout import TokenLayout
+from framework.mesh.topology import Axis
 
 
 @dataclass(frozen=True)

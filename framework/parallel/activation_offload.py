@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from framework.comm.communicator import Communicator
-from framework.comm.copy_stream import Copies, CopyPair, CopyStream, make_host_block, open_copy_stream
+from framework.comm.transfer import Copies, CopyPair, CopyStream, make_host_block, open_copy_stream
 from framework.errors import ModelError
 from framework.parallel.stage_plan import StagePlan
 

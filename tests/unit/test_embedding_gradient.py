@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from framework.comm.communicator import Communicator
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
+from framework.mesh.topology import Axis
 from framework.model.materialize import set_parameter
 from framework.model.units import Unit
 from framework.parallel.zero.buffers import MainGradView, make_buffers

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
-from framework.mesh.axis import Axis
 from framework.mesh.context import ContextSlices
+from framework.mesh.topology import Axis
 from framework.model.load import FORWARD_ERRORS, choose_experts
 from framework.model.materialize import seed_rng
 from framework.model.shrink import shrink

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from framework.comm.algorithms import Pending, then
+from framework.comm.algorithms import ExposedCommunication, Pending, then
 from framework.comm.collectives import start_all_gather
 from framework.comm.transfer import fetch, write_across
 from framework.parallel.zero.buffers import UnitBuffer
-from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.unit_buckets import find_unit_buckets, gathers_alone
 

@@ -16,8 +16,8 @@ import torch
 
 from framework.comm.communicator import Communicator
 from framework.errors import LayoutError
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, Run, part
+from framework.mesh.topology import Axis
 from framework.model.units import Unit
 from framework.parallel.zero.lifetimes import Home, Lifetimes
 from framework.recipe.schema import Offload
