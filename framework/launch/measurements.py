@@ -1,8 +1,8 @@
 """What the ranks of `meshwright doctor --measure` find out together.
 
     all ranks at once     matmuls, passes over memory, attention, calls, copies: as in a step, when all cores are taken
-    together              collectives of each kind and size; on CPUs once more among ranks that are more than the cores
-    rank 0 alone          what it writes to disk; where ranks share a CPU, matmuls and passes with all of its cores
+    together              collectives of each kind and size
+    rank 0 alone          what it writes to disk
 
 The result is the median over ranks.
 """
@@ -37,36 +37,19 @@ LEAST_S = 1e-6
 
 
 def measure(order: Order, mesh: Mesh) -> dict[str, Any]:
-    """What was measured, by name; equal on all ranks, but for what rank 0 does alone and only it has. Collective."""
-    effort, found = Effort(**order.effort), dict[str, Any]()
-    own, crowd = mesh.axis("tp"), mesh.axis("world")
+    """Measurements by name, equal on all ranks; the disk's rate on rank 0 alone. Collective."""
+    effort = Effort(**order.effort)
+    axis = mesh.axis("tp")
     say = partial(print, file=sys.stderr, flush=True) if mesh.rank == 0 else lambda _: None
-    if mesh.rank < order.ranks:
-        say(f"measuring with {order.ranks} ranks of {order.threads} threads each: matmuls")
-        found = combine(all_gather_object(measure_compute(order, effort, own, mesh.device), own))
-        say("measuring collectives")
-        links = measure_links(own, mesh.device, effort.pause_s, effort.message_bytes, order.ranks, effort.rounds)
-        found["links"] = combine(all_gather_object(links, own))
-    if order.crowd > order.ranks:
-        # The others have waited here, without any of the machine's time.
-        barrier(crowd)
-        say(f"measuring collectives of {order.crowd} ranks that share the cores")
-        # Groups as large as those before, all at the same time, then one group of all.
-        crowded = [
-            measure_links(axis, mesh.device, effort.pause_s, effort.crowd_bytes, order.crowd, effort.crowd_rounds)
-            for axis in (own, crowd)
-        ]
-        together = combine(all_gather_object(crowded, crowd))
-        found["crowded"] = {
-            kind: [
-                [axis.size, *point] for axis, links in zip((own, crowd), together, strict=True) for point in links[kind]
-            ]
-            for kind in _KINDS
-        }
+    say(f"measuring with {order.ranks} ranks of {order.threads} threads each: matmuls")
+    found: dict[str, Any] = combine(all_gather_object(measure_compute(order, effort, axis, mesh.device), axis))
+    say("measuring collectives")
+    links = measure_links(axis, mesh.device, effort.pause_s, effort.message_bytes, order.ranks, effort.rounds)
+    found["links"] = combine(all_gather_object(links, axis))
     if mesh.rank == 0:
-        say("measuring the disk" + ", and one rank with all cores" * (order.device == "cpu"))
-        found |= measure_alone(order, effort, found["edges"])
-    barrier(crowd)
+        say("measuring the disk")
+        found["disk_rate"] = timings.time_disk(Path(order.folder), effort.disk_bytes)
+    barrier(axis)
     return found
 
 
@@ -94,31 +77,10 @@ def measure_compute(order: Order, effort: Effort, axis: Communicator, device: to
         "overhead_s": lambda: timings.time_overhead(device, sorted(effort.edges)[len(effort.edges) // 2]),
         "host_rate": lambda: timings.time_host_copy(device, effort.memory_bytes[-1], effort.point_s),
     }
-    found: dict[str, Any] = {"edges": {name: list(each) for name, each in edges.items()}}
+    found: dict[str, Any] = {}
     for name, work in parts.items():
         barrier(axis)
         found[name] = work()
-    return found
-
-
-def measure_alone(order: Order, effort: Effort, edges: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """What rank 0 does while the others wait."""
-    found: dict[str, Any] = {"disk_rate": timings.time_disk(Path(order.folder), effort.disk_bytes)}
-    if order.device == "cpu":
-        device = torch.device("cpu")
-        torch.set_num_threads(order.cores)
-        try:
-            found["alone"] = {
-                name: list(
-                    timings.time_matmuls(
-                        device, DTYPES[name], [round(each) for each in edges[name]], effort.wide, effort.point_s
-                    )
-                )
-                for name in edges
-            }
-            found["memory_alone"] = list(timings.time_passes(device, effort.memory_bytes, effort.point_s))
-        finally:
-            torch.set_num_threads(order.threads)
     return found
 
 

@@ -17,17 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from framework.comm.duals import reduce_from
-from framework.errors import ModelError
-from framework.model.materialize import seed_rng
 from framework.model.precision import sums_dtype
 from framework.model.routed_tokens import RoutedTokens
-from framework.model.shrink import shrink
-
-# Relative to the loss: above the rounding of fp32, below the difference that another formula makes.
-LARGEST_DIFFERENCE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -139,54 +133,5 @@ def find_routers(model: PreTrainedModel) -> Iterator[tuple[nn.Module, int]]:
                 yield module, index
 
 
-def find_load_balancing_loss(whole: PreTrainedModel) -> LoadBalancingLoss | None:
-    """The load-balancing loss that the model's config asks for, or None.
-
-    A small copy of the model computes it in Hugging Face's code and from the sums; raises ModelError for a family where the two
-    differ.
-    """
-    config = whole.config
-    if not getattr(config, "output_router_logits", False):
-        return None
-    weight = getattr(config, "router_aux_loss_coef", None)
-    if weight is None:
-        raise _refuse(config, "it has no router_aux_loss_coef")
-    small = shrink(config)
-    small.output_router_logits, small.use_cache = True, False
-    try:
-        difference = _compare(small)
-        loss = _read(whole, weight)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
-        raise _refuse(config, f"it is not one of the routers' logits ({error})") from error
-    if not difference <= LARGEST_DIFFERENCE:
-        raise _refuse(config, "it is not E sum_e f_e P_e over all layers")
-    return loss
-
-
-def _compare(small: PretrainedConfig) -> float:
-    """The relative difference between Hugging Face's loss and ours, of a small model."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        seed_rng(0)
-        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
-        tokens = torch.randint(0, small.get_text_config().vocab_size, (2, 6))
-        expected = model(input_ids=tokens).aux_loss
-        routers = Routers(model, _read(model, 1.0), torch.float32, torch.device("cpu"))
-        routers.start()
-        model(input_ids=tokens, output_router_logits=False)
-        found = routers.loss.compute(routers.end())
-    return float((found - expected).abs() / expected.abs())
-
-
-def _read(model: Any, weight: float) -> LoadBalancingLoss:
-    return LoadBalancingLoss(model.num_experts, model.num_experts_per_tok, weight)
-
-
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
-
-
-def _refuse(config: PretrainedConfig, reason: str) -> ModelError:
-    return ModelError(
-        f"model.config.output_router_logits=true: the load-balancing loss of {config.model_type} models is not known: {reason}."
-        " Set it to false"
-    )

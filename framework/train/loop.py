@@ -21,6 +21,7 @@ from framework.comm.transfer import AsyncHostCopy
 from framework.data.loader import Loader
 from framework.errors import NumericsError
 from framework.model.expert_load import read_loads
+from framework.monitor.goodput import Goodput
 from framework.monitor.phases import Phase, Phases
 from framework.monitor.progress import name_coordinates
 from framework.monitor.stop import StepWatch, StopRequest
@@ -34,7 +35,6 @@ from framework.track.flops import mfu
 from framework.track.memory import peak_memory_bytes
 from framework.track.observers import Observers
 from framework.track.report import RunInfo, StepReport
-from framework.train.goodput import Goodput
 from framework.train.replicas import check_replicas
 from framework.train.spikes import NO_LIMITS, SpikeLimits
 from framework.train.state import RunState

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 
 from framework.comm.algorithms import Pending
 from framework.data.pack import Microbatch
-from framework.model.materialize import DISABLED, accepted_arguments
+from framework.model.load import DISABLED, accepted_arguments
 from framework.model.stage import StageModel
 from framework.parallel.parallelize import AttachedStage
 from framework.parallel.pipeline.execute import Tensors

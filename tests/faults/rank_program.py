@@ -13,7 +13,7 @@ from pathlib import Path
 
 from framework.errors import EXIT_DONE, EXIT_RESUME, DataError, NumericsError
 from framework.launch.directory import RunDirectory
-from framework.launch.rank import end_hung, run_process, tell
+from framework.launch.process import end_hung, report_error, run_process
 from framework.monitor.progress import FIRST_STEPS
 from framework.monitor.stop import StepWatch, StopRequest
 
@@ -25,7 +25,7 @@ def work(kind: str, folder: Path) -> int:
         try:
             return globals()[kind](folder)
         except Exception as error:
-            return tell(error)
+            return report_error(error)
 
 
 def get_ready(folder: Path) -> None:

@@ -18,7 +18,8 @@ from framework.mesh.context import ContextSlices
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology
 from framework.model import load_balancing
-from framework.model.load_balancing import Routers, find_load_balancing_loss, find_routers
+from framework.model.load_balancing import Routers, find_routers
+from framework.model.probe import find_load_balancing_loss
 from framework.model.routed_tokens import RoutedTokens
 from tests.families import build_config, family
 from tests.grid import few_of

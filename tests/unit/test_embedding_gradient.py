@@ -7,8 +7,7 @@ from torch import nn
 from framework.comm.communicator import Communicator
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Axis
-from framework.model.materialize import set_parameter
-from framework.model.units import Unit
+from framework.model.units import Unit, set_parameter
 from framework.parallel.zero.buffers import MainGradView, make_buffers
 from framework.parallel.zero.direct_gradients import write_embedding_gradients
 from framework.parallel.zero.lifetimes import lifetimes_of

@@ -8,7 +8,7 @@ import pytest
 from framework.errors import ModelError, RecipeError, ScheduleError
 from framework.model.flops import unit_flops
 from framework.model.load import build_meta, load_config
-from framework.model.stage import find_layer_outputs
+from framework.model.probe import find_layer_outputs
 from framework.model.units import find_units
 from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline, split_evenly
 from framework.parallel.pipeline.simulate import Costs, simulate

@@ -22,8 +22,8 @@ from framework.comm.communicator import Communicator
 from framework.errors import ModelError
 from framework.mesh.context import ContextSlices
 from framework.mesh.topology import Axis
+from framework.model.initial import seed_rng
 from framework.model.load import FORWARD_ERRORS, choose_experts
-from framework.model.materialize import seed_rng
 from framework.model.shrink import shrink
 from framework.parallel.context.attention import ContextAttention
 from framework.parallel.context.block_attention import BlockAttention

@@ -16,7 +16,8 @@ from framework.mesh.token_layout import TokenLayout
 from framework.model.buffers import build_buffers, set_buffers
 from framework.model.expert_load import ExpertLoad
 from framework.model.hub import find_folder
-from framework.model.materialize import initialize_with_ties, set_parameter
+from framework.model.initial import draw_with_ties
+from framework.model.units import set_parameter
 from framework.optim.disk_ring import DiskStates, DiskTensor
 from framework.parallel.parallelize import AttachedStage, attach
 from framework.parallel.pipeline.execute import ActivationSpec
@@ -64,19 +65,18 @@ def materialize(
 ) -> list[UnitBuffer]:
     """Memory and values of a stage's parameters: seeded, or read from `model.weights`, or none yet if a checkpoint follows.
 
-    One unit at a time, so that drawing needs no more memory than a unit's. buffer_values: of the whole model's buffers, by name;
-    those in the files of `model.weights` are read into them. masters: of the unit buffers whose home is a disk, in their order;
-    those of this stage are taken.
+    One unit at a time, because each is drawn whole. buffer_values: of the whole model's buffers, by name; those in the files of
+    `model.weights` are read into them. masters: of the unit buffers whose home is a disk, in their order; those of this stage
+    are taken.
     """
-    model, seed, buffers = plan.recipe.model, plan.recipe.train.seed, make_buffers(stage.buffers)
-    is_seeded = model.weights is None and not resumes
+    model, buffers = plan.recipe.model, make_buffers(stage.buffers)
     for unit in stage.units:
-        programs = initialize_with_ties(plan.whole, plan.units, unit, seed) if is_seeded else {}
-        for buffer in (buffer for buffer in buffers if buffer.plan.unit == unit.name):
+        own = [buffer for buffer in buffers if buffer.plan.unit == unit.name]
+        for buffer in own:
             buffer.stored = masters.pop(0) if buffer.plan.lifetimes.homes.master == Home.DISK else None
             buffer.allocate(device)
-            with buffer.master_in_memory(is_changed=not resumes):
-                initialize_parameters(buffer, programs)
+        if model.weights is None and not resumes:
+            initialize_parameters(own, draw_with_ties(plan.whole, plan.units, unit, plan.recipe.train.seed, device))
     if model.weights is not None and not resumes:
         load_pretrained(plan.whole, buffer_values, buffers, find_folder(model.weights, model.revision))
     for buffer in buffers:

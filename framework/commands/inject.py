@@ -1,8 +1,9 @@
-"""`meshwright inject RUN FAULT`: has a run suffer a fault, to see what it makes of it before a real one comes.
+"""`meshwright inject RUN FAULT`: inject a fault into a run, to see how it recovers before a real fault comes.
 
-Two ways. A run with `run.allow_faults=true` has a door in each rank (fault_door.py): the fault is planned, and the rank does it
-to itself, exactly at the stated step, phase or point of a save. Any other run is reached from outside: signals to its processes,
-on their node through srun, and damage to its files; a step is then waited for, and comes some steps late.
+Each rank of a run with `run.allow_faults=true` has an injector (faults/injector.py): the command writes the fault into the run's
+plan, and the rank injects it itself, exactly at the stated step, phase or point of a save. Any other run is reached from outside:
+signals to its processes, on their node through srun, and damage to its files. The command then waits for a step, and acts some
+steps late.
 """
 
 import os
@@ -17,9 +18,8 @@ from pathlib import Path
 from framework.checkpoint.commit import RANK_POINTS, SAVE_POINTS, newest_checkpoint, step_of
 from framework.checkpoint.index import MANIFEST
 from framework.errors import EXIT_DONE, RunError
-from framework.launch.directory import RunDirectory
-from framework.launch.fault_door import SIGNALS, send_signal
-from framework.launch.fault_plan import (
+from framework.faults.injector import SIGNALS, send_signal
+from framework.faults.plan import (
     KINDS,
     LOG_FILE,
     PHASES,
@@ -30,6 +30,7 @@ from framework.launch.fault_plan import (
     read_log,
     read_plan,
 )
+from framework.launch.directory import RunDirectory
 from framework.launch.places import explain_errors
 from framework.launch.request import find_jobs, has_ended, is_running
 from framework.launch.slurm import RANK_PROGRAM
