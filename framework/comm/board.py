@@ -52,7 +52,7 @@ class Board:
         return self._store.add("answers", 0) >= self._world
 
     def read_answers(self) -> list[str | None]:
-        """Of all ranks."""
+        """The answers of all ranks."""
         return self._read([f"answer {rank}" for rank in range(self._world)])
 
     def claim(self) -> bool:
@@ -64,7 +64,7 @@ class Board:
         self._store.set("verdict", self._seal(text))
 
     def find_verdict(self) -> str | None:
-        """What `conclude` wrote."""
+        """The verdict that `conclude` wrote."""
         return self._read(["verdict"])[0]
 
     def _read(self, keys: Sequence[str]) -> list[str | None]:
@@ -83,8 +83,8 @@ class Board:
 
 
 def dump_flight_records() -> dict[str, bytes]:
-    """What torch's flight recorder has of the last collectives, by the library that carried them: pickled dicts with sizes,
-    states and Python frames. That of NCCL, which only a build for GPUs has, was not run on one."""
+    """Records of the last collectives by torch's flight recorder, by the library that carried them: pickled dicts with sizes,
+    states and Python frames. NCCL's, which only a build for GPUs has, was not run on one."""
     names = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
     found = {library: getattr(_distributed_c10d, name, None) for library, name in names.items()}
     return {library: dump() for library, dump in found.items() if dump is not None}

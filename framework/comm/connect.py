@@ -63,7 +63,7 @@ class Mesh:
 
     @property
     def waits(self) -> Waits:
-        """What holds up the thread that communicates over the mesh."""
+        """The operation, if any, that the thread that communicates over the mesh waits for."""
         return self.axes["world"].waits
 
     def close(self) -> None:
@@ -88,18 +88,18 @@ def disconnect() -> None:
 
 @dataclass(frozen=True)
 class Backends:
-    """What carries messages between ranks: torch's names of backends for the world's group and for those of other axes.
-
-    scatter: that of second groups over axes of shards, for their reduce-scatters, and of those over TOKEN_AXES; None where
-    operations do not queue. is_lazy: gloo connects two ranks when they first talk, and not every pair at once. is_staged:
-    tensors of a GPU go through host memory.
-    """
+    """Backends that carry messages between ranks, by torch's names."""
 
     world: str
     axes: str
+    """Of the groups of all axes but the world's."""
     scatter: str | None = None
+    """Of second groups over axes of shards, for their reduce-scatters, and of those over TOKEN_AXES; None where operations do not
+    queue."""
     is_lazy: bool = False
+    """gloo connects two ranks when they first talk, and not every pair at once."""
     is_staged: bool = False
+    """Tensors of a GPU go through host memory."""
 
 
 def choose_backends(device_type: str, is_debug: bool, backend: Backend | None = None) -> Backends:
@@ -370,7 +370,7 @@ def choose_device(kind: str) -> torch.device:
 
 
 def _gpu_index(local_rank: int, count: int, is_bound: bool) -> int:
-    """Which of the node's `count` visible GPUs. is_bound: SLURM shows each rank its own only."""
+    """The index of a rank's GPU among the node's `count` visible ones. is_bound: SLURM shows each rank its own only."""
     if count == 1 and is_bound:
         return 0
     if local_rank >= count:

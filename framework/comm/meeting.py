@@ -29,7 +29,7 @@ DIFFERENCES_SHOWN = 8
 
 
 def connect_limit_s(num_ranks: int) -> float:
-    """How long the slowest of so many ranks may take to connect once all have come."""
+    """Seconds that the slowest of so many ranks may take to connect once all have come."""
     return CONNECT_S + CONNECT_S_PER_RANK * num_ranks
 
 

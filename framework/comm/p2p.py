@@ -65,7 +65,7 @@ def exchange_apart(
 def _name(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator, label: str
 ) -> Operation:
-    """What a wait for the messages is a wait for."""
+    """The operation that a wait for the messages shows."""
     what = "send" if not receives else "send and receive" if sends else "receive"
     # 0: the two sides of a message count differently, so no number says whether a peer has come to it.
     return Operation(axis.axis, what, label, 0, tuple({axis.ranks[peer]: None for _, peer in (*receives, *sends)}))
@@ -114,7 +114,7 @@ def _start_batch(
     receives: Sequence[tuple[Tensor, int]],
     axis: Communicator,
 ) -> Sequence[Any]:
-    """What is waited for: receives first, then sends, each in the caller's order, which is how messages of one pair match; or one
+    """Works to wait for: receives first, then sends, each in the caller's order, in which messages of one pair match; or one work
     for all. leaving, arriving: the tensors of `sends` and `receives`, or host copies."""
     if all(x.device.type == "cpu" for x in (*leaving, *arriving)):
         # gloo knows no batches. What torch's does for each of its messages takes the host as long as the message: 20 us.

@@ -126,8 +126,8 @@ def segment_on_host(num_bytes: int, device: torch.device) -> Tensor:
 
 
 class Moment:
-    """What the device has computed by now, for another thread to copy to the host beside what is computed later. On a CPU there
-    is nothing to wait for: who changes what is copied waits until it is."""
+    """A point in the device's work, up to which another thread copies results to the host beside later work. On a CPU there is
+    nothing to wait for: whoever changes a source waits until it is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -137,7 +137,7 @@ class Moment:
 
     @contextmanager
     def copies(self) -> Iterator[None]:
-        """What this thread queues meanwhile runs behind all that was computed at the moment, and beside what comes later."""
+        """A context in which this thread's copies run behind all that was computed at the moment, and beside what comes later."""
         if self._device.type != "cuda":
             yield
             return
@@ -167,7 +167,7 @@ class HomeTransfers:
 
     @contextmanager
     def queue(self, device: torch.device) -> Iterator[Arrival]:
-        """What is queued meanwhile runs behind all that is on the current stream now, and beside what comes there later."""
+        """A context in which copies run behind all that is on the current stream now, and beside what comes there later."""
         arrival = Arrival()
         if device.type != "cuda":
             yield arrival

@@ -1,4 +1,4 @@
-"""Which linear layers multiply fp8 numbers (`precision.compute=fp8`): those of decoder layers that are trained and that kernels
+"""Linear layers that multiply fp8 numbers (`precision.compute=fp8`): those of decoder layers that are trained and that kernels
 take. Embedding, head, routers, stacked experts, norms and attention stay bf16, and so do recurrent mixers (state-space models,
 linear attention with a convolution): their code and their fused kernels read weights without calling the layers that hold them.
 """
@@ -52,7 +52,7 @@ def gather_in_fp8(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: S
 
 
 def find_fp8_linears(model: PreTrainedModel, plan: StagePlan) -> dict[str, nn.Module]:
-    """By name, the linear modules that multiply fp8 numbers."""
+    """The linear modules that multiply fp8 numbers, by name."""
     if plan.recipe.precision.compute != "fp8":
         return {}
     others = {id(part) for router, _ in find_routers(model) for part in router.modules()}

@@ -7,8 +7,8 @@ for computations that wait for earlier messages, so no cycle of waits can close.
 
     SEND          right after the action that computes the content
     RECV          some actions ahead of its use, so that the data arrives while the rank computes
-    UNSHARD       starts to gather the stage's first units; hooks gather the others, and free them, as computation goes on
-    RESHARD       frees what is still gathered of the stage; left out between a forward and the same stage's backward after it
+    UNSHARD       starts to unshard the stage's first units; hooks unshard the others, and reshard them, as computation goes on
+    RESHARD       reshards what is still unsharded of the stage; left out between a forward and the same stage's backward after it
     WAIT_REDUCE   waits for the gradient reductions that a backward has started, as late as the memory of gradients allows
 """
 
@@ -158,17 +158,17 @@ def _place_lifetimes(
 
 
 class LiveMoment(NamedTuple):
-    """What a rank has live while it computes: forward (else backward) of a stage, and (stage, whole, waiting) of each of its
-    stages: microbatches between their F and the end of their B or I, this one included, and those between I and W.
-
-    between: hidden states, or gradients of such, that wait for an action of this rank, arrive ahead of it, or are held until
-    their receiver shows that it has them; what the moment's own action gives to the next stage, or was given, included.
-    """
+    """The microbatches and hidden states that a rank holds while it computes."""
 
     is_forward: bool
+    """Forward of `stage`, else backward."""
     stage: int
     live: tuple[tuple[int, int, int], ...]
+    """(stage, whole, waiting) of each of the rank's stages: microbatches between their F and the end of their B or I, this one
+    included, and those between I and W."""
     between: int = 0
+    """Hidden states, or gradients of such, that wait for an action of this rank, arrive ahead of it, or are held until their
+    receiver shows that it has them; those that the action itself is given, or gives to the next stage, included."""
 
 
 def live_moments(lowered: Lowered, rank: int) -> list[LiveMoment]:
@@ -217,7 +217,7 @@ class _Between:
             self._leaving.append(self._messages[action])
 
     def take(self, action: Action) -> None:
-        """What a compute action was given by another stage."""
+        """Use up the tensors that another stage has given to a compute action."""
         if action.kind is W:
             return
         receive = action._replace(kind=RECEIVES[action.kind not in FORWARDS])
@@ -229,7 +229,7 @@ class _Between:
             self._leaving = [each for each in self._leaving if each.target != came.source or each.before > came.after]
 
     def hand_on(self, action: Action) -> None:
-        """What a compute action gives to a stage on the same rank waits there."""
+        """Keep the tensors that a compute action gives to a stage on the same rank."""
         stage, kind, microbatch = action
         is_forward = kind in FORWARDS
         to = stage + 1 if is_forward else stage - 1

@@ -148,7 +148,7 @@ def _gather_part(buffer: UnitBuffer, part: Tensor) -> Pending:
 
 
 def _find_fp8(units: Sequence[Sequence[UnitBuffer]]) -> "Fp8Gather | None":
-    """What gathers the weights that travel as fp8 numbers; None where none do."""
+    """The all-gather of weights that travel as fp8 numbers; None where none do."""
     buffers = [buffer for unit in units for buffer in unit if buffer.plan.dtypes.gathered is not None]
     if not buffers:
         return None

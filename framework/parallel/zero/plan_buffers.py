@@ -67,8 +67,8 @@ class BufferDtypes:
 
     @property
     def gradient(self) -> torch.dtype:
-        """Of gradients, their sums and the optimizer's moments: the master's, but at least fp32. In bf16 a sum would stand still
-        once it is 256 times as large as what is added."""
+        """The dtype of gradients, their sums and the optimizer's moments: the master's, but at least fp32. In bf16 a sum would
+        stand still once it is 256 times as large as what is added."""
         return torch.promote_types(self.master, torch.float32)
 
     @property
