@@ -20,7 +20,7 @@ from framework.comm.sealed import seal_text, unseal_text
 
 class Board:
     """The board of the ranks 0 .. world-1, for one thread of each. secret: of the run's start. All texts are sealed with it, and
-    one that is not is not there: whoever reaches the store could else end all ranks with an alarm."""
+    others are ignored: else any process that reaches the store could end all ranks with an alarm."""
 
     def __init__(self, store: dist.Store, rank: int, world: int, secret: bytes = b"") -> None:
         self._store, self._rank, self._world, self._secret = store, rank, world, secret
@@ -56,7 +56,7 @@ class Board:
         return self._read([f"answer {rank}" for rank in range(self._world)])
 
     def claim(self) -> bool:
-        """Is this the first rank that offers to write the verdict?"""
+        """Whether this is the first rank that offers to write the verdict."""
         return self._store.add("judges", 1) == 1
 
     def conclude(self, text: str) -> None:

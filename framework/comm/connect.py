@@ -240,7 +240,7 @@ def _open_store(url: str, rank: int, world: int, timeout: timedelta) -> dist.Sto
 
 
 def _share_secret(store: dist.FileStore, rank: int) -> bytes:
-    """A secret of rank 0's making. Who may read the file knows it."""
+    """A secret that rank 0 makes. Every process that may read the file knows it."""
     if rank == 0:
         store.set("secret", secrets.token_hex(16))
     return store.get("secret")

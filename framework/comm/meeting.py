@@ -150,7 +150,7 @@ def meet(
 
 
 def _is_there(store: dist.Store, key: str, timeout: timedelta) -> bool:
-    """Has the key been set within the time? A store that is gone answers the next question with an error."""
+    """Whether the key is set within the time. A store that is gone answers the next question with an error."""
     try:
         store.wait([key], timeout)
     except RuntimeError:

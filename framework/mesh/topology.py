@@ -54,12 +54,7 @@ AXIS_NAMES = (
 
 @dataclass(frozen=True)
 class Topology:
-    """The degrees of the parallelisms. Raises TopologyError when they cannot form a mesh.
-
-    embedding_ranks: the positions along `pp` of the first and of the last stage; None: the first rank and the last. Schedules
-    that go through the ranks and back (zbv, dualpipe_v) have both stages on one rank. expert_tp: ranks that slice an expert, 1 or
-    tp; None: tp. ulysses: ranks of cp that exchange heads; the others are the ring.
-    """
+    """The degrees of the parallelisms. Raises TopologyError when they cannot form a mesh."""
 
     pp: int = 1
     dp: int = 1
@@ -68,11 +63,16 @@ class Topology:
     ep: int = 1
     shard: int = 1
     kv: int = 1
+    """Ranks of `tp` that hold the same key-value heads."""
     expert_tp: int | None = None
+    """Ranks that slice an expert, 1 or tp; None: tp."""
     expert_shard: int = 1
     ep_inner: int | None = None
     embedding_ranks: tuple[int, int] | None = None
+    """Positions along `pp` of the first and of the last stage; None: the first rank and the last. Schedules that go through the
+    ranks and back (zbv, dualpipe_v) have both stages on one rank."""
     ulysses: int = 1
+    """Ranks of cp that exchange heads; the others are the ring."""
 
     def __post_init__(self) -> None:
         for name in ("pp", "dp", "cp", "tp", "ep"):

@@ -33,7 +33,7 @@ def require_torchao() -> None:
 
 
 def gather_in_fp8(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: StagePlan) -> Mapping[str, Layout]:
-    """Where ZeRO gathers weights for each use (stage 3), those that are multiplied in fp8 with one scale each travel so. The
+    """Where ZeRO unshards weights for each use (stage 3), those that are multiplied in fp8 with one scale each travel so. The
     model stays. Raises ModelError where the recipe asks for fp8 and the model cannot have it."""
     if plan.recipe.precision.compute != "fp8":
         return layouts

@@ -38,7 +38,8 @@ TRANSPORTS: dict[str, Callable[[Communicator], Transport]] = {"ring": Ring, "gat
 
 
 class ContextAttention:
-    """Attention over the tokens of all ranks of two axes, whose product is `cp`. method: how keys and values come over `ring`."""
+    """Attention over the tokens of all ranks of two axes, whose product is `cp`. method: the way in which keys and values come
+    over `ring`."""
 
     def __init__(
         self,

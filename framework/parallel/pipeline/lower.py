@@ -33,15 +33,17 @@ Frequency = Literal["step", "microbatch"]
 
 @dataclass(frozen=True)
 class StageMessage:
-    """A message between two ranks: sent by `source` after its compute action number `after`, needed by `target` before its
-    number `before`. time: the simulated time at which the content is ready. send, receive: the actions of the two sides."""
+    """A message between two ranks."""
 
     time: float
+    """The simulated time at which the content is ready."""
     source: int
     after: int
+    """The number of the source's compute action behind which it is sent."""
     send: Action
     target: int
     before: int
+    """The number of the target's compute action that needs it."""
     receive: Action
 
 
@@ -61,7 +63,7 @@ class Lowered:
 def lower(schedule: Schedule, costs: Costs, unshard: Frequency = "step", reduce: Frequency = "step") -> Lowered:
     """The schedule with messages and lifetimes.
 
-    unshard: whether a stage's parameters are gathered once a step and kept until the update, or again for each forward and
+    unshard: whether a stage's parameters are unsharded once a step and kept until the update, or again for each forward and
     backward. reduce: whether gradients are summed over ranks once a step, or after each microbatch's backward.
     """
     # Rank and action break ties: each rank sorts for itself, and messages with equal times must have the same order everywhere,
@@ -134,17 +136,17 @@ def _place_lifetimes(
     """Pairs (number of the compute action before which it happens, UNSHARD, RESHARD or WAIT_REDUCE)."""
     # W reads no parameters, only saved factors of the weights' gradients: its stage may be resharded.
     reads = [index for index, action in enumerate(actions) if action.kind is not W]
-    gathered: set[int] = set()
+    unsharded: set[int] = set()
     for at, after in zip(reads, [*reads[1:], None], strict=True):
         stage, kind, microbatch = actions[at]
-        if stage not in gathered:
-            gathered.add(stage)
+        if stage not in unsharded:
+            unsharded.add(stage)
             yield at, Action(stage, ActionKind.UNSHARD, microbatch)
         # What a forward read last, a backward of the same stage reads first: a RESHARD between them would free it just to
-        # have it gathered again.
+        # have it unsharded again.
         turns = after is not None and kind is F and actions[after].kind in (B, I) and actions[after].stage == stage
         if unshard == "microbatch" and not turns:
-            gathered.discard(stage)
+            unsharded.discard(stage)
             yield at + 1, Action(stage, ActionKind.RESHARD, microbatch)
     pending: dict[int, Action] = {}
     for index, (stage, kind, microbatch) in enumerate(actions):

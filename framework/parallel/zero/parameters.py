@@ -159,7 +159,7 @@ def _find_fp8(units: Sequence[Sequence[UnitBuffer]]) -> "Fp8Gather | None":
 
 
 def share_messages(buffers: Sequence[UnitBuffer]) -> list[list[UnitBuffer]]:
-    """The buffers as they are gathered: together where they have one shard axis and one dtype, and nothing stands between the
+    """The buffers as they are unsharded: together where they have one shard axis and one dtype, and nothing stands between the
     memory that is sent and the memory that is written."""
     messages: dict[Hashable, list[UnitBuffer]] = {}
     for buffer in buffers:

@@ -82,14 +82,16 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, eq=False)
 class Hashed:
-    """The hash of what is equal over `axes`, an int64 scalar. state, unit: what a user hears; key: the same on all replicas, and
-    no other's on this rank."""
+    """The hash of a state that is equal on all ranks of `axes`."""
 
     state: str
+    """With `unit`, the words that name it to a user."""
     unit: str
     key: str
+    """The same on all replicas, and no other's on this rank."""
     axes: tuple[Communicator, ...]
     hash: Tensor
+    """An int64 scalar."""
 
 
 def hash_parameters(parameters: ParameterSync, hashes: BitHash) -> Iterator[Hashed]:
