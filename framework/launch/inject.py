@@ -30,8 +30,8 @@ from framework.launch.fault_plan import (
     read_log,
     read_plan,
 )
+from framework.launch.jobs import find_jobs, has_ended, is_running
 from framework.launch.places import explain_errors
-from framework.launch.request import find_jobs, has_ended, is_running
 from framework.launch.slurm import RANK_PROGRAM
 from framework.mesh.placement import place
 from framework.recipe.compose import load_recipe

@@ -12,13 +12,13 @@ from typing import Any
 from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.launch import measure_rank
 from framework.launch.agent import Outcome, run_ranks
-from framework.launch.local import rank_variables
 from framework.launch.machine import count_memory, describe_machine, find_differences
 from framework.launch.measure_order import Order
 from framework.launch.measured_file import describe_findings, describe_group, write_text
 from framework.launch.timings import ON_CPU, ON_GPU, Effort
 from framework.recipe.cluster_file import ENDINGS, KEY, read_cluster_file, write_cluster_file
 from framework.recipe.convert import to_recipe
+from framework.recipe.environment import fill
 from framework.recipe.host import count_host_memory
 from framework.recipe.schema import ClusterMeasured, Recipe
 from framework.start import python_words
@@ -147,4 +147,4 @@ def start_ranks(recipe: Recipe, order: Order, folder: Path) -> Outcome:
     path = folder / "order.json"
     order.save(path)
     words = python_words(measure_rank.__name__, str(path))
-    return run_ranks(words, order.crowd, folder / "errors", rank_variables(recipe))
+    return run_ranks(words, order.crowd, folder / "errors", fill(recipe.launch.environment, os.environ))

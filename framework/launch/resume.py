@@ -1,36 +1,47 @@
-"""Resume: the saved recipe goes on, with what the command line may change and nothing else.
+"""The recipe of a command line: that of a new run, or the saved one of a run that goes on, with the changes that are allowed.
 
-Every value of a run's recipe has shaped its weights, so a run whose recipe changes is another run. What may change is what
-does not touch the training run itself (layouts, places, rhythms), or what only adds to it (more steps).
+Every value of a run's recipe has shaped its weights, so a run whose recipe changes is another run. A resume may change values
+that do not touch the training run itself (layouts, places, rhythms), or that only add to it (more steps).
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hydra.core.override_parser.types import Override
+
 from framework.checkpoint.commit import newest_checkpoint, step_of
-from framework.errors import RunError
+from framework.errors import RecipeError, RunError
 from framework.launch.directory import RunDirectory, list_runs
 from framework.launch.identity import ABSENT, MAY_CHANGE, find_edits, may_change, read_recorded, refuse_edits, values_of
 from framework.launch.settle import keep_settled
 from framework.plan.auto import require_layout
 from framework.recipe.compose import compose, load_recipe
+from framework.recipe.describe import describe_experiments
 from framework.recipe.environment import HIDDEN, is_secret
 from framework.recipe.files import search_path
 from framework.recipe.keys import flatten
 from framework.recipe.layout_keys import with_layout_of
 from framework.recipe.overrides import parse_overrides, write_resume
-from framework.recipe.problem import show
+from framework.recipe.place_rules import find_run_root_problems
+from framework.recipe.problem import render_problems, show
 from framework.recipe.schema import Recipe, Run
 from framework.recipe.suggest import nearest
 
 SHOWN_RUNS = 10
-# Where the run lies, which its folder says.
+# Keys that the run's folder states.
 OWN_KEYS = ("run.root", "run.id", "run.name")
 
 
+# A command line that has a recipe of these groups, or a value below these keys, says what to train. The place of data, or the way
+# in which a model computes, does not.
+SUBJECT_GROUPS = ("experiment", "model", "data")
+SUBJECT_KEYS = ("model.family", "model.weights", "model.config_file", "model.config", "data.sources")
+
+
 @dataclass(frozen=True)
-class Change:
+class RecipeChange:
     """A key whose value differs from the saved recipe's."""
 
     key: str
@@ -42,7 +53,64 @@ class Change:
         return may_change(self.key)
 
 
-def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> tuple[Recipe, list[Change]]:
+def compose_run(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Recipe:
+    """The recipe to train. `train run.id=X train.steps=500` goes on with what run X saved rather than with config.yaml's
+    defaults, so its values are judged beside those; a command that chooses recipes says itself what it wants."""
+    composition = compose(overrides, recipe_dirs)
+    run = composition.draft.run
+    if problems := list(find_run_root_problems(composition.draft)):  # before anybody looks for the run there
+        raise RecipeError(render_problems(problems))
+    if (saved := find_saved(run)) is None:
+        if run.id is not None and not recipe_dirs and not has_subject(overrides):
+            refuse_missing(run)
+        composition.require()
+        require_subject(overrides, recipe_dirs)
+        return require_layout(composition, overrides, recipe_dirs)
+    if not parse_overrides(overrides, search_path(recipe_dirs)).choices:
+        composition = compose(overrides, recipe_dirs, base=saved)
+    return composition.require()
+
+
+def find_saved(run: Run) -> Path | None:
+    """The recipe of the run that run.id names, None where there is none. A sweep's folders have none before they begin."""
+    if run.id is None:
+        return None
+    saved = RunDirectory(Path(run.root, run.id)).recipe
+    return saved if saved.is_file() else None
+
+
+def require_subject(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> None:
+    """Raises RecipeError where nothing says what to train: config.yaml's own model is no first run, it takes hours. Recipes of
+    the user's own may have a config.yaml that says it."""
+    if not recipe_dirs and not has_subject(overrides):
+        raise RecipeError(
+            "nothing says what to train: choose an experiment, or a model and data. The first run, of a minute or so, is\n\n"
+            f"  meshwright train experiment=quickstart\n\nexperiments:\n{describe_experiments(search_path())}\n\n"
+            "`meshwright train --help-recipe` lists all recipes."
+        )
+
+
+def has_subject(overrides: Sequence[str]) -> bool:
+    """Whether overrides of one run say what to train. Those with a mistake in them may: composing names the mistake."""
+    command = parse_overrides(overrides, search_path())
+    if command.problems or any(choice.key_or_group in SUBJECT_GROUPS for choice in command.choices if _sets(choice)):
+        return True
+    keys = [key for value in command.values if _sets(value) for key in _list_keys(value)]
+    return any(key == subject or key.startswith(f"{subject}.") for key in keys for subject in SUBJECT_KEYS)
+
+
+def _sets(override: Override) -> bool:
+    return not override.is_delete()
+
+
+def _list_keys(override: Override) -> list[str]:
+    """The keys that a value sets: `data={root: x}` sets data.root, and no sources."""
+    return list(flatten({override.key_or_group: override.value()}))
+
+
+def resume_recipe(
+    run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]
+) -> tuple[Recipe, list[RecipeChange]]:
     """The recipe that the run goes on with, and what it changes. Raises RunError for a change that makes another run.
 
     Values of the command line are set in the saved recipe. Its group choices (`experiment=quickstart`) were made when the
@@ -94,7 +162,7 @@ def name_run(path: Path, saved: Run) -> Run:
 
 
 def resume_command(run: RunDirectory, recipe: Recipe, *more: str) -> str:
-    """What a user types to go on with the run."""
+    """The command that goes on with the run."""
     return write_resume(recipe.launch.kind, run.keys, *more)
 
 
@@ -125,12 +193,12 @@ def refuse_missing(run: Run) -> NoReturn:
     )
 
 
-def find_changes(saved: Recipe, other: Recipe) -> list[Change]:
+def find_changes(saved: Recipe, other: Recipe) -> list[RecipeChange]:
     """All keys whose values differ, ABSENT where one of the two has no such key."""
     was, now = flatten(asdict(saved)), flatten(asdict(other))
     keys = [*was, *(key for key in now if key not in was)]
     pairs = [(key, was.get(key, ABSENT), now.get(key, ABSENT)) for key in keys]
-    return [Change(key, _shown(key, one), _shown(key, other)) for key, one, other in pairs if one != other]
+    return [RecipeChange(key, _shown(key, one), _shown(key, other)) for key, one, other in pairs if one != other]
 
 
 def _shown(key: str, value: Any) -> Any:
@@ -138,7 +206,7 @@ def _shown(key: str, value: Any) -> Any:
     return HIDDEN if is_secret(key.rpartition(".")[2], value) and key.startswith("launch.environment") else value
 
 
-def explain_refusal(run: RunDirectory, refused: list[Change], kind: str) -> str:
+def explain_refusal(run: RunDirectory, refused: list[RecipeChange], kind: str) -> str:
     """The difference as a table, and the ways out."""
     rows = [("key", "was", "now"), *((change.key, show(change.was), show(change.now)) for change in refused)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]

@@ -1,9 +1,10 @@
-"""Settle: what a recipe leaves open and ranks must not decide each for itself, decided once by the launching process.
+"""Settle: the launching process decides once what a recipe leaves open, so that ranks do not decide each for itself.
 
 A node whose GPUs are dead would else train on its CPUs among GPU ranks, two kinds of CPU compute in two dtypes, and each rank
-ask the hub for the newest weights. recipe.yaml holds what was decided; no rank ever sees `auto`.
+ask the hub for the newest weights. recipe.yaml holds the decisions; no rank ever sees `auto`.
 """
 
+import math
 import os
 import shutil
 import subprocess
@@ -13,11 +14,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from framework.data.prepare import prepare
+from framework.data.prepared import Prepared
 from framework.errors import RecipeError
 from framework.launch.directory import RunDirectory
 from framework.launch.places import explain_errors
 from framework.lease import Lease
 from framework.plan.target import resolve_precision, target_device
+from framework.recipe.check import check_recipe
 from framework.recipe.derive import compiles, derive
 from framework.recipe.environment import fill
 from framework.recipe.keys import TOKEN_IDS
@@ -96,6 +100,42 @@ def settle_tokens(recipe: Recipe, tokenizer_folder: Path) -> Recipe:
         if model.config[name] != ids[name]:
             print(f"note     model.config.{name}={ids[name]}, the tokenizer's; the recipe has {model.config[name]}")
     return replace(recipe, model=replace(model, config={**model.config, **ids}))
+
+
+def settle_steps(recipe: Recipe) -> tuple[Recipe, Prepared | None]:
+    """The recipe with `train.steps` for its `train.epochs`, which is null then: recipe.yaml states the run's length once; and the
+    data, which is prepared for that. A recipe that states its steps comes back as it is, and nothing is prepared.
+
+    Prints the passes over each source, for weights repeat some and cut others short. Raises RecipeError where the schedule does
+    not fit so many steps.
+    """
+    if recipe.train.epochs is None:
+        return recipe, None
+    prepared = prepare(recipe)
+    steps, passes = count_steps(recipe, prepared)
+    settled = replace(recipe, train=replace(recipe.train, steps=steps, epochs=None))
+    problems = check_recipe(settled, {})
+    if problems:
+        raise RecipeError(f"train.epochs={recipe.train.epochs:g} sets train.steps={steps}\n{render_problems(problems)}")
+    each = ", ".join(f"{count:.2f} of {name}" for name, count in passes.items())
+    print(f"epochs   {recipe.train.epochs:g} are {steps:,} steps: passes {each}")
+    return settled, prepared
+
+
+def count_steps(recipe: Recipe, prepared: Prepared) -> tuple[int, dict[str, float]]:
+    """(steps, passes over each source) for `train.epochs` passes over as many sequences as all sources have together."""
+    from framework.data.pack import count_samples  # imports torch
+
+    assert recipe.train.epochs is not None, "called for recipes with train.epochs"
+    derived, weights = derive(recipe), sum(source.weight for source in prepared.sources)
+    sizes = {
+        source.name: count_samples(source.streams["train"].num_tokens, derived.context) for source in prepared.sources
+    }
+    steps = max(1, math.ceil(recipe.train.epochs * sum(sizes.values()) / derived.sequences_per_step))
+    read = steps * derived.sequences_per_step
+    return steps, {
+        source.name: read * source.weight / weights / max(1, sizes[source.name]) for source in prepared.sources
+    }
 
 
 def keep_pretrained(run: RunDirectory, lease: Lease, model: Model) -> None:

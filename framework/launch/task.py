@@ -7,6 +7,7 @@ from pathlib import Path
 
 from framework.errors import LeaseLost, NodeError, TopologyError
 from framework.launch.directory import HolderState, describe_self
+from framework.launch.jobs import WAITING_OR_RUNNING, find_job
 from framework.lease import Holder, read_lease
 from framework.mesh.placement import place
 from framework.recipe.derive import Derived
@@ -15,7 +16,7 @@ OUTCOME = "MESHWRIGHT_OUTCOME"
 
 
 def is_task() -> bool:
-    """Was this process started inside a job of ours?"""
+    """Whether this process was started inside a job of ours."""
     return OUTCOME in os.environ and "SLURM_PROCID" in os.environ
 
 
@@ -40,11 +41,6 @@ def judge(holder: Holder, me: Holder) -> HolderState:
         return HolderState.OVER
     if not holder.job or holder.job == me.job:
         return HolderState.UNKNOWN
-    from framework.launch.slurm import (
-        WAITING_OR_RUNNING,
-        find_job,
-    )  # takes a while, and is needed for a chain's next job only
-
     state = find_job(holder.job)
     if state is None:
         return HolderState.UNKNOWN

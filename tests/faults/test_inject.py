@@ -22,9 +22,9 @@ from framework.checkpoint.commit import SAVE_POINTS, newest_checkpoint
 from framework.checkpoint.index import DamagedCheckpoint, read_manifest
 from framework.checkpoint.load import Reader, verify_files
 from framework.cli import main
+from framework.commands.trained_model import _read
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_MEMORY, EXIT_RESUME, EXIT_USER
 from framework.launch import fault_door
-from framework.launch.export import _read
 from framework.launch.fault_door import FaultDoor
 from framework.launch.fault_plan import HOWS, KINDS, Fault, parse_fault, plan_faults, read_log
 from framework.launch.inject import find_ranks

@@ -170,8 +170,8 @@ def recipe_is_instant(source: Source) -> Iterator[Breach]:
 
 
 def only_connect_launch_and_cli_read_the_environment(source: Source) -> Iterator[Breach]:
-    """os.environ appears in comm/connect.py, launch/, cli.py and start.py."""
-    if source.room in ("launch", "cli", "start") or source.path == "comm/connect.py":
+    """os.environ appears in comm/connect.py, launch/, commands/, cli.py and start.py."""
+    if source.room in ("launch", "commands", "cli", "start") or source.path == "comm/connect.py":
         return
     readers = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
     for line, name in {*source.imports(), *source.dotted_names()}:

@@ -16,7 +16,7 @@ from framework.build import build
 from framework.checkpoint.folder import committed_name
 from framework.checkpoint.load import Reader
 from framework.comm.connect import connect
-from framework.launch.export import _read, _read_units
+from framework.commands.trained_model import _read, _read_units
 from framework.model import expert_load
 from framework.model.expert_load import ExpertLoad
 from framework.model.load import build_meta

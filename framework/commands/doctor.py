@@ -1,6 +1,7 @@
-"""`meshwright doctor`: what is installed and within reach. Each line says ok, or how to fix it; those that say warn, of what this
-recipe can do without."""
+"""`meshwright doctor`: software, devices, disks and SLURM that a recipe needs. Each line says ok, or how to fix it; `warn` marks
+what this recipe can do without."""
 
+import argparse
 import os
 import platform
 import shutil
@@ -13,11 +14,11 @@ from itertools import islice
 from pathlib import Path
 
 from framework.checkpoint.place import is_url
-from framework.errors import EXIT_DONE, EXIT_USER, MeshwrightError, OffloadError
+from framework.commands.arguments import compose_recipe
+from framework.errors import EXIT_DONE, EXIT_USER, MeshwrightError, OffloadError, RecipeError
 from framework.imports import loading_libraries
-from framework.launch.machine import check_measured
+from framework.launch.jobs import partitions, reach
 from framework.launch.places import refuse_unreachable
-from framework.launch.slurm import partitions, reach
 from framework.optim.disk_file import refuse_folder
 from framework.recipe.clusters import find_cluster
 from framework.recipe.host import count_cores
@@ -27,13 +28,14 @@ PACKAGES = ("torch", "transformers", "datasets", "hydra-core", "wandb")
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One line: what was looked at, what was found, and how to fix it where that is needed. Empty `fix`: ok. `is_needed`: the
-    recipe cannot be run without it."""
+class DoctorLine:
+    """One line of the output."""
 
     what: str
     found: str
+    # How to fix it; empty where it is ok.
     fix: str = ""
+    # The recipe cannot be run without it.
     is_needed: bool = True
 
     @property
@@ -43,19 +45,47 @@ class Finding:
         return "fix" if self.is_needed else "warn"
 
 
-def doctor_command(recipe: Recipe) -> int:
-    """Print the findings; the exit code is that of a user's mistake if one has to be fixed before the recipe can be run."""
-    findings = list(examine(recipe))
-    for finding in findings:
-        print(f"{finding.verdict:<4} {finding.what:<13} {finding.found}")
-        if finding.fix:
-            print(f"     {'':13} -> {finding.fix}")
-    return EXIT_USER if any(finding.verdict == "fix" for finding in findings) else EXIT_DONE
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument(
+        "--measure",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="measure this machine in under two minutes and write what plan and search need of it, for cluster=FILE"
+        " (default: measured.yaml)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="with --measure: also a file of another machine")
 
 
-def examine(recipe: Recipe) -> Iterator[Finding]:
-    """All findings, in the order in which one of them explains the next."""
-    yield Finding("python", f"{platform.python_version()} ({sys.executable})")
+def run(arguments: argparse.Namespace) -> int:
+    """Print the lines, or measure the machine. The exit code is that of a user's mistake if something has to be fixed before the
+    recipe can be run."""
+    if arguments.measure is not None:
+        return _measure(arguments)
+    if arguments.overwrite:
+        raise RecipeError("--overwrite is for the file of --measure FILE")
+    lines = list(examine(compose_recipe(arguments)))
+    for line in lines:
+        print(f"{line.verdict:<4} {line.what:<13} {line.found}")
+        if line.fix:
+            print(f"     {'':13} -> {line.fix}")
+    return EXIT_USER if any(line.verdict == "fix" for line in lines) else EXIT_DONE
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    typed = arguments.measure
+    if "=" in typed:  # argparse takes the override behind a lone --measure for its file
+        arguments.overrides, typed = [typed, *arguments.overrides], ""
+    recipe = compose_recipe(arguments)
+    from framework.launch.measure import choose_file, measure_command
+
+    return measure_command(recipe, choose_file(typed, arguments.recipes), overwrites=arguments.overwrite)
+
+
+def examine(recipe: Recipe) -> Iterator[DoctorLine]:
+    """All lines, in the order in which one explains the next."""
+    yield DoctorLine("python", f"{platform.python_version()} ({sys.executable})")
     for package in PACKAGES:
         yield _package(package)
     yield _devices(recipe)
@@ -69,7 +99,7 @@ def examine(recipe: Recipe) -> Iterator[Finding]:
     yield _wandb(recipe)
 
 
-def _store(recipe: Recipe) -> Iterator[Finding]:
+def _store(recipe: Recipe) -> Iterator[DoctorLine]:
     """Whether a URL of checkpoint.root can be written to."""
     root = recipe.checkpoint.root
     if root is None or not is_url(root):
@@ -77,13 +107,13 @@ def _store(recipe: Recipe) -> Iterator[Finding]:
     try:
         refuse_unreachable(root)
     except MeshwrightError as error:
-        yield Finding("checkpoints", f"{root} cannot be used", str(error))
+        yield DoctorLine("checkpoints", f"{root} cannot be used", str(error))
     else:
-        yield Finding("checkpoints", f"{root}, objects can be put, read and removed")
+        yield DoctorLine("checkpoints", f"{root}, objects can be put, read and removed")
 
 
-def _layout(recipe: Recipe) -> Iterator[Finding]:
-    """The plan's words, and what would lower its memory; what does not fit is the user's to fix, and says how."""
+def _layout(recipe: Recipe) -> Iterator[DoctorLine]:
+    """The layout's memory, and options that would lower it. A layout that does not fit is the user's to fix."""
     with loading_libraries():
         from framework.plan.check import check_layout, check_weights, describe_need
         from framework.plan.relief import CHEAPEST, find_relief, show_bytes
@@ -95,20 +125,20 @@ def _layout(recipe: Recipe) -> Iterator[Finding]:
         check_weights(plan)
     except MeshwrightError as error:
         what = f"{recipe.model.weights or recipe.model.family} cannot be laid out so"
-        yield Finding("layout", what, str(error))
+        yield DoctorLine("layout", what, str(error))
         return
     # Of a machine that nobody has named the verdict is a guess.
-    yield Finding("layout", describe_need(plan), caution_of_fit(plan), is_needed=recipe.cluster.name is not None)
+    yield DoctorLine("layout", describe_need(plan), caution_of_fit(plan), is_needed=recipe.cluster.name is not None)
     cheapest = [f"{change}: {show_bytes(size)}" for change, size in islice(find_relief(plan, 0), CHEAPEST)]
     if cheapest:
-        yield Finding("memory", f"would be less with {', then '.join(cheapest)}")
+        yield DoctorLine("memory", f"would be less with {', then '.join(cheapest)}")
     for each in find_savings(plan, 0):
         host = f", the host holds {show_bytes(each.host)} more" if each.host > 0 else ""
         found = f"{each.override} by itself saves {show_bytes(each.device)}{host}; costs {each.costs}"
-        yield Finding("option", found)
+        yield DoctorLine("option", found)
 
 
-def _disk(recipe: Recipe) -> Iterator[Finding]:
+def _disk(recipe: Recipe) -> Iterator[DoctorLine]:
     """Whether files of states can be made in the folder that the recipe names; a cluster's nodes look for themselves."""
     path = recipe.memory.offload.disk_path
     if path is None or recipe.launch.kind != "local":
@@ -116,13 +146,14 @@ def _disk(recipe: Recipe) -> Iterator[Finding]:
     try:
         refuse_folder(Path(path))
     except OffloadError as error:
-        yield Finding("states' disk", f"{path} cannot be used", str(error))
+        yield DoctorLine("states' disk", f"{path} cannot be used", str(error))
     else:
-        yield Finding("states' disk", f"{path}, {shutil.disk_usage(path).free / 2**30:,.0f} GiB free")
+        yield DoctorLine("states' disk", f"{path}, {shutil.disk_usage(path).free / 2**30:,.0f} GiB free")
 
 
-def _measured(recipe: Recipe) -> Iterator[Finding]:
-    """The cluster by which plan and search foretell, and whether its file is of this machine."""
+def _measured(recipe: Recipe) -> Iterator[DoctorLine]:
+    """The cluster of the forecasts of plan and search, and whether its file is of this machine."""
+    from framework.launch.machine import check_measured
     from framework.plan.target import resolve_target
 
     try:
@@ -137,61 +168,61 @@ def _measured(recipe: Recipe) -> Iterator[Finding]:
     try:
         check_measured(recipe)
     except MeshwrightError as error:
-        yield Finding("cluster", found, str(error))
+        yield DoctorLine("cluster", found, str(error))
         return
-    yield Finding("cluster", found)
+    yield DoctorLine("cluster", found)
 
 
-def _package(name: str) -> Finding:
+def _package(name: str) -> DoctorLine:
     try:
-        return Finding(name, version(name))
+        return DoctorLine(name, version(name))
     except PackageNotFoundError:
-        return Finding(name, "not installed", "make install, in the clone")
+        return DoctorLine(name, "not installed", "make install, in the clone")
 
 
-def _devices(recipe: Recipe) -> Finding:
+def _devices(recipe: Recipe) -> DoctorLine:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count:
-        return Finding("devices", f"{count} x {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}")
+        return DoctorLine("devices", f"{count} x {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}")
     found = f"no GPU; {count_cores()} CPU cores"
     if recipe.launch.device == "cuda" and recipe.launch.kind == "local":
-        return Finding("devices", found, "launch.device=auto; or install a torch for this machine's GPU driver")
-    return Finding("devices", found)
+        return DoctorLine("devices", found, "launch.device=auto; or install a torch for this machine's GPU driver")
+    return DoctorLine("devices", found)
 
 
-def _slurm(recipe: Recipe) -> Finding:
+def _slurm(recipe: Recipe) -> DoctorLine:
     if shutil.which("sbatch") is None:
         fix = "log in to a node of the cluster; to try it here: scripts/local_cluster.sh"
-        return Finding("slurm", "no sbatch on the path", fix if recipe.launch.kind == "slurm" else "")
+        return DoctorLine("slurm", "no sbatch on the path", fix if recipe.launch.kind == "slurm" else "")
     why_not = reach()
     if why_not is not None:
         fix = "is SLURM_CONF right, is slurmctld running? scripts/local_cluster.sh start starts one on this machine"
         # Its tools without a controller are on many a workstation, which a run of this machine does not ask.
-        return Finding("slurm", f"not reachable: {why_not.splitlines()[0]}", fix, recipe.launch.kind == "slurm")
-    return Finding("slurm", partitions())
+        return DoctorLine("slurm", f"not reachable: {why_not.splitlines()[0]}", fix, recipe.launch.kind == "slurm")
+    return DoctorLine("slurm", partitions())
 
 
-def _writable(what: str, folder: Path, key: str) -> Finding:
+def _writable(what: str, folder: Path, key: str) -> DoctorLine:
     """A file is made in the folder, or where the folder would be made."""
     place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
     try:
         with tempfile.TemporaryFile(dir=place):
             free = shutil.disk_usage(place).free
     except OSError as error:
-        return Finding(what, f"{folder}: {error.strerror}", f"{key}=a folder of yours")
-    return Finding(what, f"{folder}, {free / 2**30:,.0f} GiB free")
+        return DoctorLine(what, f"{folder}: {error.strerror}", f"{key}=a folder of yours")
+    return DoctorLine(what, f"{folder}, {free / 2**30:,.0f} GiB free")
 
 
-def _wandb(recipe: Recipe) -> Finding:
+def _wandb(recipe: Recipe) -> DoctorLine:
     mode: str = recipe.track.wandb.mode
     has_key = bool(os.environ.get("WANDB_API_KEY")) or "wandb.ai" in _netrc()
     if mode == "auto":
         mode = "online" if has_key else "offline (no key; `wandb login` makes it online, `wandb sync` sends it later)"
     elif mode == "online" and not has_key:
-        return Finding("wandb", "online, without a key", "wandb login; or track=offline")
-    return Finding("wandb", mode)
+        return DoctorLine("wandb", "online, without a key", "wandb login; or track=offline")
+    return DoctorLine("wandb", mode)
 
 
 def _netrc() -> str:

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from framework.commands.status import describe_sweep
 from framework.errors import EXIT_DONE, RecipeError
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
-from framework.launch.overview import describe_sweep
-from framework.launch.subject import find_saved, require_subject
+from framework.launch.resume import find_saved, require_subject
 from framework.plan.auto import require_layout
 from framework.recipe.compose import compose, expand_sweep
 from framework.recipe.environment import hide_override
