@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from framework.cli import main
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, MeshwrightError, ModelError, RecipeError, TopologyError
-from framework.launch import agent, rank
+from framework.launch import agent
 from framework.launch.agent import Outcome
 from framework.lease import Lease
 from framework.plan.check import check_layout
@@ -44,6 +44,7 @@ from framework.recipe.files import search_path
 from framework.recipe.overrides import parse_overrides
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Recipe
+from framework.train import program
 from framework.verify.command import Verification, prepare, run
 from framework.verify.compare import exceeds, render
 from framework.verify.end_to_end import TOLERANCE, compare_runs
@@ -245,12 +246,12 @@ def train_in_pool(number: int, world: int, rendezvous: str, run: str, epoch: int
         name: str(value) for name, value in {**place, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items()
     }
     with redirect_stdout(said), redirect_stderr(said):
-        code = rank.main(Path(run), Lease(Path(run), epoch))
+        code = program.main(Path(run), Lease(Path(run), epoch))
     return code, said.getvalue()
 
 
 def run_in_pool(pool: RankPool, arguments: Sequence[str], num_ranks: int, *_: Any) -> Outcome:
-    """Stand in for `run_ranks`. arguments: those of `python -m framework.launch.rank`."""
+    """The place of `run_ranks`: arguments are those of `python -m framework.train.program`."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

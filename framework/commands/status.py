@@ -22,15 +22,15 @@ from framework.launch.directory import RunDirectory, find_run, list_runs
 from framework.launch.identity import load_own_recipe
 from framework.launch.jobs import WAITING_OR_RUNNING, JobState, find_jobs, is_running
 from framework.launch.resume import resume_command, saved_step
+from framework.monitor.hang import Line, fold_ranks
+from framework.monitor.ranks_file import read_ranks
+from framework.monitor.stop import LONG_S, LONG_STEPS
 from framework.recipe.compose import load_recipe
 from framework.recipe.schema import Recipe, Run
 from framework.track.console import format_count, format_duration
 from framework.track.goodput_log import read_account
 from framework.track.goodput_page import summarize_goodput
 from framework.track.jsonl import METRICS_FILE, decode, read_records
-from framework.train.faults import LONG_S, LONG_STEPS
-from framework.train.hang import Line, fold_ranks
-from framework.train.ranks_file import read_ranks
 
 WIDEST = 64  # of the last column, of words that the runs do not share
 HEAD = ("run", "state", "step", "loss", "validation", "tokens/s", "differs in")

@@ -17,9 +17,9 @@ from framework.launch.directory import RunDirectory, find_run
 from framework.launch.jobs import find_jobs, find_starting, has_ended, is_running
 from framework.launch.places import explain_errors
 from framework.launch.resume import resume_command, saved_step
+from framework.monitor.stop import SAVE_FILE, STOP_FILE
 from framework.recipe.compose import load_recipe
 from framework.start import slurm_environment
-from framework.train.faults import SAVE_FILE, STOP_FILE
 
 # Wait for an answer: a step, a save, and the time of a network file system to show a file.
 ANSWER_S = 600.0

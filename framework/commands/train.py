@@ -17,9 +17,12 @@ from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
 from framework.launch.parts import CheckedLayout, RunPart, claim, create_run, decide_new, decide_next
 from framework.launch.places import refuse_unreachable, refuse_unwritable
+from framework.launch.process import let_threads_sleep, may_use_gpus
 from framework.launch.record import describe_software
 from framework.launch.resume import compose_run, resume_command, saved_step
 from framework.lease import Lease
+from framework.monitor.goodput import find_age_s
+from framework.monitor.phases import Phase, PhaseBar
 from framework.optim.disk_file import refuse_folder
 from framework.recipe.derive import derive
 from framework.recipe.elastic import has_range
@@ -27,6 +30,7 @@ from framework.recipe.environment import fill
 from framework.recipe.schema import Recipe
 from framework.start import is_of_launcher, python_words
 from framework.track.goodput_log import note_gone, note_launch
+from framework.train import program
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,10 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
 
         return train_sweep(arguments.overrides, arguments.recipes)
     recipe = compose_run(arguments.overrides, arguments.recipes)
-    from framework.launch.phases import PhaseBar
-    from framework.launch.rank import let_threads_sleep, may_use_gpus
-    from framework.train.phases import Phase
-
     if not may_use_gpus(recipe.launch):  # a single rank lives in this process, which is about to import torch
         let_threads_sleep()
     bar = PhaseBar((Phase.LIBRARIES,))
@@ -126,9 +126,7 @@ def _launch(
 
 
 def _run_ranks(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) -> int:
-    from framework.launch import rank
     from framework.launch.agent import Outcome, run_ranks
-    from framework.launch.goodput import find_age_s
 
     print(f"run      {run.path}" + (f", from step {from_step:,}" if from_step else ""), flush=True)
     world, variables = derive(recipe).world, rank_variables(recipe)
@@ -140,9 +138,9 @@ def _run_ranks(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) 
     ):  # the ranks are this launcher's, which says itself who they are
         del os.environ[name]
     if world == 1 and not variables:
-        outcome = Outcome(rank.main(run.path, lease))
+        outcome = Outcome(program.main(run.path, lease))
     else:  # variables are for a process that starts with them: libraries read theirs when they are loaded
-        outcome = run_ranks(python_words(rank.__name__, str(run.path), str(lease.epoch)), world, run.log, variables)
+        outcome = run_ranks(python_words(program.__name__, str(run.path), str(lease.epoch)), world, run.log, variables)
     with suppress(OSError, LeaseLost):  # the next start infers when this one ended
         lease.check()
         note_gone(run.path, outcome.code)

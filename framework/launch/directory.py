@@ -32,8 +32,8 @@ from framework.errors import LeaseLost, RunError, RunInUse
 from framework.launch.places import explain_errors
 from framework.launch.record import begin_anew, first_record, now, read_record, write_record
 from framework.lease import Holder, Lease, read_lease, take
+from framework.monitor.stop import SAVE_FILE, STOP_FILE
 from framework.recipe.schema import Run
-from framework.train.faults import SAVE_FILE, STOP_FILE
 
 # SLURM says that the holder has ended, and its lock is still held: after this time the run is taken from it.
 TAKE_OVER_AFTER_S = 10.0

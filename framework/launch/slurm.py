@@ -24,7 +24,7 @@ from framework.recipe.overrides import write_resume
 from framework.recipe.problem import Problem
 from framework.recipe.schema import Launch, Recipe
 
-RANK_PROGRAM = "framework.launch.rank"
+RANK_PROGRAM = "framework.train.program"
 TEMPLATES = {"none": "bare.sh", "apptainer": "apptainer.sh", "pyxis": "pyxis.sh"}
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
 _CONTROL = r"\x00-\x1f\x7f"

@@ -20,6 +20,11 @@ from framework.comm.transfer import AsyncHostCopy
 from framework.data.loader import Loader
 from framework.errors import NumericsError
 from framework.model.expert_load import read_loads
+from framework.monitor.goodput import Goodput
+from framework.monitor.phases import Phase, Phases
+from framework.monitor.progress import name_coordinates
+from framework.monitor.stop import StepWatch, StopRequest
+from framework.monitor.stragglers import WINDOW, Stragglers
 from framework.optim.schedules import learning_rate
 from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.exposed_communication import ExposedWait
@@ -30,15 +35,10 @@ from framework.track.flops import mfu
 from framework.track.memory import peak_memory_bytes
 from framework.track.observers import Observers
 from framework.track.report import RunInfo, StepReport
-from framework.train.faults import StepWatch, StopRequest
-from framework.train.goodput import Goodput
-from framework.train.phases import Phase, Phases
-from framework.train.progress import name_coordinates
 from framework.train.replicas import check_replicas
 from framework.train.spikes import NO_LIMITS, SpikeLimits
 from framework.train.state import RunState
 from framework.train.step import Run, run_alone, train_step
-from framework.train.stragglers import WINDOW, Stragglers
 from framework.train.sums import Flags, StepValues
 from framework.train.validation import Validation, ValidationLoss
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from framework.build import build
 from framework.comm.collectives import all_gather, gather_objects
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh
@@ -23,6 +22,7 @@ from framework.optim.schedules import learning_rate
 from framework.optim.states import LowBitStates
 from framework.plan.plan import Plan
 from framework.recipe.schema import Recipe
+from framework.train.build import build
 from framework.train.shards import OwnedShard
 from framework.train.step import Run, train_step
 from framework.verify.double import keep_double

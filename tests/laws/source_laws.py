@@ -25,9 +25,10 @@ FLOORS = (
     ("optim", "data"),
     ("plan",),
     ("checkpoint", "track"),
+    ("monitor",),
+    ("faults", "launch"),
     ("train",),
-    ("build",),
-    ("verify", "launch"),
+    ("verify",),
     ("commands",),
     ("cli",),
     ("__main__",),
@@ -147,7 +148,7 @@ def only_comm_communicates(source: Source) -> Iterator[Breach]:
 def only_transfer_sends_to_devices(source: Source) -> Iterator[Breach]:
     """Below `build`, tensors of the host's values are made for a device, and copies that need not wait started, in
     comm/transfer.py only."""
-    if source.room not in ("parallel", "optim", "data", "train"):
+    if source.room not in ("parallel", "optim", "data", "monitor", "faults", "train"):
         return
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call):

@@ -74,7 +74,7 @@ KEPT = [
     ("comm/duals.py", "import torch.distributed as dist\nfrom framework.mesh.axis import Axis"),
     ("comm/connect.py", "import os\nimport torch.distributed as dist\nrank = os.environ['RANK']"),
     ("launch/local.py", "from torch.distributed.launcher.api import elastic_launch\nimport os\nx = os.environ"),
-    ("cli.py", "import os\nos.environ['A'] = 'b'\nfrom framework.build import build"),
+    ("cli.py", "import os\nos.environ['A'] = 'b'\nfrom framework.train.build import build"),
     ("__main__.py", "from framework.cli import main"),
     ("parallel/parallelize.py", "from framework.parallel.zero.buffers import plan\nfrom .pipeline import actions"),
     ("parallel/zero/reduce.py", "from framework.parallel.zero.buffers import plan\nfrom . import buffers"),
@@ -121,7 +121,7 @@ def test_rooms_without_torch_do_not_import_it_indirectly():
     files = [*(PACKAGE / "recipe").glob("*.py"), *(PACKAGE / "mesh").glob("*.py")]
     names = sorted(f"framework.{file.parent.name}.{file.stem}" for file in files)
     commands = [
-        "framework.launch.rank",
+        "framework.train.program",
         *(f"framework.commands.{command.file or command.name}" for command in cli.COMMANDS),
     ]
     imports = f"import sys, {', '.join([*names, *commands])}"

@@ -11,7 +11,7 @@ from pathlib import Path
 import framework
 
 PACKAGE = Path(framework.__file__).parent
-ROOMS = ("checkpoint", "track", "train", "launch", "commands", "lease.py")
+ROOMS = ("checkpoint", "track", "monitor", "faults", "commands", "train", "launch", "lease.py")
 WRITES = {
     "create_file", "write_file", "write_json", "write_atomically",
     "write_text", "write_bytes", "touch", "mkdir", "makedirs", "rename", "replace", "unlink", "rmdir", "rmtree", "copytree",
@@ -73,13 +73,13 @@ KNOWN = {
     "launch/places.py refuse_unwritable": OUTSIDE,
     "launch/exports.py Exports._export": CHECKED,
     "launch/directory.py _claim_next": OUTSIDE,
-    "launch/inject.py damage": "harm to a checkpoint that a user asks for by `meshwright inject`",
+    "commands/inject.py damage": "harm to a checkpoint that a user asks for by `meshwright inject`",
     "launch/identity.py keep_tokenizer": IN_WORKPLACE,
     "launch/measure.py measure_command": TEMPORARY,
     "launch/measure_order.py Order.save": TEMPORARY,
     "launch/measure_rank.py _measure": TEMPORARY,
-    "launch/probe.py probe": IN_WORKPLACE,
-    "launch/probe.py _leave_note": IN_WORKPLACE,
+    "train/probe.py probe": IN_WORKPLACE,
+    "train/probe.py _leave_note": IN_WORKPLACE,
     "commands/stop.py _wait_until_taken": ASKED,
     "commands/stop.py _ask": ASKED,
     "commands/submit.py submit_sweep": "the folder of a sweep, which no rank writes into",
@@ -98,8 +98,8 @@ KNOWN = {
     "track/sample_ledger.py SampleLedger.__init__": "lines of a start, which the cursor of a newer one cuts off",
     "track/wandb.py WandbObserver.open": CHECKED,
     "train/profiler.py StepProfiler.close": CHECKED,
-    "train/ranks_file.py write_ranks": CHECKED,
-    "train/watch.py Watch._keep_flight_records": CHECKED,
+    "monitor/ranks_file.py write_ranks": CHECKED,
+    "monitor/watch.py Watch._keep_flight_records": CHECKED,
 }
 
 

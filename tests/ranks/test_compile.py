@@ -23,7 +23,6 @@ import torch._inductor.config
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from framework.build import build
 from framework.comm import collectives, p2p
 from framework.comm.algorithms import Pending
 from framework.comm.connect import connect
@@ -35,6 +34,7 @@ from framework.parallel.tensor.layers import ColumnLinear
 from framework.plan.plan import make_plan
 from framework.plan.stage import PlannedStage
 from framework.recipe.schema import Memory, Model, Parallel, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.compare import Row, compare, render
 from framework.verify.evidence import Evidence, TokenBatch, make_batches

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.build import build
 from framework.comm.collectives import all_gather
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
@@ -21,6 +20,7 @@ from framework.plan.plan import make_plan
 from framework.recipe.context_rules import has_tokens_everywhere
 from framework.recipe.derive import context_degrees
 from framework.recipe.schema import Batch, Memory, Parallel, Pipeline, Recipe, Zero
+from framework.train.build import build
 from framework.train.stage import StepInputs
 from tests.families import build_config, family
 from tests.grid import few_of

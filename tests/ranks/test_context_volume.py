@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from framework.build import build
 from framework.comm.connect import connect
 from framework.plan.context import AttentionShape, ContextCost, Method
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import family

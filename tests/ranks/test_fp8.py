@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from framework.build import build
 from framework.comm import ledger
 from framework.comm.connect import connect
 from framework.model.fp8 import Fp8Matmul, Scaling
 from framework.model.matmul import MatmulLinear
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Pipeline, Precision, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.compare import Row, compare
 from framework.verify.evidence import Evidence

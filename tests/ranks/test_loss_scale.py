@@ -14,10 +14,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from framework.build import build
 from framework.comm.connect import connect
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel, Pipeline, Precision, Recipe, Zero
+from framework.train.build import build
 from framework.train.loss_scale import INITIAL, LossScale
 from framework.train.stage import RankStage, StepInputs
 from framework.train.step import Run, train_step

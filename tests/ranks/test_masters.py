@@ -7,13 +7,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from framework.build import build
 from framework.comm.connect import connect
 from framework.model.counter_rng import CounterRng, Key, Rows
 from framework.optim import masters
 from framework.parallel.zero.replicas import find_drift
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel, Pipeline, Precision, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.compare import exceeds
 from framework.verify.evidence import perturb

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from framework.build import build
 from framework.checkpoint.folder import committed_name
 from framework.checkpoint.load import Reader
 from framework.comm.connect import connect
@@ -25,6 +24,7 @@ from framework.model.units import find_units
 from framework.model.weights import write_weights
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Model, Optim, Parallel, Pipeline, Recipe, Zero
+from framework.train.build import build
 from framework.train.router_bias import RouterBiases
 from framework.train.state import saved_entries
 from framework.train.step import train_step

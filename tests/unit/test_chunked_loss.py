@@ -139,7 +139,7 @@ def build_long(name: str, memory: Memory, **groups: Any) -> tuple[Run, list[Any]
     config.use_cache = False
     recipe = replace(small_recipe("fp32", 1), batch=LONG, memory=replace(memory, compile="never"), **groups)
     mesh = connect(topology_of(recipe, config), CPU)
-    from framework.build import build
+    from framework.train.build import build
 
     (batch,) = make_batches(config, 1, 4, 160, seed=11)
     return build(make_plan(recipe, config), mesh), share(batch, 2, mesh)

@@ -386,10 +386,10 @@ class TestTrain:
         rooms("framework.commands.train", "train")
         run("train", "experiment=quickstart", "launch.device=cuda", "precision.compute=fp32")
         assert os.environ.get("OMP_WAIT_POLICY") == own
-        monkeypatch.setattr("framework.launch.rank.GPU_DRIVERS", (tmp_path,))
+        monkeypatch.setattr("framework.launch.process.GPU_DRIVERS", (tmp_path,))
         run("train", "experiment=quickstart")  # launch.device=auto, where there is a GPU
         assert os.environ.get("OMP_WAIT_POLICY") == own
-        monkeypatch.setattr("framework.launch.rank.GPU_DRIVERS", (tmp_path / "none",))
+        monkeypatch.setattr("framework.launch.process.GPU_DRIVERS", (tmp_path / "none",))
         run("train", "experiment=quickstart")
         assert os.environ["OMP_WAIT_POLICY"] == expected
 

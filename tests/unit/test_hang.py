@@ -2,9 +2,9 @@
 
 import pytest
 
-from framework.train import hang
-from framework.train.hang import SAVES, TRAINING, Alarm, Answer, Behind, Lane, Line, Wait, find_behind, write_report
-from framework.train.phases import Phase
+from framework.monitor import hang
+from framework.monitor.hang import SAVES, TRAINING, Alarm, Answer, Behind, Lane, Line, Wait, find_behind, write_report
+from framework.monitor.phases import Phase
 
 
 def line_of(rank, phase=Phase.STEP, step=41, seconds=125.0, saves_s=None):

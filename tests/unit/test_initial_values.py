@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from framework.build import materialize
 from framework.errors import ModelError
 from framework.mesh.box import Box
 from framework.mesh.layout import Layout, Shard, part
@@ -23,6 +22,7 @@ from framework.model.record import Initialiser, Recorder, Unrecordable, record
 from framework.model.units import find_units
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
+from framework.train.build import materialize
 from tests.families import FAMILIES, build_config, family
 
 SEED = 7

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from framework.build import build
 from framework.comm.connect import connect
 from framework.mesh.layout import Layout, Shard
 from framework.optim.contract import FlatShard, ShardGroup
@@ -16,6 +15,7 @@ from framework.optim.optimizers import FlatOptimizer
 from framework.optim.states import CHUNK_CPU
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Optim, Precision, Zero
+from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share

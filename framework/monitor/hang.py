@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from framework.train.phases import Phase
+from framework.monitor.phases import Phase
 
 TRAINING, SAVES = "training", "saves"
 # A report names so many ranks that are behind with all that is known of them.

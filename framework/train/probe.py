@@ -8,7 +8,6 @@ and no more. Whether code, versions and recipe are equal is compared before (`co
 that (`launch/task.py`). Nothing depends on clocks: that they differ is said, for people read the logs of several nodes together.
 """
 
-import os
 import platform
 import shutil
 import sys
@@ -29,7 +28,7 @@ from framework.checkpoint.place import ObjectPath, checkpoints_of
 from framework.checkpoint.staging import free_bytes
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
-from framework.comm.connect import Mesh, ranks_per_node
+from framework.comm.connect import Mesh, node_name, ranks_per_node
 from framework.comm.objects import gather_to_first, tell
 from framework.errors import NodeError, RunError
 from framework.launch.task import is_task, leave_out
@@ -241,18 +240,13 @@ def find_memory_errors(device: torch.device) -> str:
     return f"{count} errors of its memory that ECC could not correct" if count else ""
 
 
-def name_of_node() -> str:
-    """As SLURM calls it, which the job's script excludes by that name."""
-    return os.environ.get("SLURMD_NODENAME") or platform.node()
-
-
 def _find_facts(mesh: Mesh, run_dir: Path, name: str) -> Facts:
     clock_s, barrier_s = _read_clock(mesh.axis("world"))
     # One rank of each node looks: thousands would ask the file server at once.
     sees_run = not name or mesh.rank % ranks_per_node() != 0 or _sees(run_dir / name, SHARED_WITHIN_S)
     wrong, device_s = compute_known(mesh.device)
     times = {axis: (group[0], each) for axis, group, each in _time_axes(mesh)}
-    return Facts(name_of_node(), clock_s, barrier_s, wrong, device_s, free_bytes(), sees_run, times)
+    return Facts(node_name(), clock_s, barrier_s, wrong, device_s, free_bytes(), sees_run, times)
 
 
 def _read_clock(world: Communicator) -> tuple[float, float]:

@@ -24,8 +24,7 @@ from framework.comm.board import Board, dump_flight_records
 from framework.comm.communicator import Operation
 from framework.comm.connect import read_secret
 from framework.errors import ConnectionFailed, HungError, LeaseLost
-from framework.recipe.deadlines import Deadlines
-from framework.train.hang import (
+from framework.monitor.hang import (
     SAVES,
     TRAINING,
     Alarm,
@@ -36,9 +35,10 @@ from framework.train.hang import (
     describe_alone,
     write_report,
 )
-from framework.train.phases import Current, Phase
-from framework.train.progress import Progress, Stopwatch
-from framework.train.ranks_file import write_ranks
+from framework.monitor.phases import Current, Phase
+from framework.monitor.progress import Progress, Stopwatch
+from framework.monitor.ranks_file import write_ranks
+from framework.recipe.deadlines import Deadlines
 
 LOOK_EVERY_S, BEAT_S = 0.5, 1.0
 # Rank 0 reads the board at most this often, and less often where there are more than 512 lines on it.

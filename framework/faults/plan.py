@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from framework.errors import RunError
+from framework.monitor.phases import Phase
 from framework.recipe.suggest import nearest
-from framework.train.phases import Phase
 
 PLAN_FILE, LOG_FILE = "faults.jsonl", "faults.log"
 HOWS = ("truncate", "flip", "zero", "remove", "manifest")

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from framework.train.hang import Line
+from framework.monitor.hang import Line
 
 RANKS_FILE = "ranks.json"
 

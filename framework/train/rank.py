@@ -6,7 +6,6 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
-from framework.build import build
 from framework.comm.collectives import gather_objects
 from framework.comm.connect import (
     Mesh,
@@ -34,16 +33,19 @@ from framework.errors import (
     TopologyError,
 )
 from framework.launch.directory import RunDirectory
-from framework.launch.fault_door import FaultDoor
-from framework.launch.goodput import open_goodput
 from framework.launch.identity import settle_identity
-from framework.launch.probe import probe
 from framework.launch.resume import name_run
-from framework.launch.saves import Saves
+from framework.launch.task import describe_job
 from framework.lease import Lease
 from framework.mesh.topology import Topology
 from framework.model.hub import find_folder
 from framework.model.load import load_config
+from framework.monitor.goodput import Goodput, open_goodput
+from framework.monitor.hang import TRAINING
+from framework.monitor.phases import Phase, Phases
+from framework.monitor.progress import Progress, name_coordinates
+from framework.monitor.stop import StepWatch, StopRequest, end_process
+from framework.monitor.watch import Watch
 from framework.optim.disk_file import refuse_folder
 from framework.parallel.fp8_layers import emulates_fp8
 from framework.parallel.pipeline.draw import save_timeline
@@ -57,16 +59,13 @@ from framework.recipe.schema import Recipe
 from framework.track.observers import Observers, open_observers
 from framework.track.run_info import describe_run
 from framework.track.sample_ledger import LedgerOfRank
-from framework.train.faults import StepWatch, StopRequest, end_process
-from framework.train.goodput import Goodput
-from framework.train.hang import TRAINING
+from framework.train.build import build
 from framework.train.loop import Loop
-from framework.train.phases import Phase, Phases
+from framework.train.probe import probe
 from framework.train.profiler import StepProfiler
-from framework.train.progress import Progress, name_coordinates
+from framework.train.saves import Saves
 from framework.train.state import RunState
 from framework.train.validation import Validation
-from framework.train.watch import Watch
 
 # In debug mode a rank that starts no collective for so long while others wait is taken for lost.
 COLLECTIVE_CHECK_S = 120.0
@@ -82,18 +81,16 @@ def train_rank(
     phases: Phases | None = None,
     end_hung: Callable[[HungError], None] = end_process,
     lease: Lease | None = None,
-    door: FaultDoor | None = None,
 ) -> int:
-    """One rank of a run: from its saved recipe to its exit code. Resumes where the run directory has a checkpoint.
+    """Train one rank of a run, from its saved recipe to its exit code. Resumes where the run directory has a checkpoint.
 
     stop: requests to stop that count already while this rank connects; None: they count from the first step on.
-    fingerprint: what must be equal on all ranks. phases: of this rank, from its start on.
-    end_hung: ends this process where a step hangs and it is asked to stop. lease: of the run, on rank 0; None where nobody
-    launches it. door: through which faults are injected.
+    fingerprint: values that must be equal on all ranks. phases: of this rank, from its start on, with its observer.
+    end_hung: ends this process where the run hangs. lease: of the run, on rank 0; None where nobody launches it.
     """
     assert recipe.precision.compute != "auto", "precision.compute=auto reached a rank: the launcher resolves it"
     phases = phases or Phases()
-    goodput = open_goodput(recipe, run_dir, phases, lease)
+    goodput = open_goodput(launched_place(), run_dir, phases, lease, describe_job(run_dir))
     progress, deadlines = Progress(phases), find_deadlines(recipe)
     place = launched_place(), name_place(recipe)
     with Watch(progress, deadlines, *place, open_store_beside, end_hung, run_dir) as hangs:
@@ -117,7 +114,7 @@ def train_rank(
         folder = run_dir if mesh.rank == 0 else None
         watch = partial(StepWatch, end=end_hung, say=say, folder=folder, lease=lease, progress=progress)
         with nullcontext(stop) if stop else StopRequest() as requests, watch(requests) as steps:
-            code = _train(plan, prepared, mesh, lease, requests, steps, progress.phases, door, goodput)
+            code = _train(plan, prepared, mesh, lease, requests, steps, progress.phases, goodput)
         hangs.stop_talking()
         # Not after an error: closing waits for the other ranks, which may be waiting for this one.
         mesh.close()
@@ -152,12 +149,11 @@ def _train(
     stop: StopRequest,
     watch: StepWatch,
     phases: Phases,
-    door: FaultDoor | None = None,
     goodput: Goodput | None = None,
 ) -> int:
     recipe, run_dir = plan.recipe, lease.run
     goodput = goodput or Goodput(phases)
-    saves = Saves(recipe.checkpoint, mesh, lease, watch, phases, door)
+    saves = Saves(recipe.checkpoint, mesh, lease, watch, phases)
     resumes = saves.start.resumes
     phases.begin(Phase.BUILD)
     with explain_out_of_memory(plan, mesh.rank):
@@ -186,16 +182,15 @@ def _train(
     observers = open_observers(recipe, run_dir, info, lease, state.spikes.seen) if mesh.rank == 0 else Observers()
     samples = LedgerOfRank(recipe.track.sample_ledger, mesh, run_dir)
     samples.begin(state.samples)
-    hearers = [samples.note] if door is None else [door.hear_batch, samples.note]
-    loader = _open_loader(plan, prepared, mesh, state, hearers)
+    observer = phases.observer
+    loader = _open_loader(plan, prepared, mesh, state, [observer.read_batch, samples.note])
     loop = Loop(run, state, recipe, loader, observers, info, saver, phases, goodput)
     code = EXIT_FAILED
     profiler = StepProfiler(run, plan.units, recipe.track, lease, print)
     observers.contain("profile", partial(profiler.begin_step, state.step + 1))
     try:
         with explain_out_of_memory(plan, mesh.rank), loader:
-            if door is not None:
-                door.begin_step(state.step + 1, run)
+            observer.begin_step(state.step + 1, run)
             for step in loop.steps(stop, watch):
                 loop.compare_replicas(is_saved=False)
                 if step == recipe.track.timeline_step:
@@ -211,8 +206,8 @@ def _train(
                     samples.begin(loop.state.samples)
                 following = loop.state.step + 1  # of an older step, if the run has gone back
                 observers.contain("profile", partial(profiler.begin_step, following))
-                if door is not None and not loop.is_done:
-                    door.begin_step(following, run)
+                if not loop.is_done:
+                    observer.begin_step(following, run)
             observers.contain("profile", profiler.close)
             phases.begin(Phase.SAVE)
             saves.finish(loop, is_stopped=lambda: stop.requested)

@@ -1,8 +1,8 @@
-"""The door in a rank through which `meshwright inject` comes: faults that act on a stated step, phase or point of a save.
+"""The observer of a rank that injects the faults of `meshwright inject` at their step, phase or point of a save.
 
-It is there only where the recipe says `run.allow_faults=true`. What a step computes is reached by hooks of the model, which are
-there for that step only; a save by its `fault`, the data by what hears of each batch. A rank reads RUN/faults.jsonl whenever it
-has changed, which each step asks of the file system: such a run is for tests.
+A rank has one only where the recipe says `run.allow_faults=true`. Faults of a computation act through hooks of the model that are
+there for one step. The rank reads RUN/faults.jsonl whenever it has changed, which each step asks of the file system: such a run
+is for tests.
 """
 
 import errno
@@ -11,26 +11,22 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from framework.launch.fault_plan import PHASES, PLAN_FILE, Fault, count_suffered, note_fault, read_plan
-from framework.train.phases import Phase
+from framework.faults.plan import PHASES, PLAN_FILE, Fault, count_suffered, note_fault, read_plan
+from framework.monitor.phases import Phase, RankObserver
 
-if TYPE_CHECKING:  # a rank opens its door before it loads libraries, which is a phase as well
-    import numpy as np
+if TYPE_CHECKING:  # a rank makes its injector before it loads libraries, which is a phase as well
     from torch.utils.hooks import RemovableHandle
-
-    from framework.data.pack import Microbatch
-    from framework.train.step import Run
 
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 SAVE_ERRORS = {"disk-full": errno.ENOSPC, "eio": errno.EIO}
 
 
-class FaultDoor:
-    """The faults of one rank of a run. Of the main thread, but for `reach`, which is called in the thread that saves."""
+class FaultInjector(RankObserver):
+    """Injects the faults planned for one rank of a run. Used by the main thread, but for `reach`: by the thread that saves."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self._run_dir, self._rank = run_dir, rank
@@ -44,23 +40,13 @@ class FaultDoor:
         self._saved_step = 0
         self._fails_until_s: dict[str, float] = {}
 
-    def hear_phases(self, also: Callable[[Phase], None]) -> Callable[[Phase], None]:
-        """For `Phases`: what tells `also` and this door of each phase that begins."""
-
-        def begin(phase: Phase) -> None:
-            also(phase)
-            self.begin_phase(phase)
-
-        return begin
-
     def begin_phase(self, phase: Phase) -> None:
-        """A phase of this rank begins."""
         for fault in self._due(lambda fault: fault.phase is not None and PHASES[fault.phase] == phase, self._step):
             self._note(fault, phase=phase.value)
             send_signal(fault, os.getpid())
 
-    def begin_step(self, step: int, run: "Run") -> None:
-        """The step is about to begin: faults of the step before are over, those of this one act or are prepared."""
+    def begin_step(self, step: int, run: Any) -> None:
+        """End the faults of the step before; inject those of this one, or prepare them."""
         self._step = step
         while self._hooks:
             self._hooks.pop().remove()
@@ -70,11 +56,9 @@ class FaultDoor:
             self._act(fault, run)
 
     def begin_save(self, step: int) -> None:
-        """A save of the step is about to start; its points are `reach`ed from now on, after those of the one before."""
         self._saves.append(step)
 
     def reach(self, point: str) -> None:
-        """A save has come to a point, in the thread that saves. Raises OSError where the disk is to fail."""
         if point == "planned":
             self._saved_step = self._saves.popleft()
         for fault in self._due(lambda fault: fault.point == point, self._saved_step):
@@ -90,14 +74,13 @@ class FaultDoor:
         if time.monotonic() < self._fails_until_s.get("eio", 0.0):
             raise OSError(errno.EIO, f"{os.strerror(errno.EIO)} (injected)")
 
-    def hear_batch(self, cursor: int, samples: "np.ndarray", microbatches: "Sequence[Microbatch]") -> None:
-        """The loader hands a step's samples out. Raises OSError where they are to be unreadable."""
+    def read_batch(self, cursor: int, samples: Any, microbatches: Any) -> None:
         if self._data_fails:
             self._data_fails = False
             raise OSError(errno.EIO, f"samples {samples[0]:,} to {samples[-1]:,} cannot be read (injected)")
 
-    def _act(self, fault: Fault, run: "Run") -> None:
-        from framework.launch.fault_harm import arm, flip_bit
+    def _act(self, fault: Fault, run: Any) -> None:
+        from framework.faults.harm import arm, flip_bit
 
         if fault.kind in SIGNALS:
             send_signal(fault, os.getpid())
@@ -109,7 +92,7 @@ class FaultDoor:
             self._hooks.append(arm(fault, run))
 
     def _due(self, concerns: Callable[[Fault], bool], step: int) -> list[Fault]:
-        """This rank's faults that act at this moment, of which each is then suffered once more."""
+        """This rank's faults that act at this moment."""
         self._read()
         return [
             fault
@@ -133,7 +116,7 @@ class FaultDoor:
 
 
 def send_signal(fault: Fault, pid: int) -> None:
-    """Do to a process what the fault says. One that stops for a while is continued by a process of its own."""
+    """Send a process the fault's signal. A process that stops for a while is continued by another one."""
     if fault.kind == "stop" and fault.seconds is not None:
         words = ["sh", "-c", f"sleep {fault.seconds}; kill -CONT {pid}"]
         subprocess.Popen(

@@ -16,7 +16,7 @@ from typing import Any
 
 from framework.checkpoint.commit import Retention, explain, folder_of
 from framework.checkpoint.entry import Entry
-from framework.checkpoint.folder import no_fault, report
+from framework.checkpoint.folder import report
 from framework.checkpoint.held import HeldSteps, Start
 from framework.checkpoint.lineage import begin_generation
 from framework.checkpoint.neighbors import CopyKeeper, Neighbours, meet_neighbours
@@ -28,13 +28,12 @@ from framework.comm.connect import Mesh, connect_beside, node_name, ranks_per_no
 from framework.comm.objects import tell
 from framework.launch.directory import RunDirectory
 from framework.launch.exports import Exports, exports_have_ended
-from framework.launch.fault_door import FaultDoor
 from framework.lease import Lease
+from framework.monitor.hang import SAVES
+from framework.monitor.phases import Phase, Phases
+from framework.monitor.stop import StepWatch
 from framework.recipe.schema import Checkpoint
-from framework.train.faults import StepWatch
-from framework.train.hang import SAVES
 from framework.train.loop import Loop
-from framework.train.phases import Phase, Phases
 from framework.train.rewind import rewind
 from framework.train.state import RunState, restore, saved_entries, updated_names
 from framework.train.step import Run
@@ -45,7 +44,7 @@ PATIENCE_S = 30.0
 
 @dataclass(frozen=True)
 class Saves:
-    """What a rank needs for all this. watch, phases: hear of saves. door: through which faults are injected, None without any.
+    """What a rank needs for all this. watch, phases: hear of saves.
 
     Its methods are collective, but for `abandon` and `end`.
     """
@@ -55,7 +54,6 @@ class Saves:
     lease: Lease
     watch: StepWatch
     phases: Phases
-    door: FaultDoor | None = None
 
     @cached_property
     def root(self) -> Place:
@@ -106,7 +104,7 @@ class Saves:
             is_async,
             rules.max_failures,
             self._end_save,
-            no_fault if self.door is None else self.door.reach,
+            self.phases.observer.reach,
             lease=self.lease,
             hold=self.keeper.hold,
         )
@@ -149,8 +147,7 @@ class Saves:
             self.watch.begin_save()
         run, state = loop.run, loop.state
         run.optimizer.hold(self._wait_until_staged)
-        if self.door is not None:
-            self.door.begin_save(state.step)
+        self.phases.observer.begin_save(state.step)
         self.saver.start(state.step, saved_entries(run), state.to_json(), run.mesh.device, is_last, goal)
         loop.end_save(goal)
 

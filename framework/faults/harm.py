@@ -1,4 +1,4 @@
-"""What injected faults do to a rank's computation: by hooks of its model, and to its weights. For tests: `fault_door.py`."""
+"""Faults of a rank's computation, by hooks of its model, and of its weights. A `run` is the rank's `train.step.TrainingRun`."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -9,15 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from framework.launch.fault_plan import Fault
-from framework.train.step import Run
+from framework.faults.plan import Fault
 
 # Of fp32: large enough that no rounding hides it, small enough that the run does not diverge at once.
 FLIPPED_BIT = 20
 
 
-def arm(fault: Fault, run: Run) -> RemovableHandle:
-    """Have the next step of this rank suffer a fault of kind slow, oom or nan."""
+def arm(fault: Fault, run: Any) -> RemovableHandle:
+    """Inject a fault of kind slow, oom or nan into the next step of this rank, until the handle is removed."""
     model = next(iter(run.stages.values())).model.model
     if fault.kind == "nan":
         return model.register_forward_hook(_poison_backward)
@@ -26,7 +25,7 @@ def arm(fault: Fault, run: Run) -> RemovableHandle:
     return model.register_forward_pre_hook(_once(partial(time.sleep, 1.0 if fault.seconds is None else fault.seconds)))
 
 
-def flip_bit(run: Run) -> None:
+def flip_bit(run: Any) -> None:
     """Flip a bit of the first master weight that this rank has in memory, and of what is computed with."""
     run.optimizer.wait_for_readers()  # a save that is being staged is of the step before
     buffer = next(each for each in run.buffers if each.is_trained and each.master.numel())
@@ -38,7 +37,7 @@ def flip_bit(run: Run) -> None:
 
 
 def _once(harm: Callable[[], None]) -> Callable[..., None]:
-    """As a hook before a forward: the first of a step suffers, its other microbatches do not."""
+    """A hook before a forward that harms the first microbatch of a step only."""
     left = [harm]
     return lambda module, arguments: left.pop()() if left else None
 
@@ -48,7 +47,7 @@ def _run_out_of_memory() -> None:
 
 
 def _poison_backward(module: nn.Module, arguments: Any, output: Any) -> None:
-    """After a forward: what comes back to its outputs is NaN."""
+    """A hook after a forward that makes the gradients of its outputs NaN."""
     for tensor in _find_tensors(output):
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: torch.full_like(gradient, torch.nan))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from framework.lease import Lease
 from framework.mesh.topology import Topology
+from framework.monitor.phases import Current, Phase, Phases
 from framework.recipe.deadlines import FLOOR_S, Deadlines
-from framework.train.phases import Current, Phase, Phases
 
 if TYPE_CHECKING:
     from framework.comm.communicator import Communicator

@@ -19,7 +19,7 @@ from types import FrameType, TracebackType
 
 from framework.errors import HungError, LeaseLost
 from framework.lease import Lease
-from framework.train.progress import Progress, Save
+from framework.monitor.progress import Progress, Save
 
 # SIGINT: Ctrl-C. SIGTERM: schedulers, launchers and preemption. SIGUSR1: a job's time limit is near. SIGHUP: the terminal
 # has gone.

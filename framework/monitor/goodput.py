@@ -1,14 +1,17 @@
 """What a rank's seconds were for, from its phases, its saves and its waits; rank 0 notes it for the run's goodput."""
 
+import os
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 from framework.lease import Lease
+from framework.monitor.phases import Phase, Phases
 from framework.track.goodput import Event, Part
-from framework.track.goodput_log import GoodputLog
-from framework.train.phases import Phase, Phases
+from framework.track.goodput_log import GoodputLog, Job
+from framework.track.observers import Observers
 
 # Steps that compile, allocate and connect, and those behind them whose median is a normal step.
 FIRST_STEPS, NORMAL_STEPS = 3, 3
@@ -135,3 +138,26 @@ class Goodput:
         if self._log is not None:
             meter = self._meter
             self._contain("goodput", partial(self._log.note, event, meter.seconds, self._step, meter.step_s, code))
+
+
+def open_goodput(place: tuple[int, int], run_dir: Path, phases: Phases, lease: Lease | None, job: Job) -> Goodput:
+    """The goodput of a rank; rank 0 keeps the run's record. Before ranks connect: a start that never does has spent time as well.
+
+    place: this rank and the number of ranks. lease: of the run, on rank 0.
+    """
+    rank, world = place
+    if rank != 0:
+        return Goodput(phases)
+    log, contain = GoodputLog(run_dir, world), Observers().contain
+    log.lease = lease
+    contain("goodput", lambda: log.begin(sum(phases.so_far().values()), job))
+    return Goodput(phases, log, contain)
+
+
+def find_age_s() -> float:
+    """Seconds since this process began, by the kernel; 0 where there is no /proc."""
+    stat, uptime = Path("/proc/self/stat"), Path("/proc/uptime")
+    if not (stat.is_file() and uptime.is_file()):
+        return 0.0
+    started_ticks = int(stat.read_text().rpartition(")")[2].split()[19])
+    return max(0.0, float(uptime.read_text().split()[0]) - started_ticks / os.sysconf("SC_CLK_TCK"))
