@@ -45,14 +45,13 @@ from framework.recipe.overrides import parse_overrides
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Recipe
 from framework.train import program
-from framework.verify.command import Verification, prepare, run
+from framework.verify.command import run
 from framework.verify.compare import exceeds, render
 from framework.verify.end_to_end import TOLERANCE, compare_runs
 from framework.verify.evidence import NothingToCompare
-from framework.verify.layout import initial_weights
-from framework.verify.options import Options
+from framework.verify.layout import compute_exactly, initial_weights
 from framework.verify.pool import RankPool
-from framework.verify.rank import compute_exactly
+from framework.verify.prepare import Verification, VerifyOptions, prepare
 from framework.verify.sides import PRELOAD
 from scripts.random_recipes import CHOICES, MAX_RANKS, Drawn, draw, write
 
@@ -80,8 +79,8 @@ class Campaign:
     judge: Callable[[Verification], int] = run
 
     @property
-    def options(self) -> Options:
-        return Options(steps=self.steps, device=self.device, strict=True)
+    def options(self) -> VerifyOptions:
+        return VerifyOptions(steps=self.steps, device=self.device, strict=True)
 
     @cached_property
     def given(self) -> Mapping[str, Any]:
@@ -110,7 +109,7 @@ class Campaign:
 
     def command(self, overrides: Sequence[str]) -> str:
         """The shell command that repeats a draw."""
-        default = Options()
+        default = VerifyOptions()
         options = [] if self.steps == default.steps else ["--steps", str(self.steps)]
         options += [] if self.device == default.device else ["--device", self.device]
         return shlex.join(["meshwright", "verify", "--strict", *options, *overrides])
@@ -251,7 +250,7 @@ def train_in_pool(number: int, world: int, rendezvous: str, run: str, epoch: int
 
 
 def run_in_pool(pool: RankPool, arguments: Sequence[str], num_ranks: int, *_: Any) -> Outcome:
-    """The place of `run_ranks`: arguments are those of `python -m framework.train.program`."""
+    """Stand in for `run_ranks`. arguments: those of `python -m framework.train.program`."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -78,7 +78,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     if "=" in typed:  # argparse takes the override behind a lone --measure for its file
         arguments.overrides, typed = [typed, *arguments.overrides], ""
     recipe = compose_recipe(arguments)
-    from framework.launch.measure import choose_file, measure_command
+    from framework.commands.measure import choose_file, measure_command
 
     return measure_command(recipe, choose_file(typed, arguments.recipes), overwrites=arguments.overwrite)
 
@@ -153,7 +153,7 @@ def _disk(recipe: Recipe) -> Iterator[DoctorLine]:
 
 def _measured(recipe: Recipe) -> Iterator[DoctorLine]:
     """The cluster of the forecasts of plan and search, and whether its file is of this machine."""
-    from framework.launch.machine import check_measured
+    from framework.commands.measure import check_measured
     from framework.plan.target import resolve_target
 
     try:

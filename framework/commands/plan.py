@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     composition = compose_for_nodes(arguments.overrides, arguments.recipes)
     recipe = require_layout(composition, arguments.overrides, arguments.recipes)
     with loading_libraries():
-        from framework.launch.machine import check_measured
+        from framework.commands.measure import check_measured
         from framework.plan.plan_command import plan_command
         from framework.plan.plan_text import Wanted
 

@@ -17,9 +17,9 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any
 
+from framework.commands.measure import check_measured
 from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.imports import loading_libraries
-from framework.launch.machine import check_measured
 from framework.recipe.compose import load_recipe
 from framework.recipe.layout_file import write_layout
 from framework.recipe.layout_keys import LAYOUT_KEYS

@@ -17,12 +17,11 @@ from framework.errors import RunError
 from framework.launch.directory import RunDirectory
 from framework.launch.identity import verify_identity
 from framework.mesh.layout import Layout
-from framework.model.buffers import build_buffers, set_buffers
+from framework.model.buffers import build_buffers, persistent_buffers, set_buffers
 from framework.model.carried import CONFIG, list_processors, read_generation
 from framework.model.load import build_meta, load_config
-from framework.model.materialize import persistent_buffers, set_parameter
 from framework.model.special_tokens import add_end, find_end, find_token_ids, set_token_ids
-from framework.model.units import Unit, find_units, tied_names
+from framework.model.units import Unit, find_units, set_parameter, tied_names
 from framework.model.weights import write_weights
 from framework.recipe.compose import load_recipe
 from framework.recipe.schema import Model

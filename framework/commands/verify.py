@@ -36,10 +36,10 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = compose_recipe(arguments)
     with loading_libraries():
         from framework.verify.command import verify
-        from framework.verify.options import Options
+        from framework.verify.prepare import VerifyOptions
 
     names = ("model_config", "dtype", "steps", "ranks", "device", "strict")
-    options = Options(**{name: getattr(arguments, name) for name in names})
+    options = VerifyOptions(**{name: getattr(arguments, name) for name in names})
     if arguments.end_to_end:
         from framework.verify.end_to_end import verify_end_to_end
 

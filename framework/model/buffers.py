@@ -59,6 +59,13 @@ def set_buffers(model: nn.Module, values: Mapping[str, Tensor], device: torch.de
             module._buffers[name] = value.to(device)
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that are part of the model's state dict, by name, in their own shapes and dtypes: values that no
+    optimizer changes, yet weights all the same (DeepSeek's correction of its router's bias)."""
+    buffers = dict(model.named_buffers())
+    return {name: buffers[name] for name in model.state_dict() if name in buffers}
+
+
 class MarkUnwritten(TorchDispatchMode):
     """Fills tensors that are allocated without values by NaN or the largest integer, and leaves large ones on meta."""
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 import torch
 from transformers import PretrainedConfig
 
-from framework.data.fit import find_sequence_problems
+from framework.data.open_data import find_sequence_problems
 from framework.errors import MeshwrightError, RecipeError
 from framework.model.carried import read_generation
 from framework.model.hub import find_weights
+from framework.model.initial import refuse_uninitialised
 from framework.model.load import load_config, refuse_unaligned_experts
-from framework.model.materialize import refuse_uninitialised
 from framework.model.mixed_dtypes import refuse_mixed_dtypes
 from framework.model.weights import refuse_other_weights, refuse_unwritable_configs
 from framework.parallel.tensor import refuse_unordered_layers
@@ -79,7 +79,7 @@ def lay_out_ranks(recipe: Recipe, config: PretrainedConfig) -> Plan:
     if plan.device.type == "cpu":
         refuse_mixed_dtypes(plan.whole, config, plan.compute_dtype)
     if recipe.model.weights is None:
-        refuse_uninitialised(plan.whole, plan.units)
+        refuse_uninitialised(config)
     return plan
 
 

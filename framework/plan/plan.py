@@ -51,7 +51,7 @@ from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activation_peaks import find_peaks
 from framework.plan.activations import Activations
-from framework.plan.context import ContextCost, Method, Passes, attention_shapes
+from framework.plan.context import ContextCost, ContextMethod, Passes, attention_shapes
 from framework.plan.layer_widths import layer_widths, mixture_widths, read_masks
 from framework.plan.logits import resolve_chunked_loss
 from framework.plan.memory import RankMemory, bytes_held, bytes_on_disk, bytes_on_host
@@ -181,10 +181,10 @@ class Plan:
         """What cp costs a rank for each layer of the model and microbatch; empty where no sequence is divided."""
         if self.derived.cp == 1:
             return []
-        method = Method(self.derived.ulysses, self.derived.ring, self.recipe.parallel.context == "gather")
+        method = ContextMethod(self.derived.ulysses, self.derived.ring, self.recipe.parallel.context == "gather")
         return self.costs_of_method(method, self.topology.index("ulysses", rank))
 
-    def costs_of_method(self, method: Method, index: int = 0) -> list[ContextCost | None]:
+    def costs_of_method(self, method: ContextMethod, index: int = 0) -> list[ContextCost | None]:
         """`context_costs` of another method. index: of the rank along Ulysses."""
         shapes = attention_shapes(self.config.get_text_config(), self.derived.tp, self.derived.context)
         batch, packs = self.recipe.batch, self.recipe.data.pack == "documents"

@@ -21,8 +21,7 @@ from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology
 from framework.model.flops import ModelSize, experts_per_token, flops_per_token, measure_model, unit_flops
-from framework.model.load import build_meta, layer_configs
-from framework.model.materialize import kept_in_fp32
+from framework.model.load import build_meta, kept_in_fp32, layer_configs
 from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.precision import DTYPES
 from framework.model.stage import StageBounds, copy_stage, find_layer_outputs, refuse_shared_layers, split_stages

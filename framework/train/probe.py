@@ -29,7 +29,7 @@ from framework.checkpoint.staging import free_bytes
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh, node_name, ranks_per_node
-from framework.comm.objects import gather_to_first, tell
+from framework.comm.objects import broadcast_object, gather_object
 from framework.errors import NodeError, RunError
 from framework.launch.task import is_task, leave_out
 from framework.lease import Lease
@@ -93,8 +93,8 @@ class Expected:
 def probe(plan: Plan, mesh: Mesh, lease: Lease) -> None:
     """Raises NodeError on all ranks where a node is bad, RunError where the run's folder is not shared. Collective."""
     world = mesh.axis("world")
-    name = tell(lambda: _leave_note(lease), world)
-    facts = gather_to_first(_find_facts(mesh, lease.run, name), world)
+    name = broadcast_object(lambda: _leave_note(lease), world)
+    facts = gather_object(_find_facts(mesh, lease.run, name), world)
 
     def conclude() -> None:
         findings = [*judge(facts, _expect(plan, mesh)), *check_room(plan, lease.run)]
@@ -103,7 +103,7 @@ def probe(plan: Plan, mesh: Mesh, lease: Lease) -> None:
         refuse([each for each in findings if each.is_bad], facts, lease)
 
     try:
-        tell(conclude, world)
+        broadcast_object(conclude, world)
     finally:
         if mesh.rank == 0 and name:
             with suppress(OSError):

@@ -25,7 +25,7 @@ from framework.checkpoint.place import Place, checkpoints_of
 from framework.checkpoint.save import Goal, Saver
 from framework.checkpoint.staging import StagingMemory
 from framework.comm.connect import Mesh, connect_beside, node_name, ranks_per_node
-from framework.comm.objects import tell
+from framework.comm.objects import broadcast_object
 from framework.launch.directory import RunDirectory
 from framework.launch.exports import Exports, exports_have_ended
 from framework.lease import Lease
@@ -62,7 +62,7 @@ class Saves:
     @cached_property
     def birth(self) -> str:
         """What tells the run from those that were at its path before: nodes may hold steps of them."""
-        return tell(self._read_birth, self.mesh.axis("world"))
+        return broadcast_object(self._read_birth, self.mesh.axis("world"))
 
     @cached_property
     def neighbours(self) -> Neighbours:
@@ -78,7 +78,7 @@ class Saves:
         """Where this start goes on from. Rank 0 decides: two ranks may see two states of the folder (NFS), and some would start
         over while others resume."""
         # Before it looks: what a former start commits from here on must not count.
-        tell(self._enter, self.mesh.axis("world"))
+        broadcast_object(self._enter, self.mesh.axis("world"))
         return self.copies.find_start(self.lease.run, self.root)
 
     @cached_property
@@ -202,7 +202,7 @@ class Saves:
         return str(run.find_record().get("birth", NO_BIRTH))
 
     def _begin_generation(self, step: int) -> None:
-        self.keeper.generation = tell(partial(begin_generation, self.lease, step), self.mesh.axis("world"))
+        self.keeper.generation = broadcast_object(partial(begin_generation, self.lease, step), self.mesh.axis("world"))
 
     def _wait_until_staged(self) -> None:
         with self.watch.waiting(), self.phases.within(Phase.SAVE):

@@ -31,7 +31,7 @@ BREACHES = [
     ),
     ("parallelisms_do_not_know_each_other", "parallel/zero/buffers.py", "from ..pipeline.actions import Action"),
     ("the_oracle_shares_nothing", "verify/oracle.py", "from framework.optim.groups import group_parameters"),
-    ("the_oracle_shares_nothing", "verify/plain_recipe.py", "from framework.verify.layout import share"),
+    ("the_oracle_shares_nothing", "verify/plain.py", "from framework.verify.layout import share"),
     ("the_oracle_shares_nothing", "verify/oracle.py", "def f():\n    import framework.optim.schedules"),
     ("only_comm_communicates", "optim/clip.py", "import torch.distributed as dist"),
     ("only_comm_communicates", "optim/clip.py", "from torch import distributed"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import framework
 
 PACKAGE = Path(framework.__file__).parent
-ROOMS = ("checkpoint", "track", "monitor", "faults", "commands", "train", "launch", "lease.py")
+ROOMS = ("checkpoint", "track", "monitor", "faults", "train", "launch", "commands", "lease.py")
 WRITES = {
     "create_file", "write_file", "write_json", "write_atomically",
     "write_text", "write_bytes", "touch", "mkdir", "makedirs", "rename", "replace", "unlink", "rmdir", "rmtree", "copytree",
@@ -75,9 +75,9 @@ KNOWN = {
     "launch/directory.py _claim_next": OUTSIDE,
     "commands/inject.py damage": "harm to a checkpoint that a user asks for by `meshwright inject`",
     "launch/identity.py keep_tokenizer": IN_WORKPLACE,
-    "launch/measure.py measure_command": TEMPORARY,
-    "launch/measure_order.py Order.save": TEMPORARY,
-    "launch/measure_rank.py _measure": TEMPORARY,
+    "commands/measure.py measure_command": TEMPORARY,
+    "commands/measure.py _start_ranks": TEMPORARY,
+    "commands/measure.py _measure": TEMPORARY,
     "train/probe.py probe": IN_WORKPLACE,
     "train/probe.py _leave_note": IN_WORKPLACE,
     "commands/stop.py _wait_until_taken": ASKED,
@@ -88,7 +88,7 @@ KNOWN = {
     "commands/submit.py _write": "makes RUN/slurm, under the lock and the lease",
     "launch/task.py leave_out": CHECKED,
     "launch/task.py claim_outcome": "checked, and the file is of this restart alone",
-    "launch/timings.py time_disk": "a file of this process's own beside runs, which it removes: no start reads it",
+    "commands/timings.py time_disk": "a file of this process's own beside runs, which it removes: no start reads it",
     "commands/search.py _write_layouts": "the folder of a search, under a name of its own: it holds runs and is none",
     "commands/search.py _rank_again": "the same folder's cluster.yaml: of a search, no rank writes or reads it",
     "track/goodput_log.py Lines.__init__": "checked before each note, once the lease is had; lines are added",

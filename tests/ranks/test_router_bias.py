@@ -28,7 +28,7 @@ from framework.train.build import build
 from framework.train.router_bias import RouterBiases
 from framework.train.state import saved_entries
 from framework.train.step import train_step
-from framework.verify.compare import Row
+from framework.verify.compare import ErrorRow
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
 from tests.families import Family, build_config, family
@@ -155,7 +155,7 @@ def move_towards_the_load() -> AbstractContextManager[Any]:
 
 def run_sabotaged(
     rank: int, world: int, rendezvous: str, sabotage: Callable[[], AbstractContextManager[Any]], case: Case
-) -> dict[str, list[Row]]:
+) -> dict[str, list[ErrorRow]]:
     """Body: `run_cases` under a sabotage, which ends with it."""
     with sabotage():
         return run_cases(rank, world, rendezvous, [case])

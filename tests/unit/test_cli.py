@@ -17,7 +17,7 @@ from framework.errors import EXIT_USER, MeshwrightError, NumericsError
 from framework.launch.resume import has_subject
 from framework.plan.plan_text import Wanted
 from framework.start import python_words
-from framework.verify.options import Options
+from framework.verify.prepare import VerifyOptions
 
 COMMANDS = ["train", "check", "verify", "plan", "prepare", "generate", "export", "inspect"]
 
@@ -286,20 +286,20 @@ class TestArguments:
                 (Wanted(layouts=True, schedule=True, options=True),),
             ),
             (["prepare", "--workers=3"], "framework.data.prepare", "prepare_command", ({"workers": 3},)),
-            (["verify"], "framework.verify.command", "verify", (Options(),)),
+            (["verify"], "framework.verify.command", "verify", (VerifyOptions(),)),
             (
                 ["verify", "--fp64", "--steps", "5"],
                 "framework.verify.command",
                 "verify",
-                (Options(dtype="fp64", steps=5),),
+                (VerifyOptions(dtype="fp64", steps=5),),
             ),
             (
                 ["verify", "--dtype=bf16", "--strict"],
                 "framework.verify.command",
                 "verify",
-                (Options(dtype="bf16", strict=True),),
+                (VerifyOptions(dtype="bf16", strict=True),),
             ),
-            (["verify", "--device", "cuda"], "framework.verify.command", "verify", (Options(device="cuda"),)),
+            (["verify", "--device", "cuda"], "framework.verify.command", "verify", (VerifyOptions(device="cuda"),)),
         ],
     )
     def test_composing_commands_pass_the_recipe_on(self, run, rooms, argv, module, name, expected):

@@ -21,7 +21,7 @@ from framework.train.build import build
 from framework.train.loop import Loop
 from framework.train.loss_scale import GROWTH_STEPS, INITIAL, LARGEST, LossScale
 from framework.train.state import RunState, restore, saved_entries
-from framework.verify.plain_loss_scale import PlainLossScale
+from framework.verify.plain import PlainLossScale
 from tests.families import build_config, family
 from tests.ranks.parity import CONTEXT, small_recipe, topology_of
 

@@ -1,23 +1,36 @@
-"""What `meshwright doctor --measure` times on one rank, while the other ranks do the same: operations as training calls them.
+"""Measurements of the ranks of `meshwright doctor --measure`: operations as training calls them, on all ranks at once.
 
-A figure is the median of batches, each of as many calls as take a millisecond: what now and then holds up a call on a busy
-machine moves it little.
+    each rank, all at once    matmuls, passes over memory, attention, calls, copies: as in a step, when all cores are taken
+    together                  collectives of each kind and size
+    rank 0                    writing to disk
+
+A figure is the median over ranks of the median of batches, each of as many calls as take a millisecond: a call that a busy
+machine holds up moves it little.
 """
 
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import ceil
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
+from typing import Any
 
 import torch
 from torch.nn import functional
 
+from framework.comm.collectives import all_gather, all_reduce, all_to_all, barrier, gather_objects, reduce_scatter
+from framework.comm.communicator import Communicator
+from framework.comm.connect import Mesh
+from framework.comm.objects import broadcast_object
+from framework.comm.p2p import start_receive, start_send
 from framework.comm.transfer import pin, upload
 from framework.model.matmul import accumulate_matmul
+from framework.model.precision import DTYPES
 
 BATCH_S, LEAST_BATCHES, MOST_BATCHES, MOST_CALLS = 1e-3, 5, 15, 2000
 # Batches of calls that take long.
@@ -27,36 +40,45 @@ ROTATED_BYTES, ROTATED = 32 << 20, 16
 # Calls between two matmuls of a layer's forward: some ten, half of them in backward.
 CHAIN = 5
 CHAINS = 60
-# Tokens and words.
+# Tokens, vocabulary size.
 LOGITS = (256, 8192)
 PAUSE_EDGE = 256
+# Seconds of a message's calls in a round, with the computing between them.
+MESSAGES_S = 20e-3
+# The first calls among these ranks connect them.
+WARM_UP = 3
+# No message takes less.
+LEAST_S = 1e-6
 
 Work = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured. edges: sizes of matmuls, of which every triple is multiplied; wide: one more for features out, as
-    of a vocabulary; memory_bytes: that a pass reads and writes; message_bytes: of collectives; crowd_bytes: of those of ranks
-    that share cores; contexts, features, width, tokens: of attention, features of a head and of all heads together; disk_bytes:
-    written to disk; pause_s: of computing between two messages, as between those of a step; rounds, crowd_rounds: over
-    all messages; point_s: for a figure, but for the fewest batches; pass_s: for all matmuls once, else the largest edges are left
-    out."""
+    """The amount of measurement."""
 
+    # Sizes of matmuls, of which every triple is multiplied.
     edges: tuple[int, ...]
+    # One more size for features out, as of a vocabulary.
     wide: int
+    # Bytes that a pass reads and writes.
     memory_bytes: tuple[int, ...]
+    # Bytes of collectives.
     message_bytes: tuple[int, ...]
-    crowd_bytes: tuple[int, ...]
+    # Of attention: contexts, features of a head, features of all heads together, tokens.
     contexts: tuple[int, ...]
     features: tuple[int, ...]
     width: int
     tokens: int
+    # Bytes written to disk.
     disk_bytes: int
+    # Seconds of computing between two messages, as between those of a step.
     pause_s: float
+    # Rounds over all messages.
     rounds: int
-    crowd_rounds: int
+    # Seconds for a figure, but for the fewest batches.
     point_s: float = 0.05
+    # Seconds for all matmuls once, else the largest edges are left out.
     pass_s: float = 3.0
 
 
@@ -65,7 +87,6 @@ ON_CPU = Effort(
     wide=8192,
     memory_bytes=(1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28),
     message_bytes=(1 << 12, 1 << 16, 1 << 19, 1 << 20, (1 << 20) + 4096, 1 << 23, 1 << 25),
-    crowd_bytes=(1 << 12, 1 << 16, 1 << 20, 1 << 23),
     contexts=(64, 256, 1024),
     features=(16, 32, 128),
     width=256,
@@ -73,14 +94,12 @@ ON_CPU = Effort(
     disk_bytes=1 << 28,
     pause_s=2e-3,
     rounds=14,
-    crowd_rounds=6,
 )
 ON_GPU = Effort(
     edges=(64, 256, 1024, 4096, 16384),
     wide=65536,
     memory_bytes=(1 << 20, 1 << 24, 1 << 27, 1 << 30),
     message_bytes=(1 << 14, 1 << 18, 1 << 22, 1 << 25, 1 << 28),
-    crowd_bytes=(),
     contexts=(512, 2048, 8192, 32768),
     features=(64, 128),
     width=2048,
@@ -88,8 +107,165 @@ ON_GPU = Effort(
     disk_bytes=1 << 30,
     pause_s=0.0,
     rounds=8,
-    crowd_rounds=0,
 )
+
+
+def measure(
+    mesh: Mesh, dtypes: Sequence[str], folder: Path, threads: int, effort: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Measurements by name, equal on all ranks; the disk's rate on rank 0 alone. Collective. effort: fields of `Effort`, None:
+    those for the device. dtypes: of matmuls and attention, as recipes name them. folder: on the disk that is timed."""
+    amount = Effort(**effort) if effort else ON_GPU if mesh.device.type == "cuda" else ON_CPU
+    axis = mesh.axis("tp")
+    say = partial(print, file=sys.stderr, flush=True) if mesh.rank == 0 else lambda _: None
+    say(f"measuring with {axis.size} ranks of {threads} threads each: matmuls")
+    found: dict[str, Any] = combine(gather_objects(measure_compute(dtypes, amount, axis, mesh.device), axis))
+    say("measuring collectives")
+    links = measure_links(axis, mesh.device, amount.pause_s, amount.message_bytes, axis.size, amount.rounds)
+    found["links"] = combine(gather_objects(links, axis))
+    if mesh.rank == 0:
+        say("measuring the disk")
+        found["disk_rate"] = time_disk(folder, amount.disk_bytes)
+    barrier(axis)
+    return found
+
+
+def measure_compute(dtypes: Sequence[str], effort: Effort, axis: Communicator, device: torch.device) -> dict[str, Any]:
+    """Rates of this rank while the others of the axis compute the same. Collective: ranks begin each part together."""
+    edges = {name: broadcast_object(partial(choose_edges, device, DTYPES[name], effort), axis) for name in dtypes}
+    parts: dict[str, Callable[[], Any]] = {
+        "matmul": lambda: {
+            name: list(time_matmuls(device, DTYPES[name], edges[name], effort.wide, effort.point_s)) for name in edges
+        },
+        "gradient": lambda: {
+            name: list(time_gradients(device, DTYPES[name], edges[name], effort.wide, effort.point_s)) for name in edges
+        },
+        "memory": lambda: list(time_passes(device, effort.memory_bytes, effort.point_s)),
+        "attention": lambda: {name: list(time_attention(device, DTYPES[name], effort)) for name in dtypes},
+        "softmax": lambda: time_softmax(device, effort.point_s),
+        "overhead_s": lambda: time_overhead(device, sorted(effort.edges)[len(effort.edges) // 2]),
+        "host_rate": lambda: time_host_copy(device, effort.memory_bytes[-1], effort.point_s),
+    }
+    found: dict[str, Any] = {}
+    for name, work in parts.items():
+        barrier(axis)
+        found[name] = work()
+    return found
+
+
+def measure_links(
+    axis: Communicator, device: torch.device, pause_s: float, sizes: Sequence[int], multiple: int, rounds: int
+) -> dict[str, list[tuple[float, float]]]:
+    """(10^6 bytes, microseconds) of each kind of message among all ranks of the axis. multiple: all sizes are multiples of so
+    many fp32 numbers. Collective.
+
+    Kinds and sizes take turns, a few calls at a time: where threads are placed by the kernel, messages take some hundred
+    microseconds for a while and some milliseconds for another, and each figure is to have its part of both."""
+    between = make_pause(device, pause_s)
+    points = [
+        (kind, num_bytes, make(axis, device, num_bytes // 4))
+        for kind, make in _KINDS.items()
+        for num_bytes in (ceil(size / 4 / multiple) * 4 * multiple for size in sizes)
+    ]
+    counts = [count_calls(work, between, axis, device) for *_, work in points]
+    times: list[list[float]] = [[] for _ in points]
+    for _ in range(rounds):
+        for seconds, count, (*_, work) in zip(times, counts, points, strict=True):
+            seconds.append(time_messages(work, between, count, axis, device))
+    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in _KINDS}
+    for seconds, (kind, num_bytes, _) in zip(times, points, strict=True):
+        messages = 2 if kind == "send" else 1
+        found[kind].append((num_bytes / 1e6, 1e6 * max(mean(seconds), LEAST_S) / messages))
+    return found
+
+
+def count_calls(work: Work, between: Work, axis: Communicator, device: torch.device) -> int:
+    """Calls that take a batch's time, the same on all ranks. Collective."""
+
+    def both() -> None:
+        between()
+        work()
+
+    time_batch(both, device, WARM_UP)
+    once_s = time_batch(both, device, 1)
+    return broadcast_object(lambda: min(MOST_CALLS, max(1, ceil(MESSAGES_S / max(once_s, 1e-9)))), axis)
+
+
+def time_messages(work: Work, between: Work, count: int, axis: Communicator, device: torch.device) -> float:
+    """Mean seconds of a call that all ranks make together, so often, computing in between as a step does. Collective.
+
+    On a CPU the threads that carry a message have to get a core first, and one that computes keeps it for a while: where ranks
+    do nothing but send, messages take a tenth of what they take in a step. Some calls come through at once and some wait, and a
+    step has many of them: so the mean counts, of (both) - (computing alone).
+    """
+    alone_s = time_batch(between, device, count)
+    barrier(axis)
+    began_s = time.perf_counter()
+    for _ in range(count):
+        between()
+        work()
+    finish(device)
+    return (time.perf_counter() - began_s) / count - alone_s
+
+
+def combine(found: Sequence[Any]) -> Any:
+    """The median over ranks, number by number: all have the same names and sizes."""
+    first = found[0]
+    if isinstance(first, dict):
+        return {name: combine([each[name] for each in found]) for name in first}
+    if isinstance(first, list | tuple):
+        return [combine(list(each)) for each in zip(*found, strict=True)]
+    return median(found)
+
+
+def _reduce(axis: Communicator, device: torch.device, numel: int) -> Callable[[], None]:
+    x = torch.zeros(numel, device=device)
+    return lambda: all_reduce(x, axis)
+
+
+def _gather(axis: Communicator, device: torch.device, numel: int) -> Callable[[], None]:
+    out = torch.zeros(numel, device=device)
+    x = torch.zeros(numel // axis.size, device=device)
+    return lambda: all_gather(out, x, axis)
+
+
+def _scatter(axis: Communicator, device: torch.device, numel: int) -> Callable[[], None]:
+    x = torch.zeros(numel, device=device)
+    out = torch.zeros(numel // axis.size, device=device)
+    return lambda: reduce_scatter(out, x, axis)
+
+
+def _exchange(axis: Communicator, device: torch.device, numel: int) -> Callable[[], None]:
+    x = torch.zeros(axis.size, numel // axis.size, device=device)
+    out = torch.zeros_like(x)
+    return lambda: all_to_all(out, x, axis)
+
+
+def _send(axis: Communicator, device: torch.device, numel: int) -> Callable[[], None]:
+    """A message from each even rank to the next, and one back: two messages. An odd last rank has no peer."""
+    x = torch.zeros(numel, device=device)
+    peer = axis.rank ^ 1
+
+    def there_and_back() -> None:
+        if peer >= axis.size:
+            return
+        if axis.rank < peer:
+            start_send(x, axis, peer).wait()
+            start_receive(x, axis, peer).wait()
+        else:
+            start_receive(x, axis, peer).wait()
+            start_send(x, axis, peer).wait()
+
+    return there_and_back
+
+
+_KINDS: Mapping[str, Callable[[Communicator, torch.device, int], Callable[[], None]]] = {
+    "all_reduce": _reduce,
+    "all_gather": _gather,
+    "reduce_scatter": _scatter,
+    "all_to_all": _exchange,
+    "send": _send,
+}
 
 
 def time_call(work: Work, device: torch.device, point_s: float) -> float:
@@ -128,7 +304,7 @@ def finish(device: torch.device) -> None:
 
 
 def make_pause(device: torch.device, seconds: float) -> Work:
-    """What computes for about so long: matmuls, as between the messages of a step."""
+    """A function that computes matmuls for about so long, as between the messages of a step."""
     once = _linear(PAUSE_EDGE, PAUSE_EDGE, PAUSE_EDGE, device, torch.float32)
     count = round(seconds / time_call(once, device, 10 * BATCH_S))
 
