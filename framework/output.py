@@ -32,7 +32,7 @@ def in_a_line(text: str) -> str:
 
 
 class Descriptor(io.FileIO):
-    """A file descriptor that takes every write: what the system refuses is dropped. failure: the first error."""
+    """A file descriptor that takes every write: refused bytes are dropped. failure: the first error."""
 
     failure: OSError | None = None
 
@@ -55,7 +55,7 @@ class Descriptor(io.FileIO):
 
 
 class Output(io.TextIOWrapper):
-    """A text stream upon a `Descriptor`. former: the stream that it replaces, whose encoding and buffering it has; None where the
+    """A text stream upon a `Descriptor`. former: the stream that it replaces, with its encoding and buffering; None where the
     process was started without."""
 
     def __init__(self, number: int, former: io.TextIOWrapper | None) -> None:
@@ -84,7 +84,7 @@ def keep_streams() -> None:
 
 def open_standard_descriptors() -> None:
     """Give descriptors 0, 1 and 2 to /dev/null where they are closed (`train >&-`): the next file that is opened would get the
-    number, and what libraries print would be written into it."""
+    number, and the prints of libraries."""
     for number, mode in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
         try:
             os.fstat(number)
@@ -95,7 +95,7 @@ def open_standard_descriptors() -> None:
 
 
 def find_loss() -> OSError | None:
-    """The first error of what was printed to stdout; None if all went out, or up to where its reader left."""
+    """The first error of printing to stdout; None if all went out, or up to where its reader left."""
     if not isinstance(sys.stdout, Output):
         return None
     sys.stdout.flush()

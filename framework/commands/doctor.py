@@ -205,7 +205,7 @@ def _slurm(recipe: Recipe) -> DoctorLine:
 
 
 def _writable(what: str, folder: Path, key: str) -> DoctorLine:
-    """A file is made in the folder, or where the folder would be made."""
+    """A line on whether a file can be made in the folder, or where the folder would be made."""
     place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
     try:
         with tempfile.TemporaryFile(dir=place):

@@ -99,7 +99,7 @@ def _describe_member(run: RunDirectory) -> str:
 
 
 def describe_run(run: RunDirectory) -> str:
-    """The lines of one run, those that have nothing to say left out."""
+    """The lines of one run, without those that have nothing to say."""
     recipe, launch = load_own_recipe(run), run.last_launch
     jobs = find_jobs(run)
     history = read_history(run, launch.get("jobs", []))
@@ -184,7 +184,8 @@ def _describe_history(history: History | None) -> str:
 
 
 def _describe_steps(run: RunDirectory, recipe: Recipe, now_s: float | None) -> str:
-    """now_s: the clock, of a run that runs: how long ago it reported its last step."""
+    """The last reported step, its loss and the time left. now_s: the clock, for a run that runs: the age of the report is
+    added."""
     metrics = run.path / METRICS_FILE
     records = list(read_records(metrics)) if metrics.is_file() else []
     total = recipe.train.steps
@@ -233,7 +234,7 @@ def _describe_age(age_s: float, pace_s: float) -> str:
 
 
 def _waits_for_the_clock(state: JobState) -> bool:
-    """Is it only SLURM's delay after a requeue that keeps the job? Other reasons have a start time that is a guess."""
+    """Whether only SLURM's delay after a requeue keeps the job. Other reasons have a start time that is a guess."""
     with suppress(ValueError):
         is_due = datetime.fromisoformat(state.start) <= datetime.now()
         return state.state == "PENDING" and state.reason in ("BeginTime", "None", "") and not is_due

@@ -21,6 +21,7 @@ from statistics import mean, median
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from framework.comm.collectives import all_gather, all_reduce, all_to_all, barrier, gather_objects, reduce_scatter
@@ -51,6 +52,7 @@ WARM_UP = 3
 LEAST_S = 1e-6
 
 Work = Callable[[], object]
+Rates = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,7 @@ def measure(
     say(f"measuring with {axis.size} ranks of {threads} threads each: matmuls")
     found: dict[str, Any] = combine(gather_objects(measure_compute(dtypes, amount, axis, mesh.device), axis))
     say("measuring collectives")
-    links = measure_links(axis, mesh.device, amount.pause_s, amount.message_bytes, axis.size, amount.rounds)
-    found["links"] = combine(gather_objects(links, axis))
+    found["links"] = combine(gather_objects(measure_links(axis, mesh.device, amount), axis))
     if mesh.rank == 0:
         say("measuring the disk")
         found["disk_rate"] = time_disk(folder, amount.disk_bytes)
@@ -133,17 +134,18 @@ def measure(
 def measure_compute(dtypes: Sequence[str], effort: Effort, axis: Communicator, device: torch.device) -> dict[str, Any]:
     """Rates of this rank while the others of the axis compute the same. Collective: ranks begin each part together."""
     edges = {name: broadcast_object(partial(choose_edges, device, DTYPES[name], effort), axis) for name in dtypes}
+    middle = sorted(effort.edges)[len(effort.edges) // 2]
+
+    def of_dtypes(time_shapes: Callable[[torch.dtype, Sequence[int]], Iterator[Rates]]) -> dict[str, list[Rates]]:
+        return {name: list(time_shapes(DTYPES[name], edges[name])) for name in dtypes}
+
     parts: dict[str, Callable[[], Any]] = {
-        "matmul": lambda: {
-            name: list(time_matmuls(device, DTYPES[name], edges[name], effort.wide, effort.point_s)) for name in edges
-        },
-        "gradient": lambda: {
-            name: list(time_gradients(device, DTYPES[name], edges[name], effort.wide, effort.point_s)) for name in edges
-        },
+        "matmul": lambda: of_dtypes(partial(time_matmuls, device, effort)),
+        "gradient": lambda: of_dtypes(partial(time_gradients, device, effort)),
         "memory": lambda: list(time_passes(device, effort.memory_bytes, effort.point_s)),
-        "attention": lambda: {name: list(time_attention(device, DTYPES[name], effort)) for name in dtypes},
+        "attention": lambda: of_dtypes(lambda dtype, _: time_attention(device, dtype, effort)),
         "softmax": lambda: time_softmax(device, effort.point_s),
-        "overhead_s": lambda: time_overhead(device, sorted(effort.edges)[len(effort.edges) // 2]),
+        "overhead_s": lambda: time_overhead(device, middle),
         "host_rate": lambda: time_host_copy(device, effort.memory_bytes[-1], effort.point_s),
     }
     found: dict[str, Any] = {}
@@ -153,23 +155,20 @@ def measure_compute(dtypes: Sequence[str], effort: Effort, axis: Communicator, d
     return found
 
 
-def measure_links(
-    axis: Communicator, device: torch.device, pause_s: float, sizes: Sequence[int], multiple: int, rounds: int
-) -> dict[str, list[tuple[float, float]]]:
-    """(10^6 bytes, microseconds) of each kind of message among all ranks of the axis. multiple: all sizes are multiples of so
-    many fp32 numbers. Collective.
+def measure_links(axis: Communicator, device: torch.device, effort: Effort) -> dict[str, list[tuple[float, float]]]:
+    """(10^6 bytes, microseconds) of each kind of message among all ranks of the axis. Collective.
 
     Kinds and sizes take turns, a few calls at a time: where threads are placed by the kernel, messages take some hundred
     microseconds for a while and some milliseconds for another, and each figure is to have its part of both."""
-    between = make_pause(device, pause_s)
+    between = make_pause(device, effort.pause_s)
     points = [
-        (kind, num_bytes, make(axis, device, num_bytes // 4))
+        (kind, 4 * numel, make(axis, device, numel))
         for kind, make in _KINDS.items()
-        for num_bytes in (ceil(size / 4 / multiple) * 4 * multiple for size in sizes)
+        for numel in (ceil(size / 4 / axis.size) * axis.size for size in effort.message_bytes)
     ]
     counts = [count_calls(work, between, axis, device) for *_, work in points]
     times: list[list[float]] = [[] for _ in points]
-    for _ in range(rounds):
+    for _ in range(effort.rounds):
         for seconds, count, (*_, work) in zip(times, counts, points, strict=True):
             seconds.append(time_messages(work, between, count, axis, device))
     found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in _KINDS}
@@ -218,53 +217,39 @@ def combine(found: Sequence[Any]) -> Any:
     return median(found)
 
 
-def _reduce(axis: Communicator, device: torch.device, numel: int) -> Callable[[], None]:
-    x = torch.zeros(numel, device=device)
-    return lambda: all_reduce(x, axis)
+def _send(x: Tensor, axis: Communicator) -> None:
+    """Send a message from each even rank to the next, and one back: two messages. An odd last rank has no peer."""
+    peer = axis.rank ^ 1
+    if peer >= axis.size:
+        return
+    for start in (start_send, start_receive) if axis.rank < peer else (start_receive, start_send):
+        start(x, axis, peer).wait()
 
 
-def _gather(axis: Communicator, device: torch.device, numel: int) -> Callable[[], None]:
-    out = torch.zeros(numel, device=device)
-    x = torch.zeros(numel // axis.size, device=device)
-    return lambda: all_gather(out, x, axis)
+def _make_message(
+    work: Callable[[Tensor, Tensor, Communicator], object],
+    axis: Communicator,
+    device: torch.device,
+    numel: int,
+) -> Work:
+    """A call of a collective on `numel` numbers and on a rank's part of them."""
+    whole = torch.zeros(axis.size, numel // axis.size, device=device)
+    part = torch.zeros_like(whole[0])
+    return lambda: work(whole, part, axis)
 
 
-def _scatter(axis: Communicator, device: torch.device, numel: int) -> Callable[[], None]:
-    x = torch.zeros(numel, device=device)
-    out = torch.zeros(numel // axis.size, device=device)
-    return lambda: reduce_scatter(out, x, axis)
-
-
-def _exchange(axis: Communicator, device: torch.device, numel: int) -> Callable[[], None]:
+def _make_exchange(axis: Communicator, device: torch.device, numel: int) -> Work:
     x = torch.zeros(axis.size, numel // axis.size, device=device)
     out = torch.zeros_like(x)
     return lambda: all_to_all(out, x, axis)
 
 
-def _send(axis: Communicator, device: torch.device, numel: int) -> Callable[[], None]:
-    """A message from each even rank to the next, and one back: two messages. An odd last rank has no peer."""
-    x = torch.zeros(numel, device=device)
-    peer = axis.rank ^ 1
-
-    def there_and_back() -> None:
-        if peer >= axis.size:
-            return
-        if axis.rank < peer:
-            start_send(x, axis, peer).wait()
-            start_receive(x, axis, peer).wait()
-        else:
-            start_receive(x, axis, peer).wait()
-            start_send(x, axis, peer).wait()
-
-    return there_and_back
-
-
-_KINDS: Mapping[str, Callable[[Communicator, torch.device, int], Callable[[], None]]] = {
-    "all_reduce": _reduce,
-    "all_gather": _gather,
-    "reduce_scatter": _scatter,
-    "all_to_all": _exchange,
-    "send": _send,
+_KINDS: Mapping[str, Callable[[Communicator, torch.device, int], Work]] = {
+    "all_reduce": partial(_make_message, lambda whole, part, axis: all_reduce(whole, axis)),
+    "all_gather": partial(_make_message, lambda whole, part, axis: all_gather(whole.view(-1), part, axis)),
+    "reduce_scatter": partial(_make_message, lambda whole, part, axis: reduce_scatter(part, whole.view(-1), axis)),
+    "all_to_all": _make_exchange,
+    "send": partial(_make_message, lambda whole, part, axis: _send(whole, axis)),
 }
 
 
@@ -325,22 +310,18 @@ def choose_edges(device: torch.device, dtype: torch.dtype, effort: Effort) -> tu
     return edges
 
 
-def time_matmuls(
-    device: torch.device, dtype: torch.dtype, edges: Sequence[int], wide: int, point_s: float
-) -> Iterator[tuple[float, float, float, float]]:
+def time_matmuls(device: torch.device, effort: Effort, dtype: torch.dtype, edges: Sequence[int]) -> Iterator[Rates]:
     """(tokens, features in, features out, TFLOP/s) of a linear layer's forward, for each triple of edges, features out `wide`
     too."""
-    for rows, inner, columns in product(edges, edges, (*edges, wide)):
-        seconds = time_call(_linear(rows, inner, columns, device, dtype), device, point_s)
+    for rows, inner, columns in product(edges, edges, (*edges, effort.wide)):
+        seconds = time_call(_linear(rows, inner, columns, device, dtype), device, effort.point_s)
         yield rows, inner, columns, 2e-12 * rows * inner * columns / seconds
 
 
-def time_gradients(
-    device: torch.device, dtype: torch.dtype, edges: Sequence[int], wide: int, point_s: float
-) -> Iterator[tuple[float, float, float, float]]:
+def time_gradients(device: torch.device, effort: Effort, dtype: torch.dtype, edges: Sequence[int]) -> Iterator[Rates]:
     """(features out, tokens, features in, TFLOP/s) of its weight gradient, likewise."""
-    for rows, inner, columns in product((*edges, wide), edges, edges):
-        seconds = time_call(_gradient(rows, inner, columns, device, dtype), device, point_s)
+    for rows, inner, columns in product((*edges, effort.wide), edges, edges):
+        seconds = time_call(_gradient(rows, inner, columns, device, dtype), device, effort.point_s)
         yield rows, inner, columns, 2e-12 * rows * inner * columns / seconds
 
 
@@ -361,7 +342,7 @@ def _linear(rows: int, inner: int, columns: int, device: torch.device, dtype: to
     return lambda: functional.linear(x, next(turn))
 
 
-def iter_forever(items: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def iter_forever(items: Sequence[Tensor]) -> Iterator[Tensor]:
     """The items in turn, without end."""
     while True:
         yield from items
@@ -376,9 +357,7 @@ def time_passes(device: torch.device, sizes: Sequence[int], point_s: float) -> I
         yield num_bytes / 1e6, num_bytes / seconds / 1e9
 
 
-def time_attention(
-    device: torch.device, dtype: torch.dtype, effort: Effort
-) -> Iterator[tuple[float, float, float, float]]:
+def time_attention(device: torch.device, dtype: torch.dtype, effort: Effort) -> Iterator[Rates]:
     """(context, features of a head, TFLOP/s in forward, in backward), by the pairs that a causal mask leaves: two matmuls and
     five."""
     for context, features in product(effort.contexts, effort.features):
@@ -387,7 +366,7 @@ def time_attention(
         q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
         gradient = torch.ones(shape, device=device, dtype=dtype)
 
-        def forward(q=q, k=k, v=v) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        def forward(q=q, k=k, v=v) -> Tensor:  # type: ignore[no-untyped-def]
             return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
         def both(forward=forward, inputs=(q, k, v), gradient=gradient) -> object:  # type: ignore[no-untyped-def]

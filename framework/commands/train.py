@@ -117,7 +117,7 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
 def _launch(
     run: RunDirectory, refuse: Callable[[], object], decide: Callable[[], RunPart], overrides: list[str]
 ) -> int:
-    """Write the part and run its ranks, under the run's lock. refuse: as of `RunDirectory.lock`."""
+    """Write the part and run its ranks, under the run's lock. refuse: see `RunDirectory.lock`."""
     with run.lock(refuse) as lease:
         part = decide()
         part.write(run, lease)

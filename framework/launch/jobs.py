@@ -1,4 +1,4 @@
-"""SLURM asked by its own commands: jobs queued, and the state of a run's jobs."""
+"""Commands of SLURM: queue a script, and find the state of a run's jobs."""
 
 import os
 import re
@@ -58,9 +58,9 @@ def require_sbatch() -> None:
 
 
 def find_job(job_id: str) -> JobState | None:
-    """The job as the controller knows it, else as accounting does; None if neither does, or there is no SLURM here.
+    """State of a job by the controller, else by accounting; None if neither knows it, or there is no SLURM here.
 
-    For an array the task that is least advanced stands for all.
+    For an array the least advanced task stands for all.
     """
     if shutil.which("scontrol") is None:
         return None

@@ -103,7 +103,8 @@ def _decide(
     is_open: bool,
     prepared: Prepared | None,
 ) -> RunPart:
-    """is_open: nothing was trained, so the tokenizer may still be another one."""
+    """The part of a run from `step` on. is_open: nothing was trained, so the tokenizer may still change. prepared: the data, if
+    it is known already."""
     recipe = settle(chosen)
     checked = check(recipe, step == 0)
     if prepared is None:

@@ -54,8 +54,8 @@ class RecipeChange:
 
 
 def compose_run(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Recipe:
-    """The recipe to train. `train run.id=X train.steps=500` goes on with what run X saved rather than with config.yaml's
-    defaults, so its values are judged beside those; a command that chooses recipes says itself what it wants."""
+    """The recipe to train. `train run.id=X train.steps=500` goes on with the saved recipe of run X rather than with
+    config.yaml's defaults, so its values are checked beside those. A command that chooses recipes composes anew."""
     composition = compose(overrides, recipe_dirs)
     run = composition.draft.run
     if problems := list(find_run_root_problems(composition.draft)):  # before anybody looks for the run there
@@ -80,8 +80,8 @@ def find_saved(run: Run) -> Path | None:
 
 
 def require_subject(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> None:
-    """Raises RecipeError where nothing says what to train: config.yaml's own model is no first run, it takes hours. Recipes of
-    the user's own may have a config.yaml that says it."""
+    """Raises RecipeError where no override says what to train: config.yaml's own model is no first run, it takes hours. A
+    user's own recipes may have a config.yaml that says it."""
     if not recipe_dirs and not has_subject(overrides):
         raise RecipeError(
             "nothing says what to train: choose an experiment, or a model and data. The first run, of a minute or so, is\n\n"
@@ -91,7 +91,7 @@ def require_subject(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> No
 
 
 def has_subject(overrides: Sequence[str]) -> bool:
-    """Whether overrides of one run say what to train. Those with a mistake in them may: composing names the mistake."""
+    """Whether overrides of one run say what to train. True for overrides with a mistake: composing explains it."""
     command = parse_overrides(overrides, search_path())
     if command.problems or any(choice.key_or_group in SUBJECT_GROUPS for choice in command.choices if _sets(choice)):
         return True
@@ -154,8 +154,8 @@ def _compose_settled(saved: Recipe, overrides: list[str], dirs: list[Path], base
 
 
 def name_run(path: Path, saved: Run) -> Run:
-    """`run.*` of the run in a folder, which may be a copy of the one that the recipe was saved in: its id is the folder's name.
-    run.root stays as it is written where it is the folder's."""
+    """`run.*` of the run in a folder, which may be a copy of the folder in which the recipe was saved: its id is the folder's
+    name. run.root keeps its spelling where it names the same folder."""
     keys = RunDirectory(path).keys
     is_own = Path(saved.root).absolute() == Path(keys.root).absolute()
     return replace(saved, id=keys.id, root=saved.root if is_own else keys.root)
@@ -167,16 +167,16 @@ def resume_command(run: RunDirectory, recipe: Recipe, *more: str) -> str:
 
 
 def saved_step(run: RunDirectory) -> int:
-    """The step from which the run goes on: that of its newest whole checkpoint, 0 if it has never saved.
+    """Step of the newest whole checkpoint, from which the run goes on; 0 if it has never saved.
 
-    Raises CheckpointError when it has and no checkpoint is whole, StorageError when that cannot be found out now.
+    Raises CheckpointError when it has saved and no checkpoint is whole, StorageError when that cannot be found out now.
     """
     newest = newest_checkpoint(run.checkpoints)
     return step_of(newest) if newest else 0
 
 
 def refuse_missing(run: Run) -> NoReturn:
-    """Raises RunError for a command line that can only mean a resume and names a run that is not there, or has not begun."""
+    """Raises RunError for a command line that can only be a resume, of a run that is not there or has not begun."""
     folder = Path(run.root, str(run.id))
     if (folder / "run.json").is_file():
         raise RunError(
@@ -202,12 +202,12 @@ def find_changes(saved: Recipe, other: Recipe) -> list[RecipeChange]:
 
 
 def _shown(key: str, value: Any) -> Any:
-    """A change is printed and kept in run.json: a secret of a run from before they were refused is in neither."""
+    """A value as it is printed and kept in run.json: without a secret of a run from before secrets were refused."""
     return HIDDEN if is_secret(key.rpartition(".")[2], value) and key.startswith("launch.environment") else value
 
 
 def explain_refusal(run: RunDirectory, refused: list[RecipeChange], kind: str) -> str:
-    """The difference as a table, and the ways out."""
+    """Table of the refused changes, and the ways out."""
     rows = [("key", "was", "now"), *((change.key, show(change.was), show(change.now)) for change in refused)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     table = [

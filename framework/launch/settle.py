@@ -33,7 +33,7 @@ from framework.recipe.schema import Launch, Model, Recipe
 def settle(recipe: Recipe) -> Recipe:
     """The recipe with a device, a compute dtype and a commit of hub weights. Fetches those weights if they are not here.
 
-    RecipeError where this machine has too few GPUs for what is to be trained here, or no compiler for what is to be compiled.
+    Raises RecipeError where this machine has too few GPUs for the ranks, or no compiler for memory.compile.
     """
     launch = settle_device(recipe.launch, derive(recipe).world, partial(_count_gpus, recipe.launch))
     refuse_offload_to_device(replace(recipe, launch=launch))
@@ -82,8 +82,8 @@ def settle_device(launch: Launch, world: int, count_gpus: Callable[[], int]) -> 
 
 
 def settle_tokens(recipe: Recipe, tokenizer_folder: Path) -> Recipe:
-    """The recipe whose model.config has the special tokens of the tokenizer that made the data, whatever the family's are. Raises
-    DataError where the model has fewer entries than the tokenizer."""
+    """The recipe whose model.config has the special tokens of the tokenizer that made the data. Raises DataError where the
+    model has fewer entries than the tokenizer."""
     from framework.data.prepared import check_vocabulary
     from framework.data.tokenize import load_tokenizer, read_info
     from framework.model.load import load_config
@@ -139,7 +139,7 @@ def count_steps(recipe: Recipe, prepared: Prepared) -> tuple[int, dict[str, floa
 
 
 def keep_pretrained(run: RunDirectory, lease: Lease, model: Model) -> None:
-    """Copy the small files of the pretrained weights to the run, whose exports are of them: the folder may be gone by then."""
+    """Copy the small files of the pretrained weights to the run, for its exports: their folder may be gone by then."""
     if model.weights is None:
         return
     from framework.model.carried import keep_files
@@ -150,7 +150,7 @@ def keep_pretrained(run: RunDirectory, lease: Lease, model: Model) -> None:
 
 
 def _require_compiler(launch: Launch) -> None:
-    """Inductor's kernels for CPUs are C++: without a compiler the first step would fail."""
+    """Raises RecipeError where there is no C++ compiler, which Inductor's kernels for CPUs need."""
     variables = {**os.environ, **fill(launch.environment, os.environ)}
     compiler = variables.get("CXX", "g++")
     if shutil.which(compiler, path=variables.get("PATH")) is None:
@@ -161,10 +161,10 @@ def _require_compiler(launch: Launch) -> None:
 
 
 def keep_settled(saved: Recipe, other: Recipe, origins: Mapping[str, str] | None = None) -> Recipe:
-    """`other` with what the run's beginning has settled, where it leaves that open: it is part of the run.
+    """`other` with the values that the run's beginning has settled, where it leaves them open.
 
-    origins: where each value of `other` was written. The token ids of a file may be those that the beginning has corrected;
-    those that are typed are the user's.
+    origins: where each value of `other` was written. Token ids of a file may be those that the beginning has corrected; typed
+    ones are the user's.
     """
     precision, model = other.precision, other.model
     if precision.compute == "auto":
@@ -178,8 +178,8 @@ def keep_settled(saved: Recipe, other: Recipe, origins: Mapping[str, str] | None
 
 
 def _count_gpus(launch: Launch) -> int:
-    """The GPUs that ranks on this machine see. Where launch.environment tells CUDA which, another process counts them: CUDA
-    reads its variables once in the life of a process."""
+    """Number of GPUs that ranks on this machine see. Where launch.environment sets variables of CUDA, another process counts:
+    CUDA reads them once in the life of a process."""
     if any(name.startswith("CUDA_") for name in launch.environment):
         program = "import torch; print(torch.cuda.device_count())"
         variables = {**os.environ, **fill(launch.environment, os.environ)}

@@ -1,7 +1,7 @@
 """The script of a job.
 
-The script is rendered from a template of `slurm/` and written into the run directory; that file, byte for byte, is what
-sbatch gets. Nothing of a site is in the templates: it comes from the recipe's `launch` keys.
+It is rendered from a template of `slurm/` and written into the run directory; sbatch gets that file, byte for byte. Nothing of
+a site is in the templates: it comes from the recipe's `launch` keys.
 """
 
 import re
@@ -98,7 +98,7 @@ def find_script_problems(recipe: Recipe, here: Path) -> Iterator[Problem]:
 
 
 def _find_open_lines(lines: list[str]) -> Iterator[Problem]:
-    """A quote or a here-document that is not closed would swallow the script: the job would end well without a rank."""
+    """Quotes and here-documents that are not closed, which would swallow the script: the job would end well without a rank."""
     reason = call(["bash", "-n", "-c", "\n".join(lines)]).stderr.strip()
     if reason:
         reason = re.sub(r"^.*?line \d+: ", "", reason.splitlines()[0])
@@ -106,10 +106,10 @@ def _find_open_lines(lines: list[str]) -> Iterator[Problem]:
 
 
 def _find_folder_problems(recipe: Recipe, here: Path) -> Iterator[Problem]:
-    """Folders with characters that do not get through. Spaces, quotes and % do.
+    """Folders whose path has characters that do not get through. Spaces, quotes and % do.
 
-    A run's folder: sbatch leaves the %-patterns of `--output` after a backslash, and PYTHONPATH, which has the run's code, is
-    split at colons. In a container: see `_UNFIT_TO_MOUNT`.
+    For a run's folder: sbatch leaves the %-patterns of `--output` after a backslash, and PYTHONPATH, which has the run's code,
+    is split at colons. In a container: see `_UNFIT_TO_MOUNT`.
     """
     kind = recipe.launch.container.kind
     for key, folder in (("run.root", here / recipe.run.root), ("data.root", here / recipe.data.root), ("chdir", here)):
@@ -123,10 +123,11 @@ def _find_folder_problems(recipe: Recipe, here: Path) -> Iterator[Problem]:
 
 
 def _srun(launch: Launch, derived: Derived, moves: bool) -> str:
-    """Every rank as one task, nodes filled in order: the numbering of `mesh/placement.py`. A rank that fails ends all.
+    """The srun line: every rank is a task, and nodes are filled in order, as `mesh/placement.py` numbers them. A rank that
+    fails ends all.
 
-    moves: the script chooses the nodes. SLURM takes a step for running until all of its nodes have said that it is over, which a
-    lost one never does: the next step overlaps it.
+    moves: the script chooses the nodes. SLURM takes a step for running until all of its nodes have said that it is over, which
+    a lost one never does: the next step overlaps it.
     """
     is_direct = launch.starter == "srun"
     each = derived.ranks_per_node if is_direct else 1
@@ -171,7 +172,7 @@ def _options(
     array: int | None,
     counts: Sequence[int],
 ) -> list[str]:
-    """sbatch's options, in the order of a reader's questions: what, how much, where, how long, and what then."""
+    """sbatch's options: resources, places, times, and restarts."""
     launch = recipe.launch
     is_direct = launch.starter == "srun"
     tasks: int | None = derived.ranks_per_node if is_direct else 1
@@ -208,7 +209,7 @@ def _options(
 
 
 def _sbatch_word(text: str) -> str:
-    """A value in a line of sbatch's, which is no shell: a backslash takes the next character as it is, in any quotes."""
+    """A value in an `#SBATCH` line, which no shell reads: a backslash takes the next character as it is, in any quotes."""
     return text if _PLAIN.fullmatch(text) else '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
 
 
@@ -226,7 +227,7 @@ def _assignments(launch: Launch) -> list[str]:
 
 
 def _go_on(recipe: Recipe, run_dir: Path, array: int | None) -> str:
-    """A word of the script: the command that goes on with the run."""
+    """The command that goes on with the run, as a word of the script."""
     command = write_resume(recipe.launch.kind, replace(recipe.run, id=run_dir.name))
     if not array:
         return shlex.quote(command)
@@ -235,7 +236,7 @@ def _go_on(recipe: Recipe, run_dir: Path, array: int | None) -> str:
 
 
 def _mounts(recipe: Recipe, run_dir: Path, here: Path) -> list[str]:
-    """Folders that a container needs from outside: the place of the recipe's relative paths, runs, token stores, checkpoints."""
+    """Folders that a container needs: the folder of the recipe's relative paths, runs, token stores, checkpoints."""
     folders = [here, run_dir.parent, (here / recipe.data.root).resolve()]
     checkpoints = open_place(recipe.checkpoint.root or ".")
     if isinstance(checkpoints, Path):

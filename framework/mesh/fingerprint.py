@@ -1,7 +1,7 @@
 """Fingerprint: what must be equal on all ranks, as strings by name, and how a rank that differs is explained.
 
 Ranks with another recipe, code or torch would train something else than the others, or hang in a collective that these never
-start. `connect` compares fingerprints before any group is made; `launch/fingerprint.py` takes them.
+start. `connect` compares fingerprints before any group is made; `launch/process.py` takes them.
 """
 
 from collections.abc import Mapping, Sequence
