@@ -13,6 +13,7 @@ import os
 import re
 import select
 import sys
+from collections.abc import Sequence
 
 # C0 but for tab and newline, DEL, C1, the line and paragraph separators, and the marks that turn the direction of a text.
 # A carriage return is a progress bar's where a text begins or ends with it, and half a line's end in front of a newline.
@@ -29,6 +30,12 @@ def show_controls(text: str) -> str:
 def in_a_line(text: str) -> str:
     r"""A name or value as a part of one line: `show_controls`, and \n and \r for line ends."""
     return show_controls(text).replace("\r", r"\r").replace("\n", r"\n")
+
+
+def align(rows: Sequence[Sequence[str]], widest: int | None = None) -> list[str]:
+    """Lines of a table with its columns aligned. widest: the most characters by which a column moves the next one."""
+    widths = [min(widest or size, size) for size in (max(map(len, column)) for column in zip(*rows, strict=True))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 class Descriptor(io.FileIO):

@@ -9,6 +9,7 @@ from typing import Any
 from framework.errors import EXIT_DONE
 from framework.launch.directory import RunDirectory, find_run
 from framework.launch.identity import load_own_recipe
+from framework.output import align
 from framework.recipe.environment import HIDDEN, hide_in, is_private
 from framework.recipe.keys import flatten
 from framework.recipe.problem import show
@@ -117,6 +118,4 @@ def _section(name: str, rows: Sequence[tuple[str, ...]], otherwise: str) -> Iter
         yield f"{name}: {otherwise}"
         return
     yield f"{name}:"
-    widths = [min(48, max(len(row[column]) for row in rows)) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield from (f"  {line}" for line in align(rows, widest=48))

@@ -1,6 +1,6 @@
 """`meshwright doctor --measure`: measure this machine, and write the file for `cluster=FILE.yaml`.
 
-    command: an `Order` --> ranks (this module as a program): timings.py --> medians --> the file, and a table of it
+    command: an `MeasureOrder` --> ranks (this module as a program): timings.py --> medians --> the file, and a table of it
 
 Nothing at the top imports torch, which reads from a rank's environment how many threads it may use.
 """
@@ -53,7 +53,7 @@ Points = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Order:
+class MeasureOrder:
     """The measurements that ranks make."""
 
     # cpu or cuda.
@@ -118,7 +118,7 @@ def measure_command(recipe: Recipe, file: Path, *, overwrites: bool = False, eff
     return EXIT_DONE
 
 
-def _start_ranks(recipe: Recipe, order: Order, folder: Path) -> "Outcome":
+def _start_ranks(recipe: Recipe, order: MeasureOrder, folder: Path) -> "Outcome":
     """Run the ranks. folder: for the order, and their errors."""
     from framework.launch.agent import run_ranks
 
@@ -160,13 +160,13 @@ def describe_load(here: ClusterMeasured) -> str:
     return f"its load of the last minute is {load:.1f} on {here.cores} cores" if load > BUSY_SHARE * here.cores else ""
 
 
-def make_order(recipe: Recipe, here: ClusterMeasured, result: Path, effort: "Effort | None") -> Order:
+def make_order(recipe: Recipe, here: ClusterMeasured, result: Path, effort: "Effort | None") -> MeasureOrder:
     """The order for all GPUs, or for the recipe's ranks on the cores, two at least."""
     is_gpu = recipe.launch.device != "cpu" and bool(here.gpus)
     ranks = len(here.gpus) if is_gpu else max(LEAST_RANKS, recipe.launch.ranks or 0)
     threads = recipe.launch.threads_per_rank or recipe.launch.cpus_per_rank or max(1, here.cores // ranks)
     root = Path(recipe.run.root).absolute()
-    return Order(
+    return MeasureOrder(
         device="cuda" if is_gpu else "cpu",
         ranks=ranks,
         threads=threads,
@@ -261,7 +261,7 @@ def count_names(names: list[str]) -> str:
 
 
 def describe_group(
-    order: Order, found: Mapping[str, Any], here: ClusterMeasured, memory_bytes: int, host_bytes: int
+    order: MeasureOrder, found: Mapping[str, Any], here: ClusterMeasured, memory_bytes: int, host_bytes: int
 ) -> dict[str, Any]:
     """The keys of the file but for its name. memory_bytes: of a device; host_bytes: of the node's main memory. For GPUs the
     shipped file, where there is one, has the values that one node cannot measure."""
@@ -293,7 +293,7 @@ def describe_group(
     return {name: value for name, value in group.items() if value not in ([], None)}
 
 
-def find_peak(order: Order, found: Mapping[str, Any], here: ClusterMeasured, dtype: str) -> float:
+def find_peak(order: MeasureOrder, found: Mapping[str, Any], here: ClusterMeasured, dtype: str) -> float:
     """FLOP/s of a device: by its maker's data sheet where that is known, else the best matmul."""
     best = 1e12 * max(rate for *_, rate in found["matmul"][dtype])
     stated = peak_flops(here.gpus[0]) if order.device == "cuda" and dtype == "bf16" else None
@@ -340,7 +340,7 @@ def fit_line(points: Points) -> tuple[float, float]:
     return max(0.0, time - slope * size), slope
 
 
-def write_text(name: str, group: Mapping[str, Any], order: Order, here: ClusterMeasured, busy: str = "") -> str:
+def write_text(name: str, group: Mapping[str, Any], order: MeasureOrder, here: ClusterMeasured, busy: str = "") -> str:
     """The file's text. busy: the load by other work meanwhile. AssertionError where the recipe would refuse it: our mistake."""
     values = _rounded({"name": name, **group})
     recipe, problems = to_recipe({"cluster": values}, {})
@@ -356,7 +356,7 @@ def write_text(name: str, group: Mapping[str, Any], order: Order, here: ClusterM
     return head + yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
 
-def describe_findings(group: Mapping[str, Any], order: Order) -> Iterator[str]:
+def describe_findings(group: Mapping[str, Any], order: MeasureOrder) -> Iterator[str]:
     """A table of the measurements."""
     yield f"ranks        {order.ranks} of {order.threads} threads, at the same time; {group['memory_gb']:.1f} GiB each"
     for dtype, matmul in group["matmul"].items():
@@ -398,7 +398,7 @@ def _rounded(value: Any) -> Any:
 
 def main(path: Path) -> int:
     """Measure as the rank that the environment names and return the exit code; an error is reported, not raised."""
-    order = Order(**json.loads(path.read_text(encoding="utf-8")))
+    order = MeasureOrder(**json.loads(path.read_text(encoding="utf-8")))
     os.environ["OMP_NUM_THREADS"] = str(order.threads)
     if order.device == "cpu":
         let_threads_sleep()
@@ -409,7 +409,7 @@ def main(path: Path) -> int:
     return EXIT_DONE
 
 
-def _measure(order: Order) -> None:
+def _measure(order: MeasureOrder) -> None:
     import torch
 
     from framework.comm.connect import choose_device, connect

@@ -25,6 +25,7 @@ from framework.launch.resume import resume_command, saved_step
 from framework.monitor.hang import Line, fold_ranks
 from framework.monitor.ranks_file import read_ranks
 from framework.monitor.stop import LONG_S, LONG_STEPS
+from framework.output import align
 from framework.recipe.compose import load_recipe
 from framework.recipe.schema import Recipe, Run
 from framework.track.console import format_count, format_duration
@@ -282,11 +283,7 @@ def describe_runs(runs: Sequence[RunDirectory], marks_best: bool) -> str:
     lines = [_read_line(run) for run in runs]
     best = min(lines, key=lambda line: line.score) if marks_best else None
     common = set.intersection(*(set(line.overrides) for line in lines))
-    rows = [HEAD, *(_cells(line, line is best, common) for line in lines)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return "\n".join(align([HEAD, *(_cells(line, line is best, common) for line in lines)]))
 
 
 def _cells(line: RunLine, is_best: bool, common: set[str]) -> tuple[str, ...]:

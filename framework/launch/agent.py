@@ -162,7 +162,11 @@ def run_ranks(
     Returns when all have ended; when one fails, the agent ends the others. `log` gets one error file per failed rank.
     """
     rendezvous = LoopbackRendezvous()
-    own = {SECRET: secrets.token_hex(16)} | {name: LOOPBACK for name in INTERFACES if name not in os.environ}
+    own = {
+        SECRET: secrets.token_hex(16),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
+    }  # the other signals are forwarded
+    own |= {name: LOOPBACK for name in INTERFACES if name not in os.environ}
     spec = WorkerSpec(
         role="rank",
         local_world_size=num_ranks,
@@ -174,7 +178,7 @@ def run_ranks(
     )
     agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(log)))
     stopped = StoppedRanks(agent)
-    with _quiet_agent(), _variables_set({**own, **variables}), Forwarding(agent) as forwarding, stopped:
+    with _silent_agent(), _variables_set({**own, **variables}), Forwarding(agent) as forwarding, stopped:
         try:
             result = agent.run()
         except KeyboardInterrupt:
@@ -268,19 +272,14 @@ def _variables_set(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """Keep the agent from logging (the outcome has all that it knows) and from taking over the forwarded signals."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    silent, key = logging.NullHandler(), "TORCHELASTIC_SIGNALS_TO_HANDLE"
-    former = logger.propagate, os.environ.get(key)
+def _silent_agent() -> Iterator[None]:
+    """Keep the agent from logging: the outcome has all that it knows."""
+    logger, silent = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
+    former = logger.propagate
     logger.addHandler(silent)
     logger.propagate = False
-    os.environ[key] = "SIGQUIT"
     try:
         yield
     finally:
         logger.removeHandler(silent)
-        logger.propagate = former[0]
-        os.environ.pop(key)
-        if former[1] is not None:
-            os.environ[key] = former[1]
+        logger.propagate = former

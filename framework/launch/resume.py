@@ -16,6 +16,7 @@ from framework.errors import RecipeError, RunError
 from framework.launch.directory import RunDirectory, list_runs
 from framework.launch.identity import ABSENT, MAY_CHANGE, find_edits, may_change, read_recorded, refuse_edits, values_of
 from framework.launch.settle import keep_settled
+from framework.output import align
 from framework.plan.auto import require_layout
 from framework.recipe.compose import compose, load_recipe
 from framework.recipe.describe import describe_experiments
@@ -209,10 +210,7 @@ def _shown(key: str, value: Any) -> Any:
 def explain_refusal(run: RunDirectory, refused: list[RecipeChange], kind: str) -> str:
     """Table of the refused changes, and the ways out."""
     rows = [("key", "was", "now"), *((change.key, show(change.was), show(change.now)) for change in refused)]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    table = [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    table = [f"  {line}" for line in align(rows)]
     return "\n".join(
         [
             f"{run.path} was begun with another recipe, and these keys cannot change within a run:",

@@ -261,7 +261,7 @@ def _microbatches(recipe: Recipe) -> Iterator[Problem]:
 def _schedule(recipe: Recipe) -> Iterator[Problem]:
     schedule, steps = recipe.optim.schedule, recipe.train.steps
     if recipe.train.epochs is not None:
-        return  # judged when the steps are known: launch/epochs.py
+        return  # judged when the steps are known: launch/settle.py
     warmup, decay = schedule.warmup_steps, schedule.decay_steps
     if warmup > steps:
         message = f"the warm-up is longer than the run of train.steps={steps}"

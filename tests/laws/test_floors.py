@@ -73,7 +73,7 @@ BREACHES = [
 KEPT = [
     ("comm/duals.py", "import torch.distributed as dist\nfrom framework.mesh.axis import Axis"),
     ("comm/connect.py", "import os\nimport torch.distributed as dist\nrank = os.environ['RANK']"),
-    ("launch/local.py", "from torch.distributed.launcher.api import elastic_launch\nimport os\nx = os.environ"),
+    ("launch/agent.py", "from torch.distributed.launcher.api import elastic_launch\nimport os\nx = os.environ"),
     ("cli.py", "import os\nos.environ['A'] = 'b'\nfrom framework.train.build import build"),
     ("__main__.py", "from framework.cli import main"),
     ("parallel/parallelize.py", "from framework.parallel.zero.buffers import plan\nfrom .pipeline import actions"),

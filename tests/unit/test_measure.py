@@ -9,7 +9,7 @@ import yaml
 
 from framework.cli import main
 from framework.commands.measure import (
-    Order,
+    MeasureOrder,
     check_measured,
     choose_file,
     describe_findings,
@@ -45,7 +45,7 @@ TINY = Effort(
     point_s=0.002,
 )
 HERE = ClusterMeasured("Some CPU, family 1, model 2", 4, [], "2.13.0")
-ORDER = Order("cpu", 2, 2, ["bf16", "fp32"], ".", "result.json", None)
+ORDER = MeasureOrder("cpu", 2, 2, ["bf16", "fp32"], ".", "result.json", None)
 SHAPES = [(m, k, n) for m in (16, 64) for k in (16, 64) for n in (16, 64, 128)]
 GRADIENTS = [shape[::-1] for shape in SHAPES]
 FOUND = {
