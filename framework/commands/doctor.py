@@ -6,8 +6,7 @@ import os
 import platform
 import shutil
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
@@ -15,10 +14,10 @@ from pathlib import Path
 
 from framework.checkpoint.place import is_url
 from framework.commands.arguments import compose_recipe
-from framework.errors import EXIT_DONE, EXIT_USER, MeshwrightError, OffloadError, RecipeError
+from framework.errors import EXIT_DONE, EXIT_USER, MeshwrightError, RecipeError
 from framework.imports import loading_libraries
 from framework.launch.jobs import partitions, reach
-from framework.launch.places import refuse_unreachable
+from framework.launch.places import refuse_unreachable, refuse_unwritable
 from framework.optim.disk_file import refuse_folder
 from framework.recipe.clusters import find_cluster
 from framework.recipe.host import count_cores
@@ -87,29 +86,35 @@ def examine(recipe: Recipe) -> Iterator[DoctorLine]:
     """All lines, in the order in which one explains the next."""
     yield DoctorLine("python", f"{platform.python_version()} ({sys.executable})")
     for package in PACKAGES:
-        yield _package(package)
+        try:
+            yield DoctorLine(package, version(package))
+        except PackageNotFoundError:
+            yield DoctorLine(package, "not installed", "make install, in the clone")
     yield _devices(recipe)
     yield from _measured(recipe)
     yield from _layout(recipe)
-    yield from _disk(recipe)
+    disk, checkpoints = recipe.memory.offload.disk_path, recipe.checkpoint.root
+    if disk is not None and recipe.launch.kind == "local":  # a cluster's nodes look for themselves
+        yield _place("states' disk", disk, lambda: refuse_folder(Path(disk)))
     yield _slurm(recipe)
-    yield _writable("run root", Path(recipe.run.root), "run.root")
-    yield from _store(recipe)
-    yield _writable("token stores", Path(recipe.data.root), "data.root")
+    yield _place("run root", recipe.run.root, lambda: refuse_unwritable(Path(recipe.run.root)))
+    if checkpoints is not None:
+        yield _place("checkpoints", checkpoints, lambda: refuse_unreachable(checkpoints))
+    yield _place("token stores", recipe.data.root, lambda: refuse_unwritable(Path(recipe.data.root), "data.root"))
     yield _wandb(recipe)
 
 
-def _store(recipe: Recipe) -> Iterator[DoctorLine]:
-    """Whether a URL of checkpoint.root can be written to."""
-    root = recipe.checkpoint.root
-    if root is None or not is_url(root):
-        return
+def _place(what: str, place: str, refuse: Callable[[], None]) -> DoctorLine:
+    """A line on a folder or a URL. refuse: tries it, and raises what is wrong."""
     try:
-        refuse_unreachable(root)
+        refuse()
     except MeshwrightError as error:
-        yield DoctorLine("checkpoints", f"{root} cannot be used", str(error))
-    else:
-        yield DoctorLine("checkpoints", f"{root}, objects can be put, read and removed")
+        return DoctorLine(what, f"{place} cannot be used", str(error))
+    if is_url(place):
+        return DoctorLine(what, f"{place}, objects can be put, read and removed")
+    folder = Path(place).expanduser().absolute()
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    return DoctorLine(what, f"{place}, {shutil.disk_usage(there).free / 2**30:,.0f} GiB free")
 
 
 def _layout(recipe: Recipe) -> Iterator[DoctorLine]:
@@ -138,19 +143,6 @@ def _layout(recipe: Recipe) -> Iterator[DoctorLine]:
         yield DoctorLine("option", found)
 
 
-def _disk(recipe: Recipe) -> Iterator[DoctorLine]:
-    """Whether files of states can be made in the folder that the recipe names; a cluster's nodes look for themselves."""
-    path = recipe.memory.offload.disk_path
-    if path is None or recipe.launch.kind != "local":
-        return
-    try:
-        refuse_folder(Path(path))
-    except OffloadError as error:
-        yield DoctorLine("states' disk", f"{path} cannot be used", str(error))
-    else:
-        yield DoctorLine("states' disk", f"{path}, {shutil.disk_usage(path).free / 2**30:,.0f} GiB free")
-
-
 def _measured(recipe: Recipe) -> Iterator[DoctorLine]:
     """The cluster of the forecasts of plan and search, and whether its file is of this machine."""
     from framework.commands.measure import check_measured
@@ -171,13 +163,6 @@ def _measured(recipe: Recipe) -> Iterator[DoctorLine]:
         yield DoctorLine("cluster", found, str(error))
         return
     yield DoctorLine("cluster", found)
-
-
-def _package(name: str) -> DoctorLine:
-    try:
-        return DoctorLine(name, version(name))
-    except PackageNotFoundError:
-        return DoctorLine(name, "not installed", "make install, in the clone")
 
 
 def _devices(recipe: Recipe) -> DoctorLine:
@@ -204,27 +189,12 @@ def _slurm(recipe: Recipe) -> DoctorLine:
     return DoctorLine("slurm", partitions())
 
 
-def _writable(what: str, folder: Path, key: str) -> DoctorLine:
-    """A line on whether a file can be made in the folder, or where the folder would be made."""
-    place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
-    try:
-        with tempfile.TemporaryFile(dir=place):
-            free = shutil.disk_usage(place).free
-    except OSError as error:
-        return DoctorLine(what, f"{folder}: {error.strerror}", f"{key}=a folder of yours")
-    return DoctorLine(what, f"{folder}, {free / 2**30:,.0f} GiB free")
-
-
 def _wandb(recipe: Recipe) -> DoctorLine:
     mode: str = recipe.track.wandb.mode
-    has_key = bool(os.environ.get("WANDB_API_KEY")) or "wandb.ai" in _netrc()
+    netrc = Path("~/.netrc").expanduser()
+    has_key = bool(os.environ.get("WANDB_API_KEY")) or (netrc.is_file() and "wandb.ai" in netrc.read_text())
     if mode == "auto":
         mode = "online" if has_key else "offline (no key; `wandb login` makes it online, `wandb sync` sends it later)"
     elif mode == "online" and not has_key:
         return DoctorLine("wandb", "online, without a key", "wandb login; or track=offline")
     return DoctorLine("wandb", mode)
-
-
-def _netrc() -> str:
-    path = Path("~/.netrc").expanduser()
-    return path.read_text() if path.is_file() else ""
