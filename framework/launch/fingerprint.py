@@ -1,4 +1,4 @@
-"""The fingerprint of a rank: what must be equal on all ranks of a run, see `mesh/fingerprint.py`."""
+"""The fingerprint of a rank: what must be equal on all ranks of a run, see `comm/meeting.py`."""
 
 import platform
 from importlib.metadata import version
