@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 from framework.comm.algorithms import ExposedCommunication
 from framework.mesh.layout import Layout
 from framework.model.chunked_loss import make_loss
-from framework.model.expert_load import ExpertLoad
 from framework.model.kept_outputs import KeepsOutputs
 from framework.model.load import choose_experts, kept_in_fp32
 from framework.model.logit_map import LogitMap
 from framework.model.loss import Loss
+from framework.model.mixtures import ExpertLoad
 from framework.model.precision import DTYPES
 from framework.model.stage import find_shared, hollow_out
 from framework.parallel.activation_checkpointing import checkpoint_layers

@@ -12,11 +12,10 @@ from framework.comm.collectives import all_reduce, start_all_reduce
 from framework.comm.connect import Mesh
 from framework.comm.transfer import AsyncHostCopy, upload
 from framework.data.pack import Microbatch
-from framework.model.expert_load import ExpertLoad
 from framework.model.loss import count_loss_tokens
-from framework.optim.clip import clip_divisor, norm_rows, squared_norm
+from framework.model.mixtures import ExpertLoad
 from framework.optim.disk_ring import DiskStates
-from framework.optim.optimizers import Missed
+from framework.optim.optimizers import Missed, clip_divisor, norm_rows, squared_norm
 from framework.parallel.pipeline.execute import ActivationSpec, StageLinks, execute
 from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.parallel.pipeline.simulate import Timed

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
 from framework.mesh.layout import Layout, Shard, part
-from framework.model.capacity import capacity_of
-from framework.model.experts import ExpertsForm, count_experts, find_experts, find_unknown_experts
+from framework.model.experts import ExpertsForm, capacity_of, count_experts, find_experts, find_unknown_experts
 from framework.parallel.experts.dispatch import ExpertDispatch, LocalExperts
 from framework.parallel.experts.exchange import ExpertRoute
 from framework.parallel.experts.shared import stand_in
