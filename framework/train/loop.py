@@ -15,6 +15,7 @@ import torch
 from framework.checkpoint.interval import find_interval_s
 from framework.checkpoint.save import Goal, Saver
 from framework.comm import ledger
+from framework.comm.algorithms import ExposedWait
 from framework.comm.objects import broadcast_object, gather_numbers
 from framework.comm.transfer import AsyncHostCopy
 from framework.data.loader import Loader
@@ -27,7 +28,6 @@ from framework.monitor.stop import StepWatch, StopRequest
 from framework.monitor.stragglers import WINDOW, Stragglers
 from framework.optim.groups import learning_rate
 from framework.parallel.pipeline.simulate import Timed
-from framework.parallel.zero.exposed_communication import ExposedWait
 from framework.parallel.zero.replicas import Hashed
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
