@@ -49,7 +49,7 @@ from framework.checkpoint.storage import error_text, read, retry, storage_error
 from framework.errors import CheckpointError, LeaseLost, MeshwrightError, RunError
 from framework.files import PRIVATE, write_file
 from framework.lease import LEASE_FILE, Holder, Lease, take
-from framework.monitor.ranks_file import RANKS_FILE
+from framework.monitor.hang import RANKS_FILE
 from framework.monitor.stop import SAVE_FILE, STOP_FILE
 from framework.recipe.place_rules import RUN_ROOT
 

@@ -24,9 +24,8 @@ from framework.launch.request import find_jobs, is_running
 from framework.launch.resume import resume_command, saved_step
 from framework.launch.runs import Runs
 from framework.launch.slurm import WAITING_OR_RUNNING, JobState
-from framework.monitor.hang import Line, fold_ranks
-from framework.monitor.ranks_file import read_ranks
-from framework.monitor.stop import LONG_S, LONG_STEPS
+from framework.monitor.hang import Line, fold_ranks, read_ranks
+from framework.monitor.progress import LONG_S, LONG_STEPS
 from framework.recipe.schema import Recipe
 from framework.track.console import format_duration
 from framework.track.goodput_log import read_account

@@ -6,13 +6,19 @@ that. Nodes without an edge are what all the others wait for, at the end of what
 """
 
 import json
+import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from framework.monitor.phases import Phase
 
 TRAINING, SAVES = "training", "saves"
+# In the run's folder: the line of each rank, which rank 0 writes and `meshwright status` reads, without torch.
+RANKS_FILE = "ranks.json"
 # A report names so many ranks that are behind with all that is known of them.
 DETAILED = 4
 
@@ -298,3 +304,19 @@ def _read_lane(found: dict[str, Any]) -> Lane:
     if wait is not None:
         wait = Wait(**{**wait, "ranks": tuple(wait["ranks"])})
     return Lane(wait, found["started"], tuple(found["stack"]))
+
+
+def write_ranks(folder: Path, lines: list[Line]) -> None:
+    """Write RUN/ranks.json atomically."""
+    path = folder / RANKS_FILE
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps({"unix_s": time.time(), "ranks": [vars(line) for line in lines]}))
+    os.replace(partial, path)
+
+
+def read_ranks(folder: Path) -> tuple[float, list[Line]]:
+    """Read RUN/ranks.json: the wall clock of its writing and its lines; none where there is no such file."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        found = json.loads((folder / RANKS_FILE).read_text())
+        return found["unix_s"], [Line(**line) for line in found["ranks"]]
+    return 0.0, []

@@ -21,6 +21,8 @@ FIRST_STEPS = 3
 # `auto`: a step may take so many times the median of the last ones and so many times their median deviation; and so many times
 # the longest of them, for a run of which each 40th step does more.
 MEDIANS, DEVIATIONS, LONGEST = 10.0, 30.0, 2.0
+# A step is first said to take long after such times, whichever is longer, then after each doubling.
+LONG_S, LONG_STEPS = 60.0, 10.0
 # A look at a watch counts for no more than this: whatever lies between two looks, such as the sleep of a laptop, a stopped
 # process or a machine too busy to run a thread, was time in which the rank could not work either.
 LOOK_S = 2.0

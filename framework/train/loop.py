@@ -23,8 +23,9 @@ from framework.model.expert_load import read_loads
 from framework.monitor.goodput import Goodput
 from framework.monitor.phases import Phase, Phases
 from framework.monitor.progress import name_coordinates
-from framework.monitor.stop import StepWatch, StopRequest
+from framework.monitor.stop import StopRequest
 from framework.monitor.stragglers import WINDOW, Stragglers
+from framework.monitor.watchdog import Watchdog
 from framework.optim.schedules import learning_rate
 from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.exposed_communication import ExposedWait
@@ -135,19 +136,19 @@ class Loop:
         self._hashed: Sequence[Hashed] = ()
         self._compared_step = -1
 
-    def steps(self, stop: StopRequest, watch: StepWatch) -> Iterator[int]:
-        """Send one step after another to the device and yield its number, until `train.steps` or until any rank's `stop` asks.
-        Ends with what is left of a validation. Collective, as all of the methods are. watch: is told of each step.
+    def steps(self, watchdog: Watchdog) -> Iterator[int]:
+        """Send one step after another to the device and yield its number, until `train.steps` or until any rank is asked to stop.
+        Ends with what is left of a validation. Collective, as all of the methods are. watchdog: watches each step.
 
         NumericsError after too many steps in a row that were not finite.
         """
-        self._hosts, self._say = watch.progress.hosts, watch.tell
+        self._hosts, self._say = watchdog.progress.hosts, watchdog.say
         self._goodput.begin_loop(self.state.step, lambda: self._saver.stalled_s)
         while self.state.step < self.recipe.train.steps and not self._flags.stop:
             # How long a step takes that also validates nobody knows beforehand.
             self._phases.begin(Phase.STEP, self.state.step + 1)
-            with watch.step(self.state.step + 1) if self._validation is None else nullcontext():
-                self._take_step(self._own_flags(stop))
+            with watchdog.step(self.state.step + 1) if self._validation is None else nullcontext():
+                self._take_step(self._own_flags(watchdog.requests))
             self._goodput.end_step(self.state.step, self._exposed_s)
             self._exposed_s = 0.0
             yield self.state.step

@@ -44,8 +44,8 @@ from framework.monitor.goodput import Goodput, open_goodput
 from framework.monitor.hang import TRAINING
 from framework.monitor.phases import Phase, Phases
 from framework.monitor.progress import Progress, name_coordinates
-from framework.monitor.stop import StepWatch, StopRequest, end_process
-from framework.monitor.watch import Watch
+from framework.monitor.stop import StopRequest, end_process
+from framework.monitor.watchdog import Watchdog
 from framework.optim.disk_file import refuse_folder
 from framework.parallel.fp8_layers import emulates_fp8
 from framework.parallel.pipeline.draw import save_timeline
@@ -92,8 +92,10 @@ def train_rank(
     phases = phases or Phases()
     goodput = open_goodput(launched_place(), run_dir, phases, lease, describe_job(run_dir))
     progress, deadlines = Progress(phases), find_deadlines(recipe)
-    place = launched_place(), name_place(recipe)
-    with Watch(progress, deadlines, *place, open_store_beside, end_hung, run_dir) as hangs:
+    place = launched_place()
+    say = partial(print, "[rank 0]", file=sys.stderr, flush=True) if place[0] == 0 else None
+    watching = Watchdog(progress, deadlines, place, name_place(recipe), open_store_beside, end_hung, run_dir, say)
+    with watching as watchdog:
         check_nodes(recipe)
         plan = make_plan(recipe, load_config(recipe.model, find_folder))
         check_host_memory(plan)
@@ -110,12 +112,9 @@ def train_rank(
             probe(plan, mesh, lease)
         progress.phases.begin(Phase.OPEN_DATA)
         prepared = open_data(recipe, plan.config, mesh.axis("world"))
-        say = partial(print, "[rank 0]", file=sys.stderr, flush=True) if mesh.rank == 0 else None
-        folder = run_dir if mesh.rank == 0 else None
-        watch = partial(StepWatch, end=end_hung, say=say, folder=folder, lease=lease, progress=progress)
-        with nullcontext(stop) if stop else StopRequest() as requests, watch(requests) as steps:
-            code = _train(plan, prepared, mesh, lease, requests, steps, progress.phases, goodput)
-        hangs.stop_talking()
+        with nullcontext(stop) if stop else StopRequest() as requests, watchdog.hear(requests):
+            code = train_connected(plan, prepared, mesh, lease, watchdog, goodput)
+        watchdog.stop_talking()
         # Not after an error: closing waits for the other ranks, which may be waiting for this one.
         mesh.close()
         goodput.end(code)
@@ -141,19 +140,13 @@ def check_nodes(recipe: Recipe) -> None:
         )
 
 
-def _train(
-    plan: Plan,
-    prepared: Prepared,
-    mesh: Mesh,
-    lease: Lease,
-    stop: StopRequest,
-    watch: StepWatch,
-    phases: Phases,
-    goodput: Goodput | None = None,
+def train_connected(
+    plan: Plan, prepared: Prepared, mesh: Mesh, lease: Lease, watchdog: Watchdog, goodput: Goodput | None = None
 ) -> int:
-    recipe, run_dir = plan.recipe, lease.run
+    """Build and restore the run on connected ranks, train it, and return the exit code."""
+    recipe, run_dir, phases = plan.recipe, lease.run, watchdog.progress.phases
     goodput = goodput or Goodput(phases)
-    saves = Saves(recipe.checkpoint, mesh, lease, watch, phases)
+    saves = Saves(recipe.checkpoint, mesh, lease, watchdog)
     resumes = saves.start.resumes
     phases.begin(Phase.BUILD)
     with explain_out_of_memory(plan, mesh.rank):
@@ -191,7 +184,7 @@ def _train(
     try:
         with explain_out_of_memory(plan, mesh.rank), loader:
             observer.begin_step(state.step + 1, run)
-            for step in loop.steps(stop, watch):
+            for step in loop.steps(watchdog):
                 loop.compare_replicas(is_saved=False)
                 if step == recipe.track.timeline_step:
                     _draw_timeline(loop, plan.title, lease, observers)
@@ -210,7 +203,7 @@ def _train(
                     observer.begin_step(following, run)
             observers.contain("profile", profiler.close)
             phases.begin(Phase.SAVE)
-            saves.finish(loop, is_stopped=lambda: stop.requested)
+            saves.finish(loop, is_stopped=lambda: watchdog.requests.requested)
             phases.begin(Phase.CLOSE)
         code = EXIT_DONE if loop.is_done else EXIT_RESUME
     except MeshwrightError as error:

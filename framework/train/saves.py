@@ -31,7 +31,7 @@ from framework.launch.exports import Exports, exports_have_ended
 from framework.lease import Lease
 from framework.monitor.hang import SAVES
 from framework.monitor.phases import Phase, Phases
-from framework.monitor.stop import StepWatch
+from framework.monitor.watchdog import Watchdog
 from framework.recipe.schema import Checkpoint
 from framework.train.loop import Loop
 from framework.train.rewind import rewind
@@ -52,8 +52,11 @@ class Saves:
     rules: Checkpoint
     mesh: Mesh
     lease: Lease
-    watch: StepWatch
-    phases: Phases
+    watchdog: Watchdog
+
+    @property
+    def phases(self) -> Phases:
+        return self.watchdog.progress.phases
 
     @cached_property
     def root(self) -> Place:
@@ -90,7 +93,7 @@ class Saves:
     def keeper(self) -> CopyKeeper:
         """Copies travel over the group over which the ranks' saves agree."""
         world = connect_beside(self.mesh, SAVES)
-        self.watch.progress.communicators[SAVES] = (world,)
+        self.watchdog.progress.communicators[SAVES] = (world,)
         return CopyKeeper(self.copies.memory, self.neighbours, "", world)
 
     @cached_property
@@ -145,7 +148,7 @@ class Saves:
             return
         loop.compare_replicas(is_saved=True)
         if Goal.DISK in goal:  # which is what a request asks for
-            self.watch.begin_save()
+            self.watchdog.begin_save()
         run, state = loop.run, loop.state
         run.optimizer.hold(self._wait_until_staged)
         self.phases.observer.begin_save(state.step)
@@ -206,7 +209,7 @@ class Saves:
         self.keeper.generation = tell(partial(begin_generation, self.lease, step), self.mesh.axis("world"))
 
     def _wait_until_staged(self) -> None:
-        with self.watch.waiting(), self.phases.within(Phase.SAVE):
+        with self.watchdog.waiting(), self.phases.within(Phase.SAVE):
             self.saver.wait_until_staged()
 
     def _upload(self) -> None:
@@ -216,5 +219,5 @@ class Saves:
 
     def _end_save(self, step: int, is_committed: bool) -> None:
         """In the saver's thread."""
-        self.watch.end_save(is_committed)
+        self.watchdog.end_save(is_committed)
         self.exports.end_save(step, is_committed)

@@ -109,8 +109,8 @@ KNOWN = {
     "track/sample_ledger.py SampleLedger.__init__": "lines of a start, which the cursor of a newer one cuts off",
     "track/wandb.py WandbObserver.open": CHECKED,
     "train/profiler.py StepProfiler.close": CHECKED,
-    "monitor/ranks_file.py write_ranks": CHECKED,
-    "monitor/watch.py Watch._keep_flight_records": CHECKED,
+    "monitor/hang.py write_ranks": CHECKED,
+    "monitor/watchdog.py Watchdog._keep_flight_records": CHECKED,
 }
 
 

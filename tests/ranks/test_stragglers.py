@@ -15,9 +15,8 @@ from framework.errors import EXIT_DONE
 from framework.lease import Lease
 from framework.mesh.topology import Topology
 from framework.model.load import load_config
-from framework.monitor.phases import Phases
-from framework.monitor.stop import StepWatch, StopRequest
 from framework.monitor.stragglers import BASELINE, LEAST, WARM_UP, WINDOW
+from framework.monitor.watchdog import Watchdog
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.train import loop
@@ -66,12 +65,11 @@ def train_body(rank, world, rendezvous, recipe, folder, phase, from_step=0):
     )
     plain = getattr(*where)
     with (
-        StopRequest() as stop,
-        StepWatch(stop, say=said.append) as watch,
+        Watchdog(say=said.append) as watchdog,
         patch.object(train, "open_observers", lambda *words: reports),
         patch.object(*where, slowed(plain, from_step) if where[1] != "find_bubble" else plain),
     ):
-        code = train._train(make_plan(recipe, config), prepared, mesh, Lease(folder), stop, watch, Phases())
+        code = train.train_connected(make_plan(recipe, config), prepared, mesh, Lease(folder), watchdog)
     mesh.close()
     return code, said, reports.stragglers
 

@@ -25,7 +25,7 @@ from framework.model.routed_tokens import RoutedTokens
 from framework.model.shrink import shrink
 from framework.model.units import find_units
 from framework.monitor.phases import Phases
-from framework.monitor.stop import StepWatch, StopRequest
+from framework.monitor.watchdog import Watchdog
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Model, Track, Train
 from framework.track.report import RunInfo, StepReport
@@ -63,8 +63,8 @@ def report_steps(name: str) -> list[StepReport]:
         Saver(Path(), ALONE, Retention(1)),
         Phases(),
     )
-    with StopRequest() as stop, StepWatch(stop) as watch:
-        list(loop.steps(stop, watch))
+    with Watchdog() as watchdog:
+        list(loop.steps(watchdog))
     loop.begin_save()
     return reports
 

@@ -7,8 +7,7 @@ import pytest
 
 from framework.launch.directory import RunDirectory
 from framework.launch.status import describe_run, telling_line
-from framework.monitor.hang import Line
-from framework.monitor.ranks_file import RANKS_FILE, write_ranks
+from framework.monitor.hang import RANKS_FILE, Line, write_ranks
 from framework.recipe.compose import compose, save_recipe
 
 

@@ -13,7 +13,7 @@ from framework.checkpoint.save import Saver, save_checkpoint
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
 from framework.monitor.phases import Phases
-from framework.monitor.stop import StepWatch, StopRequest
+from framework.monitor.watchdog import Watchdog
 from framework.plan.plan import make_plan
 from framework.recipe.schema import LearningRateSchedule, Optim, Precision, Train
 from framework.track.report import RunInfo, StepReport
@@ -122,8 +122,8 @@ def start_loop(steps: int, reports: list[StepReport]) -> Loop:
 
 
 def train(loop: Loop) -> None:
-    with StopRequest() as stop, StepWatch(stop) as watch:
-        list(loop.steps(stop, watch))
+    with Watchdog() as watchdog:
+        list(loop.steps(watchdog))
     loop.begin_save()
 
 
