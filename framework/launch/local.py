@@ -28,7 +28,7 @@ from framework.launch.slurm import RANK_PROGRAM
 from framework.launch.snapshot import describe_software
 from framework.lease import Lease
 from framework.mesh.placement import place
-from framework.monitor.goodput import find_age_s
+from framework.monitor.goodput import find_age_s, note_gone, note_launch
 from framework.optim.disk_file import refuse_folder
 from framework.recipe.compose import save_recipe
 from framework.recipe.derive import derive
@@ -37,7 +37,6 @@ from framework.recipe.elastic import has_range
 from framework.recipe.environment import fill
 from framework.recipe.schema import Recipe
 from framework.start import python_words
-from framework.track.goodput_log import note_gone, note_launch
 
 # The program of a rank, `train/program.py`, where the only rank lives in this process.
 RankProgram = Callable[[Path, Lease], int]

@@ -11,8 +11,8 @@ from framework.errors import LeaseLost, NodeError, TopologyError
 from framework.launch.directory import Verdict, describe_self
 from framework.lease import Holder, read_lease
 from framework.mesh.placement import place
+from framework.monitor.goodput import Job
 from framework.recipe.derive import Derived
-from framework.track.goodput_log import Job
 
 OUTCOME = "MESHWRIGHT_OUTCOME"
 QUEUED = "MESHWRIGHT_QUEUED"

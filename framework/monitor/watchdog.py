@@ -35,8 +35,8 @@ from framework.monitor.hang import (
     TRAINING,
     Alarm,
     Answer,
-    Lane,
-    Line,
+    RankStatus,
+    ThreadStatus,
     Wait,
     describe_alone,
     write_ranks,
@@ -102,7 +102,7 @@ class Watchdog:
         self._said_s = 0.0  # how long the step under way had lasted when that was last said
         # Of the other ranks.
         self._host = "the host of the ranks' store"
-        self._lines: dict[int, Line | None] = {}  # the last that this rank has read
+        self._lines: dict[int, RankStatus | None] = {}  # the last that this rank has read
         # When the board answered last and when an alarm was heard, by the monotonic clock.
         self._heard_s = self._alarmed_s = -1.0
         self._alarm: Alarm | None = None
@@ -343,10 +343,10 @@ class Watchdog:
         silent_s = now_s - self._heard_s if self._heard_s >= 0 else None
         return describe_alone(alarm, self._host, silent_s, self._lines.get(0), self._answer())
 
-    def _line(self) -> Line:
+    def _line(self) -> RankStatus:
         current, now_s = self.progress.phases.current, time.monotonic()
         wait = self._find_wait(TRAINING, current)
-        return Line(
+        return RankStatus(
             rank=self._rank,
             host=platform.node(),
             pid=os.getpid(),
@@ -366,7 +366,7 @@ class Watchdog:
             lanes[SAVES] = self._lane(SAVES, idents[0] if idents else None, current)
         return Answer(line, lanes)
 
-    def _lane(self, name: str, thread: int | None, current: Current) -> Lane:
+    def _lane(self, name: str, thread: int | None, current: Current) -> ThreadStatus:
         started = {
             f"{each.name} {operation}": calls
             for each in self.progress.communicators.get(name, ())
@@ -374,7 +374,7 @@ class Watchdog:
         }
         if name == TRAINING and current.phase != Phase.LIBRARIES:
             started["world connect"] = 1
-        return Lane(self._find_wait(name, current), started, take_stack(thread))
+        return ThreadStatus(self._find_wait(name, current), started, take_stack(thread))
 
     def _find_wait(self, name: str, current: Current) -> Wait | None:
         communicators = self.progress.communicators.get(name, ())
@@ -413,5 +413,5 @@ def take_stack(thread: int | None) -> tuple[str, ...]:
     return tuple(f"{each.filename}:{each.lineno} in {each.name}" for each in reversed(stack))
 
 
-def _parse(text: str | None) -> Line | None:
-    return Line.from_json(text) if text is not None else None
+def _parse(text: str | None) -> RankStatus | None:
+    return RankStatus.from_json(text) if text is not None else None

@@ -11,7 +11,6 @@ from framework.errors import LeaseLost
 from framework.lease import Lease
 from framework.recipe.schema import Recipe
 from framework.track.console import Console
-from framework.track.goodput_page import GoodputTable
 from framework.track.jsonl import LOADS_FILE, Jsonl, loads_of
 from framework.track.report import Observer, RunInfo, StepReport, save_run_info
 from framework.track.summary import Summary
@@ -87,8 +86,8 @@ def open_observers(
     nobody launches it. known: [step, loss, gradient norm] of the last steps."""
     console, lease = Console(), lease or Lease(run_dir)
     metrics = Jsonl(run_dir, lease=lease, known=known, every_steps=recipe.track.every_steps)
-    # Closed in reverse order: the table stands between the report's files and the console's last word.
-    observers: list[Observer] = [console, GoodputTable(run_dir, console.say), metrics]
+    # Closed in reverse order: the report is made of the files of the others, and the console has the last word.
+    observers: list[Observer] = [console, metrics]
     if run.has_experts:
         observers.append(Jsonl(run_dir, file=LOADS_FILE, record_of=loads_of, lease=lease))
     if recipe.track.wandb.mode != "disabled":

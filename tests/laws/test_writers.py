@@ -102,7 +102,7 @@ KNOWN = {
     "launch/timings.py time_disk": "a file of this process's own beside runs, which it removes: no start reads it",
     "launch/try_layouts.py _write_layouts": "the folder of a search, made under a name of its own, which holds runs and is none",
     "launch/try_layouts.py _rank_again": "the same folder's cluster.yaml: of a search, no rank writes or reads it",
-    "track/goodput_log.py Lines.__init__": "checked before each note, once the lease is had; lines are added",
+    "monitor/goodput.py Lines.__init__": "checked before each note, once the lease is had; lines are added",
     "track/jsonl.py Jsonl.open": "an open that writes nothing; the newer start replaces the file",
     "track/jsonl.py Jsonl.rewind": "as `Jsonl.open`",
     "track/jsonl.py truncate": IN_WORKPLACE,

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load
 
 from framework.checkpoint.place import ObjectPath
-from framework.track.goodput_log import read_account
+from framework.track.goodput import read_account
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from tests.object_server import serve_s3
 from tests.slurm.cluster import APART, RECIPE, SEQUENCES, SLURM, Answer, Desk, call, job_state, wait_for
