@@ -386,7 +386,7 @@ class SaveOnly(Loop):
 
     is_done = True  # type: ignore[assignment]
 
-    def steps(self, _watchdog: Any) -> Iterator[int]:
+    def steps(self) -> Iterator[int]:
         account(HERE.counts)
         if HERE.phase == "start":
             HERE.phase = "save"

@@ -15,7 +15,7 @@ from framework.recipe.convert import to_recipe
 from framework.recipe.problem import render_problems
 from framework.recipe.saved import plain
 from framework.recipe.schema import Cluster, ClusterMeasured
-from framework.track.flops import peak_flops
+from framework.track.device import peak_flops
 
 DIGITS = 5
 # What GPUs of no shipped file are taken to be like, where nothing measures it.

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from framework.lease import Lease
 from framework.model.units import Unit
 from framework.recipe.schema import Track
-from framework.train.step import Run
+from framework.train.step import TrainingRun
 
 FOLDER = "profile"
 OPERATORS_SHOWN = 60
@@ -32,7 +32,7 @@ class StepProfiler:
     units: the whole model's. lease: of the run that the trace is written into. say: hears where it lies.
     """
 
-    def __init__(self, run: Run, units: Sequence[Unit], track: Track, lease: Lease, say: Callable[[str], None]):
+    def __init__(self, run: TrainingRun, units: Sequence[Unit], track: Track, lease: Lease, say: Callable[[str], None]):
         self._run, self._units, self._lease, self._say = run, units, lease, say
         is_chosen = track.profile_steps is not None and run.mesh.rank in track.profile_ranks
         self._steps = track.profile_steps if is_chosen else None
@@ -89,7 +89,7 @@ class StepProfiler:
         self._hooks = [hook for name, module in modules for hook in name_unit(name, module)]
 
 
-def _find_modules(run: Run, units: Sequence[Unit]) -> list[tuple[str, nn.Module]]:
+def _find_modules(run: TrainingRun, units: Sequence[Unit]) -> list[tuple[str, nn.Module]]:
     """(unit, module) of this rank's stages: a layer as a whole, elsewhere the modules that hold its parameters."""
     owned = (
         (stage.model.model, unit) for stage in run.stages.values() for unit in units if stage.model.bounds.owns(unit)

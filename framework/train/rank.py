@@ -1,4 +1,4 @@
-"""One rank of a run, from its saved recipe to its exit code: plan, connect, build, train."""
+"""The spine of a rank, from its saved recipe to its exit code: plan, connect, build, restore, train."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,19 +57,21 @@ from framework.recipe.deadlines import find_deadlines
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
 from framework.track.observers import Observers, open_observers
-from framework.track.run_info import describe_run
+from framework.track.report import RunInfo
 from framework.track.sample_ledger import LedgerOfRank
 from framework.train.build import build
 from framework.train.loop import Loop
 from framework.train.probe import probe
 from framework.train.profiler import StepProfiler
+from framework.train.reports import Reporter, describe_run
+from framework.train.save_policy import SavePolicy
 from framework.train.saves import Saves
 from framework.train.state import RunState
 from framework.train.validation import Validation
 
 # In debug mode a rank that starts no collective for so long while others wait is taken for lost.
 COLLECTIVE_CHECK_S = 120.0
-# Of the data's beginning, from which the prompt of a suggested command is taken.
+# The number of tokens at the data's beginning that make the prompt of a suggested command.
 PROMPT_TOKENS = 24
 
 
@@ -129,7 +131,7 @@ def name_place(recipe: Recipe) -> str:
 
 
 def check_nodes(recipe: Recipe) -> None:
-    """Raises TopologyError where ZeRO shards within a node and the launcher's nodes are not those that the recipe plans with."""
+    """Raise TopologyError where ZeRO shards within a node and the launcher's nodes are not those that the recipe plans with."""
     derived = derive(recipe)
     here, nodes = ranks_per_node(), num_nodes()
     if recipe.zero.shard_within == "node" and (here, nodes) != (derived.ranks_per_node, derived.nodes):
@@ -145,7 +147,6 @@ def train_connected(
 ) -> int:
     """Build and restore the run on connected ranks, train it, and return the exit code."""
     recipe, run_dir, phases = plan.recipe, lease.run, watchdog.progress.phases
-    goodput = goodput or Goodput(phases)
     saves = Saves(recipe.checkpoint, mesh, lease, watchdog)
     resumes = saves.start.resumes
     phases.begin(Phase.BUILD)
@@ -153,19 +154,8 @@ def train_connected(
         run = build(plan, mesh, resumes, run_dir.name)
         phases.begin(Phase.RESTORE)
         state = saves.restore(run) if resumes else RunState(run_dir.name, prepared.fingerprint)
-    if state.data != prepared.fingerprint:
-        raise DataError(
-            f"the prepared data is not what {run_dir.name} was trained on (fingerprint {prepared.fingerprint}, was {state.data}):"
-            " its data cursor would point elsewhere. Restore the files of data.sources, or start a new run"
-        )
-    settle = partial(settle_identity, RunDirectory(run_dir), lease, recipe, state.to_json(), prepared.tokenizer)
-    identity = tell(settle, mesh.axis("world"))
-    state.recipe, state.tokenizer = identity["recipe"], identity["tokenizer"]
-    prompt = _find_prompt(recipe, prepared) if mesh.rank == 0 else ""
-    sources = tuple(source.name for source in prepared.sources)
-    info = describe_run(
-        plan, mesh, name_run(run_dir, recipe.run), state.step, prepared.unigram_entropy, sources, prompt
-    )
+    _settle_identity(recipe, prepared, mesh, lease, state)
+    info = _describe_run(plan, prepared, mesh, run_dir, state.step)
     saver = saves.open(state.step)
     phases.begin(Phase.STEP, state.step)
     if mesh.rank == 0 and mesh.device.type == "cuda" and emulates_fp8(recipe.precision, mesh.device):
@@ -175,33 +165,14 @@ def train_connected(
     observers = open_observers(recipe, run_dir, info, lease, state.spikes.seen) if mesh.rank == 0 else Observers()
     samples = LedgerOfRank(recipe.track.sample_ledger, mesh, run_dir)
     samples.begin(state.samples)
-    observer = phases.observer
-    loader = _open_loader(plan, prepared, mesh, state, [observer.read_batch, samples.note])
-    loop = Loop(run, state, recipe, loader, observers, info, saver, phases, goodput)
+    loader = _open_loader(plan, prepared, mesh, state, [phases.observer.read_batch, samples.note])
+    reporter = Reporter(run, recipe, info, observers, saver, watchdog, goodput)
+    policy = SavePolicy(recipe.checkpoint, recipe.train.steps, saver)
+    loop = Loop(run, state, recipe, loader, policy, reporter, watchdog)
     code = EXIT_FAILED
-    profiler = StepProfiler(run, plan.units, recipe.track, lease, print)
-    observers.contain("profile", partial(profiler.begin_step, state.step + 1))
     try:
         with explain_out_of_memory(plan, mesh.rank), loader:
-            observer.begin_step(state.step + 1, run)
-            for step in loop.steps(watchdog):
-                loop.compare_replicas(is_saved=False)
-                if step == recipe.track.timeline_step:
-                    _draw_timeline(loop, plan.title, lease, observers)
-                if loop.must_validate() and loop.rewind_due is None:
-                    loop.begin_validation(Validation(_validation_batches(plan, prepared, mesh), len(sources)))
-                    if loop.is_done or recipe.pipeline.fill_bubbles == "none":
-                        loop.end_validation()
-                if goal := loop.find_goal():
-                    with phases.within(Phase.SAVE):
-                        saves.save(loop, goal, is_last=loop.is_done)
-                if saves.rewind_if_due(loop):
-                    samples.begin(loop.state.samples)
-                following = loop.state.step + 1  # of an older step, if the run has gone back
-                observers.contain("profile", partial(profiler.begin_step, following))
-                if not loop.is_done:
-                    observer.begin_step(following, run)
-            observers.contain("profile", profiler.close)
+            _train_steps(plan, prepared, mesh, lease, loop, saves, samples, observers)
             phases.begin(Phase.SAVE)
             saves.finish(loop, is_stopped=lambda: watchdog.requests.requested)
             phases.begin(Phase.CLOSE)
@@ -213,14 +184,68 @@ def train_connected(
     finally:
         saves.end()
         with suppress(LeaseLost):  # which the run ends with already
-            goodput.end(code)
+            reporter.goodput.end(code)
         observers.close(code)
         run.close()
     return code
 
 
-def _open_loader(plan: Plan, prepared: Prepared, mesh: Mesh, state: RunState, hearers: Sequence[Hear]) -> Loader:
-    """This rank's microbatches, from the run's cursor on. hearers: are told of each batch."""
+def _train_steps(
+    plan: Plan,
+    prepared: Prepared,
+    mesh: Mesh,
+    lease: Lease,
+    loop: Loop,
+    saves: Saves,
+    samples: LedgerOfRank,
+    observers: Observers,
+) -> None:
+    """Train to the last step, or until the run is asked to stop; validate, save and go back behind the steps that call for it."""
+    recipe, run = plan.recipe, loop.run
+    profiler = StepProfiler(run, plan.units, recipe.track, lease, print)
+    observers.contain("profile", partial(profiler.begin_step, loop.state.step + 1))
+    saves.phases.observer.begin_step(loop.state.step + 1, run)
+    for step in loop.steps():
+        loop.compare_replicas(is_saved=False)
+        if step == recipe.track.timeline_step:
+            _draw_timeline(plan, loop, lease, observers)
+        if loop.must_validate() and loop.rewind_due is None:
+            loop.begin_validation(Validation(_validation_batches(plan, prepared, mesh), len(prepared.sources)))
+            if loop.is_done or recipe.pipeline.fill_bubbles == "none":
+                loop.end_validation()
+        if goal := loop.find_goal():
+            with saves.phases.within(Phase.SAVE):
+                saves.save(loop, goal, is_last=loop.is_done)
+        if saves.rewind_if_due(loop):
+            samples.begin(loop.state.samples)
+        following = loop.state.step + 1  # of an older step, if the run has gone back
+        observers.contain("profile", partial(profiler.begin_step, following))
+        if not loop.is_done:
+            saves.phases.observer.begin_step(following, run)
+    observers.contain("profile", profiler.close)
+
+
+def _settle_identity(recipe: Recipe, prepared: Prepared, mesh: Mesh, lease: Lease, state: RunState) -> None:
+    """Refuse other data, another recipe or another tokenizer than the run was trained with, and record them in its state."""
+    if state.data != prepared.fingerprint:
+        raise DataError(
+            f"the prepared data is not what {lease.run.name} was trained on (fingerprint {prepared.fingerprint}, was"
+            f" {state.data}): its data cursor would point elsewhere. Restore the files of data.sources, or start a new run"
+        )
+    settle = partial(settle_identity, RunDirectory(lease.run), lease, recipe, state.to_json(), prepared.tokenizer)
+    identity = tell(settle, mesh.axis("world"))
+    state.recipe, state.tokenizer = identity["recipe"], identity["tokenizer"]
+
+
+def _describe_run(plan: Plan, prepared: Prepared, mesh: Mesh, run_dir: Path, step: int) -> RunInfo:
+    prompt = _find_prompt(plan.recipe, prepared) if mesh.rank == 0 else ""
+    sources = tuple(source.name for source in prepared.sources)
+    named = name_run(run_dir, plan.recipe.run)
+    return describe_run(plan, mesh, named, step, prepared.unigram_entropy, sources, prompt)
+
+
+def _open_loader(plan: Plan, prepared: Prepared, mesh: Mesh, state: RunState, hear: Sequence[Hear]) -> Loader:
+    """The loader of this rank's microbatches, from the run's cursor on. hear: called with each batch."""
     derived, dp = plan.derived, mesh.axis("dp")
     loader = Loader(
         prepared,
@@ -233,14 +258,14 @@ def _open_loader(plan: Plan, prepared: Prepared, mesh: Mesh, state: RunState, he
         dp_size=dp.size,
         slices=plan.context_slices(mesh.rank),
         device=mesh.device,
-        hear=hearers,
+        hear=hear,
     )
     loader.skip(state.skipped_samples)
     return loader
 
 
 def _validation_batches(plan: Plan, prepared: Prepared, mesh: Mesh) -> Iterator[Microbatch]:
-    """Draws nothing of what is trained on: every pass begins at the split's first sequence."""
+    """The batches of one validation: every pass begins at the first sequence of the validation split."""
     derived, dp = plan.derived, mesh.axis("dp")
     return validation_batches(
         prepared,
@@ -262,9 +287,9 @@ def _find_prompt(recipe: Recipe, prepared: Prepared) -> str:
     return decode_start(prepared.tokenizer, stream.read(0, min(stream.num_tokens, PROMPT_TOKENS)))
 
 
-def _draw_timeline(loop: Loop, title: str, lease: Lease, observers: Observers) -> None:
-    """What the ranks of this rank's pipeline did in the last step; rank 0 draws its own."""
+def _draw_timeline(plan: Plan, loop: Loop, lease: Lease, observers: Observers) -> None:
+    """Draw the last step's actions of this rank's pipeline; rank 0 draws its own pipeline."""
     timeline = Timeline(tuple(gather_objects(loop.timed, loop.run.mesh.axis("pp"))))
     if loop.run.mesh.rank == 0:
-        simulated = loop.run.pipeline.simulated(loop.derived.accumulation, timeline)
-        observers.contain("timeline", partial(save_timeline, lease, title, simulated, timeline))
+        simulated = loop.run.pipeline.simulated(plan.derived.accumulation, timeline)
+        observers.contain("timeline", partial(save_timeline, lease, plan.title, simulated, timeline))

@@ -32,7 +32,7 @@ from framework.errors import DriftError
 from framework.model.materialize import persistent_buffers
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.replicas import Hashed, find_drift, hash_buffer
-from framework.train.step import Run
+from framework.train.step import TrainingRun
 
 BUFFER_AXES = ("batch", "tp")
 
@@ -48,7 +48,7 @@ class Difference:
     hash: int
 
 
-def hash_states(run: Run) -> list[Hashed]:
+def hash_states(run: TrainingRun) -> list[Hashed]:
     """Of masters, moments and the model's buffers, between steps."""
     hashed = []
     for buffer in run.buffers:
@@ -64,7 +64,7 @@ def hash_states(run: Run) -> list[Hashed]:
     return hashed
 
 
-def find_differences(run: Run, hashed: Sequence[Hashed]) -> list[Difference]:
+def find_differences(run: TrainingRun, hashed: Sequence[Hashed]) -> list[Difference]:
     """What differs on some rank of an axis from what others have there, as this rank sees it. Collective over all axes: an
     all-reduce of 16 bytes a hash over each."""
     by_axis: dict[Communicator, list[Hashed]] = {}
@@ -88,7 +88,7 @@ def find_differences(run: Run, hashed: Sequence[Hashed]) -> list[Difference]:
     return found
 
 
-def check_replicas(run: Run, step: int, parameters: Sequence[Hashed] = ()) -> None:
+def check_replicas(run: TrainingRun, step: int, parameters: Sequence[Hashed] = ()) -> None:
     """Raise DriftError on all ranks if some of them hold different values of what they hold alike. Collective over the world:
     one number, so that ranks that saw nothing stop with the others instead of waiting for them in the next step.
 
@@ -172,7 +172,7 @@ def _master(buffer: UnitBuffer) -> Iterator[Tensor]:
         yield buffer.master[: max(0, buffer.plan.numel - buffer.plan.start)]
 
 
-def _moments(run: Run, buffer: UnitBuffer) -> Iterator[Tensor]:
+def _moments(run: TrainingRun, buffer: UnitBuffer) -> Iterator[Tensor]:
     for shard in (each.shard for each in run.shards if each.buffer is buffer):
         if buffer.stored is None:
             yield from run.optimizer.states_of(shard).memory(shard, 0, shard.value.numel())
@@ -182,11 +182,11 @@ def _moments(run: Run, buffer: UnitBuffer) -> Iterator[Tensor]:
                 yield from (state,) if isinstance(state, Tensor) else state.pieces()
 
 
-def _is_tied_here(run: Run, buffer: UnitBuffer) -> bool:
+def _is_tied_here(run: TrainingRun, buffer: UnitBuffer) -> bool:
     return any(buffer in pair for pair in run.tied_copies)
 
 
-def _compare_tied(run: Run, hashed: Sequence[Hashed]) -> Iterator[Difference]:
+def _compare_tied(run: TrainingRun, hashed: Sequence[Hashed]) -> Iterator[Difference]:
     """Parameters that two stages of this rank have."""
     tied = {buffer.slots[0].name for pair in run.tied_copies for buffer in pair}
     for state in ("master", "moments"):
@@ -197,6 +197,6 @@ def _compare_tied(run: Run, hashed: Sequence[Hashed]) -> Iterator[Difference]:
                 yield Difference(state, unit, f"{name} here", (run.mesh.rank,), values[0])
 
 
-def _place_of(run: Run) -> str:
+def _place_of(run: TrainingRun) -> str:
     where = " ".join(f"{name}{run.mesh.axis(name).rank}" for name in ("pp", "dp", "cp", "tp"))
     return f"rank {run.mesh.rank} [{where}] on {gethostname()}"

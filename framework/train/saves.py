@@ -36,7 +36,7 @@ from framework.recipe.schema import Checkpoint
 from framework.train.loop import Loop
 from framework.train.rewind import rewind
 from framework.train.state import RunState, restore, saved_entries, updated_names
-from framework.train.step import Run
+from framework.train.step import TrainingRun
 
 # An error that ends the run gives a save that is under way so long to come to its end.
 PATIENCE_S = 30.0
@@ -113,7 +113,7 @@ class Saves:
             before_commit=self._upload,
         )
 
-    def restore(self, run: Run) -> RunState:
+    def restore(self, run: TrainingRun) -> RunState:
         """Fill the run from where it goes on, and say where that is if it is no checkpoint."""
         held = self.start.held
         if held is None:

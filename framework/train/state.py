@@ -17,7 +17,7 @@ from framework.model.materialize import persistent_buffers
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.stored import StoredTensor
 from framework.train.spikes import SpikeState
-from framework.train.step import Run
+from framework.train.step import TrainingRun
 
 
 @dataclass
@@ -55,7 +55,7 @@ class RunState:
 
 
 def restore(
-    run: Run,
+    run: TrainingRun,
     checkpoints: Place,
     found: FoundCheckpoints | None = None,
     lease: Lease | None = None,
@@ -83,7 +83,7 @@ def restore(
     return state
 
 
-def saved_entries(run: Run) -> Iterator[Entry]:
+def saved_entries(run: TrainingRun) -> Iterator[Entry]:
     """Everything of a run that lives in tensors, as checkpoint entries over the run's own memory: each element once over all
     ranks, but for small tensors that all have.
 
@@ -96,7 +96,7 @@ def saved_entries(run: Run) -> Iterator[Entry]:
     yield from (_buffer_entry(name, tensor.clone()) for name, tensor in by_name.items())
 
 
-def read_entries(run: Run) -> Iterator[Entry]:
+def read_entries(run: TrainingRun) -> Iterator[Entry]:
     """What this rank reads of a checkpoint: of what several replicas own alike each reads a share. `share_read` then completes
     every rank, and takes moments of few bits. Were each to read all that it owns, r replicas would open the files of all r: r^2
     for stage 0."""
@@ -107,14 +107,14 @@ def read_entries(run: Run) -> Iterator[Entry]:
             yield _buffer_entry(name, tensor)
 
 
-def updated_names(run: Run) -> set[str]:
+def updated_names(run: TrainingRun) -> set[str]:
     """The entries that updates make, of finite gradients only: their values are finite, or every step from there on would be
     skipped. What is frozen, and buffers, may hold what they like."""
     trained = [slot.name for buffer in run.buffers if buffer.is_trained for slot in buffer.slots]
     return {f"{kind}/{name}" for kind in ("weight", *run.optimizer.state_names) for name in trained}
 
 
-def share_read(run: Run) -> None:
+def share_read(run: TrainingRun) -> None:
     """Complete what `read_entries` has filled: replicas tell one another their shares. Collective over `replica`."""
     for buffer in run.buffers:
         _share_read(buffer, buffer.master_at_home)
@@ -133,7 +133,9 @@ def _share_read(buffer: UnitBuffer, values: Tensor | StoredTensor, origin: int |
         values.write(in_memory)
 
 
-def _entries(run: Run, cut: Callable[..., tuple[Layout, Any]], buffers: Sequence[UnitBuffer]) -> Iterator[Entry]:
+def _entries(
+    run: TrainingRun, cut: Callable[..., tuple[Layout, Any]], buffers: Sequence[UnitBuffer]
+) -> Iterator[Entry]:
     """Entries of parameters and optimizer states. cut: of a buffer, a slot and values, the layout and elements of an entry;
     buffers: those of the run that have entries."""
     for buffer in buffers:

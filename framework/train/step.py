@@ -26,11 +26,10 @@ from framework.parallel.zero.plan_buffers import Slot
 from framework.parallel.zero.replicas import Hashed, hash_parameters
 from framework.train.loss_scale import LossScale
 from framework.train.router_bias import RouterBiases
-from framework.train.shards import OwnedShard
 from framework.train.spikes import NO_LIMITS, SpikeLimits
 from framework.train.stage import RankStage, StepInputs
 from framework.train.sums import Flags, StepSums, StepValues
-from framework.train.update import StepOptimizer
+from framework.train.update import OwnedShard, StepOptimizer
 from framework.train.validation import Validation
 
 # Microbatches that go through the pipeline together in a validation.
@@ -49,7 +48,7 @@ class TrainedParameter:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """What a rank trains with.
 
     stages: this rank's, by number. shards: those of the optimizer. tied_copies: buffers of one parameter in two stages of this
@@ -135,7 +134,7 @@ class StepResult:
 
 
 def train_step(
-    run: Run,
+    run: TrainingRun,
     microbatches: Sequence[Microbatch],
     step: int,
     lr: float,
@@ -195,7 +194,7 @@ def train_step(
     return StepResult(sums.totals, timed, loads, hashed)
 
 
-def _execute(run: Run, inputs: StepInputs) -> tuple[list[Tensor], tuple[Timed, ...]]:
+def _execute(run: TrainingRun, inputs: StepInputs) -> tuple[list[Tensor], tuple[Timed, ...]]:
     """Losses by microbatch if this rank has the last stage: parts of the batch's of those to train on, sums over tokens of those
     of validation; and when what was done."""
     axis, num_trained = run.mesh.axis("pp"), len(inputs.seeds)
@@ -216,7 +215,7 @@ class _Summed:
     missed: Sequence[TrainedParameter]
 
 
-def _sum(run: Run, loss: Tensor, flags: Flags, limits: SpikeLimits) -> _Summed:
+def _sum(run: TrainingRun, loss: Tensor, flags: Flags, limits: SpikeLimits) -> _Summed:
     """Sum loss, norm and flags over the world."""
     missed = [each for each in run.trained if not each.view.is_reached]
     # The loss is on all ranks of tp.
@@ -226,7 +225,7 @@ def _sum(run: Run, loss: Tensor, flags: Flags, limits: SpikeLimits) -> _Summed:
     return _Summed(sums, sums.take_norm(run.loss_scale.value), missed)
 
 
-def _update(run: Run, sums: _Summed, lr: float, step: int, loads: Tensor | None) -> None:
+def _update(run: TrainingRun, sums: _Summed, lr: float, step: int, loads: Tensor | None) -> None:
     """Clip and update, unless loss or norm is not finite or above its limit. loads: of experts."""
     loss, norm = sums.totals.loss, sums.norm
     divisor = clip_divisor(norm, run.clip_norm) * run.loss_scale.value
@@ -242,7 +241,7 @@ def _update(run: Run, sums: _Summed, lr: float, step: int, loads: Tensor | None)
     run.optimizer.step(lr, divisor, ~is_taken, step, _missed_elements(run, sums.missed, sums.totals.reached))
 
 
-def _find_reached(run: Run, missed: Sequence[TrainedParameter]) -> Tensor:
+def _find_reached(run: TrainingRun, missed: Sequence[TrainedParameter]) -> Tensor:
     """[trained parameters of the model] fp64: 1 for those that this rank's backward has reached."""
     if not missed:
         return run.held
@@ -253,7 +252,7 @@ def _find_reached(run: Run, missed: Sequence[TrainedParameter]) -> Tensor:
     return reached
 
 
-def _missed_elements(run: Run, missed: Sequence[TrainedParameter], reached: Tensor) -> list[Missed]:
+def _missed_elements(run: TrainingRun, missed: Sequence[TrainedParameter], reached: Tensor) -> list[Missed]:
     """What this rank's own backward missed in this step, within the optimizer's shards. Stock optimizers leave alone, decay
     included, what no rank's backward has reached: that is known on the device, and is not asked for."""
     return [
@@ -269,16 +268,16 @@ def _missed_elements(run: Run, missed: Sequence[TrainedParameter], reached: Tens
     ]
 
 
-def run_alone(run: Run, validation: Validation) -> None:
+def run_alone(run: TrainingRun, validation: Validation) -> None:
     """Run what is left of a validation, forwards only."""
     while filling := _take(run, validation, VALIDATION_MICROBATCHES):
         nothing = torch.zeros((), dtype=torch.int64, device=run.mesh.device)
         validation.add(filling, _execute(run, StepInputs(filling, (), nothing, 0, run.loss_scale.value))[0])
 
 
-def _take(run: Run, validation: Validation, most: int) -> list[Microbatch]:
+def _take(run: TrainingRun, validation: Validation, most: int) -> list[Microbatch]:
     return _to_device(run, validation.take(most))
 
 
-def _to_device(run: Run, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+def _to_device(run: TrainingRun, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
     return [each.map(partial(upload, device=run.mesh.device)) for each in microbatches]

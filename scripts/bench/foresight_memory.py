@@ -47,7 +47,7 @@ from framework.plan.shape import make_shape
 from framework.recipe.compose import compose
 from framework.recipe.schema import Batch, Launch, Memory, Model, Precision, Recipe
 from framework.train.build import build
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.verify.draws import Drawn, draw, write
 from framework.verify.pool import RankPool
 
@@ -200,7 +200,7 @@ def _make_batch(plan: Plan, rank: int) -> list[Microbatch]:
     return [cut_context(Microbatch(each[:, :-1].clone(), each[:, 1:].clone(), positions), slices) for each in tokens]
 
 
-def count_states(run: Run) -> dict[str, int]:
+def count_states(run: TrainingRun) -> dict[str, int]:
     """Bytes of distinct memory; what two kinds share counts for the first of them."""
     states = [
         tensor
@@ -222,7 +222,7 @@ def count_states(run: Run) -> dict[str, int]:
     return totals
 
 
-def count_activations(run: Run, batch: Sequence[Microbatch]) -> list[int]:
+def count_activations(run: TrainingRun, batch: Sequence[Microbatch]) -> list[int]:
     """Bytes allocated when each forward of a step ends, without full parameters and gradients that have come since."""
     found: list[int] = []
     allocations = Allocations()
@@ -240,7 +240,7 @@ def count_activations(run: Run, batch: Sequence[Microbatch]) -> list[int]:
     return found
 
 
-def _storages_of_buffers(run: Run) -> set[int]:
+def _storages_of_buffers(run: TrainingRun) -> set[int]:
     return {each.untyped_storage()._cdata for buffer in run.buffers for each in (buffer.full, buffer.gradient)}
 
 

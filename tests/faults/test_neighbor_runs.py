@@ -42,7 +42,7 @@ def train_body(rank, recipe, place, rendezvous, death):
     def find_goal(loop):
         time.sleep(0.01)  # steps of milliseconds would leave no time between two saves
         if death is not None and rank == death[0] and loop.state.step >= death[1]:
-            while loop._saver.is_busy:
+            while loop.policy.saver.is_busy:
                 time.sleep(0.01)
             saved = newest_listed(run_dir / "checkpoints")
             if all(any(name.step > saved for name in memory.list()) for memory in memories):

@@ -21,6 +21,7 @@ from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.train import loop
 from framework.train import rank as train
+from framework.train import reports as step_reports
 from tests import tiny_run
 from tests.grid import few_of
 
@@ -61,7 +62,7 @@ def train_body(rank, world, rendezvous, recipe, folder, phase, from_step=0):
     mesh = connect(Topology(dp=world // pp, pp=pp), torch.device("cpu"), rendezvous, rank, timeout_s=30)
     reports, said = Reports(), []
     where = {"data": (Loader, "batch"), "compute": (loop, "learning_rate")}.get(
-        phase if rank == 1 else "", (loop, "find_bubble")
+        phase if rank == 1 else "", (step_reports, "find_bubble")
     )
     plain = getattr(*where)
     with (

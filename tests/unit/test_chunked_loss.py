@@ -23,7 +23,7 @@ from framework.model.loss import IGNORE, Loss, TokenLoss, count_loss_tokens
 from framework.plan.logits import keep_chunked_loss
 from framework.plan.plan import Plan, make_plan, unconnected
 from framework.recipe.schema import Batch, Memory, Model, Parallel
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.verify.double import keep_double
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
@@ -134,7 +134,7 @@ WORDS = {"vocab_size": 997}
 NUM_TOKENS = 2 * 160
 
 
-def build_long(name: str, memory: Memory, **groups: Any) -> tuple[Run, list[Any]]:
+def build_long(name: str, memory: Memory, **groups: Any) -> tuple[TrainingRun, list[Any]]:
     config = build_config(family(name), **WORDS, max_position_embeddings=256)
     config.use_cache = False
     recipe = replace(small_recipe("fp32", 1), batch=LONG, memory=replace(memory, compile="never"), **groups)

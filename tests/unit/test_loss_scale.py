@@ -12,7 +12,6 @@ from framework.checkpoint.commit import Retention
 from framework.checkpoint.save import Saver, save_checkpoint
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
-from framework.monitor.phases import Phases
 from framework.monitor.watchdog import Watchdog
 from framework.plan.plan import make_plan
 from framework.recipe.schema import LearningRateSchedule, Optim, Precision, Train
@@ -20,6 +19,8 @@ from framework.track.report import RunInfo, StepReport
 from framework.train.build import build
 from framework.train.loop import Loop
 from framework.train.loss_scale import GROWTH_STEPS, INITIAL, LARGEST, LossScale
+from framework.train.reports import Reporter
+from framework.train.save_policy import SavePolicy
 from framework.train.state import RunState, restore, saved_entries
 from framework.verify.plain_loss_scale import PlainLossScale
 from tests.families import build_config, family
@@ -109,21 +110,15 @@ def start_loop(steps: int, reports: list[StepReport]) -> Loop:
     rows = torch.arange(2 * CONTEXT).view(2, CONTEXT) % 97
     loader: Any = SimpleNamespace(batch=lambda samples: [Microbatch(rows, rows, None)])
     observers: Any = SimpleNamespace(report=reports.append)
-    return Loop(
-        run,
-        RunState("r", ""),
-        recipe,
-        loader,
-        observers,
-        RunInfo("r", {}, steps),
-        Saver(Path(), run.mesh.axis("world"), Retention(1)),
-        Phases(),
-    )
+    info, saver = RunInfo("r", {}, steps), Saver(Path(), run.mesh.axis("world"), Retention(1))
+    watchdog = Watchdog()
+    policy = SavePolicy(recipe.checkpoint, recipe.train.steps, saver)
+    reporter = Reporter(run, recipe, info, observers, saver, watchdog)
+    return Loop(run, RunState("r", ""), recipe, loader, policy, reporter, watchdog)
 
 
 def train(loop: Loop) -> None:
-    with Watchdog() as watchdog:
-        list(loop.steps(watchdog))
+    list(loop.steps())
     loop.begin_save()
 
 
