@@ -122,7 +122,7 @@ def collect_curves(records: Iterable[dict[str, Any]]) -> Curves:
 
 
 def add_loads(records: Iterable[dict[str, Any]]) -> dict[str, list[int]]:
-    """By layer, the tokens of each expert in all of the records."""
+    """The tokens of each expert in all of the records, by layer."""
     sums: dict[str, list[int]] = {}
     for record in records:
         for layer, load in record["expert_loads"].items():

@@ -137,7 +137,7 @@ def mirror(run_dir: Path, said_by_parent: IO[str], lease: Lease) -> None:
     """Send every record of metrics.jsonl that wandb does not have yet until the training process ends. Raises LeaseLost once
     another start sends its own."""
     lease.check()
-    curve = Curve(load_run_info(run_dir), run_dir)
+    curve = MirroredRun(load_run_info(run_dir), run_dir)
     exit_code = None
     has_room = True
     while exit_code is None:
@@ -151,8 +151,8 @@ def mirror(run_dir: Path, said_by_parent: IO[str], lease: Lease) -> None:
     curve.finish(EXIT_DONE if exit_code in (EXIT_DONE, EXIT_RESUME) else exit_code)
 
 
-class Curve:
-    """The wandb run that has the records of metrics.jsonl; after a rewind that is another one."""
+class MirroredRun:
+    """The wandb run that has the records of metrics.jsonl; after a rewind another one begins."""
 
     def __init__(self, info: RunInfo, run_dir: Path) -> None:
         self._info, self._run_dir = info, run_dir

@@ -1,4 +1,4 @@
-"""Plan -> TrainingRun: the spine. Connect has made the mesh; materialize gives memory and values, attach the gradients' ways.
+"""Build a rank's TrainingRun from its plan: materialize parameters on the mesh, then attach hooks and gradient views.
 
 plan = make_plan(recipe, config)       framework/plan: pure, equal on every rank
 mesh = connect(plan.topology, ...)     framework/comm: process groups
@@ -89,7 +89,7 @@ def materialize(
 def attach_stage(
     plan: Plan, stage: PlannedStage, buffers: list[UnitBuffer], exposed: ExposedCommunication, load: ExpertLoad
 ) -> RankStage:
-    """The stage with what unshards its parameters, reduces its gradients and counts the load of its experts."""
+    """The stage with the hooks that unshard its parameters, reduce its gradients and count the load of its experts."""
     attached = attach(stage.model.model, stage.plan, stage.ties, buffers, exposed)
     layers = [unit.name for unit in stage.units if stage.plan.bounds.owns(unit)]
     load.watch(stage.model.model, layers, stage.plan.routed_tokens)
@@ -110,7 +110,7 @@ def assemble(
     exposed: ExposedCommunication,
     disk: DiskStates | None,
 ) -> TrainingRun:
-    """What a rank trains with: its stages, one optimizer over all of them, and the facts that a step asks for."""
+    """The run of a rank: its stages, one optimizer over all of them, and the values that a step reads."""
     buffers = [buffer for stage in stages.values() for buffer in stage.buffers]
     shards = own_shards(buffers)
     auxiliary = plan.load_balancing

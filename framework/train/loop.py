@@ -1,4 +1,4 @@
-"""The loop: batch, step, report. All ranks decide alike, because they read the same sums."""
+"""The training loop: batch, step, report. All ranks decide alike, because they read the same sums."""
 
 import sys
 import time
@@ -27,13 +27,13 @@ from framework.train.step import TrainingRun, run_alone, train_step
 from framework.train.sums import Flags, StepValues
 from framework.train.validation import Validation, ValidationLoss
 
-# A run that has skipped so many steps in a row comes back by itself no more.
+# A run that has skipped so many steps in a row does not recover by itself.
 SKIPPED_STEPS_LIMIT = 20
 
 
 @dataclass(frozen=True)
 class RewindDue:
-    """Spikes have persisted. first_spike: the step of the first of them; step: that which completed them; samples: the cursor
+    """Spikes have persisted. first_spike: the step of the first of them. step: the step that completed them. samples: the cursor
     after it, from which the run goes on."""
 
     first_spike: int
@@ -104,7 +104,7 @@ class Loop:
         return self._is_validated(self.state.step)
 
     def go_back_to(self, state: RunState) -> None:
-        """Go on from an older state, which the run has been filled with: of what came after it nothing counts any more."""
+        """Go on from an older state, with which the run has been filled, and forget all that came after it."""
         self.state, self.rewind_due = state, None
         self._unread = self._unreported = self._validation = None
         self.policy.go_back()
@@ -127,8 +127,8 @@ class Loop:
                 self._report_validation()
 
     def compare_replicas(self, is_saved: bool) -> None:
-        """Raise DriftError, on all ranks, where they differ in what they hold alike after the last step and a comparison is due:
-        by steps, and before each save, so that what was not equal is not saved. is_saved: the step is saved next."""
+        """Raise DriftError on all ranks if replicas differ after the last step and a comparison is due: by steps, and before each
+        save, so that no unequal values are saved. is_saved: the step is saved next."""
         is_due = is_saved and self.recipe.train.divergence_check_steps is not None
         if (is_due or self._is_compared(self.state.step)) and self._compared_step != self.state.step:
             self._compared_step = self.state.step
@@ -199,7 +199,7 @@ class Loop:
         )
 
     def _report_validation(self) -> None:
-        """Report a validation that has run, with the step whose weights it was of."""
+        """Report a validation that has run, with the step whose weights it used."""
         if self._validation is not None:
             loss = self._validation.means(self.run.mesh)
             fills = self.recipe.pipeline.fill_bubbles != "none"
@@ -236,8 +236,8 @@ class Loop:
         return self.recipe.train.on_spike != "log"
 
     def _note_spike(self, pending: PendingStep, values: StepValues) -> bool:
-        """Add a step to what the detector knows. Whether it was a spike, and was skipped for that: the device has compared the
-        same numbers."""
+        """Add a step to the spike detector. Returns whether it was skipped as a spike: the device has compared the same
+        numbers."""
         spikes = self.state.spikes
         limits = pending.limits
         is_spike = spikes.add(pending.step, values.loss, values.gradient_norm, limits)
@@ -261,7 +261,7 @@ class Loop:
             self._reporter.report(*unreported, self.state, validation_loss, free_fraction)
 
     def _is_reported(self, step: int) -> bool:
-        """Whether the step is reported: known before it, so that what only reports need is found in the step itself."""
+        """Whether the step is reported. Known before it, so that the step itself finds what only reports need."""
         every = self.recipe.track.every_steps
         return step % every == 0 or self._is_validated(step) or step == self.recipe.train.steps
 

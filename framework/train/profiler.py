@@ -27,9 +27,9 @@ OPERATORS_SHOWN = 60
 
 
 class StepProfiler:
-    """Records the steps of `track.profile_steps` on a rank of `track.profile_ranks`; on others it does nothing.
+    """Records the steps of `track.profile_steps` on a rank of `track.profile_ranks`; on other ranks it does nothing.
 
-    units: the whole model's. lease: of the run that the trace is written into. say: hears where it lies.
+    units: the whole model's. lease: of the run into which the trace is written. say: prints where it lies.
     """
 
     def __init__(self, run: TrainingRun, units: Sequence[Unit], track: Track, lease: Lease, say: Callable[[str], None]):
@@ -41,7 +41,7 @@ class StepProfiler:
         self._is_on_gpu = run.mesh.device.type == "cuda"
 
     def begin_step(self, step: int) -> None:
-        """This step is next: start to record, or end."""
+        """Start to record, or end, before this step."""
         if self._steps is None:
             return
         first, last = self._steps
@@ -51,7 +51,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Write what was recorded, if anything was."""
+        """Write the recorded steps, if there are any."""
         recorded, self._profile, self._steps = self._profile, None, None
         if recorded is None:
             return

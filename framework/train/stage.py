@@ -1,4 +1,4 @@
-"""A pipeline stage on this rank, as the executor drives it: part of the model, its parameters, gradients and hooks."""
+"""A pipeline stage of this rank for the executor: part of the model, its parameters, gradients and hooks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from framework.parallel.zero.buffers import DeferredGradients, UnitBuffer
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What one step asks of the stages of a rank.
+    """The inputs of one step for the stages of a rank.
 
     microbatches: on the device; first those to train on, then those of validation. seeds: of the random draws in each microbatch
     to train on. num_tokens: int64 scalar, the loss tokens of the whole batch, by which losses are divided, once `counting` has
@@ -65,7 +65,7 @@ class RankStage:
 
     @property
     def inputs(self) -> StepInputs:
-        """Those of the step that is under way."""
+        """The inputs of the step that is under way."""
         assert self._inputs is not None, "no step was started"
         return self._inputs
 
@@ -78,7 +78,8 @@ class RankStage:
         return (self._part_of_loss(microbatch, *outputs),) if self.model.bounds.is_last else outputs
 
     def validate(self, microbatch: int, received: Tensors) -> Tensors:
-        """As `forward`, [B, T, D]; on the last stage the sum of the losses of the microbatch's tokens, a scalar."""
+        """Forward without dropout: hidden states [B, T, D], or on the last stage the sum of the losses of the microbatch's
+        tokens, a scalar."""
         self._set_dropout(is_on=False)
         outputs = self._compute(microbatch, received, None)
         if not self.model.bounds.is_last:
