@@ -11,7 +11,7 @@ from framework.checkpoint.commit import newest_checkpoint
 from framework.checkpoint.index import MANIFEST, EntryRecord, Manifest, read_manifest
 from framework.checkpoint.load import verify_files
 from framework.checkpoint.place import Place, checkpoints_of
-from framework.data.checksums import inspect_store
+from framework.data.store import inspect_store
 from framework.errors import EXIT_DONE, EXIT_USER, CheckpointError
 
 LONGEST = 64  # characters of a value that are shown

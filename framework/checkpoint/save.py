@@ -48,7 +48,7 @@ from framework.checkpoint.staging import StagedFile, StagingMemory
 from framework.checkpoint.storage import retry
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
-from framework.comm.objects import gather_to_first, share_errors, tell
+from framework.comm.objects import broadcast_object, gather_object, share_errors
 from framework.comm.transfer import Arrival, Moment
 from framework.errors import LeaseLost, MeshwrightError
 from framework.lease import Lease
@@ -107,10 +107,9 @@ class Saver:
     what bytes are staged in. is_async: whether `start` returns before the save has ended. max_failures: so many saves in a
     row that fail end the run. on_end: is told in the save's thread that one has ended: its step, and whether it was
     committed. fault: for tests. lease: of the run, which every rank checks before it writes; None for a folder that nobody
-    launches. hold: keeps copies in the nodes' memory. before_commit: what rank 0 does before a checkpoint counts; if it
-    fails, the save has. stalled_s: how long the loop was held up so far, and of it disk_stalled_s by checkpoints. started:
-    how many checkpoints were; longest_s: how long one took at most. failures: those that have failed; failures_in_a_row: the
-    last ones.
+    launches. hold: keeps copies in the nodes' memory. stalled_s: how long the loop was held up so far, and of it disk_stalled_s
+    by checkpoints. started: how many checkpoints were; longest_s: how long one took at most. failures: those that have failed;
+    failures_in_a_row: the last ones.
     """
 
     def __init__(
@@ -125,7 +124,6 @@ class Saver:
         fault: Fault = no_fault,
         lease: Lease | None = None,
         hold: Hold | None = None,
-        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self.stalled_s = self.disk_stalled_s = self.longest_s = 0.0
         self.started = 0
@@ -134,7 +132,7 @@ class Saver:
         self._lease = lease or unleased(root)
         self._memory = memory or StagingMemory(CPU, max_bytes=0)
         self._is_async, self._max_failures, self._on_end = is_async, max_failures, on_end
-        self._hold, self._before_commit = hold, before_commit
+        self._hold = hold
         self._plan: SavePlan | None = None
         self._pending: PendingSave | None = None
         self._has_said_wait = self._has_said_memory = False
@@ -283,7 +281,7 @@ class Saver:
         world, fault = self._world, self._fault
         root, lease = self._root, self._lease
         explained = partial(_explained, root, lease, plan.bytes_needed)
-        folder, is_committed = tell(
+        folder, is_committed = broadcast_object(
             lambda: explained(lambda: begin(root, lease, pending.step, pending.state, plan.bytes_needed)), world
         )
         if is_committed:
@@ -297,9 +295,9 @@ class Saver:
                 write_file(path, staged, fault)
 
             share_errors(lambda: explained(lambda: retry(write, "write", path)), world)
-            written = gather_to_first(FileRecord(staged.num_bytes, BLOCK_BYTES, staged.root or 0), world)
+            written = gather_object(FileRecord(staged.num_bytes, BLOCK_BYTES, staged.root or 0), world)
             fault("gathered")
-            committed = tell(lambda: explained(lambda: self._finish(folder, pending, plan, written)), world)
+            committed = broadcast_object(lambda: explained(lambda: self._finish(folder, pending, plan, written)), world)
         except MeshwrightError:
             if world.rank == 0:
                 give_up(root, lease, folder)
@@ -319,7 +317,6 @@ class Saver:
 
         manifest = retry(write, "write", folder / INDEX)
         self._fault("indexed")
-        self._before_commit()
         return finish(self._root, lease, folder, manifest, self._fault)
 
     def _find_plan(self, entries: Sequence[Entry]) -> SavePlan:
@@ -355,7 +352,7 @@ def save_checkpoint(
     devices = [entry.data.device for entry in entries if isinstance(entry.data, torch.Tensor)]
     saver.start(step, entries, state, next((device for device in devices if device.type != "cpu"), CPU))
     saver.finish()
-    committed = tell(lambda: locate(root, step), world)
+    committed = broadcast_object(lambda: locate(root, step), world)
     assert committed is not None, f"{root} has no step {step}, which was committed"
     return committed
 

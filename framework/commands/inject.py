@@ -31,7 +31,6 @@ from framework.faults.plan import (
     read_plan,
 )
 from framework.launch.directory import RunDirectory
-from framework.launch.launchers import slurm_environment
 from framework.launch.places import explain_errors
 from framework.launch.request import find_jobs, has_ended, is_running
 from framework.launch.slurm import RANK_PROGRAM
@@ -39,7 +38,7 @@ from framework.mesh.placement import place
 from framework.recipe.compose import load_recipe
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
-from framework.start import python_words
+from framework.start import python_words, slurm_environment
 from framework.track.jsonl import METRICS_FILE, read_last_records
 
 # How often the run's files are looked at while a step is waited for.

@@ -1,20 +1,17 @@
 """Joining: the shards of a tokenized source become one file of tokens and one of document ends for each split.
 
-    shards.json -> for each shard, in order: write it at its place -> fsync -> remove it -> checksums -> store.json
+    shards.json -> for each shard, in order: write it at its place -> fsync -> remove it -> verify all -> checksums -> store.json
 
-Killed or out of disk at any moment, it goes on when called again, to the same bytes: shards.json alone decides on every place,
-so writing a shard twice does no harm, and a shard is removed only once its bytes are on the disk. So a shard that is there is
-written (again) and one that is not there has been written. Beyond the store itself it takes the disk of BATCH_BYTES and one
+Killed or out of disk at any moment, it continues when called again, to the same bytes. shards.json alone decides every place, so
+writing a shard twice does no harm. A shard is removed only once its bytes are on the disk, so a shard that is still there is
+written (again), and a missing one has been written. A lost or damaged shard shows when the joined bytes are verified against the
+checksums that were taken as the shards were written. Besides the store itself joining takes disk space for BATCH_BYTES and one
 shard.
-
-Stores of version 1 ended as shards, under a meta.json. They are joined, not tokenized again, and their shards stay: runs of
-older code may be reading them. Who has no such run removes them by hand. Where the disk has no room for both, meta.json may go
-once shards.json is there (until then it alone knows the shards), and joining then removes each shard.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,26 +20,23 @@ import numpy as np
 import xxhash
 from tqdm import tqdm
 
-from framework.data.checksums import COUNTS_FILE, hash_blocks, write_checksums
+from framework.data.shard import SplitReport, shard_path
 from framework.data.source import BAR_DELAY_S
 from framework.data.store import (
+    COUNTS_FILE,
     ENDS_DTYPE,
     SPLITS,
-    STORE_VERSION,
     Split,
-    SplitReport,
     StoreMeta,
-    TokenStream,
-    damaged,
     explain_damage,
+    hash_blocks,
+    map_stream,
     name_damage,
-    open_stream,
     open_without_links,
     read_json,
-    shard_path,
-    sum_splits,
+    write_checksums,
 )
-from framework.errors import DamagedStore, DataError
+from framework.errors import DamagedStore
 from framework.files import name_errors, sync, write_atomically, write_json
 
 # Shards that are removed after one fsync: few syncs for many small shards, little more disk for large ones.
@@ -51,101 +45,8 @@ COPY_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class JoinPlan:
-    """shards.json: a store whose text has all been tokenized.
-
-    meta: of the joined store. files: [name, bytes, mtime in ns] of each source file. shards: what each holds.
-    """
-
-    meta: StoreMeta
-    files: list[list[Any]]
-    shards: list[dict[str, SplitReport]]
-
-    def write(self, folder: Path) -> None:
-        write_json(folder / "shards.json", asdict(self))
-
-    @classmethod
-    def read(cls, folder: Path) -> "JoinPlan | None":
-        """The plan of a store that is to be joined, one of version 1 included; None where not all is tokenized."""
-        if (value := read_json(path := folder / "shards.json")) is not None:
-            with name_damage(path):
-                return cls(StoreMeta.from_json(value["meta"]), value["files"], _read_shards(value["shards"]))
-        if (value := read_json(path := folder / "meta.json")) is None:
-            return None
-        with name_damage(path):
-            files, shards = value.pop("files"), _read_shards(value.pop("shards"))
-            value |= {"version": STORE_VERSION, "num_files": len(files), "splits": sum_splits(shards)}
-            return cls(StoreMeta(**value), files, shards)
-
-
-def is_tokenized(folder: Path) -> bool:
-    """True if the store is complete, or can be completed without its source."""
-    return any((folder / name).exists() for name in ("store.json", "shards.json", "meta.json"))
-
-
-def join_store(folder: Path, progress: bool = False) -> None:
-    """Completes a store that has been tokenized. DataError where a shard is lost or damaged, OSError where the disk is full."""
-    plan = JoinPlan.read(folder)
-    assert plan is not None, f"{folder}: not tokenized"
-    keeps_shards = (folder / "meta.json").exists()
-    if not (folder / "shards.json").exists():
-        plan.write(folder)
-    _sync_folder(folder)  # the plan is on the disk before the first report goes
-    if not keeps_shards:
-        for shard in range(len(plan.shards)):
-            shard_path(folder, shard, "json").unlink(missing_ok=True)
-    total = _count_bytes(plan, SPLITS)
-    bar = tqdm(total=total, desc="join", unit="B", unit_scale=True, disable=not progress, delay=BAR_DELAY_S)
-    with bar:
-        for split in SPLITS:
-            _join_split(folder, plan, split, keeps_shards, bar)
-    counts = open_stream(folder, plan.meta, "validation").count_ids(plan.meta.vocab_size)
-    with write_atomically(folder / COUNTS_FILE) as file:
-        file.write(counts.tobytes())
-    add_checksums(folder, plan.meta)
-    plan.meta.write(folder)
-
-
-def add_checksums(folder: Path, meta: StoreMeta) -> None:
-    """Write the checksums of the blocks of a joined store, once it is verified against those of its shards. DataError where it is
-    not what its shards were. Without shards.json nothing says what it was: then the checksums are of what is there."""
-    plan, hashes = JoinPlan.read(folder), list[int]()
-    for split in SPLITS:
-        stream = open_stream(folder, meta, split)
-        for part in () if plan is None else _place_parts(plan, split):
-            _verify_part(folder, split, part, stream)
-        hashes += [*hash_blocks(stream.tokens), *hash_blocks(stream.ends)]
-    write_checksums(folder, meta, hashes)
-
-
-def _verify_part(folder: Path, split: Split, part: "Part", stream: TokenStream) -> None:
-    tokens = stream.tokens[part.start_token : part.start_token + part.report.num_tokens]
-    ends = stream.ends[part.start_document : part.start_document + part.report.num_documents] - part.start_token
-    digest = xxhash.xxh3_128(tokens.data)
-    digest.update(ends.data)
-    if digest.hexdigest() != part.report.checksum:
-        first, stop = (index * part.dtype.itemsize for index in (part.start_token, part.start_token + len(tokens)))
-        raise DamagedStore(
-            explain_damage(
-                f"{folder / split}.tokens: bytes {first:,} to {stop:,}, or their ends in {split}.ends, are not as they were"
-                " written"
-            )
-        )
-
-
-def count_missing_bytes(folder: Path, plan: JoinPlan) -> int:
-    """Bytes of disk that joining may still need."""
-    joined = sum(path.stat().st_size for split in SPLITS for path in _joined_paths(folder, split) if path.exists())
-    missing = max(0, _count_bytes(plan, SPLITS) - joined)
-    if (folder / "meta.json").exists():
-        return missing
-    parts = [part for split in SPLITS for part in _place_parts(plan, split)]
-    return min(missing, BATCH_BYTES + max((part.num_bytes for part in parts), default=0))
-
-
-@dataclass(frozen=True)
-class Part:
-    """One split of one shard. start_token, start_document: of its split, where it goes."""
+class ShardSplit:
+    """One split of one shard, and where it goes in the joined files."""
 
     shard: int
     report: SplitReport
@@ -158,126 +59,117 @@ class Part:
         return self.report.num_tokens * self.dtype.itemsize + self.report.num_documents * ENDS_DTYPE.itemsize
 
 
-def _place_parts(plan: JoinPlan, split: Split) -> Iterator[Part]:
-    start_token = start_document = 0
-    for shard, reports in enumerate(plan.shards):
-        if report := reports.get(split):
-            yield Part(shard, report, start_token, start_document, np.dtype(plan.meta.dtype))
-            start_token += report.num_tokens
-            start_document += report.num_documents
-
-
-def _batch(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """The parts in order, about BATCH_BYTES at once."""
-    batch: list[Part] = []
-    num_bytes = 0
-    for part in parts:
-        batch.append(part)
-        num_bytes += part.num_bytes
-        if num_bytes >= BATCH_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch
-
-
-def _join_split(folder: Path, plan: JoinPlan, split: Split, keeps_shards: bool, bar: Any) -> None:
-    size = plan.meta.splits[split]
-    if size.num_documents == 0:
-        return
-    tokens_path, ends_path = _joined_paths(folder, split)
-    with _open_joined(tokens_path) as tokens, _open_joined(ends_path) as ends:
-        _sync_folder(folder)  # their names are on the disk before the first shard goes
-        writer = PartWriter(folder, split, tokens, ends, os.fstat(tokens).st_size, os.fstat(ends).st_size)
-        for batch in _batch(_place_parts(plan, split)):
-            for part in batch:
-                writer.write(part)
-                bar.update(part.num_bytes)
-            for file, path in ((tokens, tokens_path), (ends, ends_path)):
-                with name_errors(path):
-                    os.fsync(file)
-            if not keeps_shards:
-                for part in batch:
-                    for path in _shard_paths(folder, part.shard, split):
-                        path.unlink(missing_ok=True)
-        found = os.fstat(tokens).st_size, os.fstat(ends).st_size
-    expected = size.num_tokens * np.dtype(plan.meta.dtype).itemsize, size.num_documents * ENDS_DTYPE.itemsize
-    assert found == expected, f"{folder}: {split} has {found} bytes of tokens and ends where its shards have {expected}"
-
-
 @dataclass(frozen=True)
-class PartWriter:
-    """Writes parts into the files of one split. tokens, ends: their descriptors; known_tokens_bytes, known_ends_bytes: what
-    earlier attempts had written when this one began."""
+class JoinPlan:
+    """The content of shards.json: a store whose text has all been tokenized."""
 
-    folder: Path
-    split: Split
-    tokens: int
-    ends: int
-    known_tokens_bytes: int
-    known_ends_bytes: int
+    meta: StoreMeta
+    """Meta of the joined store."""
+    files: list[list[Any]]
+    """[name, bytes, mtime in ns] of each source file."""
+    shards: list[dict[str, SplitReport]]
 
-    def write(self, part: Part) -> None:
-        """Writes a part at its place, unless an earlier attempt has and removed it. DataError where it is not what its shard's
-        report says."""
-        tokens_path, ends_path = _shard_paths(self.folder, part.shard, self.split)
-        tokens_bytes = part.report.num_tokens * part.dtype.itemsize
-        ends_bytes = part.report.num_documents * ENDS_DTYPE.itemsize
-        tokens_at, ends_at = part.start_token * part.dtype.itemsize, part.start_document * ENDS_DTYPE.itemsize
-        found = _size(tokens_path), _size(ends_path)
-        was_written = (
-            tokens_at + tokens_bytes <= self.known_tokens_bytes and ends_at + ends_bytes <= self.known_ends_bytes
-        )
-        if None in found and was_written:
-            return
-        if found != (tokens_bytes, ends_bytes):
-            is_tokens = found[0] != tokens_bytes
-            raise damaged(*((tokens_path, tokens_bytes, found[0]) if is_tokens else (ends_path, ends_bytes, found[1])))
-        digest = xxhash.xxh3_128()
-        with open(tokens_path, "rb", buffering=0) as file:
+    def write(self, folder: Path) -> None:
+        write_json(folder / "shards.json", asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> "JoinPlan | None":
+        """The plan of a store that is to be joined; None if not all of it is tokenized."""
+        value = read_json(path := folder / "shards.json")
+        if value is None:
+            return None
+        with name_damage(path):
+            shards = [{split: SplitReport(**each) for split, each in shard.items()} for shard in value["shards"]]
+            return cls(StoreMeta.from_json(value["meta"]), value["files"], shards)
+
+    def place(self, split: Split) -> Iterator[ShardSplit]:
+        """The shards that have documents of a split, in order."""
+        start_token = start_document = 0
+        for shard, reports in enumerate(self.shards):
+            if report := reports.get(split):
+                yield ShardSplit(shard, report, start_token, start_document, np.dtype(self.meta.dtype))
+                start_token += report.num_tokens
+                start_document += report.num_documents
+
+    def count_missing_bytes(self, folder: Path) -> int:
+        """Bytes of disk that joining may still need."""
+        shards = [shard.num_bytes for split in SPLITS for shard in self.place(split)]
+        paths = [folder / f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "ends")]
+        joined = sum(path.stat().st_size for path in paths if path.exists())
+        return min(max(0, sum(shards) - joined), BATCH_BYTES + max(shards, default=0))
+
+
+def is_tokenized(folder: Path) -> bool:
+    """Whether a store is complete, or can be completed without its source."""
+    return any((folder / name).exists() for name in ("store.json", "shards.json"))
+
+
+def join_store(folder: Path, progress: bool = False) -> None:
+    """Complete a tokenized store. DamagedStore if a shard is lost or damaged, OSError if the disk is full."""
+    plan = JoinPlan.read(folder)
+    assert plan is not None, f"{folder}: not tokenized"
+    _sync_folder(folder)  # the plan is on the disk before the first report goes
+    for shard in range(len(plan.shards)):
+        shard_path(folder, shard, "json").unlink(missing_ok=True)
+    total = sum(shard.num_bytes for split in SPLITS for shard in plan.place(split))
+    with tqdm(total=total, desc="join", unit="B", unit_scale=True, disable=not progress, delay=BAR_DELAY_S) as bar:
+        for split in SPLITS:
+            if plan.meta.splits[split].num_documents:
+                _join_split(folder, plan, split, bar)
+    hashes: list[int] = []
+    for split in SPLITS:
+        stream = map_stream(folder, plan.meta, split)
+        for each in plan.place(split):
+            _verify(folder, split, each, stream.tokens, stream.ends)
+        hashes += [*hash_blocks(stream.tokens), *hash_blocks(stream.ends)]
+    counts = stream.count_ids(plan.meta.vocab_size)  # of the validation split, the last
+    with write_atomically(folder / COUNTS_FILE) as file:
+        file.write(counts.tobytes())
+    write_checksums(folder, plan.meta, hashes)
+    plan.meta.write(folder)
+
+
+def _join_split(folder: Path, plan: JoinPlan, split: Split, bar: Any) -> None:
+    tokens_path, ends_path = folder / f"{split}.tokens", folder / f"{split}.ends"
+    with ExitStack() as stack:
+        files = {path: open_without_links(path) for path in (tokens_path, ends_path)}
+        for file in files.values():
+            stack.callback(os.close, file)
+        _sync_folder(folder)  # their names are on the disk before the first shard goes
+        written: list[ShardSplit] = []
+        for each in plan.place(split):
+            with name_errors(tokens_path):
+                _copy(
+                    shard_path(folder, each.shard, tokens_path.name),
+                    files[tokens_path],
+                    each.start_token * each.dtype.itemsize,
+                )
+            with name_errors(ends_path):
+                _copy_ends(shard_path(folder, each.shard, ends_path.name), files[ends_path], each)
+            written.append(each)
+            bar.update(each.num_bytes)
+            if sum(shard.num_bytes for shard in written) >= BATCH_BYTES:
+                _remove_written(folder, files, written)
+        _remove_written(folder, files, written)
+
+
+def _copy(path: Path, into: int, offset: int) -> None:
+    """Write the bytes of a shard's file at their place, if it is still there."""
+    if path.exists():
+        with open(path, "rb", buffering=0) as file:
             while data := file.read(COPY_BYTES):
-                digest.update(data)
-                with name_errors(_joined_paths(self.folder, self.split)[0]):
-                    tokens_at = _write_at(self.tokens, data, tokens_at)
-        ends = np.fromfile(ends_path, dtype=ENDS_DTYPE)
-        digest.update(ends.tobytes())
-        with name_errors(_joined_paths(self.folder, self.split)[1]):
-            _write_at(self.ends, (ends + part.start_token).tobytes(), ends_at)
-        if digest.hexdigest() != part.report.checksum:
-            raise DataError(
-                f"{tokens_path}, {ends_path.name}: their checksum is not the one they were written with: the disk has changed "
-                f"them. Delete the folder {self.folder} and run `meshwright prepare` again."
-            )
+                offset = _write_at(into, data, offset)
 
 
-def _read_shards(shards: Sequence[Mapping[str, Any]]) -> list[dict[str, SplitReport]]:
-    return [{split: SplitReport(**report) for split, report in shard.items()} for shard in shards]
-
-
-def _count_bytes(plan: JoinPlan, splits: Sequence[Split]) -> int:
-    return sum(part.num_bytes for split in splits for part in _place_parts(plan, split))
-
-
-def _joined_paths(folder: Path, split: Split) -> tuple[Path, Path]:
-    return folder / f"{split}.tokens", folder / f"{split}.ends"
-
-
-def _shard_paths(folder: Path, shard: int, split: Split) -> tuple[Path, Path]:
-    return shard_path(folder, shard, f"{split}.tokens"), shard_path(folder, shard, f"{split}.ends")
-
-
-@contextmanager
-def _open_joined(path: Path) -> Iterator[int]:
-    """A descriptor of a file that may be there already and keeps what it holds."""
-    file = open_without_links(path, os.O_RDWR)
-    try:
-        yield file
-    finally:
-        os.close(file)
+def _copy_ends(path: Path, into: int, shard: ShardSplit) -> None:
+    """The same for document ends, which count from the start of the joined file instead of the shard's."""
+    if path.exists():
+        ends = np.fromfile(path, dtype=ENDS_DTYPE) + shard.start_token
+        _write_at(into, ends.tobytes(), shard.start_document * ENDS_DTYPE.itemsize)
 
 
 def _write_at(file: int, data: bytes, offset: int) -> int:
-    """Writes all of `data`; the offset behind it."""
+    """Write all of `data`, and return the offset behind it."""
     view = memoryview(data)
     while view:
         written = os.pwrite(file, view, offset)
@@ -285,11 +177,29 @@ def _write_at(file: int, data: bytes, offset: int) -> int:
     return offset
 
 
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return None
+def _remove_written(folder: Path, files: dict[Path, int], written: list[ShardSplit]) -> None:
+    for path, file in files.items():
+        with name_errors(path):
+            os.fsync(file)
+    for shard in written:
+        for path in files:
+            shard_path(folder, shard.shard, path.name).unlink(missing_ok=True)
+    written.clear()
+
+
+def _verify(folder: Path, split: Split, shard: ShardSplit, tokens: np.ndarray, ends: np.ndarray) -> None:
+    """DamagedStore unless the joined bytes of a shard are those that it was written with. tokens, ends: of the whole split."""
+    start, stop = shard.start_token, shard.start_token + shard.report.num_tokens
+    digest = xxhash.xxh3_128(tokens[start:stop].data)
+    digest.update((ends[shard.start_document : shard.start_document + shard.report.num_documents] - start).data)
+    if digest.hexdigest() != shard.report.checksum:
+        first, last = start * shard.dtype.itemsize, stop * shard.dtype.itemsize
+        raise DamagedStore(
+            explain_damage(
+                f"{folder / split}.tokens: bytes {first:,} to {last:,} (shard {shard.shard}), or their ends in {split}.ends, are"
+                " not as they were written"
+            )
+        )
 
 
 def _sync_folder(folder: Path) -> None:

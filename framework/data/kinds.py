@@ -1,7 +1,7 @@
-"""The kind of a file, by its ending, and the first bytes that contradict it.
+"""The kind of a file, by its ending, and first bytes that contradict it.
 
-An ending that is in neither table tells nothing: such a file is read only if the recipe states its format. First bytes
-never choose a kind, they refuse: so a listing needs no more than names, and nothing is trained on as the wrong kind.
+A file whose ending is in neither table is read only if the recipe states its format. First bytes never choose a kind, they only
+refuse one: so a listing needs no more than names, and nothing is trained on as the wrong kind.
 """
 
 import bz2
@@ -12,6 +12,7 @@ import json
 import lzma
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Literal, cast
@@ -37,50 +38,13 @@ KIND_OF_ENDING: dict[str, Kind] = {
 TEXT_ENDINGS = frozenset(
     f".{name}"
     for names in (
-        ("txt", "text", "md", "markdown", "rst", "tex", "adoc", "org"),
-        (
-            "py",
-            "pyi",
-            "pyx",
-            "c",
-            "h",
-            "cc",
-            "cpp",
-            "cxx",
-            "hh",
-            "hpp",
-            "cu",
-            "cuh",
-            "m",
-            "mm",
-            "swift",
-            "go",
-            "rs",
-            "zig",
-        ),
-        (
-            "java",
-            "kt",
-            "scala",
-            "groovy",
-            "cs",
-            "fs",
-            "vb",
-            "js",
-            "jsx",
-            "mjs",
-            "ts",
-            "tsx",
-            "vue",
-            "dart",
-            "css",
-            "scss",
-        ),
-        ("php", "rb", "pl", "pm", "lua", "r", "jl", "hs", "ml", "mli", "clj", "ex", "exs", "erl", "lisp", "el", "scm"),
-        ("sh", "bash", "zsh", "fish", "ps1", "sql", "f", "f90", "pas", "asm", "s", "v", "sv", "vhd", "sol", "nim"),
-        ("proto", "cmake", "lean"),
+        "txt text md markdown rst tex adoc org",
+        "py pyi pyx c h cc cpp cxx hh hpp cu cuh m mm swift go rs zig",
+        "java kt scala groovy cs fs vb js jsx mjs ts tsx vue dart css scss",
+        "php rb pl pm lua r jl hs ml mli clj ex exs erl lisp el scm",
+        "sh bash zsh fish ps1 sql f f90 pas asm s v sv vhd sol nim proto cmake lean",
     )
-    for name in names
+    for name in names.split()
 )
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 COLUMNAR = ("parquet", "arrow")
@@ -123,8 +87,8 @@ def strip_compression(path: PurePath) -> PurePath:
 
 
 def kind_of(path: PurePath) -> Kind | None:
-    """The kind that a file's ending tells, a compression's ending and a number behind it left out: `.json` of `a.json.1.gz`.
-    None where it tells none."""
+    """The kind of a file by its ending, without a compression's ending and a number: `.json` of `a.json.1.gz`; None if
+    unknown."""
     inner = strip_compression(path)
     while inner.suffix[1:].isdigit():
         inner = inner.with_suffix("")
@@ -138,7 +102,7 @@ def state_kind(path: PurePath, format: str) -> Kind:
 
 
 def find_foreign(head: bytes) -> str | None:
-    """Say what the first bytes show, where it is not UTF-8 text; None where nothing speaks against that."""
+    """The format that the first bytes show if it is not UTF-8 text; None if nothing speaks against that."""
     if magic := next((name for magic, name in MAGICS if head.startswith(magic)), None):
         return magic
     if mark := next((name for mark, name in MARKS if head.startswith(mark)), None):
@@ -151,7 +115,7 @@ def find_foreign(head: bytes) -> str | None:
 
 
 def _find_wide_encoding(line: bytes) -> str | None:
-    """UTF-16 or UTF-32 without a mark: control characters (most are NUL) fill certain bytes of every four."""
+    """Detect UTF-16 or UTF-32 without a mark: control characters (most are NUL) fill certain bytes of every four."""
     lanes = [line[lane::4] for lane in range(4)]
     shares = [1 - len(lane.translate(None, CONTROLS)) / max(1, len(lane)) for lane in lanes]
     for name, wide, narrow in WIDE_ENCODINGS:
@@ -165,7 +129,7 @@ def _explain_encoding(name: str) -> str:
 
 
 def find_records(head: bytes) -> str | None:
-    """Say that first bytes are JSON, which a text file would be trained on with all its syntax."""
+    """The kind of JSON that first bytes are, since a text file would be trained on with all its syntax; None if they are not."""
     head = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if re.match(rb'\[\s*\{\s*"', head):
         return "a JSON array of objects"
@@ -178,7 +142,7 @@ def find_records(head: bytes) -> str | None:
 
 
 def describe_head(path: Path) -> str:
-    """Say what a file of no known ending begins with, and the format under which it could be read."""
+    """A clause on what a file without a known ending begins with, and the format under which it could be read."""
     try:
         with open_bytes(path) as opened:
             head = opened.read(HEAD_BYTES)
@@ -193,7 +157,7 @@ def describe_head(path: Path) -> str:
 
 
 def open_bytes(path: Path) -> BinaryIO:
-    """The bytes of a file, decompressed, with `peek`. DataError where it takes a library that is not installed."""
+    """Open a file for reading its decompressed bytes, with `peek`. DataError if that takes a library that is not installed."""
     openers: dict[str, Callable[[Path], Any]] = {
         ".gz": gzip.open,
         ".bz2": bz2.open,
@@ -205,7 +169,7 @@ def open_bytes(path: Path) -> BinaryIO:
 
 
 def _open_zstd(path: Path) -> io.BufferedReader:
-    """Open a zstd file by pyarrow, which refuses windows above 128 MiB (`zstd --long=28` and more), else by a library."""
+    """Open a zstd file by pyarrow. It refuses windows above 128 MiB (`zstd --long=28` and more), which take another library."""
     try:
         with pyarrow.CompressedInputStream(str(path), "zstd") as probed:
             probed.read(1)
@@ -217,52 +181,12 @@ def _open_zstd(path: Path) -> io.BufferedReader:
 
 
 def _open_wide_zstd(path: Path) -> io.BufferedReader:
-    for name in ("compression.zstd", "backports.zstd"):
-        try:
+    for name in ("compression.zstd", "backports.zstd"):  # the first is Python's own from 3.14 on
+        with suppress(ImportError):
             zstd = importlib.import_module(name)
-        except ImportError:
-            continue
-        opened: io.BufferedReader = zstd.open(path, options={zstd.DecompressionParameter.window_log_max: 31})
-        return opened
-    try:
-        zstandard = importlib.import_module("zstandard")
-    except ImportError as error:
-        raise DataError(
-            f"{path}: compressed with a window above 128 MiB (zstd --long). `pip install zstandard` or compress it without "
-            f"--long"
-        ) from error
-    return io.BufferedReader(ZstdFrames(open(path, "rb"), zstandard.ZstdDecompressor(max_window_size=1 << 31)))
-
-
-class ZstdFrames(io.RawIOBase):
-    """A file of zstd frames, decompressed by `zstandard`, whose own reader takes a truncated file for a complete one."""
-
-    def __init__(self, file: BinaryIO, decompressor: Any) -> None:
-        self._file = file
-        self._decompressor = decompressor
-        self._frame: Any = None
-        self._compressed = b""
-        self._data = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._data:
-            self._compressed = self._compressed or self._file.read(HEAD_BYTES)
-            if not self._compressed:
-                if self._frame is not None:
-                    raise EOFError("compressed file ended before the end of a frame")
-                return 0
-            self._frame = self._frame or self._decompressor.decompressobj()
-            self._data = memoryview(self._frame.decompress(self._compressed))
-            self._compressed = self._frame.unused_data if self._frame.eof else b""
-            self._frame = None if self._frame.eof else self._frame
-        count = min(len(buffer), len(self._data))
-        buffer[:count] = self._data[:count]
-        self._data = self._data[count:]
-        return count
+            opened: io.BufferedReader = zstd.open(path, options={zstd.DecompressionParameter.window_log_max: 31})
+            return opened
+    raise DataError(
+        f"{path}: compressed with a window above 128 MiB (zstd --long). `pip install backports.zstd` or compress it without"
+        f" --long"
+    )

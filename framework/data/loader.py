@@ -2,8 +2,7 @@
 
 Identity: sample j of microbatch m on dp rank r is the global sample cursor + (m dp + r) b + j, b = sequences_per_microbatch.
 So the samples of one step are [cursor, cursor + M dp b) for every split into M microbatches, dp ranks and b sequences. Ranks of
-`cp` read the same samples, and each keeps its slices of them. Of a run that leaves samples out (`skip`) they are the same places
-among the samples that are left.
+`cp` read the same samples, and each keeps its slices of them. A run that leaves samples out (`skip`) counts only the others.
 """
 
 import time
@@ -18,25 +17,24 @@ import numpy as np
 import torch
 
 from framework.comm.transfer import choose_current, pin
-from framework.data.order import Order, Skipped, index_samples, permute
-from framework.data.pack import NO_SAMPLE, Microbatch, Mode, Packer, count_samples
+from framework.data.order import SampleOrder, Skipped, index_samples, permute
+from framework.data.pack import NO_SAMPLE, Microbatch, Mode, Packer, count_samples, cut_context
 from framework.data.prepared import Prepared
-from framework.data.slices import cut_context
 from framework.mesh.context import ContextSlices
 
-# Small steps are read several at once, for a read costs some 0.2 ms however little it reads: at most so many steps, and no
-# more tokens than this (about 1 MB).
+# Small steps are read several at once, since a read costs some 0.2 ms however little it reads: at most this many steps and
+# tokens (about 1 MB).
 STEPS_READ_AT_ONCE = 32
 TOKENS_READ_AT_ONCE = 1 << 15
 HOST = torch.device("cpu")
-# Hears of each step that is handed out: its samples [n] and their rows, in one order.
+# Called with the cursor of each step that is handed out, its samples [n] and their rows, in one order.
 Hear = Callable[[int, np.ndarray, list[Microbatch]], None]
 
 
 class Loader:
-    """Feeds the training split. It has no position of its own: the cursor of the caller is all the state there is.
+    """Feeds the training split. It has no position of its own: the caller's cursor is the whole state.
 
-    data_wait_s: seconds that `batch` has kept its callers waiting so far.
+    data_wait_s: seconds that callers of `batch` have waited so far.
     """
 
     def __init__(
@@ -56,10 +54,10 @@ class Loader:
         hear: Sequence[Hear] = (),
     ) -> None:
         """num_microbatches: of this rank in one step; slices: the tokens of each sequence that it holds, None: all; device: where
-        they will go, from pinned memory; clock: seconds; hear: each hears of every batch, and may raise."""
+        they will go, from pinned memory; clock: seconds; hear: called for every batch, and may raise."""
         streams = [source.streams["train"] for source in prepared.sources]
         sizes = [count_samples(stream.num_tokens, context) for stream in streams]
-        self._order = Order.of(
+        self._order = SampleOrder.of(
             seed,
             {source.name: (source.weight, size) for source, size in zip(prepared.sources, sizes, strict=True)},
         )
@@ -80,16 +78,14 @@ class Loader:
         self.data_wait_s = 0.0
 
     def skip(self, skipped: Skipped) -> None:
-        """Leave out samples [first, stop), each, from now on; those that were left out before count no more."""
+        """Leave out samples [first, stop) of each interval from now on, in place of those left out before."""
         if self._ahead is not None:
             self._ahead[1].result()  # it reads what `_skipped` says
         self._skipped, self._read_steps, self._ahead = skipped, {}, None
 
     def batch(self, cursor: int) -> list[Microbatch]:
-        """This rank's microbatches of the step whose first global sample is `cursor`; the steps after it are read meanwhile.
-
-        Any cursor >= 0 may follow any other; one that was not expected is read now.
-        """
+        """This rank's microbatches of the step whose first global sample is `cursor`. The steps after it are read in the
+        background; any other cursor may follow, and is then read at once."""
         start_s = self._clock()
         if cursor not in self._read_steps:
             if self._ahead is None or self._ahead[0] != cursor:
@@ -123,7 +119,7 @@ class Loader:
 
 
 def split_rows(rows: Microbatch, size: int) -> list[Microbatch]:
-    """Cuts [n, T] into microbatches of [size, T]; views, contiguous."""
+    """Cut [n, T] into microbatches of [size, T]: contiguous views."""
     return [rows.map(itemgetter(slice(first, first + size))) for first in range(0, len(rows.input_ids), size)]
 
 
@@ -138,11 +134,11 @@ def validation_batches(
     slices: ContextSlices | None = None,
     limit: int | None = None,
 ) -> Iterator[Microbatch]:
-    """One pass over the validation split: every sequence of every source once, on one of the dp ranks, cut as `slices` says. A
+    """One pass over the validation split: every sequence of every source once, on one of the dp ranks, cut by `slices`. A
     microbatch has sequences of one source, the same on all ranks.
 
-    limit (train.validation_sequences): at most so many, a fixed random choice that no seed changes. Each rank gets the same
-    number of microbatches; sequences that are wanting have no labels (all -100), so a loss summed over labels is exact.
+    limit (train.validation_sequences): at most this many, a fixed random choice independent of the seed. Each rank gets the same
+    number of microbatches, filled up with sequences without labels (all -100), so a loss summed over labels is exact.
     """
     streams = [source.streams["validation"] for source in prepared.sources]
     source, sample = _list_samples([count_samples(stream.num_tokens, context) for stream in streams], limit)
@@ -157,7 +153,7 @@ def validation_batches(
 
 
 def _list_samples(sizes: list[int], limit: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """(source, sample) of all samples, or of `limit` of them: the first of a permutation."""
+    """(source, sample) of all samples, or of the first `limit` of a permutation: [n] int64 each."""
     total = sum(sizes)
     starts = np.cumsum([0, *sizes])
     chosen = np.arange(total)

@@ -1,22 +1,52 @@
-"""The prepared data of a run, opened on every rank."""
+"""The prepared data of a run, opened on every rank, and whether it fits the model."""
+
+from collections.abc import Iterator
 
 from transformers import PretrainedConfig
 
 from framework.comm.communicator import Communicator
-from framework.comm.objects import share_errors, tell
-from framework.data.fit import check_data_fits
-from framework.data.prepared import FoundStores, Prepared, find_prepared, open_found
+from framework.comm.objects import broadcast_object, share_errors
+from framework.data.prepared import Prepared, check_vocabulary, find_prepared, open_found
+from framework.errors import RecipeError
+from framework.model.packing import keeps_documents_apart
+from framework.recipe.problem import Problem, render_problems
 from framework.recipe.schema import Recipe
 
 
 def open_data(recipe: Recipe, config: PretrainedConfig, world: Communicator) -> Prepared:
-    """The prepared data on this rank. Rank 0 alone lists the source files and looks for the stores; the others open the few
+    """Open the prepared data on this rank. Rank 0 alone lists the source files and looks for the stores; the others open the few
     files that it names. An error on one rank is every rank's. Collective."""
 
-    def find() -> FoundStores:
+    def find() -> Prepared:
         found = find_prepared(recipe)
         check_data_fits(recipe, found, config)
         return found
 
-    found = tell(find, world)
+    found = broadcast_object(find, world)
     return share_errors(lambda: open_found(found), world)
+
+
+def check_data_fits(recipe: Recipe, found: Prepared, config: PretrainedConfig) -> None:
+    """DataError or RecipeError unless every token has an embedding, every position has one, and the model keeps packed documents
+    apart."""
+    check_vocabulary(recipe, found.vocab_size, config.get_text_config().vocab_size)
+    problems = list(find_sequence_problems(recipe, config))
+    if problems:
+        raise RecipeError(render_problems(problems))
+
+
+def find_sequence_problems(recipe: Recipe, config: PretrainedConfig) -> Iterator[Problem]:
+    """Problems between the recipe's sequences and the model alone: too few positions, or packed documents that see each other."""
+    limit, context = getattr(config.get_text_config(), "max_position_embeddings", None), recipe.batch.context
+    if isinstance(limit, int) and 0 < limit < context:
+        message = f"longer than the {limit:,} positions of the model, model.config.max_position_embeddings"
+        fix = f"batch.context={limit}"
+        if recipe.model.weights is None:
+            fix += f"; or model.config.max_position_embeddings={context}"
+        yield Problem("batch.context", context, message, fix)
+    if recipe.data.pack == "documents" and not keeps_documents_apart(config):
+        message = (
+            f"in {config.model_type} models documents that share a row see one another: the model does not derive its mask from"
+            " positions, or carries state along"
+        )
+        yield Problem("data.pack", "documents", message, "data.pack=concat")

@@ -1,8 +1,8 @@
-"""Sample order: which sample of which source stands at global index g, a pure function of (seed, source names, g).
+"""Sample order: the source and sample at global index g, a pure function of (seed, source names, g).
 
 Identity:  g -> (source s, position p in s) -> epoch e = p // size_s -> sample = permutation[seed, s, e](p % size_s)
 
-Nothing is materialised but one period of the blend, so any index is reached at once and the whole data state is the
+Only one period of the blend is materialised, so any index is reached at once and the whole data state is the
 integer g: rank, microbatch size and worker count do not appear. Each source wraps into its next epoch on its own.
 """
 
@@ -28,7 +28,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 def mix(x: np.ndarray) -> np.ndarray:
     """A bijection of 64-bit words in which every input bit reaches every output bit (finaliser of SplitMix64).
 
-    x: [n] uint64; arrays wrap around silently, which is meant.
+    x: [n] uint64; overflow is intended.
     """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -52,7 +52,7 @@ def permute(index: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def _encrypt(x: np.ndarray, bits: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """A permutation of [0, 2^bits): each half in turn is changed by what the other half and the key say."""
+    """A permutation of [0, 2^bits), [n] uint64 each: each half in turn is changed by a function of the other half and the key."""
     low_bits = bits >> np.uint64(1)
     low_mask = (np.uint64(1) << low_bits) - np.uint64(1)
     high_mask = (np.uint64(1) << (bits - low_bits)) - np.uint64(1)
@@ -66,7 +66,7 @@ def _encrypt(x: np.ndarray, bits: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def count_shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """The smallest integers in the proportion of `weights`: how many samples each source has in one period.
+    """The smallest integers in the proportion of `weights`: the number of samples of each source in one period.
 
     Weights count as the decimal numbers they are written as (0.7, 0.2, 0.1 -> 7, 2, 1). Where the period would exceed
     MAX_PERIOD they are rounded to shares of MAX_PERIOD, at least one each: off by < 4 samples in a million.
@@ -116,9 +116,9 @@ Skipped = Sequence[Sequence[int]]
 
 
 def index_samples(cursor: np.ndarray, skipped: Skipped) -> np.ndarray:
-    """The global index of the sample at each place of a run that leaves `skipped` out: the cursor-th of those that are left.
+    """The global index of the sample at each cursor of a run that leaves `skipped` out: the cursor-th of the samples that remain.
 
-    cursor: [n] int64 >= 0.
+    cursor: [n] int64 >= 0 -> [n] int64.
     """
     index = np.array(cursor, dtype=np.int64)
     for first, stop in skipped:
@@ -127,7 +127,7 @@ def index_samples(cursor: np.ndarray, skipped: Skipped) -> np.ndarray:
 
 
 def add_skipped(skipped: Skipped, first: int, stop: int) -> list[list[int]]:
-    """`skipped` with [first, stop), what overlaps or touches in one."""
+    """`skipped` and [first, stop), with intervals that overlap or touch joined."""
     joined: list[list[int]] = []
     for low, high in sorted([*map(list, skipped), [first, stop]]):
         if joined and low <= joined[-1][1]:
@@ -138,8 +138,8 @@ def add_skipped(skipped: Skipped, first: int, stop: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class Order:
-    """The order of all samples of all epochs. Build it with `Order.of`; ask it with `locate`.
+class SampleOrder:
+    """The order of all samples of all epochs, built by `SampleOrder.of`.
 
     sizes: [sources] samples per epoch; keys: [sources]; slot_source, slot_rank: one period of the blend.
     """
@@ -151,7 +151,7 @@ class Order:
     slot_rank: np.ndarray
 
     @classmethod
-    def of(cls, seed: int, sources: Mapping[str, tuple[float, int]]) -> "Order":
+    def of(cls, seed: int, sources: Mapping[str, tuple[float, int]]) -> "SampleOrder":
         """`sources`: name -> (weight > 0, samples per epoch >= 1). A source's order does not depend on the others."""
         shares = count_shares([weight for weight, _ in sources.values()])
         slot_source, slot_rank = interleave(shares)
@@ -166,7 +166,7 @@ class Order:
         )
 
     def locate(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, sample in that source) of each global index.  index: [n] int64 -> two of [n] int64."""
+        """(source, sample in that source) at each global index.  index: [n] int64 -> two of [n] int64."""
         period, slot = np.divmod(index, len(self.slot_source))
         source = self.slot_source[slot].astype(np.int64)
         position = period * self.shares[source] + self.slot_rank[slot]

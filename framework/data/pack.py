@@ -1,16 +1,19 @@
-"""Packing: sample i of a token stream as input, labels and positions.
+"""Packing: sample i of a token stream as input, labels and positions, and its slices for context parallelism.
 
 Identity: a stream of N tokens x has ceil((N - 1) / T) samples; sample i has, for t in [0, T) and n = i T + t,
 
     input_ids[t] = x[n]        labels[t] = x[n + 1]        so each token but the first is a label exactly once.
 
-The last sample is filled up with the end-of-sequence id and labels of -100: no token is dropped, however small the stream.
+The last sample is padded with the end-of-sequence id and labels of -100: no token is dropped, however small the stream.
 
-`concat`: documents just follow one another, as GPT is trained: the end-of-sequence id is an ordinary token, it is predicted,
-and from it the first token of the next document. Attention crosses documents; there are no position ids.
-`documents`: positions restart at each document, by which the model keeps attention inside it; the label of an end-of-sequence
-id would be the first token of a document that it knows nothing of, and is -100. A document that a sample's border cuts goes
-on at position 0 in the next sample, for its beginning is not there to attend to.
+`concat`: documents follow one another, as GPT is trained. The end-of-sequence id is an ordinary token: it is predicted, and the
+first token of the next document is predicted from it. Attention crosses documents; there are no position ids.
+`documents`: positions restart at each document, by which the model keeps attention inside it. The label of an end-of-sequence
+id would be the first token of an unrelated document, so it is -100. A document that a sample's border cuts restarts at
+position 0 in the next sample, since its beginning is not there to attend to.
+
+Context parallelism cuts whole sequences once, after packing (`cut_context`). Labels are shifted and positions counted by then, so
+no rank looks beyond its slices for them.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +24,7 @@ import numpy as np
 import torch
 
 from framework.data.store import TokenStream
+from framework.mesh.context import ContextSlices
 from framework.model.loss import IGNORE
 
 NO_SAMPLE = -1
@@ -30,21 +34,21 @@ Mode = Literal["concat", "documents"]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The tokens of one forward pass of one rank: [b, T] int64 on the CPU, contiguous.
-
-    labels[:, t] is the target of input t (already shifted); -100: no loss. position_ids None: 0 to T - 1 in each row. source: of
-    validation, the number of the source that all rows are of. first_rows: where the tokens are slices of sequences with packed
-    documents (`cut_context`), the row of the whole sequence at which each token's document begins.
-    """
+    """The tokens of one forward pass of one rank. All tensors: [b, T] int64 on the CPU, contiguous."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
+    """labels[:, t] is the target of input t (already shifted); -100: no loss."""
     position_ids: torch.Tensor | None
+    """None: 0 to T - 1 in each row."""
     source: int = 0
+    """In validation, the number of the source of all rows."""
     first_rows: torch.Tensor | None = None
+    """For slices of sequences with packed documents, the row of the whole sequence at which each token's document begins.
+    Attention sees no key before it."""
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Microbatch":
-        """The same with every tensor changed, [b, T] each."""
+        """Apply `change` to every tensor, each [b, T]."""
         positions, first = self.position_ids, self.first_rows
         return Microbatch(
             change(self.input_ids),
@@ -56,13 +60,13 @@ class Microbatch:
 
 
 def count_samples(num_tokens: int, context: int) -> int:
-    """ceil((num_tokens - 1) / context): the samples of a stream; 0 without a token to predict."""
+    """The number of samples of a stream, ceil((num_tokens - 1) / context); 0 without a token to predict."""
     return max(0, -(-(num_tokens - 1) // context))
 
 
 @dataclass(frozen=True)
 class Packer:
-    """Packs samples of several streams.  context: tokens of a sample (T); eos_id fills up."""
+    """Packs samples of several streams.  context: tokens of a sample (T); eos_id: the padding."""
 
     streams: Sequence[TokenStream]
     context: int
@@ -70,7 +74,7 @@ class Packer:
     eos_id: int
 
     def pack(self, source: np.ndarray, sample: np.ndarray) -> Microbatch:
-        """Row k is sample `sample[k]` of stream `source[k]`, or has no labels where `sample[k]` is NO_SAMPLE.
+        """Pack sample `sample[k]` of stream `source[k]` into row k, which has no labels if `sample[k]` is NO_SAMPLE.
 
         source, sample: [n] int64 -> tensors of [n, T].
         """
@@ -88,7 +92,7 @@ class Packer:
     def _fill(
         self, stream: TokenStream, sample: int, input_ids: np.ndarray, labels: np.ndarray, starts: np.ndarray | None
     ) -> None:
-        """Fills one row [T]. starts: at the first token of a document its index in the row, else 0."""
+        """Fill one row, [T] each. starts: at the first token of a document its index in the row, else 0."""
         start = sample * self.context
         tokens = stream.read(start, min(start + self.context + 1, stream.num_tokens))
         count = len(tokens) - 1
@@ -104,3 +108,30 @@ class Packer:
         if starts is None:
             return None
         return torch.from_numpy(np.arange(self.context) - np.maximum.accumulate(starts, axis=1))
+
+
+def cut_context(rows: Microbatch, slices: ContextSlices) -> Microbatch:
+    """Cut [b, context] into the tokens that a rank of `cp` holds, [b, tokens_local]; `rows` itself if it holds all of them.
+
+    Padding is token 0 without a label. Position ids are always set: a rank's tokens do not begin at 0 and are not neighbours.
+    """
+    if slices.ranks == 1:
+        return rows
+    context = slices.context
+    assert rows.input_ids.shape[1] == context, f"sequences of {rows.input_ids.shape[1]} tokens, not of {context}"
+    row = torch.arange(context + slices.padding).expand(len(rows.input_ids), -1)
+    positions = row if rows.position_ids is None else _count_on(rows.position_ids, slices.padding)
+    whole = slices.padded()
+    return Microbatch(
+        slices.cut(rows.input_ids, 0),
+        slices.cut(rows.labels, IGNORE),
+        # A table of positions has no row for those beyond the context.
+        whole.cut(positions.clamp(max=context - 1), 0),
+        rows.source,
+        None if rows.position_ids is None else whole.cut(row - positions, 0),
+    )
+
+
+def _count_on(positions: torch.Tensor, padding: int) -> torch.Tensor:
+    """Continue the positions of the last document over the padding.  positions: [b, T] -> [b, T + padding]."""
+    return torch.cat([positions, positions[:, -1:] + torch.arange(1, padding + 1)], dim=1)

@@ -1,8 +1,8 @@
-"""Prepared data: the token stores of a recipe, found by name and checked (by one rank), mapped into memory (by every rank).
+"""Prepared data: the token stores of a recipe, found by name and checked by one rank, then mapped into memory by every rank.
 
 A folder under data.root is named by a key of the recipe's words (path, format, field, tokenizer, validation) and a key of
-the files (names, sizes, times). So a changed file makes a new store and never touches one that a run is reading; and where
-the files are gone, the one complete store of these words still serves.
+the files (names, sizes, times). So a changed file makes a new store and never touches one that a run is reading. If the files are
+gone, the one complete store of the same words still serves.
 """
 
 import errno
@@ -10,29 +10,37 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from framework.data.checksums import COUNTS_FILE, open_checked, verify_small_files
 from framework.data.join import is_tokenized
 from framework.data.kinds import strip_compression
 from framework.data.source import SourceFile, SourceMissing, list_files
-from framework.data.store import SPLITS, TOKENS_VERSION, Split, StoreMeta, TokenStream
+from framework.data.store import (
+    COUNTS_FILE,
+    SPLITS,
+    TOKENS_VERSION,
+    Split,
+    StoreMeta,
+    TokenStream,
+    open_stream,
+    verify_small_files,
+)
 from framework.data.tokenize import INFO_FILE, read_info
 from framework.errors import DataError, StorageError
 from framework.recipe.schema import Data, Recipe, Source
 
-# Kinds that are told by endings of the same name since the first version.
+# Kinds whose key does not name them, like text: the first version knew them by an ending of the same name.
 KINDS_OF_NAME = ("jsonl", "json", "parquet", "arrow")
 
 
 @dataclass(frozen=True)
-class Place:
-    """The folder in which the store of a source is or will be. files: None where they are gone, () for a hub dataset."""
+class StorePlace:
+    """The folder in which the store of a source is or will be. files: None if they are gone, () for a hub dataset."""
 
     name: str
     source: Source
@@ -41,66 +49,53 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Places:
-    """The folders of all data that a recipe needs. tokenizer: None where files are gone, and the stores name theirs."""
+class DataPlaces:
+    """The folders of all data that a recipe needs. tokenizer: None if source files are gone; the stores then name theirs."""
 
-    stores: tuple[Place, ...]
+    stores: tuple[StorePlace, ...]
     tokenizer: Path | None
 
 
 @dataclass(frozen=True)
-class FoundSource:
-    """A complete store of one source."""
+class PreparedSource:
+    """The complete store of one source. streams: empty until `open_found`."""
 
     name: str
     weight: float
     folder: Path
     meta: StoreMeta
+    streams: dict[Split, TokenStream] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class PreparedSource(FoundSource):
-    """One source, opened."""
-
-    streams: dict[Split, TokenStream]
-
-
-@dataclass(frozen=True)
-class FoundStores:
-    """All sources of positive weight, in the recipe's order, and their common tokenizer. A kilobyte per source when pickled:
-    one rank looks it up and tells the others.
-
-    vocab_size: one more than the tokenizer's largest id. fingerprint: of names, weights, tokens and their order: what the
-    data cursor of a checkpoint refers to. unigram_entropy: nats per token; the entropy -sum p ln p of the token frequencies
-    p of the validation split itself, all sources together. No predictor that ignores context has a lower loss there, not
-    even one that knows p, so a lower validation loss shows that context is used. None without a validation split.
-    """
-
-    sources: tuple[FoundSource, ...]
-    tokenizer: Path
-    vocab_size: int
-    eos_id: int
-    fingerprint: str
-    unigram_entropy: float | None
-
-
-@dataclass(frozen=True)
-class Prepared(FoundStores):
-    """The data with every source opened."""
+class Prepared:
+    """The data of a recipe. About a kilobyte per source when pickled before it is opened: rank 0 finds it and broadcasts it."""
 
     sources: tuple[PreparedSource, ...]
+    """All sources of positive weight, in the recipe's order."""
+    tokenizer: Path
+    """The folder of the sources' common tokenizer."""
+    vocab_size: int
+    """One more than the tokenizer's largest id."""
+    eos_id: int
+    fingerprint: str
+    """Hash of names, weights, tokens and their order: the data that the cursor of a checkpoint refers to."""
+    unigram_entropy: float | None
+    """Nats per token: -sum p ln p of the token frequencies p of the validation split itself, all sources together; None without
+    one. No predictor that ignores context has a lower loss there, not even one that knows p. So a lower validation loss shows
+    that context is used."""
 
     def count_documents(self, split: Split) -> int:
-        return sum(source.streams[split].num_documents for source in self.sources)
+        return sum(source.meta.splits[split].num_documents for source in self.sources)
 
     def count_tokens(self, split: Split) -> int:
-        return sum(source.streams[split].num_tokens for source in self.sources)
+        return sum(source.meta.splits[split].num_tokens for source in self.sources)
 
 
-def locate(recipe: Recipe, progress: bool = False) -> Places:
-    """Names the folders. Reads no data. progress: bars on stderr.
+def locate(recipe: Recipe, progress: bool = False) -> DataPlaces:
+    """Name the folders of a recipe's data; no data is read. progress: bars on stderr.
 
-    DataError where a source is missing and no complete store of it is left.
+    DataError if a source is missing and no complete store of it is left.
     """
     sources = {name: source for name, source in recipe.data.sources.items() if source.weight > 0}
     if not sources:
@@ -109,7 +104,7 @@ def locate(recipe: Recipe, progress: bool = False) -> Places:
     files: dict[str, tuple[SourceFile, ...] | None] = {}
     for name, source in sources.items():
         try:
-            files[name] = list_files(name, source, progress)
+            files[name] = list_files(name, source, progress).files
         except SourceMissing as error:
             files[name] = None
             missing = missing or error
@@ -120,21 +115,21 @@ def locate(recipe: Recipe, progress: bool = False) -> Places:
         stem = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}-{_key(words)}"
         files_key = _key_files([files[name], *tokenizer_files])
         folder = Path(recipe.data.root) / f"{stem}-{files_key}" if files_key else _find_only(recipe, stem, missing)
-        places.append(Place(name, source, files[name], folder))
+        places.append(StorePlace(name, source, files[name], folder))
     tokenizer_key = _key_files(tokenizer_files)
     tokenizer = Path(recipe.data.root) / f"tokenizer-{_key(tokenizer_words)}-{tokenizer_key}"
-    return Places(tuple(places), tokenizer if tokenizer_key else None)
+    return DataPlaces(tuple(places), tokenizer if tokenizer_key else None)
 
 
 def _describe_source(source: Source) -> dict[str, Any]:
-    """The properties of a source that decide on its tokens; its weight does not."""
+    """The properties of a source that its tokens depend on; its weight is not one."""
     return {"path": source.path, "format": source.format, "field": source.field, "version": TOKENS_VERSION}
 
 
 def _describe_tokenizer(
     recipe: Recipe, sources: dict[str, Source], files: list[tuple[SourceFile, ...] | None]
 ) -> tuple[dict[str, Any], list[tuple[SourceFile, ...] | None]]:
-    """(the recipe's words, the listings) that decide on the tokenizer: its own files, or the text that it is trained on."""
+    """(the recipe's words, the listings) that the tokenizer depends on: its own files, or the text that it is trained on."""
     name = recipe.model.tokenizer or recipe.model.weights
     if name:
         return {"tokenizer": name}, [_list_tokenizer_files(Path(name).expanduser())]
@@ -163,7 +158,7 @@ def _key(value: Any) -> str:
 
 
 def _key_files(listings: list[tuple[SourceFile, ...] | None]) -> str | None:
-    """None where the files of one listing are gone."""
+    """A key of the files in all listings; None if those of one listing are gone."""
     known = [listing for listing in listings if listing is not None]
     if len(known) < len(listings):
         return None
@@ -171,7 +166,7 @@ def _key_files(listings: list[tuple[SourceFile, ...] | None]) -> str | None:
 
 
 def _identify(file: SourceFile) -> list[Any]:
-    """Name, size and time of a file, and its kind where an earlier Meshwright read it as text: its stores are not for it."""
+    """Name, size and time of a file, and its kind unless it is one of the first version's."""
     is_old = file.kind == "text" or (
         file.kind in KINDS_OF_NAME and strip_compression(file.path).suffix == f".{file.kind}"
     )
@@ -179,7 +174,7 @@ def _identify(file: SourceFile) -> list[Any]:
 
 
 def _find_only(recipe: Recipe, stem: str, missing: DataError | None) -> Path:
-    """The only store of this stem that is complete or can be completed without its files, whatever they were."""
+    """The only store of this stem that is complete, or can be completed without its files."""
     complete = sorted(folder for folder in Path(recipe.data.root).glob(f"{stem}-*") if is_tokenized(folder))
     if len(complete) == 1:
         return complete[0]
@@ -192,11 +187,11 @@ def _find_only(recipe: Recipe, stem: str, missing: DataError | None) -> Path:
     )
 
 
-def find_prepared(recipe: Recipe, places: Places | None = None) -> FoundStores:
-    """Find and check what `prepare` has built, without opening tokens. Looks at every source file's name, size and time,
-    unless `places` are those of an earlier look.
+def find_prepared(recipe: Recipe, places: DataPlaces | None = None) -> Prepared:
+    """Find and check what `prepare` has built, without opening tokens. Every source file's name, size and time are looked at,
+    unless `places` are given.
 
-    DataError, naming the command, where a store is not there; StorageError where the file system fails.
+    DataError, naming the command, if a store is not there; StorageError if the file system fails.
     """
     root = Path(recipe.data.root)
     with _explain_errors():
@@ -228,7 +223,7 @@ def find_prepared(recipe: Recipe, places: Places | None = None) -> FoundStores:
             f"Set data.validation=0 (and train.validate_every_steps=null), or give more documents"
         )
     identity = [[source.name, source.weight, source.meta.fingerprint] for source in sources]
-    return FoundStores(
+    return Prepared(
         sources=sources,
         tokenizer=tokenizer,
         vocab_size=first.vocab_size,
@@ -238,7 +233,7 @@ def find_prepared(recipe: Recipe, places: Places | None = None) -> FoundStores:
     )
 
 
-def _check_source(place: Place, meta: StoreMeta, recipe: Recipe) -> FoundSource:
+def _check_source(place: StorePlace, meta: StoreMeta, recipe: Recipe) -> PreparedSource:
     if meta.num_bad_records > recipe.data.bad_records:
         raise DataError(
             f"{place.folder / 'quarantine.jsonl'} lists {meta.num_bad_records} bad "
@@ -250,27 +245,25 @@ def _check_source(place: Place, meta: StoreMeta, recipe: Recipe) -> FoundSource:
             f"data.sources.{place.name}.path={place.source.path}: no text to train on was found in "
             f"{meta.num_files} files. Set another path, or data.sources.{place.name}.weight=0 to leave the source out"
         )
-    return FoundSource(place.name, place.source.weight, place.folder, meta)
+    return PreparedSource(place.name, place.source.weight, place.folder, meta)
 
 
-def open_found(found: FoundStores) -> Prepared:
-    """Maps the tokens into memory: per source at most five files are opened, and nothing else is looked at.
+def open_found(found: Prepared) -> Prepared:
+    """Map the tokens into memory: per source at most five files are opened, and nothing else is looked at.
 
-    DataError where a file is missing or has the wrong size, StorageError where it cannot be opened (EMFILE, EIO, ESTALE).
+    DataError if a file is missing or has the wrong size, StorageError if it cannot be opened (EMFILE, EIO, ESTALE).
     """
     with _explain_errors():
         sources = tuple(
-            PreparedSource(
-                **vars(source), streams={split: open_checked(source.folder, source.meta, split) for split in SPLITS}
-            )
+            replace(source, streams={split: open_stream(source.folder, source.meta, split) for split in SPLITS})
             for source in found.sources
         )
-    return Prepared(**{**vars(found), "sources": sources})
+    return replace(found, sources=sources)
 
 
 @contextmanager
 def _explain_errors() -> Iterator[None]:
-    """An OSError as what it says of the store: nothing, unless it is about permissions."""
+    """Turn an OSError into a DataError if it is about permissions, else into a StorageError: it says nothing about the store."""
     try:
         yield
     except OSError as error:
@@ -284,7 +277,8 @@ def _explain_errors() -> Iterator[None]:
 
 
 def check_vocabulary(recipe: Recipe, vocab_size: int, of_model: int | None = None) -> None:
-    """DataError where the tokenizer has more entries than the model. of_model: its vocabulary; None: as the recipe states it."""
+    """DataError if the tokenizer has more entries than the model. of_model: the model's vocabulary; None: as the recipe states
+    it."""
     model = recipe.model
     stated = model.config.get("vocab_size") if of_model is None else of_model
     if stated is None or stated >= vocab_size:
@@ -303,6 +297,6 @@ def check_vocabulary(recipe: Recipe, vocab_size: int, of_model: int | None = Non
 
 
 def compute_entropy(counts: np.ndarray) -> float | None:
-    """-sum p ln p in nats of the frequencies p = counts / sum(counts); None where there are no counts."""
+    """-sum p ln p in nats of the frequencies p = counts / sum(counts), counts: [vocab]; None if there are none."""
     p = counts[counts > 0] / max(1, counts.sum())
     return float(-(p * np.log(p)).sum()) if p.size else None

@@ -1,24 +1,48 @@
-"""The records of a span, each with its text or with the problem that it has none.
+"""A source's files cut into spans and shards, and the records of a span, each with its text or with the reason it has none.
 
-Lines and columns are read here, span by span: the loaders of `datasets` convert a file as a whole, so one bad row fails
-them all without saying which it is.
+| kind    | a span counts                    |
+|---------|----------------------------------|
+| jsonl   | bytes (the lines starting in it) |
+| json    | the whole file (one array)       |
+| csv     | the whole file (tsv, too)        |
+| text    | bytes (the lines starting in it) |
+| parquet | row groups                       |
+| arrow   | rows                             |
+
+A compressed file is one span. Lines and columns are read here, span by span: the loaders of `datasets` convert a file as a
+whole, so one bad row fails all rows without saying which it is.
 """
 
 import csv
 import json
+import lzma
 import re
+import sys
+import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow
 import pyarrow.parquet
 
-from framework.data.kinds import HEAD_BYTES, find_foreign, find_records, open_bytes
-from framework.data.source import DAMAGE, TEXT_DOCUMENT_BYTES, WHOLE, SourceFile, Span, open_batches
+from framework.data.kinds import HEAD_BYTES, find_foreign, find_records, open_bytes, strip_compression
+from framework.data.source import SourceFile, show_progress
 from framework.errors import DataError
 
+# A text file above this size is cut at line ends into documents of about this size, so that a single large file can be
+# tokenized in parallel and split into training and validation. About 30,000 tokens.
+TEXT_DOCUMENT_BYTES = 128 << 10
+
+# Source bytes of a shard: a second's work of one worker, which is what a kill may lose. MAX_SHARDS bounds the number of
+# files while a large store is made; its shards are larger. Other numbers would give equal text another fingerprint.
+MIN_SHARD_BYTES = 512 << 10
+MAX_SHARDS = 4096
+
+WHOLE = sys.maxsize
 UTF8_MARK = b"\xef\xbb\xbf"
 ROWS_PER_READ = 1024
 # A longer line is a bad record: it would have to be in memory as a whole, several times over.
@@ -28,21 +52,102 @@ JSON_BLANKS = re.compile(r"[ \t\n\r]*")
 # Finds where a value ends that `json` refuses for an integer of more digits than Python converts.
 LENIENT_JSON = json.JSONDecoder(parse_int=float)
 DIALECTS = {"csv": csv.excel, "tsv": csv.excel_tab}
+# What libraries raise for a truncated, corrupt or unreadable file.
+DAMAGE = (pyarrow.ArrowException, zlib.error, lzma.LZMAError, EOFError, OSError)
+
+
+@dataclass(frozen=True)
+class FileSpan:
+    """The range [start, stop) of a file, in the unit of its kind, that is read at once. num_bytes: its share of the file."""
+
+    file: SourceFile
+    start: int
+    stop: int
+    num_bytes: int
+
+
+def plan_shards(files: Iterable[SourceFile], progress: bool = False) -> list[list[FileSpan]]:
+    """Cut a source into shards of about equal bytes: a function of its files alone, not of the number of workers.
+
+    progress: a bar on stderr, since the heads of parquet, Arrow and json files are read.
+    """
+    files = tuple(files)
+    shard_bytes = max(MIN_SHARD_BYTES, sum(file.num_bytes for file in files) // MAX_SHARDS)
+    shards: list[list[FileSpan]] = []
+    filled = shard_bytes
+    for span in (
+        span for file in show_progress(files, "plan shards", progress) for span in _cut_file(file, shard_bytes)
+    ):
+        if filled >= shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(span)
+        filled += span.num_bytes
+    return shards
+
+
+def _cut_file(file: SourceFile, span_bytes: int) -> Iterator[FileSpan]:
+    if file.kind == "json" and not _is_array(file):
+        file = replace(file, kind="jsonl")
+    if file.kind in ("json", "csv", "tsv") or strip_compression(file.path) != file.path:
+        yield FileSpan(file, 0, WHOLE, file.num_bytes)
+        return
+    if file.kind in ("parquet", "arrow"):
+        num_units = _count_units(file)
+        step = max(1, span_bytes * num_units // max(1, file.num_bytes))
+    else:
+        num_units = file.num_bytes
+        step = -(-span_bytes // TEXT_DOCUMENT_BYTES) * TEXT_DOCUMENT_BYTES
+    for start in range(0, num_units, step):
+        stop = min(start + step, num_units)
+        yield FileSpan(file, start, stop, file.num_bytes * (stop - start) // num_units)
+
+
+def _is_array(file: SourceFile) -> bool:
+    """Whether a .json file holds one array, rather than an object on each line. DataError if it cannot be read."""
+    try:
+        with open_bytes(file.path) as opened:
+            head = opened.read(HEAD_BYTES)
+    except DAMAGE as error:
+        raise DataError(f"{file.path}: cannot be read ({error}). Replace the file or take it out") from error
+    return head.removeprefix(UTF8_MARK).lstrip()[:1] == b"["
+
+
+def _count_units(file: SourceFile) -> int:
+    """Row groups of a parquet file, rows of an Arrow file. DataError if it is damaged."""
+    try:
+        if file.kind == "parquet":
+            return pyarrow.parquet.read_metadata(file.path).num_row_groups
+        return sum(batch.num_rows for batch in open_batches(file.path))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{file.path}: not a {file.kind} file ({error}). Replace the file or take it out") from error
+
+
+def open_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
+    """Record batches of an Arrow IPC file, in the stream or the file format (Feather), mapped into memory."""
+    with pyarrow.memory_map(str(path)) as mapped:
+        if mapped.read(6) == b"ARROW1":
+            with pyarrow.ipc.open_file(mapped) as reader:
+                yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
+        else:
+            mapped.seek(0)
+            with pyarrow.ipc.open_stream(mapped) as stream:
+                yield from stream
 
 
 @dataclass(frozen=True)
 class Record:
-    """One record. index: from 0 within its span; text: None where there is a problem."""
+    """One record. index: from 0 within its span; text: None if there is a problem."""
 
     index: int
     text: str | None
     problem: str | None = None
 
 
-def read_records(span: Span, field: str) -> Iterator[Record]:
+def read_records(span: FileSpan, field: str) -> Iterator[Record]:
     """The records of a span in the order of the file; blank lines and blank text files are no records.
 
-    field: holds the text, except in text files. DataError, naming the file, where the file itself is damaged.
+    field: holds the text, except in text files. DataError, naming the file, if the file itself is damaged.
     """
     readers = {
         "text": lambda: _read_text(span),
@@ -51,7 +156,7 @@ def read_records(span: Span, field: str) -> Iterator[Record]:
         "csv": lambda: _read_csv(span, field),
         "tsv": lambda: _read_csv(span, field),
         "parquet": lambda: _read_parquet(span, field),
-        "arrow": lambda: _read_arrow(span, field),
+        "arrow": lambda: _read_columns(_slice_batches(span, field), field),
     }
     num_read = 0
     try:
@@ -59,33 +164,28 @@ def read_records(span: Span, field: str) -> Iterator[Record]:
             num_read = record.index + 1
             yield record
     except DAMAGE as error:
+        row = num_read
+        with suppress(*DAMAGE):
+            row += count_rows_before(span)
         raise DataError(
-            f"{span.file.path}: cannot be read behind row {_count_rows_before_damage(span) + num_read} ({error}). Replace the "
-            f"file or take it out"
+            f"{span.file.path}: cannot be read behind row {row} ({error}). Replace the file or take it out"
         ) from error
 
 
-def _count_rows_before_damage(span: Span) -> int:
-    try:
-        return count_rows_before(span)
-    except DAMAGE:
-        return 0
-
-
-def count_rows_before(span: Span) -> int:
-    """Rows of the file before this span. Asked for bad records only, so that good ones cost no counting."""
+def count_rows_before(span: FileSpan) -> int:
+    """Rows of the file before this span. Called for bad records only, so that good ones cost no counting."""
     if span.file.kind == "jsonl":
-        return sum(1 for _ in _read_lines(Span(span.file, 0, span.start, 0)))
+        return sum(1 for _ in _read_lines(FileSpan(span.file, 0, span.start, 0)))
     if span.file.kind == "parquet":
         metadata = pyarrow.parquet.read_metadata(span.file.path)
         return sum(metadata.row_group(group).num_rows for group in range(span.start))
     return span.start // TEXT_DOCUMENT_BYTES if span.file.kind == "text" else span.start
 
 
-def _read_lines(span: Span) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) of the lines that start within the span, line ends included. DataError where the file is no text.
+def _read_lines(span: FileSpan) -> Iterator[tuple[int, bytes]]:
+    """(offset, line) of the lines that start within the span, line ends included. DataError if the file is no text.
 
-    Of a line above LONGEST_LINE_BYTES the first bytes come, one more than that.
+    A line above LONGEST_LINE_BYTES is cut to one byte more than that.
     """
     with open_bytes(span.file.path) as opened:
         offset = span.start
@@ -100,7 +200,7 @@ def _read_lines(span: Span) -> Iterator[tuple[int, bytes]]:
 
 
 def _skip_line(opened: BinaryIO) -> int:
-    """Bytes of the rest of the line, which are read and dropped."""
+    """Read and drop the rest of the line, and return its number of bytes."""
     num_bytes = 0
     while part := opened.readline(SKIPPED_AT_ONCE):
         num_bytes += len(part)
@@ -110,7 +210,7 @@ def _skip_line(opened: BinaryIO) -> int:
 
 
 def _refuse_foreign(file: SourceFile, head: bytes) -> None:
-    """DataError where the first bytes say that a file is not what it is to be read as."""
+    """DataError if the first bytes show that a file is not of the kind it is to be read as."""
     seen = find_foreign(head)
     if seen is None and file.kind == "text" and not file.stated and (seen := find_records(head)):
         raise DataError(
@@ -124,13 +224,13 @@ def _refuse_foreign(file: SourceFile, head: bytes) -> None:
         )
 
 
-def _read_text(span: Span) -> Iterator[Record]:
-    """The lines that start in the same TEXT_DOCUMENT_BYTES of the file are one document: mostly the whole file."""
+def _read_text(span: FileSpan) -> Iterator[Record]:
+    """One document for all lines that start in the same TEXT_DOCUMENT_BYTES of the file: mostly the whole file."""
     first = span.start // TEXT_DOCUMENT_BYTES
-    for piece, lines in groupby(_read_lines(span), key=lambda line: line[0] // TEXT_DOCUMENT_BYTES):
+    for chunk, lines in groupby(_read_lines(span), key=lambda line: line[0] // TEXT_DOCUMENT_BYTES):
         data = b"".join(line for _, line in lines)
         if data.strip():
-            yield _decode(piece - first, data)
+            yield _decode(chunk - first, data)
 
 
 def _decode(index: int, data: bytes) -> Record:
@@ -145,7 +245,7 @@ def _decode(index: int, data: bytes) -> Record:
         return Record(index, None, f"{why} (`iconv -f ENCODING -t UTF-8` converts a file)")
 
 
-def _read_jsonl(span: Span, field: str) -> Iterator[Record]:
+def _read_jsonl(span: FileSpan, field: str) -> Iterator[Record]:
     for index, (_, line) in enumerate(_read_lines(span)):
         if line.strip():
             record = _decode(index, line)
@@ -172,8 +272,8 @@ def _explain_json(error: Exception) -> str:
     return f"not JSON that can be read: {str(error).partition(';')[0]}"
 
 
-def _read_json(span: Span, field: str) -> Iterator[Record]:
-    """The elements of an array, one by one: of a broken one the row is known, but not where the next begins."""
+def _read_json(span: FileSpan, field: str) -> Iterator[Record]:
+    """The elements of an array, one by one. A broken element ends the file: its row is known, but not where the next begins."""
     with open_bytes(span.file.path) as opened:
         _refuse_foreign(span.file, opened.peek(HEAD_BYTES)[:HEAD_BYTES])  # type: ignore[attr-defined]
         text = opened.read().decode("utf-8-sig", "surrogateescape")
@@ -196,7 +296,7 @@ def _read_json(span: Span, field: str) -> Iterator[Record]:
 
 
 def _parse_element(index: int, text: str, start: int, field: str) -> tuple[Record, int]:
-    """(record, where it ends) of the JSON value at `start`."""
+    """The record of the JSON value at `start`, and where the value ends."""
     try:
         value, stop = json.JSONDecoder().raw_decode(text, start)
     except json.JSONDecodeError:
@@ -221,8 +321,8 @@ def _broken_array(file: SourceFile, index: int, why: str) -> DataError:
     )
 
 
-def _read_csv(span: Span, field: str) -> Iterator[Record]:
-    """The rows below the first, which names the fields; cells may be quoted and have line ends inside."""
+def _read_csv(span: FileSpan, field: str) -> Iterator[Record]:
+    """The rows below the first, which names the fields. Cells may be quoted and have line ends inside."""
     csv.field_size_limit(LONGEST_LINE_BYTES)  # of the process; the library's own is 128 KiB
     lines = (line.decode("utf-8", "surrogateescape") for line in _read_short_lines(span.file))
     rows = csv.reader(lines, DIALECTS[span.file.kind], strict=True)
@@ -241,23 +341,23 @@ def _read_csv(span: Span, field: str) -> Iterator[Record]:
             if row and len(row) != len(header):
                 yield Record(index, None, f"{len(row)} cells in a row of {len(header)} columns")
             elif row:
-                yield _check_cell(index, row[header.index(field)], field)
+                text = row[header.index(field)]
+                has_nul = "\0" in text
+                yield (
+                    Record(index, None, f"field `{field}` is not text: a NUL in it")
+                    if has_nul
+                    else _check_text(index, text, field)
+                )
         index += 1
 
 
 def _read_short_lines(file: SourceFile) -> Iterator[bytes]:
-    for offset, line in _read_lines(Span(file, 0, WHOLE, file.num_bytes)):
+    for offset, line in _read_lines(FileSpan(file, 0, WHOLE, file.num_bytes)):
         if len(line) > LONGEST_LINE_BYTES:
             raise DataError(
                 f"{file.path}: a line of more than {LONGEST_LINE_BYTES:,} bytes at byte {offset}. Take it out"
             )
         yield line if offset else line.removeprefix(UTF8_MARK)
-
-
-def _check_cell(index: int, text: str, field: str) -> Record:
-    if "\0" in text:
-        return Record(index, None, f"field `{field}` is not text: a NUL in it")
-    return _check_text(index, text, field)
 
 
 def _take_field(index: int, value: Any, field: str) -> Record:
@@ -276,14 +376,13 @@ def _check_text(index: int, text: Any, field: str) -> Record:
     try:
         text.encode()
     except UnicodeEncodeError:
-        escaped = any("\udc80" <= char <= "\udcff" for char in text)  # how bytes that are not UTF-8 were decoded
-        return Record(
-            index, None, f"field `{field}` is not {'UTF-8' if escaped else 'Unicode: half of a surrogate pair'}"
-        )
+        escaped = any("\udc80" <= char <= "\udcff" for char in text)  # bytes that are not UTF-8 were decoded to these
+        what = "UTF-8" if escaped else "Unicode: half of a surrogate pair"
+        return Record(index, None, f"field `{field}` is not {what}")
     return Record(index, text)
 
 
-def _read_parquet(span: Span, field: str) -> Iterator[Record]:
+def _read_parquet(span: FileSpan, field: str) -> Iterator[Record]:
     with pyarrow.parquet.ParquetFile(span.file.path) as opened:
         _require_field(span.file, opened.schema_arrow.names, field)
         groups = range(span.start, span.stop)
@@ -291,11 +390,7 @@ def _read_parquet(span: Span, field: str) -> Iterator[Record]:
         yield from _read_columns((batch.column(0) for batch in batches), field)
 
 
-def _read_arrow(span: Span, field: str) -> Iterator[Record]:
-    yield from _read_columns(_slice_batches(span, field), field)
-
-
-def _slice_batches(span: Span, field: str) -> Iterator[Any]:
+def _slice_batches(span: FileSpan, field: str) -> Iterator[Any]:
     """The rows [start, stop) of one column of an Arrow file, batch by batch."""
     row = 0
     for batch in open_batches(span.file.path):
@@ -315,7 +410,7 @@ def _require_field(file: SourceFile, columns: list[str], field: str) -> None:
 
 
 def _read_columns(columns: Iterable[Any], field: str) -> Iterator[Record]:
-    """columns: consecutive Arrow arrays of one field."""
+    """The records in consecutive Arrow arrays of one field."""
     scalars = (scalar for column in columns for scalar in _validate(column))
     for index, scalar in enumerate(scalars):
         try:
@@ -327,7 +422,7 @@ def _read_columns(columns: Iterable[Any], field: str) -> Iterator[Record]:
 
 
 def _validate(column: Any) -> Any:
-    """The array itself. ArrowInvalid where its offsets leave its data, which pyarrow would follow to the end of the process."""
+    """The array itself. ArrowInvalid if its offsets leave its data: pyarrow would follow them and crash the process."""
     raw = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}.get(column.type)
     (column.view(raw) if raw else column).validate(full=True)  # of strings without their bytes: one may be no UTF-8
     return column

@@ -1,8 +1,14 @@
-"""Tokenizing the shards of stores, on all cores.
+"""Tokenizing: the text of a source becomes the shards of its store, on all cores.
 
-A shard is a function of its job alone, so it does not matter which process writes it, when, or how often.
+    00000.train.tokens  .ends         tokens and document ends of shard 0 as in the store (store.py), ends from the start of
+    this file 00000.validation.tokens  .ends    the same of its held-out documents; a split without documents has no files
+    00000.json                        the report of shard 0; its presence means that the shard is complete
+
+A shard is a function of its job alone, so any process may write it, at any time and any number of times. Every file appears by an
+atomic rename after fsync, so a process killed at any moment leaves nothing that could be taken for complete.
 """
 
+import json
 import multiprocessing
 import os
 import re
@@ -10,45 +16,37 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import xxhash
 
-from framework.data.records import Record, count_rows_before, read_records
-from framework.data.source import Span
-from framework.data.store import (
-    SPLITS,
-    BadRecord,
-    ShardReport,
-    Split,
-    SplitWriter,
-    choose_dtype,
-    shard_path,
-)
+from framework.data.records import FileSpan, Record, count_rows_before, read_records
+from framework.data.store import ENDS_DTYPE, SPLITS, Split, SplitSize, choose_dtype, name_damage, read_json
 from framework.data.tokenize import Encode, TokenizerInfo, load_encoder
 from framework.errors import DataError
-from framework.files import unfinished_path
+from framework.files import unfinished_path, write_atomically, write_json
 
 # Descriptors in the parent: both ends of a worker's life (`multiprocessing` keeps two pipes), and what else is open.
 DESCRIPTORS_PER_WORKER = 2
 DESCRIPTORS_KEPT = 64
 
-# Of a source's bytes: as much is held out of a document that would hold out most of the source.
+# Share of a source's bytes that is held out of a document that would otherwise hold out most of the source.
 LARGEST_SHARE = 0.1
 
-# Characters of a bad record's reason: names of fields are as long as whoever wrote them likes.
-MOST_WORDS = 1000
+# Characters of a bad record's reason: the reason may have names of fields in it, of any length.
+REASON_CHARS = 1000
 
-# As records name their text, and their chats, most common first.
-TEXT_FIELDS = (
+# Usual names of the field with the text, and of chats, most common first.
+TEXT_FIELDS = [
     "text",
     "content",
     "contents",
@@ -59,26 +57,125 @@ TEXT_FIELDS = (
     "raw_content",
     "completion",
     "story",
-)
+]
 CHAT_FIELDS = {"messages", "conversations", "conversation", "instruction", "chosen"}
 
 
 @dataclass(frozen=True)
+class SplitReport:
+    """One split of one shard. checksum: xxh3-128 of the tokens and then of the ends."""
+
+    num_documents: int
+    num_tokens: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A record that cannot be trained on. row: counted from 1 (a line of jsonl, a row of parquet, a chunk of text)."""
+
+    file: str
+    row: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class ShardReport:
+    """The contents of a finished shard. lowest_hash, highest_hash: of its documents; None if it has none."""
+
+    threshold: int
+    splits: dict[str, SplitReport]
+    num_source_bytes: int
+    bad_records: tuple[BadRecord, ...]
+    lowest_hash: int | None
+    highest_hash: int | None
+
+    @classmethod
+    def read(cls, path: Path) -> "ShardReport | None":
+        """The report of a shard, or None if the shard is not finished."""
+        value = read_json(path)
+        if value is None:
+            return None
+        with name_damage(path):
+            value["splits"] = {split: SplitReport(**report) for split, report in value["splits"].items()}
+            value["bad_records"] = tuple(BadRecord(**record) for record in value["bad_records"])
+            return cls(**value)
+
+    def write(self, path: Path) -> None:
+        write_json(path, asdict(self))
+
+
+def sum_splits(shards: Sequence[Mapping[str, SplitReport]]) -> dict[str, SplitSize]:
+    """The size of each split over all shards."""
+    reports = {split: [shard[split] for shard in shards if split in shard] for split in SPLITS}
+    return {
+        split: SplitSize(sum(each.num_documents for each in of_split), sum(each.num_tokens for each in of_split))
+        for split, of_split in reports.items()
+    }
+
+
+def fingerprint_shards(shards: Sequence[Mapping[str, SplitReport]], tokenizer_hash: str) -> str:
+    """A fingerprint of what training sees: equal for equal source files and tokenizer, wherever and whenever prepared."""
+    content = [[split, shard[split].checksum] for shard in shards for split in SPLITS if split in shard]
+    return xxhash.xxh3_128_hexdigest(json.dumps([tokenizer_hash, content]).encode())
+
+
+def shard_path(folder: Path, shard: int, ending: str) -> Path:
+    return folder / f"{shard:05d}.{ending}"
+
+
+class SplitWriter:
+    """Writes one split of one shard. The token file is open within `stack` from the first document on, and appears when
+    the stack closes without an error; a split without documents leaves no file."""
+
+    def __init__(self, stack: ExitStack, folder: Path, shard: int, split: Split, dtype: np.dtype) -> None:
+        self._stack = stack
+        self._tokens_path = shard_path(folder, shard, f"{split}.tokens")
+        self._ends_path = shard_path(folder, shard, f"{split}.ends")
+        self._dtype = dtype
+        self._file: BinaryIO | None = None
+        self._ends: list[int] = []
+        self._hash = xxhash.xxh3_128()
+
+    def add(self, ids: np.ndarray) -> None:
+        """Append one document, its end-of-sequence id included.  ids: [n] integers."""
+        if self._file is None:
+            self._file = self._stack.enter_context(write_atomically(self._tokens_path))
+        data = ids.astype(self._dtype).tobytes()
+        self._file.write(data)
+        self._hash.update(data)
+        self._ends.append((self._ends[-1] if self._ends else 0) + len(ids))
+
+    def finish(self) -> SplitReport | None:
+        """Write the document ends; None if the split has no documents."""
+        if not self._ends:
+            return None
+        data = np.asarray(self._ends, dtype=ENDS_DTYPE).tobytes()
+        self._hash.update(data)
+        with write_atomically(self._ends_path) as file:
+            file.write(data)
+        return SplitReport(len(self._ends), self._ends[-1], self._hash.hexdigest())
+
+
+@dataclass(frozen=True)
 class ShardJob:
-    """One shard to write. source, source_bytes: its name and the size of all its files; threshold: a document whose hash is below
-    it is held out; validation, max_bad_records: data.validation and data.bad_records."""
+    """One shard to write."""
 
     source: str
     source_bytes: int
+    """Size of all files of the source."""
     folder: Path
     shard: int
-    spans: tuple[Span, ...]
+    spans: tuple[FileSpan, ...]
     field: str
     tokenizer_folder: Path
     tokenizer: TokenizerInfo
     threshold: int
+    """A document is held out when its hash is below it."""
     validation: float
+    """data.validation."""
     max_bad_records: int
+    """data.bad_records."""
 
     @property
     def num_bytes(self) -> int:
@@ -86,13 +183,13 @@ class ShardJob:
 
 
 def hash_document(text: str) -> int:
-    """64 bits of the text alone: a document stays in its split whatever the file, the order and the seed of the run, and
+    """64-bit hash of the text alone. So a document stays in its split whatever the file, the order and the seed of the run, and
     exact copies never stand on both sides."""
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
 def tokenize_shard(job: ShardJob) -> ShardReport:
-    """Writes a shard and its report. DataError as soon as it alone has more than `max_bad_records`."""
+    """Write a shard and its report. DataError as soon as it alone has more than `max_bad_records`."""
     clear_shard(job.folder, job.shard)
     dtype = choose_dtype(job.tokenizer.vocab_size)
     hashes: list[int] = []
@@ -121,10 +218,8 @@ def tokenize_shard(job: ShardJob) -> ShardReport:
 
 
 def clear_shard(folder: Path, shard: int) -> None:
-    """Removes what an earlier or unfinished attempt left. The report goes first: it says that the rest is complete.
-
-    By name, because listing a folder of thousands of shards for each of them takes minutes.
-    """
+    """Remove what an earlier or unfinished attempt left. The report goes first: it says that the rest is complete."""
+    # By name, because listing a folder of thousands of shards for each of them takes minutes.
     for ending in ("json", *(f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "ends"))):
         path = shard_path(folder, shard, ending)
         path.unlink(missing_ok=True)
@@ -133,7 +228,7 @@ def clear_shard(folder: Path, shard: int) -> None:
 
 @dataclass(frozen=True)
 class Document:
-    """num_bytes: of its text. ids: [n] int32, closed by the end-of-sequence id."""
+    """A tokenized document. num_bytes: of its text. ids: [n] int32, closed by the end-of-sequence id."""
 
     hash: int
     num_bytes: int
@@ -141,8 +236,8 @@ class Document:
 
 
 def split_document(document: Document, job: ShardJob) -> dict[Split, np.ndarray]:
-    """The document's tokens by split: all in one, but of a held-out document that is more than half of its source only the
-    beginning is held out, a tenth of the source or data.validation, and the rest is trained on."""
+    """The document's tokens by split: all in one. Of a held-out document that is more than half of its source only the beginning
+    is held out, a tenth of the source or data.validation, whichever is more; the rest is trained on."""
     if document.hash >= job.threshold:
         return {"train": document.ids}
     if 2 * document.num_bytes <= job.source_bytes:
@@ -169,12 +264,12 @@ def _read_documents(job: ShardJob) -> Iterator[Document | BadRecord]:
 
 @cache
 def _load_encoder_once(folder: Path) -> Encode:
-    """A worker runs many jobs of one tokenizer; a kept tokenizer's folder never changes."""
+    """`load_encoder`, once per process: a worker runs many jobs of one tokenizer, and a kept tokenizer's folder never changes."""
     return load_encoder(folder)
 
 
 def _encode(record: Record, encode: Encode, tokenizer: TokenizerInfo) -> Document | str:
-    """The document of a record, or the problem that it has none."""
+    """The document of a record, or why it has none."""
     if record.text is None:
         return str(record.problem)
     try:
@@ -189,15 +284,13 @@ def _encode(record: Record, encode: Encode, tokenizer: TokenizerInfo) -> Documen
 
 
 def escape(text: str) -> str:
-    """Words of a record for a terminal and a file: control characters and halves of surrogate pairs spelled, the end cut off."""
-    shown = "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:MOST_WORDS]
-    )
-    return shown + "..." * (len(text) > MOST_WORDS)
+    """Text from a record for a terminal and a file: control characters and halves of surrogate pairs escaped, the end cut off."""
+    chars = (char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:REASON_CHARS])
+    return "".join(chars) + "..." * (len(text) > REASON_CHARS)
 
 
 def check_bad_records(source: str, bad_records: list[BadRecord], allowed: int) -> None:
-    """DataError, naming the first, where a source has more bad records than data.bad_records."""
+    """DataError, naming the first, if a source has more bad records than data.bad_records."""
     if len(bad_records) > allowed:
         first, count = bad_records[0], len(bad_records)
         fix = _name_field(source, first) or (
@@ -210,7 +303,7 @@ def check_bad_records(source: str, bad_records: list[BadRecord], allowed: int) -
 
 
 def _name_field(source: str, record: BadRecord) -> str:
-    """The key that says where the text is, where a record has text under another name."""
+    """The override that names the field with the text, if a record has it under another name."""
     missing = re.search(r"is missing \(there is: (.*)\)$", record.reason)
     names = set(missing[1].split(", ")) if missing else set()
     found = next((name for name in TEXT_FIELDS if name in names), None)
@@ -222,17 +315,18 @@ def _name_field(source: str, record: BadRecord) -> str:
 
 
 def tokenize_shards(jobs: list[ShardJob], workers: int) -> Generator[tuple[ShardJob, ShardReport], None, None]:
-    """Runs the jobs in `workers` processes and yields each as it is finished, in any order.
+    """Run the jobs in `workers` processes and yield each as it is finished, in any order.
 
-    The processes are spawned, because forking one that has threads (tokenizers, torch) may deadlock. They end with this
-    generator (close it, should you leave it early), and with this process even if it is killed: a pipe that only it holds
-    open then closes.
+    The processes end with this generator (close it to leave it early), and with this process even if it is killed: a pipe that
+    only it holds open then closes.
     """
     workers = min(workers, len(jobs), most_workers())
     if workers <= 1:
         yield from ((job, tokenize_shard(job)) for job in jobs)
         return
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(
+        "spawn"
+    )  # forking a process that has threads (tokenizers, torch) may deadlock
     reader, writer = context.Pipe(duplex=False)
     executor = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(reader,))
     try:
@@ -252,7 +346,7 @@ def tokenize_shards(jobs: list[ShardJob], workers: int) -> Generator[tuple[Shard
 
 
 def most_workers() -> int:
-    """Worker processes that this process may have under its limit of open files (`ulimit -n`); at least one."""
+    """The number of worker processes that this process may have under its limit of open files (`ulimit -n`); at least one."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize

@@ -1,67 +1,65 @@
-"""Where records come from: a source of the recipe as files, and its files cut into spans and shards.
+"""The files of a source: listed from a file, a folder, a glob or a hub dataset, and which of them are data.
 
-| kind    | a span counts                    |
-|---------|----------------------------------|
-| jsonl   | bytes (the lines starting in it) |
-| json    | the whole file (one array)       |
-| csv     | the whole file (tsv, too)        |
-| text    | bytes (the lines starting in it) |
-| parquet | row groups                       |
-| arrow   | rows                             |
-
-Compressed files are one span each. Hub datasets are loaded by `datasets`, which keeps them in its own cache ($HF_HOME);
-of local files no copy is made.
+A file that the recipe names is read or refused. A file that is merely found is judged by its name and by the notes that
+`datasets` leaves beside a saved data set, and left out with a reason if it is not text to train on. Hub datasets are loaded by
+`datasets`, which keeps them in its own cache ($HF_HOME); local files are not copied.
 """
 
 import difflib
-import lzma
+import fnmatch
+import glob
+import json
 import os
 import re
-import sys
 import sysconfig
-import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import TypeVar
 
-import pyarrow
-import pyarrow.parquet
 from tqdm import tqdm
 
-from framework.data.found import expand, judge, split_pattern, walk
-from framework.data.kinds import HEAD_BYTES, Kind, describe_head, kind_of, open_bytes, state_kind, strip_compression
+from framework.data.kinds import (
+    HEAD_BYTES,
+    Kind,
+    describe_head,
+    find_foreign,
+    kind_of,
+    open_bytes,
+    state_kind,
+    strip_compression,
+)
 from framework.errors import DataError
 from framework.recipe.schema import Source
 
-# A text file above this size is cut at line ends into documents of about this size, so that a single large file can be
-# tokenized in parallel and split into training and validation. About 30,000 tokens.
-TEXT_DOCUMENT_BYTES = 128 << 10
-
-# Source bytes of a shard: what one worker does in a second, and what a killed run loses. MAX_SHARDS bounds the number of
-# files while a large store is made, whose shards are larger. Other numbers would give equal text another fingerprint.
-MIN_SHARD_BYTES = 512 << 10
-MAX_SHARDS = 4096
-
 T = TypeVar("T")
 STDLIB = "python-stdlib"
-WHOLE = sys.maxsize
-
 FORMATS = "jsonl, csv, tsv, parquet, arrow or text"
 NAMES_SHOWN = 3
 REASONS_SHOWN = 4
-
-# What libraries raise for a truncated, corrupt or unreadable file.
-DAMAGE = (pyarrow.ArrowException, zlib.error, lzma.LZMAError, EOFError, OSError)
-
 # Most phases are over before anyone would look at a bar.
 BAR_DELAY_S = 1.0
+
+HELD_OUT = re.compile(
+    r"(?<![a-z])(tests?|testing|val|valid|validation|dev|eval|evaluation|h[eo]ld[-_. ]?out)(set|data|split)?(?![a-z])"
+)
+TRAIN = re.compile(r"(?<![a-z])train(ing)?(set|data|split)?(?![a-z])")
+ABOUT_THE_DATA = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|authors|security)\b")
+# What `datasets` writes about a data set, and the caches of its `map` and `filter`.
+NOTES = (
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+    "cache-*.arrow",
+    "*indices.arrow",
+)
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a source. name: relative to the source's folder. stated: the recipe states its format."""
+    """A file of a source. name: relative to the source's folder. stated: whether the recipe states its format."""
 
     name: str
     path: Path
@@ -71,18 +69,8 @@ class SourceFile:
     stated: bool = False
 
 
-@dataclass(frozen=True)
-class Span:
-    """The part [start, stop) of a file, in the unit of its kind, that is read at once; num_bytes: its share of the file."""
-
-    file: SourceFile
-    start: int
-    stop: int
-    num_bytes: int
-
-
 class SourceMissing(DataError):
-    """Nothing is at the path of a source: a store that was made of it may still serve."""
+    """The error for a source with nothing at its path. A store that was made of it may still serve."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +81,11 @@ class Listing:
     left_out: dict[str, str] = field(default_factory=dict)
 
 
-def list_files(name: str, source: Source, progress: bool = False) -> tuple[SourceFile, ...]:
-    """The files of a local source, sorted by name; () for a hub dataset, which has none before it is downloaded."""
-    return look_at(name, source, progress).files
+def list_files(name: str, source: Source, progress: bool = False) -> Listing:
+    """The files of a local source and those left out; none for a hub dataset, which has files once it is downloaded. Only names,
+    sizes and times are looked at, and the first bytes of files without a telling ending.
 
-
-def look_at(name: str, source: Source, progress: bool = False) -> Listing:
-    """The files of a local source and those left out. Looks at names, sizes and times only, except where an ending tells nothing.
-
-    progress: a bar on stderr. SourceMissing where there is nothing, DataError where nothing of it can be trained on.
+    progress: a bar on stderr. SourceMissing if there is nothing, DataError if nothing of it can be trained on.
     """
     if source.path == STDLIB:
         return Listing(_list_standard_library(progress))
@@ -113,7 +97,7 @@ def look_at(name: str, source: Source, progress: bool = False) -> Listing:
     is_folder = path.is_dir()
     root, pattern = (path, PurePath()) if is_folder else split_pattern(str(path))
     try:
-        found = list(_show(walk(root) if is_folder else expand(root, pattern), "list files", progress))
+        found = list(show_progress(walk(root) if is_folder else expand(root, pattern), "list files", progress))
         found = [path for path in found if is_folder or path.is_file()]
     except OSError as error:
         raise DataError(
@@ -130,7 +114,7 @@ def look_at(name: str, source: Source, progress: bool = False) -> Listing:
 
 
 def _name_file(name: str, source: Source, path: Path) -> SourceFile:
-    """The file that the recipe names. DataError where neither its ending nor the recipe says how to read it."""
+    """The file that the recipe names. DataError if neither its ending nor the recipe says how to read it."""
     kind = kind_of(path) if source.format == "auto" else state_kind(path, source.format)
     if kind is None:
         raise DataError(
@@ -142,12 +126,12 @@ def _name_file(name: str, source: Source, path: Path) -> SourceFile:
 
 
 def is_hub_name(path: str) -> bool:
-    """Can this be a dataset of the hub: `owner/name` or `owner/name:configuration`, without a file's ending?"""
+    """Whether this can be a dataset of the hub: `owner/name` or `owner/name:configuration`, without a file's ending."""
     return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?", path) is not None and kind_of(PurePath(path)) is None
 
 
-def _show(items: Iterable[T], phase: str, progress: bool) -> Iterable[T]:
-    """`items`, counted on a bar while they are taken, where that takes long: on a network file system, minutes."""
+def show_progress(items: Iterable[T], phase: str, progress: bool) -> Iterable[T]:
+    """`items`, counted on a bar while they are taken, if that takes long (minutes on a network file system)."""
     return tqdm(items, desc=phase, unit=" files", delay=BAR_DELAY_S, disable=not progress)
 
 
@@ -163,12 +147,12 @@ def _list_standard_library(progress: bool) -> tuple[SourceFile, ...]:
         subfolders[:] = [name for name in subfolders if name not in left_out]
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
     return _sort(
-        _stat(path, path.relative_to(root).as_posix(), "text") for path in _show(paths, "list files", progress)
+        _stat(path, path.relative_to(root).as_posix(), "text") for path in show_progress(paths, "list files", progress)
     )
 
 
 def _choose(name: str, source: Source, root: Path, pattern: PurePath, found: list[Path]) -> Listing:
-    """The data among files found below `root`. DataError where there are none, or of several kinds."""
+    """The data among the files found below `root`. DataError if there are none, or some of several kinds."""
     kinds, left_out = judge(found, root, pattern, source.format)
     reasons = {path.as_posix(): reason for path, reason in left_out.items()}
     counts = Counter(kinds.values())
@@ -180,7 +164,7 @@ def _choose(name: str, source: Source, root: Path, pattern: PurePath, found: lis
             f"({summarize_left_out(reasons) or 'it is empty'}). Set another path, a file or glob that names them, or "
             f"data.sources.{name}.format ({FORMATS}){hint}"
         )
-    # A glob may name files of several record formats; what it does not name is a file of prose among them.
+    # A glob may mean files of several record formats, but not prose among them.
     if len(counts) > 1 and source.format == "auto" and ("text" in counts or not pattern.parts):
         kinds_found = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
         raise DataError(
@@ -195,7 +179,7 @@ def _choose(name: str, source: Source, root: Path, pattern: PurePath, found: lis
 
 
 def summarize_left_out(left_out: Mapping[str, str]) -> str:
-    """The commonest reasons, of each the number of files and the first names."""
+    """The commonest reasons, each with the number of files and the first names."""
     by_reason: dict[str, list[str]] = {}
     for path, reason in left_out.items():
         by_reason.setdefault(reason, []).append(path)
@@ -208,7 +192,7 @@ def summarize_left_out(left_out: Mapping[str, str]) -> str:
 
 
 def _check_field(name: str, source: Source, file: str, kind: Kind) -> None:
-    """DataError where the recipe names a field of records and a file has none."""
+    """DataError if the recipe names a field of records and a file is plain text, which has none."""
     if kind == "text" and source.format == "auto" and source.field != Source.field:
         raise DataError(
             f"data.sources.{name}.field={source.field}, but {file} is plain text by its ending and has no fields. Set "
@@ -236,7 +220,7 @@ def _name_nearest(path: Path) -> str:
 
 
 def download_dataset(name: str, source: Source) -> tuple[SourceFile, ...]:
-    """The train split of a hub dataset as the Arrow files of the cache of `datasets`. DataError where it does not load."""
+    """The train split of a hub dataset, as Arrow files in the cache of `datasets`. DataError if it does not load."""
     import datasets  # takes a second, and only hub datasets and Arrow files need it
 
     path, _, configuration = source.path.partition(":")
@@ -252,68 +236,173 @@ def download_dataset(name: str, source: Source) -> tuple[SourceFile, ...]:
     return tuple(_stat(path, path.name, "arrow") for path in paths)
 
 
-def plan_shards(files: Iterable[SourceFile], progress: bool = False) -> list[list[Span]]:
-    """Cuts a source into shards of about equal bytes: a function of its files alone, not of the number of workers.
+def split_pattern(pattern: str) -> tuple[Path, PurePath]:
+    """Split a glob into (the folder in front of the first wildcard, the rest)."""
+    parts = Path(pattern).parts
+    first = next((index for index, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+    return Path(*parts[:first]), PurePath(*parts[first:])
 
-    progress: a bar on stderr, for the heads of parquet, Arrow and json files are read.
+
+def walk(root: Path) -> Iterator[Path]:
+    """Files below a folder, and hidden folders in place of their files. OSError for a folder that cannot be read.
+
+    Each folder is entered once, linked ones last: links may form a cycle, which `os.walk(followlinks=True)` and `glob` never
+    leave.
     """
-    files = tuple(files)
-    shard_bytes = max(MIN_SHARD_BYTES, sum(file.num_bytes for file in files) // MAX_SHARDS)
-    shards: list[list[Span]] = []
-    filled = shard_bytes
-    for span in (span for file in _show(files, "plan shards", progress) for span in _cut_file(file, shard_bytes)):
-        if filled >= shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(span)
-        filled += span.num_bytes
-    return shards
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    entered = set()
+    pending = deque([str(root)])
+    while pending:
+        for folder, subfolders, names in os.walk(pending.popleft(), onerror=fail):
+            if (real := os.path.realpath(folder)) in entered:
+                subfolders[:] = []
+                continue
+            entered.add(real)
+            yield from (Path(folder, name) for name in names)
+            yield from (Path(folder, name) for name in subfolders if name.startswith("."))
+            subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+            paths = (os.path.join(folder, name) for name in subfolders)
+            pending.extend(path for path in paths if os.path.islink(path))
 
 
-def _cut_file(file: SourceFile, span_bytes: int) -> Iterator[Span]:
-    if file.kind == "json" and not _is_array(file):
-        file = replace(file, kind="jsonl")
-    if file.kind in ("json", "csv", "tsv") or strip_compression(file.path) != file.path:
-        yield Span(file, 0, WHOLE, file.num_bytes)
+def expand(root: Path, rest: PurePath) -> Iterator[Path]:
+    """Paths that a glob matches, in no certain order."""
+    if "**" not in rest.parts or any(part.startswith(".") for part in rest.parts):
+        yield from (Path(match) for match in glob.iglob(str(root / rest), recursive=True))
         return
-    if file.kind in ("parquet", "arrow"):
-        num_units = _count_units(file)
-        step = max(1, span_bytes * num_units // max(1, file.num_bytes))
-    else:
-        num_units = file.num_bytes
-        step = -(-span_bytes // TEXT_DOCUMENT_BYTES) * TEXT_DOCUMENT_BYTES
-    for start in range(0, num_units, step):
-        stop = min(start + step, num_units)
-        yield Span(file, start, stop, file.num_bytes * (stop - start) // num_units)
+    first = rest.parts.index("**")
+    for folder in glob.glob(str(root.joinpath(*rest.parts[:first]))) if first else [root]:
+        yield from (path for path in walk(Path(folder)) if _matches(path.relative_to(folder).parts, rest.parts[first:]))
 
 
-def _is_array(file: SourceFile) -> bool:
-    """Does a .json file hold one array, rather than an object on each line? DataError where it cannot be read."""
-    try:
-        with open_bytes(file.path) as opened:
-            head = opened.read(HEAD_BYTES)
-    except DAMAGE as error:
-        raise DataError(f"{file.path}: cannot be read ({error}). Replace the file or take it out") from error
-    return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+def _matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
+    """Whether a path matches. `**` stands for any number of folders, and no wildcard for a leading dot."""
+    if not parts or not pattern:
+        return not parts and pattern in ((), ("**",))
+    if pattern[0] == "**" and _matches(parts, pattern[1:]):
+        return True
+    matched = fnmatch.fnmatchcase(parts[0], pattern[0]) and not parts[0].startswith(".")
+    return matched and _matches(parts[1:], pattern if pattern[0] == "**" else pattern[1:])
 
 
-def _count_units(file: SourceFile) -> int:
-    """Row groups of a parquet file, rows of an Arrow file. DataError where it is damaged."""
-    try:
-        if file.kind == "parquet":
-            return pyarrow.parquet.read_metadata(file.path).num_row_groups
-        return sum(batch.num_rows for batch in open_batches(file.path))
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file.path}: not a {file.kind} file ({error}). Replace the file or take it out") from error
+@dataclass(frozen=True)
+class FileRules:
+    """The facts by which found files are judged. Paths are relative to `root`."""
+
+    root: Path
+    pattern: PurePath
+    """The glob below `root`. Its words are meant, so they do not count against a file."""
+    format: str
+    saved: dict[PurePath, frozenset[str]]
+    """Folder of a saved data set -> the data files that its state.json lists."""
+    dicts: frozenset[PurePath]
+    """Folders of a saved DatasetDict."""
+    with_train: frozenset[PurePath]
+    """Folders in which a name says `train`."""
 
 
-def open_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
-    """Record batches of an Arrow IPC file, of the stream or of the file format (Feather), mapped into memory."""
-    with pyarrow.memory_map(str(path)) as mapped:
-        if mapped.read(6) == b"ARROW1":
-            with pyarrow.ipc.open_file(mapped) as reader:
-                yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
+def judge(
+    paths: Iterable[Path], root: Path, pattern: PurePath, format: str
+) -> tuple[dict[PurePath, Kind], dict[PurePath, str]]:
+    """Sort found files into (path -> kind of the data, path -> why it is left out), relative to `root`."""
+    relative: list[PurePath] = [path.relative_to(root) for path in paths]
+    relative.sort(key=lambda path: (len(path.parts), path.as_posix()))
+    rules = _make_rules(root, pattern, format, relative)
+    kinds: dict[PurePath, Kind] = {}
+    left_out: dict[PurePath, str] = {}
+    seen: dict[str, PurePath] = {}
+    real: dict[PurePath, str] = {}
+    for path in relative:
+        kind = _find_kind(path, rules)
+        reason = _find_fault(path, kind, rules)
+        if reason is None:
+            parent = real.get(path.parent) or real.setdefault(path.parent, os.path.realpath(root / path.parent))
+            where = os.path.join(parent, path.name)
+            where = os.path.realpath(where) if os.path.islink(where) else where
+            if seen.setdefault(where, path) != path:
+                reason = f"the same file as {seen[where]}"
+        if reason is None and kind is not None:
+            kinds[path] = kind
         else:
-            mapped.seek(0)
-            with pyarrow.ipc.open_stream(mapped) as stream:
-                yield from stream
+            left_out[path] = str(reason)
+    return kinds, left_out
+
+
+def _make_rules(root: Path, pattern: PurePath, format: str, paths: list[PurePath]) -> FileRules:
+    folders = {path.parent for path in paths if kind_of(path) == "arrow"}
+    above = {parent for path in paths if kind_of(path) == "arrow" for parent in path.parents}
+    saved = {folder: names for folder in folders if (names := _read_state(root / folder))}
+    parts = {(PurePath(*path.parts[:depth]), part) for path in paths for depth, part in enumerate(path.parts)}
+    return FileRules(
+        root,
+        pattern,
+        format,
+        saved,
+        frozenset(folder for folder in above if (root / folder / "dataset_dict.json").exists()),
+        frozenset(folder for folder, part in parts if TRAIN.search(part.lower())),
+    )
+
+
+def _read_state(folder: Path) -> frozenset[str]:
+    """Names of the data files of a saved data set, by its state.json; none if that does not say."""
+    try:
+        state = json.loads((folder / "state.json").read_bytes())
+        return frozenset(entry["filename"] for entry in state["_data_files"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return frozenset()
+
+
+def _find_kind(path: PurePath, rules: FileRules) -> Kind | None:
+    """The kind by the ending, or the stated format for an ending that the recipe names or that is absent (part-00000)."""
+    kind = kind_of(path)
+    is_named = bool(path.suffix) and rules.pattern.name.endswith(path.suffix)
+    is_bare = not strip_compression(path).suffix.rstrip("0123456789.") and path.name[0] not in "._"
+    if rules.format == "auto" or (kind is not None and not is_named):
+        return kind
+    return state_kind(path, rules.format) if is_named or is_bare or rules.format == "text" else None
+
+
+def _find_fault(path: PurePath, kind: Kind | None, rules: FileRules) -> str | None:
+    """The reason why a found file is not data; None if it is."""
+    wanted = {"auto": (kind,), "jsonl": ("jsonl", "json")}.get(rules.format, (rules.format,))
+    if not rules.pattern.parts and any(part.startswith(".") for part in path.parts):
+        return "hidden"
+    if not (rules.root / path).is_file():
+        return "no regular file"
+    if path.name != rules.pattern.name and any(fnmatch.fnmatchcase(path.name, note) for note in NOTES):
+        return "written by `datasets` about the data"
+    if path.name not in rules.saved.get(path.parent, (path.name,)) and kind == "arrow":
+        return "not among the data files of state.json"
+    if kind is None:
+        return f"no format known for {path.suffix or 'a name without ending'}"
+    if kind not in wanted:
+        return f"not of format={rules.format}"
+    if kind != "text" and any(part.startswith("_") for part in path.parts) and "_" not in str(rules.pattern):
+        return "under a name with _ in front (no data in Spark)"
+    if (
+        kind == "text"
+        and ABOUT_THE_DATA.match(path.name.lower())
+        and not rules.pattern.name.endswith(path.suffix or "*")
+    ):
+        return "about the data by its name"
+    if kind == "text" and kind_of(path) is None:
+        with open_bytes(rules.root / path) as opened:
+            return find_foreign(opened.read(HEAD_BYTES)) or _find_split(path, kind, rules)
+    return _find_split(path, kind, rules)
+
+
+def _find_split(path: PurePath, kind: Kind, rules: FileRules) -> str | None:
+    """The reason why a file is of a split that is not for training, by names. For prose and source code names count only where a
+    name beside them says `train`."""
+    for depth, part in enumerate(path.parts):
+        folder, word = PurePath(*path.parts[:depth]), HELD_OUT.search(part.lower())
+        if folder in rules.dicts and part not in ("train", *rules.pattern.parts):
+            return f"not the train split of a DatasetDict but {part}"
+        if not word or TRAIN.search(part.lower()) or HELD_OUT.search(str(rules.pattern).lower()):
+            continue
+        if kind != "text" or folder in rules.with_train:
+            return f"held out by its name ({word[0]})"
+    return None

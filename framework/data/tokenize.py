@@ -1,6 +1,6 @@
 """The tokenizer: loaded by `transformers` or trained offline, then kept beside the token stores.
 
-The kept folder is what `AutoTokenizer.from_pretrained` loads, so ranks, generation and export need neither the hub nor the
+`AutoTokenizer.from_pretrained` loads the kept folder, so ranks, generation and export need neither the hub nor the
 text it was trained on. `info.json` in it holds what training needs to know without importing transformers.
 """
 
@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,15 @@ from framework.files import sync, sync_tree, write_json
 END_OF_TEXT = "<|endoftext|>"
 INFO_FILE = "info.json"
 
-# Has what normalisers, pre-tokenizers and post-processors treat specially.
+# Text with everything that normalisers, pre-tokenizers and post-processors treat specially.
 PROBE = "  Is it\tthe same?\n\n\tdef f(x): return x**2  # Äpfel, 猫, 🦊, e\u0301, 12345  "
 
 _OTHER_TOKENIZER = (
     "Set model.tokenizer to the folder or the hub name of one; pretrained weights need that of their training"
 )
 
-# Longer texts are encoded in windows of so many characters: `tokenizers` takes some 200 bytes of memory a character.
-# Each overlaps the next, and they are joined where both say the same of AGREEING_TOKENS in a row.
+# Longer texts are encoded in windows of this many characters: `tokenizers` takes some 200 bytes of memory a character.
+# Each window overlaps the next, and they are joined where both agree on AGREEING_TOKENS in a row.
 WINDOW_CHARS = 1 << 18
 OVERLAP_CHARS = 1 << 14
 AGREEING_TOKENS = 64
@@ -42,19 +42,21 @@ Encode = Callable[[str], np.ndarray]
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """vocab_size: one more than the largest id. hash: equal for tokenizers that encode alike. files: xxh3 of each of the kept
-    folder's other files; none where an earlier Meshwright kept it."""
+    """The content of info.json."""
 
     hash: str
+    """Equal for tokenizers that encode alike."""
     vocab_size: int
+    """One more than the largest id."""
     eos_id: int
-    files: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str]
+    """xxh3 of each of the kept folder's other files."""
 
 
 def load_tokenizer(name: str, revision: str | None = None, key: str = "model.tokenizer") -> Any:
-    """The tokenizer of a folder or of the hub, there at `revision` or the newest. key: of the recipe, which names it.
+    """Load the tokenizer of a folder or of the hub (at `revision`, or the newest). key: the recipe's key that names it.
 
-    DataError where there is none, ModelError where there is neither such a folder nor a hub that can be asked.
+    DataError if there is none, ModelError if there is neither such a folder nor a hub that answers.
     """
     from transformers import AutoTokenizer  # two seconds, and the workers do not need it
 
@@ -68,21 +70,21 @@ def load_tokenizer(name: str, revision: str | None = None, key: str = "model.tok
         if "trust_remote_code" in str(error):
             why = "only code that comes with it reads it, and Meshwright runs none"
         raise DataError(f"{key}={name}: no tokenizer can be loaded from it ({why}). {_OTHER_TOKENIZER}") from error
-    # Of a folder with a model's config alone transformers makes a tokenizer that knows special tokens and no text.
+    # From a folder with a model's config alone transformers makes a tokenizer that knows special tokens and no text.
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
         raise DataError(f"{key}={name} has no tokenizer: no text would become tokens. {_OTHER_TOKENIZER}")
     return tokenizer
 
 
 def _has_tokenizer_files(folder: Path) -> bool:
-    """Without any, transformers lists what a tokenizer may be made of, and not what is missing."""
+    # Without any, transformers lists what a tokenizer may be made of, and not what is missing.
     return any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken"))
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> Any:
-    """A byte-level BPE of at most `vocab_size` entries, the end-of-text token included; equal texts give equal entries.
+    """Train a byte-level BPE of at most `vocab_size` entries, the end-of-text token included; equal texts give equal entries.
 
-    progress: the library's own bars, on a terminal: only it knows how many merges there are to come.
+    progress: the library's own bars, on a terminal: only it knows how many merges are to come.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -101,7 +103,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> 
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> TokenizerInfo:
-    """Writes `tokenizer` and its info; `folder` appears as a whole or not at all."""
+    """Write `tokenizer` and its info; `folder` appears as a whole or not at all."""
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"model.tokenizer={tokenizer.name_or_path}: it has no end-of-sequence token, which closes every document. "
@@ -140,8 +142,7 @@ def _save_pretrained(tokenizer: Any, folder: Path) -> None:
 
 
 def read_info(folder: Path) -> TokenizerInfo | None:
-    """The info of a kept tokenizer, or None where there is none. DamagedStore where it cannot be read, or where another file is
-    not what was kept."""
+    """The info of a kept tokenizer, or None if there is none. DamagedStore if it cannot be read or another file has changed."""
     path = folder / INFO_FILE
     try:
         info = TokenizerInfo(**json.loads(path.read_bytes()))
@@ -152,13 +153,8 @@ def read_info(folder: Path) -> TokenizerInfo | None:
     for name, expected in info.files.items():
         found = hash_file(folder / name) if (folder / name).is_file() else None
         if found != expected:
-            raise DamagedStore(
-                _explain_damage(
-                    folder / name, "is missing" if found is None else f"is not as {INFO_FILE} beside it says"
-                )
-            )
-    if not info.files and _hash_tokenizer(folder, info.eos_id) != info.hash:
-        raise DamagedStore(_explain_damage(folder / "tokenizer.json", "is not as it was written"))
+            what = "is missing" if found is None else f"is not as {INFO_FILE} beside it says"
+            raise DamagedStore(_explain_damage(folder / name, what))
     return info
 
 
@@ -175,9 +171,9 @@ def _explain_damage(path: Path, what: str) -> str:
 
 
 def load_encoder(folder: Path) -> Encode:
-    """text -> ids [n] int32, with the special tokens that the tokenizer itself adds (BOS of Llama, none of GPT-2).
+    """A function text -> ids [n] int32, with the special tokens that the tokenizer itself adds (BOS for Llama, none for GPT-2).
 
-    Straight through the `tokenizers` library where it can be: workers then start in 0.2 s instead of 3 s.
+    It uses the `tokenizers` library alone if it can: workers then start in 0.2 s instead of 3 s.
     """
     if not (folder / "tokenizer.json").exists():
         tokenizer = load_tokenizer(str(folder))
@@ -195,7 +191,7 @@ def _encode_short(backend: Tokenizer, text: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens of a part of a text, without special ones. starts, stops: their characters in the whole text."""
+    """Tokens of a window of a text, without special ones: [n] each. starts, stops: their characters in the whole text."""
 
     ids: np.ndarray
     starts: np.ndarray
@@ -203,21 +199,21 @@ class Window:
 
 
 def _encode_long(backend: Tokenizer, text: str) -> np.ndarray:
-    """The ids that the text has as a whole, in memory for one window. DataError where two windows do not agree on them."""
+    """The ids of the whole text, [n] int32, in memory for one window. DataError if two windows do not agree on them."""
     before, after = _find_special_tokens(backend)
-    parts = [before]
+    chunks = [before]
     window, unread = _encode_window(backend, text, 0), 0
     for start in range(WINDOW_CHARS - OVERLAP_CHARS, len(text) - OVERLAP_CHARS, WINDOW_CHARS - OVERLAP_CHARS):
         following = _encode_window(backend, text, start)
         stop, resume = _find_join(window, following, start + OVERLAP_CHARS // 4)
-        parts.append(window.ids[unread:stop])
+        chunks.append(window.ids[unread:stop])
         window, unread = following, resume
-    parts.append(window.ids[unread:])
-    return np.concatenate([*parts, after])
+    chunks.append(window.ids[unread:])
+    return np.concatenate([*chunks, after])
 
 
 def _find_special_tokens(backend: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """The ids that the tokenizer puts in front of every text and behind it."""
+    """The ids that the tokenizer adds in front of every text, and behind it."""
     bare, whole = (backend.encode(PROBE, add_special_tokens=each).ids for each in (False, True))
     starts = [start for start in range(len(whole)) if whole[start : start + len(bare)] == bare]
     if not starts or not bare:
@@ -234,7 +230,7 @@ def _encode_window(backend: Tokenizer, text: str, start: int) -> Window:
 
 
 def _find_join(left: Window, right: Window, start: int) -> tuple[int, int]:
-    """(tokens of `left` in front of the join, tokens of `right` in front of it), the first from character `start` on."""
+    """The first join from character `start` on: (tokens of `left` in front of it, tokens of `right` in front of it)."""
     count = AGREEING_TOKENS
     for index in range(int(np.searchsorted(left.starts, start)), left.ids.size - count):
         other = int(np.searchsorted(right.starts, left.starts[index]))
@@ -250,7 +246,7 @@ def _find_join(left: Window, right: Window, start: int) -> tuple[int, int]:
 
 
 def cut_at_spaces(text: str) -> Iterator[str]:
-    """Parts of at most WINDOW_CHARS of a text, cut in front of a word and its space: a byte-level BPE counts the same words."""
+    """Cut a text into chunks of at most WINDOW_CHARS, in front of a space: a byte-level BPE counts the same words."""
     start = 0
     while len(text) - start > WINDOW_CHARS:
         stop = start + WINDOW_CHARS
@@ -263,7 +259,7 @@ def cut_at_spaces(text: str) -> Iterator[str]:
 
 
 def decode_start(folder: Path, ids: np.ndarray, num_words: int = 4) -> str:
-    """The first words of the text of `ids`, on one line; `TEXT` where the kept tokenizer is of a kind that is slow to load."""
+    """The first words of the text of `ids` ([n]), on one line; `TEXT` if the kept tokenizer is of a kind that is slow to load."""
     file = folder / "tokenizer.json"
     text = Tokenizer.from_file(str(file)).decode(ids.tolist()) if file.exists() else ""
     words = text.strip().partition("\n")[0].split()[:num_words]
@@ -280,7 +276,7 @@ def _check_encoder(tokenizer: Any, folder: Path) -> None:
 
 
 def _hash_tokenizer(folder: Path, eos_id: int) -> str:
-    """A hash of tokenizer.json, which says how to encode, or of all files where there is none."""
+    """A hash of tokenizer.json, which determines the encoding, or of all files if there is none."""
     files = [folder / "tokenizer.json"]
     if not files[0].exists():
         files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != INFO_FILE)

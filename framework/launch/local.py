@@ -16,27 +16,25 @@ from framework.data.prepare import prepare, summarize_data
 from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost, MeshwrightError, RecipeError, RunError
 from framework.imports import loading_libraries
 from framework.launch.agent import Outcome, run_ranks
-from framework.launch.directory import RunDirectory, place_checkpoints
+from framework.launch.directory import RunDirectory
 from framework.launch.epochs import settle_length, settle_steps
 from framework.launch.identity import describe_identity, keep_tokenizer
-from framework.launch.launchers import is_of_launcher
-from framework.launch.places import explain_errors, refuse_unreachable
+from framework.launch.places import explain_errors, place_checkpoints, refuse_unreachable, refuse_unwritable
+from framework.launch.record import describe_software
 from framework.launch.resume import Change, resume_command, resume_recipe, saved_step
-from framework.launch.runs import Runs
 from framework.launch.settle import keep_pretrained, settle, settle_tokens
 from framework.launch.slurm import RANK_PROGRAM
-from framework.launch.snapshot import describe_software
 from framework.lease import Lease
 from framework.mesh.placement import place
 from framework.monitor.goodput import find_age_s, note_gone, note_launch
 from framework.optim.disk_file import refuse_folder
 from framework.recipe.compose import save_recipe
 from framework.recipe.derive import derive
-from framework.recipe.describe import caution_of_export, describe_blend
+from framework.recipe.describe import describe_blend
 from framework.recipe.elastic import has_range
 from framework.recipe.environment import fill
 from framework.recipe.schema import Recipe
-from framework.start import python_words
+from framework.start import is_of_launcher, python_words
 
 # The program of a rank, `train/program.py`, where the only rank lives in this process.
 RankProgram = Callable[[Path, Lease], int]
@@ -57,7 +55,7 @@ def train(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], run_ran
             + " launch.spares=0" * (recipe.launch.spares > 0)
         )
     rank_variables(recipe)
-    if recipe.run.id is not None and (run := Runs.of(recipe.run).find(recipe.run.id)).recipe.exists():
+    if recipe.run.id is not None and (run := RunDirectory(Path(recipe.run.root, recipe.run.id))).recipe.exists():
         return _resume(run, overrides, recipe_dirs, run_rank)
     return _begin(recipe, overrides, run_rank)
 
@@ -95,8 +93,6 @@ def summarize(recipe: Recipe, model_type: str) -> str:
         "layout": f"{derived.world} {'rank' if derived.world == 1 else 'ranks'}, {degrees}, zero {recipe.zero.stage}",
         "device": f"{recipe.launch.device}, {recipe.precision.compute}",
     }
-    if caution := caution_of_export(recipe.model):
-        lines["export"] = caution
     if (recipe.launch.device, recipe.precision.compute) == ("cpu", "fp8"):
         lines["device"] += " emulated, as CPUs have none: the same numbers, slower than bf16"
     if recipe.launch.kind == "slurm":
@@ -112,8 +108,7 @@ def rank_variables(recipe: Recipe) -> dict[str, str]:
 
 def _begin(recipe: Recipe, overrides: list[str], run_rank: RankProgram) -> int:
     """A new run. Its directory is made once the data is there: bad data leaves no run behind."""
-    runs = Runs.of(recipe.run)
-    runs.refuse_unwritable()
+    refuse_unwritable(Path(recipe.run.root))
     refuse_unreachable(recipe.checkpoint.root)
     recipe = settle(recipe)
     model_type = check_model(recipe)
@@ -122,7 +117,7 @@ def _begin(recipe: Recipe, overrides: list[str], run_rank: RankProgram) -> int:
     prepared = prepared or prepare(recipe)
     print(summarize_data(prepared, recipe.data.validation))
     recipe = settle_tokens(recipe, prepared.tokenizer)
-    run = runs.create(recipe.run.id, recipe.run.name)
+    run = RunDirectory.create(Path(recipe.run.root), recipe.run.id, recipe.run.name)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
     with run.lock(partial(claim, run, recipe.checkpoint.root)) as lease:
         keep_tokenizer(run, lease, prepared.tokenizer)
@@ -197,7 +192,6 @@ def _launch(run: RunDirectory, lease: Lease, recipe: Recipe, run_rank: RankProgr
     with suppress(OSError, LeaseLost):  # a full disk, or another start's run: goodput begins with the ranks
         lease.check()
         note_launch(run.path, find_age_s())
-    run.upload(lease)
     for name in filter(is_of_launcher, tuple(os.environ)):  # the ranks are this launcher's: who they are it says itself
         del os.environ[name]
     if world == 1 and not variables:
@@ -245,7 +239,8 @@ def claim(run: RunDirectory, root: str | None) -> None:
     """What a new run does under its lock, and before its epoch is raised, which would end a start that runs: refuse a run that is
     there, and note where this one's checkpoints lie, as checkpoint.root says. Raises RunError."""
     refuse_begun(run)
-    place_checkpoints(run, root)
+    if not run.has_trained:
+        place_checkpoints(run.path, root)
     refuse_leftovers(run)
 
 

@@ -37,9 +37,7 @@ def _measure(order: Order) -> None:
     from framework.mesh.topology import Topology
 
     torch.set_num_threads(order.threads)
-    # Groups of as many ranks as have the machine for themselves: one of them measures alone, then all of them together.
-    topology = Topology(dp=order.crowd // order.ranks, tp=order.ranks)
-    mesh = connect(topology, choose_device(order.device), timeout_s=CONNECT_WITHIN_S)
+    mesh = connect(Topology(tp=order.ranks), choose_device(order.device), timeout_s=CONNECT_WITHIN_S)
     measured = measure(order, mesh)
     if mesh.rank == 0:
         Path(order.result).write_text(json.dumps(measured), encoding="utf-8")

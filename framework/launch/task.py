@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from framework.errors import LeaseLost, NodeError, TopologyError
-from framework.launch.directory import Verdict, describe_self
+from framework.launch.directory import HolderState, describe_self
 from framework.lease import Holder, read_lease
 from framework.mesh.placement import place
 from framework.monitor.goodput import Job
@@ -47,12 +47,12 @@ def describe_start() -> Holder:
     return describe_self(job, int(restart), int(os.environ.get("SLURM_STEP_ID", "0")))
 
 
-def judge(holder: Holder, me: Holder) -> Verdict:
+def judge(holder: Holder, me: Holder) -> HolderState:
     """Is the holder of a run over, by SLURM's word? It starts a job again only once it holds the former start for ended."""
     if holder.is_older_start(me):
-        return Verdict.OVER
+        return HolderState.OVER
     if not holder.job or holder.job == me.job:
-        return Verdict.UNKNOWN
+        return HolderState.UNKNOWN
     from framework.launch.slurm import (
         WAITING_OR_RUNNING,
         find_job,
@@ -60,8 +60,8 @@ def judge(holder: Holder, me: Holder) -> Verdict:
 
     state = find_job(holder.job)
     if state is None:
-        return Verdict.UNKNOWN
-    return Verdict.LIVES if state.state in WAITING_OR_RUNNING else Verdict.OVER
+        return HolderState.UNKNOWN
+    return HolderState.LIVES if state.state in WAITING_OR_RUNNING else HolderState.OVER
 
 
 def refuse_stale(run_dir: Path, began_at: int) -> None:

@@ -1,4 +1,4 @@
-"""Build a rank's TrainingRun from its plan: materialize parameters on the mesh, then attach hooks and gradient views.
+"""Build a rank's TrainingRun: materialize parameters on the mesh, then attach hooks, gradients and loss.
 
 plan = make_plan(recipe, config)       framework/plan: pure, equal on every rank
 mesh = connect(plan.topology, ...)     framework/comm: process groups
@@ -13,13 +13,12 @@ from torch import Tensor
 from framework.comm.connect import Mesh
 from framework.mesh.token_layout import TokenLayout
 from framework.model.buffers import build_buffers, set_buffers
-from framework.model.chunked_loss import make_loss
 from framework.model.expert_load import ExpertLoad
 from framework.model.hub import find_folder
-from framework.model.materialize import initialize_with_ties, set_parameter
+from framework.model.initial import draw_with_ties
+from framework.model.units import set_parameter
 from framework.optim.disk_ring import DiskStates, DiskTensor
-from framework.parallel.attach import attach
-from framework.parallel.experts import tell_dropped
+from framework.parallel.parallelize import AttachedStage, attach
 from framework.parallel.pipeline.execute import ActivationSpec
 from framework.parallel.zero.buffers import UnitBuffer, make_buffers
 from framework.parallel.zero.exposed_communication import ExposedCommunication
@@ -64,19 +63,18 @@ def materialize(
 ) -> list[UnitBuffer]:
     """Memory and values of a stage's parameters: seeded, or read from `model.weights`, or none yet if a checkpoint follows.
 
-    One unit at a time, so that drawing needs no more memory than a unit's. buffer_values: of the whole model's buffers, by name;
-    those in the files of `model.weights` are read into them. masters: of the unit buffers whose home is a disk, in their order;
-    those of this stage are taken.
+    One unit at a time, because each is drawn whole. buffer_values: of the whole model's buffers, by name; those in the files of
+    `model.weights` are read into them. masters: of the unit buffers whose home is a disk, in their order; those of this stage
+    are taken.
     """
-    model, seed, buffers = plan.recipe.model, plan.recipe.train.seed, make_buffers(stage.buffers)
-    is_seeded = model.weights is None and not resumes
+    model, buffers = plan.recipe.model, make_buffers(stage.buffers)
     for unit in stage.units:
-        programs = initialize_with_ties(plan.whole, plan.units, unit, seed) if is_seeded else {}
-        for buffer in (buffer for buffer in buffers if buffer.plan.unit == unit.name):
+        own = [buffer for buffer in buffers if buffer.plan.unit == unit.name]
+        for buffer in own:
             buffer.stored = masters.pop(0) if buffer.plan.lifetimes.homes.master == Home.DISK else None
             buffer.allocate(device)
-            with buffer.master_in_memory(is_changed=not resumes):
-                initialize_parameters(buffer, programs)
+        if model.weights is None and not resumes:
+            initialize_parameters(own, draw_with_ties(plan.whole, plan.units, unit, plan.recipe.train.seed, device))
     if model.weights is not None and not resumes:
         load_pretrained(plan.whole, buffer_values, buffers, find_folder(model.weights, model.revision))
     for buffer in buffers:
@@ -89,16 +87,13 @@ def materialize(
 def attach_stage(
     plan: Plan, stage: PlannedStage, buffers: list[UnitBuffer], exposed: ExposedCommunication, load: ExpertLoad
 ) -> RankStage:
-    """The stage with the hooks that unshard its parameters, reduce its gradients and count the load of its experts."""
-    attached = attach(stage.model.model, stage.plan, stage.ties, buffers, exposed)
-    layers = [unit.name for unit in stage.units if stage.plan.bounds.owns(unit)]
-    load.watch(stage.model.model, layers, stage.plan.routed_tokens)
-    tell_dropped(stage.model.model, load.drop)
-    # Behind `attach`, whose hooks have to see what the head gives.
-    views = [view for buffer in buffers for view in buffer.grad_views.values()]
+    """The stage with all that its model needs in memory."""
     logit_map = plan.logit_map if stage.plan.bounds.is_last else None
-    loss = make_loss(stage.model.model, views, logit_map, stage.plan.axes["tp"], plan.vocabulary_size)
-    return RankStage(stage.model, buffers, attached, loss, load, stage.plan.trains_below)
+    attached = AttachedStage(
+        stage.model.model, stage.plan, stage.ties, buffers, exposed, load, logit_map, plan.vocabulary_size
+    )
+    attach(attached)
+    return RankStage(stage.model, attached)
 
 
 def assemble(

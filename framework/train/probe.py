@@ -30,9 +30,8 @@ from framework.checkpoint.staging import free_bytes
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh, node_name, ranks_per_node
-from framework.comm.objects import gather_to_first, tell
+from framework.comm.objects import broadcast_object, gather_object
 from framework.errors import NodeError, RunError
-from framework.launch.places import find_key
 from framework.launch.task import is_task, leave_out
 from framework.lease import Lease
 from framework.optim.optimizers import state_names
@@ -94,8 +93,8 @@ class Expected:
 def probe(plan: Plan, mesh: Mesh, lease: Lease) -> None:
     """Raise NodeError on all ranks where a node is bad, RunError where the run's folder is not shared. Collective."""
     world = mesh.axis("world")
-    name = tell(lambda: _leave_note(lease), world)
-    facts = gather_to_first(_find_facts(mesh, lease.run, name), world)
+    name = broadcast_object(lambda: _leave_note(lease), world)
+    facts = gather_object(_find_facts(mesh, lease.run, name), world)
 
     def conclude() -> None:
         findings = [*judge(facts, _expect(plan, mesh)), *check_room(plan, lease.run)]
@@ -104,7 +103,7 @@ def probe(plan: Plan, mesh: Mesh, lease: Lease) -> None:
         refuse([each for each in findings if each.is_bad], facts, lease)
 
     try:
-        tell(conclude, world)
+        broadcast_object(conclude, world)
     finally:
         if mesh.rank == 0 and name:
             with suppress(OSError):
@@ -186,7 +185,7 @@ def refuse(bad: Sequence[NodeFinding], facts: Sequence[Facts], lease: Lease) -> 
     if len(others) > 1 and blind == others:
         raise RunError(
             f"{lease.run} is not on a file system that all nodes share: {', '.join(sorted(blind))} do not see what rank 0, on"
-            f" {facts[0].node}, writes there. Set {find_key(lease.run)} to a folder on a shared one"
+            f" {facts[0].node}, writes there. Set run.root to a folder on a shared one"
         )
     if is_task():
         lease.check()

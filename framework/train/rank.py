@@ -16,7 +16,7 @@ from framework.comm.connect import (
     open_store_beside,
     ranks_per_node,
 )
-from framework.comm.objects import tell
+from framework.comm.objects import broadcast_object
 from framework.data.loader import Hear, Loader, validation_batches
 from framework.data.open_data import open_data
 from framework.data.pack import Microbatch
@@ -108,7 +108,7 @@ def train_rank(
         device = choose_device(recipe.launch.device)
         mesh = connect(plan.topology, device, timeout_s=deadlines.collective, check_s=check_s, fingerprint=fingerprint)
         progress.communicators[TRAINING] = tuple(mesh.axes.values())
-        lease = progress.lease = tell(lambda: lease or Lease(run_dir), mesh.axis("world"))
+        lease = progress.lease = broadcast_object(lambda: lease or Lease(run_dir), mesh.axis("world"))
         goodput.hold(lease)
         if recipe.launch.probe:
             probe(plan, mesh, lease)
@@ -233,7 +233,7 @@ def _settle_identity(recipe: Recipe, prepared: Prepared, mesh: Mesh, lease: Leas
             f" {state.data}): its data cursor would point elsewhere. Restore the files of data.sources, or start a new run"
         )
     settle = partial(settle_identity, RunDirectory(lease.run), lease, recipe, state.to_json(), prepared.tokenizer)
-    identity = tell(settle, mesh.axis("world"))
+    identity = broadcast_object(settle, mesh.axis("world"))
     state.recipe, state.tokenizer = identity["recipe"], identity["tokenizer"]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from framework.checkpoint.save import Saver
 from framework.comm.connect import Mesh
-from framework.comm.objects import gather_numbers_to_first
+from framework.comm.objects import gather_numbers
 from framework.comm.transfer import AsyncHostCopy
 from framework.model.expert_load import read_loads
 from framework.monitor.goodput import Goodput
@@ -100,7 +100,7 @@ class Reporter:
         numbers for each rank.
         """
         own = find_device_times(pending, self._run.mesh.device)
-        times = [RankTimes(*each) for each in gather_numbers_to_first(own, self._run.mesh.axis("world"))]
+        times = [RankTimes(*each) for each in gather_numbers(own, self._run.mesh.axis("world"))]
         if times:  # on rank 0
             self._find_stragglers(pending, times)
             validation = {

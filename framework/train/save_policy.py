@@ -7,7 +7,7 @@ from functools import partial
 from framework.checkpoint.interval import find_interval_s
 from framework.checkpoint.save import Goal, Saver
 from framework.comm.communicator import Communicator
-from framework.comm.objects import tell
+from framework.comm.objects import broadcast_object
 from framework.recipe.schema import Checkpoint
 from framework.train.state import RunState
 from framework.train.sums import Flags
@@ -55,7 +55,7 @@ class SavePolicy:
         """With checkpoint.keep_best, save these weights if their validation loss is the lowest so far. Rank 0 decides, so that no
         rounding of a loss makes ranks disagree on a save, which is collective."""
         if self.rules.keep_best:
-            self._is_best = tell(partial(is_best, loss, state.best_validation_loss), world)
+            self._is_best = broadcast_object(partial(is_best, loss, state.best_validation_loss), world)
             if self._is_best:
                 state.best_step, state.best_validation_loss = state.step, loss
 

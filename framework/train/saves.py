@@ -25,7 +25,7 @@ from framework.checkpoint.place import Place, checkpoints_of
 from framework.checkpoint.save import Goal, Saver
 from framework.checkpoint.staging import StagingMemory
 from framework.comm.connect import Mesh, connect_beside, node_name, ranks_per_node
-from framework.comm.objects import tell
+from framework.comm.objects import broadcast_object
 from framework.launch.directory import RunDirectory
 from framework.launch.exports import Exports, exports_have_ended
 from framework.lease import Lease
@@ -63,7 +63,7 @@ class Saves:
     @cached_property
     def birth(self) -> str:
         """The mark that tells this run from earlier ones at its path, of which nodes may hold steps."""
-        return tell(self._read_birth, self.mesh.axis("world"))
+        return broadcast_object(self._read_birth, self.mesh.axis("world"))
 
     @cached_property
     def neighbours(self) -> Neighbours:
@@ -79,7 +79,7 @@ class Saves:
         """The step from which this start goes on. Rank 0 decides: ranks may see the folder in two states (NFS), and some would
         start over while others resume."""
         # First: a checkpoint that a former start commits from here on must not count.
-        tell(self._enter, self.mesh.axis("world"))
+        broadcast_object(self._enter, self.mesh.axis("world"))
         return self.copies.find_start(self.lease.run, self.root)
 
     @cached_property
@@ -108,7 +108,6 @@ class Saves:
             self.phases.observer.reach,
             lease=self.lease,
             hold=self.keeper.hold,
-            before_commit=self._upload,
         )
 
     def restore(self, run: TrainingRun) -> RunState:
@@ -204,15 +203,11 @@ class Saves:
         return str(run.find_record().get("birth", NO_BIRTH))
 
     def _begin_generation(self, step: int) -> None:
-        self.keeper.generation = tell(partial(begin_generation, self.lease, step), self.mesh.axis("world"))
+        self.keeper.generation = broadcast_object(partial(begin_generation, self.lease, step), self.mesh.axis("world"))
 
     def _wait_until_staged(self) -> None:
         with self.watchdog.waiting(), self.phases.within(Phase.SAVE):
             self.saver.wait_until_staged()
-
-    def _upload(self) -> None:
-        """In the saver's thread: upload the files that the run has written before the checkpoint that makes their steps final."""
-        RunDirectory(self.lease.run).upload(self.lease)
 
     def _end_save(self, step: int, is_committed: bool) -> None:
         """In the saver's thread."""

@@ -20,7 +20,8 @@ from framework.data.join import JoinPlan, join_store
 from framework.data.loader import Loader
 from framework.data.prepare import prepare_command
 from framework.data.prepared import Prepared, PreparedSource
-from framework.data.store import STORE_VERSION, SplitReport, SplitWriter, StoreMeta, open_stream, sum_splits
+from framework.data.shard import SplitReport, SplitWriter, sum_splits
+from framework.data.store import STORE_VERSION, StoreMeta, open_stream
 from framework.recipe.schema import Data, Recipe, Source
 
 BAR_TOKENS_PER_S = 5_000_000

@@ -2,7 +2,7 @@
 
     python scripts/bench/foresight_memory.py [--layouts 40] [--seed 1] [--estimated] [--json FILE]
 
-Layouts are drawn as `verify --random` draws them (`framework/verify/draws.py`), of small models whose activations have formulas.
+Layouts are drawn by `scripts/random_recipes.py`, of small models whose activations have formulas.
 Each is built as `meshwright train` builds it and takes two steps, of which the second is counted:
 
     states        distinct memory of parameters, gradients, masters and moments, before the step
@@ -19,6 +19,7 @@ estimate is off.
 import argparse
 import json
 import random
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -33,9 +34,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from framework.comm.connect import connect
-from framework.data.pack import Microbatch
-from framework.data.slices import cut_context
+from framework.data.pack import Microbatch, cut_context
 from framework.errors import MeshwrightError
 from framework.model.load import load_config
 from framework.plan.cluster import Cluster
@@ -48,8 +50,8 @@ from framework.recipe.compose import compose
 from framework.recipe.schema import Batch, Launch, Memory, Model, Precision, Recipe
 from framework.train.build import build
 from framework.train.step import TrainingRun, train_step
-from framework.verify.draws import Drawn, draw, write
 from framework.verify.pool import RankPool
+from scripts.random_recipes import Drawn, draw, write
 
 RANKS = (1, 2, 4, 4)
 STATES = tuple(kind for kind in KINDS if kind != "gathered")

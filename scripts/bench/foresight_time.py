@@ -32,8 +32,7 @@ import torch
 
 from framework.comm.collectives import all_reduce
 from framework.comm.connect import connect
-from framework.data.pack import Microbatch
-from framework.data.slices import cut_context
+from framework.data.pack import Microbatch, cut_context
 from framework.model.load import load_config
 from framework.plan.cluster import Cluster
 from framework.plan.find import AS_FAST, Question, best_of, least_of_fastest, resolved, search

@@ -31,8 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from framework.comm.collectives import gather_objects
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh, connect
-from framework.data.pack import Microbatch
-from framework.data.slices import cut_context
+from framework.data.pack import Microbatch, cut_context
 from framework.mesh.topology import Topology
 from framework.model.load import load_config
 from framework.plan.plan import make_plan

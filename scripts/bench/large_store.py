@@ -21,8 +21,8 @@ import xxhash
 
 from framework.data.prepare import prepare
 from framework.data.prepared import locate
-from framework.data.source import MAX_SHARDS, plan_shards
-from framework.data.store import ShardReport, SplitReport, shard_path
+from framework.data.records import MAX_SHARDS, plan_shards
+from framework.data.shard import ShardReport, SplitReport, shard_path
 from framework.data.tokenize import train_bpe
 from framework.recipe.compose import compose
 

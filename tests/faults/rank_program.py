@@ -102,7 +102,7 @@ def add_until_asked(folder: Path) -> int:
 
     from framework.comm.collectives import all_reduce, gather_objects
     from framework.comm.connect import connect, launched_place, open_store_beside
-    from framework.comm.objects import tell
+    from framework.comm.objects import broadcast_object
     from framework.mesh.topology import Topology
     from framework.monitor.phases import Phase
     from framework.monitor.progress import Progress
@@ -122,7 +122,7 @@ def add_until_asked(folder: Path) -> int:
             assert gather_objects((rank, step), mesh.axis("world")) == [(each, step) for each in range(world)]
             if step == 1:
                 get_ready(folder)
-            if tell(lambda: stop.requested, mesh.axis("world")):
+            if broadcast_object(lambda: stop.requested, mesh.axis("world")):
                 break
         mesh.close()
     return EXIT_RESUME

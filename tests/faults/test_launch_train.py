@@ -696,7 +696,7 @@ def test_export_needs_a_run_and_a_checkpoint(tmp_path):
 
 @pytest.mark.grid
 def test_many_shards_are_prepared_and_trained_on_with_256_open_files(place, monkeypatch):
-    monkeypatch.setattr("framework.data.source.MIN_SHARD_BYTES", 1)
+    monkeypatch.setattr("framework.data.records.MIN_SHARD_BYTES", 1)
     files = place / "many-files"
     files.mkdir()
     for number in range(140):  # as many shards, which once were opened all at once, 2 files each

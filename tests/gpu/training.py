@@ -13,8 +13,7 @@ from framework.plan.plan import make_plan
 from framework.recipe.schema import Recipe
 from framework.train.build import build
 from framework.train.step import TrainingRun, train_step
-from framework.verify.double import keep_double
-from framework.verify.evidence import make_batches
+from framework.verify.evidence import keep_double, make_batches
 from framework.verify.layout import share
 from tests.families import build_config, family
 from tests.ranks.parity import topology_of

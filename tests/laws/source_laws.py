@@ -33,12 +33,9 @@ FLOORS = (
     ("__main__",),
 )
 FLOOR_OF_ROOM = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-# Files of verify/ that are the oracle, or that both sides read; and what of the framework they may know: the names of the
-# recipe's keys, and the errors that the user is told.
-ORACLE = (
-    "oracle", "reference", "initial", "evidence", "compare", "double", "lion", "rounding",
-    "plain_fp8", "plain_loss_scale", "plain_mixtures", "plain_recipe", "plain_rounding",
-)  # fmt: skip
+# Files of verify/ that are the oracle, or that both sides read; and what they may know of the framework: the names of the
+# recipe's keys, and the errors that the user reads.
+ORACLE = ("oracle", "plain", "reference", "evidence", "compare")
 ORACLE_KNOWS = ("framework.errors", "framework.recipe.schema", *(f"framework.verify.{name}" for name in ORACLE))
 
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
@@ -116,13 +113,13 @@ def imports_downwards(source: Source) -> Iterator[Breach]:
 
 
 def parallelisms_do_not_know_each_other(source: Source) -> Iterator[Breach]:
-    """Modules of `parallel` meet in parallelize.py (transforms) and attach.py only; a subpackage is one module. All may know what
+    """Modules of `parallel` meet in parallelize.py only; a subpackage is one module. All may know what
     a StagePlan is."""
-    if source.room != "parallel" or source.parts[1] in ("parallelize", "attach"):
+    if source.room != "parallel" or source.parts[1] == "parallelize":
         return
     for line, name in source.imports():
         if name.startswith("framework.parallel.") and name.split(".")[2] not in (source.parts[1], "stage_plan"):
-            yield line, f"parallel/{source.parts[1]} imports {name}: they meet in parallelize.py and attach.py only"
+            yield line, f"parallel/{source.parts[1]} imports {name}: they meet in parallelize.py only"
 
 
 def the_oracle_shares_nothing(source: Source) -> Iterator[Breach]:

@@ -10,8 +10,7 @@ import torch
 
 from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
-from framework.data.pack import Microbatch
-from framework.data.slices import cut_context
+from framework.data.pack import Microbatch, cut_context
 from framework.mesh.context import ContextSlices
 from framework.model.load_balancing import Routers
 from framework.model.loss import IGNORE

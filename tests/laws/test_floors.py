@@ -30,7 +30,7 @@ BREACHES = [
     ),
     ("parallelisms_do_not_know_each_other", "parallel/zero/buffers.py", "from ..pipeline.actions import Action"),
     ("the_oracle_shares_nothing", "verify/oracle.py", "from framework.optim.groups import group_parameters"),
-    ("the_oracle_shares_nothing", "verify/plain_recipe.py", "from framework.verify.layout import share"),
+    ("the_oracle_shares_nothing", "verify/plain.py", "from framework.verify.layout import share"),
     ("the_oracle_shares_nothing", "verify/oracle.py", "def f():\n    import framework.optim.schedules"),
     ("only_comm_communicates", "optim/clip.py", "import torch.distributed as dist"),
     ("only_comm_communicates", "optim/clip.py", "from torch import distributed"),
@@ -65,7 +65,7 @@ BREACHES = [
     ("modules_hold_no_state", "train/loop.py", "STATE = State()\ndef f(x):\n    STATE.step = x"),
     ("modules_hold_no_state", "train/loop.py", "from framework.mesh.topology import NAMES\nNAMES.update(x=1)"),
     ("options_are_passed_by_name", "cli.py", "export_command(run, arguments.to, best=arguments.best)"),
-    ("options_are_passed_by_name", "launch/search.py", "describe(result, name, asked.options.best)"),
+    ("options_are_passed_by_name", "commands/search.py", "describe(result, name, asked.options.best)"),
 ]
 
 # (path, source that keeps every law)

@@ -11,7 +11,7 @@ from pathlib import Path
 import framework
 
 PACKAGE = Path(framework.__file__).parent
-ROOMS = ("checkpoint", "track", "monitor", "faults", "commands", "train", "launch", "lease.py")
+ROOMS = ("checkpoint", "track", "monitor", "faults", "train", "launch", "commands", "lease.py")
 WRITES = {
     "create_file", "write_file", "write_json", "write_atomically",
     "write_text", "write_bytes", "touch", "mkdir", "makedirs", "rename", "replace", "unlink", "rmdir", "rmtree", "copytree",
@@ -69,12 +69,10 @@ KNOWN = {
     "launch/directory.py RunDirectory.attend": LOCK,
     "launch/directory.py RunDirectory._try_lock": LOCK,
     "launch/directory.py RunDirectory._replace_lock": LOCK,
-    "launch/directory.py place_checkpoints": OUTSIDE,
+    "launch/places.py place_checkpoints": OUTSIDE,
     "launch/places.py refuse_unwritable": OUTSIDE,
+    "launch/exports.py Exports._export": CHECKED,
     "launch/directory.py _claim_next": OUTSIDE,
-    "launch/export_places.py ExportFolder.making": CHECKED,
-    "launch/export_places.py ExportObjects._put": EPOCH,
-    "launch/export_places.py ExportObjects.remove_after": EPOCH,
     "commands/inject.py damage": "harm to a checkpoint that a user asks for by `meshwright inject`",
     "launch/identity.py keep_tokenizer": IN_WORKPLACE,
     "launch/measure.py measure_command": TEMPORARY,
@@ -82,17 +80,8 @@ KNOWN = {
     "launch/measure_rank.py _measure": TEMPORARY,
     "train/probe.py probe": IN_WORKPLACE,
     "train/probe.py _leave_note": IN_WORKPLACE,
-    "launch/remote.py RemoteRun.make": "a working folder, made once; who holds its lock changes it",
-    "launch/remote.py RemoteRun.fetch": "under the lock of the folder, before anybody writes there",
-    "launch/remote.py RemoteRun._locked": LOCK,
-    "launch/remote.py RemoteRun.claim": "records and locks of former starts, which no other start reads",
-    "launch/remote.py RemoteRun._withdraw": REMOTE,
-    "launch/remote.py RemoteRun._remove_older": REMOTE,
-    "launch/remote.py _put": REMOTE,
-    "launch/remote.py _write": "as `RemoteRun.fetch`; the start's own record, under a lock of its own",
     "launch/request.py _wait_until_taken": ASKED,
     "launch/request.py _ask": ASKED,
-    "launch/snapshot.py copy_code": IN_WORKPLACE,
     "launch/submit.py submit_sweep": "the folder of a sweep, which no rank writes into",
     "launch/submit.py check_machine": OUTSIDE,
     "launch/submit.py _queue": "RUN/slurm/jobs, under the lock, for the script's chain alone",
@@ -100,8 +89,8 @@ KNOWN = {
     "launch/task.py leave_out": CHECKED,
     "launch/task.py claim_outcome": "checked, and the file is of this restart alone",
     "launch/timings.py time_disk": "a file of this process's own beside runs, which it removes: no start reads it",
-    "launch/try_layouts.py _write_layouts": "the folder of a search, made under a name of its own, which holds runs and is none",
-    "launch/try_layouts.py _rank_again": "the same folder's cluster.yaml: of a search, no rank writes or reads it",
+    "commands/search.py _write_layouts": "the folder of a search, under a name of its own: it holds runs and is none",
+    "commands/search.py _rank_again": "the same folder's cluster.yaml: of a search, no rank writes or reads it",
     "monitor/goodput.py Lines.__init__": "checked before each note, once the lease is had; lines are added",
     "track/jsonl.py Jsonl.open": "an open that writes nothing; the newer start replaces the file",
     "track/jsonl.py Jsonl.rewind": "as `Jsonl.open`",

@@ -26,7 +26,7 @@ from framework.plan.plan import make_plan
 from framework.recipe.schema import Model, Parallel, Recipe, Zero
 from framework.train.build import build
 from framework.train.state import RunState, restore, saved_entries
-from framework.verify.double import keep_double
+from framework.verify.evidence import keep_double
 from tests.families import family
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool

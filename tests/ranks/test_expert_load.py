@@ -23,8 +23,7 @@ from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.train.build import build
 from framework.train.step import train_step
 from framework.train.validation import Validation
-from framework.verify.double import keep_double
-from framework.verify.evidence import make_batches
+from framework.verify.evidence import keep_double, make_batches
 from framework.verify.layout import initial_weights, share
 from tests.families import LLAMA, Family, build_config, family
 from tests.ranks.parity import CONTEXT, CPU, small_recipe, topology_of

@@ -46,7 +46,7 @@ def open_on_ranks(rank, world, rendezvous, recipe, vocab_size=300, failing=()):
         watch(open_data_module, "check_data_fits")
         patch.setattr(prepared.StoreMeta, "read", watched_read(looked, prepared.StoreMeta.read))
         if rank in failing:
-            patch.setattr(prepared, "open_checked", refuse)
+            patch.setattr(prepared, "open_stream", refuse)
         try:
             data = open_data(recipe, LlamaConfig(vocab_size=vocab_size), axis)
             outcome = data.fingerprint, [source.streams["train"].read(0, 9).tolist() for source in data.sources]

@@ -23,8 +23,7 @@ from framework.train.build import build
 from framework.train.state import RunState, restore, saved_entries
 from framework.train.step import train_step
 from framework.verify.compare import TOLERANCES
-from framework.verify.double import keep_double
-from framework.verify.evidence import Evidence
+from framework.verify.evidence import Evidence, keep_double
 from framework.verify.layout import gather_full, owned_weights, run_layout, share
 from tests.families import family
 from tests.grid import few_of

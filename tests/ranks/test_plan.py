@@ -17,7 +17,7 @@ from framework.comm.connect import connect
 from framework.errors import EXIT_DONE, EXIT_MEMORY
 from framework.plan.plan import make_plan
 from framework.plan.plan_command import plan_command
-from framework.plan.wanted import Wanted
+from framework.plan.plan_text import Wanted
 from framework.recipe.compose import compose
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.train.build import build

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from framework.checkpoint.inspect import inspect_command
-from framework.data import checksums
-from framework.data.checksums import BLOCK_BYTES, CHECKSUMS_FILE, find_damage, open_checked
+from framework.data import store as store_module
 from framework.data.pack import Packer
-from framework.data.prepare import prepare, prepare_command, summarize_data
+from framework.data.prepare import prepare
 from framework.data.prepared import Prepared, find_prepared, open_found
-from framework.data.store import StoreMeta
-from framework.errors import EXIT_DONE, EXIT_USER, DamagedStore
+from framework.data.store import BLOCK_BYTES, CHECKSUMS_FILE, StoreMeta, find_damage, open_stream
+from framework.errors import EXIT_DONE, EXIT_USER, DamagedStore, DataError
 from framework.recipe.schema import Recipe
 from tests.unit.test_data_prepare import build, make_recipe, make_texts, read_tree, write_jsonl
 
@@ -80,8 +79,8 @@ def test_a_flipped_bit_of_tokens_is_an_error_when_its_block_is_first_read(
 
 def test_a_block_is_hashed_once_in_a_process(store: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     prepared, hashed = open_store(store[0]), []
-    hash_block = checksums.hash_block
-    monkeypatch.setattr(checksums, "hash_block", lambda data: hashed.append(len(data)) or hash_block(data))
+    hash_block = store_module.hash_block
+    monkeypatch.setattr(store_module, "hash_block", lambda data: hashed.append(len(data)) or hash_block(data))
     read_all(prepared)
     read_all(prepared)
     sizes = [(store[1] / name).stat().st_size for name in ("train.tokens", "train.ends")]
@@ -102,7 +101,7 @@ def test_a_flipped_bit_of_ends_is_an_error_however_it_misleads_the_search(
 
 
 @pytest.mark.parametrize("name", ["store.json", "validation.counts", CHECKSUMS_FILE])
-@pytest.mark.parametrize("harm", ["flip", "halve", "empty"])
+@pytest.mark.parametrize("harm", ["flip", "halve", "empty", "delete"])
 def test_a_damaged_small_file_is_named_and_prepare_makes_it_again(
     store: tuple[Recipe, Path], whole: Path, name: str, harm: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,12 +109,14 @@ def test_a_damaged_small_file_is_named_and_prepare_makes_it_again(
     size = (folder / name).stat().st_size
     if harm == "flip":
         flip(folder / name, size - 20)
+    elif harm == "delete":
+        (folder / name).unlink()
     else:
         os.truncate(folder / name, size // 2 if harm == "halve" else 0)
-    with pytest.raises(DamagedStore, match=name):
+    with pytest.raises(DataError, match=name if (folder / "store.json").exists() else "not prepared"):
         find_prepared(recipe)
     prepare(recipe)
-    assert name in capsys.readouterr().err
+    assert (name, harm) == ("store.json", "delete") or name in capsys.readouterr().err
     assert read_tree(folder.parent) == read_tree(whole / "tokens")
 
 
@@ -125,30 +126,6 @@ def test_a_store_that_is_made_again_is_verified(store: tuple[Recipe, Path]) -> N
     (folder / "store.json").unlink()
     with pytest.raises(DamagedStore, match=r"train.tokens: bytes .* are not as they were written"):
         prepare(recipe)
-
-
-def test_an_older_store_is_read_with_a_note_until_prepare_adds_checksums(
-    store: tuple[Recipe, Path], whole: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe, folder = store
-    (folder / CHECKSUMS_FILE).unlink()
-    prepared = open_store(recipe)
-    read_all(prepared)
-    assert "no checksums" in summarize_data(prepared, 0.1)
-    assert inspect_command(folder) == EXIT_DONE
-    assert "sizes only" in capsys.readouterr().out
-    assert prepare_command(recipe, workers=1) == EXIT_DONE
-    assert read_tree(folder.parent) == read_tree(whole / "tokens")
-    assert "no checksums" not in summarize_data(open_store(recipe), 0.1)
-
-
-def test_an_older_store_that_has_rotted_gets_no_checksums(store: tuple[Recipe, Path]) -> None:
-    recipe, folder = store
-    (folder / CHECKSUMS_FILE).unlink()
-    flip(folder / "train.tokens", 1000)
-    with pytest.raises(DamagedStore, match=r"train.tokens"):
-        prepare_command(recipe, workers=1)
-    assert not (folder / CHECKSUMS_FILE).exists()
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "info.json"])
@@ -188,7 +165,7 @@ def test_a_checked_stream_is_the_stream(store: tuple[Recipe, Path]) -> None:
     _, folder = store
     meta = StoreMeta.read(folder)
     assert meta is not None
-    stream = open_checked(folder, meta, "train")
+    stream = open_stream(folder, meta, "train")
     assert stream.read(0, stream.num_tokens).tolist() == np.fromfile(folder / "train.tokens", np.uint16).tolist()
     assert stream.read(5, 5).size == 0
     ends = np.fromfile(folder / "train.ends", np.int64)

@@ -24,8 +24,7 @@ from framework.plan.logits import keep_chunked_loss
 from framework.plan.plan import Plan, make_plan, unconnected
 from framework.recipe.schema import Batch, Memory, Model, Parallel
 from framework.train.step import TrainingRun, train_step
-from framework.verify.double import keep_double
-from framework.verify.evidence import make_batches
+from framework.verify.evidence import keep_double, make_batches
 from framework.verify.layout import share
 from tests.evaluation import evaluate
 from tests.families import FAMILIES, Family, build_config, family, is_kind

@@ -17,8 +17,8 @@ import pytest
 
 from framework.data.kinds import find_foreign
 from framework.data.prepare import prepare, prepare_command
-from framework.data.records import read_records
-from framework.data.source import list_files, look_at, plan_shards
+from framework.data.records import plan_shards, read_records
+from framework.data.source import list_files
 from framework.errors import DataError
 from framework.recipe.schema import Data, Recipe, Source
 
@@ -31,12 +31,12 @@ def write(folder: Path, name: str, data: bytes = LINE) -> None:
 
 
 def taken(path: Path | str, format: str = "auto", field: str = "text") -> list[str]:
-    return [file.name for file in list_files("s", Source(str(path), format=format, field=field))]  # type: ignore[arg-type]
+    return [file.name for file in list_files("s", Source(str(path), format=format, field=field)).files]  # type: ignore[arg-type]
 
 
 def read_texts(path: Path | str, format: str = "auto", field: str = "text") -> list[str | None]:
     source = Source(str(path), format=format, field=field)  # type: ignore[arg-type]
-    shards = plan_shards(list_files("s", source))
+    shards = plan_shards(list_files("s", source).files)
     return [record.text for shard in shards for span in shard for record in read_records(span, field)]
 
 
@@ -88,7 +88,7 @@ def read_texts(path: Path | str, format: str = "auto", field: str = "text") -> l
 def test_what_is_no_data_is_left_out_with_a_reason(tmp_path: Path, beside: str) -> None:
     write(tmp_path, "train.jsonl")
     write(tmp_path, beside)
-    listing = look_at("s", Source(str(tmp_path)))
+    listing = list_files("s", Source(str(tmp_path)))
     assert [file.name for file in listing.files] == ["train.jsonl"]
     assert listing.left_out
     assert all(beside.startswith(name) for name in listing.left_out)
@@ -150,7 +150,7 @@ def test_caches_and_indices_beside_a_saved_set_are_no_documents(tmp_path: Path) 
     for name in ("cache-0123456789abcdef.arrow", "cache-1_00000_of_00002.arrow", "indices.arrow", "tmpabc.arrow"):
         (tmp_path / "saved" / name).write_bytes(data)
     assert read_texts(tmp_path / "saved") == read_texts(f"{tmp_path}/saved/*.arrow") == ["good"]
-    assert len(look_at("s", Source(str(tmp_path / "saved"))).left_out) == 6
+    assert len(list_files("s", Source(str(tmp_path / "saved"))).left_out) == 6
 
 
 def test_linked_folders_are_read_once_and_circles_end(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_linked_folders_are_read_once_and_circles_end(tmp_path: Path) -> None:
     (tmp_path / "data" / "gone.jsonl").symlink_to("nowhere.jsonl")
     assert taken(tmp_path / "data") == ["a.jsonl", "linked/b.jsonl"]
     assert taken(f"{tmp_path}/data/**/*.jsonl") == [f"{tmp_path}/data/{name}" for name in ("a.jsonl", "linked/b.jsonl")]
-    left_out = look_at("s", Source(str(tmp_path / "data"))).left_out
+    left_out = list_files("s", Source(str(tmp_path / "data"))).left_out
     assert left_out == {"c.jsonl": "the same file as a.jsonl", "gone.jsonl": "no regular file"}
 
 

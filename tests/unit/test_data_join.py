@@ -1,4 +1,4 @@
-"""Joining shards into one file per split: killed or out of disk anywhere, it goes on to equal bytes; older stores are joined."""
+"""Joining shards into one file per split: killed or out of disk anywhere, it goes on to equal bytes."""
 
 import errno
 import json
@@ -8,7 +8,6 @@ import re
 import resource
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,10 @@ import pytest
 import xxhash
 
 from framework.data import join, shard
-from framework.data.checksums import open_checked
 from framework.data.join import JoinPlan, join_store
-from framework.data.prepare import prepare
 from framework.data.prepared import find_prepared
-from framework.data.store import (
-    SPLITS,
-    STORE_VERSION,
-    SplitReport,
-    StoreMeta,
-    fingerprint_shards,
-    open_stream,
-    shard_path,
-    sum_splits,
-)
+from framework.data.shard import SplitReport, fingerprint_shards, shard_path, sum_splits
+from framework.data.store import SPLITS, STORE_VERSION, StoreMeta, open_stream
 from framework.errors import DataError
 from framework.recipe.schema import Data, Recipe, Source
 from tests.unit.test_data_prepare import build, make_recipe, make_texts, read_tree, tokenize_only, write_jsonl
@@ -45,7 +34,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for number in range(NUM_SHARDS):
         write_jsonl(place / f"{number}.jsonl", make_texts(40, number))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("framework.data.source.MIN_SHARD_BYTES", 1)
+        patch.setattr("framework.data.records.MIN_SHARD_BYTES", 1)
         patch.setattr(join, "BATCH_BYTES", 3000)  # two batches of the training split
         tokenize_only(recipe_of(place, "tokenized"))
         build(recipe_of(place, "whole"))
@@ -239,7 +228,7 @@ def measure_tokens(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("damage", ["lost", "cut", "changed"])
-def test_a_shard_that_is_not_what_was_written_is_named(place: Path, damage: str) -> None:
+def test_a_shard_that_is_not_what_was_written_is_damage(place: Path, damage: str) -> None:
     path = shard_path(copy_root(place, "damaged"), 1, "train.tokens")
     if damage == "lost":
         path.unlink()
@@ -247,7 +236,7 @@ def test_a_shard_that_is_not_what_was_written_is_named(place: Path, damage: str)
         os.truncate(path, 10)
     else:
         path.write_bytes(path.read_bytes()[::-1])
-    with pytest.raises(DataError, match=r"00001.train.tokens.*[Dd]elete the folder .*meshwright prepare"):
+    with pytest.raises(DataError, match=r"train.tokens: bytes [1-9].*delete the folder .*meshwright prepare"):
         build(recipe_of(place, "damaged"))
 
 
@@ -300,7 +289,7 @@ def test_a_store_of_thousands_of_shards_has_six_descriptors_and_maps(
     assert meta == plan.meta
     assert (folder / "store.json").stat().st_size < 2000, "every rank is told this"
     before = count_descriptors()
-    streams = {split: open_checked(folder, meta, split) for split in SPLITS}
+    streams = {split: open_stream(folder, meta, split) for split in SPLITS}
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
     assert count_descriptors() - before <= 6
     assert len(maps) <= 6
@@ -311,7 +300,7 @@ def test_a_store_of_thousands_of_shards_has_six_descriptors_and_maps(
 
 
 def test_ids_are_counted_with_bounded_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("framework.data.store.COUNTED_AT_ONCE", 7)
+    monkeypatch.setattr("framework.data.store.TOKENS_COUNTED_AT_ONCE", 7)
     plan = write_shards(tmp_path / "store", 3)
     join_store(tmp_path / "store")
     counted: list[int] = []
@@ -330,101 +319,6 @@ def test_workers_are_as_many_as_the_limit_of_open_files_allows(monkeypatch: pyte
         assert shard.most_workers() == expected
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert shard.most_workers() > 1 << 20
-
-
-# Of version 1
-
-
-def make_version_1(place: Path, name: str) -> Path:
-    """A complete store as version 1 left it: reports, shards, counts and meta.json; nothing joined."""
-    folder = copy_root(place, name)
-    plan = JoinPlan.read(folder)
-    assert plan is not None
-    (folder / "shards.json").unlink()
-    value = asdict(plan.meta) | {
-        "version": 1,
-        "files": plan.files,
-        "shards": [asdict_splits(each) for each in plan.shards],
-    }
-    del value["num_files"], value["splits"]
-    (folder / "meta.json").write_text(json.dumps(value))
-    (folder / "validation.counts").write_bytes(b"")
-    return folder
-
-
-def asdict_splits(shard: dict[str, SplitReport]) -> dict[str, Any]:
-    return {split: asdict(report) for split, report in shard.items()}
-
-
-def test_a_store_of_version_1_is_joined_and_not_tokenized_again(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = make_version_1(place, "old")
-    before = {path.name: path.read_bytes() for path in folder.glob("*.*") if path.name[0] in "0m"}
-    monkeypatch.setattr("framework.data.prepare.tokenize_shards", None)
-    prepared = prepare(recipe_of(place, "old"))
-    assert "without such runs: rm " in capsys.readouterr().err
-    assert prepared.fingerprint == find_prepared(recipe_of(place, "whole")).fingerprint
-    joined, whole = read_tree(place / "old"), read_tree(place / "whole")
-    assert {name: joined[name] for name in whole} == whole
-    assert before == {path.name: path.read_bytes() for path in folder.glob("*.*") if path.name[0] in "0m"}, (
-        "runs read it"
-    )
-    assert len(before) == 5 * NUM_SHARDS + 1
-
-
-def test_a_store_of_version_1_is_joined_without_its_source(place: Path, tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", make_texts(50))
-    tokenize_only(make_recipe(tmp_path / "tokenized", source))
-    make_version_1(tmp_path, "old")
-    fingerprint = build(make_recipe(tmp_path / "whole", source)).fingerprint
-    source.unlink()
-    assert build(make_recipe(tmp_path / "old", source)).fingerprint == fingerprint
-
-
-def test_shards_of_version_1_go_where_meta_json_was_removed(place: Path) -> None:
-    folder = make_version_1(place, "old-and-tight")
-    (folder / "meta.json").unlink()
-    build(recipe_of(place, "old-and-tight"))
-    assert read_tree(place / "old-and-tight") == read_tree(place / "whole")
-
-
-def test_a_full_disk_while_a_store_of_version_1_is_joined_says_how_to_do_without(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_version_1(place, "old-and-full")
-
-    def refuse(file: int, data: memoryview, offset: int) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwrite", refuse)
-    with pytest.raises(
-        DataError, match=r"train.tokens: No space left.*About [1-9][\d,]+ more bytes.*remove .*meta.json"
-    ):
-        build(recipe_of(place, "old-and-full"))
-
-
-def test_what_a_full_disk_advises_for_version_1_never_loses_a_store_whose_source_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", make_texts(50))
-    tokenize_only(make_recipe(tmp_path / "tokenized", source))
-    folder = make_version_1(tmp_path, "old")
-    fingerprint = build(make_recipe(tmp_path / "whole", source)).fingerprint
-    source.unlink()
-
-    def refuse(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    recipe = make_recipe(tmp_path / "old", source)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", refuse)  # of shards.json
-        assert "meta.json" not in (read_error(recipe) or "meta.json")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", refuse)
-        assert f"remove {folder / 'meta.json'}" in (read_error(recipe) or "")
-    (folder / "meta.json").unlink()
-    assert build(recipe).fingerprint == fingerprint
 
 
 def test_names_and_fingerprints_are_those_of_version_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.data.loader import Loader, validation_batches
-from framework.data.order import Order
+from framework.data.order import SampleOrder
 from framework.data.prepared import Prepared, PreparedSource
 from framework.data.store import TokenStream
 
@@ -76,7 +76,7 @@ def read_step(prepared: Prepared, cursor: int, b: int, microbatches: int, dp: in
 def test_every_split_of_a_step_reads_equal_samples(cursor: int, split: tuple[int, int, int]) -> None:
     prepared = make_prepared([17, 5], [0.8, 0.2])
     b, microbatches, dp = split
-    order = Order.of(7, {"s0": (0.8, 17), "s1": (0.2, 5)})
+    order = SampleOrder.of(7, {"s0": (0.8, 17), "s1": (0.2, 5)})
     source, sample = order.locate(np.arange(cursor, cursor + 12))
     expected = list(zip(source.tolist(), sample.tolist(), strict=True))
     assert read_step(prepared, cursor, b, microbatches, dp) == expected
@@ -215,7 +215,7 @@ def test_a_loader_that_skips_reads_what_is_left_whatever_it_had_read_ahead(split
     prepared, skipped = make_prepared([200, 90], [0.8, 0.2]), [[5, 17], [40, 41]]
     b, microbatches, dp = split
     left = [g for g in range(100) if not (5 <= g < 17 or g == 40)]
-    order = Order.of(7, {"s0": (0.8, 200), "s1": (0.2, 90)})
+    order = SampleOrder.of(7, {"s0": (0.8, 200), "s1": (0.2, 90)})
     found: dict[int, tuple[int, int]] = {}
     for rank in range(dp):
         with make_loader(prepared, b, microbatches, rank, dp) as loader:

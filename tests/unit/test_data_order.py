@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from framework.data.order import MAX_PERIOD, Order, add_skipped, count_shares, index_samples, interleave, permute
+from framework.data.order import MAX_PERIOD, SampleOrder, add_skipped, count_shares, index_samples, interleave, permute
 
 WEIGHTS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
@@ -76,7 +76,7 @@ def test_shares_of_any_weights_are_near_them(weights: list[float]) -> None:
     sources=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 30)), min_size=1, max_size=4),
 )
 def test_every_sample_of_every_epoch_exactly_once(seed: int, sources: list[tuple[int, int]]) -> None:
-    order = Order.of(seed, {f"source{n}": source for n, source in enumerate(sources)})
+    order = SampleOrder.of(seed, {f"source{n}": source for n, source in enumerate(sources)})
     source, sample = order.locate(np.arange(400))
     for number, (_, size) in enumerate(sources):
         visited = sample[source == number]
@@ -86,21 +86,21 @@ def test_every_sample_of_every_epoch_exactly_once(seed: int, sources: list[tuple
 
 def test_epochs_and_seeds_and_sources_have_different_orders() -> None:
     def visit(seed: int, name: str, epoch: int) -> list[int]:
-        return Order.of(seed, {name: (1.0, 50)}).locate(np.arange(50) + epoch * 50)[1].tolist()
+        return SampleOrder.of(seed, {name: (1.0, 50)}).locate(np.arange(50) + epoch * 50)[1].tolist()
 
     orders = [visit(1, "a", 0), visit(1, "a", 1), visit(2, "a", 0), visit(1, "b", 0)]
     assert len({tuple(order) for order in orders}) == 4
 
 
 def test_a_sources_order_does_not_depend_on_the_others() -> None:
-    alone = Order.of(3, {"a": (1.0, 50)}).locate(np.arange(120))[1]
-    source, sample = Order.of(3, {"b": (2.0, 7), "a": (1.0, 50)}).locate(np.arange(360))
+    alone = SampleOrder.of(3, {"a": (1.0, 50)}).locate(np.arange(120))[1]
+    source, sample = SampleOrder.of(3, {"b": (2.0, 7), "a": (1.0, 50)}).locate(np.arange(360))
     assert sample[source == 1].tolist() == alone.tolist()
 
 
 @given(index=st.lists(st.integers(0, 10**15), min_size=1, max_size=20))
 def test_order_is_random_access(index: list[int]) -> None:
-    order = Order.of(9, {"a": (0.7, 1001), "b": (0.3, 17)})
+    order = SampleOrder.of(9, {"a": (0.7, 1001), "b": (0.3, 17)})
     together = np.stack(order.locate(np.array(index)), axis=1).tolist()
     one_by_one = [[int(part[0]) for part in order.locate(np.array([one]))] for one in index]
     assert together == one_by_one

@@ -35,9 +35,10 @@ from framework.data.prepared import (
     locate,
     open_found,
 )
-from framework.data.shard import ShardJob, hash_document, tokenize_shards
-from framework.data.source import MIN_SHARD_BYTES, list_files, plan_shards
-from framework.data.store import ShardReport, Split
+from framework.data.records import MIN_SHARD_BYTES, plan_shards
+from framework.data.shard import ShardJob, ShardReport, hash_document, tokenize_shards
+from framework.data.source import list_files
+from framework.data.store import Split
 from framework.data.tokenize import decode_start, load_encoder, load_tokenizer, train_bpe
 from framework.errors import EXIT_DONE, EXIT_USER, DataError, ModelError
 from framework.files import write_atomically
@@ -212,7 +213,7 @@ def test_a_store_outlives_its_source(tmp_path: Path) -> None:
 )
 def test_a_store_of_an_earlier_version_serves_unless_the_file_was_read_as_text_then(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"")
-    (file,) = list_files("s", Source(str(tmp_path / name)))
+    (file,) = list_files("s", Source(str(tmp_path / name))).files
     earlier = _key([[[file.name, file.num_bytes, file.mtime_ns]]])
     assert (_key_files([(file,)]) == earlier) == (name not in ("a.csv", "a.jsonlines", "a.json.1"))
 
@@ -223,7 +224,7 @@ def test_the_text_of_the_bpe_names_its_store_unless_it_is_the_default(tmp_path: 
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     recipe = make_recipe(tmp_path / "tokens", source)
     few = replace(recipe, data=replace(recipe.data, bpe_text_bytes=1))
-    assert len(plan_shards(list_files("s0", few.data.sources["s0"]))) > 1
+    assert len(plan_shards(list_files("s0", few.data.sources["s0"]).files)) > 1
     sampled = [sum(1 for _ in prepare_module._sample_texts(each, locate(each).stores, False)) for each in (few, recipe)]
     assert 0 < 2 * sampled[0] < sampled[1]
     assert locate(few).tokenizer != locate(recipe).tokenizer

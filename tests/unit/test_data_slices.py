@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.data.loader import validation_batches
-from framework.data.pack import Microbatch
-from framework.data.slices import cut_context
+from framework.data.pack import Microbatch, cut_context
 from framework.mesh.context import ContextSlices
 from framework.model.loss import IGNORE, count_loss_tokens
 from tests.unit.test_data_loader import CONTEXT, make_loader, make_prepared

@@ -21,16 +21,8 @@ from hypothesis import strategies as st
 
 from framework.data import records as records_module
 from framework.data import source as source_module
-from framework.data.records import Record, count_rows_before, read_records
-from framework.data.source import (
-    TEXT_DOCUMENT_BYTES,
-    SourceFile,
-    Span,
-    download_dataset,
-    is_hub_name,
-    list_files,
-    plan_shards,
-)
+from framework.data.records import TEXT_DOCUMENT_BYTES, FileSpan, Record, count_rows_before, plan_shards, read_records
+from framework.data.source import SourceFile, download_dataset, is_hub_name, list_files
 from framework.errors import DataError
 from framework.recipe.schema import Source
 
@@ -39,7 +31,7 @@ TEXTS = ["first text", "zweiter Text, mit Umlaut: ä", "third\nwith a line end"]
 
 
 def read_all(source: Source) -> list[Record]:
-    shards = plan_shards(list_files("s", source))
+    shards = plan_shards(list_files("s", source).files)
     return [record for shard in shards for span in shard for record in read_records(span, source.field)]
 
 
@@ -108,7 +100,7 @@ def test_spans_read_every_line_once_and_know_its_row(
     path.write_bytes(data.encode())
     file = file_of(path, "jsonl")
     borders = [0, *sorted(cut for cut in cuts if cut < file.num_bytes), file.num_bytes]
-    spans = [Span(file, start, stop, stop - start) for start, stop in pairwise(borders)]
+    spans = [FileSpan(file, start, stop, stop - start) for start, stop in pairwise(borders)]
     found = [
         (count_rows_before(span) + record.index, record.text) for span in spans for record in read_records(span, "text")
     ]
@@ -119,7 +111,7 @@ def test_shards_cover_all_files_and_do_not_cut_small_ones(tmp_path: Path) -> Non
     sizes = [10, 700_000, 5, 3_000_000, 20]
     for number, size in enumerate(sizes):
         (tmp_path / f"{number}.txt").write_bytes(b"x" * size)
-    spans = [span for shard in plan_shards(list_files("s", Source(str(tmp_path)))) for span in shard]
+    spans = [span for shard in plan_shards(list_files("s", Source(str(tmp_path))).files) for span in shard]
     for number, size in enumerate(sizes):
         of_file = [(span.start, span.stop) for span in spans if span.file.name == f"{number}.txt"]
         assert of_file[0][0] == 0
@@ -233,7 +225,7 @@ def test_a_line_beyond_the_limit_is_a_bad_record_that_is_not_held(
         assert (
             max(
                 len(line)
-                for _, line in records_module._read_lines(Span(file_of(tmp_path / name, "jsonl"), 0, 10**6, 0))
+                for _, line in records_module._read_lines(FileSpan(file_of(tmp_path / name, "jsonl"), 0, 10**6, 0))
             )
             == 51
         )
@@ -249,7 +241,7 @@ def test_bad_rows_of_a_column_are_found(tmp_path: Path) -> None:
     column = pyarrow.array([b"one", b"\xff", None, b"", b"two"], pyarrow.binary()).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, row_group_size=2)
     records = read_all(Source(str(path)))
-    spans = [span for shard in plan_shards(list_files("s", Source(str(path)))) for span in shard]
+    spans = [span for shard in plan_shards(list_files("s", Source(str(path))).files) for span in shard]
     rows = [count_rows_before(span) + record.index for span in spans for record in read_records(span, "text")]
     assert rows == [0, 1, 2, 3, 4]
     assert [record.text for record in records] == ["one", None, None, None, "two"]
@@ -288,12 +280,14 @@ def test_a_zstd_window_that_takes_a_library_names_it(tmp_path: Path, monkeypatch
     window = 20 << 3  # 2^(10 + 20) bytes, as `zstd --long=30` writes
     frame = b"\x28\xb5\x2f\xfd\x00" + bytes([window]) + ((len(LINE) << 3) | 1).to_bytes(3, "little") + LINE
     (tmp_path / "a.jsonl.zst").write_bytes(frame)
-    for name in ("compression.zstd", "backports.zstd", "zstandard"):
+    for name in ("compression.zstd", "backports.zstd"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(DataError, match=r"a.jsonl.zst: compressed with a window above 128 MiB .*pip install zstandard"):
+    with pytest.raises(
+        DataError, match=r"a.jsonl.zst: compressed with a window above 128 MiB .*pip install backports.zstd"
+    ):
         read_all(Source(str(tmp_path)))
     monkeypatch.undo()
-    if any(importlib.util.find_spec(name) for name in ("zstandard", "backports")) or sys.version_info >= (3, 14):
+    if importlib.util.find_spec("backports") or sys.version_info >= (3, 14):
         assert [record.text for record in read_all(Source(str(tmp_path)))] == ["one"]
 
 
@@ -346,7 +340,7 @@ def test_a_glob_takes_what_matches_and_a_folder_what_is_of_the_format(tmp_path: 
         write_lines(tmp_path / name, [{"text": name}])
 
     def names(path: Path | str, format: str = "auto") -> list[str]:
-        return [Path(file.name).name for file in list_files("s", Source(str(path), format=format))]  # type: ignore[arg-type]
+        return [Path(file.name).name for file in list_files("s", Source(str(path), format=format)).files]  # type: ignore[arg-type]
 
     assert names(f"{tmp_path}/*.jsonl") == ["a.jsonl", "b.jsonl"]
     assert names(f"{tmp_path}/**/*.jsonl") == ["a.jsonl", "b.jsonl", "c.jsonl"]
@@ -359,7 +353,7 @@ def test_a_glob_takes_what_matches_and_a_folder_what_is_of_the_format(tmp_path: 
 
 
 def test_the_standard_library_is_a_corpus() -> None:
-    files = list_files("py", Source("python-stdlib"))
+    files = list_files("py", Source("python-stdlib")).files
     names = {file.name for file in files}
     assert {"os.py", "json/__init__.py"} <= names
     assert not [name for name in names if "site-packages" in name or name.startswith("test/")]
@@ -388,9 +382,9 @@ def test_listing_that_takes_long_shows_a_bar(
     for n in range(3):
         (tmp_path / f"{n}.txt").write_text("text")
     for path in (str(tmp_path), f"{tmp_path}/*.txt", "python-stdlib"):
-        files = list_files("s", Source(path), progress=True)
+        files = list_files("s", Source(path), progress=True).files
         assert "list files: " in capsys.readouterr().err
-        assert list_files("s", Source(path)) == files
+        assert list_files("s", Source(path)).files == files
         assert plan_shards(files, progress=True) == plan_shards(files)
         assert "plan shards: " in capsys.readouterr().err
 
@@ -400,7 +394,7 @@ def test_datasets_loads_what_the_hub_format_names(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     write_lines(tmp_path / "set" / "train.jsonl", [{"text": text} for text in TEXTS])
     source = Source(str(tmp_path / "set"), format="hub")
-    assert list_files("s", source) == ()
+    assert list_files("s", source).files == ()
     shards = plan_shards(download_dataset("s", source))
     records = [record for shard in shards for span in shard for record in read_records(span, "text")]
     assert [record.text for record in records] == TEXTS

@@ -22,7 +22,7 @@ from framework.train.loss_scale import GROWTH_STEPS, INITIAL, LARGEST, LossScale
 from framework.train.reports import Reporter
 from framework.train.save_policy import SavePolicy
 from framework.train.state import RunState, restore, saved_entries
-from framework.verify.plain_loss_scale import PlainLossScale
+from framework.verify.plain import PlainLossScale
 from tests.families import build_config, family
 from tests.ranks.parity import CONTEXT, small_recipe, topology_of
 

@@ -21,8 +21,7 @@ from framework.train.build import build
 from framework.train.rank import train_rank
 from framework.train.step import train_step
 from framework.verify.compare import compare
-from framework.verify.double import keep_double
-from framework.verify.evidence import Evidence
+from framework.verify.evidence import Evidence, keep_double
 from framework.verify.layout import gather_full, owned_gradients
 from tests.families import FAMILIES, VOCABULARY, Family, build_config, is_kind
 from tests.families import family as find_family

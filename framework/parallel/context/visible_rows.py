@@ -2,13 +2,8 @@
 
 A query at global row t sees the keys at rows max(first[t], t - window + 1) .. t, where first[t] is the first row of its document:
 an interval, whatever kind of mask the model has. So a block (an interval of queries against an interval of keys) falls into
-
-    FULL     every query sees every key
-    CAUSAL   queries and keys are the same rows, and a query sees the keys up to its own
-    MASKED   needs a mask, of no more than tile x tile elements
-
-Only FULL and CAUSAL pieces grow with the length of a sequence, and what no query sees is in no piece. In every piece each query
-sees one key at least, so a log-sum-exp of a piece is always finite.
+pieces of three kinds (`PieceKind`), of which only FULL and CAUSAL ones grow with the length of a sequence. What no query sees is
+in no piece, and in every piece each query sees one key at least, so a log-sum-exp of a piece is always finite.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,35 +25,37 @@ class Scores:
     """How a score is made of a query and a key, and what a query may see.
 
     window: a query sees the last `window` rows up to and with its own (transformers' sliding_window).
-    softcap: c in c tanh(s / c), after the scale and before the slopes.
-    slopes: [H] fp32, ALiBi's: adds slope * (row of the key - row of the query), which differs from ALiBi's slope * (row of the
-    key) by the same number for all keys of a query, and so not in the probabilities. It keeps scores small at row 10^6.
+    softcap: c in c tanh(s / c), after the scale.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
-    slopes: Tensor | None = None
 
 
-class Kind(Enum):
+class PieceKind(Enum):
+    """Which keys of a piece its queries see."""
+
     FULL = auto()
+    """Every query sees every key."""
     CAUSAL = auto()
+    """Queries and keys are the same rows, and a query sees the keys up to its own."""
     MASKED = auto()
+    """Only a mask tells, of no more than tile x tile elements."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class BlockPiece:
     """q and k: intervals of global rows. sequence: the one of the batch that it belongs to; None: all."""
 
-    kind: Kind
+    kind: PieceKind
     q: Interval
     k: Interval
     sequence: int | None = None
 
 
 @dataclass(frozen=True)
-class Run:
+class DocumentRun:
     """Queries side by side, start .. stop - 1, of one document, which begins at row `first`."""
 
     start: int
@@ -66,21 +63,21 @@ class Run:
     first: int
 
 
-def find_runs(q_rows: Interval, first_rows: Tensor | None) -> dict[int | None, list[Run]]:
+def find_runs(q_rows: Interval, first_rows: Tensor | None) -> dict[int | None, list[DocumentRun]]:
     """Runs of each sequence, or under None those that all sequences have.  first_rows: [B, n] of these queries.
 
     Waits for the device, which has to tell where documents begin.
     """
     if first_rows is None:
-        return {None: [Run(*q_rows, 0)]}
+        return {None: [DocumentRun(*q_rows, 0)]}
     return {sequence: _runs_of(q_rows[0], row) for sequence, row in enumerate(first_rows)}
 
 
-def _runs_of(start: int, first_row: Tensor) -> list[Run]:
+def _runs_of(start: int, first_row: Tensor) -> list[DocumentRun]:
     values, counts = torch.unique_consecutive(first_row, return_counts=True)
     runs = []
     for first, count in zip(values.tolist(), counts.tolist(), strict=True):
-        runs.append(Run(start, start + count, first))
+        runs.append(DocumentRun(start, start + count, first))
         start += count
     return runs
 
@@ -94,7 +91,7 @@ def visible_pairs(q_rows: Interval, k_rows: Interval, scores: Scores, first_rows
     return sum(_count_pairs(run, k_rows, scores.window) for sequence in runs for run in sequence)
 
 
-def _count_pairs(run: Run, k_rows: Interval, window: int | None) -> int:
+def _count_pairs(run: DocumentRun, k_rows: Interval, window: int | None) -> int:
     """Pairs with key <= query, less those with key <= query - window."""
     lowest, stop = max(k_rows[0], run.first), max(k_rows[1], run.first)
     causal = _count_causal(run.start, run.stop, lowest, stop)
@@ -113,9 +110,9 @@ def _count_causal(start: int, stop: int, lowest: int, highest: int) -> int:
 
 def find_pieces(
     q_rows: Interval, k_rows: Interval, scores: Scores, first_rows: Tensor | None, tile: int
-) -> list[Piece]:
+) -> list[BlockPiece]:
     """Pieces of a block, those of the same queries side by side; none if no query sees any key."""
-    pieces: list[Piece] = []
+    pieces: list[BlockPiece] = []
     for sequence, runs in find_runs(q_rows, first_rows).items():
         for group in _group_short(runs, tile):
             found = _pieces_of(group, k_rows, scores, tile)
@@ -123,9 +120,9 @@ def find_pieces(
     return pieces
 
 
-def _group_short(runs: list[Run], tile: int) -> Iterator[list[Run]]:
+def _group_short(runs: list[DocumentRun], tile: int) -> Iterator[list[DocumentRun]]:
     """Short documents that begin and end here together, as many as fit in a tile; every other run alone."""
-    group: list[Run] = []
+    group: list[DocumentRun] = []
     for run in runs:
         is_short = run.first == run.start and run.stop - run.start < min(SHORT_DOCUMENT, tile)
         if group and not (is_short and run.stop - group[0].start <= tile):
@@ -139,7 +136,7 @@ def _group_short(runs: list[Run], tile: int) -> Iterator[list[Run]]:
         yield group
 
 
-def _pieces_of(group: list[Run], k_rows: Interval, scores: Scores, tile: int) -> list[Piece]:
+def _pieces_of(group: list[DocumentRun], k_rows: Interval, scores: Scores, tile: int) -> list[BlockPiece]:
     if len(group) == 1:
         return list(_pieces_of_run(group[0], k_rows, scores, tile))
     lowest, stop = max(k_rows[0], group[0].start), min(k_rows[1], group[-1].stop)
@@ -147,17 +144,17 @@ def _pieces_of(group: list[Run], k_rows: Interval, scores: Scores, tile: int) ->
     queries = [(max(run.start, lowest), run.stop) for run in group if run.start < stop and run.stop > lowest]
     window = scores.window or group[-1].stop
     last = min(queries[-1][1], stop + window - 1) if queries else 0
-    return [Piece(Kind.MASKED, (queries[0][0], last), (lowest, stop))] if queries else []
+    return [BlockPiece(PieceKind.MASKED, (queries[0][0], last), (lowest, stop))] if queries else []
 
 
-def _pieces_of_run(run: Run, k_rows: Interval, scores: Scores, tile: int) -> Iterator[Piece]:
+def _pieces_of_run(run: DocumentRun, k_rows: Interval, scores: Scores, tile: int) -> Iterator[BlockPiece]:
     lowest, stop = max(k_rows[0], run.first), min(k_rows[1], run.stop)
     start = max(run.start, lowest)
     window = scores.window or run.stop
     end = min(run.stop, stop + window - 1)
     if start >= end or lowest >= stop:
         return
-    if scores.slopes is None and end - window <= lowest:
+    if end - window <= lowest:
         yield from _causal_pieces((start, end), (lowest, stop))
         return
     # A tile of a window that is shorter is MASKED with the keys in front of it: half a tile of queries keeps that in size.
@@ -166,42 +163,42 @@ def _pieces_of_run(run: Run, k_rows: Interval, scores: Scores, tile: int) -> Ite
         yield from _pieces_of_tile((first, last), (max(lowest, first - window + 1), min(stop, last)), window)
 
 
-def _pieces_of_tile(q: Interval, k: Interval, window: int) -> Iterator[Piece]:
+def _pieces_of_tile(q: Interval, k: Interval, window: int) -> Iterator[BlockPiece]:
     """Pieces of a tile of queries, of which the first sees the first key."""
     seen_by_all = max(k[0], q[1] - window)
     if seen_by_all > q[0]:
-        yield Piece(Kind.MASKED, q, k)
+        yield BlockPiece(PieceKind.MASKED, q, k)
         return
     left = min(seen_by_all, k[1])
     if k[0] < left:
-        yield Piece(Kind.MASKED, (q[0], min(q[1], left + window - 1)), (k[0], left))
+        yield BlockPiece(PieceKind.MASKED, (q[0], min(q[1], left + window - 1)), (k[0], left))
     if seen_by_all < k[1]:
         yield from _causal_pieces(q, (seen_by_all, k[1]))
 
 
-def _causal_pieces(q: Interval, k: Interval) -> Iterator[Piece]:
+def _causal_pieces(q: Interval, k: Interval) -> Iterator[BlockPiece]:
     """Pieces of a block where a query sees all keys up to its own row."""
     diagonal = max(q[0], k[0]), min(q[1], k[1])
     if diagonal[0] >= diagonal[1]:
-        yield Piece(Kind.FULL, q, k)
+        yield BlockPiece(PieceKind.FULL, q, k)
         return
     if k[0] < diagonal[0]:
-        yield Piece(Kind.FULL, (diagonal[0], diagonal[1]), (k[0], diagonal[0]))
-    yield Piece(Kind.CAUSAL, diagonal, diagonal)
+        yield BlockPiece(PieceKind.FULL, (diagonal[0], diagonal[1]), (k[0], diagonal[0]))
+    yield BlockPiece(PieceKind.CAUSAL, diagonal, diagonal)
     if diagonal[1] < q[1]:
-        yield Piece(Kind.FULL, (diagonal[1], q[1]), k)
+        yield BlockPiece(PieceKind.FULL, (diagonal[1], q[1]), k)
 
 
-def cut_pieces(pieces: Iterable[Piece], tile: int) -> Iterator[Piece]:
+def cut_pieces(pieces: Iterable[BlockPiece], tile: int) -> Iterator[BlockPiece]:
     """Pieces with no side longer than a tile, for a kernel that holds the scores of a whole piece."""
     for piece in pieces:
-        if piece.kind is Kind.MASKED:
+        if piece.kind is PieceKind.MASKED:
             yield piece
             continue
         for q in _cut(piece.q, tile):
             for k in _cut(piece.k, tile):
-                if piece.kind is Kind.FULL or k[1] <= q[0]:
-                    yield replace(piece, kind=Kind.FULL, q=q, k=k)
+                if piece.kind is PieceKind.FULL or k[1] <= q[0]:
+                    yield replace(piece, kind=PieceKind.FULL, q=q, k=k)
                 elif q == k:
                     yield replace(piece, q=q, k=k)
 

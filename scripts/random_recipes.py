@@ -1,8 +1,8 @@
-"""Random verifications: what is drawn, from which values, and the command line that says it.
+"""Random recipes: the values that are drawn for each key, and the command line of a draw.
 
-A draw is a function of (seed, number, attempt) alone, so that a campaign of fewer draws is the beginning of a longer one, in any
-process. What a recipe refuses is drawn again with the next attempt: this table need not know which options go together, only
-which have a use beside one another.
+A draw is a function of (seed, number, attempt) alone, so fewer draws are the beginning of more, in any process. A recipe that is
+refused is drawn again with the next attempt: this table need not know which options go together, only which have a use beside one
+another.
 """
 
 import random
@@ -16,9 +16,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from framework.errors import ModelError
 from framework.model.load import REFUSALS, load_config
 from framework.model.shrink import MIN_LAYERS, shrink
-from framework.recipe.overrides import write_override
+from framework.recipe.overrides import write_value
 from framework.recipe.schema import KEPT_OPERATIONS, Model
-from framework.verify.small import LEAST_EPS
+from framework.verify.prepare import LEAST_EPS
 
 Drawn = dict[str, Any]
 
@@ -34,8 +34,6 @@ MIXTURES = (
 )  # fmt: skip
 # Routers that are known to have a correction bias.
 WITH_BIAS = ("deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe")
-# Routers without one, to which one may be added.
-WITHOUT_BIAS = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "gpt_oss", "granitemoe")
 OTHERS = tuple(sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {*DENSE, *MIXTURES}))
 
 # Half of the draws train everything. The others freeze what is read at both ends (a tied head with it), small ones, whole layers
@@ -56,10 +54,10 @@ def _always(_drawn: Drawn, _value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is drawn for one key: of the recipe, of the model's config (`config.KEY`), or `microbatches` of a rank.
+    """Values of one key: of the recipe, of the model's config (`config.KEY`), or `microbatches` of a rank.
 
-    values: equally likely; one that stands twice is twice as likely. None is `null`, and of a config what the family has.
-    fits: whether a value has a use beside what was drawn before it; where none has, the key is left out.
+    values: equally likely; one that stands twice is twice as likely. None is `null`, and in a config the family's own value.
+    fits: whether a value has a use beside those drawn before it. A key without a fitting value is left out.
     """
 
     key: str
@@ -95,13 +93,7 @@ def _drops_tokens(drawn: Drawn, _value: Any) -> bool:
     return drawn.get("model.expert_capacity") is not None
 
 
-def _may_add_bias(drawn: Drawn, value: str) -> bool:
-    return _may_have_experts(drawn) and (value == "own" or drawn["model.family"] in WITHOUT_BIAS)
-
-
 def _may_have_bias(drawn: Drawn, value: float) -> bool:
-    if drawn.get("model.router_bias") == "added":
-        return value > 0
     return _may_have_experts(drawn) and (value == 0 or drawn["model.family"] in WITH_BIAS)
 
 
@@ -222,7 +214,6 @@ CHOICES = (
     Choice("parallel.expert_hierarchical", (None, None, 2), _sends_tokens),
     Choice("model.expert_capacity", (None, None, None, 1.0, 1.25), _may_have_experts),
     Choice("model.expert_drop", ("weight", "position"), _drops_tokens),
-    Choice("model.router_bias", ("own", "own", "added"), _may_add_bias),
     Choice("model.router_bias_rate", (0.0, 0.0, 0.05), _may_have_bias),
     Choice("model.experts", ("auto", "eager", "batched_mm", "grouped_mm"), _fits_experts),
     Choice("parallel.sequence", (True, True, False), _splits_weights),
@@ -299,19 +290,6 @@ def write(drawn: Drawn) -> list[str]:
         f"precision={drawn['precision']}",
         *(f"{key}={write_value(value)}" for key, value in values.items() if value not in ([], {})),
     ]
-
-
-def write_value(value: Any) -> str:
-    """A value of a recipe in the command line's grammar."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{write_value(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(map(write_value, value)) + "]"
-    if isinstance(value, str):
-        return write_override("key", value).removeprefix("key=")
-    return (
-        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
-    )
 
 
 def _describe_config(drawn: Drawn) -> dict[str, Any]:
