@@ -126,7 +126,7 @@ def _wait_for_step(run: RunDirectory, step: int | None) -> None:
 def _signal(run: RunDirectory, recipe: Recipe, fault: Fault) -> int:
     """A signal from outside to a rank, or to all ranks of a node."""
     if fault.node is None and fault.step is None and not is_running(run, find_jobs(run)):
-        raise RunError(f"{run.path} does not run: a signal would reach nobody")
+        raise RunError(f"{run.path} does not run: a signal would reach no process")
     _wait_for_step(run, fault.step)
     running = [state for _, state in find_jobs(run) if state and state.state == "RUNNING"]
     if not running:

@@ -123,7 +123,7 @@ class Alarm:
 class Culprits:
     """The ranks for which all others wait; empty where ranks wait for one another in a cycle.
 
-    silent: ranks that do not answer. busy: nodes that answer and wait for nobody. stuck: where there are neither, nodes in an
+    silent: ranks that do not answer. busy: nodes that answer and wait for no node. stuck: where there are neither, nodes in an
     operation to which all ranks have come.
     """
 

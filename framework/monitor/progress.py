@@ -62,7 +62,8 @@ class StepPace:
 
 
 class Stopwatch:
-    """The time for which a value has been the same object, without time in which nobody looked. seconds: of the last look."""
+    """The time for which a value has been the same object, without time in which it was not looked at. seconds: of the last
+    look."""
 
     def __init__(self) -> None:
         self._value: object = None

@@ -7,17 +7,17 @@ that median may be off by chance. A report, a save or a busy moment that falls o
     data            waits for its microbatches
     compute         time of a step in which it waits neither for data nor for another rank
     communication   waits for other ranks longer than these wait. All wait for a rank that is slow in data or in compute, so this
-                    is asked only where nobody is
+                    is judged only where no rank is
 
-Where every rank is alone in its pipeline stage nobody does the same work. There a rank is compared with itself and with what has
-become of the others:
+Where every rank is alone in its pipeline stage no two do the same work. There a rank is compared with its own past and with the
+change of the others:
 
     data            t - b - max(0, median of the others' t - b)
     compute         t - b * max(1, median of the others' t / b)
     communication   not judged: how long a stage waits follows from the schedule
 
-t: the seconds of this step; b: their median over BASELINE reports near the beginning of this start. So what slows all stages
-alike blames nobody, nor does a stage that has become faster. A rank that was slow from the beginning is not seen.
+t: the seconds of this step; b: their median over BASELINE reports near the beginning of this start. So nothing that slows all
+stages alike blames a rank, nor does a stage that has become faster. A rank that was slow from the beginning is not seen.
 """
 
 from collections import deque

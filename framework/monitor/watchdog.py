@@ -6,8 +6,8 @@
 
 Two threads beside training:
 
-    watch    looks twice a second at this rank, at stop signals and at requests in the run's folder. It asks nobody, so nothing
-             can hold it up: while the main thread waits inside a library Python runs no signal handler and polls nothing
+    watch    looks twice a second at this rank, at stop signals and at requests in the run's folder. It waits for no other
+rank, so nothing can hold it up: while the main thread waits inside a library Python runs no signal handler and polls nothing
     talk     every second puts this rank's line on the board, where rank 0 reads all lines into RUN/ranks.json, and looks for
              an alarm. The board is in the store in which the ranks met. The rank that hosts it may be what hangs: then `talk`
              is held up, and after VERDICT_S `watch` ends this rank with what it knows alone
@@ -186,7 +186,9 @@ class Watchdog:
 
     def say(self, text: str) -> None:
         """Print a line for people, on rank 0."""
-        with suppress(OSError):  # the log's file system fails, or nobody reads: neither the watch nor the run ends
+        with suppress(
+            OSError
+        ):  # the log's file system fails, or its reader is gone: neither the watch nor the run ends
             if self._say is not None:
                 self._say(text)
 

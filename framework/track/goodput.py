@@ -127,7 +127,7 @@ class Account:
 
     @property
     def on_s(self) -> float:
-        """`wall_s` without the time in which nobody ran."""
+        """`wall_s` without the time in which the run did not run."""
         return self.wall_s - self.seconds[TimePart.OFF]
 
     @property

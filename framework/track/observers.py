@@ -83,8 +83,8 @@ def _name(observer: Observer) -> str:
 def open_observers(
     recipe: Recipe, run_dir: Path, run: RunInfo, lease: Lease | None = None, known: Sequence[Sequence[float]] = ()
 ) -> Observers:
-    """Open the observers that the recipe selects, on rank 0; other ranks use `Observers()`. lease: of the run, None where nobody
-    launches it. known: [step, loss, gradient norm] of the last steps."""
+    """Open the observers that the recipe selects, on rank 0; other ranks use `Observers()`. lease: of the run, None
+    without a launcher. known: [step, loss, gradient norm] of the last steps."""
     console, lease = Console(), lease or Lease(run_dir)
     metrics = Jsonl(run_dir, lease=lease, known=known, every_steps=recipe.track.every_steps)
     # Closed in reverse order: the report is made of the files of the others, and the console has the last word.

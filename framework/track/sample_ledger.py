@@ -10,15 +10,12 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 import xxhash
 
-from framework.comm.connect import Mesh
-from framework.comm.objects import broadcast_object
 from framework.data.order import Skipped, index_samples
 from framework.data.pack import Microbatch
 
@@ -37,58 +34,40 @@ class SampleLineage:
 
 
 class SampleLedger:
-    """Writes the samples of one data-parallel rank, flushed for each step: a killed process loses nothing."""
+    """Writes the samples of one data-parallel rank, flushed for each step: a killed process loses nothing.
 
-    def __init__(self, run_dir: Path, dp_rank: int, start: int, cursor: int) -> None:
-        """start: the number of this start of the ranks, from `next_start`. cursor: the first sample that it reads."""
-        folder = run_dir / FOLDER
-        folder.mkdir(exist_ok=True)
-        path = folder / f"dp-{dp_rank}.jsonl"
-        is_torn = path.exists() and not path.read_bytes().endswith(b"\n")
-        self._file: TextIO = path.open("a")
-        # A line that a power loss tore must not spoil the one behind it.
-        self.begin(start, cursor, before="\n" if is_torn else "")
+    dp_rank: None on a rank whose samples another rank writes.
+    """
 
-    def begin(self, start: int, cursor: int, before: str = "") -> None:
-        """Note that another start, or a rewind, reads from `cursor` on."""
+    def __init__(self, run_dir: Path, dp_rank: int | None) -> None:
+        self._run_dir, self._dp_rank = run_dir, dp_rank
+        self._file: TextIO | None = None
+        self._start = 0
+
+    def begin(self, start: int, cursor: int) -> None:
+        """Note that a start of the ranks, or a rewind, reads from `cursor` on. start: its number, from `next_start`."""
+        if self._dp_rank is None:
+            return
+        if self._file is None:
+            path = self._run_dir / FOLDER / f"dp-{self._dp_rank}.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            is_torn = path.exists() and not path.read_bytes().endswith(b"\n")
+            self._file = path.open("a")
+            # A line that a power loss tore must not spoil the one behind it.
+            self._file.write("\n" * is_torn)
         self._start = start
-        self._write({"start": start, "cursor": cursor}, before)
+        self._write({"start": start, "cursor": cursor})
 
     def note(self, cursor: int, samples: np.ndarray, microbatches: Sequence[Microbatch]) -> None:
         """Note the samples of the step at `cursor`: [n], in the order of the microbatches' rows."""
-        rows = [hash_tokens(each, row) for each in microbatches for row in range(len(each.input_ids))]
-        self._write({"start": self._start, "at": cursor, "samples": samples.tolist(), "tokens": rows})
+        if self._file is not None:
+            rows = [hash_tokens(each, row) for each in microbatches for row in range(len(each.input_ids))]
+            self._write({"start": self._start, "at": cursor, "samples": samples.tolist(), "tokens": rows})
 
-    def close(self) -> None:
-        self._file.close()
-
-    def _write(self, record: dict[str, Any], before: str = "") -> None:
-        self._file.write(f"{before}{json.dumps(record)}\n")
+    def _write(self, record: dict[str, Any]) -> None:
+        assert self._file is not None, "note before begin"
+        self._file.write(f"{json.dumps(record)}\n")
         self._file.flush()
-
-
-class LedgerOfRank:
-    """The ledger of any rank: one of the ranks that read the same samples writes it."""
-
-    def __init__(self, is_kept: bool, mesh: Mesh, run_dir: Path) -> None:
-        self._is_kept, self._mesh, self._run_dir = is_kept, mesh, run_dir
-        self._writes = is_kept and all(mesh.axis(name).rank == 0 for name in ("pp", "cp", "tp"))
-        self._ledger: SampleLedger | None = None
-
-    def begin(self, cursor: int) -> None:
-        """Note that a start of the ranks, or a rewind, reads from `cursor` on. Collective over the world: all note one number."""
-        if not self._is_kept:
-            return
-        start = broadcast_object(partial(next_start, self._run_dir), self._mesh.axis("world"))
-        if self._ledger is not None:
-            self._ledger.begin(start, cursor)
-        elif self._writes:
-            self._ledger = SampleLedger(self._run_dir, self._mesh.axis("dp").rank, start, cursor)
-
-    def note(self, cursor: int, samples: np.ndarray, microbatches: Sequence[Microbatch]) -> None:
-        """Note the samples of the step at `cursor`, on the rank that writes. samples: [n]."""
-        if self._ledger is not None:
-            self._ledger.note(cursor, samples, microbatches)
 
 
 def hash_tokens(microbatch: Microbatch, row: int) -> str:

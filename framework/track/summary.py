@@ -72,15 +72,15 @@ class Summary:
 
 @dataclass(frozen=True)
 class Curves:
-    """The metrics of a run by column, one value per reported step; `validation` is (step, loss), `by_source` of the last one;
-    `imbalance` is (step, mean over layers, largest) of experts; `load` by layer the tokens of each expert in the last reports."""
+    """The metrics of a run by column, one value per reported step."""
 
     columns: dict[str, list[Any]]
-    validation: list[tuple[int, float]] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)  # (step, loss)
+    # Of experts: (step, mean over layers, largest).
     imbalance: list[tuple[int, float, float]] = field(default_factory=list)
-    load: dict[str, list[int]] = field(default_factory=dict)
-    last: dict[str, Any] = field(default_factory=dict)
-    by_source: dict[str, float] = field(default_factory=dict)
+    load: dict[str, list[int]] = field(default_factory=dict)  # tokens of each expert in the last reports, by layer
+    last: dict[str, Any] = field(default_factory=dict)  # the last record
+    by_source: dict[str, float] = field(default_factory=dict)  # of the last validation
 
     def __getitem__(self, name: str) -> list[Any]:
         return self.columns[name]

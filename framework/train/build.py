@@ -37,7 +37,7 @@ def build(plan: Plan, mesh: Mesh, resumes: bool = False, run_id: str | None = No
     """This rank's stages over a connected mesh, with their values and one optimizer.
 
     resumes: leave the parameters' values to a checkpoint that is loaded next. run_id: of the folder of states on a disk; None:
-    one that nobody else has.
+    a new one.
     """
     own = plan.lay_out(mesh.rank, mesh.axes, mesh.device)
     disk, masters = open_disk(plan.recipe, own.stages, mesh.rank, run_id)

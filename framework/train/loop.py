@@ -16,8 +16,7 @@ from framework.monitor.watchdog import Watchdog
 from framework.optim.schedules import learning_rate
 from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.replicas import Hashed
-from framework.recipe.derive import derive
-from framework.recipe.schema import Recipe
+from framework.plan.plan import Plan
 from framework.train.replicas import check_replicas
 from framework.train.reports import PendingStep, RankTimes, Reporter
 from framework.train.save_policy import SavePolicy
@@ -53,19 +52,19 @@ class Loop:
         self,
         run: TrainingRun,
         state: RunState,
-        recipe: Recipe,
+        plan: Plan,
         loader: Loader,
         policy: SavePolicy,
         reporter: Reporter,
         watchdog: Watchdog,
     ):
-        self.run, self.state, self.recipe = run, state, recipe
+        self.run, self.state, self.recipe = run, state, plan.recipe
         self.timed: tuple[Timed, ...] = ()
         self.rewind_due: RewindDue | None = None
         self.policy = policy
         self._loader, self._reporter, self._watchdog = loader, reporter, watchdog
         self._phases, self._goodput = watchdog.progress.phases, reporter.goodput
-        self._derived = derive(recipe)
+        self._derived = plan.derived
         self._unread: PendingStep | None = None
         self._unreported: tuple[PendingStep, StepValues] | None = None
         self._validation: Validation | None = None
@@ -80,7 +79,7 @@ class Loop:
         """
         self._goodput.begin_loop(self.state.step, lambda: self.policy.saver.stalled_s)
         while self.state.step < self.recipe.train.steps and not self._flags.stop:
-            # How long a step takes that also validates nobody knows beforehand.
+            # The duration of a step that also validates is not known beforehand.
             self._phases.begin(Phase.STEP, self.state.step + 1)
             with self._watchdog.step(self.state.step + 1) if self._validation is None else nullcontext():
                 self._take_step(self._own_flags())

@@ -54,11 +54,11 @@ from framework.plan.host_memory import check_host_memory
 from framework.plan.plan import Plan, make_plan
 from framework.plan.relief import explain_out_of_memory
 from framework.recipe.deadlines import find_deadlines
-from framework.recipe.derive import derive
+from framework.recipe.derive import Derived, derive
 from framework.recipe.schema import Recipe
 from framework.track.observers import Observers, open_observers
 from framework.track.report import RunInfo
-from framework.track.sample_ledger import LedgerOfRank
+from framework.track.sample_ledger import SampleLedger, next_start
 from framework.train.build import build
 from framework.train.loop import Loop
 from framework.train.probe import probe
@@ -88,17 +88,19 @@ def train_rank(
 
     stop: requests to stop that count already while this rank connects; None: they count from the first step on.
     fingerprint: values that must be equal on all ranks. phases: of this rank, from its start on, with its observer.
-    end_hung: ends this process where the run hangs. lease: of the run, on rank 0; None where nobody launches it.
+    end_hung: ends this process where the run hangs. lease: of the run, on rank 0; None without a launcher.
     """
     assert recipe.precision.compute != "auto", "precision.compute=auto reached a rank: the launcher resolves it"
     phases = phases or Phases()
-    goodput = open_goodput(launched_place(), run_dir, phases, lease, describe_job(run_dir))
+    place, derived = launched_place(), derive(recipe)
+    goodput = open_goodput(place, run_dir, phases, lease, describe_job(run_dir))
     progress, deadlines = Progress(phases), find_deadlines(recipe)
-    place = launched_place()
     say = partial(print, "[rank 0]", file=sys.stderr, flush=True) if place[0] == 0 else None
-    watching = Watchdog(progress, deadlines, place, name_place(recipe), open_store_beside, end_hung, run_dir, say)
+    watching = Watchdog(
+        progress, deadlines, place, name_place(derived, place[0]), open_store_beside, end_hung, run_dir, say
+    )
     with watching as watchdog:
-        check_nodes(recipe)
+        check_nodes(recipe, derived)
         plan = make_plan(recipe, load_config(recipe.model, find_folder))
         check_host_memory(plan)
         if recipe.memory.offload.disk_path is not None:
@@ -123,16 +125,14 @@ def train_rank(
     return code
 
 
-def name_place(recipe: Recipe) -> str:
+def name_place(derived: Derived, rank: int) -> str:
     """This rank's coordinates, as in `pp0 dp1 cp0 tp0`."""
-    derived = derive(recipe)
     topology = Topology(pp=derived.pp, dp=derived.dp, cp=derived.cp, tp=derived.tp)
-    return name_coordinates(topology, launched_place()[0] % topology.world)  # `connect` refuses one beyond the world
+    return name_coordinates(topology, rank % topology.world)  # `connect` refuses one beyond the world
 
 
-def check_nodes(recipe: Recipe) -> None:
+def check_nodes(recipe: Recipe, derived: Derived) -> None:
     """Raise TopologyError where ZeRO shards within a node and the launcher's nodes are not those that the recipe plans with."""
-    derived = derive(recipe)
     here, nodes = ranks_per_node(), num_nodes()
     if recipe.zero.shard_within == "node" and (here, nodes) != (derived.ranks_per_node, derived.nodes):
         raise TopologyError(
@@ -163,12 +163,14 @@ def train_connected(
             "fp8 is emulated: this GPU has no kernel for it. It is the same numbers, slower than bf16", file=sys.stderr
         )
     observers = open_observers(recipe, run_dir, info, lease, state.spikes.seen) if mesh.rank == 0 else Observers()
-    samples = LedgerOfRank(recipe.track.sample_ledger, mesh, run_dir)
-    samples.begin(state.samples)
+    # Of the ranks that read the same samples one writes them.
+    is_writer = all(mesh.axis(name).rank == 0 for name in ("pp", "cp", "tp"))
+    samples = SampleLedger(run_dir, mesh.axis("dp").rank if is_writer and recipe.track.sample_ledger else None)
+    _begin_samples(samples, plan, mesh, run_dir, state.samples)
     loader = _open_loader(plan, prepared, mesh, state, [phases.observer.read_batch, samples.note])
-    reporter = Reporter(run, recipe, info, observers, saver, watchdog, goodput)
+    reporter = Reporter(run, plan, info, observers, saver, watchdog, goodput)
     policy = SavePolicy(recipe.checkpoint, recipe.train.steps, saver)
-    loop = Loop(run, state, recipe, loader, policy, reporter, watchdog)
+    loop = Loop(run, state, plan, loader, policy, reporter, watchdog)
     code = EXIT_FAILED
     try:
         with explain_out_of_memory(plan, mesh.rank), loader:
@@ -197,7 +199,7 @@ def _train_steps(
     lease: Lease,
     loop: Loop,
     saves: Saves,
-    samples: LedgerOfRank,
+    samples: SampleLedger,
     observers: Observers,
 ) -> None:
     """Train to the last step, or until the run is asked to stop; validate, save and go back behind the steps that call for it."""
@@ -217,12 +219,18 @@ def _train_steps(
             with saves.phases.within(Phase.SAVE):
                 saves.save(loop, goal, is_last=loop.is_done)
         if saves.rewind_if_due(loop):
-            samples.begin(loop.state.samples)
+            _begin_samples(samples, plan, mesh, lease.run, loop.state.samples)
         following = loop.state.step + 1  # of an older step, if the run has gone back
         observers.contain("profile", partial(profiler.begin_step, following))
         if not loop.is_done:
             saves.phases.observer.begin_step(following, run)
     observers.contain("profile", profiler.close)
+
+
+def _begin_samples(samples: SampleLedger, plan: Plan, mesh: Mesh, run_dir: Path, cursor: int) -> None:
+    """Begin the ledger of samples anew at `cursor`, if the run has one. Collective: all ranks note the same number."""
+    if plan.recipe.track.sample_ledger:
+        samples.begin(broadcast_object(partial(next_start, run_dir), mesh.axis("world")), cursor)
 
 
 def _settle_identity(recipe: Recipe, prepared: Prepared, mesh: Mesh, lease: Lease, state: RunState) -> None:

@@ -30,6 +30,7 @@ from framework.comm.communicator import Communicator
 from framework.comm.transfer import upload
 from framework.errors import DriftError
 from framework.model.buffers import persistent_buffers
+from framework.monitor.progress import name_coordinates
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.replicas import Hashed, find_drift, hash_buffer
 from framework.train.step import TrainingRun
@@ -149,7 +150,7 @@ def _accuse(hashes: Mapping[int, int], witnesses: Sequence[Witness]) -> str:
     named = [rank for rank, value in hashes.items() if value != usual]
     if 2 * votes <= len(hashes):
         all_of_them = " and ".join(witnesses[rank].place for rank in hashes)
-        return f"{all_of_them} differ, and no majority says who is wrong"
+        return f"{all_of_them} differ, and no majority tells which is wrong"
     wrong = " and ".join(witnesses[rank].place for rank in named)
     return f"{wrong} differ{'s' * (len(named) == 1)} from {votes} others, which are equal"
 
@@ -198,5 +199,4 @@ def _compare_tied(run: TrainingRun, hashed: Sequence[Hashed]) -> Iterator[Differ
 
 
 def _place_of(run: TrainingRun) -> str:
-    where = " ".join(f"{name}{run.mesh.axis(name).rank}" for name in ("pp", "dp", "cp", "tp"))
-    return f"rank {run.mesh.rank} [{where}] on {gethostname()}"
+    return f"rank {run.mesh.rank} [{name_coordinates(run.mesh.topology, run.mesh.rank)}] on {gethostname()}"

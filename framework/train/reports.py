@@ -19,10 +19,9 @@ from framework.monitor.stragglers import WINDOW, Stragglers
 from framework.monitor.watchdog import Watchdog
 from framework.parallel.zero.exposed_communication import ExposedWait
 from framework.plan.plan import Plan
-from framework.recipe.derive import derive
 from framework.recipe.environment import describe_public
 from framework.recipe.overrides import write_resume
-from framework.recipe.schema import Recipe, Run
+from framework.recipe.schema import Run
 from framework.track.device import find_peak, mfu, peak_memory_bytes
 from framework.track.observers import Observers
 from framework.track.report import RunInfo, StepReport
@@ -67,7 +66,7 @@ class Reporter:
     def __init__(
         self,
         run: TrainingRun,
-        recipe: Recipe,
+        plan: Plan,
         info: RunInfo,
         observers: Observers,
         saver: Saver,
@@ -75,7 +74,7 @@ class Reporter:
         goodput: Goodput | None = None,
     ) -> None:
         self.observers, self.goodput = observers, goodput or Goodput(watchdog.progress.phases)
-        self._run, self._recipe, self._info, self._derived = run, recipe, info, derive(recipe)
+        self._run, self._plan, self._info = run, plan, info
         self._saver, self._watchdog = saver, watchdog
         self._reported_stall_s = 0.0
         # Ranks with other stages have other work.
@@ -113,7 +112,7 @@ class Reporter:
     def _describe(
         self, pending: PendingStep, values: StepValues, state: RunState, times: Sequence[RankTimes], **more: Any
     ) -> StepReport:
-        tokens_per_s = self._derived.tokens_per_step / pending.seconds
+        tokens_per_s = self._plan.derived.tokens_per_step / pending.seconds
         return StepReport(
             step=pending.step,
             samples=pending.samples,
@@ -123,7 +122,7 @@ class Reporter:
             lr=pending.lr,
             step_s=pending.seconds,
             tokens_per_s=tokens_per_s,
-            tokens_per_s_per_rank=tuple(self._derived.tokens_of_rank / each.busy_s for each in times),
+            tokens_per_s_per_rank=tuple(self._plan.derived.tokens_of_rank / each.busy_s for each in times),
             data_wait_s=max(each.data_wait_s for each in times),
             pipeline_bubble=find_bubble(times),
             exposed_communication_s=sum(each.seconds for each in pending.waits),
@@ -136,7 +135,7 @@ class Reporter:
             gradient_norm_limit=pending.limits.gradient_norm if pending.limits.are_known else None,
             rewinds=state.rewinds,
             skipped_samples=tuple((first, stop) for first, stop in state.skipped_samples),
-            loss_scale=values.loss_scale if self._recipe.precision.compute == "fp16" else None,
+            loss_scale=values.loss_scale if self._plan.recipe.precision.compute == "fp16" else None,
             save_stall_s=self._take_stall(),
             failed_saves=self._saver.failures,
             stragglers={f"{rank} {phase}": excess_s for (rank, phase), excess_s in self._stragglers.slow.items()},

@@ -19,24 +19,18 @@ from framework.parallel.zero.buffers import DeferredGradients
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The inputs of one step for the stages of a rank.
+    """The inputs of one step for the stages of a rank."""
 
-    microbatches: on the device; first those to train on, then those of validation. seeds: of the random draws in each microbatch
-    to train on. num_tokens: int64 scalar, the loss tokens of the whole batch, by which losses are divided, once `counting` has
-    ended. num_microbatches: of the whole batch, over which load-balancing losses are averaged. loss_scale: scalar of the loss's
-    dtype, the gradient of the loss from which backward starts.
-    """
-
-    microbatches: Sequence[Microbatch]
-    seeds: Sequence[tuple[int | str, ...]]
-    num_tokens: Tensor
-    num_microbatches: int
-    loss_scale: Tensor
+    microbatches: Sequence[Microbatch]  # on the device; first those to train on, then those of validation
+    seeds: Sequence[tuple[int | str, ...]]  # of the dropout of each microbatch to train on
+    num_tokens: Tensor  # int64 scalar: loss tokens of the whole batch, which divide the loss once `counting` has ended
+    num_microbatches: int  # of the whole batch, over which load-balancing losses are averaged
+    loss_scale: Tensor  # scalar of the loss's dtype: the gradient of the loss from which backward starts
     counting: Pending = field(default_factory=Pending)
 
 
 class RankStage:
-    """One stage of this rank; lives as long as the run. `start_step` gives the inputs of the executor's calls that follow."""
+    """A stage of this rank, for the whole run. `start_step` gives the inputs of the executor's calls that follow."""
 
     def __init__(self, model: StageModel, attached: AttachedStage):
         self.model, self.buffers, self.trains_below = model, attached.buffers, attached.plan.trains_below

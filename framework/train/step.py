@@ -227,7 +227,7 @@ def _update(run: TrainingRun, sums: _Summed, lr: float, step: int, loads: Tensor
         stage.parameters.invalidate()
     is_finite = loss.isfinite() & norm.isfinite()
     run.loss_scale.update(is_finite)
-    # On the device: the host hears of this step when it has sent the next.
+    # On the device: the host reads this step when it has sent the next.
     is_taken = is_finite & sums.totals.are_within_limits
     run.optimizer.wait_for_readers()  # a bias may be a master that is being saved
     # Before the update, which sends masters to the parameters: no gradient reaches a bias, so it is left as it is then.

@@ -95,7 +95,7 @@ KNOWN = {
     "track/jsonl.py Jsonl.open": "an open that writes nothing; the newer start replaces the file",
     "track/jsonl.py Jsonl.rewind": "as `Jsonl.open`",
     "track/jsonl.py truncate": IN_WORKPLACE,
-    "track/sample_ledger.py SampleLedger.__init__": "lines of a start, which the cursor of a newer one cuts off",
+    "track/sample_ledger.py SampleLedger.begin": "lines of a start, which the cursor of a newer one cuts off",
     "track/wandb.py WandbObserver.open": CHECKED,
     "train/profiler.py StepProfiler.close": CHECKED,
     "monitor/hang.py write_ranks": CHECKED,

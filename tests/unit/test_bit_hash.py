@@ -81,7 +81,7 @@ def test_the_majority_names_who_is_wrong() -> None:
 
 def test_two_name_both() -> None:
     (line,) = describe([witness(0, ("0", (0, 1), 5)), witness(1, ("0", (0, 1), 6))])
-    assert line == "master of layers.0: rank 0 and rank 1 differ, and no majority says who is wrong"
+    assert line == "master of layers.0: rank 0 and rank 1 differ, and no majority tells which is wrong"
 
 
 def test_two_axes_of_two_ranks_make_a_majority() -> None:

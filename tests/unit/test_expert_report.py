@@ -49,7 +49,8 @@ def report_steps(name: str) -> list[StepReport]:
     )
     config = build_config(family(name))
     config.use_cache = False
-    run = build(make_plan(recipe, config), connect(topology_of(recipe, config), CPU))
+    plan = make_plan(recipe, config)
+    run = build(plan, connect(topology_of(recipe, config), CPU))
     rows = torch.arange(2 * CONTEXT).view(2, CONTEXT) % 97
     loader: Any = SimpleNamespace(batch=lambda samples: [Microbatch(rows, rows, None)] * 2)
     reports: list[StepReport] = []
@@ -57,8 +58,8 @@ def report_steps(name: str) -> list[StepReport]:
     info, saver = RunInfo("r", {}, 3), Saver(Path(), ALONE, Retention(1))
     watchdog = Watchdog()
     policy = SavePolicy(recipe.checkpoint, recipe.train.steps, saver)
-    reporter = Reporter(run, recipe, info, observers, saver, watchdog)
-    loop = Loop(run, RunState("r", ""), recipe, loader, policy, reporter, watchdog)
+    reporter = Reporter(run, plan, info, observers, saver, watchdog)
+    loop = Loop(run, RunState("r", ""), plan, loader, policy, reporter, watchdog)
     list(loop.steps())
     loop.begin_save()
     return reports

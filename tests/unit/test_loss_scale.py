@@ -106,15 +106,16 @@ def start_loop(steps: int, reports: list[StepReport]) -> Loop:
     recipe = replace(small, train=Train(steps=steps), precision=Precision("fp16"), optim=optim)
     config = build_config(family("llama"))
     config.use_cache = False
-    run = build(make_plan(recipe, config), connect(topology_of(recipe, config), CPU))
+    plan = make_plan(recipe, config)
+    run = build(plan, connect(topology_of(recipe, config), CPU))
     rows = torch.arange(2 * CONTEXT).view(2, CONTEXT) % 97
     loader: Any = SimpleNamespace(batch=lambda samples: [Microbatch(rows, rows, None)])
     observers: Any = SimpleNamespace(report=reports.append)
     info, saver = RunInfo("r", {}, steps), Saver(Path(), run.mesh.axis("world"), Retention(1))
     watchdog = Watchdog()
     policy = SavePolicy(recipe.checkpoint, recipe.train.steps, saver)
-    reporter = Reporter(run, recipe, info, observers, saver, watchdog)
-    return Loop(run, RunState("r", ""), recipe, loader, policy, reporter, watchdog)
+    reporter = Reporter(run, plan, info, observers, saver, watchdog)
+    return Loop(run, RunState("r", ""), plan, loader, policy, reporter, watchdog)
 
 
 def train(loop: Loop) -> None:
