@@ -452,7 +452,7 @@ def _add_page(parser: argparse.ArgumentParser) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from framework.plan.auto import require_layout
-    from framework.recipe.layout_pins import compose_for_nodes
+    from framework.recipe.compose import compose_for_nodes
 
     composition = compose_for_nodes(arguments.overrides, arguments.recipes)
     recipe = require_layout(composition, arguments.overrides, arguments.recipes)

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from framework.errors import RunError
-from framework.monitor.phases import Phase
+from framework.monitor.phases import START_UP, Phase
 from framework.recipe.suggest import nearest
 
 PLAN_FILE, LOG_FILE = "faults.jsonl", "faults.log"
 HOWS = ("truncate", "flip", "zero", "remove", "manifest")
 # Words of the command line: `wait-for-data` for "wait for data".
 PHASES = {phase.value.replace(" ", "-"): phase for phase in Phase}
-START_UP = tuple(name for name, phase in PHASES.items() if list(Phase).index(phase) < list(Phase).index(Phase.DATA))
 NUMBERS = {"rank": int, "step": int, "times": int, "seconds": float}
 
 
@@ -110,7 +109,7 @@ def parse_fault(words: Sequence[str], points: Sequence[str]) -> Fault:
             )
         values[key] = _read_value(key, text, points)
     fault = Fault(name, secrets.token_hex(3), **values)
-    if values.get("phase") in START_UP and values.get("step") is not None:
+    if PHASES.get(values.get("phase", "")) in START_UP and values.get("step") is not None:
         raise RunError(f"phase={values['phase']} is of the start-up, where no step is known yet: leave step= out")
     chosen = [key for key in ("phase", "point", "node") if values.get(key) is not None]
     if len(chosen) > 1:

@@ -29,9 +29,8 @@ from framework.mesh.placement import place
 from framework.monitor.goodput import find_age_s, note_gone, note_launch
 from framework.optim.disk_file import refuse_folder
 from framework.recipe.compose import save_recipe
-from framework.recipe.derive import derive
+from framework.recipe.derive import derive, has_range
 from framework.recipe.describe import describe_blend
-from framework.recipe.elastic import has_range
 from framework.recipe.environment import fill
 from framework.recipe.schema import Recipe
 from framework.start import is_of_launcher, python_words

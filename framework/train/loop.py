@@ -13,7 +13,7 @@ from framework.data.loader import Loader
 from framework.errors import NumericsError
 from framework.monitor.phases import Phase
 from framework.monitor.watchdog import Watchdog
-from framework.optim.schedules import learning_rate
+from framework.optim.groups import learning_rate
 from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.replicas import Hashed
 from framework.plan.plan import Plan

@@ -12,7 +12,7 @@ from framework.checkpoint.save import Saver
 from framework.comm.connect import Mesh
 from framework.comm.objects import gather_numbers
 from framework.comm.transfer import AsyncHostCopy
-from framework.model.expert_load import read_loads
+from framework.model.mixtures import read_loads
 from framework.monitor.goodput import Goodput
 from framework.monitor.progress import name_coordinates
 from framework.monitor.stragglers import WINDOW, Stragglers

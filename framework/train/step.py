@@ -11,19 +11,17 @@ from framework.comm.collectives import all_reduce, start_all_reduce
 from framework.comm.connect import Mesh
 from framework.comm.transfer import AsyncHostCopy, upload
 from framework.data.pack import Microbatch
-from framework.model.expert_load import ExpertLoad
 from framework.model.loss import count_loss_tokens
-from framework.optim.clip import clip_divisor, norm_rows, squared_norm
+from framework.model.mixtures import ExpertLoad
 from framework.optim.disk_ring import DiskStates
-from framework.optim.optimizers import Missed
-from framework.parallel.pipeline.execute import ActivationSpec, Links, execute
-from framework.parallel.pipeline.pipeline import Pipeline
+from framework.optim.optimizers import Missed, clip_divisor, norm_rows, squared_norm
+from framework.parallel.pipeline.execute import ActivationSpec, StageLinks, execute
+from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.parallel.pipeline.simulate import Timed
-from framework.parallel.zero.bit_hash import BitHash
-from framework.parallel.zero.buffers import GradView, UnitBuffer
+from framework.parallel.zero.buffers import MainGradView, UnitBuffer
 from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.plan_buffers import Slot
-from framework.parallel.zero.replicas import Hashed, hash_parameters
+from framework.parallel.zero.replicas import BitHash, Hashed, hash_parameters
 from framework.train.loss_scale import LossScale
 from framework.train.router_bias import RouterBiases
 from framework.train.spikes import NO_LIMITS, SpikeLimits
@@ -43,7 +41,7 @@ class TrainedParameter:
 
     buffer: UnitBuffer
     slot: Slot
-    view: GradView
+    view: MainGradView
     index: int
 
 
@@ -53,7 +51,7 @@ class TrainingRun:
     first step and kept."""
 
     stages: dict[int, RankStage]  # of this rank, by number
-    pipeline: Pipeline
+    pipeline: PipelinePlan
     optimizer: StepOptimizer
     disk: DiskStates | None  # states that live on a disk
     shards: list[OwnedShard]  # of the optimizer
@@ -192,7 +190,7 @@ def _execute(run: TrainingRun, inputs: StepInputs) -> tuple[list[Tensor], tuple[
     loss of microbatches to train on, sums over tokens of those of validation; and the actions with their times."""
     axis, num_trained = run.mesh.axis("pp"), len(inputs.seeds)
     lowered = run.pipeline.lowered(num_trained, len(inputs.microbatches) - num_trained)
-    links = Links(axis, lowered, run.activations)
+    links = StageLinks(axis, lowered, run.activations)
     for stage in run.stages.values():
         stage.start_step(inputs)
     losses, timed = execute(lowered, axis.rank, run.stages, links)

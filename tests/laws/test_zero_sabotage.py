@@ -19,7 +19,7 @@ from framework.parallel.zero import gradients, parameters
 from framework.parallel.zero.buffers import BufferPool, UnitBuffer
 from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.gradients import GradientSync
-from framework.parallel.zero.order import UnitOrder
+from framework.parallel.zero.hooks import UnitOrder
 from framework.parallel.zero.parameters import ParameterSync
 from framework.recipe.schema import Zero
 from tests.families import family

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.parallel.zero.bit_hash import ROW, BitHash
+from framework.parallel.zero.replicas import ROW, BitHash
 from framework.train.replicas import Difference, Witness, describe
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def witness(rank: int, *differences: tuple[str, tuple[int, ...], int]) -> Witnes
 
 def test_the_majority_names_who_is_wrong() -> None:
     lines = describe([witness(rank, ("0", (0, 1, 2), 9 if rank == 1 else 5)) for rank in range(3)])
-    assert lines == ["master of layers.0: rank 1 differs from 2 others, that are equal"]
+    assert lines == ["master of layers.0: rank 1 differs from 2 others, which are equal"]
 
 
 def test_two_name_both() -> None:
@@ -92,7 +92,7 @@ def test_two_axes_of_two_ranks_make_a_majority() -> None:
         witness(2),
         witness(3, ("0", (1, 3), 5)),
     ]
-    assert describe(witnesses) == ["master of layers.0: rank 1 differs from 2 others, that are equal"]
+    assert describe(witnesses) == ["master of layers.0: rank 1 differs from 2 others, which are equal"]
 
 
 def test_groups_that_no_axis_joins_are_told_apart() -> None:
