@@ -46,7 +46,7 @@ LARGEST_SHARE = 0.1
 REASON_CHARS = 1000
 
 # Usual names of the field with the text, and of chats, most common first.
-TEXT_FIELDS = [
+TEXT_FIELDS = (
     "text",
     "content",
     "contents",
@@ -57,7 +57,7 @@ TEXT_FIELDS = [
     "raw_content",
     "completion",
     "story",
-]
+)
 CHAT_FIELDS = {"messages", "conversations", "conversation", "instruction", "chosen"}
 
 

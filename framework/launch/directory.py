@@ -41,15 +41,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
-from framework.checkpoint.place import (
-    CHECKPOINTS,
-    POINTER,
-    ObjectPath,
-    Place,
-    checkpoints_of,
-    open_place,
-)
-from framework.checkpoint.storage import read
+from framework.checkpoint.storage import CHECKPOINTS, POINTER, ObjectPath, Place, checkpoints_of, open_place, read
 from framework.errors import LeaseLost, RunError, RunInUse
 from framework.files import PRIVATE, write_file
 from framework.launch.places import explain_errors

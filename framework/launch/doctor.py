@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 
-from framework.checkpoint.place import is_url
+from framework.checkpoint.storage import is_url
 from framework.errors import EXIT_DONE, EXIT_USER, MeshwrightError, OffloadError
 from framework.imports import loading_libraries
 from framework.launch.machine import check_measured

@@ -17,8 +17,7 @@ from pathlib import Path
 from framework.checkpoint.commit import step_of
 from framework.checkpoint.folder import committed_name, reported
 from framework.checkpoint.object_folder import Upload
-from framework.checkpoint.place import ObjectPath, Place
-from framework.checkpoint.storage import read, retry
+from framework.checkpoint.storage import ObjectPath, Place, read, retry
 from framework.errors import RunError
 from framework.launch.directory import RunDirectory
 from framework.launch.remote import RemoteRun

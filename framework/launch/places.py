@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from framework.checkpoint.place import KEY, find_probe_error, open_place
-from framework.checkpoint.storage import LASTING, storage_error
+from framework.checkpoint.storage import KEY, LASTING, find_probe_error, open_place, storage_error
 from framework.errors import RunError
 from framework.launch.remote import URL_FILE
 from framework.recipe.place_rules import RUN_ROOT

@@ -44,8 +44,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
-from framework.checkpoint.place import CHECKPOINTS, POINTER, ObjectPath, open_place
-from framework.checkpoint.storage import error_text, read, retry, storage_error
+from framework.checkpoint.storage import (
+    CHECKPOINTS,
+    POINTER,
+    ObjectPath,
+    error_text,
+    open_place,
+    read,
+    retry,
+    storage_error,
+)
 from framework.errors import CheckpointError, LeaseLost, MeshwrightError, RunError
 from framework.files import PRIVATE, write_file
 from framework.lease import LEASE_FILE, Holder, Lease, take

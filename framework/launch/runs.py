@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from framework.checkpoint.place import ObjectPath, Place, is_url, open_place
-from framework.checkpoint.storage import read
+from framework.checkpoint.storage import ObjectPath, Place, is_url, open_place, read
 from framework.errors import RunError
 from framework.launch.directory import RunDirectory
 from framework.launch.places import explain_errors, refuse_unreachable, refuse_unwritable

@@ -15,15 +15,13 @@ from functools import cached_property, partial
 from typing import Any
 
 from framework.checkpoint.commit import Retention, explain, folder_of
-from framework.checkpoint.entry import Entry
 from framework.checkpoint.folder import no_fault, report
-from framework.checkpoint.held import HeldSteps, Start
-from framework.checkpoint.lineage import begin_generation
+from framework.checkpoint.held import HeldSteps, StartPoint, begin_generation
 from framework.checkpoint.neighbors import CopyKeeper, Neighbours, meet_neighbours
 from framework.checkpoint.node_memory import NO_BIRTH, memory_of
-from framework.checkpoint.place import Place, checkpoints_of
 from framework.checkpoint.save import Goal, Saver
-from framework.checkpoint.staging import StagingMemory
+from framework.checkpoint.staging import Entry, StagingMemory
+from framework.checkpoint.storage import Place, checkpoints_of
 from framework.comm.connect import Mesh, connect_beside, node_name, ranks_per_node
 from framework.comm.objects import tell
 from framework.launch.directory import RunDirectory
@@ -76,7 +74,7 @@ class Saves:
         return HeldSteps(memory, self.neighbours, self.mesh.axis("world"))
 
     @cached_property
-    def start(self) -> Start:
+    def start(self) -> StartPoint:
         """Where this start goes on from. Rank 0 decides: two ranks may see two states of the folder (NFS), and some would start
         over while others resume."""
         # Before it looks: what a former start commits from here on must not count.

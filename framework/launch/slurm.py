@@ -17,7 +17,7 @@ from typing import Any
 
 import jinja2
 
-from framework.checkpoint.place import open_place
+from framework.checkpoint.storage import open_place
 from framework.errors import RunError
 from framework.launch.launchers import list_options, slurm_environment
 from framework.launch.runs import Runs

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from framework.checkpoint.interval import find_interval_s
-from framework.checkpoint.save import Goal, Saver
+from framework.checkpoint.save import Goal, Saver, find_interval_s
 from framework.comm import ledger
 from framework.comm.objects import gather_numbers_to_first, tell
 from framework.comm.transfer import AsyncHostCopy

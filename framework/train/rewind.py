@@ -14,11 +14,10 @@ from functools import partial
 
 import numpy as np
 
-from framework.checkpoint.commit import locate
+from framework.checkpoint.commit import amend, has_whole, locate, retire_newer
 from framework.checkpoint.folder import report
-from framework.checkpoint.place import Place, checkpoints_of
-from framework.checkpoint.retire import amend, has_whole, retire_newer
 from framework.checkpoint.save import Saver
+from framework.checkpoint.storage import Place, checkpoints_of
 from framework.comm.objects import tell
 from framework.data.order import Skipped, add_skipped, index_samples
 from framework.errors import NumericsError

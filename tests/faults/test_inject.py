@@ -20,7 +20,8 @@ import torch
 
 from framework.checkpoint.commit import SAVE_POINTS, newest_checkpoint
 from framework.checkpoint.index import DamagedCheckpoint, read_manifest
-from framework.checkpoint.load import Reader, verify_files
+from framework.checkpoint.inspect import verify_files
+from framework.checkpoint.load import Reader
 from framework.cli import main
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_MEMORY, EXIT_RESUME, EXIT_USER
 from framework.launch import fault_door

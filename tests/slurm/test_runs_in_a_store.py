@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from framework.checkpoint.place import ObjectPath
+from framework.checkpoint.storage import ObjectPath
 from framework.track.goodput_log import read_account
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from tests.object_server import serve_s3

@@ -15,7 +15,7 @@ import pytest
 
 from framework.checkpoint.commit import Retention, list_checkpoints, retain, step_of
 from framework.checkpoint.folder import committed_name
-from framework.checkpoint.place import ObjectPath
+from framework.checkpoint.storage import ObjectPath
 from framework.launch import export_places
 from framework.launch import exports as exports_module
 from framework.launch.directory import RunDirectory, describe_self

@@ -12,7 +12,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from framework.checkpoint import storage
-from framework.checkpoint.place import ObjectPath, checkpoints_of
+from framework.checkpoint.storage import ObjectPath, checkpoints_of
 from framework.errors import CheckpointError, LeaseLost, RunError, StorageError
 from framework.launch import remote, sweep
 from framework.launch.directory import RunDirectory, Verdict, describe_self, place_checkpoints
