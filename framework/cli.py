@@ -178,9 +178,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
         return train_sweep(arguments.overrides, arguments.recipes)
     recipe = _compose_run(arguments)
-    from framework.launch.phases import PhaseBar
-    from framework.launch.rank import let_threads_sleep, may_use_gpus
-    from framework.train.phases import Phase
+    from framework.launch.process import let_threads_sleep, may_use_gpus
+    from framework.monitor.phases import Phase, PhaseBar
 
     if not may_use_gpus(recipe.launch):  # a single rank lives in this process, which is about to import torch
         let_threads_sleep()
@@ -188,9 +187,10 @@ def _train(arguments: argparse.Namespace) -> int:
     bar.begin(Phase.LIBRARIES)
     with loading_libraries():
         from framework.launch.local import train
+        from framework.train.program import main as run_rank
 
     bar.close()
-    return train(recipe, arguments.overrides, arguments.recipes)
+    return train(recipe, arguments.overrides, arguments.recipes, run_rank)
 
 
 def _add_submit(parser: argparse.ArgumentParser) -> None:
@@ -259,13 +259,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _save(arguments: argparse.Namespace) -> int:
     from framework.launch.request import save_command
 
-    return save_command(_find_running(arguments.run))
+    return save_command(_find_run(arguments.run))
 
 
 def _stop(arguments: argparse.Namespace) -> int:
     from framework.launch.request import stop_command
 
-    return stop_command(_find_running(arguments.run))
+    return stop_command(_find_run(arguments.run))
 
 
 def _add_inject(parser: argparse.ArgumentParser) -> None:
@@ -278,7 +278,7 @@ def _add_inject(parser: argparse.ArgumentParser) -> None:
 
 
 def _inject(arguments: argparse.Namespace) -> int:
-    from framework.launch.inject import inject_command, list_command
+    from framework.commands.inject import inject_command, list_command
 
     if arguments.list or not arguments.run:
         return list_command(_find_run(arguments.run) if arguments.run else None)
@@ -286,7 +286,7 @@ def _inject(arguments: argparse.Namespace) -> int:
         raise RunError(
             "inject RUN FAULT: say which fault, such as kill rank=1 step=30; `meshwright inject --list` explains them"
         )
-    return inject_command(_find_running(arguments.run), words=arguments.words, here=arguments.here)
+    return inject_command(_find_run(arguments.run), words=arguments.words, here=arguments.here)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -350,7 +350,6 @@ def _check(arguments: argparse.Namespace) -> int:
     from framework.recipe.compose import compose
     from framework.recipe.derive import derive
     from framework.recipe.describe import (
-        caution_of_export,
         describe_blend,
         describe_compilation,
         describe_derived,
@@ -378,8 +377,6 @@ def _check(arguments: argparse.Namespace) -> int:
         print(compilation)
     if advice := place(derive(recipe)).advise_experts():
         print(f"experts       {advice}")
-    if caution := caution_of_export(recipe.model):
-        print(f"export        {caution}")
     return EXIT_DONE
 
 
@@ -413,43 +410,21 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--end-to-end", action="store_true", help="a whole run, from text to export, beside a plain loop"
     )
-    parser.add_argument("--random", type=int, metavar="N", help="N random recipes until one fails; overrides are kept")
-    parser.add_argument("--seed", type=int, metavar="S", help="with --random: other draws (default: 0)")
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    if arguments.random is not None:
-        return _verify_random(arguments)
-    if arguments.seed is not None:
-        raise RecipeError("--seed chooses the draws of --random N; the seed of a recipe is train.seed")
     recipe = _compose(arguments)
     with loading_libraries():
         from framework.verify.command import verify
-        from framework.verify.options import Options
+        from framework.verify.prepare import VerifyOptions
 
     names = ("model_config", "dtype", "steps", "ranks", "device", "strict")
-    options = Options(**{name: getattr(arguments, name) for name in names})
+    options = VerifyOptions(**{name: getattr(arguments, name) for name in names})
     if arguments.end_to_end:
         from framework.verify.end_to_end import verify_end_to_end
 
         return verify_end_to_end(recipe, options, main)
     return verify(recipe, options)
-
-
-def _verify_random(arguments: argparse.Namespace) -> int:
-    given = {"--model-config": arguments.model_config, "--dtype": arguments.dtype, "--ranks": arguments.ranks}
-    contrary = [name for name, value in given.items() if value is not None]
-    if contrary:
-        raise RecipeError(
-            f"--random draws what {', '.join(contrary)} would set: give the recipe's own keys, which are kept"
-            " (model.family, precision, launch.ranks)"
-        )
-    with loading_libraries():
-        from framework.verify.campaign import Campaign, verify_random
-
-    names = ("steps", "device", "overrides", "recipes")
-    words = {name: getattr(arguments, name) for name in names}
-    return verify_random(Campaign(arguments.random, seed=arguments.seed or 0, **words))
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -472,7 +447,6 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 def _add_page(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at in a browser: one file")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="write its charts as a picture")
     parser.add_argument("--overwrite", action="store_true", help="in place of files that are not ours, too")
 
 
@@ -485,22 +459,22 @@ def _plan(arguments: argparse.Namespace) -> int:
     with loading_libraries():
         from framework.launch.machine import check_measured
         from framework.plan.plan_command import plan_command
-        from framework.plan.wanted import Wanted
+        from framework.plan.plan_text import Wanted
 
     check_measured(recipe)
 
-    names = ("ranks", "layouts", "schedule", "options", "schedule_to", "html", "png", "overwrite")
+    names = ("ranks", "layouts", "schedule", "options", "schedule_to", "html", "overwrite")
     return plan_command(recipe, Wanted(**{name: getattr(arguments, name) for name in names}))
 
 
 def _add_search(parser: argparse.ArgumentParser) -> None:
-    from framework.launch.search import add_search_options
+    from framework.commands.search import add_search_options
 
     add_search_options(parser)
 
 
 def _search(arguments: argparse.Namespace) -> int:
-    from framework.launch.search_command import search_command
+    from framework.commands.search import search_command
 
     return search_command(arguments)
 
@@ -561,9 +535,9 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     from framework.checkpoint.inspect import inspect_command
-    from framework.launch.runs import find_place
+    from framework.checkpoint.storage import is_url, open_place
 
-    return inspect_command(find_place(arguments.path))
+    return inspect_command(open_place(arguments.path) if is_url(arguments.path) else _find_run(arguments.path))
 
 
 # --- recipes and runs
@@ -583,17 +557,9 @@ def _compose_run(arguments: argparse.Namespace) -> Recipe:
 
 
 def _find_run(name: str) -> Path:
-    """A folder as it is, a run's id in the default folder of runs, or the URL of a run."""
-    from framework.launch.runs import find_run
+    from framework.launch.directory import find_run
 
     return find_run(name)
-
-
-def _find_running(name: str) -> Path:
-    """The same, of a run of which something is asked."""
-    from framework.launch.runs import find_running
-
-    return find_running(name)
 
 
 # --- arguments and help
@@ -663,7 +629,7 @@ def _describe_version() -> str:
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
-    from framework.launch.snapshot import describe_commit
+    from framework.launch.record import describe_commit
 
     found = describe_commit()
     commit = f" (commit {found['commit'][:9]}{', edited' if found['edited'] else ''})" if found else ""

@@ -182,15 +182,14 @@ def read_lease(run: Path) -> tuple[int, Holder | None]:
         return -1, None
 
 
-def take(run: Path, holder: Holder, above: int = 0) -> Lease:
-    """Raise the epoch of a run, and fence all former ones. For who holds the run's lock, as far as there are locks. above: an
-    epoch that was taken elsewhere.
+def take(run: Path, holder: Holder) -> Lease:
+    """Raise the epoch of a run, and fence all former ones. For the holder of the run's lock, as far as there are locks.
 
     When it returns, nobody of a former epoch can change a name in the run any more. Raises OSError where the file system fails.
     """
     for name in FOLDERS:
         (run / name).mkdir(exist_ok=True)
-    lease = _claim(run, above)
+    lease = _claim(run)
     text = json.dumps({"epoch": lease.epoch, **asdict(holder)}) + "\n"
     _write_lease(lease, text)
     for name in FOLDERS:
@@ -210,10 +209,10 @@ def discard(path: Path) -> None:
             path.unlink()
 
 
-def _claim(run: Path, above: int) -> Lease:
+def _claim(run: Path) -> Lease:
     """The workplaces of an epoch above all that were taken, which nobody else takes: mkdir makes a folder once."""
     while True:
-        epoch = 1 + max(above, read_lease(run)[0], *_epochs_of(run))
+        epoch = 1 + max(0, read_lease(run)[0], *_epochs_of(run))
         try:
             (run / f"{WORKPLACE}{epoch}").mkdir()
         except FileExistsError:

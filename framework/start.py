@@ -8,10 +8,30 @@ process: this file, which is run by its path, has the package imported from wher
 import os
 import runpy
 import sys
+from collections.abc import Mapping
 from importlib.machinery import PathFinder
 
 _PACKAGE = os.path.dirname(os.path.realpath(__file__))
 _HOME, _NAME = os.path.split(_PACKAGE)
+
+# Variables of launchers (srun, sbatch, torchrun, mpirun). Left over in a shell they are options of SLURM's commands: sbatch takes
+# `SBATCH_PARTITION` before the `#SBATCH --partition` of a script, srun in the job would bind all ranks to the CPUs of an
+# interactive step (`SLURM_CPU_BIND`), and `SQUEUE_FORMAT` changes squeue's output. Neither SLURM's commands nor ranks on this
+# machine get any.
+#
+# SLURM's commands, its plugins (_SLURM_, SPANK_), and how MPI's processes find one another.
+_PREFIXES = (
+    *("SLURM_", "SLURMD_", "SLURMSTEPD_", "_SLURM_", "SPANK_", "SBATCH_", "SRUN_", "SALLOC_", "SATTACH_", "SBCAST_"),
+    *("SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCT_", "SREPORT_", "SSTAT_", "SPRIO_"),
+    *("PMI_", "PMI2_", "PMIX_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "JSM_", "TORCHELASTIC_"),
+)
+# torchrun's.
+_NAMES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+)
+# How SLURM's commands find their cluster, and prove who calls.
+_KEPT = frozenset(("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK_KEY", "SLURM_SACK_JWKS"))
 
 
 def python_words(module: str, *arguments: str) -> tuple[str, ...]:
@@ -47,6 +67,22 @@ def prefer_this_copy() -> bool:
     others = (number for number, folder in enumerate(sys.path) if PathFinder.find_spec(_NAME, [folder]) is not None)
     sys.path.insert(next(others, len(sys.path)), _HOME)
     return True
+
+
+def without_launchers(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without the variables of launchers."""
+    return {name: value for name, value in environment.items() if not is_of_launcher(name)}
+
+
+def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of SLURM's commands. A job has that of its sbatch: its script sets PYTHONSAFEPATH, after the site's own
+    commands."""
+    return {name: value for name, value in without_launchers(environment).items() if name != "PYTHONSAFEPATH"}
+
+
+def is_of_launcher(name: str) -> bool:
+    """Whether a launcher, or an option of SLURM's commands, is read from this variable."""
+    return name not in _KEPT and (name in _NAMES or name.startswith(_PREFIXES))
 
 
 if __name__ == "__main__":

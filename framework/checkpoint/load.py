@@ -28,7 +28,7 @@ from framework.checkpoint.index import DamagedCheckpoint, Index, Manifest, Saved
 from framework.checkpoint.staging import Entry, dtype_name
 from framework.checkpoint.storage import Place
 from framework.comm.communicator import Communicator
-from framework.comm.objects import share_errors, tell
+from framework.comm.objects import broadcast_object, share_errors
 from framework.errors import CheckpointError, StorageError
 from framework.lease import Lease
 from framework.mesh.box import Box
@@ -55,7 +55,7 @@ def load_checkpoint(
     for one more, for `MAX_NEEDS`, and for the largest entry that is not in memory.
     """
     entries = list(entries)
-    manifest = manifest or tell(lambda: open_checkpoint(path), world)
+    manifest = manifest or broadcast_object(lambda: open_checkpoint(path), world)
     reader = Reader(path, buffer_bytes, manifest)
     # Before any damage: a mistake is no reason to try an older checkpoint.
     share_errors(lambda: reader.check(entries), world)
@@ -63,7 +63,7 @@ def load_checkpoint(
         share_errors(lambda: reader.fill(entries), world)
     except DamagedCheckpoint as damage:
         # One node's memory or network may be at fault, and the checkpoint whole: rank 0 reads the block itself.
-        tell(partial(reader.confirm, damage), world)
+        broadcast_object(partial(reader.confirm, damage), world)
         raise
     return manifest.state
 
@@ -86,7 +86,7 @@ def load_newest(
     entries = list(entries)
     damaged: dict[Place, DamagedCheckpoint] = {}
     while True:
-        found = found or tell(partial(find_newest, root, damaged), world)
+        found = found or broadcast_object(partial(find_newest, root, damaged), world)
         if found.newest is None:
             return None
         try:

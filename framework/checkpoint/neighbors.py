@@ -38,7 +38,7 @@ from framework.checkpoint.save import write_file, write_index
 from framework.checkpoint.save_plan import IndexPlan
 from framework.checkpoint.staging import StagedFile, free_bytes
 from framework.comm.communicator import Communicator
-from framework.comm.objects import deal, gather_to_first, share_errors, tell
+from framework.comm.objects import broadcast_object, gather_object, scatter_object, share_errors
 from framework.comm.streams import pass_bytes
 from framework.errors import CheckpointError, MeshwrightError
 
@@ -105,8 +105,8 @@ class Neighbours:
 
 def meet_neighbours(node: str, copies: int, world: Communicator) -> Neighbours:
     """Gather the nodes of all ranks. Collective. node: this rank's."""
-    gathered = gather_to_first(node, world)
-    return Neighbours(tell(lambda: tuple(gathered), world), copies)
+    gathered = gather_object(node, world)
+    return Neighbours(broadcast_object(lambda: tuple(gathered), world), copies)
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,11 @@ class CopyKeeper:
         )
         written = FileRecord(staged.num_bytes, BLOCK_BYTES, staged.root or 0)
         self._send(folder, {path.name: SentFile(path.stat().st_size, written)})
-        files = gather_to_first(written, world)
+        files = gather_object(written, world)
         fault("copy gathered")
-        head = tell(lambda: self._explained(lambda: _write_head(folder, name.step, state, index, files)), world)
+        head = broadcast_object(
+            lambda: self._explained(lambda: _write_head(folder, name.step, state, index, files)), world
+        )
         fault("copy indexed")
         self._send(folder, head if world.rank == 0 else {})
         is_keeper = 0 in self.neighbours.kept(world.rank)
@@ -197,9 +199,9 @@ class CopyKeeper:
     def _send(self, folder: Path, own: Mapping[str, SentFile]) -> None:
         """Send this rank's files, by name, to their keepers, and receive those that it keeps. Collective."""
         rank, world = self.world.rank, self.world
-        gathered = gather_to_first(own, world)
+        gathered = gather_object(own, world)
         # (name, sender) -> file, of those that come to this rank.
-        coming: dict[tuple[str, int], SentFile] = deal(lambda: self._deal_to_keepers(gathered), world)
+        coming: dict[tuple[str, int], SentFile] = scatter_object(lambda: self._deal_to_keepers(gathered), world)
         self.fault("copy announced")
         files = share_errors(lambda: self._explained(lambda: _make_files(folder, coming)), world)
         mine = [map_file(folder / name, each.num_bytes) for name, each in own.items()]

@@ -59,7 +59,7 @@ from framework.checkpoint.staging import Entry, StagedFile, StagingMemory
 from framework.checkpoint.storage import Place, retry
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
-from framework.comm.objects import gather_to_first, share_errors, tell
+from framework.comm.objects import broadcast_object, gather_object, share_errors
 from framework.comm.transfer import Arrival, Moment
 from framework.errors import LeaseLost, MeshwrightError
 from framework.lease import Lease
@@ -149,13 +149,11 @@ class Saver:
         fault: Fault = no_fault,
         lease: Lease | None = None,
         hold: Hold | None = None,
-        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         """world: the group of the ranks' threads, used for nothing else. memory: staging memory. is_async: whether `start`
         returns before the save has ended. max_failures: this many failed saves in a row end the run. on_end: called in the
         save's thread when one has ended, with its step and whether it was committed. fault: for tests. lease: of the run,
-        checked by every rank before it writes; None for a run without a launcher. hold: keeps copies in the nodes' memory.
-        before_commit: called on rank 0 before the commit; if it fails, the save fails."""
+        checked by every rank before it writes; None for a run without a launcher. hold: keeps copies in the nodes' memory."""
         self.stalled_s = self.disk_stalled_s = self.longest_s = 0.0
         self.started = 0
         self.failures = self.failures_in_a_row = 0
@@ -163,7 +161,7 @@ class Saver:
         self._lease = lease or unleased(root)
         self._memory = memory or StagingMemory(CPU, max_bytes=0)
         self._is_async, self._max_failures, self._on_end = is_async, max_failures, on_end
-        self._hold, self._before_commit = hold, before_commit
+        self._hold = hold
         self._plan: SavePlan | None = None
         self._pending: PendingSave | None = None
         self._has_reported_wait = self._has_reported_memory = False
@@ -311,7 +309,7 @@ class Saver:
         world, fault = self._world, self._fault
         root, lease = self._root, self._lease
         explained = partial(_explained, root, lease, plan.bytes_needed)
-        folder, is_committed = tell(
+        folder, is_committed = broadcast_object(
             lambda: explained(lambda: begin(root, lease, pending.step, pending.state, plan.bytes_needed)), world
         )
         if is_committed:
@@ -325,9 +323,9 @@ class Saver:
                 write_file(path, staged, fault)
 
             share_errors(lambda: explained(lambda: retry(write, "write", path)), world)
-            written = gather_to_first(FileRecord(staged.num_bytes, BLOCK_BYTES, staged.root or 0), world)
+            written = gather_object(FileRecord(staged.num_bytes, BLOCK_BYTES, staged.root or 0), world)
             fault("gathered")
-            committed = tell(lambda: explained(lambda: self._finish(folder, pending, plan, written)), world)
+            committed = broadcast_object(lambda: explained(lambda: self._finish(folder, pending, plan, written)), world)
         except MeshwrightError:
             if world.rank == 0:
                 give_up(root, lease, folder)
@@ -347,7 +345,6 @@ class Saver:
 
         manifest = retry(write, "write", folder / INDEX)
         self._fault("indexed")
-        self._before_commit()
         return finish(self._root, lease, folder, manifest, self._fault)
 
     def _find_plan(self, entries: Sequence[Entry]) -> SavePlan:
@@ -383,7 +380,7 @@ def save_checkpoint(
     devices = [entry.data.device for entry in entries if isinstance(entry.data, torch.Tensor)]
     saver.start(step, entries, state, next((device for device in devices if device.type != "cpu"), CPU))
     saver.finish()
-    committed = tell(lambda: locate(root, step), world)
+    committed = broadcast_object(lambda: locate(root, step), world)
     assert committed is not None, f"{root} has no step {step}, which was committed"
     return committed
 

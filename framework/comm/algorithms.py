@@ -2,8 +2,8 @@
 
 `ALGORITHMS` is the choice: a table and not a measurement at start-up, because ranks must choose alike and because on gloo no
 size was found at which its own one wins: scripts/bench/collectives.py from 64 KiB to 64 MiB, 2 and 4 ranks
-(docs/benchmarks.md). Where GPUs are shared by ranks there is no NCCL; gloo has no messages between GPUs and few collectives, so
-there every operation is that of the CPU on host copies (`on_host`).
+(docs/measurements/benchmarks.md). Where GPUs are shared by ranks there is no NCCL; gloo has no messages between GPUs and few
+collectives, so there every operation is that of the CPU on host copies (`on_host`).
 
 Below, n is the size of the axis. Every algorithm starts and returns a Pending; its tensors are contiguous and on the devices
 that the axis's group carries.

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from framework import errors
 from framework.comm.connect import INTERFACES, LOOPBACK, SECRET
 from framework.errors import EXIT_DONE, EXIT_INTERRUPTED
-from framework.train.faults import STOPPING, heard_signals, say_from_handler
+from framework.monitor.stop import STOPPING, heard_signals, say_from_handler
 
 # How a rank fails when another one has gone: gloo's sockets, NCCL's and c10d's messages, and ours.
 LOST_PEER = (

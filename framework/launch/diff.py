@@ -57,18 +57,13 @@ def _read_recipe(run: RunDirectory) -> dict[str, Any]:
 
 
 def _read_code(run: RunDirectory) -> dict[str, Any]:
-    launch = _last_launch(run)
+    launch = run.last_launch
     return {name: launch[name] for name in ("commit", "edited") if name in launch}
 
 
 def _read_environment(run: RunDirectory) -> dict[str, Any]:
-    launch = _last_launch(run)
+    launch = run.last_launch
     return {"host": launch.get("host"), **launch.get("versions", {})}
-
-
-def _last_launch(run: RunDirectory) -> dict[str, Any]:
-    launches = run.read_record()["launches"] if run.record.is_file() else []
-    return launches[-1] if launches else {}
 
 
 def _compare_curves(first: RunDirectory, second: RunDirectory) -> Iterator[tuple[str, ...]]:

@@ -17,7 +17,6 @@ from framework.errors import EXIT_DONE, EXIT_USER, MeshwrightError, OffloadError
 from framework.imports import loading_libraries
 from framework.launch.machine import check_measured
 from framework.launch.places import refuse_unreachable
-from framework.launch.runs import Runs
 from framework.launch.slurm import partitions, reach
 from framework.optim.disk_file import refuse_folder
 from framework.recipe.clusters import find_cluster
@@ -64,22 +63,23 @@ def examine(recipe: Recipe) -> Iterator[Finding]:
     yield from _layout(recipe)
     yield from _disk(recipe)
     yield _slurm(recipe)
-    runs = Runs.of(recipe.run)
-    yield _writable("run root", runs.folder, "run.root" if runs.url is None else "run.work")
+    yield _writable("run root", Path(recipe.run.root), "run.root")
     yield from _store(recipe)
     yield _writable("token stores", Path(recipe.data.root), "data.root")
     yield _wandb(recipe)
 
 
 def _store(recipe: Recipe) -> Iterator[Finding]:
-    """Whether a URL of run.root can be written to."""
-    if is_url(recipe.run.root):
-        try:
-            refuse_unreachable(recipe.run.root, "run.root")
-        except MeshwrightError as error:
-            yield Finding("run store", f"{recipe.run.root} cannot be used", str(error))
-        else:
-            yield Finding("run store", f"{recipe.run.root}, objects can be put, read and removed")
+    """Whether a URL of checkpoint.root can be written to."""
+    root = recipe.checkpoint.root
+    if root is None or not is_url(root):
+        return
+    try:
+        refuse_unreachable(root)
+    except MeshwrightError as error:
+        yield Finding("checkpoints", f"{root} cannot be used", str(error))
+    else:
+        yield Finding("checkpoints", f"{root}, objects can be put, read and removed")
 
 
 def _layout(recipe: Recipe) -> Iterator[Finding]:

@@ -17,16 +17,13 @@ from framework.errors import EXIT_DONE, RunError
 from framework.launch.directory import RunDirectory
 from framework.launch.identity import verify_identity
 from framework.mesh.layout import Layout
-from framework.model.added_bias import prepare_mixtures
-from framework.model.buffers import build_buffers, set_buffers
+from framework.model.buffers import build_buffers, persistent_buffers, set_buffers
 from framework.model.carried import CONFIG, list_processors, read_generation
 from framework.model.load import build_meta, load_config
-from framework.model.materialize import persistent_buffers, set_parameter
 from framework.model.special_tokens import add_end, find_end, find_token_ids, set_token_ids
-from framework.model.units import Unit, find_units, tied_names
+from framework.model.units import Unit, find_units, set_parameter, tied_names
 from framework.model.weights import write_weights
 from framework.recipe.compose import load_recipe
-from framework.recipe.describe import caution_of_export
 from framework.recipe.schema import Model
 
 
@@ -48,8 +45,6 @@ def export_command(
     beside = [*_tokenizer_files(directory), *list_processors(directory.pretrained)]
     write_weights(to, model, _read_units(reader, model, units), dtype, beside)
     print(f"exported step {reader.manifest.step:,} of {run} to {name or to}")
-    if caution := caution_of_export(settings):
-        print(f"note: {caution}")
     return EXIT_DONE
 
 
@@ -62,7 +57,6 @@ def load_model(run: Path) -> tuple[PreTrainedModel, int]:
     settings, reader = _read_settings(directory, _choose_checkpoint(directory))
     model = _plan_model(directory, settings)
     units, ties = find_units(model), tied_names(model)
-    prepare_mixtures(settings, model, units)  # the run's own model chooses experts with the bias that was added
     # Rotary tables and masks are in no checkpoint.
     set_buffers(model, build_buffers(_load_config(directory, settings)), torch.device("cpu"))
     for unit in units:

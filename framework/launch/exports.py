@@ -2,11 +2,10 @@
 
     save of step N is committed --> `meshwright export RUN --step N` in a process of its own --> RUN/exports/step-N
 
-Where exports lie, and how they appear as a whole, is in export_places.py. The process reads the checkpoint's files, unit after
-unit, so training lends it neither its memory nor its interpreter: it has memory for one unit, one thread, and yields the
-processor to whoever wants it. What it does wrong, or dies of, is said and ends nothing. Exports go one after another. The
-checkpoint that one reads, or is to read next, is kept until then. Where they take longer than the time between them, the one
-that waits is left out, which is said.
+The folder is made in the workplace of the start and renamed. The process reads the checkpoint's files, unit after unit, so it
+takes neither memory nor the interpreter from training: it has memory for one unit, one thread, and the lowest priority. Its
+failures are reported and end nothing. Exports are made one after another. The checkpoint that one reads, or is to read next, is
+kept until then. Where exports take longer than the time between them, the one that waits is left out, with a report.
 
 An export that a stop or a crash has ended is made at the next start, if its checkpoint is still there.
 """
@@ -21,32 +20,30 @@ from pathlib import Path
 import torch
 
 from framework.checkpoint.commit import list_checkpoints, step_of
-from framework.checkpoint.folder import report
+from framework.checkpoint.folder import committed_name, report
+from framework.checkpoint.storage import checkpoints_of
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.errors import MeshwrightError
-from framework.launch.directory import RunDirectory
-from framework.launch.export_places import find_exports
-from framework.launch.launchers import without_launchers
 from framework.lease import Lease
-from framework.start import python_words
+from framework.start import python_words, without_launchers
 
-# The lowest priority that there is.
+# The lowest priority.
 NICE = 19
-# Ranks that wait for the last export tell one another so often that they are there.
+# Seconds between two collectives of ranks that wait for the last export.
 WAIT_S = 5.0
-# A process that is told to end gets so long, and so long again when it is killed.
+# Seconds for a process to end after SIGTERM, and once more after SIGKILL.
 END_S = 5.0
-# What of its words is shown of an export that failed: the end of a traceback.
+# Characters shown of a failed export's output: the end of a traceback.
 SHOWN_CHARACTERS = 2000
 
 
 class Exports:
-    """The exports of a run, in one thread that waits for one process at a time. every_steps: None: none are made."""
+    """Exports of a run, in one thread that waits for one process at a time. every_steps: None makes none."""
 
     def __init__(self, lease: Lease, every_steps: int | None) -> None:
-        self._run, self._every_steps = RunDirectory(lease.run), every_steps
-        self._place = find_exports(lease)
+        self._lease, self._every_steps = lease, every_steps
+        self._root = lease.run / "exports"
         # Guards what follows: the loop's thread, the save's and this one meet here.
         self._changed = threading.Condition()
         self._waiting: int | None = None
@@ -57,9 +54,9 @@ class Exports:
         self._resume()
 
     def _resume(self) -> None:
-        """Ask for what an earlier start has left undone."""
-        due = [step for step in map(step_of, list_checkpoints(self._run.checkpoints)) if self._is_due(step)]
-        undone = [step for step in due if not self._place.has(step)]
+        """Ask for the export that an earlier start has left undone."""
+        due = [step for step in map(step_of, list_checkpoints(checkpoints_of(self._lease.run))) if self._is_due(step)]
+        undone = [step for step in due if not committed_name(self._root, step).exists()]
         if undone:
             self._ask_for(undone[0])  # the newest: of a run that is long past the others
 
@@ -73,23 +70,24 @@ class Exports:
             self._ask_for(step)
 
     def go_back_to(self, step: int) -> None:
-        """The run has gone back to `step`: exports of later ones are none of its own any more."""
+        """Remove exports of later steps: the run has gone back to `step`."""
         with self._changed:
             if self._waiting is not None and self._waiting > step:
                 self._waiting = None
             if self._reading is not None and self._reading > step and self._process is not None:
                 self._process.kill()
                 self._changed.wait_for(lambda: self._reading is None, END_S)
-        if self._every_steps is not None:
-            self._place.remove_after(step)
+        for folder in self._root.glob("step-*") if self._every_steps is not None else ():
+            if step_of(folder) > step:
+                self._lease.remove(folder)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether all exports have ended, after waiting for so long at most."""
+        """Wait for all exports, at most so long; returns whether they have ended."""
         with self._changed:
             return self._changed.wait_for(lambda: self._waiting is None and self._reading is None, timeout_s)
 
     def end(self) -> None:
-        """No export begins any more, and one that is under way ends now, without its folder."""
+        """Begin no export any more, and end one that is under way, without its folder."""
         with self._changed:
             self._has_ended, self._waiting = True, None
             process = self._process
@@ -110,7 +108,7 @@ class Exports:
             if self._waiting is not None:
                 report(
                     f"the export of step {self._waiting:,} is left out: exports take longer than the time between them. Raise"
-                    f" checkpoint.export_every_steps, or export it later: meshwright export {self._run.path} --step"
+                    f" checkpoint.export_every_steps, or export it later: meshwright export {self._lease.run} --step"
                     f" {self._waiting} --to DIR, while its checkpoint is kept"
                 )
             self._waiting = step
@@ -131,7 +129,7 @@ class Exports:
                 step = self._reading
             try:
                 self._export(step)
-                report(f"exported step {step:,} to {self._place.name(step)}")
+                report(f"exported step {step:,} to {committed_name(self._root, step)}")
             except (OSError, MeshwrightError, _NotExported) as error:
                 if self._has_ended:
                     report(f"the export of step {step:,} was stopped with the run; the next start makes it")
@@ -146,9 +144,11 @@ class Exports:
                     self._changed.notify_all()
 
     def _export(self, step: int) -> None:
-        """Raises what is wrong."""
-        with self._place.making(step) as made:
-            self._run_process(make_command(self._run.path, step, made))
+        """Raises what is wrong; then a former export of the step is as it was."""
+        self._lease.check()
+        self._root.mkdir(exist_ok=True)
+        with self._lease.replacing(committed_name(self._root, step)) as made:
+            self._run_process(make_command(self._lease.run, step, made))
 
     def _run_process(self, command: list[str]) -> None:
         with self._changed:
@@ -172,22 +172,22 @@ class Exports:
 
 
 def _variables() -> dict[str, str]:
-    """Environment of the process, which is no rank, and needs no GPU: a context of CUDA would take memory from the ranks."""
+    """Environment of the process, which is no rank and gets no GPU: a CUDA context would take memory from the ranks."""
     return {**without_launchers(os.environ), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 
 
 class _NotExported(Exception):
-    """The process has ended otherwise than well; says how."""
+    """The exporting process failed; the message says how."""
 
 
 def make_command(run: Path, step: int, folder: Path) -> list[str]:
-    """The words that export one checkpoint."""
+    """The command that exports one checkpoint."""
     return [sys.executable, *python_words("framework", "export", str(run), "--step", str(step), "--to", str(folder))]
 
 
 def exports_have_ended(exports: Exports, world: Communicator, *, is_stopped: bool) -> bool:
-    """Whether nobody waits for an export any more, after some seconds at most. Collective over `world`: ranks that waited in one
-    collective for as long as an export may take would run into its timeout. is_stopped: do not wait, the run is to end now."""
+    """Wait some seconds for the exports; returns whether they have ended. Collective over `world`, called again and again: ranks
+    that waited in one collective for as long as an export may take would run into its timeout. is_stopped: do not wait."""
     left = torch.tensor(0.0 if is_stopped or exports.wait(WAIT_S) else 1.0)
     all_reduce(left, world, "max", label="exports")
     return not left

@@ -16,7 +16,6 @@ from framework.launch.local import rank_variables
 from framework.launch.machine import count_memory, describe_machine, find_differences
 from framework.launch.measure_order import Order
 from framework.launch.measured_file import describe_findings, describe_group, write_text
-from framework.launch.runs import Runs
 from framework.launch.timings import ON_CPU, ON_GPU, Effort
 from framework.recipe.cluster_file import ENDINGS, KEY, read_cluster_file, write_cluster_file
 from framework.recipe.convert import to_recipe
@@ -27,8 +26,6 @@ from framework.start import python_words
 DEFAULT_NAME = "measured"
 # Collectives need two ranks.
 LEAST_RANKS = 2
-# Ranks that share the cores, over those that have them for themselves.
-CROWD = 2
 # Of the cores: a machine whose load of the last minute is higher is not quiet.
 BUSY_SHARE = 0.5
 
@@ -116,13 +113,11 @@ def make_order(recipe: Recipe, here: ClusterMeasured, result: Path, effort: Effo
     is_gpu = recipe.launch.device != "cpu" and bool(here.gpus)
     ranks = len(here.gpus) if is_gpu else max(LEAST_RANKS, recipe.launch.ranks or 0)
     threads = recipe.launch.threads_per_rank or recipe.launch.cpus_per_rank or max(1, here.cores // ranks)
-    root = Runs.of(recipe.run).folder.absolute()
+    root = Path(recipe.run.root).absolute()
     return Order(
         device="cuda" if is_gpu else "cpu",
         ranks=ranks,
-        crowd=ranks if is_gpu or ranks * threads > here.cores else CROWD * ranks,
         threads=threads,
-        cores=here.cores,
         dtypes=choose_dtypes(recipe, is_gpu),
         folder=str(next(each for each in (root, *root.parents) if each.is_dir())),
         result=str(result),
@@ -148,4 +143,4 @@ def start_ranks(recipe: Recipe, order: Order, folder: Path) -> Outcome:
     path = folder / "order.json"
     order.save(path)
     words = python_words(measure_rank.__name__, str(path))
-    return run_ranks(words, order.crowd, folder / "errors", rank_variables(recipe))
+    return run_ranks(words, order.ranks, folder / "errors", rank_variables(recipe))

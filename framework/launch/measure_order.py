@@ -10,16 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Order:
-    """What ranks are to measure. device: cpu or cuda; ranks: that have the node's cores, or its GPUs, for themselves; crowd: that
-    are started, on CPUs more, which share the cores while messages are measured once more; threads: of a rank; cores: of the
-    node; dtypes: of matmuls, as recipes name them, and of attention; folder: where checkpoints would lie; result: the file that
-    rank 0 writes; effort: keys of `timings.Effort`."""
+    """The measurements to make. device: cpu or cuda; ranks: one for each GPU, or of the node's cores; threads: of a rank; dtypes:
+    of matmuls, as recipes name them, and of attention; folder: where checkpoints would lie; result: the file that rank 0 writes;
+    effort: keys of `timings.Effort`."""
 
     device: str
     ranks: int
-    crowd: int
     threads: int
-    cores: int
     dtypes: Sequence[str]
     folder: str
     result: str

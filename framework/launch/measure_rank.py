@@ -11,7 +11,7 @@ from pathlib import Path
 
 from framework.errors import EXIT_DONE
 from framework.launch.measure_order import Order
-from framework.launch.rank import let_threads_sleep, run_process, tell
+from framework.launch.process import let_threads_sleep, report_error, run_process
 
 CONNECT_WITHIN_S = 300.0
 
@@ -25,7 +25,7 @@ def main(path: Path) -> int:
     try:
         _measure(order)
     except Exception as error:
-        return tell(error)
+        return report_error(error)
     return EXIT_DONE
 
 
@@ -37,9 +37,7 @@ def _measure(order: Order) -> None:
     from framework.mesh.topology import Topology
 
     torch.set_num_threads(order.threads)
-    # Groups of as many ranks as have the machine for themselves: one of them measures alone, then all of them together.
-    topology = Topology(dp=order.crowd // order.ranks, tp=order.ranks)
-    mesh = connect(topology, choose_device(order.device), timeout_s=CONNECT_WITHIN_S)
+    mesh = connect(Topology(tp=order.ranks), choose_device(order.device), timeout_s=CONNECT_WITHIN_S)
     measured = measure(order, mesh)
     if mesh.rank == 0:
         Path(order.result).write_text(json.dumps(measured), encoding="utf-8")

@@ -36,7 +36,6 @@ def describe_group(
     group = {
         "device": here.gpus[0] if order.device == "cuda" else "cpu",
         "devices_per_node": order.ranks,
-        "threads": order.threads if order.device == "cpu" else 1,
         "memory_gb": memory_bytes / 2**30,
         "host_memory_gb": host_bytes / 2**30,
         "matmul": known.get("matmul", {})
@@ -46,13 +45,11 @@ def describe_group(
         "attention_backward_share": min(1.0, 1e12 * backward / peaks[first]),
         "memory_gb_per_s": found["memory"][-1][1],
         "memory_measured": found["memory"],
-        "memory_alone": found.get("memory_alone", []),
         "softmax_g_per_s": found["softmax"],
         # On a GPU calls queue up: what they cost the host is no gap between kernels.
         "overhead_us": known.get("overhead_us", 1e6 * found["overhead_s"]),
         "host_gb_per_s": found["host_rate"] / 1e9,
         "disk_gb_per_s": found["disk_rate"] / 1e9,
-        "crowd": order.crowd if "crowded" in found else None,
         "links": {kind: describe_link(kind, found, order.ranks, known) for kind in COLLECTIVES},
         **{name: known.get(name) for name in ("price_per_hour", "device_mtbf_hours")},
         "measured": asdict(here),
@@ -77,9 +74,8 @@ def describe_matmul(dtype: str, peak: float, found: Mapping[str, Any]) -> dict[s
     """The keys of `matmul` of one dtype."""
     measured = found["matmul"][dtype]
     best = 1e12 * max(rate for *_, rate in measured)
-    alone = {"alone": found["alone"][dtype]} if "alone" in found else {}
     other = {name: found[name][dtype] for name in ("gradient", "attention")}
-    return {"peak_tflops": peak / 1e12, "share": best / peak, "measured": measured, **alone, **other}
+    return {"peak_tflops": peak / 1e12, "share": best / peak, "measured": measured, **other}
 
 
 def describe_link(kind: str, found: Mapping[str, Any], ranks: int, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,7 +91,6 @@ def describe_link(kind: str, found: Mapping[str, Any], ranks: int, known: Mappin
         "gb_per_s": [1e3 * part / us_per_mb, *far["gb_per_s"][1:]],
         "hop_us": [latency_us / steps, *far["hop_us"][1:]],
         "measured": measured,
-        **({"crowded": found["crowded"][kind]} if "crowded" in found else {}),
     }
 
 
@@ -137,10 +132,9 @@ def describe_findings(group: Mapping[str, Any], order: Order) -> Iterator[str]:
     for dtype, matmul in group["matmul"].items():
         if matmul.get("measured"):
             rates = sorted(1e3 * row[3] for row in matmul["measured"])
-            alone = f"; a rank alone {1e3 * max(row[3] for row in matmul['alone']):,.4g}" if matmul.get("alone") else ""
             yield (
                 f"matmul {dtype:5} best {rates[-1]:,.4g} GFLOP/s, median of {len(rates)} shapes {rates[len(rates) // 2]:,.4g},"
-                f" worst {rates[0]:,.4g}{alone}"
+                f" worst {rates[0]:,.4g}"
             )
             forward, backward = ([1e3 * row[column] for row in matmul["attention"]] for column in (2, 3))
             yield (

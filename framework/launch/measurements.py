@@ -1,8 +1,8 @@
 """What the ranks of `meshwright doctor --measure` find out together.
 
     all ranks at once     matmuls, passes over memory, attention, calls, copies: as in a step, when all cores are taken
-    together              collectives of each kind and size; on CPUs once more among ranks that are more than the cores
-    rank 0 alone          what it writes to disk; where ranks share a CPU, matmuls and passes with all of its cores
+    together              collectives of each kind and size
+    rank 0 alone          what it writes to disk
 
 The result is the median over ranks.
 """
@@ -21,7 +21,7 @@ import torch
 from framework.comm.collectives import all_gather, all_reduce, all_to_all, barrier, gather_objects, reduce_scatter
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh
-from framework.comm.objects import tell
+from framework.comm.objects import broadcast_object
 from framework.comm.p2p import start_receive, start_send
 from framework.launch import timings
 from framework.launch.measure_order import Order
@@ -37,43 +37,29 @@ LEAST_S = 1e-6
 
 
 def measure(order: Order, mesh: Mesh) -> dict[str, Any]:
-    """What was measured, by name; equal on all ranks, but for what rank 0 does alone and only it has. Collective."""
-    effort, found = Effort(**order.effort), dict[str, Any]()
-    own, crowd = mesh.axis("tp"), mesh.axis("world")
+    """Measurements by name, equal on all ranks; the disk's rate on rank 0 alone. Collective."""
+    effort = Effort(**order.effort)
+    axis = mesh.axis("tp")
     say = partial(print, file=sys.stderr, flush=True) if mesh.rank == 0 else lambda _: None
-    if mesh.rank < order.ranks:
-        say(f"measuring with {order.ranks} ranks of {order.threads} threads each: matmuls")
-        found = combine(gather_objects(measure_compute(order, effort, own, mesh.device), own))
-        say("measuring collectives")
-        links = measure_links(own, mesh.device, effort.pause_s, effort.message_bytes, order.ranks, effort.rounds)
-        found["links"] = combine(gather_objects(links, own))
-    if order.crowd > order.ranks:
-        # The others have waited here, without any of the machine's time.
-        barrier(crowd)
-        say(f"measuring collectives of {order.crowd} ranks that share the cores")
-        # Groups as large as those before, all at the same time, then one group of all.
-        crowded = [
-            measure_links(axis, mesh.device, effort.pause_s, effort.crowd_bytes, order.crowd, effort.crowd_rounds)
-            for axis in (own, crowd)
-        ]
-        together = combine(gather_objects(crowded, crowd))
-        found["crowded"] = {
-            kind: [
-                [axis.size, *point] for axis, links in zip((own, crowd), together, strict=True) for point in links[kind]
-            ]
-            for kind in _KINDS
-        }
+    say(f"measuring with {order.ranks} ranks of {order.threads} threads each: matmuls")
+    found: dict[str, Any] = combine(gather_objects(measure_compute(order, effort, axis, mesh.device), axis))
+    say("measuring collectives")
+    links = measure_links(axis, mesh.device, effort.pause_s, effort.message_bytes, order.ranks, effort.rounds)
+    found["links"] = combine(gather_objects(links, axis))
     if mesh.rank == 0:
-        say("measuring the disk" + ", and one rank with all cores" * (order.device == "cpu"))
-        found |= measure_alone(order, effort, found["edges"])
-    barrier(crowd)
+        say("measuring the disk")
+        found["disk_rate"] = timings.time_disk(Path(order.folder), effort.disk_bytes)
+    barrier(axis)
     return found
 
 
 def measure_compute(order: Order, effort: Effort, axis: Communicator, device: torch.device) -> dict[str, Any]:
     """What this rank computes in a second while the others of the axis compute the same. Collective: ranks begin each part
     together."""
-    edges = {name: tell(partial(timings.choose_edges, device, DTYPES[name], effort), axis) for name in order.dtypes}
+    edges = {
+        name: broadcast_object(partial(timings.choose_edges, device, DTYPES[name], effort), axis)
+        for name in order.dtypes
+    }
     parts: dict[str, Callable[[], Any]] = {
         "matmul": lambda: {
             name: list(timings.time_matmuls(device, DTYPES[name], edges[name], effort.wide, effort.point_s))
@@ -91,31 +77,10 @@ def measure_compute(order: Order, effort: Effort, axis: Communicator, device: to
         "overhead_s": lambda: timings.time_overhead(device, sorted(effort.edges)[len(effort.edges) // 2]),
         "host_rate": lambda: timings.time_host_copy(device, effort.memory_bytes[-1], effort.point_s),
     }
-    found: dict[str, Any] = {"edges": {name: list(each) for name, each in edges.items()}}
+    found: dict[str, Any] = {}
     for name, work in parts.items():
         barrier(axis)
         found[name] = work()
-    return found
-
-
-def measure_alone(order: Order, effort: Effort, edges: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """What rank 0 does while the others wait."""
-    found: dict[str, Any] = {"disk_rate": timings.time_disk(Path(order.folder), effort.disk_bytes)}
-    if order.device == "cpu":
-        device = torch.device("cpu")
-        torch.set_num_threads(order.cores)
-        try:
-            found["alone"] = {
-                name: list(
-                    timings.time_matmuls(
-                        device, DTYPES[name], [round(each) for each in edges[name]], effort.wide, effort.point_s
-                    )
-                )
-                for name in edges
-            }
-            found["memory_alone"] = list(timings.time_passes(device, effort.memory_bytes, effort.point_s))
-        finally:
-            torch.set_num_threads(order.threads)
     return found
 
 
@@ -154,7 +119,7 @@ def count_calls(work: timings.Work, between: timings.Work, axis: Communicator, d
 
     timings.time_batch(both, device, WARM_UP)
     once_s = timings.time_batch(both, device, 1)
-    return tell(lambda: min(timings.MOST_CALLS, max(1, ceil(BATCH_S / max(once_s, 1e-9)))), axis)
+    return broadcast_object(lambda: min(timings.MOST_CALLS, max(1, ceil(BATCH_S / max(once_s, 1e-9)))), axis)
 
 
 def time_messages(

@@ -40,11 +40,6 @@ class RunLine:
         return self.validation is None, float("inf") if loss is None or loss != loss else loss
 
 
-def list_runs(root: Path) -> list[RunDirectory]:
-    """The runs in a folder, by name."""
-    return [RunDirectory(path.parent) for path in sorted(root.glob("*/recipe.yaml"))]
-
-
 def describe_runs(runs: Sequence[RunDirectory], marks_best: bool) -> str:
     """A table of at least one run. marks_best: `*` is at the lowest validation loss, or at the lowest loss where no run has
     validated; for runs that train on the same text."""
@@ -108,8 +103,7 @@ def _find_state(run: RunDirectory, total: int) -> str:
 
 def _overrides(run: RunDirectory) -> tuple[str, ...]:
     with suppress(MeshwrightError, json.JSONDecodeError):
-        launches = run.read_record()["launches"]
-        return tuple(launches[-1]["overrides"]) if launches else ()
+        return tuple(run.last_launch.get("overrides", ()))
     return ()
 
 

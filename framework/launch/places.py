@@ -1,4 +1,4 @@
-"""The places that a recipe names for a run: whether they can be written to, and what the file system says against it in words."""
+"""Places that a recipe names for a run: whether they can be written to, and errors of the file system in words."""
 
 import errno
 import tempfile
@@ -6,32 +6,59 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from framework.checkpoint.storage import KEY, LASTING, find_probe_error, open_place, storage_error
+from framework.checkpoint.storage import (
+    CHECKPOINTS,
+    KEY,
+    LASTING,
+    POINTER,
+    ObjectPath,
+    find_probe_error,
+    open_place,
+    storage_error,
+)
 from framework.errors import RunError
-from framework.launch.remote import URL_FILE
-from framework.recipe.place_rules import RUN_ROOT
+from framework.files import PRIVATE, write_file
 
-# A file system without file locks.
+RUN_ROOT = "run.root"
+# Errors of a file system without file locks.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-def refuse_unreachable(root: str | None, key: str = KEY) -> None:
-    """Raises RunError where `root`, which `key` of the recipe says, is a place that cannot be written to: it tries, and leaves
-    nothing."""
-    place = None if root is None else open_place(root, key=key)
+def place_checkpoints(run: Path, root: str | None) -> None:
+    """Note in a new run's folder where its checkpoints lie, as checkpoint.root says: a link to a folder, or a file with a URL.
+    Called before anybody takes the run's lease, which has a workplace there."""
+    link, pointer = run / CHECKPOINTS, run / POINTER
+    place = None if root is None else open_place(root)
+    with explain_errors(link):
+        pointer.unlink(missing_ok=True)
+        if link.is_symlink():
+            link.unlink()
+        if isinstance(place, ObjectPath):
+            write_file(pointer, f"{place / run.name}\n".encode(), PRIVATE)
+        elif place is not None:
+            target = place.expanduser().absolute() / run.name
+            target.mkdir(parents=True, exist_ok=True)
+            if link.is_dir():
+                link.rmdir()
+            link.symlink_to(target)
+
+
+def refuse_unreachable(root: str | None) -> None:
+    """Raises RunError where checkpoint.root cannot be written to: it tries, and leaves nothing."""
+    place = None if root is None else open_place(root)
     if isinstance(place, Path):
-        refuse_unwritable(place.expanduser(), key)
+        refuse_unwritable(place.expanduser(), KEY)
     elif place is not None and (problem := find_probe_error(place)) is not None:
         raise RunError(
-            f"{key}={root}: an object cannot be written there, read and removed ({problem}). Is the bucket there, are the"
+            f"{KEY}={root}: an object cannot be written there, read and removed ({problem}). Is the bucket there, are the"
             " credentials and the endpoint in the environment or in fsspec's configuration? docs/checkpoint.md"
         )
 
 
 def refuse_unwritable(root: Path, key: str = RUN_ROOT) -> None:
-    """Raises RunError where no run can be made below `root`, which `key` of the recipe says. It tries, for what permissions say
-    does not hold on every file system, and leaves nothing: data is prepared first, which may take hours. A root that is not there
-    is not made: two launchers that begin at once would remove it under each other."""
+    """Raises RunError where no folder can be made below `root`, which `key` of the recipe says. It tries, for permissions do not
+    tell on every file system, and leaves nothing: data is prepared first, which may take hours. A missing root is not made:
+    two launchers that begin at once would remove it under each other."""
     place = next(each for each in (root.absolute(), *root.absolute().parents) if each.exists())
     if not place.is_dir():
         raise RunError(f"{key}={root}: {place} is no folder. Set {key} to a folder of yours")
@@ -39,19 +66,14 @@ def refuse_unwritable(root: Path, key: str = RUN_ROOT) -> None:
         Path(tempfile.mkdtemp(prefix=".try-", dir=place)).rmdir()
 
 
-def find_key(path: Path) -> str:
-    """The key of the recipe that says where a run directory is."""
-    return "run.work" if (path / URL_FILE).exists() else RUN_ROOT
-
-
 @contextmanager
-def explain_errors(path: Path, key: str | None = None) -> Iterator[None]:
-    """What the file system says against writing at `path`: a RunError where only the user can mend it, else a StorageError, for
-    a job that an EIO or a stale handle has ended is to be started again."""
+def explain_errors(path: Path, key: str = RUN_ROOT) -> Iterator[None]:
+    """Turn an OSError of writing at `path`, which `key` of the recipe says, into a RunError where only the user can mend it, else
+    into a StorageError: a job that an EIO or a stale handle has ended is started again."""
     try:
         yield
     except OSError as error:
-        place, key = error.filename or path, key or find_key(path)
+        place = error.filename or path
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise RunError(
                 f"no room at {place} ({error.strerror}): free space, or set {key} to a larger disk"

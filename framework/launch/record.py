@@ -1,22 +1,27 @@
-"""run.json: a run's id and birth, its launches, and what a launch has written into the folder (identity.py).
+"""run.json: a run's id and birth, its launches with the software of each, and what a launch has written into the folder
+(identity.py).
 
     {"xxh3": HASH OF ALL ELSE, "id": ..., "created": ..., "birth": ..., "launches": [...], "recipe": {KEY: VALUE},
      "tokenizer": HASH}
 
-Training reads none of it but the birth and what is compared, so a damaged record is no reason to refuse a run: the next launch
-makes it anew. What it knew of earlier launches is lost then, and said to be.
+Training reads only the birth and the values that are compared, so a run with a damaged record may go on: the next launch makes
+it anew. The launches before are lost then, which is printed.
 """
 
 import json
 import os
+import platform
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+import framework
 from framework.errors import RunError
 from framework.files import PRIVATE, write_file
 
@@ -24,12 +29,14 @@ SEAL = "xxh3"
 
 
 def first_record(run_id: str) -> dict[str, Any]:
-    """The record of a run that nobody has launched."""
-    return {"id": run_id, "created": now(), "birth": _draw_birth(), "launches": []}
+    """The record of a run that nobody has launched. birth: a name that no run before it has had and that sorts behind theirs:
+    nanoseconds of the clock, and chance."""
+    birth = f"{time.time_ns():016x}-{os.urandom(4).hex()}"
+    return {"id": run_id, "created": now(), "birth": birth, "launches": []}
 
 
 def begin_anew(path: Path) -> dict[str, Any]:
-    """The record of a run whose own is gone or damaged, which is said."""
+    """The record of a run whose own is gone or damaged; a note says so."""
     print(f"{path} was gone or damaged, and is made anew without earlier launches", file=sys.stderr)
     return first_record(path.parent.name)
 
@@ -61,10 +68,28 @@ def now() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S %z")
 
 
+def describe_software() -> dict[str, Any]:
+    """Software of a launch: `describe_commit`, and the versions of Python and of the libraries that compute."""
+    libraries = {name: version(name) for name in ("torch", "transformers")}
+    return describe_commit() | {"versions": {"python": platform.python_version(), **libraries}}
+
+
+def describe_commit() -> dict[str, Any]:
+    """{commit, edited}: the commit of the package's repository, and whether files differ from it. Empty outside of git."""
+    folder = Path(framework.__file__ or "").parent
+    commit, edits = _git(folder, "rev-parse", "HEAD"), _git(folder, "status", "--porcelain", "--", ".")
+    return {} if commit is None else {"commit": commit, "edited": bool(edits)}
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(folder), *words], check=False, capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
 def _hash(values: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(values, sort_keys=True).encode())
-
-
-def _draw_birth() -> str:
-    """A name of a new run that none before it has had, and that sorts behind theirs: nanoseconds of the clock, and chance."""
-    return f"{time.time_ns():016x}-{os.urandom(4).hex()}"

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from framework.errors import EXIT_DONE, EXIT_FAILED, RunError
 from framework.launch.directory import RunDirectory
-from framework.launch.launchers import slurm_environment
 from framework.launch.places import explain_errors
 from framework.launch.resume import resume_command, saved_step
 from framework.launch.slurm import WAITING_OR_RUNNING, JobState, find_job
+from framework.monitor.stop import SAVE_FILE, STOP_FILE
 from framework.recipe.compose import load_recipe
-from framework.train.faults import SAVE_FILE, STOP_FILE
+from framework.start import slurm_environment
 
 # So long the commands wait for the run to answer: a step, a save, and what a network file system takes to show a file.
 ANSWER_S = 600.0
@@ -56,8 +56,7 @@ def stop_command(path: Path, answer_s: float = ANSWER_S) -> int:
 
 def find_jobs(run: RunDirectory) -> list[tuple[str, JobState | None]]:
     """The jobs of the newest launch, with what SLURM knows of them."""
-    launches = run.read_record()["launches"] if run.record.is_file() else []
-    return [(job, find_job(job)) for job in (launches[-1] if launches else {}).get("jobs", [])]
+    return [(job, find_job(job)) for job in run.last_launch.get("jobs", [])]
 
 
 def is_running(run: RunDirectory, jobs: list[tuple[str, JobState | None]]) -> bool:

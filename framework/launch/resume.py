@@ -10,9 +10,8 @@ from typing import Any, NoReturn
 
 from framework.checkpoint.commit import newest_checkpoint, step_of
 from framework.errors import RunError
-from framework.launch.directory import RunDirectory
+from framework.launch.directory import RunDirectory, list_runs
 from framework.launch.identity import ABSENT, MAY_CHANGE, find_edits, may_change, read_recorded, refuse_edits, values_of
-from framework.launch.runs import Runs
 from framework.launch.settle import keep_settled
 from framework.plan.auto import require_layout
 from framework.recipe.compose import compose, load_recipe
@@ -27,7 +26,7 @@ from framework.recipe.suggest import nearest
 
 SHOWN_RUNS = 10
 # Where the run lies, which its folder says.
-OWN_KEYS = ("run.root", "run.work", "run.id", "run.name")
+OWN_KEYS = ("run.root", "run.id", "run.name")
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def name_run(path: Path, saved: Run) -> Run:
     run.root stays as it is written where it is the folder's."""
     keys = RunDirectory(path).keys
     is_own = Path(saved.root).absolute() == Path(keys.root).absolute()
-    return replace(saved, id=keys.id, root=saved.root if is_own else keys.root, work=keys.work)
+    return replace(saved, id=keys.id, root=saved.root if is_own else keys.root)
 
 
 def resume_command(run: RunDirectory, recipe: Recipe, *more: str) -> str:
@@ -110,13 +109,13 @@ def saved_step(run: RunDirectory) -> int:
 
 def refuse_missing(run: Run) -> NoReturn:
     """Raises RunError for a command line that can only mean a resume and names a run that is not there, or has not begun."""
-    folder = Runs.of(run).folder / str(run.id)
+    folder = Path(run.root, str(run.id))
     if (folder / "run.json").is_file():
         raise RunError(
             f"{folder}/recipe.yaml is gone, so the run cannot go on: put it back, from a copy or by hand; run.json has its values"
             " under `recipe`"
         )
-    there = Runs.of(run).list_ids()
+    there = [each.id for each in list_runs(Path(run.root))]
     near = nearest(str(run.id), there)
     shown = ", ".join(there[-SHOWN_RUNS:]) + (f" and {len(there) - SHOWN_RUNS} more" if len(there) > SHOWN_RUNS else "")
     raise RunError(

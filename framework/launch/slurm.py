@@ -19,16 +19,15 @@ import jinja2
 
 from framework.checkpoint.storage import open_place
 from framework.errors import RunError
-from framework.launch.launchers import list_options, slurm_environment
-from framework.launch.runs import Runs
 from framework.recipe.derive import Derived, derive
 from framework.recipe.elastic import can_move, has_range, node_counts
 from framework.recipe.environment import names_in, shell_word
 from framework.recipe.overrides import write_resume
 from framework.recipe.problem import Problem
 from framework.recipe.schema import Launch, Recipe
+from framework.start import slurm_environment
 
-RANK_PROGRAM = "framework.launch.rank"
+RANK_PROGRAM = "framework.train.program"
 TEMPLATES = {"none": "bare.sh", "apptainer": "apptainer.sh", "pyxis": "pyxis.sh"}
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
 _CONTROL = r"\x00-\x1f\x7f"
@@ -138,10 +137,9 @@ def _find_folder_problems(recipe: Recipe, here: Path) -> Iterator[Problem]:
     A run's folder: sbatch leaves the %-patterns of `--output` after a backslash, and PYTHONPATH, which has the run's code, is
     split at colons. In a container: see `_UNFIT_TO_MOUNT`.
     """
-    kind, runs = recipe.launch.container.kind, Runs.of(recipe.run)
-    run_key = "run.root" if runs.url is None else "run.work"
-    for key, folder in ((run_key, here / runs.folder), ("data.root", here / recipe.data.root), ("chdir", here)):
-        unfit = _CONTROL + r"\\:" * (key == run_key) + _UNFIT_TO_MOUNT[kind]
+    kind = recipe.launch.container.kind
+    for key, folder in (("run.root", here / recipe.run.root), ("data.root", here / recipe.data.root), ("chdir", here)):
+        unfit = _CONTROL + r"\\:" * (key == "run.root") + _UNFIT_TO_MOUNT[kind]
         if found := re.search(f"[{unfit}]", str(folder)):
             message = f"the job would not find {str(folder)!r}: a {found[0]!r} in a path does not get through"
             way = (
@@ -153,7 +151,7 @@ def _find_folder_problems(recipe: Recipe, here: Path) -> Iterator[Problem]:
 def submit_script(script: Path, after: str | None = None) -> str:
     """Queue a script; returns the job's id. after: the job whose end it waits for. Raises RunError with sbatch's reason."""
     require_sbatch()
-    if ignored := list_options(os.environ):
+    if ignored := sorted(name for name in os.environ if name.startswith("SBATCH_")):
         fix = (
             "what a job is asked for with is in the recipe: launch.partition, launch.account, launch.sbatch and others"
         )

@@ -13,25 +13,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from framework.errors import EXIT_DONE, MeshwrightError, RunError
-from framework.launch.directory import RunDirectory
+from framework.launch.directory import RunDirectory, list_runs
 from framework.launch.identity import load_own_recipe
-from framework.launch.overview import describe_runs, list_runs
-from framework.launch.remote import RemoteRun
+from framework.launch.overview import describe_runs
 from framework.launch.request import find_jobs, is_running
 from framework.launch.resume import resume_command, saved_step
-from framework.launch.runs import Runs
 from framework.launch.slurm import WAITING_OR_RUNNING, JobState
+from framework.monitor.hang import Line, fold_ranks
+from framework.monitor.ranks_file import read_ranks
+from framework.monitor.stop import LONG_S, LONG_STEPS
 from framework.recipe.schema import Recipe
 from framework.track.console import format_duration
 from framework.track.goodput_log import read_account
 from framework.track.goodput_page import summarize_goodput
 from framework.track.jsonl import METRICS_FILE, read_records
-from framework.train.faults import LONG_S, LONG_STEPS
-from framework.train.hang import Line, fold_ranks
-from framework.train.ranks_file import read_ranks
 
 RECENT_STEPS = 50  # whose median is the pace
 RANKS_OLD_S = 30.0  # rank 0 writes what ranks do every few seconds
@@ -58,8 +55,7 @@ def status_command(path: Path) -> int:
     if not sweep.members:
         print(describe_run(RunDirectory.open(path)))
         return EXIT_DONE
-    beside = Runs.beside(sweep)
-    runs = [beside.find(name) for name in sweep.members]
+    runs = [RunDirectory(sweep.path.parent / name) for name in sweep.members]
     print("\n\n".join(_describe_member(run) for run in runs))
     if begun := [run for run in runs if run.recipe.is_file()]:
         print(f"\n{describe_runs(begun, marks_best=True)}")
@@ -84,7 +80,7 @@ def _describe_member(run: RunDirectory) -> str:
 
 def describe_run(run: RunDirectory) -> str:
     """The lines of one run, those that have nothing to say left out."""
-    recipe, launch = load_own_recipe(run), _last_launch(run)
+    recipe, launch = load_own_recipe(run), run.last_launch
     jobs = find_jobs(run)
     history = read_history(run, launch.get("jobs", []))
     step, trouble = 0, ""
@@ -96,7 +92,6 @@ def describe_run(run: RunDirectory) -> str:
     now_s = time.time() if is_running(run, jobs) else None
     lines = [
         ("run", f"{run.path}{', done' if is_done else ''}"),
-        ("store", _describe_store(run)),
         *[("job", _describe_job(job, state)) for job, state in jobs],
         ("here", _describe_holder(run) if not jobs else ""),
         ("restarts", _describe_history(history)),
@@ -108,15 +103,6 @@ def describe_run(run: RunDirectory) -> str:
         ("next", _next_command(run, recipe, jobs, is_done)),
     ]
     return "\n".join(f"{name:<8} {text}" for name, text in lines if text)
-
-
-def _describe_store(run: RunDirectory) -> str:
-    """Where the run lies, if that is a store, and who had it last."""
-    remote = RemoteRun.of(run.path)
-    newest = remote.list_starts()[-1:] if remote else []
-    if not remote or not newest:
-        return ""
-    return f"{remote.url}, {'last held' if newest[0].has_ended else 'held'} by {newest[0].describe()}"
 
 
 def read_history(run: RunDirectory, jobs: list[str]) -> History | None:
@@ -151,11 +137,6 @@ def telling_line(log: Path) -> str:
 def _find_trouble(lines: list[str]) -> Iterator[str]:
     for pattern in _TROUBLE:
         yield from (line.strip() for line in lines if pattern.match(line))
-
-
-def _last_launch(run: RunDirectory) -> dict[str, Any]:
-    launches = run.read_record()["launches"] if run.record.is_file() else []
-    return launches[-1] if launches else {}
 
 
 def _describe_job(job: str, state: JobState | None) -> str:

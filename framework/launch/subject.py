@@ -1,21 +1,20 @@
 """The recipe that `train` and `submit` are given: refused where nothing says what to train, or which run to go on with."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
 
 from framework.errors import RecipeError
+from framework.launch.directory import RunDirectory
 from framework.launch.resume import refuse_missing
-from framework.launch.runs import Runs
 from framework.plan.auto import require_layout
 from framework.recipe.compose import compose
 from framework.recipe.describe import describe_experiments
 from framework.recipe.files import search_path
 from framework.recipe.keys import flatten
 from framework.recipe.overrides import parse_overrides
-from framework.recipe.place_rules import RUN_ROOT, find_place_problems
+from framework.recipe.place_rules import find_run_root_problems
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Recipe, Run
 
@@ -29,7 +28,7 @@ def compose_run(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Recipe
     defaults, so its values are judged beside those; a command that chooses recipes says itself what it wants."""
     composition = compose(overrides, recipe_dirs)
     run = composition.draft.run
-    if problems := list(find_place_problems(RUN_ROOT, run.root)):  # before anybody looks for the run there
+    if problems := list(find_run_root_problems(composition.draft)):  # before anybody looks for the run there
         raise RecipeError(render_problems(problems))
     if (saved := find_saved(run)) is None:
         if run.id is not None and not recipe_dirs and not has_subject(overrides):
@@ -39,19 +38,14 @@ def compose_run(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Recipe
         return require_layout(composition, overrides, recipe_dirs)
     if not parse_overrides(overrides, search_path(recipe_dirs)).choices:
         composition = compose(overrides, recipe_dirs, base=saved)
-    recipe = composition.require()
-    # The folder in which the run was found: that of the saved recipe may be another machine's.
-    return replace(recipe, run=replace(recipe.run, work=run.work))
+    return composition.require()
 
 
 def find_saved(run: Run) -> Path | None:
     """The recipe of the run that run.id names, None where there is none. A sweep's folders have none before they begin."""
     if run.id is None:
         return None
-    runs = Runs.of(run)
-    if runs.url is not None:  # whose errors name the key, before a search for the run fails over them
-        runs.refuse_unwritable()
-    saved = runs.find(run.id).recipe
+    saved = RunDirectory(Path(run.root, run.id)).recipe
     return saved if saved.is_file() else None
 
 

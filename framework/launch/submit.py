@@ -4,6 +4,7 @@ check -> data -> run directory: recipe.yaml, code/, slurm/job.sh -> sbatch -> wh
 """
 
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TextIO
 
+import framework
 from framework.data.prepare import prepare, summarize_data
 from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.files import PRIVATE, write_file
@@ -25,9 +27,9 @@ from framework.launch.local import (
     refuse_leftovers,
     summarize,
 )
-from framework.launch.places import explain_errors, refuse_unreachable
+from framework.launch.places import explain_errors, refuse_unreachable, refuse_unwritable
+from framework.launch.record import describe_software
 from framework.launch.resume import Change, resume_command, resume_recipe, saved_step
-from framework.launch.runs import Runs
 from framework.launch.settle import keep_pretrained, settle, settle_tokens
 from framework.launch.slurm import (
     WAITING_OR_RUNNING,
@@ -38,7 +40,6 @@ from framework.launch.slurm import (
     require_sbatch,
     submit_script,
 )
-from framework.launch.snapshot import copy_code, describe_software
 from framework.lease import Lease
 from framework.recipe.compose import load_recipe, save_recipe
 from framework.recipe.problem import Problem, render_problems
@@ -51,8 +52,8 @@ def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], *, dry
     dry_run: print the script and change nothing. Raises RecipeError and RunError for all that can be known beforehand.
     """
     check_machine(recipe, dry_run)
-    runs = Runs.of(recipe.run)
-    run = runs.find(recipe.run.id or runs.next_id(recipe.run.name))
+    root = Path(recipe.run.root)
+    run = RunDirectory(root / (recipe.run.id or RunDirectory.next_id(root, recipe.run.name)))
     if recipe.run.id is not None and run.recipe.exists():
         return _resume(run, overrides, recipe_dirs, dry_run)
     if dry_run:
@@ -66,7 +67,7 @@ def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], *, dry
     prepared = prepared or prepare(recipe)
     print(summarize_data(prepared, recipe.data.validation))
     recipe = settle_tokens(recipe, prepared.tokenizer)
-    run = runs.create(recipe.run.id, recipe.run.name)
+    run = RunDirectory.create(root, recipe.run.id, recipe.run.name)
     recipe = replace(recipe, run=replace(recipe.run, id=run.id))
     with run.lock(partial(claim, run, recipe.checkpoint.root)) as lease:
         _write(run, lease, recipe, prepared.tokenizer, legal_counts(recipe, counts))
@@ -80,8 +81,8 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], *
     """
     first = recipes[0]
     check_machine(first, dry_run)
-    root, name = Runs.of(first.run), f"{first.run.name}-sweep"
-    path = root.folder / (first.run.id or root.next_id(name))
+    root, name = Path(first.run.root), f"{first.run.name}-sweep"
+    path = root / (first.run.id or RunDirectory.next_id(root, name))
     if first.launch.chain > 1:
         raise RecipeError("launch.chain: a sweep is one job array, whose runs requeue themselves: set launch.chain=1")
     counts = [plan_counts(recipe) for recipe in recipes]
@@ -107,8 +108,8 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], *
     _say_counts(first, counts[0], sys.stdout)
     tokenizers = [(prepared or prepare(recipe)).tokenizer for recipe, prepared in settled]
     recipes = [settle_tokens(recipe, tokenizer) for recipe, tokenizer in zip(recipes, tokenizers, strict=True)]
-    sweep = root.create(first.run.id, name)
-    runs = [root.create(f"{sweep.id}-{index}", name) for index in range(len(recipes))]
+    sweep = RunDirectory.create(root, first.run.id, name)
+    runs = [RunDirectory.create(root, f"{sweep.id}-{index}", name) for index in range(len(recipes))]
     for run in (sweep, *runs):  # none is begun where one cannot be
         refuse_begun(run)
         refuse_leftovers(run)
@@ -121,7 +122,7 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], *
         recipe = replace(recipe, run=replace(recipe.run, id=run.id), track=replace(recipe.track, wandb=wandb))
         with run.lock(partial(claim, run, recipe.checkpoint.root)) as lease:
             _write(run, lease, recipe, tokenizers[index], legal[index])
-    with sweep.lock() as lease:  # which puts it where run.root is a URL
+    with sweep.lock() as lease:
         job = submit_script(sweep.script)
         sweep.note_launch([], {}, lease, jobs=[job], runs=[run.id for run in runs], **describe_software())
     for index, run in enumerate(runs):
@@ -166,18 +167,17 @@ def check_machine(recipe: Recipe, dry_run: bool) -> None:
         raise RecipeError(render_problems(problems))
     if not dry_run:
         require_sbatch()
-        runs = Runs.of(recipe.run)
-        runs.refuse_unwritable()
-        with explain_errors(runs.folder):
-            runs.folder.mkdir(parents=True, exist_ok=True)
+        root = Path(recipe.run.root)
+        refuse_unwritable(root)
+        with explain_errors(root):
+            root.mkdir(parents=True, exist_ok=True)
         if container.kind == "none":  # whose libraries and variables are not those of this machine
             refuse_unreachable(recipe.checkpoint.root)
 
 
 def active_job(run: RunDirectory) -> str | None:
     """The job of this run that still waits or runs, None if there is none or nobody knows."""
-    launches = run.read_record()["launches"] if run.record.exists() else []
-    for job in reversed(launches[-1].get("jobs", []) if launches else []):
+    for job in reversed(run.last_launch.get("jobs", [])):
         state = find_job(job)
         if state is not None and state.state in WAITING_OR_RUNNING:
             return job
@@ -245,8 +245,11 @@ def _write(run: RunDirectory, lease: Lease, recipe: Recipe, tokenizer: Path, cou
     keep_tokenizer(run, lease, tokenizer)
     keep_pretrained(run, lease, recipe.model)
     with explain_errors(run.path):
-        with lease.replacing(run.code) as made:
-            copy_code(made)
+        with lease.replacing(
+            run.code
+        ) as made:  # a job may wait for days and start many times: later edits are not its own
+            package = Path(framework.__file__ or "").parent
+            shutil.copytree(package, made / package.name, ignore=shutil.ignore_patterns("__pycache__"))
         run.script.parent.mkdir(exist_ok=True)
         with lease.replacing(run.script) as made:
             script = render(recipe, run.path.absolute(), Path.cwd(), counts=counts)

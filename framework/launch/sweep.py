@@ -12,7 +12,6 @@ from framework.errors import EXIT_DONE, RecipeError
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
 from framework.launch.overview import describe_sweep
-from framework.launch.runs import Runs
 from framework.launch.subject import find_saved, require_subject
 from framework.plan.auto import require_layout
 from framework.recipe.compose import compose, expand_sweep
@@ -65,10 +64,12 @@ def begin_sweep(recipes: Sequence[Recipe]) -> list[RunDirectory]:
     """The runs, `NAME-sweep-001-0` and so on where the recipes give no id. Their folders are made, so that they are
     told from mistyped ones, and are named in the sweep's run.json."""
     name = f"{recipes[0].run.name}-sweep"
-    sweep = Runs.of(recipes[0].run).create(None, name)
+    sweep = RunDirectory.create(Path(recipes[0].run.root), None, name)
     ids = [recipe.run.id or f"{sweep.id}-{index}" for index, recipe in enumerate(recipes)]
-    runs = [Runs.of(recipe.run).create(run_id, name) for recipe, run_id in zip(recipes, ids, strict=True)]
-    with sweep.lock() as lease:  # which puts it where run.root is a URL
+    runs = [
+        RunDirectory.create(Path(recipe.run.root), run_id, name) for recipe, run_id in zip(recipes, ids, strict=True)
+    ]
+    with sweep.lock() as lease:
         sweep.note_launch([], {}, lease, runs=[run.id for run in runs])
     print(f"sweep    {sweep.path}, {len(runs)} runs; how they stand: meshwright status {sweep.path}", flush=True)
     return runs

@@ -37,17 +37,16 @@ Work = Callable[[], object]
 @dataclass(frozen=True)
 class Effort:
     """How much is measured. edges: sizes of matmuls, of which every triple is multiplied; wide: one more for features out, as
-    of a vocabulary; memory_bytes: that a pass reads and writes; message_bytes: of collectives; crowd_bytes: of those of ranks
-    that share cores; contexts, features, width, tokens: of attention, features of a head and of all heads together; disk_bytes:
-    written to disk; pause_s: of computing between two messages, as between those of a step; rounds, crowd_rounds: over
-    all messages; point_s: for a figure, but for the fewest batches; pass_s: for all matmuls once, else the largest edges are left
+    of a vocabulary; memory_bytes: that a pass reads and writes; message_bytes: of collectives;
+    contexts, features, width, tokens: of attention, features of a head and of all heads together; disk_bytes:
+    written to disk; pause_s: of computing between two messages, as between those of a step; rounds: over all
+    messages; point_s: for a figure, but for the fewest batches; pass_s: for all matmuls once, else the largest edges are left
     out."""
 
     edges: tuple[int, ...]
     wide: int
     memory_bytes: tuple[int, ...]
     message_bytes: tuple[int, ...]
-    crowd_bytes: tuple[int, ...]
     contexts: tuple[int, ...]
     features: tuple[int, ...]
     width: int
@@ -55,7 +54,6 @@ class Effort:
     disk_bytes: int
     pause_s: float
     rounds: int
-    crowd_rounds: int
     point_s: float = 0.05
     pass_s: float = 3.0
 
@@ -65,7 +63,6 @@ ON_CPU = Effort(
     wide=8192,
     memory_bytes=(1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28),
     message_bytes=(1 << 12, 1 << 16, 1 << 19, 1 << 20, (1 << 20) + 4096, 1 << 23, 1 << 25),
-    crowd_bytes=(1 << 12, 1 << 16, 1 << 20, 1 << 23),
     contexts=(64, 256, 1024),
     features=(16, 32, 128),
     width=256,
@@ -73,14 +70,12 @@ ON_CPU = Effort(
     disk_bytes=1 << 28,
     pause_s=2e-3,
     rounds=14,
-    crowd_rounds=6,
 )
 ON_GPU = Effort(
     edges=(64, 256, 1024, 4096, 16384),
     wide=65536,
     memory_bytes=(1 << 20, 1 << 24, 1 << 27, 1 << 30),
     message_bytes=(1 << 14, 1 << 18, 1 << 22, 1 << 25, 1 << 28),
-    crowd_bytes=(),
     contexts=(512, 2048, 8192, 32768),
     features=(64, 128),
     width=2048,
@@ -88,7 +83,6 @@ ON_GPU = Effort(
     disk_bytes=1 << 30,
     pause_s=0.0,
     rounds=8,
-    crowd_rounds=0,
 )
 
 

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from framework.errors import ModelError
-from framework.model.mixtures import ADDED_BIAS
 
 # Operations that allocate without giving values, and those that give them.
 EMPTY = frozenset(
@@ -47,20 +46,24 @@ def build_buffers(config: PretrainedConfig, dtype: torch.dtype = torch.float32) 
 
 
 def set_buffers(model: nn.Module, values: Mapping[str, Tensor], device: torch.device) -> None:
-    """Give the model, or a stage of it, the values of its buffers on `device`; a bias that was added to routers is zero.
+    """Give the model, or a stage of it, the values of its buffers on `device`.
 
     values: by name, of the whole model.
     """
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             full_name = f"{path}.{name}" if path else name
-            if name == ADDED_BIAS:
-                value = torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
-            else:
-                value = values.get(full_name, buffer)
+            value = values.get(full_name, buffer)
             assert not value.is_meta, f"{full_name} has no values"
             assert value.shape == buffer.shape, f"{full_name} has {buffer.shape}, its values {value.shape}"
             module._buffers[name] = value.to(device)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that are part of the model's state dict, by name, in their own shapes and dtypes: values that no
+    optimizer changes, yet weights all the same (DeepSeek's correction of its router's bias)."""
+    buffers = dict(model.named_buffers())
+    return {name: buffers[name] for name in model.state_dict() if name in buffers}
 
 
 class MarkUnwritten(TorchDispatchMode):

@@ -1,216 +1,115 @@
-"""Initial values of a parameter as a short program that can be evaluated for any part of it.
+"""Initial values of a model on meta: each unit is drawn whole, from a seed of its own, by its family's `_init_weights`.
 
-A family's initialiser writes whole parameters, or rectangles of them, element by element: random values, a constant, a copy,
-then perhaps a factor. Kept as data, these writes give each rank the elements that it owns, and no rank ever holds the others.
+    seed of a unit = hash(train.seed, name of the unit)
 
-Shapes: a parameter has any shape; values are written to a flat tensor `out` [number of elements], the elements of some boxes one
-box after the other, each row-major.
+A rank draws the units of its stages one after the other and keeps the elements that it owns. So every layout starts from the
+same weights, on one kind of device: generators of CPUs and of GPUs differ. Memory: one whole unit in fp32.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise, product
-from typing import Any
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
-from framework.mesh.box import Box
-from framework.model.counter_rng import CounterRng, Key, Rows, fill
+from framework.errors import ModelError
+from framework.model.load import build_meta
+from framework.model.shrink import shrink
+from framework.model.units import Unit, find_units
 
-
-@dataclass(frozen=True)
-class Normal:
-    """Independent values of the normal distribution, from RNG stream `key`."""
-
-    mean: float
-    std: float
-    key: Key
-
-    def write(self, out: Tensor, boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
-        fill(out, rows_of(boxes, shape), partial(self._sample, key=self.key))
-
-    def _sample(self, rng: CounterRng, rows: Sequence[Rows], key: Key) -> Tensor:
-        return _scale(rng.normals(key, rows), self.std, self.mean)
+# Parameters of a copy that is drawn on the host: blt's tables of hashes stay as large as they are.
+LARGEST_COPY = 1 << 24
 
 
-@dataclass(frozen=True)
-class Truncated(Normal):
-    """Independent values of a normal distribution truncated to [low, high]: what falls outside is sampled again."""
-
-    low: float
-    high: float
-
-    def _sample(self, rng: CounterRng, rows: Sequence[Rows], key: Key) -> Tensor:
-        values = super()._sample(rng, rows, key).clone()
-        # Each attempt has a stream of its own, so that an element's value depends on its number alone and not on how many
-        # others had to be sampled again.
-        attempt = 0
-        while (outside := (values < self.low) | (values > self.high)).any():
-            attempt += 1
-            values = torch.where(outside, super()._sample(rng, rows, (*key, attempt)), values)
-        return values
+def seed_for(*parts: int | str) -> int:
+    """A 63-bit seed from a path of numbers and names, equal on every rank and every machine."""
+    text = "/".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-@dataclass(frozen=True)
-class Uniform:
-    """Independent values, uniform in [low, high), from RNG stream `key`."""
+def seed_rng(seed: int) -> None:
+    """Seed torch's RNG streams on the CPU and on all GPUs.
 
-    low: float
-    high: float
-    key: Key
-
-    def write(self, out: Tensor, boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
-        fill(out, rows_of(boxes, shape), self._sample)
-
-    def _sample(self, rng: CounterRng, rows: Sequence[Rows]) -> Tensor:
-        return _scale(rng.uniforms(self.key, rows), self.high - self.low, self.low)
+    torch.manual_seed also asks every kind of device that is not there, and notes the caller's stack for each: a millisecond or
+    more within a model, and a step seeds each layer for each microbatch.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
-@dataclass(frozen=True)
-class Constant:
-    """One value everywhere, rounded to fp32, so that an fp64 master starts from the same values as the others."""
+def draw_unit(model: PreTrainedModel, unit: Unit, seed: int, device: torch.device) -> dict[str, Tensor]:
+    """Initial values of all parameters of a unit, by name: fp32 on `device`, in their whole shapes.
 
-    value: float
-
-    def write(self, out: Tensor, boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
-        out.fill_(torch.tensor(self.value, dtype=torch.float32).item())
-
-
-@dataclass(frozen=True)
-class Copy:
-    """The values of a tensor that broadcasts to the written shape."""
-
-    values: Tensor
-
-    @property
-    def has_nan(self) -> bool:
-        return bool(self.values.isnan().any())
-
-    def write(self, out: Tensor, boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
-        source = self.values.expand(shape)
-        for box, place in zip(boxes, out.split([box.numel for box in boxes]), strict=True):
-            place.view(box.sizes).copy_(source[box.slices()])
-
-
-@dataclass(frozen=True)
-class Apply:
-    """An elementwise operation of torch, in place, that IEEE 754 rounds in one way only (fp32)."""
-
-    operation: Callable[..., Tensor]
-    arguments: tuple[Any, ...]
-
-    def write(self, out: Tensor, boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
-        self.operation(out, *self.arguments)
-
-
-Fill = Normal | Truncated | Uniform | Constant | Copy
-Operation = Fill | Apply
-
-
-class Program:
-    """The writes to a parameter of `shape`, in order: operations, each on a box of it."""
-
-    def __init__(self, shape: Sequence[int], steps: Sequence[tuple[Operation, Box]] = ()):
-        self.shape = tuple(shape)
-        self.steps = tuple(steps)
-
-    def then(self, operation: Operation, region: Box | None = None) -> "Program":
-        """This program with one more step. A fill of all elements replaces the steps before it."""
-        whole = self._whole_box
-        region = region or whole
-        is_afresh = region == whole and not isinstance(operation, Apply)
-        return Program(self.shape, (*(() if is_afresh else self.steps), (operation, region)))
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every element gets a value. NaN in a copy means none."""
-        fills = [each for each in self.steps if not isinstance(each[0], Apply)]
-        return _covers(self.shape, [box for fill, box in fills if not (isinstance(fill, Copy) and fill.has_nan)])
-
-    def whole(self) -> Tensor:
-        """All values as an fp32 tensor of `shape` on the CPU; NaN where none was written."""
-        out = torch.full(self.shape, torch.nan, dtype=torch.float32)
-        self.write([self._whole_box], out.view(-1))
-        return out
-
-    def write(self, boxes: Sequence[Box], out: Tensor) -> None:
-        """Write the elements of `boxes`, one box after the other, each row-major: fp32 values, cast to the dtype of `out`.
-
-        out: [number of elements], any floating-point dtype, on any device; values are computed there, a chunk at a time.
-        """
-        boxes = [box for box in boxes if box.numel]
-        if out.dtype != torch.float32 and any(isinstance(operation, Apply) for operation, _ in self.steps):
-            exact = torch.empty_like(out, dtype=torch.float32)  # operations round in fp32, whatever the master's dtype
-            self.write(boxes, exact)
-            out.copy_(exact)
-            return
-        for operation, region in self.steps:
-            if region == self._whole_box:
-                operation.write(out, boxes, self.shape)
-            else:
-                _write_region(operation, region, boxes, out)
-
-    @property
-    def _whole_box(self) -> Box:
-        return Box((0,) * len(self.shape), self.shape)
+    model: the whole one, on meta, and left as it is. Raises ModelError for a parameter that the family does not initialise.
+    """
+    modules = {path: model.get_submodule(path) for path in unit.modules}
+    names = {model.get_parameter(name): name for name in unit.parameters}
+    held = [
+        (module, own_name, parameter)
+        for module in modules.values()
+        for own_name, parameter in module._parameters.items()
+        if parameter in names
+    ]
+    # NaN marks elements that nobody writes. A tied parameter is one tensor under all of its names.
+    drawn = {
+        parameter: nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=torch.float32, device=device), False)
+        for parameter in names
+    }
+    try:
+        for module, own_name, parameter in held:
+            module._parameters[own_name] = drawn[parameter]
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+            seed_rng(seed_for(seed, "initial", unit.name))
+            # Children before parents, which may write to them once more. Parameters of other units stay on meta: such writes
+            # do nothing and draw nothing.
+            for path, module in modules.items():
+                _initialiser(model, path)(module)
+        # Read from the modules: an initialiser may have put another parameter there.
+        values = {names[parameter]: module.get_parameter(own_name).detach() for module, own_name, parameter in held}
+    finally:
+        for module, own_name, parameter in held:
+            module._parameters[own_name] = parameter
+    unwritten = [name for name, value in values.items() if bool(value.isnan().any())]
+    if unwritten:
+        raise ModelError(
+            f"{model.config.model_type} models cannot start from random weights: transformers has no initialiser for"
+            f" {', '.join(unwritten)}. Set model.weights, or choose another model.family"
+        )
+    return values
 
 
-def rows_of(boxes: Sequence[Box], shape: tuple[int, ...]) -> list[Rows]:
-    """The numbers of the boxes' elements in a row-major tensor of `shape`, in order: the counters of their random values."""
-    return [rows for box in boxes for rows in _rows_of_box(box, shape)]
+def draw_with_ties(
+    model: PreTrainedModel, units: Sequence[Unit], unit: Unit, seed: int, device: torch.device
+) -> Iterator[dict[str, Tensor]]:
+    """`draw_unit` of each unit that has parameters of a stage's `unit`: a tied head is drawn with the embedding, on every stage.
+
+    units: of the whole model.
+    """
+    for origin in units:
+        if not set(unit.parameters).isdisjoint(origin.parameters):
+            yield draw_unit(model, origin, seed, device)
 
 
-def _rows_of_box(box: Box, shape: tuple[int, ...]) -> list[Rows]:
-    """Merge dims that are contiguous, then describe the last two that are left by `Rows` and enumerate those before them."""
-    dims: list[tuple[int, int]] = []  # (size, stride), innermost first
-    start, stride = 0, 1
-    for offset, size, of_all in zip(reversed(box.offsets), reversed(box.sizes), reversed(shape), strict=True):
-        start += offset * stride
-        if dims and (size == 1 or stride == dims[-1][0] * dims[-1][1]):
-            dims[-1] = (dims[-1][0] * size, dims[-1][1])
-        elif dims and dims[-1][0] == 1:
-            dims[-1] = (size, stride)
-        else:
-            dims.append((size, stride))
-        stride *= of_all
-    if not dims or dims[0][1] != 1:  # a single element, or columns of width one
-        dims.insert(0, (1, 1))
-    (length, _), (count, distance), *outer = [*dims, (1, 0)] if len(dims) == 1 else dims
-    starts = [start]
-    for size, stride in outer:
-        starts = [first + index * stride for index in range(size) for first in starts]
-    return [Rows(each, count, distance, length) for each in starts]
+def refuse_uninitialised(config: PretrainedConfig) -> None:
+    """Raise ModelError where the family's initialiser leaves a parameter without values, found by drawing a small copy.
+
+    A family without a copy that is small is not asked: its ranks find out.
+    """
+    try:
+        model = build_meta(shrink(config))
+    except ModelError:
+        return
+    if sum(parameter.numel() for parameter in model.parameters()) <= LARGEST_COPY:
+        for unit in find_units(model):
+            draw_unit(model, unit, 0, torch.device("cpu"))
 
 
-def _write_region(operation: Operation, region: Box, boxes: Sequence[Box], out: Tensor) -> None:
-    """Write the part of `region` that is in the boxes; counters of random values count the elements of the region."""
-    for box, flat in zip(boxes, out.split([box.numel for box in boxes]), strict=True):
-        common = box.intersect(region)
-        if common is None:
-            continue
-        place = flat.view(box.sizes)[common.relative_to(box).slices()]
-        if isinstance(operation, Apply):
-            operation.write(place, [], ())
-            continue
-        values = torch.empty(common.sizes, dtype=out.dtype, device=out.device)
-        operation.write(values.view(-1), [common.relative_to(region)], region.sizes)
-        place.copy_(values)
-
-
-def _covers(shape: tuple[int, ...], regions: Sequence[Box]) -> bool:
-    """Whether every element is in a region. Edges of regions divide the tensor into cells, each inside or outside as a whole."""
-    edges = [{0, size} for size in shape]
-    for region in regions:
-        for dim, side in enumerate(region.slices()):
-            edges[dim] |= {side.start, side.stop}
-    cells = product(*(list(pairwise(sorted(each))) for each in edges))
-    corners = (Box(tuple(start for start, _ in cell), (1,) * len(shape)) for cell in cells)
-    return all(any(corner.intersect(region) for region in regions) for corner in corners)
-
-
-def _scale(values: Tensor, factor: float, offset: float) -> Tensor:
-    """values * factor + offset, in place and in two roundings: a fused operation rounds once, and not all hardware has one."""
-    values.mul_(factor)
-    return values.add_(offset) if offset else values
+def _initialiser(model: PreTrainedModel, path: str) -> Callable[[nn.Module], None]:
+    """The initialiser of the nearest enclosing pretrained model: composite models dispatch to their parts' own."""
+    owner, module = model, model
+    for part in path.split(".") if path else []:
+        module = getattr(module, part)
+        owner = module if isinstance(module, PreTrainedModel) else owner
+    return owner._init_weights

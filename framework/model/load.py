@@ -45,6 +45,11 @@ FORWARD_ERRORS = (
 )
 
 
+# Arguments of the model that are False wherever it takes them. With a cache, packed positions would be ignored and documents
+# would see one another; a load-balancing loss of the model's own would be of the layers of one stage.
+DISABLED = ("use_cache", "output_router_logits")
+
+
 def load_config(model: Model, locate: Callable[[str, str | None], Path] = fetch_config) -> PretrainedConfig:
     """The Hugging Face config of the recipe: the pretrained one where `model.weights` is set, that of `model.config_file`, or the
     family's, with `model.config` on top.
@@ -172,6 +177,21 @@ def build_meta(
         raise ModelError(
             f"the {config.model_type} model cannot be built from model.config: {_reason(error)}"
         ) from error
+
+
+def kept_in_fp32(model: PreTrainedModel, compute: torch.dtype) -> set[str]:
+    """Names of the parameters that the family keeps in fp32 beside a lower compute dtype (routers' biases, some norms)."""
+    patterns = [pattern for pattern, dtype in model._get_dtype_plan(compute).items() if dtype == torch.float32]
+    return {
+        name
+        for name, _ in model.named_parameters(remove_duplicate=False)
+        if any(f".{pattern.strip('.')}." in f".{name}." for pattern in patterns)
+    }
+
+
+def accepted_arguments(model: PreTrainedModel) -> set[str]:
+    """Names that the model's forward declares."""
+    return set(inspect.signature(model.forward).parameters)
 
 
 def choose_experts(model: PreTrainedModel, implementation: str, compute: torch.dtype) -> None:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.comm.duals import reduce_from
 from framework.errors import ModelError
-from framework.model.materialize import seed_rng
+from framework.model.initial import seed_rng
 from framework.model.precision import sums_dtype
 from framework.model.routed_tokens import RoutedTokens
 from framework.model.shrink import shrink

@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from framework.errors import ModelError
-from framework.model.load import FORWARD_ERRORS
-from framework.model.materialize import DISABLED, accepted_arguments
+from framework.model.load import DISABLED, FORWARD_ERRORS, accepted_arguments
 from framework.model.units import find_layers
 
 # Tokens of the sequence that the model is run on.

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
+from framework.model.initial import seed_rng
 from framework.model.load import FORWARD_ERRORS, choose_experts
-from framework.model.materialize import seed_rng
 from framework.model.shrink import shrink
 
 TOKENS = 8

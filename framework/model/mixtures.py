@@ -18,10 +18,8 @@ from framework.model.load_balancing import find_routers
 from framework.model.units import Unit
 from framework.recipe.schema import Model
 
-# The bias that the recipe adds to routers without one.
-ADDED_BIAS = "added_correction_bias"
 # Added to a router's scores when it chooses experts, and to nothing else: no gradient reaches it.
-CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias", ADDED_BIAS)
+CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 @dataclass(frozen=True)
@@ -66,11 +64,7 @@ def refuse_bias_rate(settings: Model, model: PreTrainedModel, mixtures: Sequence
     biases = [each.bias for each in mixtures if each.bias]
     if not biases:
         what = "routers without a correction bias of one number for each expert" if mixtures else "no experts"
-        other = (
-            "; or have one added, model.router_bias=added; or take their auxiliary loss, model.config.output_router_logits=true"
-            if mixtures
-            else ""
-        )
+        other = "; or take their auxiliary loss, model.config.output_router_logits=true" if mixtures else ""
         raise ModelError(
             f"{key} moves the bias with which routers correct their choice of experts, but {model.config.model_type} models have"
             f" {what}: set model.router_bias_rate=0{other}"

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from framework.errors import ModelError
-from framework.model.load import FORWARD_ERRORS, choose_experts
-from framework.model.materialize import accepted_arguments, seed_rng
+from framework.model.initial import seed_rng
+from framework.model.load import FORWARD_ERRORS, accepted_arguments, choose_experts
 from framework.model.shrink import shrink
 
 # One longer than the small model's windows of 8 or 9 tokens.

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
+from framework.model.initial import seed_for, seed_rng
 from framework.model.load import FORWARD_ERRORS
 from framework.model.load_balancing import Routers
-from framework.model.materialize import seed_for, seed_rng
 from framework.model.shrink import shrink
 from framework.model.units import Unit, find_units
 

@@ -108,6 +108,13 @@ def tied_names(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
     return {next(name for name in group if name in owned): tuple(group) for group in names.values()}
 
 
+def set_parameter(model: nn.Module, names: tuple[str, ...], parameter: nn.Parameter) -> None:
+    """Register one Parameter under all its (tied) names."""
+    for full_name in names:
+        path, _, name = full_name.rpartition(".")
+        model.get_submodule(path)._parameters[name] = parameter
+
+
 def _modules_after_layers(model: PreTrainedModel, layers: str) -> set[str]:
     """The output embedding, the final norm, and what their parent modules register after the layers (not rotary tables)."""
     after = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from framework.model.counter_rng import CounterRng
 from framework.optim.contract import FlatShard
 from framework.optim.states import StateChunk, StateRun
 from framework.optim.stochastic_rounding import draw_bits, round_to_bf16
@@ -36,7 +35,6 @@ class Masters:
         size = max((sum(run.numel for run in runs) for runs in self._rounded), default=0)
         self._scratch = torch.zeros(size, device=device)
         self._bits = torch.zeros(size, dtype=torch.int32, device=device)
-        self._rng = CounterRng(size, device)
 
     def views(self, number: int) -> list[Tensor]:
         """For each run of a chunk the values that a kernel updates between `load` and `store`: [numel], the gradient's dtype."""
@@ -52,7 +50,7 @@ class Masters:
         """Keep what is in a chunk's views; step: what the random bits of this step are drawn for."""
         scratches, bits = self._split(self._scratch, number), self._split(self._bits, number)
         for run, scratch, words in zip(self._rounded[number], scratches, bits, strict=True):
-            draw_bits(self._rng, (self._seed, "master", step, run.parameter), run.rows, words)
+            draw_bits((self._seed, "master", step, run.parameter), run.boxes, run.shape, words)
             _values(run).copy_(round_to_bf16(scratch, words))
 
     def _split(self, flat: Tensor, number: int) -> Sequence[Tensor]:

@@ -19,9 +19,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from framework.mesh.box import Box
 from framework.mesh.layout import Run
-from framework.model.counter_rng import CounterRng, Rows
-from framework.model.initial import rows_of
 from framework.optim import low_bit
 from framework.optim.contract import FlatShard
 from framework.optim.low_bit import BLOCK, SIGNED, UNSIGNED
@@ -49,16 +48,16 @@ class StateKind:
 
 @dataclass(frozen=True)
 class StateRun:
-    """Elements [start, stop) of a shard. parameter, rows: whose they are, and their numbers within it. place: where they begin in
-    the storage; blocks: of it, [first, last)."""
+    """Elements [start, stop) of a shard."""
 
     shard: FlatShard
     start: int
     stop: int
-    parameter: str = ""
-    rows: tuple[Rows, ...] = ()
-    place: int = 0
-    blocks: Run = (0, 0)
+    parameter: str = ""  # of which they are
+    shape: tuple[int, ...] = ()  # of the whole parameter
+    boxes: tuple[Box, ...] = ()  # of the parameter, one after the other
+    place: int = 0  # where they begin in the storage
+    blocks: Run = (0, 0)  # of the storage, [first, last)
 
     @property
     def numel(self) -> int:
@@ -207,7 +206,6 @@ class LowBitStates:
         self._bits = torch.full((size,), HALVES, dtype=torch.int32, device=device)
         self._nearest = self._bits.clone()
         self._narrow = torch.zeros(size, device=device)
-        self._rng = CounterRng(size, device)
         self._draws = any(each.is_stochastic for each in self.storages.values())
         self._seed, self._block, self._device = seed, block, device
         self._copies: dict[tuple[FlatShard, str], Tensor] = {}
@@ -223,7 +221,7 @@ class LowBitStates:
     def store(self, chunk: StateChunk, step: int) -> None:
         for run in chunk.runs if self._draws else ():
             key = (self._seed, "moments", step, run.parameter)
-            draw_bits(self._rng, key, run.rows, self._bits[self._within(chunk, run)])
+            draw_bits(key, run.boxes, run.shape, self._bits[self._within(chunk, run)])
         self._encode(chunk)
 
     def values(self, shard: FlatShard, name: str) -> Tensor:
@@ -256,7 +254,10 @@ class LowBitStates:
         """For each element of a shard the number, within its parameter, of the first element of its block: int64 [n]."""
         starts = torch.empty(shard.value.numel(), dtype=torch.int64)
         for run in self._runs(shard):
-            numbers, offset = torch.cat([_number_elements(rows) for rows in run.rows]), self._in_blocks(run).start
+            numbers, offset = (
+                torch.cat([_number_elements(box, run.shape) for box in run.boxes]),
+                self._in_blocks(run).start,
+            )
             block = (torch.arange(run.numel) + offset) // self._block
             starts[run.start : run.stop] = numbers[(block * self._block - offset).clamp(min=0)]
         return starts
@@ -334,9 +335,9 @@ def _cut_runs(shard: FlatShard, block: int, size: int) -> Iterator[StateRun]:
         low, high = layout.interval or (0, layout.numel_local)
         cuts = [low, *range((low // size + 1) * size, high, size), high]
         for start, stop in pairwise(cuts):
-            rows = tuple(rows_of(layout.boxes_between(start, stop), layout.shape))
+            boxes = tuple(layout.boxes_between(start, stop))
             where = origin + start - low, origin + stop - low
-            yield StateRun(shard, *where, parameter, rows, start, _blocks_of((start, stop), block))
+            yield StateRun(shard, *where, parameter, layout.shape, boxes, start, _blocks_of((start, stop), block))
         origin += high - low
     assert origin == shard.value.numel(), "a shard without layouts has moments in the master's dtype only"
 
@@ -347,7 +348,9 @@ def _blocks_of(interval: Run, block: int) -> Run:
     return (start // block, -(-stop // block)) if start < stop else (0, 0)
 
 
-def _number_elements(rows: Rows) -> Tensor:
-    """The counters of `rows`, in order: int64."""
-    starts = rows.start + torch.arange(rows.count) * rows.stride
-    return (starts[:, None] + torch.arange(rows.length)).flatten()
+def _number_elements(box: Box, shape: tuple[int, ...]) -> Tensor:
+    """The numbers of a box's elements in a row-major tensor of `shape`, in order: int64."""
+    numbers = torch.zeros((), dtype=torch.int64)
+    for offset, size, of_all in zip(box.offsets, box.sizes, shape, strict=True):
+        numbers = numbers[..., None] * of_all + torch.arange(offset, offset + size)
+    return numbers.flatten()

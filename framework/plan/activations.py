@@ -40,9 +40,8 @@ again keeps the model's own mask for them, one byte a value: S S, of each sequen
 With the auxiliary loss that balances experts each layer keeps its softmax for that loss as well, T" E e, whatever is computed
 again.
 
-An activation-checkpointed layer keeps its input, T' h e, and a mixture's choice of experts, T" 4 k; with a bias that was added to
-the router both choices, without and with it. With `selective` it keeps, of
-the operations that memory.kept_operations names, beside that:
+An activation-checkpointed layer keeps its input, T' h e, and a mixture's choice of experts, T" 4 k. With `selective` it keeps
+beside that, of the operations that memory.kept_operations names:
 
     attention           T (q e + 4 a)          what the output projection reads, the logarithms of the softmax' sums
     q_proj ... up_proj  T q e, T k e, T i e    what they return
@@ -293,7 +292,7 @@ class Activations:
     def _choice_bytes(self) -> int:
         """A mixture's choice of experts, which a recomputation takes over."""
         mixture = None if self.layer is None else self.layer.mixture
-        return 0 if mixture is None else 4 * mixture.top_k * self._num_routed * (1 + mixture.has_added_bias)
+        return 0 if mixture is None else 4 * mixture.top_k * self._num_routed
 
     @cached_property
     def _balance_bytes(self) -> int:

@@ -4,14 +4,10 @@ A timeline is as long as its longest path through actions that wait for one anot
 costs change little. So each schedule is simulated once for costs that are rounded, and what is kept is the path: how many
 forwards and backwards of each stage, and how many messages, lie on it. The length with exact costs is the path's, and no less
 than the busiest rank's own work. Of many microbatches the last ones only repeat: lengths grow by the same amount for each.
-
-Ranks that share a machine's cores leave them to one another while they wait. Where n ranks have a part p < 1 of the time each if
-all compute, and a of them do, those run max(p, a/n) times as long as costs say: the same timeline, by a clock that goes faster.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from framework.parallel.pipeline.actions import B, F, I, Kind, Schedule, W
 from framework.parallel.pipeline.schedules import make_schedule
@@ -46,32 +42,31 @@ class Lengths:
     """Lengths of pipelines' steps."""
 
     def __init__(self) -> None:
-        self._paths: dict[tuple[object, ...], tuple[Path, float]] = {}
+        self._paths: dict[tuple[object, ...], Path] = {}
 
-    def length(self, name: str, num_ranks: int, num_microbatches: int, costs: Costs, turn: float = 1.0) -> float:
-        """Of the named schedule with `costs`, one for each stage: in their unit. turn: part of the time that a rank has its cores
-        where all compute, which costs are of. Raises ScheduleError as `make_schedule` does."""
-        if name == "gpipe" and turn == 1.0:
+    def length(self, name: str, num_ranks: int, num_microbatches: int, costs: Costs) -> float:
+        """Length of the named schedule, in the unit of `costs`: one for each stage. Raises ScheduleError like
+        `make_schedule`."""
+        if name == "gpipe":
             return _gpipe(num_ranks, num_microbatches, costs)
         steady = STEADY * num_ranks
         if num_microbatches <= steady + num_ranks:
-            return self._simulated(name, num_ranks, num_microbatches, costs, turn)
+            return self._simulated(name, num_ranks, num_microbatches, costs)
         # The groups of an interleaved schedule have num_ranks microbatches: the rest must be that of the whole.
         fewer = steady - num_ranks + num_microbatches % num_ranks
-        short = self._simulated(name, num_ranks, fewer, costs, turn)
-        more = self._simulated(name, num_ranks, fewer + num_ranks, costs, turn)
+        short = self._simulated(name, num_ranks, fewer, costs)
+        more = self._simulated(name, num_ranks, fewer + num_ranks, costs)
         return short + (more - short) * (num_microbatches - fewer) / num_ranks
 
-    def _simulated(self, name: str, num_ranks: int, num_microbatches: int, costs: Costs, turn: float) -> float:
+    def _simulated(self, name: str, num_ranks: int, num_microbatches: int, costs: Costs) -> float:
         rounded = _round(costs)
-        key = (name, num_ranks, num_microbatches, rounded, turn)
+        key = (name, num_ranks, num_microbatches, rounded)
         if key not in self._paths:
             schedule = make_schedule(name, num_ranks, num_microbatches, len(costs.forward) // num_ranks)
             relative = Costs(*rounded[:3], rounded[3])
             timeline = simulate(schedule, relative)
-            self._paths[key] = find_path(schedule, timeline, relative.message), share_cores(timeline, turn)
-        path, share = self._paths[key]
-        return path.length(costs) * share
+            self._paths[key] = find_path(schedule, timeline, relative.message)
+        return self._paths[key].length(costs)
 
 
 def least_length(name: str, owners: Sequence[int], num_microbatches: int, costs: Costs) -> float:
@@ -108,16 +103,6 @@ def _round(costs: Costs) -> tuple[tuple[float, ...], tuple[float, ...], tuple[fl
         return tuple(max(round(time / unit), 1) * ROUNDED for time in times)
 
     return steps(costs.forward), steps(costs.input), steps(costs.weight), round(costs.message / unit) * ROUNDED
-
-
-def share_cores(timeline: Timeline, turn: float) -> float:
-    """What is left of a timeline's length where idle ranks leave their cores to the others. turn: as of `Lengths.length`."""
-    changes = sorted(change for rank in timeline.ranks for each in rank for change in ((each.start, 1), (each.end, -1)))
-    active, shared = 0, 0.0
-    for (moment, change), (following, _) in pairwise(changes):
-        active += change
-        shared += (following - moment) * max(turn, active / len(timeline.ranks))
-    return shared / timeline.length if turn < 1.0 else 1.0
 
 
 def find_path(schedule: Schedule, timeline: Timeline, message: float) -> Path:

@@ -10,10 +10,9 @@ from framework.data.open_data import find_sequence_problems
 from framework.errors import MeshwrightError, RecipeError
 from framework.model.carried import read_generation
 from framework.model.hub import find_weights
+from framework.model.initial import refuse_uninitialised
 from framework.model.load import load_config, refuse_unaligned_experts
-from framework.model.materialize import refuse_uninitialised
 from framework.model.mixed_dtypes import refuse_mixed_dtypes
-from framework.model.mixtures import ADDED_BIAS
 from framework.model.weights import refuse_other_weights, refuse_unwritable_configs
 from framework.parallel.tensor import refuse_unordered_layers
 from framework.plan.memory import show_bytes
@@ -54,9 +53,7 @@ def check_weights(plan: Plan) -> None:
     that read them. Reads the files' headers."""
     folder = find_weights(plan.recipe.model)
     if folder is not None:
-        # A bias that was added to routers begins with zeros: no folder has it.
-        names = [name for name in plan.whole.state_dict() if not name.endswith(f".{ADDED_BIAS}")]
-        refuse_other_weights(folder, plan.whole, names)
+        refuse_other_weights(folder, plan.whole, plan.whole.state_dict())
         read_generation(plan.whole, folder)
 
 
@@ -82,7 +79,7 @@ def lay_out_ranks(recipe: Recipe, config: PretrainedConfig) -> Plan:
     if plan.device.type == "cpu":
         refuse_mixed_dtypes(plan.whole, config, plan.compute_dtype)
     if recipe.model.weights is None:
-        refuse_uninitialised(plan.whole, plan.units)
+        refuse_uninitialised(config)
     return plan
 
 

@@ -1,4 +1,4 @@
-"""A machine as numbers, made from the recipe's group `cluster`: how long a matmul, a pass over memory and a collective take.
+"""A cluster's rates, read from the recipe's group `cluster`: seconds of a matmul, a pass over memory and a collective.
 
 Matmul [rows, inner] x [inner, columns]. The output is cut into tiles, of which `processors` are computed at the same time, so
 
@@ -30,10 +30,10 @@ from framework.recipe.schema import Recipe
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
-# What a ring sends over the network of a node all its ranks share; of an all-to-all or a message each rank sends its own.
+# Kinds whose ring crosses a node's network once for all ranks of the node; in the others each rank sends its own bytes.
 RINGS = ("all_reduce", "all_gather", "reduce_scatter")
 ITEMSIZE = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-# Whose rate counts for a dtype of which a file has none, the first one first.
+# The dtypes whose rate stands in for one that a file does not have, the first that it has.
 ALIKE = {
     "fp8": ("bf16", "fp16", "tf32", "fp32"),
     "bf16": ("fp16", "tf32", "fp32"),
@@ -57,7 +57,7 @@ class Grid:
     values: tuple[float, ...]
 
     def at(self, *sizes: float) -> float:
-        """The value at these coordinates, not yet logarithms."""
+        """The value at these coordinates (not logarithms)."""
         corners = [(0, 1.0)]
         for axis, size in zip(self.axes, sizes, strict=True):
             low = min(max(bisect_right(axis, log(size)) - 1, 0), max(len(axis) - 2, 0))
@@ -72,136 +72,135 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Span:
-    """One kind of collective among the ranks of so many nodes. rate: bytes in a second by the convention of nccl-tests, without
-    latencies; hop_s: latency of a step between the nodes."""
+class LinkSpan:
+    """Rates of a collective among the ranks of so many nodes."""
 
     nodes: int
     rate: float
+    """Bytes/s by the convention of nccl-tests (bus bandwidth), without latencies."""
     hop_s: float
+    """Latency of a step between the nodes."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A kind of collective. spans: by rising number of nodes; start_s: latency before the first step; correction: logarithm of
-    measured over modelled seconds by ranks of a group and bytes, measured with all ranks of a node; crowded: the same measured
-    with ranks that share cores."""
+    """Rates of a kind of collective. spans: by rising number of nodes; start_s: latency before the first step; correction:
+    logarithm of measured over modelled seconds by ranks of a group and bytes."""
 
     start_s: float
-    spans: tuple[Span, ...]
+    spans: tuple[LinkSpan, ...]
     correction: Grid | None = None
-    crowded: Grid | None = None
 
-    def at(self, nodes: int) -> Span:
-        """Between two measured numbers of nodes by the logarithms of nodes and rate; beyond the last as there."""
+    def at(self, nodes: int) -> LinkSpan:
+        """The span for `nodes`, interpolated in the logarithms of nodes and rate; beyond the last one equal to it."""
         place = bisect_right([each.nodes for each in self.spans], nodes)
         low, high = self.spans[max(place - 1, 0)], self.spans[min(place, len(self.spans) - 1)]
         if nodes <= low.nodes or low.nodes == high.nodes:
             return low
         share = log(nodes / low.nodes) / log(high.nodes / low.nodes)
-        return Span(nodes, exp((1 - share) * log(low.rate) + share * log(high.rate)), high.hop_s)
+        return LinkSpan(nodes, exp((1 - share) * log(low.rate) + share * log(high.rate)), high.hop_s)
 
-    def shared(self, turn: float, crowded: float) -> "Link":
-        """Among ranks that share cores. turn: part of the time that each has of them; crowded: 0 for the ranks of `correction`, 1
-        for those of `crowded`, between and beyond by the logarithm of the ranks. Where nobody has measured it, ranks copy the
-        bytes themselves in their part of the time."""
-        if turn == 1.0:
-            return self
-        if self.crowded is None:
-            spans = tuple(Span(each.nodes, turn * each.rate, each.hop_s / turn) for each in self.spans)
-            return replace(self, start_s=self.start_s / turn, spans=spans)
-        groups, sizes = self.crowded.axes
-        own = [
-            0.0 if self.correction is None else self.correction.at(exp(group), exp(size))
-            for group, size in product(groups, sizes)
-        ]
-        values = [(1 - crowded) * few + crowded * many for few, many in zip(own, self.crowded.values, strict=True)]
-        return replace(self, correction=Grid((groups, sizes), tuple(values)))
+    def latency_s(self, kind: str, ranks: int, nodes: int) -> float:
+        """Seconds of a collective without bytes: of the ring, or of an all-reduce the tree where that has fewer steps."""
+        inside, between = self.at(1).hop_s, self.at(nodes).hop_s
+        if kind == "send":
+            return self.start_s + between
+        near, passes = ceil(ranks / nodes), 2 if kind == "all_reduce" else 1
+        steps_between, steps_inside = nodes - 1, ranks - nodes
+        if kind == "all_to_all":
+            steps_inside = near - 1
+        elif kind == "all_reduce" and nodes > 1 and (depth := ceil(log2(nodes))) < steps_between:
+            steps_between, steps_inside = depth, near - 1
+        return self.start_s + passes * (steps_inside * inside + steps_between * between)
 
 
 @dataclass(frozen=True)
-class Route:
-    """What one device sends over to another: bytes in a second, one way, and seconds before the first of a message arrives."""
+class DeviceLink:
+    """Point-to-point link between two devices: bytes/s one way, and seconds until the first byte of a message arrives."""
 
     rate: float
     latency_s: float
 
     def seconds(self, num_bytes: float, messages: int = 1) -> float:
-        """Seconds of so many bytes in so many messages, one behind the other."""
+        """Seconds of `num_bytes` in so many messages, one behind the other."""
         return messages * self.latency_s + num_bytes / self.rate if num_bytes else 0.0
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Rates of one device and of the links between devices, in bytes, FLOPs and seconds.
-
-    name: of the file. is_assumed: the recipe names neither a cluster nor a GPU that one is known of. device: a part of the name
-    that the driver reports. ranks_per_node: devices of a node. peak_flops: FLOP/s by dtype, dense, by the maker's data sheet;
-    of a measured CPU the best matmul. matmul_...: what the model of a matmul computes with; corrections:
-    logarithms of measured over modelled seconds; alone: the same of one rank with all cores, each of whose ranks has `threads`
-    else; gradients: the corrections of weight gradients. attention_share: of the peak that
-    attention reaches in forward, and in backward; attention_curves: the same by dtype, context and features of a head.
-    memory_rate: bytes that a pass over large tensors reads and writes in a second; memory_curve: the same by bytes; memory_alone:
-    of one rank with all cores. crowd: ranks that links were measured with when they shared the cores, 0: none; turn: part of the
-    time that each rank has its cores. softmax_rate: logits in a second whose logarithms of softmax are computed, 0: as fast as
-    memory. host_rate: bytes from device to host in a second. disk_rate: of one node. price_per_hour: of one device, in dollars,
-    0 if unknown. host_bytes: main memory of a node that the run may take; node_disk_bytes: room on its own disks, None:
-    unknown. failures_per_device_hour: expected. overhead_s: of launching one kernel."""
+    """Rates of a device and of the links between devices, in bytes, FLOPs and seconds."""
 
     name: str
+    """Of the cluster's file."""
     device: str
+    """Part of the name that the driver reports."""
     ranks_per_node: int
     memory_bytes: int
+    """Of one device."""
     host_bytes: int
+    """Main memory of a node that the run may take."""
     peak_flops: Mapping[str, float]
+    """FLOP/s by dtype, dense, by the maker's data sheet; of a measured CPU its best matmul."""
     matmul_rate: Mapping[str, float]
+    """FLOP/s by dtype that the best matmul reaches."""
     attention_share: float
+    """Share of the peak that attention reaches in forward."""
     attention_backward_share: float
     memory_rate: float
+    """Bytes/s that a pass over large tensors reads and writes."""
     host_rate: float
+    """Bytes/s between a device and its host's memory, one way."""
     disk_rate: float
+    """Bytes/s of a node's disk."""
     links: Mapping[Collective, Link]
-    matmul_memory_rate: float
-    matmul_overhead_s: float
     node_disk_bytes: int | None = None
+    """Room on a node's own disks; None: unknown."""
     price_per_hour: float = 0.0
+    """Of one device, in dollars; 0 if unknown."""
     failures_per_device_hour: float = 0.0
     overhead_s: float = 0.0
+    """Launch of one kernel."""
     processors: int = 1
     tile: tuple[int, int] = (1, 1)
     ramp: int = 0
     softmax_rate: float = 0.0
-    threads: int = 1
-    crowd: int = 0
-    turn: float = 1.0
+    """Logits/s of a log-softmax; 0: as fast as memory."""
     corrections: Mapping[str, Grid] = field(default_factory=dict)
-    alone: Mapping[str, Grid] = field(default_factory=dict)
+    """By dtype, logarithm of measured over modelled seconds of a matmul, by rows, inner size and columns."""
     gradients: Mapping[str, Grid] = field(default_factory=dict)
+    """The same of weight gradients."""
     attention_curves: Mapping[str, tuple[Grid, Grid]] = field(default_factory=dict)
+    """By dtype, the measured shares of attention in forward and backward, by context and features of a head."""
     memory_curve: Grid | None = None
-    memory_alone: Grid | None = None
+    """Measured rates of passes over memory, by bytes."""
     is_assumed: bool = False
-    # What has been asked before: a search asks for the same shapes and groups thousands of times.
-    _matmuls: dict[tuple[str, int, int, int, str], float] = field(default_factory=dict, repr=False, compare=False)
+    """Whether the recipe names neither a cluster nor a GPU of a shipped file."""
+    # Memoized seconds: a search asks for the same shapes and groups thousands of times. A copy with other rates starts anew.
+    _matmuls: dict[tuple[str, int, int, int, str], float] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
     _costs: dict[tuple[Collective, int, int], tuple[float, float]] = field(
-        default_factory=dict, repr=False, compare=False
+        init=False, default_factory=dict, repr=False, compare=False
     )
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> "Cluster":
-        """That of the recipe's `cluster`, with as many ranks on a node as the recipe has; where it names none that of
-        launch.gres, of CPU ranks a laptop's."""
+        """The recipe's cluster. CPU ranks divide a node's memory; each is taken to compute as fast as one of its devices."""
         described, is_assumed = find_cluster(recipe)
-        ranks, launch = ceil(count_ranks(recipe) / count_nodes(recipe)), recipe.launch
-        whole = cls.from_group(described, is_assumed)
+        whole, launch = cls.from_group(described, is_assumed), recipe.launch
+        ranks = ceil(count_ranks(recipe) / count_nodes(recipe))
+        if whole.device == "cpu":
+            whole = replace(
+                whole, ranks_per_node=ranks, memory_bytes=whole.memory_bytes * whole.ranks_per_node // ranks
+            )
         if launch.kind == "slurm" and launch.memory_per_rank_gb is not None:
             asked = int(launch.memory_per_rank_gb * 1e9) * ranks
             whole = replace(whole, host_bytes=min(whole.host_bytes, asked))
-        return whole.for_ranks(ranks, launch.threads_per_rank or launch.cpus_per_rank)
+        return whole
 
     @classmethod
     def from_group(cls, group: ClusterRecipe, is_assumed: bool = False) -> "Cluster":
-        """That of the keys of one file."""
+        """The cluster of the keys of one file."""
         assert group.name is not None, "a cluster's file names it"
         bare = cls(
             name=group.name,
@@ -209,17 +208,15 @@ class Cluster:
             ranks_per_node=group.devices_per_node,
             memory_bytes=round(group.memory_gb * 2**30),
             host_bytes=round((group.host_memory_gb or group.devices_per_node * group.memory_gb) * 2**30),
-            node_disk_bytes=None if group.node_disk_gb is None else round(group.node_disk_gb * 2**30),
             peak_flops={dtype: each.peak_tflops * 1e12 for dtype, each in group.matmul.items()},
             matmul_rate={dtype: each.share * each.peak_tflops * 1e12 for dtype, each in group.matmul.items()},
-            matmul_memory_rate=group.memory_gb_per_s * 1e9,
-            matmul_overhead_s=group.overhead_us * 1e-6,
             attention_share=group.attention_share,
             attention_backward_share=group.attention_backward_share,
             memory_rate=group.memory_gb_per_s * 1e9,
             host_rate=group.host_gb_per_s * 1e9,
             disk_rate=group.disk_gb_per_s * 1e9,
-            links={},
+            links={kind: _read_link(kind, group) for kind in COLLECTIVES},
+            node_disk_bytes=None if group.node_disk_gb is None else round(group.node_disk_gb * 2**30),
             price_per_hour=group.price_per_hour or 0.0,
             failures_per_device_hour=1 / group.device_mtbf_hours if group.device_mtbf_hours else 0.0,
             overhead_s=group.overhead_us * 1e-6,
@@ -227,40 +224,33 @@ class Cluster:
             tile=group.tile,
             ramp=group.ramp,
             softmax_rate=1e9 * (group.softmax_g_per_s or 0.0),
-            threads=group.threads,
-            crowd=group.crowd or 0,
-            is_assumed=is_assumed,
-        )
-        return replace(
-            bare,
-            links=_read_links(group),
-            corrections={
-                dtype: bare.compare(dtype, each.measured) for dtype, each in group.matmul.items() if each.measured
-            },
-            alone={dtype: bare.compare(dtype, each.alone) for dtype, each in group.matmul.items() if each.alone},
-            gradients={
-                dtype: bare.compare(dtype, each.gradient) for dtype, each in group.matmul.items() if each.gradient
-            },
             attention_curves={
-                dtype: _read_attention(each.attention, bare.peak_flops[dtype])
+                dtype: _read_attention(each.attention, each.peak_tflops * 1e12)
                 for dtype, each in group.matmul.items()
                 if each.attention
             },
             memory_curve=_read_curve(group.memory_measured),
-            memory_alone=_read_curve(group.memory_alone),
-            _matmuls={},
-            _costs={},
+            is_assumed=is_assumed,
+        )
+        return replace(
+            bare,
+            corrections={
+                dtype: bare.compare(dtype, each.measured) for dtype, each in group.matmul.items() if each.measured
+            },
+            gradients={
+                dtype: bare.compare(dtype, each.gradient) for dtype, each in group.matmul.items() if each.gradient
+            },
         )
 
     def matmul_seconds(self, rows: int, inner: int, columns: int, dtype: str = "bf16") -> float:
-        """Seconds of [rows, inner] times [inner, columns]; none of an empty one, such as of an expert without tokens."""
+        """Seconds of [rows, inner] x [inner, columns]; 0 where a size is 0, such as for an expert without tokens."""
         if not rows * inner * columns:
             return 0.0
         return self._corrected("", rows, inner, columns, dtype, self.corrections)
 
     def gradient_seconds(self, tokens: int, inner: int, columns: int, added_bytes: float, dtype: str = "bf16") -> float:
-        """Seconds of dW += dY^T X of a layer with so many features in and out. added_bytes: that adding moves, where no measured
-        weight gradient says what it takes."""
+        """Seconds of dW += dY^T X, dY: [tokens, columns], X: [tokens, inner]. added_bytes: moved by the addition; not counted
+        where weight gradients were measured."""
         if self._known_dtype(dtype) in self.gradients:
             return self._corrected("gradient", columns, tokens, inner, dtype, self.gradients)
         # A matmul's own kernel adds, or a pass of the same bytes: without a launch of its own.
@@ -315,61 +305,10 @@ class Cluster:
         correction = self.links[kind].correction
         return seconds if correction is None else seconds * exp(correction.at(ranks, num_bytes))
 
-    def route(self, nodes: int = 1) -> Route:
-        """From a device to another one, of its own node or of another."""
+    def device_link(self, nodes: int = 1) -> DeviceLink:
+        """The link from a device to another one, of its own node or of another."""
         latency_s, per_byte = self._cost("send", 2, nodes)
-        return Route(1 / per_byte, latency_s)
-
-    def for_ranks(self, ranks: int, threads: int | None = None) -> "Cluster":
-        """This cluster with so many ranks on each node; threads: of a rank, None: the cores divided by the ranks.
-
-        On CPUs ranks that are more than the cores take turns, and fewer have several cores each: between the measured ranks and
-        one alone by the logarithm of its threads. A GPU has one rank."""
-        if self.device != "cpu":
-            return self
-        cores = self.ranks_per_node * self.threads
-        threads = threads or max(1, cores // ranks)
-        turn, most = min(1.0, cores / (ranks * threads)), cores / self.threads
-        part = turn * min(1.0, threads / self.threads)
-        share = min(max(log(threads / self.threads) / log(most), 0.0), 1.0) if most > 1 else 0.0
-        is_known = self.crowd > self.ranks_per_node
-        crowded = log(1 / turn) / log(self.crowd / self.ranks_per_node) if is_known else 0.0
-        faster = self._gain_alone**share
-        curve = _blend(self.memory_curve, self.memory_alone, share, part)
-        return replace(
-            self,
-            ranks_per_node=ranks,
-            threads=threads,
-            memory_bytes=self.memory_bytes * self.ranks_per_node // ranks,
-            peak_flops={dtype: part * faster * each for dtype, each in self.peak_flops.items()},
-            corrections={dtype: self._blend_matmul(dtype, share, part) for dtype in self.matmul_rate},
-            gradients={
-                dtype: Grid(grid.axes, tuple(value - log(part * faster) for value in grid.values))
-                for dtype, grid in self.gradients.items()
-            },
-            memory_rate=self.memory_rate * part * faster if curve is None else curve.values[-1],
-            memory_curve=curve,
-            softmax_rate=self.softmax_rate * part * faster,
-            overhead_s=self.overhead_s / turn,
-            turn=turn,
-            links={kind: each.shared(turn, crowded) for kind, each in self.links.items()},
-            _matmuls={},
-            _costs={},
-        )
-
-    @property
-    def _gain_alone(self) -> float:
-        """How many times as fast one rank with all cores computes the largest measured matmul."""
-        pairs = [(self.corrections[dtype].values[-1], each.values[-1]) for dtype, each in self.alone.items()]
-        return max((exp(shared - alone) for shared, alone in pairs), default=self.ranks_per_node)
-
-    def _blend_matmul(self, dtype: str, share: float, part: float) -> Grid:
-        """Corrections between those of the measured ranks and of one alone, with a part of the time for each."""
-        shared = self.corrections.get(dtype, Grid(((0.0,),) * 3, (0.0,)))
-        alone = self.alone.get(dtype)
-        values = alone.values if alone is not None else tuple(each - log(self._gain_alone) for each in shared.values)
-        mixed = ((1 - share) * low + share * high - log(part) for low, high in zip(shared.values, values, strict=True))
-        return Grid(shared.axes, tuple(mixed))
+        return DeviceLink(1 / per_byte, latency_s)
 
     def compare(self, dtype: str, measured: Sequence[Sequence[float]]) -> Grid:
         """Logarithms of measured over modelled seconds. measured: [rows, inner, columns, TFLOP/s] of a full grid of shapes."""
@@ -399,7 +338,7 @@ class Cluster:
         )
         compute_s = 2.0 * least * self.processors * (inner + self.ramp) / rate
         num_bytes = ITEMSIZE[dtype] * (rows * inner + inner * columns + rows * columns)
-        return self.matmul_overhead_s + max(compute_s, num_bytes / self.matmul_memory_rate)
+        return self.overhead_s + max(compute_s, num_bytes / self.memory_rate)
 
     def _peak(self, dtype: str) -> float:
         """FLOP/s of a dtype, or of one that multiplies alike."""
@@ -418,77 +357,53 @@ class Cluster:
             rate *= min(1.0, near / self.ranks_per_node)
         if nodes > 1 and near > 1:
             rate = min(rate, inside.rate)
-        if kind == "send":
-            return link.start_s + between.hop_s, 1 / rate
-        passes = 2 if kind == "all_reduce" else 1
-        return count_latency_s(kind, link, ranks, nodes), passes * (ranks - 1) / ranks / rate
+        return link.latency_s(kind, ranks, nodes), _passed_share(kind, ranks) / rate
 
 
-def count_latency_s(kind: str, link: Link, ranks: int, nodes: int) -> float:
-    """Seconds of a collective without bytes: of the ring, or of an all-reduce the tree where that has fewer steps."""
-    near, passes = ceil(ranks / nodes), 2 if kind == "all_reduce" else 1
-    inside, between = link.at(1).hop_s, link.at(nodes).hop_s
-    steps_between = nodes - 1
-    if kind == "all_reduce":
-        steps_between = min(steps_between, ceil(log2(nodes)) if nodes > 1 else 0)
-        steps_inside = near - 1 if steps_between < nodes - 1 else ranks - nodes
-    elif kind == "all_to_all":
-        steps_inside = near - 1
-    else:
-        steps_inside = ranks - nodes
-    return link.start_s + passes * (steps_inside * inside + steps_between * between)
+def _passed_share(kind: str, ranks: int) -> float:
+    """Bytes that pass a rank's link over the bytes of the whole tensor."""
+    if kind == "send":
+        return 1.0
+    return (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks
 
 
-def _read_links(group: ClusterRecipe) -> dict[Collective, Link]:
-    links: dict[Collective, Link] = {}
-    for kind in COLLECTIVES:
-        each = group.links[kind]
-        bare = Link(
-            each.start_us * 1e-6,
-            tuple(
-                Span(nodes, rate * 1e9, hop_us * 1e-6)
-                for nodes, rate, hop_us in zip(each.nodes, each.gb_per_s, each.hop_us, strict=True)
-            ),
-        )
-        if each.measured_mb is not None:
-            size = each.measured_mb * 1e6
-            spans = [
-                replace(span, rate=_without_latency(kind, bare, span, size, group.devices_per_node))
-                for span in bare.spans
-            ]
-            bare = replace(bare, spans=tuple(spans))
-        if each.measured:
-            rows = [(max(2, group.devices_per_node), *row) for row in each.measured]
-            bare = replace(bare, correction=_compare_link(kind, bare, rows))
-        if each.crowded:
-            bare = replace(bare, crowded=_compare_link(kind, bare, each.crowded))
-        links[kind] = bare
-    return links
+def _read_link(kind: Collective, group: ClusterRecipe) -> Link:
+    each = group.links[kind]
+    spans = tuple(
+        LinkSpan(nodes, rate * 1e9, hop_us * 1e-6)
+        for nodes, rate, hop_us in zip(each.nodes, each.gb_per_s, each.hop_us, strict=True)
+    )
+    link = Link(each.start_us * 1e-6, spans)
+    if each.measured_mb is not None:
+        size = each.measured_mb * 1e6
+        spans = tuple(_without_latency(kind, link, span, size, group.devices_per_node) for span in spans)
+        link = replace(link, spans=spans)
+    if each.measured:
+        link = replace(link, correction=_compare_link(kind, link, max(2, group.devices_per_node), each.measured))
+    return link
 
 
-def _without_latency(kind: str, link: Link, span: Span, num_bytes: float, devices: int) -> float:
+def _without_latency(kind: str, link: Link, span: LinkSpan, num_bytes: float, devices: int) -> LinkSpan:
     """The bus bandwidth of a span without the latencies that were measured along with it."""
     ranks = devices * span.nodes
     if ranks < 2:
-        return span.rate
-    part = 1.0 if kind == "send" else (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks
-    latency_s = link.start_s + span.hop_s if kind == "send" else count_latency_s(kind, link, ranks, span.nodes)
-    sending_s = part * num_bytes / span.rate
+        return span
+    passed = _passed_share(kind, ranks) * num_bytes
+    sending_s = passed / span.rate
     # Latency that would explain most of what was measured is wrong for this size: at least half is bytes.
-    return part * num_bytes / max(sending_s - latency_s, sending_s / 2)
+    rate = passed / max(sending_s - link.latency_s(kind, ranks, span.nodes), sending_s / 2)
+    return replace(span, rate=rate)
 
 
-def _compare_link(kind: str, link: Link, measured: Sequence[Sequence[float]]) -> Grid:
-    """Logarithms of measured over modelled seconds. measured: [ranks of a group, 10^6 bytes, microseconds] on a grid."""
-    table = {(int(ranks), 1e6 * size): 1e-6 * micros for ranks, size, micros in measured}
-    groups, sizes = (sorted({point[axis] for point in table}) for axis in range(2))
-    values = []
-    for ranks, num_bytes in product(groups, sizes):
-        part = 1.0 if kind == "send" else (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks
-        span = link.at(1)
-        latency_s = link.start_s + span.hop_s if kind == "send" else count_latency_s(kind, link, int(ranks), 1)
-        values.append(log(table[int(ranks), num_bytes] / (latency_s + part * num_bytes / span.rate)))
-    return Grid((tuple(map(log, groups)), tuple(map(log, sizes))), tuple(values))
+def _compare_link(kind: str, link: Link, ranks: int, measured: Sequence[Sequence[float]]) -> Grid:
+    """Logarithms of measured over modelled seconds. measured: [10^6 bytes, microseconds] among the ranks of a node, by rising
+    size."""
+    latency_s, span = link.latency_s(kind, ranks, 1), link.at(1)
+    values = [
+        log(1e-6 * micros / (latency_s + _passed_share(kind, ranks) * 1e6 * size / span.rate))
+        for size, micros in measured
+    ]
+    return Grid(((log(ranks),), tuple(log(1e6 * size) for size, _ in measured)), tuple(values))
 
 
 def _read_curve(measured: Sequence[Sequence[float]]) -> Grid | None:
@@ -504,14 +419,3 @@ def _read_attention(measured: Sequence[Sequence[float]], peak: float) -> tuple[G
     axes = tuple(tuple(sorted({log(row[axis]) for row in rows})) for axis in range(2))
     forward, backward = (tuple(1e12 * row[column] / peak for row in rows) for column in (2, 3))
     return Grid(axes, forward), Grid(axes, backward)
-
-
-def _blend(shared: Grid | None, alone: Grid | None, share: float, part: float) -> Grid | None:
-    """Rates between those of the measured ranks and of one alone, of which a rank has a part of the time."""
-    if shared is None:
-        return None
-    values = alone.values if alone is not None else shared.values
-    mixed = (
-        part * exp((1 - share) * log(low) + share * log(high)) for low, high in zip(shared.values, values, strict=True)
-    )
-    return Grid(shared.axes, tuple(mixed))

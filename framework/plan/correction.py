@@ -61,7 +61,6 @@ def correct(group: Cluster, factors: Mapping[str, float], name: str) -> Cluster:
         attention_backward_share=min(1.0, group.attention_backward_share / compute),
         memory_gb_per_s=group.memory_gb_per_s / memory,
         memory_measured=[[size, rate / memory] for size, rate in group.memory_measured],
-        memory_alone=[[size, rate / memory] for size, rate in group.memory_alone],
         softmax_g_per_s=None if group.softmax_g_per_s is None else group.softmax_g_per_s / memory,
         host_gb_per_s=group.host_gb_per_s / factors["host"],
         links={kind: _slower_link(each, links) for kind, each in group.links.items()},
@@ -72,11 +71,9 @@ def _slower_matmul(matmul: ClusterMatmul, factor: float) -> ClusterMatmul:
     # Both by the same factor: what was measured says how far single shapes are from the rate.
     share = matmul.share / factor
     peak = matmul.peak_tflops * max(1.0, share)  # a share is at most 1: faster than its data sheet
-    measured, alone, gradient = (
-        [[*row[:3], row[3] / factor] for row in rows] for rows in (matmul.measured, matmul.alone, matmul.gradient)
-    )
+    measured, gradient = ([[*row[:3], row[3] / factor] for row in rows] for rows in (matmul.measured, matmul.gradient))
     attention = [[*row[:2], row[2] / factor, row[3] / factor] for row in matmul.attention]
-    return ClusterMatmul(peak, min(1.0, share), measured, alone, gradient, attention)
+    return ClusterMatmul(peak, min(1.0, share), measured, gradient, attention)
 
 
 def _slower_link(link: ClusterLink, factor: float) -> ClusterLink:
@@ -86,7 +83,6 @@ def _slower_link(link: ClusterLink, factor: float) -> ClusterLink:
         hop_us=[hop * factor for hop in link.hop_us],
         start_us=link.start_us * factor,
         measured=[[size, micros * factor] for size, micros in link.measured],
-        crowded=[[ranks, size, micros * factor] for ranks, size, micros in link.crowded],
     )
 
 

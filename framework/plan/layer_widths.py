@@ -7,7 +7,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.model.experts import count_experts, find_experts
 from framework.model.flops import attention_masks, experts_per_token
-from framework.model.mixtures import ADDED_BIAS
 from framework.model.units import find_layers
 from framework.recipe.schema import Recipe
 
@@ -43,13 +42,12 @@ class LayerWidths:
 @dataclass(frozen=True)
 class MixtureWidths:
     """A mixture's experts, to how many of them a token is sent, and the features inside of one. is_balanced: by the auxiliary
-    loss of all routers (model.config.output_router_logits). has_added_bias: its router chooses twice, without and with it."""
+    loss of all routers (model.config.output_router_logits)."""
 
     experts: int
     top_k: int
     inner: int
     is_balanced: bool = False
-    has_added_bias: bool = False
 
 
 def layer_widths(model: PreTrainedModel) -> LayerWidths | None:
@@ -103,5 +101,4 @@ def mixture_widths(model: nn.Module, config: PretrainedConfig) -> MixtureWidths 
         return None
     inner = experts.get_parameter(form.last).shape[1 if form.is_transposed else 2]
     is_balanced = bool(getattr(config, "output_router_logits", False))
-    has_added_bias = any(name.endswith(ADDED_BIAS) for name, _ in model.named_buffers())
-    return MixtureWidths(count_experts(experts), top_k, inner, is_balanced, has_added_bias)
+    return MixtureWidths(count_experts(experts), top_k, inner, is_balanced)

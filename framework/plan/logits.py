@@ -11,7 +11,7 @@ from framework.model.load import build_meta
 from framework.model.logit_map import LogitMap, find_logit_map
 from framework.model.precision import DTYPES
 from framework.plan.target import resolve_target
-from framework.recipe.derive import derive
+from framework.recipe.derive import carry_derived, derive
 from framework.recipe.schema import Recipe
 
 # Memory that a rank is taken to have: a plan is pure, and made where there may be no such device. GPUs that large models are
@@ -36,7 +36,8 @@ def resolve_chunked_loss(recipe: Recipe, whole: PreTrainedModel) -> tuple[Recipe
         except ModelError:
             if asked is True:
                 raise
-    return replace(recipe, memory=replace(recipe.memory, chunked_loss=found is not None)), found
+    resolved = replace(recipe, memory=replace(recipe.memory, chunked_loss=found is not None))
+    return carry_derived(recipe, resolved), found
 
 
 def is_large(tokens: int, vocabulary: int, tp: int, itemsize: int, device: str) -> bool:

@@ -342,11 +342,10 @@ class LayerTimes:
             matmuls[""] = gradients[""] = rates.matmul(side, side, side)
         spent = rates.attention(attention, shape) if attention else 0.0
         elementwise = partial(self._elementwise, layer, c, outside)
-        host_s = profile.layer_calls * rates.cluster.overhead_s
-        forward = Work(sum(matmuls.values()) + experts, spent, elementwise(1.0) + routed + host_s)
+        forward = Work(sum(matmuls.values()) + experts, spent, elementwise(1.0) + routed)
         backward_s = rates.attention(profile.attention_backward * attention, shape, backward=True) if attention else 0.0
         passes = profile.backward_passes
-        inputs = Work(forward.matmuls, backward_s, elementwise(passes) + routed * passes + 2 * host_s)
+        inputs = Work(forward.matmuls, backward_s, elementwise(passes) + routed * passes)
         weights = Work(sum(gradients.values()) + expert_gradient)
         columns = [each.name for each in layer.linears if each.split == "columns"]
         return UnitWork(
@@ -431,8 +430,7 @@ class LayerTimes:
         )
         spared += experts if "experts" in kept else 0.0
         attention = 0.0 if "attention" in kept else forward.attention
-        host_s = self.rates.profile.again_calls * self.rates.cluster.overhead_s
-        return Work(max(forward.matmuls - spared, 0.0), attention, forward.elementwise + host_s)
+        return Work(max(forward.matmuls - spared, 0.0), attention, forward.elementwise)
 
     def embedding(self, candidate: Candidate) -> UnitWork:
         """Looking rows up, and adding their gradients."""

@@ -7,6 +7,7 @@ browser refuse it. Names from recipes are escaped: jinja escapes what it writes,
 import json
 from dataclasses import dataclass
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ from framework.errors import RecipeError
 from framework.plan.page_rows import Rows
 
 MOST_BYTES = 2_000_000
-# By which a file is known for one of ours, within its first bytes: those of page.html, and a picture's chunk of text.
+# By which a file is known for one of ours, within its first bytes: those of page.html.
 HTML_MARK = b'<meta name="generator" content="meshwright">'
-PNG_MARK = b"tEXtSoftware\0meshwright"
 MARKED_BYTES = 1024
 
 
@@ -67,8 +67,11 @@ class Page:
 
 
 def write_html(path: Path, page: Page) -> None:
-    """Write the page to a file."""
-    path.write_text(render_html(page), encoding="utf-8")
+    """Write the page to a file. RecipeError where the disk refuses."""
+    try:
+        path.write_text(render_html(page), encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(f"{path}: {error.strerror}") from error
 
 
 def render_html(page: Page) -> str:
@@ -92,45 +95,32 @@ def escape_json(value: Any) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def require_pages(html: Path | None, png: Path | None, overwrite: bool = False) -> None:
-    """Raises RecipeError where one of the files that are wanted cannot be written, before anything is computed, or something
-    else than a page of ours would be lost. overwrite: it may be."""
-    for path, option, ending, mark in ((html, "--html", ".html", HTML_MARK), (png, "--png", ".png", PNG_MARK)):
-        if path is not None:
-            require_page(path, option, ending)
-            if not overwrite and path.exists() and not _has_mark(path, mark):
-                raise RecipeError(
-                    f"{option} {path}: is there and was not written by plan or search: choose another name, or --overwrite"
-                )
+def require_page(path: Path, overwrite: bool = False) -> None:
+    """Raise RecipeError where the page cannot be written, before anything is computed, or where another file would be lost.
 
-
-def _has_mark(path: Path, mark: bytes) -> bool:
-    try:
-        with path.open("rb") as file:
-            return mark in file.read(MARKED_BYTES)
-    except OSError as error:  # a folder, or a file that is not ours to read
-        raise RecipeError(f"{path}: {error.strerror}") from error
-
-
-def require_page(path: Path, option: str, ending: str) -> None:
-    """Raises RecipeError where a library is missing, the name ends otherwise, or there is no such folder."""
+    overwrite: replace files that no plan or search has written."""
     missing = [
-        name for name, module in (("altair", "altair"), ("vl-convert-python", "vl_convert")) if not _is_there(module)
+        name for name, module in (("altair", "altair"), ("vl-convert-python", "vl_convert")) if not find_spec(module)
     ]
     if missing:
         raise RecipeError(
-            f"{option} draws with {' and '.join(missing)}, which is not installed: pip install 'meshwright[page]'"
+            f"--html draws with {' and '.join(missing)}, which is not installed: pip install 'meshwright[page]'"
         )
-    if path.suffix.lower() != ending:
-        raise RecipeError(f"{option} {path}: end the name in {ending}")
+    if path.suffix.lower() != ".html":
+        raise RecipeError(f"--html {path}: end the name in .html")
     if not path.parent.is_dir():
-        raise RecipeError(f"{option} {path}: there is no folder {path.parent}, make it first")
-
-
-def _is_there(module: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(module) is not None
+        raise RecipeError(f"--html {path}: there is no folder {path.parent}, make it first")
+    if overwrite or not path.exists():
+        return
+    try:
+        with path.open("rb") as file:
+            is_ours = HTML_MARK in file.read(MARKED_BYTES)
+    except OSError as error:  # a folder, or a file that is not ours to read
+        raise RecipeError(f"{path}: {error.strerror}") from error
+    if not is_ours:
+        raise RecipeError(
+            f"--html {path}: exists and was not written by plan or search: choose another name, or --overwrite"
+        )
 
 
 def _asset(name: str) -> str:

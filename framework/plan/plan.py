@@ -20,7 +20,6 @@ from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology, count_expert_shards, count_node_neighbours, shards_within_node
-from framework.model.added_bias import prepare_mixtures
 from framework.model.flops import (
     ModelSize,
     experts_per_token,
@@ -32,7 +31,7 @@ from framework.model.kept_outputs import ATTENTION, Policy
 from framework.model.load import build_meta
 from framework.model.load_balancing import LoadBalancingLoss, find_load_balancing_loss
 from framework.model.logit_map import LogitMap
-from framework.model.mixtures import Mixture
+from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.precision import DTYPES
 from framework.model.stage import StageBounds, copy_stage, find_layer_outputs, refuse_shared_layers
 from framework.model.units import Unit, find_units, tied_names
@@ -52,7 +51,7 @@ from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activation_peaks import find_peaks
 from framework.plan.activations import Activations
-from framework.plan.context import ContextCost, Method, Passes, attention_shapes
+from framework.plan.context import ContextCost, ContextMethod, Passes, attention_shapes
 from framework.plan.layer_widths import layer_widths, mixture_widths, read_masks
 from framework.plan.logits import resolve_chunked_loss
 from framework.plan.memory import RankMemory, bytes_held, bytes_on_disk, bytes_on_host
@@ -182,10 +181,10 @@ class Plan:
         """What cp costs a rank for each layer of the model and microbatch; empty where no sequence is divided."""
         if self.derived.cp == 1:
             return []
-        method = Method(self.derived.ulysses, self.derived.ring, self.recipe.parallel.context == "gather")
+        method = ContextMethod(self.derived.ulysses, self.derived.ring, self.recipe.parallel.context == "gather")
         return self.costs_of_method(method, self.topology.index("ulysses", rank))
 
-    def costs_of_method(self, method: Method, index: int = 0) -> list[ContextCost | None]:
+    def costs_of_method(self, method: ContextMethod, index: int = 0) -> list[ContextCost | None]:
         """`context_costs` of another method. index: of the rank along Ulysses."""
         shapes = attention_shapes(self.config.get_text_config(), self.derived.tp, self.derived.context)
         batch, packs = self.recipe.batch, self.recipe.data.pack == "documents"
@@ -418,7 +417,8 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         refuse_undivided_context(config, slices, recipe.data.pack == "documents")
     check_experts(whole, derived.ep, recipe.model.expert_capacity, derived.expert_tp < derived.tp)
     units = tuple(find_units(whole))
-    load_balancing, mixtures = find_load_balancing_loss(whole), prepare_mixtures(recipe.model, whole, units)
+    load_balancing, mixtures = find_load_balancing_loss(whole), find_mixtures(whole, units)
+    refuse_bias_rate(recipe.model, whole, mixtures)
     refuse_unknown_operations(recipe.memory, whole)
     ties = tied_names(whole)
     recipe, logit_map = resolve_chunked_loss(recipe, whole)

@@ -6,19 +6,18 @@ from framework.errors import EXIT_DONE, EXIT_MEMORY
 from framework.plan.check import check_layout, check_weights
 from framework.plan.forecast_plan import PlanForecast, forecast_plan
 from framework.plan.page import describe_layouts, describe_ranks, describe_schedule, save_schedule
-from framework.plan.page_html import require_pages
-from framework.plan.page_png import write_pages
+from framework.plan.page_html import require_page, write_html
 from framework.plan.plan import Plan
-from framework.plan.plan_text import describe_plan
+from framework.plan.plan_text import Wanted, describe_plan
 from framework.plan.savings import describe_savings
 from framework.plan.verdict import Change, find_changes
-from framework.plan.wanted import Wanted
 from framework.recipe.schema import Recipe
 
 
 def plan_command(recipe: Recipe, wanted: Wanted) -> int:
     """Print the screen and what is wanted, and write the files. Raises what the recipe or the model has wrong."""
-    require_pages(wanted.html, wanted.png, wanted.overwrite)
+    if wanted.html is not None:
+        require_page(wanted.html, wanted.overwrite)
     plan = check_layout(recipe)
     check_weights(plan)
     found = forecast_plan(plan)
@@ -51,9 +50,8 @@ def _write(found: PlanForecast, changes: Sequence[Change], wanted: Wanted) -> It
     if wanted.schedule_to is not None:
         save_schedule(wanted.schedule_to, plan.pipeline, plan.derived.accumulation, plan.title)
         yield f"wrote the schedule to {wanted.schedule_to}"
-    if wanted.html is None and wanted.png is None:
-        return
-    from framework.plan.page_of_plan import make_page
+    if wanted.html is not None:
+        from framework.plan.page_of_plan import make_page
 
-    for path in write_pages(make_page(found, changes), wanted.html, wanted.png):
-        yield f"wrote {path}"
+        write_html(wanted.html, make_page(found, changes))
+        yield f"wrote {wanted.html}"

@@ -2,6 +2,8 @@
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from framework.plan.forecast import MemoryForecast, TimeForecast
@@ -19,7 +21,20 @@ WIDTH = 100
 MARGIN = 14
 # Of a step: what takes less is not named.
 SMALL = 0.005
-MORE = "more: --ranks, --layouts, --schedule, --options; as a page: --html FILE, --png FILE"
+MORE = "more: --ranks, --layouts, --schedule, --options; as a page: --html FILE"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Options of the command: details to print, files to write. overwrite: replace files that are not ours."""
+
+    ranks: bool = False
+    layouts: bool = False
+    schedule: bool = False
+    options: bool = False
+    schedule_to: Path | None = None
+    html: Path | None = None
+    overwrite: bool = False
 
 
 def describe_plan(found: PlanForecast, changes: Sequence[Change]) -> Iterator[str]:
@@ -39,6 +54,9 @@ def _describe(found: PlanForecast, changes: Sequence[Change]) -> Iterator[str]:
     yield _describe_memory(plan, found.forecast.memory)
     yield _describe_checkpoints(found)
     yield from describe_time(found.forecast.time)
+    if found.context_methods:
+        shown = [f"{name} {show_seconds(step_s)}" for name, step_s in found.context_methods]
+        yield f"context       step time by parallel.context, the fastest first: {', '.join(shown)}"
     for caution in found.cautions:
         yield f"caution       {caution}"
     yield ""

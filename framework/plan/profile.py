@@ -62,9 +62,7 @@ class Profile:
     nobody up. stolen: share of the compute device that a collective beside it takes: a GPU's multiprocessors, a CPU's core.
 
     Overheads. microbatch_s: of each microbatch and stage on the host, which nothing hides. step_s: of each step: flags, data,
-    logs. layer_calls: of each layer's forward on the host beside its kernels (views, autograd's nodes, Python), each of the
-    cluster's overhead_us, and twice as many for its backward; 0 where launches run ahead of the device. again_calls: of
-    computing a checkpointed layer once more, beside those.
+    logs.
     restart_s: from a failure to the first step behind it.
     """
 
@@ -96,8 +94,6 @@ class Profile:
     stolen: float = 0.0
     microbatch_s: float = 0.0
     step_s: float = 0.0
-    layer_calls: int = 0
-    again_calls: int = 0
     restart_s: float = 300.0
 
     def fused(self) -> "Profile":
@@ -109,7 +105,3 @@ class Profile:
 # NCCL's kernels hold some 16 of an H100's 132 multiprocessors while they run (its default of 16 channels, a block each).
 NCCL_STOLEN = 16 / 132
 OURS = Profile("meshwright", stolen=NCCL_STOLEN)
-# Ranks of CPUs: gloo's threads and copies need the core that would compute meanwhile, so nothing is gained by hiding them.
-# Calls: a step of layers of width 64 with 8 tokens, 4 and 8 of them, with and without checkpointing, beside what their kernels
-# cost (2026-11-23).
-OURS_ON_CPUS = replace(OURS, name="meshwright on CPUs", stolen=1.0, layer_calls=50, again_calls=330)

@@ -29,7 +29,7 @@ from framework.plan.memory_states import StateOptions, States
 from framework.plan.rejections import Constraints, Rejection, read_field, too_large, too_large_for_node
 from framework.plan.space import CHOICES, Space
 
-By = Literal["time", "cost", "memory"]
+By = Literal["time", "memory"]
 Mesh = tuple[int, int, int, int, int]
 DIVISION, WORK, SCHEDULE = ("context", "sequence", "experts"), "microbatch", "schedule"
 WAY = ("checkpointing", "activations")
@@ -381,7 +381,7 @@ class Search:
         return first, second, rank_layout(ranked.candidate)
 
     def _value(self, ranked: Ranked) -> float:
-        """What is ranked by, and bounded. All layouts have the same ranks and tokens, so the cheapest is the fastest."""
+        """The ranked and bounded value."""
         return ranked.bytes if self.by == "memory" else ranked.step_s
 
     def _is_excluded(self, bound: float, c: Candidate) -> bool:

@@ -1,7 +1,6 @@
 """What `meshwright search` prints: the best layouts as a table, and what became of the others."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from framework.plan.rejections import SIZES, Rejection, describe, group_rejections
@@ -13,83 +12,13 @@ from framework.recipe.schema import Recipe
 USEFUL = ("matmuls", "attention")
 SHOWN_REASONS = 8
 GIB = 2**30
-LONGEST_REASON = 100
-RANKED_BY = {"time": "seconds of a step", "cost": "cost of a token", "memory": "bytes of the fullest rank"}
-
-
-@dataclass(frozen=True)
-class NodesRow:
-    """A number of nodes. best: its best layout; None: nothing can be trained on so many, for this reason."""
-
-    nodes: int
-    best: Ranked | None = None
-    reason: str = ""
-
-    def value(self, by: By) -> float:
-        """What is compared. Without a price cost is counted in hours of devices."""
-        assert self.best is not None, "nothing is foretold of it"
-        if by == "memory":
-            return self.best.bytes
-        step_s = self.best.step_s
-        return step_s if by == "time" else step_s * (self.best.price or self.best.candidate.world)
-
-    def to_json(self) -> dict[str, Any]:
-        """As the one object of --json has it."""
-        if self.best is None:
-            return {"nodes": self.nodes, "reason": self.reason}
-        time = self.best.forecast.time
-        return {
-            "nodes": self.nodes,
-            "ranks": time.world,
-            "layout": describe(self.best.candidate),
-            "step_s": time.step_s,
-            "tokens_per_s_and_rank": time.tokens_per_s_and_rank,
-            "mfu": time.mfu,
-            "bytes": self.best.bytes,
-            "hours": time.hours,
-            "cost": time.cost if self.best.price else None,
-            "cost_per_10e9_tokens": self.best.cost_per_token * 1e9 if self.best.price else None,
-        }
-
-
-def order_nodes(rows: Sequence[NodesRow], by: By) -> list[NodesRow]:
-    """The best first, of equals that of fewer nodes; behind them those on which nothing can be trained."""
-    found = [each for each in rows if each.best is not None]
-    return [
-        *sorted(found, key=lambda each: (each.value(by), each.nodes)),
-        *(each for each in rows if each.best is None),
-    ]
-
-
-def describe_nodes(rows: Sequence[NodesRow], by: By) -> Iterator[str]:
-    """A table of what is foretold of each number of nodes."""
-    yield f"numbers of nodes by {RANKED_BY[by]}, each with its best layout"
-    yield ""
-    cells: list[tuple[str, ...]] = [
-        ("nodes", "layout", "ranks", "step s", "tokens/s/rank", "MFU", "GiB", "hours", "$/10^9 tokens", "")
-    ]
-    for each in rows:
-        if each.best is None:
-            cells.append((str(each.nodes), each.reason[:LONGEST_REASON], *[""] * 8))
-            continue
-        time = each.best.forecast.time
-        cost = f"{each.best.cost_per_token * 1e9:,.0f}" if each.best.price else "no price"
-        cells.append(
-            (
-                *(str(each.nodes), describe(each.best.candidate), f"{time.world:,}", f"{time.step_s:.4g}"),
-                *(f"{time.tokens_per_s_and_rank:,.0f}", f"{time.mfu:.1%}", f"{each.best.bytes / GIB:.1f}"),
-                *(f"{time.hours:,.1f}", cost, ""),
-            )
-        )
-    yield from _table(cells)
+RANKED_BY = {"time": "seconds of a step", "memory": "bytes of the fullest rank"}
 
 
 def describe_search(result: SearchResult, cluster: str, pinned: frozenset[str], shown: int) -> Iterator[str]:
     """The page, in lines."""
     fixed = f"; fixed: {', '.join(sorted(pinned))}" if pinned else ""
     yield f"{result.num_layouts:,} layouts of {_count_ranks(result.space.world)} on {cluster}, by {RANKED_BY[result.by]}{fixed}"
-    if result.by == "cost":
-        yield "all have the same ranks, so that the cheapest is the fastest: --nodes 4,8,16 compares numbers of nodes"
     yield ""
     yield from _table(_rows(result.ranked[:shown], result.by))
     yield ""

@@ -20,11 +20,9 @@ from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology
-from framework.model.added_bias import prepare_mixtures
 from framework.model.flops import ModelSize, experts_per_token, flops_per_token, measure_model, unit_flops
-from framework.model.load import build_meta, layer_configs
-from framework.model.materialize import kept_in_fp32
-from framework.model.mixtures import Mixture
+from framework.model.load import build_meta, kept_in_fp32, layer_configs
+from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.precision import DTYPES
 from framework.model.stage import StageBounds, copy_stage, find_layer_outputs, refuse_shared_layers, split_stages
 from framework.model.units import Unit, find_units, tied_names
@@ -400,7 +398,8 @@ def make_shape(config: PretrainedConfig, recipe: Recipe = DEFAULT) -> ModelShape
     refuse_fresh_seeds(config)
     whole = build_meta(config, recipe.model.attention)
     units = tuple(find_units(whole))
-    mixtures = prepare_mixtures(recipe.model, whole, units)
+    mixtures = find_mixtures(whole, units)
+    refuse_bias_rate(recipe.model, whole, mixtures)
     ties = tied_names(whole)
     groups = {each.parameter: each.key for each in group_parameters_of(recipe, whole, units)}
     return ModelShape(

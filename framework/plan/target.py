@@ -6,7 +6,7 @@ A login node without a GPU plans and submits for the cluster's GPUs. Torch is no
 from dataclasses import replace
 from typing import Literal
 
-from framework.recipe.derive import derive
+from framework.recipe.derive import carry_derived, derive
 from framework.recipe.schema import Launch, Precision, Recipe
 
 Device = Literal["cpu", "cuda"]
@@ -24,7 +24,7 @@ def resolve_target(recipe: Recipe) -> Recipe:
         has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= derive(recipe).world
         device = "cuda" if has_gpus else "cpu"
     launch = replace(recipe.launch, device=device)
-    return replace(recipe, launch=launch, precision=resolve_precision(recipe.precision, launch))
+    return carry_derived(recipe, replace(recipe, launch=launch, precision=resolve_precision(recipe.precision, launch)))
 
 
 def target_device(launch: Launch) -> Device | None:

@@ -28,7 +28,7 @@ from framework.plan.exposure import NOTHING, Exposure, Overlaps, expose_cp, expo
 from framework.plan.forecast import TimeForecast
 from framework.plan.forecast_memory import memory_model
 from framework.plan.operators import LayerTimes, ModelOperators, Rates, UnitWork, read_operators
-from framework.plan.profile import OURS, OURS_ON_CPUS, Profile
+from framework.plan.profile import OURS, Profile
 from framework.plan.settings import Settings
 from framework.plan.shape import Degrees, ModelShape, RankUnit
 from framework.plan.sharding import Sharding
@@ -41,21 +41,18 @@ PARTS = (
     *("matmuls", "attention", "elementwise", "recomputation", "tp", "cp", "ep", "pp", "gathers", "reductions"),
     *("contention", "bubble", "optimizer", "offload", "checkpoint", "host"),
 )
-# Those of computation in a pipeline's actions.
-COMPUTED = ("matmuls", "attention", "elementwise", "recomputation")
 
 
 class TimeModel:
     """Forecasts of one model with one recipe's choices on one cluster, by one profile, ours where none is given. What a layout
-    shares with others is computed once. Callers are one thread. cluster: with as many ranks on a node as candidates have
-    (`Cluster.for_ranks`)."""
+    shares with others is computed once. Callers are one thread."""
 
     def __init__(self, shape: ModelShape, settings: Recipe, cluster: Cluster, profile: Profile | None = None):
         compute = settings.precision.compute
         dtype = "bf16" if compute == "auto" else compute
         itemsize = {"fp32": 4, "fp64": 8}.get(dtype, 2)
         self.shape, self.settings, self.cluster = shape, settings, cluster
-        self.profile = profile or (OURS_ON_CPUS if cluster.device == "cpu" else OURS)
+        self.profile = profile or OURS
         if compiles(settings.memory):
             self.profile = self.profile.fused()
         self.rates, self.links = Rates(cluster, self.profile, dtype, itemsize), Links(cluster, itemsize)
@@ -85,7 +82,7 @@ class TimeModel:
         worst = _slowest(busy, after, updates)
         own = [stage for stage, owner in zip(stages, owners, strict=True) if owner == worst]
         parts, hidden = self._add_up(own, c)
-        _wait(parts, self._length(c, groups, stages, busy) - busy[worst])
+        parts["bubble"] = max(self._length(c, groups, stages, busy) - busy[worst], 0.0)
         for name, seconds in updates[worst].items():
             parts[name] += seconds
         # A number for each parameter is summed beside loss and norm.
@@ -113,10 +110,6 @@ class TimeModel:
         groups, (forms, order, _) = self.groups(candidate), self.stages(candidate)
         found = [self.stage(form, candidate, groups) for form in forms]
         return self._costs(candidate, groups, [found[index] for index in order])
-
-    def least_share(self, c: Candidate) -> float:
-        """Of a rank's own work, the least that it takes: where the pipeline's other ranks wait it has their cores."""
-        return self.cluster.turn if c.pp > 1 else 1.0
 
     def _add_up(self, own: Sequence[StageTime], c: Candidate) -> tuple[Seconds, Seconds]:
         parts: Seconds = dict.fromkeys(PARTS, 0.0)
@@ -160,8 +153,8 @@ class TimeModel:
             return busy[0]
         costs, owners = self._costs(c, groups, stages), self.stages(c)[2]
         # What is remembered is a path, which need not be the longest for these costs.
-        least = self.least_share(c) * least_length(c.schedule, owners, c.accumulation, costs)
-        found = self._lengths.length(c.schedule, c.pp, c.accumulation, costs, self.cluster.turn)
+        least = least_length(c.schedule, owners, c.accumulation, costs)
+        found = self._lengths.length(c.schedule, c.pp, c.accumulation, costs)
         return max(found, least, sum(busy) / c.pp)
 
     def _costs(self, c: Candidate, groups: Groups, stages: Sequence[StageTime]) -> Costs:
@@ -169,8 +162,7 @@ class TimeModel:
             [each.forward for each in stages],
             [each.input for each in stages],
             [each.weight for each in stages],
-            # By the clock of ranks that all compute: it is waited for while few do, and takes as long as it was measured.
-            self._message_s(c, groups) / self.cluster.turn,
+            self._message_s(c, groups),
         )
 
     def _message_s(self, c: Candidate, groups: Groups) -> float:
@@ -309,14 +301,6 @@ class TimeModel:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
-
-
-def _wait(parts: Seconds, seconds: float) -> None:
-    """Have the busiest rank wait so long; below 0: its own work takes so much less, by the cores that others leave it."""
-    parts["bubble"] = max(seconds, 0.0)
-    own = sum(parts[name] for name in COMPUTED)
-    for name in COMPUTED:
-        parts[name] *= 1 + min(seconds, 0.0) / own if own else 1.0
 
 
 def _slowest(busy: Sequence[float], after: Sequence[float], updates: Sequence[Mapping[str, float]]) -> int:

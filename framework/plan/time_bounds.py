@@ -70,7 +70,7 @@ class TimeBounds:
             paths.often @ units + paths.stages * self.model.profile.microbatch_s
         )
         of_schedules = np.maximum.reduceat(seconds, paths.first) if len(schedules) > 1 else seconds.max()
-        return self.model.least_share(c) * float(of_schedules.min()) + self.model.profile.step_s
+        return float(of_schedules.min()) + self.model.profile.step_s
 
     # --- units
 
@@ -161,14 +161,13 @@ class TimeBounds:
         model, groups = self.model, self.model.groups(c)
         stages = [model.stage(form, c, groups) for form in model.stages(c)[0]]
         slowest = bound = 0.0
-        share = model.least_share(c)
         for indices in self._kinds_of_ranks(c):
             own = [stages[index] for index in indices]
             busy = c.accumulation * sum([each.microbatch for each in own])
             late = sum([each.after for each in own])
             late += sum(model.update.seconds(sum([each.owned for each in own]), c).values())
             if busy + late > slowest:
-                slowest, bound = busy + late, late + max(least, share * busy + model.profile.step_s)
+                slowest, bound = busy + late, late + max(least, busy + model.profile.step_s)
         return bound
 
     def least_of_states(self, c: Candidate) -> tuple[float, float]:
@@ -177,7 +176,7 @@ class TimeBounds:
         stages = [self._least_of_stage(form, c, groups) for form in model.stages(c)[0]]
         ranks = [[stages[index] for index in own] for own in self._kinds_of_ranks(c)]
         updates = [sum(model.update.seconds(sum([owned for _, _, owned in own]), c).values()) for own in ranks]
-        often = model.least_share(c) * min(sum([each for each, _, _ in own]) for own in ranks)
+        often = min(sum([each for each, _, _ in own]) for own in ranks)
         return often, min(sum([once for _, once, _ in own], own_s) for own, own_s in zip(ranks, updates, strict=True))
 
     def _least_of_stage(self, form: StageForm, c: Candidate, groups: Groups) -> tuple[float, float, float]:

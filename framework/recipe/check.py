@@ -95,7 +95,6 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("parallel.tp", "parallel.cp", "parallel.context", "model.config"), find_head_problems),
         (("parallel.cp", "model.attention"), find_attention_problems),
         (MIXTURE, _experts),
-        (("model.router_bias", "model.router_bias_rate"), _router_bias),
         (("parallel.dp", "launch.spares", *COUNTED), find_range_problems),
         ((*DEGREES, *COUNTED), find_node_problems),
         ((*DEGREES, *EXPERTS, *COUNTED), find_world_problems),
@@ -141,7 +140,7 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("data.validation", "train.validate_every_steps"), _validation),
         (("checkpoint.every_minutes", "checkpoint.interval", "checkpoint.mtbf_hours"), _checkpoint),
         (("run.root",), find_run_root_problems),
-        (("checkpoint.root", "run.root"), find_checkpoint_root_problems),
+        (("checkpoint.root",), find_checkpoint_root_problems),
         ((*COUNTED, *DEGREES, "checkpoint.neighbor_copies", "checkpoint.neighbor_every_steps"), _neighbors),
         (("train.on_spike", "checkpoint.every_steps", "checkpoint.every_minutes", "checkpoint.interval"), _rewinds),
         ((*COUNTED, *DEGREES, "track.profile_steps", "track.profile_ranks"), _profile),
@@ -153,12 +152,6 @@ def _rules() -> tuple[tuple[tuple[str, ...], Rule], ...]:
         (("launch",), find_deadline_problems),
         (("cluster",), find_cluster_problems),
     )
-
-
-def _router_bias(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.model.router_bias == "added" and not recipe.model.router_bias_rate:
-        message = "with model.router_bias_rate=0 the bias would stay zero"
-        yield Problem("model.router_bias", "added", message, "leave it out; or model.router_bias_rate=0.001")
 
 
 def _experts(recipe: Recipe) -> Iterator[Problem]:

@@ -140,13 +140,6 @@ def find_cluster_problems(recipe: Recipe) -> Iterator[Problem]:
                 f"cluster.links.{kind}.nodes", link.nodes, "must begin with 1 and rise", "such as [1, 2, 4, 8]"
             )
         yield from _find_curve_problems(f"cluster.links.{kind}.measured", link.measured, "10^6 bytes, microseconds")
-        columns = "ranks of a group, 10^6 bytes, microseconds"
-        yield from _find_grid_problems(f"cluster.links.{kind}.crowded", link.crowded, columns, 2)
-        if link.crowded and (cluster.crowd or 0) <= cluster.devices_per_node:
-            message = (
-                f"links.{kind}.crowded was measured with more ranks than devices_per_node={cluster.devices_per_node}"
-            )
-            yield Problem("cluster.crowd", cluster.crowd, message, MEASURE_ANEW)
 
 
 def _find_matmul_problems(cluster: Cluster) -> Iterator[Problem]:
@@ -157,12 +150,11 @@ def _find_matmul_problems(cluster: Cluster) -> Iterator[Problem]:
         yield Problem("cluster.matmul", None, message, "such as cluster.matmul.bf16.peak_tflops=989.4")
     for dtype, matmul in cluster.matmul.items():
         columns = "rows, inner, columns, TFLOP/s"
-        for name in ("measured", "alone", "gradient"):
+        for name in ("measured", "gradient"):
             yield from _find_grid_problems(f"cluster.matmul.{dtype}.{name}", getattr(matmul, name), columns, 3)
         columns = "context, features of a head, TFLOP/s in forward, TFLOP/s in backward"
         yield from _find_grid_problems(f"cluster.matmul.{dtype}.attention", matmul.attention, columns, 2)
-    for name in ("memory_measured", "memory_alone"):
-        yield from _find_curve_problems(f"cluster.{name}", getattr(cluster, name), "10^6 bytes, 10^9 bytes/s")
+    yield from _find_curve_problems("cluster.memory_measured", cluster.memory_measured, "10^6 bytes, 10^9 bytes/s")
 
 
 def _find_grid_problems(key: str, measured: Sequence[Sequence[float]], columns: str, axes: int) -> Iterator[Problem]:

@@ -58,7 +58,25 @@ def compiles(memory: Memory) -> bool:
 
 
 def derive(recipe: Recipe) -> Derived:
-    """RecipeError if the degrees do not fit the ranks or the batch does not divide."""
+    """The numbers that follow from a recipe: computed once for each Recipe object, which keeps them.
+
+    RecipeError if the degrees do not fit the ranks or the batch does not divide.
+    """
+    known = vars(recipe).get("derived")  # kept as `functools.cached_property` keeps its value
+    if known is None:
+        known = vars(recipe)["derived"] = _compute(recipe)
+    found: Derived = known
+    return found
+
+
+def carry_derived(recipe: Recipe, changed: Recipe) -> Recipe:
+    """`changed` with what is known to follow from `recipe`, from which it differs in keys that nothing derived depends on."""
+    if "derived" in vars(recipe):
+        vars(changed)["derived"] = vars(recipe)["derived"]
+    return changed
+
+
+def _compute(recipe: Recipe) -> Derived:
     problems = (
         list(find_node_problems(recipe)) or list(find_world_problems(recipe)) or list(find_batch_problems(recipe))
     )

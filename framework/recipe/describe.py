@@ -14,7 +14,7 @@ from framework.recipe.origins import find_file
 from framework.recipe.overrides import list_options
 from framework.recipe.problem import find_width, show
 from framework.recipe.saved import plain
-from framework.recipe.schema import Data, Model, Recipe
+from framework.recipe.schema import Data, Recipe
 
 
 def describe_derived(derived: Derived) -> str:
@@ -55,16 +55,6 @@ def describe_blend(data: Data) -> str:
     if len(weights) < 2:
         return ", ".join(weights)
     return ", ".join(f"{name} {weight / sum(weights.values()):.0%}" for name, weight in weights.items())
-
-
-def caution_of_export(model: Model) -> str:
-    """What an exported model does otherwise than the run's; empty where it does the same."""
-    if model.router_bias == "own":
-        return ""
-    return (
-        "model.router_bias=added: transformers knows no such bias, so an exported model chooses its"
-        " experts without it, and computes something else than the run does"
-    )
 
 
 def describe_compilation(recipe: Recipe) -> str:

@@ -7,7 +7,7 @@ Group choices go to Hydra. Values are applied here, one by one and untyped: Hydr
 import itertools
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -154,11 +154,23 @@ def write_override(key: str, text: str) -> str:
     return f'{key}="{inner}"'
 
 
+def write_value(value: Any) -> str:
+    """A value in the command line's grammar."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{write_value(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(write_value, value)) + "]"
+    if isinstance(value, str):
+        return write_override("key", value).removeprefix("key=")
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value)
+
+
 def write_resume(kind: str, run: Run, *more: str) -> str:
     """What a user types to go on with a run, which has an id; kind: launch.kind."""
     verb = "train" if kind == "local" else "submit"
     place = [] if run.root == Run().root else [write_override("run.root", run.root)]
-    place += [] if run.work is None else [write_override("run.work", run.work)]
     return shlex.join(["meshwright", verb, write_override("run.id", str(run.id)), *place, *more])
 
 

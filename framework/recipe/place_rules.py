@@ -1,5 +1,5 @@
-"""Rules of the two keys that name a folder or a URL: `run.root` and `checkpoint.root`. They tell what the text alone does;
-whether a store answers is asked before a run begins."""
+"""Rules of `run.root`, a folder, and `checkpoint.root`, a folder or a URL, by their text alone: whether a store answers is asked
+before a run begins."""
 
 import re
 from collections.abc import Iterator
@@ -8,11 +8,17 @@ from framework.recipe.problem import Problem
 from framework.recipe.schema import Recipe
 from framework.recipe.suggest import nearest
 
-RUN_ROOT, CHECKPOINT_ROOT = "run.root", "checkpoint.root"
+CHECKPOINT_ROOT = "checkpoint.root"
 
 
 def find_run_root_problems(recipe: Recipe) -> Iterator[Problem]:
-    yield from find_place_problems(RUN_ROOT, recipe.run.root)
+    root = recipe.run.root
+    if not root.strip():
+        yield Problem("run.root", root, "names no folder", "run.root=runs")
+    elif "::" in root or re.match(r"[a-z][a-z0-9]*:/", root):
+        message = "is no folder: a run keeps its lock, lease and logs on a file system"
+        fix = f"run.root=runs checkpoint.root={root}, which keeps the checkpoints there"
+        yield Problem("run.root", root, message, "a path without file://" if root.startswith("file:") else fix)
 
 
 def find_checkpoint_root_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -22,15 +28,10 @@ def find_checkpoint_root_problems(recipe: Recipe) -> Iterator[Problem]:
     if not root.strip():
         yield Problem(CHECKPOINT_ROOT, root, "names no place", "checkpoint.root=null for RUN/checkpoints")
         return
-    yield from find_place_problems(CHECKPOINT_ROOT, root)
-    if _is_url(recipe.run.root) and not _is_url(root):
-        message = (
-            f"is a folder of this machine, which a start elsewhere lacks, while run.root={recipe.run.root} is a URL"
-        )
-        yield Problem(CHECKPOINT_ROOT, root, message, "leave it out: checkpoints then lie in the run's store; or a URL")
+    yield from _find_place_problems(CHECKPOINT_ROOT, root)
 
 
-def find_place_problems(key: str, root: str) -> Iterator[Problem]:
+def _find_place_problems(key: str, root: str) -> Iterator[Problem]:
     """What is wrong with the text of a place."""
     protocol, is_url, rest = root.partition("://")
     if not root.strip():
@@ -53,7 +54,3 @@ def find_place_problems(key: str, root: str) -> Iterator[Problem]:
             near = nearest(protocol, known) or ["s3", "gs", "abfs"]
             message = f"fsspec knows no protocol {protocol}"
             yield Problem(key, root, message, ", ".join(f"{each}://..." for each in near))
-
-
-def _is_url(root: str) -> bool:
-    return "://" in root and not root.startswith("file://")

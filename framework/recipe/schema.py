@@ -95,14 +95,9 @@ class Model:
         " sequence",
         "weight",
     )
-    router_bias: Literal["own", "added"] = key(
-        "the bias that model.router_bias_rate moves; own: the family's, of routers that have one; added: one that Meshwright adds"
-        " to routers without, which an exported model does not have",
-        "own",
-    )
     router_bias_rate: float = key(
-        "how far the bias of a router's choice moves after each step, up for experts with less than the mean load and down for"
-        " others (DeepSeek-V3: 0.001); 0: it stays",
+        "how far the bias of a router's choice moves after each step, in families that have one, up for experts with less than"
+        " the mean load and down for others (DeepSeek-V3: 0.001); 0: it stays",
         0.0,
         low=0.0,
     )
@@ -524,9 +519,6 @@ class ClusterMatmul:
         "[rows, inner, columns, TFLOP/s] of matmuls on a grid of shapes; the model is corrected by them, and between them",
         [],
     )
-    alone: list[list[float]] = key(
-        "CPUs: the same of one rank that has all cores of the node for its threads, at the same shapes", []
-    )
     gradient: list[list[float]] = key(
         "the same of weight gradients, [features out, tokens, features in, TFLOP/s], added to a main gradient in fp32",
         [],
@@ -554,10 +546,6 @@ class ClusterLink:
     measured: list[list[float]] = key(
         "[10^6 bytes, microseconds] among all ranks of one node, by rising size; the model is corrected by them", []
     )
-    crowded: list[list[float]] = key(
-        "CPUs: [ranks of a group, 10^6 bytes, microseconds] where cluster.crowd ranks share the cores, on a grid of the two",
-        [],
-    )
 
 
 @dataclass(frozen=True)
@@ -576,11 +564,7 @@ class Cluster:
         None,
     )
     device: str = key("what a rank computes on, by a part of the name that the driver reports", "")
-    devices_per_node: int = key("devices of a node; of CPUs ranks that need not take turns on its cores", 1, low=1)
-    threads: int = key("CPUs: threads of a rank, and so cores of a device", 1, low=1)
-    crowd: int | None = key(
-        "CPUs: ranks that cluster.links.KIND.crowded was measured with, more than the cores", None, low=2
-    )
+    devices_per_node: int = key("devices of a node", 1, low=1)
     memory_gb: float = key("memory of a device, in GB of 2^30 bytes; of CPUs a rank's part", 1.0, low=1e-3)
     host_memory_gb: float | None = key(
         "main memory of a node, in GB of 2^30 bytes, which its ranks share for what is offloaded and for copies of steps; null:"
@@ -599,7 +583,6 @@ class Cluster:
     attention_backward_share: float = key("the same in backward", 0.35, low=1e-6, high=1.0)
     memory_gb_per_s: float = key("10^9 bytes/s that a pass over memory reads and writes", 1.0, low=1e-6)
     memory_measured: list[list[float]] = key("[10^6 bytes, 10^9 bytes/s] of passes over tensors of rising size", [])
-    memory_alone: list[list[float]] = key("CPUs: the same of one rank that has all cores of the node", [])
     softmax_g_per_s: float | None = key(
         "10^9 logits/s whose logarithms of softmax are computed; null: as fast as memory", None, low=1e-6
     )
@@ -618,16 +601,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Run:
-    root: str = key(
-        "folder of the run directories, or a URL that fsspec knows (s3://bucket/runs, gs://, abfs://, ...): the run's files and"
-        " checkpoints then lie in ROOT/RUN-ID",
-        "runs",
-    )
-    work: str | None = key(
-        "with run.root a URL: folder in which runs have their locks, logs and files as they are written; shared by the nodes of"
-        " a job. null: $XDG_CACHE_HOME/meshwright/runs, ~/.cache/meshwright/runs",
-        None,
-    )
+    root: str = key("folder of the run directories; checkpoint.root may be a URL", "runs")
     id: str | None = key("names the run directory and the wandb run; null: the experiment's name and a number", None)
     name: str = key("first part of a made-up id", "run")
     allow_faults: bool = key(

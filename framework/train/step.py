@@ -231,7 +231,7 @@ def _update(run: Run, sums: _Summed, lr: float, step: int, loads: Tensor | None)
     loss, norm = sums.totals.loss, sums.norm
     divisor = clip_divisor(norm, run.clip_norm) * run.loss_scale.value
     for stage in run.stages.values():
-        stage.parameters.update()
+        stage.parameters.invalidate()
     is_finite = loss.isfinite() & norm.isfinite()
     run.loss_scale.update(is_finite)
     # On the device: the host hears of this step when it has sent the next.

@@ -35,7 +35,6 @@ GRAND_TETON = replace(
     name="h100_500w",
     memory_rate=2.4e12 * H100.memory_rate / 3.35e12,
     matmul_rate={dtype: rate * CLOCK_AT_500W for dtype, rate in H100.matmul_rate.items()},
-    matmul_memory_rate=2.4e12 * H100.memory_rate / 3.35e12,
     attention_share=H100.attention_share * CLOCK_AT_500W,
     attention_backward_share=H100.attention_backward_share * CLOCK_AT_500W,
 )

@@ -2,7 +2,7 @@
 
     python scripts/bench/foresight_memory.py [--layouts 40] [--seed 1] [--estimated] [--json FILE]
 
-Layouts are drawn as `verify --random` draws them (`framework/verify/draws.py`), of small models whose activations have formulas.
+Layouts are drawn by `scripts/random_recipes.py`, of small models whose activations have formulas.
 Each is built as `meshwright train` builds it and takes two steps, of which the second is counted:
 
     states        distinct memory of parameters, gradients, masters and moments, before the step
@@ -19,6 +19,7 @@ estimate is off.
 import argparse
 import json
 import random
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -33,7 +34,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from framework.build import build
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch, cut_context
 from framework.errors import MeshwrightError
@@ -46,9 +48,10 @@ from framework.plan.settings import Settings, chosen_counts, planned_candidate
 from framework.plan.shape import make_shape
 from framework.recipe.compose import compose
 from framework.recipe.schema import Batch, Launch, Memory, Model, Precision, Recipe
+from framework.train.build import build
 from framework.train.step import Run, train_step
-from framework.verify.draws import Drawn, draw, write
 from framework.verify.pool import RankPool
+from scripts.random_recipes import Drawn, draw, write
 
 RANKS = (1, 2, 4, 4)
 STATES = tuple(kind for kind in KINDS if kind != "gathered")
@@ -351,7 +354,7 @@ def main() -> None:
     drawn = (draw_recipe(options.seed, number) for number in range(options.layouts))
     recipes = estimated_recipes() if options.estimated else drawn
     rows = []
-    with closing(RankPool(max(RANKS), "framework.build")) as pool:
+    with closing(RankPool(max(RANKS), "framework.train.build")) as pool:
         for each in count_layouts(recipes, pool):
             rows.append(each)
             states = "equal" if each.are_states_equal else "DIFFER"

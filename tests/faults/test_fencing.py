@@ -37,10 +37,10 @@ from framework.launch.directory import RunDirectory
 from framework.lease import Holder, Lease, read_lease, take
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
+from framework.monitor.stop import SAVE_FILE
 from framework.track.jsonl import METRICS_FILE, Jsonl, read_records
 from framework.track.observers import Observers
 from framework.track.report import RunInfo, StepReport, save_run_info
-from framework.train.faults import SAVE_FILE
 from tests import tiny_run
 from tests.grid import few_of
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from framework.errors import EXIT_RESUME
 from framework.launch.agent import run_ranks
-from framework.train.hang import TRAINING, Alarm
+from framework.monitor.hang import TRAINING, Alarm
 from tests.faults.test_launch_agent import PROGRAM, are_ready, wait_for
 
 LISTENS = "0A"

@@ -15,19 +15,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from framework.build import build
 from framework.comm.connect import connect
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE
-from framework.launch import train
 from framework.model.units import Unit, find_units
 from framework.parallel import parallelize
 from framework.plan import plan as plan_module
 from framework.plan import stage as stage_module
 from framework.plan.plan import make_plan
+from framework.recipe import derive as derive_module
 from framework.recipe.compose import compose
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.track.observers import Observers
+from framework.train import rank as train
+from framework.train.build import build
 from tests import tiny_run
 from tests.families import build_config, family
 from tests.ranks.parity import small_recipe
@@ -73,7 +74,8 @@ def counting_meta_builds() -> Iterator[list[str]]:
 def test_a_rank_builds_its_model_on_meta_once_and_makes_one_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the saved recipe to the end of training: one plan, one model on meta, each stage laid out once."""
+    """From the saved recipe to the end of training: one plan, one model on meta, each stage laid out once, numbers
+    derived once."""
     tiny_run.write_corpus(tmp_path / "corpus")
     monkeypatch.chdir(tmp_path)
     words = [*tiny_run.RECIPE, "train.steps=2", "batch.sequences_per_step=2", "batch.sequences_per_microbatch=1"]
@@ -83,6 +85,7 @@ def test_a_rank_builds_its_model_on_meta_once_and_makes_one_plan(
     with (
         counting_meta_builds() as built,
         calls.watch(train, "make_plan"),
+        calls.watch(derive_module, "_compute"),
         calls.watch(plan_module, "find_units"),
         calls.watch(plan_module, "plan_pipeline"),
         calls.watch(plan_module, "lay_out_stage"),
@@ -92,7 +95,7 @@ def test_a_rank_builds_its_model_on_meta_once_and_makes_one_plan(
         assert train.train_rank(recipe, tmp_path / "run") == EXIT_DONE
     assert built == ["llama"]
     assert calls.counts == dict.fromkeys(calls.counts, 1)
-    assert len(calls.counts) == 5
+    assert len(calls.counts) == 6
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])

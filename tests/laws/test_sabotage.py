@@ -16,20 +16,18 @@ from torch import Tensor
 
 from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
-from framework.model import materialize, stage
-from framework.model.initial import Program
+from framework.model import initial, stage
+from framework.model.initial import draw_unit, seed_for
 from framework.model.loss import TokenLoss, count_loss_tokens, token_loss
-from framework.model.materialize import initialize_unit, seed_for
 from framework.parallel.zero import gradients
 from framework.parallel.zero.buffers import GradView, UnitBuffer
 from framework.recipe.schema import Zero
 from framework.train import step
 from framework.train.stage import RankStage
-from framework.verify.compare import Row, compare, exceeds
+from framework.verify.compare import NUM_REFERENCES, ErrorRow, compare, exceeds, judge
 from framework.verify.evidence import Evidence, perturb
 from framework.verify.layout import initial_weights
 from framework.verify.oracle import run_oracle
-from framework.verify.rounding import NUM_REFERENCES, judge
 from tests.families import family
 from tests.laws.sabotage import Errors, Sabotage, errors_of, train_each, whole
 from tests.ranks.parity import Case, small_recipe, train_layouts, worst_error
@@ -130,10 +128,10 @@ def count_the_norm_of_the_rank() -> Any:
 def draw_weights_by_rank() -> Any:
     """Each rank draws weights of its own."""
 
-    def draw(model: Any, unit: Any, seed: int, names: Any) -> dict[str, Program]:
-        return initialize_unit(model, unit, seed + dist.get_rank(), names)
+    def draw(model: Any, unit: Any, seed: int, device: torch.device) -> dict[str, Tensor]:
+        return draw_unit(model, unit, seed + dist.get_rank(), device)
 
-    return patch.object(materialize, "initialize_unit", draw)
+    return patch.object(initial, "draw_unit", draw)
 
 
 # --- what stock optimizers do
@@ -242,7 +240,7 @@ def test_a_dropped_law_shows_with_lion_too(
 
 
 @pytest.fixture(scope="module")
-def rows(pool: RankPool) -> Callable[[str], dict[str, dict[str, Row]]]:
+def rows(pool: RankPool) -> Callable[[str], dict[str, dict[str, ErrorRow]]]:
     """Of a case in bf16, by sabotage, each quantity's worst step or parameter beside its bound, as `meshwright verify --dtype
     bf16` has them. How a rank holds its shards is not the oracle's: one truth and its references are for all cases."""
     of = CASES[IN_BF16[0]]
@@ -253,7 +251,7 @@ def rows(pool: RankPool) -> Callable[[str], dict[str, dict[str, Row]]]:
         rounded = {name: perturb(weight, torch.bfloat16, seed) for name, weight in weights.items()}
         references.append(run_oracle(of.recipe, of.config, rounded, batches, torch.bfloat16))
 
-    def rows_of(label: str) -> dict[str, dict[str, Row]]:
+    def rows_of(label: str) -> dict[str, dict[str, ErrorRow]]:
         found = pool.run(WORLD, train_each, [whole, *sabotages_of(label)], CASES[label])[0]
         return {
             name: {row.quantity: row for row in judge(each, references, truth, "bf16")} for name, each in found.items()
@@ -263,7 +261,9 @@ def rows(pool: RankPool) -> Callable[[str], dict[str, dict[str, Row]]]:
 
 
 @pytest.mark.parametrize("label", IN_BF16)
-def test_whole_code_is_within_the_bounds_of_bf16(rows: Callable[[str], dict[str, dict[str, Row]]], label: str) -> None:
+def test_whole_code_is_within_the_bounds_of_bf16(
+    rows: Callable[[str], dict[str, dict[str, ErrorRow]]], label: str
+) -> None:
     assert not exceeds(list(rows(label)["whole"].values()), 0.0)
 
 
@@ -271,7 +271,7 @@ def test_whole_code_is_within_the_bounds_of_bf16(rows: Callable[[str], dict[str,
     ("sabotage", "label", "quantity"), BF16_SABOTAGES, ids=[entry[0].__name__ for entry in BF16_SABOTAGES]
 )
 def test_a_dropped_law_shows_at_the_bounds_of_bf16(
-    rows: Callable[[str], dict[str, dict[str, Row]]], sabotage: Sabotage, label: str, quantity: str
+    rows: Callable[[str], dict[str, dict[str, ErrorRow]]], sabotage: Sabotage, label: str, quantity: str
 ) -> None:
     row = rows(label)[sabotage.__name__][quantity]
     assert row.within is not None

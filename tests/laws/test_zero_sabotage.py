@@ -150,7 +150,7 @@ def reshard_what_is_in_use() -> AbstractContextManager[Any]:
 
 def keep_old_parameters() -> AbstractContextManager[Any]:
     """What was unsharded before an update is read after it."""
-    return patch.object(ParameterSync, "update", lambda sync: None)
+    return patch.object(ParameterSync, "invalidate", lambda sync: None)
 
 
 # --- borders

@@ -26,16 +26,15 @@ from framework.model.load import build_meta, choose_experts
 from framework.model.load_balancing import Routers, find_load_balancing_loss
 from framework.model.logit_map import find_logit_map
 from framework.model.loss import IGNORE, Loss, TokenLoss, count_loss_tokens
-from framework.model.materialize import set_parameter
 from framework.model.routed_tokens import RoutedTokens
 from framework.model.stage import StageBounds
-from framework.model.units import find_units, tied_names
+from framework.model.units import find_units, set_parameter, tied_names
 from framework.parallel.experts import split_experts
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head, split_over_tp
 from framework.recipe.schema import Memory, Model, Parallel, Recipe
 from framework.verify.compare import NOISE_SHARE
-from framework.verify.double import keep_double
+from framework.verify.evidence import keep_double
 from tests.families import Family, build_config
 
 CPU = torch.device("cpu")

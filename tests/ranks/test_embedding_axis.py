@@ -7,13 +7,13 @@ from unittest.mock import patch
 
 import pytest
 
-from framework.build import build
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.parallel.pipeline.execute import Links
 from framework.parallel.zero import gradients
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel, Pipeline, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import family

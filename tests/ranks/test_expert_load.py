@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from framework.build import build
 from framework.comm.connect import connect
 from framework.model.expert_load import ExpertLoad, MixtureLoad, read_loads
 from framework.model.load import choose_experts
@@ -21,10 +20,10 @@ from framework.model.routed_tokens import RoutedTokens
 from framework.model.units import find_units
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import train_step
 from framework.train.validation import Validation
-from framework.verify.double import keep_double
-from framework.verify.evidence import make_batches
+from framework.verify.evidence import keep_double, make_batches
 from framework.verify.layout import initial_weights, share
 from tests.families import LLAMA, Family, build_config, family
 from tests.ranks.parity import CONTEXT, CPU, small_recipe, topology_of

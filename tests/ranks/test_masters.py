@@ -2,24 +2,23 @@
 gradients are equal in every bit round every weight alike."""
 
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from framework.build import build
 from framework.comm.connect import connect
-from framework.model.counter_rng import CounterRng, Key, Rows
 from framework.optim import masters
 from framework.parallel.zero.replicas import find_drift
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel, Pipeline, Precision, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import train_step
-from framework.verify.compare import exceeds
+from framework.verify.compare import NUM_REFERENCES, exceeds, judge
 from framework.verify.evidence import perturb
 from framework.verify.layout import initial_weights, share
 from framework.verify.oracle import run_oracle
-from framework.verify.rounding import NUM_REFERENCES, judge
 from tests.families import family
 from tests.grid import few_of
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of, train_layouts
@@ -78,8 +77,8 @@ def train_replicas(rank: int, world: int, rendezvous: str, case: Case, draws_by_
     mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
     run = build(make_plan(recipe, case.config), mesh)
 
-    def draw(rng: CounterRng, key: Key, rows: list[Rows], out: torch.Tensor) -> None:
-        whole(rng, (*key, rank) if draws_by_rank else key, rows, out)
+    def draw(key: tuple[Any, ...], *rest: Any) -> None:
+        whole((*key, rank) if draws_by_rank else key, *rest)
 
     whole = masters.draw_bits
     with patch.object(masters, "draw_bits", draw):

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.build import build
 from framework.comm.connect import connect
 from framework.comm.p2p import start_receive, start_send
 from framework.mesh.token_layout import TokenLayout
@@ -27,6 +26,7 @@ from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Timed, needs, unit_costs
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Model, Parallel, Pipeline, Recipe, Zero
+from framework.train.build import build
 from framework.train.stage import RankStage
 from framework.train.step import train_step
 from framework.verify.compare import compare

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from framework.build import build
 from framework.comm import ledger
 from framework.comm.connect import connect
 from framework.errors import EXIT_DONE, EXIT_MEMORY
 from framework.plan.plan import make_plan
 from framework.plan.plan_command import plan_command
-from framework.plan.wanted import Wanted
+from framework.plan.plan_text import Wanted
 from framework.recipe.compose import compose
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import Run, train_step
 from framework.verify.layout import share
 from tests.families import build_config, family

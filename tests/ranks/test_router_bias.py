@@ -1,6 +1,6 @@
 """Biases that balance experts move alike in every layout: by the loads of the whole batch, as one process counts them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -9,28 +9,26 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from framework.build import build
 from framework.checkpoint.folder import committed_name
 from framework.checkpoint.load import Reader
 from framework.comm.connect import connect
 from framework.launch.export import _read, _read_units
-from framework.model import added_bias, expert_load
-from framework.model.added_bias import RouterForm, prepare_mixtures
+from framework.model import expert_load
 from framework.model.expert_load import ExpertLoad
 from framework.model.load import build_meta
-from framework.model.materialize import persistent_buffers
-from framework.model.mixtures import ADDED_BIAS, find_mixtures
+from framework.model.mixtures import find_mixtures
 from framework.model.units import find_units
 from framework.model.weights import write_weights
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Model, Optim, Parallel, Pipeline, Recipe, Zero
+from framework.train.build import build
 from framework.train.router_bias import RouterBiases
 from framework.train.state import saved_entries
 from framework.train.step import train_step
-from framework.verify.compare import Row
+from framework.verify.compare import ErrorRow
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
 from tests.families import Family, build_config, family
@@ -125,110 +123,7 @@ def test_a_bias_survives_a_change_of_layout_and_is_exported_bit_by_bit(
         assert torch.equal(exported[bias], moved.to(exported[bias].dtype))
 
 
-# --- a bias that is added to routers without one
-
-ADDED = Model(router_bias="added", router_bias_rate=0.05)
-COMPILED = Memory(compile="always")
-# Scores of each kind: softmax with and without the sum of the chosen, of all layers and of some, beside shared experts.
-SOFTMAX = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "gpt_oss", "granitemoe")
-ADDED_LAYOUTS = {
-    **{label: replace(recipe, model=ADDED) for label, recipe in LAYOUTS.items()},
-    "ep, in parts and hops": recipe_of(
-        4,
-        1,
-        Zero(3),
-        parallel=Parallel(ep=4, expert_overlap=True, expert_hierarchical=2),
-        model=ADDED,
-        memory=RECOMPUTES,
-    ),
-    "ep, sliced": recipe_of(4, 2, Zero(1), parallel=Parallel(ep=2, tp=2, expert_tp=2), model=ADDED),
-    "ep x pp, split backwards": recipe_of(
-        4, 2, Zero(1), parallel=Parallel(pp=2, ep=2), pipeline=Pipeline("zb_h1"), model=ADDED
-    ),
-}
-BOUNDED = {
-    label: replace(ADDED_LAYOUTS[label], model=replace(ADDED, expert_capacity=1.0))
-    for label in ("ep, tokens divided", "ep, sliced", "pp x dp")
-}
-EIGHT = {"num_experts": 8, "num_local_experts": 8}
-
-
-def added_case(name: str, labels: Sequence[str], layouts: Mapping[str, Recipe] = ADDED_LAYOUTS) -> Case:
-    known = build_config(family(name)).to_dict()
-    changes = {key: value for key, value in EIGHT.items() if key in known}
-    return Case(name, family(name), {label: layouts[label] for label in labels}, changes)
-
-
-def test_added_biases_move_and_choose_as_in_one_process(pool: RankPool) -> None:
-    """The grid has more families in all layouts."""
-    assert_equal(pool, 4, [added_case("qwen2_moe", ["ep, tokens divided"], BOUNDED)])
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("name", SOFTMAX)
-def test_added_biases_of_each_family_move_as_in_one_process(pool: RankPool, name: str) -> None:
-    labels = [label for label, recipe in ADDED_LAYOUTS.items() if recipe.parallel.pp == 1 or name != "qwen3_next"]
-    assert_equal(
-        pool, 4, [added_case(name, labels), replace(added_case(name, [*BOUNDED][:2], BOUNDED), name="bounded")]
-    )
-
-
-@pytest.mark.grid
-def test_added_biases_choose_alike_in_compiled_layers(pool: RankPool) -> None:
-    layouts = {
-        "": recipe_of(2, 1, Zero(1), "fp32", model=ADDED, memory=COMPILED),
-        "ep": recipe_of(2, 1, Zero(3), "fp32", parallel=Parallel(ep=2), model=ADDED, memory=COMPILED),
-    }
-    assert_equal(pool, 2, [added_case("mixtral", [*layouts], layouts)])
-
-
-@pytest.mark.grid
-def test_an_added_bias_survives_a_change_of_layout_and_is_not_exported(pool: RankPool, tmp_path: Path) -> None:
-    case = added_case("mixtral", ["ep x pp, split backwards", "ep, tokens divided"])
-    case = replace(case, layouts=dict(zip(("before", "after"), case.layouts.values(), strict=True)))
-    found, expected = pool.run(4, resume, case, tmp_path / "saved")[0], expect(case)
-    assert found.losses == pytest.approx(expected.losses[1:], rel=case.tolerance)
-    names = [name for name in expected.weights if name.endswith(ADDED_BIAS)]
-    assert len(names) == 3
-    assert all(
-        torch.equal(found.weights[name], expected.weights[name]) and expected.weights[name].any() for name in names
-    )
-    # The run's own model has it, an exported one does not.
-    reader, meta = Reader(committed_name(tmp_path / "saved", 1)), build_meta(case.config)
-    write_weights(tmp_path / "export", meta, _read_units(reader, meta, find_units(meta)), torch.float32)
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
-    assert not any(name.endswith(ADDED_BIAS) for name in exported)
-    prepare_mixtures(ADDED, meta, find_units(meta))
-    assert all(value.any() for value in _read(reader, "buffer/", persistent_buffers(meta)).values())
-
-
 # --- sabotage
-
-
-def weigh_with_the_bias() -> AbstractContextManager[Any]:
-    """The bias is in the weights of the chosen experts, too."""
-
-    def choose(form: RouterForm, router: nn.Module, args: Any, output: Any) -> tuple[Tensor, ...]:
-        scores = form.score(output[form.logits]) + router.get_buffer(ADDED_BIAS)
-        index = scores.topk(output[form.index].shape[-1], -1).indices
-        return output[form.logits], form.weigh(scores, index), index
-
-    return patch.object(added_bias, "_choose_again", choose)
-
-
-def forget_the_added_bias() -> AbstractContextManager[Any]:
-    """The bias moves, and routers do not ask for it."""
-    return patch.object(added_bias, "_choose_again", lambda form, router, args, output: output)
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("sabotage", [weigh_with_the_bias, forget_the_added_bias])
-def test_an_added_bias_that_does_something_else_shows(
-    pool: RankPool, sabotage: Callable[[], AbstractContextManager[Any]]
-) -> None:
-    layouts = {"": recipe_of(2, 1, model=ADDED)}
-    (rows,) = pool.run(2, run_sabotaged, sabotage, added_case("mixtral", [""], layouts))[0].values()
-    assert {row.quantity: row for row in rows}["weight, step 3"].error > 1e-4
 
 
 def count_one_rank() -> AbstractContextManager[Any]:
@@ -260,7 +155,7 @@ def move_towards_the_load() -> AbstractContextManager[Any]:
 
 def run_sabotaged(
     rank: int, world: int, rendezvous: str, sabotage: Callable[[], AbstractContextManager[Any]], case: Case
-) -> dict[str, list[Row]]:
+) -> dict[str, list[ErrorRow]]:
     """Body: `run_cases` under a sabotage, which ends with it."""
     with sabotage():
         return run_cases(rank, world, rendezvous, [case])

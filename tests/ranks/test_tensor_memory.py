@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from framework.build import build
 from framework.comm.algorithms import Pending, then
 from framework.comm.collectives import start_all_to_all
 from framework.comm.connect import Mesh, connect
@@ -29,6 +28,7 @@ from framework.parallel.experts import transfer
 from framework.plan.layer_widths import layer_widths
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Recipe
+from framework.train.build import build
 from framework.train.step import Run, train_step
 from framework.verify.layout import share
 from tests.families import build_config, family

@@ -1,4 +1,4 @@
-"""`meshwright verify --random`: sound layouts pass, and the first that does not is told as the command that repeats it."""
+"""`scripts/verify_random.py`: sound layouts pass, and the first that does not is told as the command that repeats it."""
 
 import re
 import shlex
@@ -8,10 +8,11 @@ import pytest
 
 from framework import cli
 from framework.errors import EXIT_DONE, EXIT_FAILED, RecipeError
-from framework.verify import campaign, sides
-from framework.verify.campaign import Campaign, verify_draws
+from framework.verify import sides
+from framework.verify.layout import run_rank
 from framework.verify.pool import RankPool as AnyRankPool
-from framework.verify.rank import run_rank
+from scripts import verify_random
+from scripts.verify_random import Campaign, run_command, verify_draws
 from tests.laws.test_sabotage import count_tokens_of_the_rank
 from tests.ranks.pool import RankPool
 
@@ -58,7 +59,7 @@ def test_the_first_failure_is_told_as_a_command_that_repeats_it(
 def test_a_hang_is_a_failure_with_its_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(campaign, "TIMEOUT_S", 0.01)
+    monkeypatch.setattr(verify_random, "TIMEOUT_S", 0.01)
     forked = AnyRankPool(4, "tests.ranks.preload")  # which is ended; another first rank of `pool` would import all anew
     # Killed ranks would leave their file of states in this folder.
     words = (*CHEAP, "optim.name=lion", "memory.offload.optimizer=0")
@@ -72,7 +73,7 @@ def test_a_hang_is_a_failure_with_its_command(
 def test_what_is_given_and_fits_nothing_is_refused(
     pool: RankPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(campaign, "MAX_ATTEMPTS", 3)
+    monkeypatch.setattr(verify_random, "MAX_ATTEMPTS", 3)
     with pytest.raises(RecipeError, match=r"nothing that is drawn fits what is given, .*parallel.tp=3"):
         verify_draws(Campaign(1, overrides=(*CHEAP, "parallel.tp=3")), pool)
     assert "3  launch.ranks: tp * pp * cp" in capsys.readouterr().out
@@ -81,12 +82,10 @@ def test_what_is_given_and_fits_nothing_is_refused(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--random", "0"], "at least one draw"),
-        (["--random", "1", "--ranks", "2"], "--random draws what --ranks would set"),
-        (["--random", "1", "model=gpt2"], "give its family"),
-        (["--seed", "1"], "--seed chooses the draws of --random N"),
+        (["--draws", "0"], "at least one draw"),
+        (["--draws", "1", "model=gpt2"], "give its family"),
     ],
 )
 def test_mistakes_are_explained(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["verify", *words]) == RecipeError.exit_code
+    assert run_command(words) == RecipeError.exit_code
     assert message in capsys.readouterr().err

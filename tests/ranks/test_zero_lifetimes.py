@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from framework.build import build
 from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import connect
 from framework.model.load import build_meta
@@ -20,6 +19,7 @@ from framework.model.units import find_layers
 from framework.parallel.zero import gradients
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Recipe, Zero
+from framework.train.build import build
 from framework.train.state import RunState, restore, saved_entries
 from framework.train.step import Run, train_step
 from framework.verify.compare import compare

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from framework.build import build
 from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
@@ -35,6 +34,7 @@ from framework.plan.policies import uniform
 from framework.plan.settings import Settings, chosen_counts, planned_candidate
 from framework.plan.shape import make_shape
 from framework.recipe.schema import Batch, Launch, Memory, Model, Parallel, Precision, Recipe, Zero
+from framework.train.build import build
 from framework.train.stage import StepInputs
 from scripts.bench.foresight_memory import FAMILIES, WIDTHS, compare, count
 from tests.families import build_config, family

@@ -18,10 +18,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from framework.errors import ModelError
-from framework.model.buffers import build_buffers, set_buffers
+from framework.model.buffers import build_buffers, persistent_buffers, set_buffers
 from framework.model.load import build_meta
-from framework.model.materialize import persistent_buffers
-from framework.model.mixtures import ADDED_BIAS
 from framework.model.shrink import shrink
 from framework.parallel.zero.load_parameters import load_pretrained
 from framework.plan.plan import make_plan
@@ -131,15 +129,6 @@ def test_buffers_of_pipeline_stages_are_stock(model_type: str) -> None:
         set_buffers(stage, build_buffers(config), CPU)
         found |= dict(stage.named_buffers(remove_duplicate=False))
     assert_same(dict(sorted(found.items())), dict(sorted(expected.items())))
-
-
-def test_an_added_bias_begins_with_zeros() -> None:
-    config = build_config(family("mixtral"))
-    for stage in stages_of(config, "model.router_bias=added", "model.router_bias_rate=0.001"):
-        set_buffers(stage, build_buffers(config), CPU)
-        added = [buffer for name, buffer in stage.named_buffers() if name.endswith(ADDED_BIAS)]
-        assert added
-        assert not any(buffer.any() for buffer in added)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from framework import cli
 from framework.errors import EXIT_USER, MeshwrightError, NumericsError
 from framework.launch import sweep
 from framework.launch.subject import has_subject
-from framework.plan.wanted import Wanted
+from framework.plan.plan_text import Wanted
 from framework.start import python_words
-from framework.verify.options import Options
+from framework.verify.prepare import VerifyOptions
 
 COMMANDS = ["train", "check", "verify", "plan", "prepare", "generate", "export", "inspect"]
 
@@ -277,26 +277,26 @@ class TestArguments:
                 (Wanted(ranks=True, schedule_to=Path("a.svg"), html=Path("a.html")),),
             ),
             (
-                ["plan", "--options", "--layouts", "--schedule", "--png", "a.png"],
+                ["plan", "--options", "--layouts", "--schedule"],
                 "framework.plan.plan_command",
                 "plan_command",
-                (Wanted(layouts=True, schedule=True, options=True, png=Path("a.png")),),
+                (Wanted(layouts=True, schedule=True, options=True),),
             ),
             (["prepare", "--workers=3"], "framework.data.prepare", "prepare_command", ({"workers": 3},)),
-            (["verify"], "framework.verify.command", "verify", (Options(),)),
+            (["verify"], "framework.verify.command", "verify", (VerifyOptions(),)),
             (
                 ["verify", "--fp64", "--steps", "5"],
                 "framework.verify.command",
                 "verify",
-                (Options(dtype="fp64", steps=5),),
+                (VerifyOptions(dtype="fp64", steps=5),),
             ),
             (
                 ["verify", "--dtype=bf16", "--strict"],
                 "framework.verify.command",
                 "verify",
-                (Options(dtype="bf16", strict=True),),
+                (VerifyOptions(dtype="bf16", strict=True),),
             ),
-            (["verify", "--device", "cuda"], "framework.verify.command", "verify", (Options(device="cuda"),)),
+            (["verify", "--device", "cuda"], "framework.verify.command", "verify", (VerifyOptions(device="cuda"),)),
         ],
     )
     def test_composing_commands_pass_the_recipe_on(self, run, rooms, argv, module, name, expected):
@@ -383,10 +383,10 @@ class TestTrain:
         rooms("framework.launch.local", "train")
         run("train", "experiment=quickstart", "launch.device=cuda", "precision.compute=fp32")
         assert os.environ.get("OMP_WAIT_POLICY") == own
-        monkeypatch.setattr("framework.launch.rank.GPU_DRIVERS", (tmp_path,))
+        monkeypatch.setattr("framework.launch.process.GPU_DRIVERS", (tmp_path,))
         run("train", "experiment=quickstart")  # launch.device=auto, where there is a GPU
         assert os.environ.get("OMP_WAIT_POLICY") == own
-        monkeypatch.setattr("framework.launch.rank.GPU_DRIVERS", (tmp_path / "none",))
+        monkeypatch.setattr("framework.launch.process.GPU_DRIVERS", (tmp_path / "none",))
         run("train", "experiment=quickstart")
         assert os.environ["OMP_WAIT_POLICY"] == expected
 

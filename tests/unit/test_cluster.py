@@ -36,7 +36,7 @@ def plain(**changes):
         start_s=0.0,
         spans=tuple(replace(s, rate=1e11, hop_s=1e-5) for s in bare.links["send"].spans),
     )
-    return replace(bare, links=dict.fromkeys(COLLECTIVES, link), _costs={}, _matmuls={}, **changes)
+    return replace(bare, links=dict.fromkeys(COLLECTIVES, link), **changes)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -262,45 +262,6 @@ def test_bandwidths_of_efa_are_what_was_measured_at_256_mb(kind):
         assert passes * (ranks - 1) / ranks * 256e6 / seconds / 1e9 == pytest.approx(expected, rel=0.01)
     three, four = (cluster.collective_seconds(kind, 256e6, 8 * nodes, nodes) for nodes in (3, 4))
     assert cluster.collective_seconds(kind, 256e6, 16, 2) < three < four
-
-
-def test_cores_of_a_cpu_are_shared_by_many_ranks_and_given_to_few():
-    cluster = shipped("laptop")
-    assert cluster.for_ranks(8) == replace(cluster, corrections=cluster.for_ranks(8).corrections)
-    one, eight, sixteen = (cluster.for_ranks(ranks).matmul_seconds(512, 512, 512, "fp32") for ranks in (1, 8, 16))
-    assert one < eight == pytest.approx(cluster.matmul_seconds(512, 512, 512, "fp32"))
-    assert sixteen == pytest.approx(2 * eight)
-    assert cluster.for_ranks(1, threads=1).matmul_seconds(512, 512, 512, "fp32") == pytest.approx(eight)
-    assert cluster.for_ranks(16).collective_seconds("send", 1e6, 2, 1) == pytest.approx(
-        2 * cluster.collective_seconds("send", 1e6, 2, 1)
-    )
-    pairs = replace(cluster, ranks_per_node=4, threads=2)  # of eight cores
-    assert pairs.for_ranks(8).matmul_seconds(512, 512, 512, "fp32") == pytest.approx(2 * eight)
-    gpus = shipped("h100_ib")
-    assert gpus.for_ranks(4) is gpus
-
-
-def test_one_rank_alone_is_as_fast_as_it_was_measured():
-    described = read_shipped("laptop")
-    shapes = [(m, k, n) for m in (32, 128) for k in (32, 128) for n in (32, 128)]
-    matmul = replace(
-        described.matmul["fp32"],
-        measured=[[*shape, 0.05] for shape in shapes],
-        alone=[[*shape, 0.05 * shape[0] / 16] for shape in shapes],
-    )
-    cluster = Cluster.from_group(
-        replace(
-            described,
-            devices_per_node=2,
-            matmul={"fp32": matmul},
-            memory_measured=[[1, 5], [10, 4]],
-            memory_alone=[[1, 9], [10, 6]],
-        )
-    )
-    for ranks, factor in ((2, 1.0), (1, 128 / 16), (4, 0.5)):
-        shared = cluster.for_ranks(ranks)
-        assert 2e-12 * 128**3 / shared.matmul_seconds(128, 128, 128, "fp32") == pytest.approx(0.05 * factor)
-    assert cluster.for_ranks(1).memory_seconds(1e7) - cluster.overhead_s == pytest.approx(1e7 / 6e9)
 
 
 def test_measured_collectives_take_what_was_measured():

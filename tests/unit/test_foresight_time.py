@@ -13,13 +13,12 @@ from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Costs, simulate
 from framework.plan.bubble import Lengths, least_length
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import Cluster, Grid, Link, Span
+from framework.plan.cluster import Cluster, Grid, Link, LinkSpan
 from framework.plan.collectives import place_group, place_groups
 from framework.plan.forecast import TimeForecast
 from framework.plan.profile import Kernels, Profile
 from framework.plan.shape import DEFAULT, ModelShape, make_shape
 from framework.plan.time import PARTS, TimeModel, forecast_time
-from framework.plan.time_bounds import TimeBounds
 from framework.plan.update import expected_goodput
 from framework.recipe import schema
 from framework.recipe.clusters import read_shipped
@@ -40,7 +39,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 def machine(rate: float = HUGE, ranks_per_node: int = 8, **changes: Any) -> Cluster:
     """A cluster of 1 TFLOP/s in every matmul, whose links carry `rate` bytes a second without latency. No kernel takes time to
     launch, and memory none to read."""
-    links: Any = {kind: Link(0.0, (Span(1, rate, 0.0),)) for kind in KINDS}
+    links: Any = {kind: Link(0.0, (LinkSpan(1, rate, 0.0),)) for kind in KINDS}
     values: dict[str, Any] = {
         "peak_flops": {"bf16": TFLOPS},
         "matmul_rate": {"bf16": TFLOPS},
@@ -49,11 +48,10 @@ def machine(rate: float = HUGE, ranks_per_node: int = 8, **changes: Any) -> Clus
         "price_per_hour": 0.0,
         "failures_per_device_hour": 0.0,
     }
-    values |= dict.fromkeys(("memory_rate", "matmul_memory_rate", "host_rate", "disk_rate"), HUGE)
-    values |= dict.fromkeys(("overhead_s", "matmul_overhead_s"), 0.0) | {"processors": 1, "tile": (1, 1), "ramp": 0}
+    values |= dict.fromkeys(("memory_rate", "host_rate", "disk_rate"), HUGE)
+    values |= {"overhead_s": 0.0, "processors": 1, "tile": (1, 1), "ramp": 0}
     shipped = Cluster.from_group(read_shipped("h100_ib"))
-    fresh = {"_matmuls": {}, "_costs": {}}
-    return replace(shipped, ranks_per_node=ranks_per_node, links=links, **(values | fresh | changes))
+    return replace(shipped, ranks_per_node=ranks_per_node, links=links, **(values | changes))
 
 
 def llama(**changes: Any) -> PretrainedConfig:
@@ -173,7 +171,7 @@ def test_zero_gathers_and_reduces_by_hand() -> None:
 def test_layers_that_travel_together_are_one_message() -> None:
     """Messages that take their latency alone: of four layers, of two pairs, of all, each once in forward and once in backward,
     beside the embedding and the head in forward."""
-    links = {kind: Link(1.0, (Span(1, HUGE, 0.0),)) for kind in KINDS}
+    links = {kind: Link(1.0, (LinkSpan(1, HUGE, 0.0),)) for kind in KINDS}
     layer = 2 * (LAYER + 2 * 64)
     for layers, messages in ((0, 4), (2, 2), (3, 2), (4, 1)):
         settings = replace(DEFAULT, zero=schema.Zero(bucket_bytes=layers * layer))
@@ -285,36 +283,6 @@ def test_a_rings_kernels_see_its_blocks_and_merge_them() -> None:
     more = of(replace(ONE, cp=2), replace(BARE, merge=Kernels(1, 1, 5)), **curves)
     kernels = 4 * 2 * (1 + BARE.backward_passes)
     assert more.parts["elementwise"] - ring.parts["elementwise"] == pytest.approx(kernels * 5 * 1e-6)
-
-
-def test_a_pipelines_ranks_on_few_cores_are_no_slower_than_their_work() -> None:
-    candidate = replace(ONE, pp=4, accumulation=4)
-    free, shared = of(candidate), of(candidate, turn=0.5)
-    assert shared.parts["bubble"] < free.parts["bubble"]
-    assert sum(free.parts[name] for name in ("matmuls", "attention")) / 4 < shared.step_s < free.step_s
-    bounds = TimeBounds(TimeModel(shape(), DEFAULT, machine(turn=0.5), BARE))
-    mean, least = bounds.least_mean(candidate, candidate), bounds.least(candidate, (("1f1b", 1),))
-    often, once = bounds.least_of_states(candidate)
-    assert max(mean, least) <= shared.step_s * (1 + 1e-9)
-    assert least + candidate.accumulation * often + once <= shared.step_s * (1 + 1e-9)
-    assert bounds.least_with_states(candidate, least) <= shared.step_s * (1 + 1e-9)
-
-
-def test_ranks_that_share_cores_leave_them_to_one_another_where_they_wait() -> None:
-    # Two ranks on one core, each with half of it: costs of 2 are 1 where the other waits.
-    alike = Costs([2.0, 2.0], [4.0, 4.0], [0.0, 0.0])
-    length = Lengths().length
-    # One microbatch: never do both compute.
-    assert length("1f1b", 2, 1, alike) == pytest.approx(12.0)
-    assert length("1f1b", 2, 1, alike, turn=0.5) == pytest.approx(6.0)
-    # One core is idle only while messages alone are under way: here never.
-    for name in ("1f1b", "gpipe"):
-        for num_microbatches in (2, 8, 40):
-            assert length(name, 2, num_microbatches, alike, turn=0.5) == pytest.approx(num_microbatches * 6.0)
-    # Four ranks on two cores: one core is idle while one rank alone computes, at the start and the end of each line.
-    four = Costs([1.0] * 4, [2.0] * 4, [0.0] * 4)
-    assert length("gpipe", 4, 8, four) == pytest.approx(3 * 11.0)
-    assert length("gpipe", 4, 8, four, turn=0.5) == pytest.approx(3 * (8 + 2 * (1 / 2 - 1 / 4)))
 
 
 def test_bubble_is_the_simulators() -> None:

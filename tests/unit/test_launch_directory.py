@@ -15,7 +15,7 @@ import pytest
 
 from framework.errors import EXIT_FAILED, EXIT_USER, LeaseLost, MeshwrightError, RunError, RunInUse, StorageError
 from framework.launch import directory, local, submit
-from framework.launch.directory import RunDirectory, Verdict, describe_self
+from framework.launch.directory import HolderState, RunDirectory, describe_self
 from framework.launch.places import refuse_unwritable
 from framework.launch.slurm import JobState
 from framework.launch.task import judge
@@ -233,7 +233,7 @@ def test_launchers_that_begin_at_once_do_not_remove_a_root_under_each_other(tmp_
 
 
 def hold_at_once(run):
-    return run.hold(0.0, describe_self("4"), 0, lambda holder, me: Verdict.UNKNOWN)
+    return run.hold(0.0, describe_self("4"), 0, lambda holder, me: HolderState.UNKNOWN)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_a_holder_that_is_over_loses_the_run_and_its_lock(tmp_path, holder, at_o
     run = create(tmp_path)
     process = holder(run)
     os.kill(process.pid, signal.SIGSTOP)
-    with ask(run, Verdict.OVER) as lease:
+    with ask(run, HolderState.OVER) as lease:
         assert lease.epoch == 2
         assert f"process {process.pid} on" in capsys.readouterr().err
         with pytest.raises(RunError, match=f"in use by process {os.getpid()} on"), run.lock():
@@ -303,7 +303,7 @@ def test_a_holder_that_lives_is_not_waited_for(tmp_path, holder, at_once):
     process = holder(run)
     with (
         pytest.raises(RunError, match=f"in use by process {process.pid} .* one too many") as caught,
-        ask(run, Verdict.LIVES, within_s=60),
+        ask(run, HolderState.LIVES, within_s=60),
     ):
         pass
     assert caught.value.exit_code == EXIT_USER
@@ -313,7 +313,7 @@ def test_a_holder_that_lives_is_not_waited_for(tmp_path, holder, at_once):
 def test_a_holder_of_whom_nothing_is_known_is_waited_for(tmp_path, holder, at_once):
     run = create(tmp_path)
     holder(run)
-    with pytest.raises(RunInUse, match=r"still in use by process \d+ .*rm -f"), ask(run, Verdict.UNKNOWN):
+    with pytest.raises(RunInUse, match=r"still in use by process \d+ .*rm -f"), ask(run, HolderState.UNKNOWN):
         pass
     assert read_lease(run.path)[0] == 1
 
@@ -321,15 +321,15 @@ def test_a_holder_of_whom_nothing_is_known_is_waited_for(tmp_path, holder, at_on
 def test_a_start_that_others_have_overtaken_takes_nothing(tmp_path):
     """Frozen before it came to take the lease: the run is free, and yet no longer its own."""
     run = create(tmp_path)
-    with ask(run, Verdict.UNKNOWN, describe_self("4", 1)):
+    with ask(run, HolderState.UNKNOWN, describe_self("4", 1)):
         pass
     for job, restart, began_at in (("4", 0, 1), ("5", 0, 0)):
         with (
             pytest.raises(LeaseLost, match="was taken by process"),
-            ask(run, Verdict.OVER, describe_self(job, restart), began_at=began_at),
+            ask(run, HolderState.OVER, describe_self(job, restart), began_at=began_at),
         ):
             pass
-    with ask(run, Verdict.UNKNOWN, describe_self("4", 1, step=1)) as lease:
+    with ask(run, HolderState.UNKNOWN, describe_self("4", 1, step=1)) as lease:
         assert lease.epoch == 2
 
 
@@ -348,8 +348,8 @@ def test_slurms_word_decides_who_is_over(monkeypatch):
     states = {"7": "RUNNING", "8": "COMPLETED", "9": None}
     monkeypatch.setattr("framework.launch.slurm.find_job", lambda job: states[job] and JobState(job, states[job]))
     me = start("4", 1, 1)
-    assert judge(start("4", 0, 5), me) is Verdict.OVER
-    assert judge(start("4", 1, 0), me) is Verdict.OVER
-    assert judge(start("4", 2, 0), me) is Verdict.UNKNOWN
-    assert [judge(start(job, 0), me) for job in "789"] == [Verdict.LIVES, Verdict.OVER, Verdict.UNKNOWN]
-    assert judge(start("", 0), me) is Verdict.UNKNOWN
+    assert judge(start("4", 0, 5), me) is HolderState.OVER
+    assert judge(start("4", 1, 0), me) is HolderState.OVER
+    assert judge(start("4", 2, 0), me) is HolderState.UNKNOWN
+    assert [judge(start(job, 0), me) for job in "789"] == [HolderState.LIVES, HolderState.OVER, HolderState.UNKNOWN]
+    assert judge(start("", 0), me) is HolderState.UNKNOWN

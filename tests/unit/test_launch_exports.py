@@ -1,29 +1,22 @@
 """Exports beside training: one at a time, in processes whose failures are said and end nothing. Here a shell stands for the
 process that exports; tests/faults/test_launch_train.py has the real one."""
 
-import errno
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from framework.checkpoint.commit import Retention, list_checkpoints, retain, step_of
 from framework.checkpoint.folder import committed_name
-from framework.checkpoint.storage import ObjectPath
-from framework.launch import export_places
 from framework.launch import exports as exports_module
-from framework.launch.directory import RunDirectory, describe_self
+from framework.launch.directory import RunDirectory
 from framework.launch.exports import Exports, exports_have_ended
-from framework.launch.remote import RemoteRun
 from framework.lease import Lease
 from framework.start import python_words
-from tests.shared_store import register
 from tests.unit.test_checkpoint import ALONE, save
 
 MAKES = 'mkdir -p "$1"'
@@ -223,96 +216,6 @@ def test_the_process_yields_the_processor_and_sees_no_gpu(run, shell):
     folder = committed_name(run.exports, 10)
     assert (folder / "nice").read_text().strip() == "19"
     assert (folder / "env").read_text() == "1\n"
-
-
-FILLS = (
-    'mkdir -p "$1/sub"; for name in config.json a.bin z.bin sub/x; do echo "$3" > "$1/$name"; done; touch "$1/empty"'
-)
-WHOLE = ["a.bin", "config.json", "empty", "sub/x", "z.bin"]
-
-
-@pytest.fixture
-def remote(run, tmp_path):
-    """The run, with its files below a URL."""
-    register()
-    return RemoteRun.make(run.path, ObjectPath(f"shared://{tmp_path}/store/run"))
-
-
-def put(remote):
-    """The files of the exports in the store, by export."""
-    root = Path(remote.url.url.removeprefix("shared://")) / "exports"
-    files = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*")) if path.is_file()]
-    return {
-        name: [each.partition("/")[2] for each in files if each.startswith(f"{name}/")] for name in os.listdir(root)
-    }
-
-
-def export(run, epoch, *steps):
-    """By a start of an epoch."""
-    (run.path / "lease").write_text(json.dumps({"epoch": epoch, **asdict(describe_self())}))
-    (run.path / f".epoch-{epoch}").mkdir(exist_ok=True)
-    exports = Exports(Lease(run.path, epoch), 10)
-    assert exports.wait(30)
-    for step in steps:
-        exports.end_save(step, True)
-        assert exports.wait(30)
-    exports.end()
-    return exports
-
-
-def test_exports_of_a_run_below_a_url_are_put_there_with_the_config_last(run, remote, shell, capsys, monkeypatch):
-    asked, plain, order = shell(FILLS), export_places.put_file, []
-    monkeypatch.setattr(export_places, "put_file", lambda path, target: order.append(path.name) or plain(path, target))
-    save(run.checkpoints, 10, keep=9)
-    export(run, 3)
-    assert put(remote) == {"step-00000010.3": WHOLE}
-    assert (asked, order[-1]) == ([10], "config.json")
-    assert not run.exports.exists()
-    assert not list(run.path.glob(".epoch-3/*")), "nothing of it stays here"
-    assert f"exported step 10 to {remote.url}/exports/step-00000010.3" in capsys.readouterr().err
-    export(run, 4)
-    assert asked == [10], "a next start, which may be elsewhere, sees that it is there"
-
-
-def test_an_export_that_was_ended_while_it_was_put_is_none_and_the_next_start_puts_it(
-    run, remote, shell, capsys, monkeypatch
-):
-    asked, plain = shell(FILLS), export_places.put_file
-
-    def fail(path, target):
-        if path.name == "z.bin":
-            raise OSError(errno.EACCES, "no")
-        plain(path, target)
-
-    save(run.checkpoints, 10, keep=9)
-    with monkeypatch.context() as failing:
-        failing.setattr(export_places, "put_file", fail)
-        export(run, 3)
-    assert "config.json" not in put(remote)["step-00000010.3"]
-    assert "step 10 was not exported; training goes on" in capsys.readouterr().err
-    export(run, 4)
-    assert asked == [10, 10]
-    assert put(remote)["step-00000010.4"] == WHOLE
-
-
-def test_a_rewind_takes_back_exports_from_the_store_but_none_of_a_newer_start(run, remote, shell):
-    shell(FILLS)
-    export(run, 5, 20)
-    former = export(run, 3, 10, 20)
-    (run.path / "lease").write_text(json.dumps({"epoch": 3, **asdict(describe_self())}))
-    former.go_back_to(10)
-    assert sorted(put(remote)) == ["step-00000010.3", "step-00000020.5"]
-
-
-def test_a_start_that_was_held_for_dead_puts_no_export(run, remote, shell, capsys):
-    shell(FILLS)
-    stale = Exports(Lease(run.path, 3), 10)
-    export(run, 4, 10)
-    stale.end_save(10, True)
-    assert stale.wait(30)
-    stale.end()
-    assert sorted(put(remote)) == ["step-00000010.4"]
-    assert "was taken over by" in capsys.readouterr().err
 
 
 @pytest.mark.grid  # a real export beside training: tests/faults/test_launch_train.py

@@ -11,9 +11,9 @@ from framework.errors import EXIT_DONE, EXIT_FAILED, RunError
 from framework.launch import request
 from framework.launch.directory import RunDirectory
 from framework.launch.slurm import WAITING_OR_RUNNING, JobState
+from framework.monitor import stop as stop_module
+from framework.monitor.stop import SAVE_FILE, STOP_FILE, StepWatch, StopRequest
 from framework.recipe.compose import compose, save_recipe
-from framework.train import faults
-from framework.train.faults import SAVE_FILE, STOP_FILE, StepWatch, StopRequest
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_log_that_cannot_be_written_does_not_end_the_watch(monkeypatch):
         said.append(text)
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(faults, "LONG_S", 0.0)
+    monkeypatch.setattr(stop_module, "LONG_S", 0.0)
     with StopRequest() as stop, StepWatch(stop, say=say) as watch:
         with watch.step(1):
             time.sleep(0.001)

@@ -7,9 +7,9 @@ import pytest
 
 from framework.launch.directory import RunDirectory
 from framework.launch.status import describe_run, telling_line
+from framework.monitor.hang import Line
+from framework.monitor.ranks_file import RANKS_FILE, write_ranks
 from framework.recipe.compose import compose, save_recipe
-from framework.train.hang import Line
-from framework.train.ranks_file import RANKS_FILE, write_ranks
 
 
 @pytest.fixture

@@ -10,9 +10,10 @@ from framework.cli import main
 from framework.errors import EXIT_USER, RecipeError
 from framework.launch import exports, request, slurm
 from framework.launch.directory import RunDirectory
-from framework.launch.launchers import refuse_launcher, without_launchers
+from framework.launch.launchers import refuse_launcher
 from framework.launch.request import stop_command
 from framework.launch.slurm import JobState
+from framework.start import without_launchers
 
 SEVERAL = {
     "torchrun": {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},

@@ -1,6 +1,5 @@
 """doctor --measure: what ranks measured becomes a file by which a plan foretells the same, of this machine and no other."""
 
-import math
 import time
 from dataclasses import replace
 
@@ -29,7 +28,6 @@ TINY = Effort(
     wide=128,
     memory_bytes=(1 << 16, 1 << 20),
     message_bytes=(1 << 12, 1 << 20),
-    crowd_bytes=(1 << 12,),
     contexts=(32, 64),
     features=(8, 16),
     width=32,
@@ -37,20 +35,16 @@ TINY = Effort(
     disk_bytes=1 << 20,
     pause_s=1e-4,
     rounds=2,
-    crowd_rounds=1,
     point_s=0.002,
 )
 HERE = ClusterMeasured("Some CPU, family 1, model 2", 4, [], "2.13.0")
-ORDER = Order("cpu", 2, 4, 2, 4, ["bf16", "fp32"], ".", "result.json", {})
+ORDER = Order("cpu", 2, 2, ["bf16", "fp32"], ".", "result.json", {})
 SHAPES = [(m, k, n) for m in (16, 64) for k in (16, 64) for n in (16, 64, 128)]
 GRADIENTS = [shape[::-1] for shape in SHAPES]
 FOUND = {
-    "edges": {"bf16": [16, 64], "fp32": [16, 64]},
     "matmul": {"bf16": [(*s, 0.0002 * s[0]) for s in SHAPES], "fp32": [(*s, 0.0001 * s[0]) for s in SHAPES]},
-    "alone": {"bf16": [(*s, 0.0004 * s[0]) for s in SHAPES], "fp32": [(*s, 0.0002 * s[0]) for s in SHAPES]},
     "gradient": {"bf16": [(*s, 0.0003 * s[2]) for s in GRADIENTS], "fp32": [(*s, 0.00015 * s[2]) for s in GRADIENTS]},
     "memory": [(0.1, 20.0), (10.0, 8.0)],
-    "memory_alone": [(0.1, 25.0), (10.0, 12.0)],
     "attention": {
         dtype: [(c, d, 1e-5 * c * d * rate, 0.7e-5 * c * d * rate) for c in (32, 64) for d in (8, 16)]
         for dtype, rate in (("bf16", 1), ("fp32", 0.25))
@@ -60,9 +54,6 @@ FOUND = {
     "host_rate": 6e9,
     "disk_rate": 1e9,
     "links": {kind: [(0.004, 80.0), (1.0, 700.0), (8.0, 6000.0)] for kind in COLLECTIVES},
-    "crowded": {
-        kind: [(2, 0.004, 300.0), (2, 8.0, 9000.0), (4, 0.004, 500.0), (4, 8.0, 30000.0)] for kind in COLLECTIVES
-    },
 }
 
 
@@ -75,22 +66,14 @@ def cluster_of(text, tmp_path):
 def test_a_plan_by_the_file_takes_as_long_as_what_was_measured(tmp_path):
     group = describe_group(ORDER, FOUND, HERE, 8 << 30, 64 << 30)
     cluster = cluster_of(write_text("mine", group, ORDER, HERE), tmp_path)
-    assert (cluster.ranks_per_node, cluster.threads, cluster.memory_bytes) == (2, 2, 8 << 30)
+    assert (cluster.ranks_per_node, cluster.memory_bytes) == (2, 8 << 30)
     for dtype in ORDER.dtypes:
-        for (m, k, n, tflops), (*_, alone) in zip(FOUND["matmul"][dtype], FOUND["alone"][dtype], strict=True):
-            for ranks, expected in ((2, tflops), (1, alone)):
-                seconds = cluster.for_ranks(ranks).matmul_seconds(m, k, n, dtype)
-                assert 2e-12 * m * k * n / seconds == pytest.approx(expected, rel=1e-3)
+        for m, k, n, tflops in FOUND["matmul"][dtype]:
+            seconds = cluster.matmul_seconds(m, k, n, dtype)
+            assert 2e-12 * m * k * n / seconds == pytest.approx(tflops, rel=1e-3)
     for kind in COLLECTIVES:
         for size, micros in FOUND["links"][kind]:
             assert cluster.collective_seconds(kind, size * 1e6, 2, 1) == pytest.approx(micros * 1e-6, rel=1e-3)
-        for ranks, size, micros in FOUND["crowded"][kind]:
-            crowded = cluster.for_ranks(4, threads=2).collective_seconds(kind, size * 1e6, ranks, 1)
-            assert crowded == pytest.approx(micros * 1e-6, rel=1e-3)
-        # Three ranks of two threads on four cores are between, by their logarithm.
-        few, some, many = (cluster.for_ranks(n, threads=2).collective_seconds(kind, 8e6, 2, 1) for n in (2, 3, 4))
-        share = math.log(3 / 2) / math.log(4 / 2)
-        assert some == pytest.approx(few ** (1 - share) * many**share)
     flops = 1e9
     for dtype, rows in FOUND["attention"].items():
         for context, features, *rates in rows:
@@ -117,10 +100,7 @@ def test_what_layouts_have_taken_longer_slows_all_that_was_measured(tmp_path):
     def factor(seconds, less=0.0):
         return (seconds(after) - less) / (seconds(before) - less)
 
-    for ranks in (1, 2):
-        assert factor(
-            lambda each, ranks=ranks: each.for_ranks(ranks).matmul_seconds(16, 64, 64, "fp32")
-        ) == pytest.approx(2, 1e-3)
+    assert factor(lambda each: each.matmul_seconds(16, 64, 64, "fp32")) == pytest.approx(2, 1e-3)
     assert factor(lambda each: each.gradient_seconds(16, 64, 64, 1e9, "fp32")) == pytest.approx(2, 1e-3)
     assert factor(lambda each: each.attention_seconds(1e9, "fp32", shape=(32, 8)), own) == pytest.approx(2, 1e-3)
     assert factor(lambda each: each.softmax_seconds(1e6)) == pytest.approx(3, 1e-3)
@@ -129,20 +109,10 @@ def test_what_layouts_have_taken_longer_slows_all_that_was_measured(tmp_path):
         assert factor(lambda each, kind=kind: each.collective_seconds(kind, 1e6, 2, 1)) == pytest.approx(4, 1e-3)
 
 
-def test_what_ranks_that_share_cores_took_says_how_many_they_were(tmp_path):
-    file = tmp_path / "mine.yaml"
-    group = describe_group(ORDER, FOUND, HERE, 8 << 30, 64 << 30)
-    file.write_text(write_text("mine", group, ORDER, HERE).replace("crowd: 4\n", ""))
-    problems = compose(["experiment=quickstart", f"cluster={file}"]).problems
-    assert {each.key for each in problems} == {"cluster.crowd"}
-    assert "more ranks than devices_per_node=2" in problems[0].message
-
-
 def test_a_gpus_file_has_its_data_sheets_peak_and_between_nodes_what_is_shipped(tmp_path):
     here = replace(HERE, gpus=["NVIDIA H100 80GB HBM3"] * 2)
-    order = replace(ORDER, device="cuda", ranks=2, crowd=2, threads=8, dtypes=["bf16", "fp32"])
-    found = {name: value for name, value in FOUND.items() if "alone" not in name and name != "crowded"}
-    found["matmul"] = {dtype: [(*s, 10.0 * s[0]) for s in SHAPES] for dtype in order.dtypes}
+    order = replace(ORDER, device="cuda", ranks=2, threads=8, dtypes=["bf16", "fp32"])
+    found = FOUND | {"matmul": {dtype: [(*s, 10.0 * s[0]) for s in SHAPES] for dtype in order.dtypes}}
     cluster = cluster_of(
         write_text("mine", describe_group(order, found, here, 80 << 30, 640 << 30), order, here), tmp_path
     )
@@ -227,8 +197,6 @@ def test_the_ranks_of_this_machine_write_a_file_that_plan_reads(tmp_path, capsys
     assert written["measured"]["processor"] == describe_machine().processor
     assert [row[:3] for row in written["matmul"]["fp32"]["measured"]][:2] == [[16, 16, 16], [16, 16, 64]]
     assert [size for size, _ in written["links"]["send"]["measured"]] == [0.004096, 1.0486]
-    assert [row[:2] for row in written["links"]["send"]["crowded"]] == [[2, 0.004096], [4, 0.004096]]
-    assert written["crowd"] == 4
     assert [each.name for each in tmp_path.iterdir()] == ["cluster"], "what was written to time the disk is gone"
     assert main(["check", "experiment=quickstart", "--recipes", str(tmp_path), "cluster=here"]) == EXIT_DONE
     assert "devices_per_node: 2" in capsys.readouterr().out

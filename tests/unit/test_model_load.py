@@ -10,8 +10,8 @@ from transformers import CONFIG_MAPPING
 
 from framework.errors import ModelError
 from framework.model.flops import measure_model
+from framework.model.initial import seed_rng
 from framework.model.load import build_meta, load_config, load_config_file
-from framework.model.materialize import seed_rng
 from framework.recipe.compose import compose
 from framework.recipe.schema import Model
 from tests.families import family

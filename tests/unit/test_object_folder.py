@@ -27,8 +27,8 @@ from framework.checkpoint.staging import Entry, StagingMemory
 from framework.checkpoint.storage import ObjectPath, checkpoints_of, find_probe_error, open_place
 from framework.comm.communicator import Communicator
 from framework.errors import CheckpointError, LeaseLost, StorageError
-from framework.launch.directory import RunDirectory, place_checkpoints
-from framework.launch.places import refuse_unreachable
+from framework.launch.directory import RunDirectory
+from framework.launch.places import place_checkpoints, refuse_unreachable
 from framework.lease import Holder, take
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
@@ -65,9 +65,9 @@ def values(step):
     return torch.arange(NUMEL, dtype=torch.float32) + step
 
 
-def save(root, step, lease=None, keep=3, fault=lambda point: None, failures=1, **more):
+def save(root, step, lease=None, keep=3, fault=lambda point: None, failures=1):
     memory = StagingMemory(CPU, 16 << 20)
-    saver = Saver(root, ALONE, Retention(keep), memory, False, failures, fault=fault, lease=lease, **more)
+    saver = Saver(root, ALONE, Retention(keep), memory, False, failures, fault=fault, lease=lease)
     saver.start(step, entries(step), {"step": step})
     saver.finish()
 
@@ -181,20 +181,6 @@ def test_a_stale_start_commits_nothing_that_counts_and_overwrites_nothing(root, 
     assert locate(root, 2).name == f"step-00000002.{newer[0].epoch}"
     assert {name: store[name].getvalue() for name in newer[1]} == newer[1]
     assert load(root, newer[0]) == {"step": 2}
-
-
-def test_what_comes_before_a_commit_comes_before_it_and_fails_the_save(root):
-    save(root, 1)
-    seen = []
-    save(root, 2, before_commit=lambda: seen.append(steps(root)))
-    assert seen == [[1]]
-
-    def fail():
-        raise StorageError("the run's store is down")
-
-    with pytest.raises(StorageError, match="is down"):
-        save(root, 3, before_commit=fail)
-    assert steps(root) == [2, 1]
 
 
 def test_sabotaged_checkpoints_of_any_epoch_that_count_are_noticed(root, store, monkeypatch):
@@ -322,12 +308,12 @@ def test_the_runs_folder_says_where_its_checkpoints_lie(tmp_path):
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     assert run.checkpoints == run.path / "checkpoints"
-    place_checkpoints(run, "s3://bucket/runs/")
+    place_checkpoints(run.path, "s3://bucket/runs/")
     assert run.checkpoints == checkpoints_of(run.path) == ObjectPath("s3://bucket/runs/run")
-    place_checkpoints(run, f"file://{tmp_path}/other")
+    place_checkpoints(run.path, f"file://{tmp_path}/other")
     assert run.checkpoints.resolve() == tmp_path / "other" / "run"
     assert open_place("file:///a/b") == open_place("/a/b")
-    place_checkpoints(run, None)
+    place_checkpoints(run.path, None)
     assert not run.checkpoints.exists()
     assert load_and_refuse(tmp_path)
 

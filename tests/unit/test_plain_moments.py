@@ -11,7 +11,7 @@ from framework.optim.contract import FlatShard, ShardGroup
 from framework.optim.optimizers import FlatOptimizer
 from framework.optim.states import Int8Storage, LowBitStates, MomentsDtype
 from framework.recipe.schema import Optim
-from framework.verify.plain_rounding import PlainMoments
+from framework.verify.plain import PlainMoments
 
 CPU = torch.device("cpu")
 SHAPE = (30, 50)

@@ -357,13 +357,12 @@ def test_offloads_that_cannot_be_are_refused(overrides, key, says):
         (["checkpoint.root='nope://bucket'"], "checkpoint.root", "knows no protocol"),
         (["checkpoint.root='memory://x'"], "checkpoint.root", "of one process"),
         (["checkpoint.root=' '"], "checkpoint.root", "names no place"),
-        (["run.root='s3:/bucket/runs'"], "run.root", "would be a folder of that name here"),
-        (["run.root='nope://bucket'"], "run.root", "knows no protocol"),
-        (["run.root='memory://x'"], "run.root", "of one process"),
-        (["run.root='s3://'"], "run.root", "names no bucket"),
-        (["run.root='simplecache::s3://bucket'"], "run.root", "chains protocols"),
-        (["run.root=''"], "run.root", "names no place"),
-        (["run.root='s3://bucket/runs'", "checkpoint.root=/scratch"], "checkpoint.root", "a folder of this machine"),
+        (["checkpoint.root='s3://'"], "checkpoint.root", "names no bucket"),
+        (["checkpoint.root='simplecache::s3://bucket'"], "checkpoint.root", "chains protocols"),
+        (["run.root='s3://bucket/runs'"], "run.root", "is no folder"),
+        (["run.root='s3:/bucket/runs'"], "run.root", "is no folder"),
+        (["run.root='file:///scratch/runs'"], "run.root", "is no folder"),
+        (["run.root=''"], "run.root", "names no folder"),
         (["run.id=a/b"], "run.id", "letters"),
         (["run.id=.hidden"], "run.id", "letters"),
         (["run.name='what ever'"], "run.name", "letters"),
@@ -393,9 +392,7 @@ def test_contradictions(overrides, key, says):
         ["run.id=a.b_c-9"],
         ["checkpoint.root='s3://bucket/runs'"],
         ["checkpoint.root=/scratch/a:/runs"],
-        ["run.root='s3://bucket/runs'"],
-        ["run.root='s3://bucket/runs'", "checkpoint.root='gs://other/runs'"],
-        ["run.root='file:///scratch/runs'", "checkpoint.root=/scratch"],
+        ["run.root=/scratch/a:/runs", "checkpoint.root='gs://other/runs'"],
         ["model.freeze=['^model[.]layers[.][0-3][.]']"],
         ["data.sources.b.path=x", "data.sources.b.weight=0"],
     ],
@@ -448,8 +445,6 @@ def test_what_experts_drop_is_said_only_where_they_drop():
     assert problems_of("model.expert_drop=position").keys() == {"model.expert_drop"}
     assert problems_of("model.expert_drop=position", "model.expert_capacity=1.5") == {}
     assert problems_of("model.expert_capacity=0.9").keys() == {"model.expert_capacity"}
-    assert problems_of("model.router_bias=added").keys() == {"model.router_bias"}
-    assert problems_of("model.router_bias=added", "model.router_bias_rate=0.001") == {}
 
 
 def test_options_of_what_is_not_sent_are_refused():

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from framework.train import stragglers
-from framework.train.stragglers import LEAST, WINDOW, Straggler, Stragglers, median_of_others
+from framework.monitor import stragglers
+from framework.monitor.stragglers import LEAST, WINDOW, Straggler, Stragglers, median_of_others
 from tests.grid import few_of
 
 WORLD = 8

@@ -9,7 +9,7 @@ from framework.mesh.axis import Axis
 from framework.model.load import build_meta
 from framework.model.shrink import shrink
 from framework.plan.plan_command import plan_command
-from framework.plan.wanted import Wanted
+from framework.plan.plan_text import Wanted
 from framework.recipe.compose import compose
 from tests.families import build_config, family
 from tests.ranks.tensor_parity import recipe_of, split

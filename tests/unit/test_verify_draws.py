@@ -8,9 +8,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from framework.errors import ModelError, RecipeError
 from framework.model.load import load_config
 from framework.recipe.compose import compose
+from framework.recipe.overrides import write_value
 from framework.recipe.schema import Recipe
-from framework.verify.campaign import Campaign
-from framework.verify.draws import CHOICES, OTHERS, Drawn, draw, write, write_value
+from scripts.random_recipes import CHOICES, OTHERS, Drawn, draw, write
+from scripts.verify_random import Campaign
 from tests.ranks.pool import RankPool
 
 PLAIN = {"parallel.ep": 1, "parallel.cp": 1, "config.output_router_logits": None}
@@ -121,5 +122,5 @@ def test_overrides_that_add_a_drawn_key_stand_alone() -> None:
         "zero.stage=3",
     ]
     assert words[-1] == "+optim.groups.slow={pattern: norm}"
-    with pytest.raises(RecipeError, match=r"draws what ~zero\.stage would remove"):
+    with pytest.raises(RecipeError, match=r"~zero\.stage would remove a key that is drawn"):
         assert Campaign(1, overrides=["~zero.stage"]).given

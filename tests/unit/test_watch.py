@@ -10,13 +10,13 @@ import torch.distributed as dist
 from framework.comm.board import Board
 from framework.comm.communicator import Communicator, Operation
 from framework.mesh.axis import Axis
+from framework.monitor import watch as watch_module
+from framework.monitor.hang import TRAINING, Line
+from framework.monitor.phases import Phase, Phases
+from framework.monitor.progress import FIRST_STEPS, Progress, Save
+from framework.monitor.ranks_file import RANKS_FILE, read_ranks, write_ranks
+from framework.monitor.watch import Watch
 from framework.recipe.deadlines import Deadlines
-from framework.train import watch as watch_module
-from framework.train.hang import TRAINING, Line
-from framework.train.phases import Phase, Phases
-from framework.train.progress import FIRST_STEPS, Progress, Save
-from framework.train.ranks_file import RANKS_FILE, read_ranks, write_ranks
-from framework.train.watch import Watch
 
 pytestmark = pytest.mark.waits
 

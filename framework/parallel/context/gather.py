@@ -14,7 +14,7 @@ from framework.comm.collectives import reduce_scatter, start_all_gather
 from framework.comm.communicator import Communicator
 from framework.model.precision import sums_dtype
 from framework.parallel.context.key_values import KeyValues, Portion
-from framework.parallel.context.ring import Attends, Differentiates, Route
+from framework.parallel.context.ring import Attends, Differentiates, RingRoute
 
 
 class Gather:
@@ -23,8 +23,8 @@ class Gather:
     def __init__(self, axis: Communicator):
         self.axis = axis
 
-    def forward(self, own: KeyValues, route: Route, work: Attends) -> None:
-        """As `Ring.forward`."""
+    def forward(self, own: KeyValues, route: RingRoute, work: Attends) -> None:
+        """Have `work` attend to the K/V of all ranks of the route: `Ring.forward`."""
         for group in route.groups:
             for portion in group.portions:
                 coming = _Gathered(own, portion, route.chunks, self.axis)
@@ -36,8 +36,8 @@ class Gather:
                 del coming  # before the next are received
             work.finish(group)
 
-    def backward(self, own: KeyValues, route: Route, work: Differentiates) -> None:
-        """As `Ring.backward`."""
+    def backward(self, own: KeyValues, route: RingRoute, work: Differentiates) -> None:
+        """Have `work` differentiate by the K/V of all ranks of the route: `Ring.backward`."""
         for group in route.groups:
             work.start(group)
             for portion in group.portions:
@@ -49,7 +49,7 @@ class Gather:
                 del coming
             work.finish(group)
 
-    def _differentiate(self, portion: Portion, coming: "_Gathered", route: Route, work: Differentiates) -> None:
+    def _differentiate(self, portion: Portion, coming: "_Gathered", route: RingRoute, work: Differentiates) -> None:
         everyone, sources = coming.everyone, self._sources(route)
         # Where dtypes agree a rank's sums take the place of its K/V, which have been read by then.
         dtype = sums_dtype(everyone.dtype)
@@ -63,7 +63,7 @@ class Gather:
         reduce_scatter(sums[self.axis.rank], sums, self.axis)
         work.add(portion, coming.packed.view(sums[self.axis.rank]))
 
-    def _sources(self, route: Route) -> list[int]:
+    def _sources(self, route: RingRoute) -> list[int]:
         return [(self.axis.rank - step) % self.axis.size for step in route.steps]
 
 

@@ -27,9 +27,9 @@ from framework.parallel.context.key_values import Contribution, HeadGroup, KeyVa
 
 
 @dataclass(frozen=True)
-class Route:
-    """What travels, in order. steps: s > 0 for every rank whose K/V, s before this one's, are needed; rising. chunks: of a rank's
-    tokens."""
+class RingRoute:
+    """The order in which K/V travel. steps: s > 0 for every rank whose K/V, s before this one's, are needed; rising. chunks: of a
+    rank's tokens."""
 
     groups: Sequence[HeadGroup]
     steps: Sequence[int]
@@ -56,7 +56,7 @@ class Differentiates(Protocol):
         """Sums are zero."""
 
     def differentiate(self, portion: Portion, source: int, held: KeyValues) -> list[Contribution]:
-        """What this rank's queries give to a portion of the K/V of the rank at index `source`."""
+        """The gradients of a portion of the K/V of the rank at index `source`, by this rank's queries."""
 
     def differentiate_own(self, group: HeadGroup) -> None:
         """Add what this rank's queries give to its own K/V."""
@@ -74,7 +74,7 @@ class Ring:
     def __init__(self, axis: Communicator):
         self.axis = axis
 
-    def forward(self, own: KeyValues, route: Route, work: Attends) -> None:
+    def forward(self, own: KeyValues, route: RingRoute, work: Attends) -> None:
         """Have `work` attend to the K/V of all ranks of the route."""
         conveyor = _Conveyor(own, route, self.axis)
         for group in route.groups:
@@ -84,7 +84,7 @@ class Ring:
                     work.attend(portion, self._source(step), conveyor.take())
             work.finish(group)
 
-    def backward(self, own: KeyValues, route: Route, work: Differentiates) -> None:
+    def backward(self, own: KeyValues, route: RingRoute, work: Differentiates) -> None:
         """Have `work` differentiate by the K/V of all ranks of the route, and add what all ranks give to this one's."""
         conveyor = _Conveyor(own, route, self.axis)
         for group in route.groups:
@@ -123,7 +123,7 @@ class _Conveyor:
     """A rank's K/V on their way around, portion by portion. The first are sent when it is made, others when those before are
     taken, so one message is under way while another is computed with."""
 
-    def __init__(self, own: KeyValues, route: Route, axis: Communicator):
+    def __init__(self, own: KeyValues, route: RingRoute, axis: Communicator):
         self._own, self._chunks, self._axis = own, route.chunks, axis
         hops = [after - before for before, after in pairwise((0, *route.steps))]
         self._moves = iter(
@@ -166,7 +166,7 @@ class _Shift:
         self._pending = exchange([(sent.message, to)], [(self._received.message, source)], axis, "keys and values")
 
     def arrive(self) -> KeyValues:
-        """What has come. What was sent may be written to or dropped from here on."""
+        """The K/V that have come. What was sent may be written to or dropped from here on."""
         self._pending.wait()
         return self._received
 

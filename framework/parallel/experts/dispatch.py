@@ -107,7 +107,7 @@ class ExpertDispatch:
     ):
         self.local, self.num_experts, self.route, self.given = local, num_experts, route, given
         self.shared, self.capacity, self.num_parts = shared, capacity, num_parts
-        self.tell_dropped: Callable[[Tensor], None] = _tell_nobody
+        self.report_dropped: Callable[[Tensor], None] = _tell_nobody
         self.kept = KeptOutputs()
 
     def keep_outputs(self, kept: KeptOutputs, _operation: str) -> None:
@@ -154,7 +154,7 @@ class ExpertDispatch:
         if self.capacity is not None:
             # Weights that are computed again may differ in their last bit, and another pair would find no room.
             dropped = self.kept.compute_once(partial(self._find_dropped, self.capacity, index, weights.detach()))
-            self.tell_dropped(dropped.sum())
+            self.report_dropped(dropped.sum())
             masks.append(dropped)
         return reduce(torch.logical_or, masks).expand_as(index) if masks else None
 
@@ -221,12 +221,12 @@ def _tell_nobody(count: Tensor) -> None:
     pass
 
 
-def tell_dropped(model: nn.Module, tell: Callable[[nn.Module, Tensor], None]) -> None:
+def report_dropped(model: nn.Module, tell: Callable[[nn.Module, Tensor], None]) -> None:
     """Have every module of experts with a capacity tell how many pairs it drops in a forward: `tell(module, scalar)`."""
     for module in model.modules():
         forward: Any = module.__dict__.get("forward")
         if isinstance(forward, ExpertDispatch):
-            forward.tell_dropped = partial(tell, module)
+            forward.report_dropped = partial(tell, module)
 
 
 def write_stacked_gradients(

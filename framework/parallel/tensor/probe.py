@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
+from framework.model.initial import seed_rng
 from framework.model.load import FORWARD_ERRORS, choose_experts
-from framework.model.materialize import seed_rng
 from framework.model.shrink import shrink
 from framework.model.units import find_last_module, find_layers
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from framework.mesh.axis import Axis
 from framework.mesh.token_layout import TokenLayout
-from framework.model.materialize import seed_for
+from framework.model.initial import seed_for
 
 RANDOM_WORDS = ("drop", "jitter")
 # Classes of modules that draw whatever their config says: phimoe's routers draw lots among experts of equal scores.

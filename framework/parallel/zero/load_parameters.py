@@ -1,7 +1,7 @@
-"""Initial values of unit buffers: drawn, or read from a folder of pretrained weights. A rank draws and reads the boxes that it
-owns, so no rank ever has a whole unit in memory for it."""
+"""Initial values of unit buffers: cut from a unit that was drawn whole, or read from a folder of pretrained weights, of which a
+rank reads only the boxes that it owns."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -9,18 +9,20 @@ from transformers import PreTrainedModel
 
 from framework.mesh.box import Box
 from framework.mesh.layout import Layout
-from framework.model.initial import Program
-from framework.model.materialize import persistent_buffers
+from framework.model.buffers import persistent_buffers
 from framework.model.weights import read_weights
 from framework.parallel.zero.buffers import UnitBuffer
 
 
-def initialize_parameters(buffer: UnitBuffer, programs: Mapping[str, Program]) -> None:
-    """Draw the buffer's master, of those of its parameters that are among `programs`, where the master lives."""
-    for slot in buffer.slots:
-        if slot.name in programs:
-            layout, held = buffer.held(slot, buffer.master)
-            programs[slot.name].write(layout.boxes(), held)
+def initialize_parameters(buffers: Sequence[UnitBuffer], drawn: Iterable[Mapping[str, Tensor]]) -> None:
+    """Copy this rank's elements of what is drawn, whole parameters by name, to the masters of the buffers that hold them."""
+    for values in drawn:
+        for buffer in buffers:
+            with buffer.master_in_memory(is_changed=True) as master:
+                for slot in (slot for slot in buffer.slots if slot.name in values):
+                    for box, view in _view_boxes(*buffer.held(slot, master)).items():
+                        view.view(box.sizes).copy_(values[slot.name][box.slices()])
+        del values  # or it would live on while the next one is drawn
 
 
 def load_pretrained(

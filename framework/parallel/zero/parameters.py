@@ -115,9 +115,8 @@ class ParameterSync:
         for index in list(self.transient):
             self.reshard(index)
 
-    def update(self) -> None:
-        """Reshard all units, because what ranks own is about to change. Also where memory is resident: its values become old, and
-        the next use unshards again."""
+    def invalidate(self) -> None:
+        """Invalidate unsharded parameters before an update: the next use unshards again, also where memory is resident."""
         self._has_old_parts = True
         for index in self.unsharded - self._whole:
             self.reshard(index)

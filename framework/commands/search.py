@@ -1,0 +1,342 @@
+"""`meshwright search`: rank all layouts of a recipe on its ranks by forecast; write the best as a file; train several of them.
+
+`--try N` trains the best layouts of N meshes for some steps each, each as a run from the recipe with `layout=FILE`. Here
+they run one after another; then the rates of the cluster are corrected by the measured steps (plan/correction.py), and all are
+ranked again. Under SLURM they are a job array. One folder has the layouts' files, the runs, and the corrected cluster.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from types import MappingProxyType
+from typing import Any
+
+from framework.errors import EXIT_DONE, RecipeError, RunError
+from framework.imports import loading_libraries
+from framework.launch.machine import check_measured
+from framework.recipe.compose import load_recipe
+from framework.recipe.layout_file import write_layout
+from framework.recipe.layout_keys import LAYOUT_KEYS
+from framework.recipe.layout_pins import change_pins, compose_open, find_pins
+from framework.recipe.schema import Recipe
+from framework.track.jsonl import METRICS_FILE, read_records
+
+LAYOUTS = "layouts"
+CORRECTED = "cluster.yaml"
+# The first steps of a run warm up: memory is allocated, kernels are chosen.
+WARM_UP = 2
+# What makes a run a trial: each step is reported, nothing is saved on the way, nothing is mirrored elsewhere.
+TRIAL = {
+    "train.epochs": "null",
+    "train.validate_every_steps": "null",
+    "train.sample": "null",
+    "optim.schedule.name": "constant",
+    "optim.schedule.warmup_steps": 0,
+    "optim.schedule.decay_steps": "null",
+    "checkpoint.every_steps": "null",
+    "checkpoint.every_minutes": "null",
+    "checkpoint.interval": "null",
+    "checkpoint.mtbf_hours": "null",
+    "checkpoint.keep_best": "false",
+    "checkpoint.export_every_steps": "null",
+    "track.every_steps": 1,
+    "track.wandb.mode": "disabled",
+    "run.name": "trial",
+}
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """A composed command line. overrides, recipe_dirs: of the recipe; pinned: keys of its layout that stay."""
+
+    recipe: Recipe
+    pinned: frozenset[str]
+    overrides: Sequence[str]
+    recipe_dirs: Sequence[Path]
+    options: argparse.Namespace
+
+
+def add_search_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command. Keys of a layout that the command line sets are fixed, so that needs no option."""
+    parser.add_argument("--by", choices=["time", "memory"], default="time", help="rank by step time or by memory")
+    parser.add_argument("--best", type=int, default=10, metavar="N", help="show the best N layouts (default: 10)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, every layout with its keys")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the best layout's keys; layout=FILE then sets them"
+    )
+    parser.add_argument("--rejections", action="store_true", help="also print why each layout is refused, a line each")
+    parser.add_argument(
+        "--free",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="search over a key that the command line sets too, such as zero.stage or zero; repeatable",
+    )
+    parser.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="keep what the recipe says of a key, such as memory or parallel.cp; repeatable",
+    )
+    parser.add_argument(
+        "--try",
+        dest="try_best",
+        type=int,
+        metavar="N",
+        help="train the best layouts of N meshes for some steps each; here: then correct the cluster's rates by the"
+        " measured steps and rank again; under SLURM: as a job array",
+    )
+    parser.add_argument("--try-steps", type=int, default=10, metavar="S", help="steps of each of them (default: 10)")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page for a browser, in one file; takes some seconds more"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace files that no search or plan has written (--write, --html)"
+    )
+
+
+def search_command(arguments: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    request = compose_request(arguments)
+    check_measured(request.recipe)
+    if arguments.try_best is None:
+        show(request, find(request))
+        return EXIT_DONE
+    return try_layouts(request)
+
+
+def compose_request(arguments: argparse.Namespace) -> SearchRequest:
+    """Compose the recipe and check the options, before anything is searched. RecipeError with all that is wrong."""
+    for name, least in (("best", 1), ("try_best", 1), ("try_steps", 3)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise RecipeError(f"--{name.replace('_best', '').replace('_', '-')} {value}: at least {least}")
+    if arguments.write is not None:
+        _refuse_file(arguments.write, overwrite=arguments.overwrite)
+    if arguments.html is not None:
+        from framework.plan.page_html import require_page
+
+        require_page(arguments.html, overwrite=arguments.overwrite)
+    composition = compose_open(arguments.overrides, arguments.recipes)
+    pinned = find_pins(composition, arguments.overrides, arguments.recipes)
+    pinned = change_pins(pinned, free=arguments.free, keep=arguments.keep)
+    return SearchRequest(composition.require(), pinned, arguments.overrides, arguments.recipes, arguments)
+
+
+def find(request: SearchRequest, cluster: Any = None) -> Any:
+    """Search on a cluster, by default the recipe's. RecipeError where no layout can be trained."""
+    with loading_libraries():
+        from framework.plan.find import Question, best_of, search
+
+    options = request.options
+    meshes = options.try_best or 0
+    best = max(options.best, meshes)
+    question = Question(request.recipe, request.pinned, by=options.by, best=best, cluster=cluster, meshes=meshes)
+    result = search(question)
+    best_of(result)
+    return result
+
+
+def show(
+    request: SearchRequest, result: Any, cluster: Any = None, more: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Print a result and write the requested files. more: extra fields of the JSON object."""
+    from framework.plan.find import cluster_name, values_for
+    from framework.plan.search_text import comment_of, to_json
+
+    options, best = request.options, result.ranked[0]
+    name = cluster.name if cluster else cluster_name(request.recipe)
+    if options.json:
+        values = [values_for(each, request.recipe, request.pinned) for each in result.ranked]
+        print(json.dumps({**to_json(result, name, request.pinned, values, is_full=options.rejections), **more}))
+    else:
+        print_table(request, result, name)
+    if options.write is not None:
+        stated = values_for(best, request.recipe, request.pinned)
+        write_best(options.write, stated, comment_of(best, name, request.recipe))
+        if not options.json:
+            print(f"\nwrote {options.write}: meshwright plan layout={options.write} ...")
+    if options.html is not None:
+        _write_page(request, cluster)
+
+
+def print_table(request: SearchRequest, result: Any, name: str) -> None:
+    """Print the best layouts as a table, and why the others are not in it."""
+    from framework.plan.search_text import describe_rejections, describe_search
+
+    print("\n".join(describe_search(result, name, request.pinned, shown=request.options.best)))
+    if request.options.rejections:
+        print("\n".join(["", *describe_rejections(result)]))
+
+
+def _write_page(request: SearchRequest, cluster: Any) -> None:
+    from framework.plan.find import Question
+    from framework.plan.page_html import write_html
+    from framework.plan.page_of_search import explore, make_search_page
+
+    options = request.options
+    question = Question(request.recipe, request.pinned, by=options.by, cluster=cluster)
+    write_html(options.html, make_search_page(*explore(question)))
+    print(f"wrote {options.html}", file=sys.stderr if options.json else sys.stdout)
+
+
+def _refuse_file(file: Path, *, overwrite: bool) -> None:
+    """Raise RecipeError where a layout cannot be written, or a file that no search wrote would be lost."""
+    if not file.parent.is_dir():
+        raise RecipeError(f"--write {file}: there is no folder {file.parent}, make it first")
+    if file.suffix not in (".yaml", ".yml"):
+        raise RecipeError(f"--write {file}: end the name in .yaml, so that layout={file} reads it")
+    if overwrite or not file.exists():
+        return
+    if "layout=THIS_FILE" not in file.read_text(encoding="utf-8", errors="replace"):
+        raise RecipeError(
+            f"--write {file}: exists and was not written by a search: choose another name, or --overwrite"
+        )
+
+
+def write_best(file: Path, values: dict[str, Any], comment: str) -> None:
+    """Write a layout. RecipeError where that fails."""
+    try:
+        write_layout(file, values, comment)
+    except OSError as error:
+        raise RecipeError(f"--write {file}: {error.strerror}") from error
+
+
+# --- --try
+
+
+def try_layouts(request: SearchRequest) -> int:
+    """Rank, train the best of as many meshes as are wanted, correct and rank again; under SLURM queue the runs."""
+    from framework.launch.directory import RunDirectory
+    from framework.launch.submit import submit_sweep
+    from framework.launch.sweep import compose_sweep, train_sweep
+
+    result, options = find(request), request.options
+    is_queued = request.recipe.launch.kind == "slurm"
+    with _to_stderr() if options.json else nullcontext():
+        if not options.json:
+            print_table(request, result, _cluster_name(request))
+        folder = RunDirectory.create(Path(request.recipe.run.root), None, f"{request.recipe.run.name}-tried").path
+        chosen = choose_tried(result, wanted=options.try_best)
+        trial = TRIAL | {
+            "train.steps": options.try_steps,
+            "launch.kind": request.recipe.launch.kind,
+            "run.root": folder,
+        }
+        overrides = [
+            *_without_layout(request.overrides),
+            *(f"{key}={value}" for key, value in trial.items()),
+            _write_layouts(request, folder, chosen),
+        ]
+        # Layouts of one mesh are near-duplicates: their steps would tell one another's rates, and little else.
+        print(
+            f"\ntrying   {len(chosen)} layouts, the best of each mesh (dp, tp, pp, cp, ep), for {options.try_steps} steps"
+            f" each, in {folder}",
+            flush=True,
+        )
+        if is_queued:
+            recipes, combinations = compose_sweep(overrides, request.recipe_dirs)
+            submit_sweep(recipes, combinations, dry_run=False)
+        else:
+            train_sweep(overrides, request.recipe_dirs)
+    if not is_queued:
+        return _rank_again(request, folder)
+    if options.json:
+        show(request, result, more={"tried": {"folder": str(folder), "queued": len(chosen)}})
+    return EXIT_DONE
+
+
+def choose_tried(result: Any, wanted: int) -> list[Any]:
+    """The best layout of each of so many meshes; where there are fewer meshes, then the best of the others."""
+    chosen = list(result.of_meshes[:wanted])
+    return [*chosen, *(each for each in result.ranked if each not in chosen)][:wanted]
+
+
+def _write_layouts(request: SearchRequest, folder: Path, chosen: Sequence[Any]) -> str:
+    """Write a file for each layout; returns the override that sweeps over them."""
+    from framework.plan.find import values_for
+    from framework.plan.search_text import comment_of
+
+    (folder / LAYOUTS).mkdir()
+    files = [folder / LAYOUTS / f"{place}.yaml" for place in range(1, len(chosen) + 1)]
+    for file, each in zip(files, chosen, strict=True):
+        values = values_for(each, request.recipe, request.pinned)
+        write_best(file, values, comment_of(each, "the cluster", request.recipe))
+    return f"layout={','.join(map(str, files))}"
+
+
+@contextmanager
+def _to_stderr() -> Iterator[None]:
+    """Send what is printed meanwhile, by runs in other processes too, to stderr: stdout is for one JSON object."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _cluster_name(request: SearchRequest) -> str:
+    from framework.plan.find import cluster_name
+
+    return cluster_name(request.recipe)
+
+
+def _rank_again(request: SearchRequest, folder: Path) -> int:
+    from framework.plan.cluster import Cluster
+    from framework.plan.correction import Tried, correct, describe_factors, fit_factors, write_text
+    from framework.plan.find import foretell, resolved
+    from framework.plan.rejections import describe
+    from framework.recipe.cluster_file import write_cluster_file
+    from framework.recipe.clusters import find_cluster
+
+    measured = dict(_read_measured(folder))
+    if not measured:
+        raise RunError(f"{folder}: no run there has trained more than {WARM_UP} steps: see their logs below {folder}")
+    tried = [Tried(foretell(layout, request.recipe).time, step_s) for layout, step_s in measured.items()]
+    factors = fit_factors(tried)
+    recipe = resolved(request.recipe)
+    group = correct(find_cluster(recipe)[0], factors, folder.name)
+    write_cluster_file(folder / CORRECTED, write_text(group, f"corrected by {len(tried)} layouts tried in {folder}"))
+    if not request.options.json:
+        print(f"\n{'predicted s':>11}  {'measured s':>10}  layout")
+        for each, layout in zip(tried, measured, strict=True):
+            print(f"{each.forecast.step_s:>11.4g}  {each.step_s:>10.4g}  {describe(layout)}")
+        print(f"{describe_factors(factors)}\ncluster={folder / CORRECTED}\n")
+    cluster = Cluster.from_recipe(replace(recipe, cluster=group))
+    layouts = [
+        {"layout": describe(layout), "predicted_s": each.forecast.step_s, "measured_s": each.step_s}
+        for each, layout in zip(tried, measured, strict=True)
+    ]
+    found = {"folder": str(folder), "cluster": str(folder / CORRECTED), "factors": factors, "layouts": layouts}
+    show(request, find(request, cluster), cluster, {"tried": found})
+    return EXIT_DONE
+
+
+def _read_measured(folder: Path) -> Iterator[tuple[Any, float]]:
+    """(layout, median seconds of a step) of each run below a folder that has trained long enough."""
+    from framework.plan.layouts import candidate_of
+
+    for saved in sorted(folder.glob("*/recipe.yaml")):
+        metrics = saved.parent / METRICS_FILE
+        records = read_records(metrics) if metrics.is_file() else []
+        seconds = [record["step_s"] for record in records if record["step"] > WARM_UP]
+        if seconds:
+            yield candidate_of(load_recipe(saved)), median(seconds)
+
+
+def _without_layout(overrides: Sequence[str]) -> list[str]:
+    """Overrides that set no key of a layout: the files do."""
+    return [
+        text for text in overrides if text.lstrip("+~").partition("=")[0] not in (*LAYOUT_KEYS, "layout", "parallel")
+    ]

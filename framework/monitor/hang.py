@@ -1,0 +1,300 @@
+"""Who is behind when a run hangs: from what every rank says of itself, and from who says nothing.
+
+A rank has two threads that communicate, one trains and one saves. Each is a node; one that waits in a collective has an edge to
+every rank that has not come to this call of it, one that waits for a message to its peers, and training that waits for a save to
+that. Nodes without an edge are what all the others wait for, at the end of whatever chain. So nobody is blamed for waiting.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from framework.monitor.phases import Phase
+
+TRAINING, SAVES = "training", "saves"
+# A report names so many ranks that are behind with all that is known of them.
+DETAILED = 4
+
+Node = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A thread waits in the `number`-th call of operation `name` over an axis, for `label`. ranks: those that take part; for a
+    message (is_message) only the peers."""
+
+    axis: str
+    name: str
+    label: str
+    number: int
+    ranks: tuple[int, ...]
+    is_message: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}{f' of {self.label}' if self.label else ''} over {self.axis}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a rank says of itself every second. seconds: in this phase. wait: what it waits in, as text. saves_s: how long the
+    save behind training has been under way."""
+
+    rank: int
+    host: str
+    pid: int
+    coordinates: str
+    phase: str
+    step: int | None
+    seconds: float
+    wait: str = ""
+    saves_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} [{self.coordinates}] on {self.host}, pid {self.pid}"
+
+    @property
+    def doing(self) -> str:
+        """Its phase, with the step."""
+        return describe_phase(self.phase, self.step)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "Line":
+        return Line(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One thread: what it waits in, how often it has started what ({`axis operation`: calls}), and its stack, innermost first."""
+
+    wait: Wait | None
+    started: dict[str, int]
+    stack: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank says of itself when an alarm is sounded. lanes: by TRAINING and, with a save under way, SAVES."""
+
+    line: Line
+    lanes: dict[str, Lane]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "Answer":
+        found = json.loads(text)
+        lanes = {name: _read_lane(lane) for name, lane in found["lanes"].items()}
+        return Answer(Line(**found["line"]), lanes)
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A rank was in a phase, or had a save under way (lane SAVES), for `seconds`, longer than `deadline_s`, which `key` sets."""
+
+    rank: int
+    lane: str
+    phase: str
+    step: int | None
+    seconds: float
+    deadline_s: float
+    key: str
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "Alarm":
+        return Alarm(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Behind:
+    """Those for whom all others wait. silent: ranks that do not answer. busy: nodes that answer and wait for nobody. stuck: where
+    there are neither: nodes in an operation to which all have come. Empty where ranks wait for one another in a circle."""
+
+    silent: tuple[int, ...] = ()
+    busy: tuple[Node, ...] = ()
+    stuck: tuple[Node, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All of them."""
+        return tuple(sorted({*self.silent, *(rank for rank, _ in (*self.busy, *self.stuck))}))
+
+
+def describe_phase(phase: str, step: int | None) -> str:
+    """`step 41`, `validate after step 40`, `connect ranks`."""
+    if phase == Phase.STEP and step is not None:
+        return f"step {step:,}"
+    return phase if step is None else f"{phase}, step {step:,}"
+
+
+def fold_ranks(ranks: Sequence[int]) -> str:
+    """`0, 2-7, 9`."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def find_behind(answers: Mapping[int, Answer | None], alarm: Alarm) -> Behind:
+    """Follow who waits for whom to the end. answers: of every rank, None of one that gives none."""
+    edges = {
+        (rank, name): list(_edges(rank, name, answers))
+        for rank, answer in answers.items()
+        if answer is not None
+        for name in answer.lanes
+    }
+    silent = {rank for rank, answer in answers.items() if answer is None}
+    # In training every rank counts, for all of them come to every step. A save that hangs says nothing of a rank that trains.
+    reached = [node for node in edges if node[1] == alarm.lane and (alarm.lane == TRAINING or edges[node])]
+    reached += [(alarm.rank, alarm.lane)]
+    seen: set[Node] = set()
+    while reached:
+        node = reached.pop()
+        if node not in seen:
+            seen.add(node)
+            reached += edges.get(node, [])
+    ends = sorted(node for node in seen if node[0] not in silent and not edges.get(node))
+    busy = tuple(node for node in ends if _wait_of(node, answers) is None)
+    if silent or busy:
+        return Behind(tuple(sorted(silent)), busy)
+    return Behind(stuck=tuple(ends))
+
+
+def write_report(alarm: Alarm, answers: Mapping[int, Answer | None], lines: Mapping[int, Line | None]) -> str:
+    """The verdict for people. lines: the last ones of ranks that do not answer."""
+    behind = find_behind(answers, alarm)
+    parts = [
+        f"{_describe_alarm(alarm)} hangs: {_blame(behind, answers, lines)}",
+        _describe_deadline(alarm),
+        *[_describe_silent(rank, lines.get(rank)) for rank in behind.silent[:DETAILED]],
+        *[_describe_node(node, answers) for node in (*behind.busy, *behind.stuck[:1])[:DETAILED]],
+        *_describe_waits(answers, behind),
+    ]
+    return "\n".join(parts)
+
+
+def describe_alone(alarm: Alarm, host: str, silent_s: float | None, first: Line | None, answer: Answer) -> str:
+    """The report of a rank that gets no verdict. host: who hosts the store. silent_s: since when it does not answer, None: it
+    never has. first: the last line of rank 0. answer: of this rank."""
+    mine, lane = answer.line, answer.lanes.get(alarm.lane)
+    is_first = host.startswith("rank 0 ") and first is not None and mine.rank != 0
+    who = f"{first.name}, does not answer" if is_first and first is not None else f"{host} does not answer"
+    if lane is not None and lane.wait is None:
+        who = f"{mine.name}, is behind, and {host} does not answer"
+    since = "never has" if silent_s is None else f"has not for {silent_s:.0f} s"
+    parts = [
+        f"{_describe_alarm(alarm)} hangs: {who}",
+        _describe_deadline(alarm),
+        f"{host} hosts the store through which ranks tell each other where they are, and {since} answered",
+        *([_describe_silent(0, first)] if is_first else []),
+        _describe_node((mine.rank, alarm.lane), {mine.rank: answer}),
+    ]
+    return "\n".join(parts)
+
+
+def _describe_alarm(alarm: Alarm) -> str:
+    if alarm.lane == SAVES:
+        return f"the save of {describe_phase(Phase.STEP, alarm.step)}"
+    return describe_phase(alarm.phase, alarm.step)
+
+
+def _describe_deadline(alarm: Alarm) -> str:
+    return (
+        f"rank {alarm.rank} was in it for {alarm.seconds:.0f} s, longer than its deadline of {alarm.deadline_s:.0f} s"
+        f" ({alarm.key})"
+    )
+
+
+def _edges(rank: int, lane: str, answers: Mapping[int, Answer | None]) -> Iterator[Node]:
+    answer = answers[rank]
+    assert answer is not None, "only a rank that answers says for whom it waits"
+    wait = answer.lanes[lane].wait
+    if wait is None:
+        if lane == TRAINING and answer.line.phase == Phase.SAVE and SAVES in answer.lanes:
+            yield rank, SAVES
+        return
+    for other in wait.ranks:
+        if other != rank and (wait.is_message or not _has_come(answers.get(other), lane, wait)):
+            yield other, lane
+
+
+def _has_come(answer: Answer | None, lane: str, wait: Wait) -> bool:
+    found = answer.lanes.get(lane) if answer is not None else None
+    return found is not None and found.started.get(f"{wait.axis} {wait.name}", 0) >= wait.number
+
+
+def _wait_of(node: Node, answers: Mapping[int, Answer | None]) -> Wait | None:
+    answer = answers.get(node[0])
+    lane = answer.lanes.get(node[1]) if answer is not None else None
+    return lane.wait if lane is not None else None
+
+
+def _blame(behind: Behind, answers: Mapping[int, Answer | None], lines: Mapping[int, Line | None]) -> str:
+    """Who, in a few words."""
+    if not behind.ranks:
+        return "its ranks wait for one another, for they have taken different paths (track.debug_collectives=true finds such)"
+    if behind.stuck:
+        wait = _wait_of(behind.stuck[0], answers)
+        return f"all ranks have come to {wait}, and it does not end: is the network up?"
+    known = {rank: answer.line for rank, answer in answers.items() if answer is not None}
+    known |= {rank: line for rank, line in lines.items() if line is not None}
+    if len(behind.ranks) == 1:
+        rank = behind.ranks[0]
+        who = known[rank].name if rank in known else f"rank {rank}"
+        return f"{who}, {'does not answer' if behind.silent else 'is behind'}"
+    silent = [f"ranks {fold_ranks(behind.silent)} do not answer"] if behind.silent else []
+    busy = [f"ranks {fold_ranks([rank for rank, _ in behind.busy])} are behind"] if behind.busy else []
+    return ", ".join(silent + busy)
+
+
+def _describe_silent(rank: int, line: Line | None) -> str:
+    if line is None:
+        return f"rank {rank} does not answer and has not said a word: did it start?"
+    place = f" in {line.wait}" if line.wait else ""
+    return (
+        f"{line.name}, does not answer: stopped, its machine is gone, or held up in a library. Last seen in {line.doing},"
+        f" for {line.seconds:.0f} s{place}"
+    )
+
+
+def _describe_node(node: Node, answers: Mapping[int, Answer | None]) -> str:
+    rank, lane = node
+    answer = answers.get(rank)
+    if answer is None or lane not in answer.lanes:
+        return f"rank {rank} has nothing to say of its {lane}"
+    line, found = answer.line, answer.lanes[lane]
+    seconds = line.saves_s if lane == SAVES and line.saves_s is not None else line.seconds
+    what = "its save behind training" if lane == SAVES else line.doing
+    place = f"in {found.wait}" if found.wait else "waits for no other rank"
+    stack = "".join(f"\n  {frame}" for frame in found.stack)
+    return f"{line.name}, is in {what} for {seconds:.0f} s, {place}. It is at{stack}"
+
+
+def _describe_waits(answers: Mapping[int, Answer | None], behind: Behind) -> Iterator[str]:
+    """What the others wait in, alike ones in one line."""
+    waits: dict[str, list[int]] = {}
+    for rank, answer in answers.items():
+        for name, lane in answer.lanes.items() if answer is not None else ():
+            if lane.wait is not None and (rank, name) not in behind.stuck[:1]:
+                label = str(lane.wait) + (" (save)" if name == SAVES else "")
+                waits.setdefault(label, []).append(rank)
+    for label, ranks in waits.items():
+        yield f"rank{'s' if len(ranks) > 1 else ''} {fold_ranks(ranks)} wait{'' if len(ranks) > 1 else 's'} in {label}"
+
+
+def _read_lane(found: dict[str, Any]) -> Lane:
+    wait = found["wait"]
+    if wait is not None:
+        wait = Wait(**{**wait, "ranks": tuple(wait["ranks"])})
+    return Lane(wait, found["started"], tuple(found["stack"]))
