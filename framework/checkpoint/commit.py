@@ -246,6 +246,7 @@ def retain(
     """
     folder = folder_of(root)
     with reported("the new checkpoint is safe, but an old one cannot be removed"):
+        # Damaged ones are not counted: `keep` damaged ones would let the only whole one go.
         whole = [path for path in list_checkpoints(root) if find_damage(path) is None]
         old = [path for path in whole[retention.keep :] if not retention.keeps(step_of(path))]
         for path in (each for each in old if step_of(each) != best_step):

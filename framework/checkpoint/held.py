@@ -188,6 +188,7 @@ class HeldSteps:
         Of a held step and a checkpoint of the same step, the held one is taken, and no checkpoint is opened. Raises what
         `find_newest` raises if nodes hold nothing newer. Steps that are passed over are reported on stderr.
         """
+        # Before any node lists: an older start that still runs must not change what is listed.
         share_errors(lambda: self.memory.enter() if self.acts else None, self.world)
         listings = gather_object(self.memory.list() if self.acts else {}, self.world)
         offers, found, error = broadcast_object(partial(_look, run_dir, checkpoints, listings), self.world)
@@ -214,7 +215,7 @@ class HeldSteps:
         except (CheckpointError, StorageError) as error:
             self._pass_over(held.name, str(error))
             if self.acts:
-                self.memory.clear()
+                self.memory.clear()  # else the next start would try this step again
             return None
 
     def clear(self, keep: HeldName | None = None) -> None:
@@ -247,6 +248,7 @@ class HeldSteps:
             share_errors(lambda: None, world)
             share_errors(lambda: reader.fill(entries), world)
         finally:
+            # Fetched files take memory that training needs, and a later start may have other ranks on this node.
             for path in fetched.values():
                 path.unlink(missing_ok=True)
         return held.manifest.state
@@ -266,6 +268,7 @@ class HeldSteps:
         gathered = gather_object(_find_whole_files(folder, manifest, self.neighbours, world.rank), world)
         holders = broadcast_object(partial(_holders_of, gathered, manifest.world), world)
         lost = [file_name(number) for number, ranks in enumerate(holders) if not ranks]
+        # A step counts only if every file has a holder: a partial one would mix values of two steps.
         if lost:
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
             self._pass_over(offer.name, f"{lost[0]}{more} is whole on no node")

@@ -248,15 +248,18 @@ class Index:
         About as many records are read as boxes are found, and log(count) more for a cell if the ranks' shares are very unequal.
         """
         record = self._manifest.entries[name]
+        # A cell that the box does not meet costs no read.
         layouts = self._cells_of(record)
         itemsize = record.itemsize
         for cell, layout in enumerate(layouts):
             span = layout.span(box)
             if span is None:
                 continue
+            # Ranks own about equal shares, so the number of the first record is estimated from the element's place.
             hint = record.first + int(record.count * (cell + span[0] / layout.numel_local) / len(layouts))
             for row in self._rows_from(self._find(record, cell, span[0], hint), record):
                 start, stop = max(span[0], int(row["start"])), min(span[1], int(row["stop"]))
+                # Records are sorted, so the first one beyond the span ends the search.
                 if row["cell"] != cell or start >= stop:
                     break
                 offset = int(row["offset"]) + (start - int(row["start"])) * itemsize
@@ -289,9 +292,10 @@ class Index:
         """The entry's records from a number on. All records of a block of the index are read at once."""
         stop = record.first + record.count
         while number < stop:
+            # A block of the index is verified as a whole, so the rest of its records cost nothing more.
             place = (self.world * FILE.itemsize + number * CHUNK.itemsize) % self.file.block_bytes
             rows = self._rows(number, min(stop, number + max(1, (self.file.block_bytes - place) // CHUNK.itemsize)))
-            yield from rows.copy()
+            yield from rows.copy()  # the view is of a cached block, which the next read may replace
             number += len(rows)
 
     def _rows(self, first: int, last: int) -> np.ndarray:

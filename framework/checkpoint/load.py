@@ -193,6 +193,7 @@ class Reader:
         for entry, data in targets:
             for need in self._find(entry, data):
                 needs.append(need)
+                # Bounded: a layout that cuts the last dim has thousands of boxes in one entry.
                 if len(needs) == MAX_NEEDS:
                     self._read(needs)
                     needs = []
@@ -219,6 +220,7 @@ class Reader:
 
     def _read_file(self, file: BlockFile, needs: list["_Need"]) -> None:
         file.expect(need.range() for need in needs)
+        # In the order of the file, so that each block is read and verified once, whatever entries share it.
         for need in needs:
             start = _start_of_run(need)
             if start is not None:
@@ -277,6 +279,7 @@ def _read_box(saved: SavedBox, wanted: Box, dtype: torch.dtype, file: BlockFile)
         row, stop = place.offsets[dim], place.offsets[dim] + place.sizes[dim]
         while row < stop:
             start = base + row * row_bytes[dim]
+            # Whole rows up to the end of the block; a row that crosses it is read alone, from two blocks.
             rows_in_block = (file.block_bytes - start % file.block_bytes) // row_bytes[dim]
             num_rows = max(1, min(stop - row, rows_in_block))
             rows = _tensor(file, start, num_rows * row_bytes[dim], dtype)

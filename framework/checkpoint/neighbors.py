@@ -159,6 +159,7 @@ class CopyKeeper:
     def _collect(self, staged: StagedFile, index: IndexPlan | None, name: HeldName, state: dict[str, Any]) -> None:
         """Bring all files of the step into the nodes' folders for an unfinished step."""
         world, fault, folder = self.world, self.fault, self.memory.unfinished(name)
+        # Asked on all ranks first: a rank without memory would leave the others waiting for its bytes.
         share_errors(lambda: self._begin(folder, staged.num_bytes), world)
         fault("copy begun")
         path = folder / file_name(world.rank)
@@ -203,6 +204,7 @@ class CopyKeeper:
         # (name, sender) -> file, of those that come to this rank.
         coming: dict[tuple[str, int], SentFile] = scatter_object(lambda: self._deal_to_keepers(gathered), world)
         self.fault("copy announced")
+        # All memory is allocated before the first byte is sent, for the same reason.
         files = share_errors(lambda: self._explained(lambda: _make_files(folder, coming)), world)
         mine = [map_file(folder / name, each.num_bytes) for name, each in own.items()]
         pass_bytes(

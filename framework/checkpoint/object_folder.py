@@ -68,11 +68,13 @@ class ObjectFolder:
                 f"{self.root} holds the checkpoints of another run, {record['run']} (start {epoch}); this one is {owner}. Choose"
                 f" another run.id or {KEY}. If these are the same run, whose folder was lost: remove {self.root}/.epoch-*.json"
             )
+        # Listed under the former record, so that checkpoints of starts that were fenced earlier stay uncounted.
         counted = sorted(path.name for path in self.list())
         text = json.dumps({"run": owner, "epoch": lease.epoch, "before": counted})
         path = self.root / f".epoch-{lease.epoch}.json"
         retry(lambda: path.write_bytes(text.encode()), "write", path)
         lease.check()
+        # Only after the new record is there: without any record every checkpoint would count.
         for name in self._names():
             if (found := RECORD.fullmatch(name)) and int(found[1]) < lease.epoch:
                 with reported(f"the record of an older start cannot be removed, {self.root / name}"):
@@ -137,6 +139,7 @@ class ObjectFolder:
         manifest, target = _remote(path) / MANIFEST, _remote(path) / f"{MANIFEST}{suffix}"
         if not manifest.exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        # Copied before it is removed: a crash between the two leaves a checkpoint, and its evidence beside it.
         target.write_bytes(manifest.read_bytes())
         lease.check()
         manifest.unlink()

@@ -183,6 +183,7 @@ class Saver:
         are not on the host. is_last: whether the run ends with it.
         """
         started = time.monotonic()
+        # One save at a time: their messages share a group, and staging memory is that of one save.
         self._report_wait(step)
         self._conclude()
         self.started += Goal.DISK in goal
@@ -266,6 +267,7 @@ class Saver:
         """Save, in the thread."""
         began, path = time.monotonic(), None
         try:
+            # Copies run on a stream of their own, behind the kernels that made the values.
             with pending.moment.copies():
                 path = self._write(pending)
             return path
@@ -273,6 +275,7 @@ class Saver:
             self._report_failure(pending, error)
             raise
         finally:
+            # Also after an error: the loop waits for this, and the tensors are referenced until here.
             pending.release(pending.arrival)
             pending.entries = []
             if Goal.DISK in pending.goal:
@@ -322,11 +325,13 @@ class Saver:
                 lease.check()
                 write_file(path, staged, fault)
 
+            # Every rank learns of a failure here: else rank 0 would wait for a rank that has given up.
             share_errors(lambda: explained(lambda: retry(write, "write", path)), world)
             written = gather_object(FileRecord(staged.num_bytes, BLOCK_BYTES, staged.root or 0), world)
             fault("gathered")
             committed = broadcast_object(lambda: explained(lambda: self._finish(folder, pending, plan, written)), world)
         except MeshwrightError:
+            # share_errors and the broadcasts raise on all ranks alike, so no rank is still writing into the folder.
             if world.rank == 0:
                 give_up(root, lease, folder)
             raise
@@ -350,6 +355,7 @@ class Saver:
     def _find_plan(self, entries: Sequence[Entry]) -> SavePlan:
         """The plan of the last save, unless a rank's layout has changed since. Collective."""
         keys = [(entry.name, entry.layout, entry.data.dtype) for entry in entries]
+        # A plan holds for all ranks or for none, and no rank knows another's layouts.
         is_same = torch.tensor(int(self._plan is not None and keys == self._plan.keys))
         all_reduce(is_same, self._world, "min", label="has a layout changed?")
         if self._plan is None or not is_same:

@@ -114,6 +114,7 @@ def plan_save(entries: Sequence[Entry], world: Communicator) -> SavePlan:
     """Divide the entries of all ranks among them. Collective. Raises CheckpointError, on all, if they are not whole."""
     division = divide(gather_object(pack_claims(entries), world))
     try:
+        # Each rank learns of its own claims alone: the whole division would be sent to thousands of ranks.
         duty = scatter_object(partial(_duties, division), world)
     except Disagreement as found:
         _explain_disagreement(found, entries, world)
@@ -228,6 +229,7 @@ def divide(claims: Sequence[np.ndarray]) -> Division:
     chunks["file"] = ranks[order[chosen]]
     flags = np.zeros(len(every), np.uint8)
     flags[order[chosen]] = WRITES
+    # One rank describes each entry, so that rank 0 receives every name once, not from all ranks.
     flags[order[chosen[of_entries]]] |= DESCRIBES
     counts = np.diff(of_entries, append=len(distinct))
     return Division(
@@ -245,10 +247,12 @@ def _choose(distinct: np.ndarray, firsts: np.ndarray, ranks: np.ndarray, world: 
     firsts: where each distinct claim begins among the sorted ones; ranks: the rank of each sorted claim.
     """
     num_holders = np.diff(firsts, append=len(ranks))
+    # Claims of one rank are settled: they are its load before anything is shared out.
     sizes, chosen = _num_bytes(distinct), firsts.copy()
     alone = num_holders == 1
     loads = np.bincount(ranks[firsts[alone]], weights=sizes[alone], minlength=world)
     shared = np.flatnonzero(~alone)
+    # Largest first, so that the small ones even out the loads.
     for number in shared[np.argsort(-sizes[shared].astype(np.int64), kind="stable")]:
         holders = ranks[firsts[number] : firsts[number] + num_holders[number]]
         place = int(np.argmin(loads[holders]))
@@ -259,6 +263,7 @@ def _choose(distinct: np.ndarray, firsts: np.ndarray, ranks: np.ndarray, world: 
 
 def _find_disagreement(every: np.ndarray, distinct: np.ndarray, of_entries: np.ndarray) -> Disagreement | None:
     """The entries that ranks describe differently, or of which they own some elements twice or not at all."""
+    # Sums of whole entries: claims that cover an entry twice and leave a gap may still add up, so overlaps are found below.
     covered = np.add.reduceat(distinct["stop"] - distinct["start"], of_entries)
     wrong = set(distinct["entry"][of_entries[covered != distinct["numel"][of_entries]]].tolist())
     another_kind = ~_differs(every, "entry")

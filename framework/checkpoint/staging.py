@@ -131,11 +131,15 @@ class StagedFile:
     def views(self) -> Iterator[memoryview]:
         """All bytes of the file, each view valid until the next is taken. Called again after an error, it gives the same bytes if
         they are staged whole, else the tensors', which must not have changed."""
+        # Segments that are filled again after an error are hashed again: the tensors are read anew.
         if not self.is_whole:
             self._hashes, self._num_hashed, self.root = BlockHashes(self._block_bytes), 0, None
         for number, (segment, arrival) in enumerate(self._staged if self.is_whole else self._fill_in_turns()):
+            # The copy from the device may still be under way: the host must not hash or write half of it.
             arrival.wait_on_host()
             view = segment.numpy().data
+            # A second pass over staged bytes writes the same bytes and keeps the first pass's hashes: a later change of the
+            # memory is then damage, not a new checkpoint.
             if number == self._num_hashed:
                 self._hashes.add(view)
                 self._num_hashed += 1
