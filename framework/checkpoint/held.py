@@ -1,7 +1,7 @@
 """Steps held in nodes' memory, found and loaded by the next start of a run.
 
     first rank of each node    names of the files that its node holds                  -> rank 0
-    rank 0                     the steps that are part of this run's past, newest first -> every rank
+    rank 0                     steps that are part of this run's past, newest first    -> every rank
     for each, until one is whole:
       a rank that has them     manifest and index, verified                            -> every node's memory
       every rank               verifies its share of the files that its node holds     -> rank 0

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a folder of the file system, or an object store that fsspec knows (s3://, gs://, abfs://, ...).
+"""Places of checkpoints, with retries: a folder, or an object store that fsspec knows (s3://, gs://, abfs://, ...).
 
     RUN/checkpoints             a folder, or a link to one on another disk
     RUN/checkpoints.url         in its place: the URL below which an object store has the checkpoints

@@ -1,7 +1,7 @@
 """Tokenizing: the text of a source becomes the shards of its store, on all cores.
 
-    00000.train.tokens  .ends         tokens and document ends of shard 0 as in the store (store.py), ends from the start of
-    this file 00000.validation.tokens  .ends    the same of its held-out documents; a split without documents has no files
+    00000.train.tokens  .ends         tokens and document ends of shard 0 as in the store (store.py); ends count from its start
+    00000.validation.tokens  .ends    the same of its held-out documents; a split without documents has no files
     00000.json                        the report of shard 0; its presence means that the shard is complete
 
 A shard is a function of its job alone, so any process may write it, at any time and any number of times. Every file appears by an
