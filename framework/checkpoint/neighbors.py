@@ -119,17 +119,16 @@ class SentFile:
 
 @dataclass(eq=False)
 class CopyKeeper:
-    """Keeps copies of the steps that a saver has staged, in the saver's thread and over its group.
-
-    memory: this node's. generation: of the steps (held.py); a rewind sets a new one, while no save is under way. fault: for
-    tests.
-    """
+    """Keeps copies of the steps that a saver has staged, in the saver's thread and over its group."""
 
     memory: NodeMemory
+    """This node's."""
     neighbours: Neighbours
     generation: str
+    """The generation of the steps (held.py). A rewind sets a new one, while no save is under way."""
     world: Communicator
     fault: Fault = no_fault
+    """For tests."""
 
     def hold(self, staged: StagedFile, index: IndexPlan | None, step: int, state: dict[str, Any]) -> bool:
         """Copy the step to all nodes, and remove the step before. Returns whether this succeeded. Collective. index: rank 0's.
@@ -205,7 +204,10 @@ class CopyKeeper:
         coming: dict[tuple[str, int], SentFile] = scatter_object(lambda: self._deal_to_keepers(gathered), world)
         self.fault("copy announced")
         # All memory is allocated before the first byte is sent, for the same reason.
-        files = share_errors(lambda: self._explained(lambda: _make_files(folder, coming)), world)
+        files = share_errors(
+            lambda: self._explained(lambda: {key: make_file(folder / key[0], coming[key].num_bytes) for key in coming}),
+            world,
+        )
         mine = [map_file(folder / name, each.num_bytes) for name, each in own.items()]
         pass_bytes(
             [(data, keeper) for keeper in self.neighbours.keepers(rank) for data in mine],
@@ -255,11 +257,6 @@ def verify_file(file: BlockFile) -> None:
     if file.path.stat().st_size != file.size:
         raise DamagedCheckpoint(f"{file.path} has not the {file.size} bytes that were written")
     file.verify()
-
-
-def _make_files(folder: Path, coming: Mapping[tuple[str, int], SentFile]) -> dict[tuple[str, int], Tensor]:
-    """Allocate the files that come to this rank, by name and sender: uint8 [bytes of the file] each."""
-    return {key: make_file(folder / key[0], each.num_bytes) for key, each in coming.items()}
 
 
 def _verify_received(files: Mapping[tuple[str, int], Tensor], coming: Mapping[tuple[str, int], SentFile]) -> None:

@@ -81,13 +81,15 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class ShardReport:
-    """The contents of a finished shard. lowest_hash, highest_hash: of its documents; None if it has none."""
+    """The contents of a finished shard."""
 
     threshold: int
+    """Documents with a hash below it are held out."""
     splits: dict[str, SplitReport]
     num_source_bytes: int
     bad_records: tuple[BadRecord, ...]
     lowest_hash: int | None
+    """Of the shard's documents; None without any."""
     highest_hash: int | None
 
     @classmethod
