@@ -11,9 +11,8 @@ from framework.launch.directory import RunDirectory, find_run
 from framework.launch.identity import load_own_recipe
 from framework.output import align
 from framework.recipe.environment import HIDDEN, hide_in, is_private
-from framework.recipe.keys import flatten
+from framework.recipe.keys import flatten, plain
 from framework.recipe.problem import show
-from framework.recipe.saved import plain
 from framework.track.jsonl import METRICS_FILE, read_records
 
 # Lines of the curves' table: enough to see where two runs part.

@@ -15,12 +15,12 @@ from pathlib import Path
 from framework.checkpoint.place import is_url
 from framework.commands.arguments import compose_recipe
 from framework.errors import EXIT_DONE, EXIT_USER, MeshwrightError, RecipeError
+from framework.host import count_cores
 from framework.imports import loading_libraries
 from framework.launch.jobs import partitions, reach
 from framework.launch.places import refuse_unreachable, refuse_unwritable
 from framework.optim.disk_file import refuse_folder
 from framework.recipe.clusters import find_cluster
-from framework.recipe.host import count_cores
 from framework.recipe.schema import Recipe
 
 PACKAGES = ("torch", "transformers", "datasets", "hydra-core", "wandb")
@@ -120,10 +120,9 @@ def _place(what: str, place: str, refuse: Callable[[], None]) -> DoctorLine:
 def _layout(recipe: Recipe) -> Iterator[DoctorLine]:
     """The layout's memory, and options that would lower it. A layout that does not fit is the user's to fix."""
     with loading_libraries():
+        from framework.plan.advice import SHOWN, caution_of_fit, find_relief, find_savings
         from framework.plan.check import check_layout, check_weights, describe_need
-        from framework.plan.relief import CHEAPEST, find_relief, show_bytes
-        from framework.plan.savings import find_savings
-        from framework.plan.verdict import caution_of_fit
+        from framework.plan.memory import show_bytes
 
     try:
         plan = check_layout(recipe)
@@ -134,7 +133,7 @@ def _layout(recipe: Recipe) -> Iterator[DoctorLine]:
         return
     # Of a machine that nobody has named the verdict is a guess.
     yield DoctorLine("layout", describe_need(plan), caution_of_fit(plan), is_needed=recipe.cluster.name is not None)
-    cheapest = [f"{change}: {show_bytes(size)}" for change, size in islice(find_relief(plan, 0), CHEAPEST)]
+    cheapest = [f"{change}: {show_bytes(size)}" for change, size in islice(find_relief(plan, 0), SHOWN)]
     if cheapest:
         yield DoctorLine("memory", f"would be less with {', then '.join(cheapest)}")
     for each in find_savings(plan, 0):

@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from framework.errors import EXIT_DONE, RecipeError, RunError
+from framework.host import count_cores, count_host_memory
 from framework.launch.process import let_threads_sleep, report_error, run_process
 from framework.plan.cluster import COLLECTIVES, RINGS
-from framework.recipe.cluster_file import ENDINGS, KEY, read_cluster_file, write_cluster_file
 from framework.recipe.clusters import find_cluster_problems, name_of_gpu, read_shipped
 from framework.recipe.convert import to_recipe
 from framework.recipe.environment import fill
-from framework.recipe.host import count_cores, count_host_memory
+from framework.recipe.keys import plain
 from framework.recipe.problem import render_problems
-from framework.recipe.saved import plain
+from framework.recipe.saved import CLUSTER, ENDINGS, read_cluster_file, write_cluster_file
 from framework.recipe.schema import ClusterMeasured, Precision, Recipe
 from framework.start import python_words
 from framework.track.flops import peak_flops
@@ -77,7 +77,7 @@ def choose_file(typed: str, recipe_dirs: Sequence[Path]) -> Path:
 
     RecipeError where cluster=FILE could not choose it."""
     if not typed:
-        folder = recipe_dirs[0].expanduser() / KEY if recipe_dirs else Path()
+        folder = recipe_dirs[0].expanduser() / CLUSTER if recipe_dirs else Path()
         return folder / f"{DEFAULT_NAME}{ENDINGS[0]}"
     file = Path(typed).expanduser()
     if file.suffix not in ENDINGS:
@@ -114,7 +114,7 @@ def measure_command(recipe: Recipe, file: Path, *, overwrites: bool = False, eff
     except OSError as error:
         raise RunError(f"{file} cannot be written: {error.strerror}; what was measured:\n\n{text}") from error
     print("\n".join(describe_findings(group, order)))
-    print(f"written      {file}; use it with {KEY}={file}")
+    print(f"written      {file}; use it with {CLUSTER}={file}")
     return EXIT_DONE
 
 
@@ -145,7 +145,7 @@ def refuse(recipe: Recipe, file: Path, here: ClusterMeasured, overwrites: bool) 
     if overwrites or not file.exists():
         return
     values, problems = read_cluster_file(file)
-    draft, _ = to_recipe({KEY: values}, {})
+    draft, _ = to_recipe({CLUSTER: values}, {})
     measured, ways = draft.cluster.measured, "name another one, or give --overwrite"
     if problems or measured.processor is None:
         raise RecipeError(f"--measure {file}: there is a file already, which doctor has not measured; {ways}")

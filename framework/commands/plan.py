@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan, and write the files that the options name."""
     from framework.plan.auto import require_layout
-    from framework.recipe.layout_pins import compose_for_nodes
+    from framework.recipe.compose import compose_for_nodes
 
     composition = compose_for_nodes(arguments.overrides, arguments.recipes)
     recipe = require_layout(composition, arguments.overrides, arguments.recipes)

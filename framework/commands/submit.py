@@ -161,8 +161,8 @@ def _check_layouts(recipes: Sequence[Recipe], is_new: bool = True) -> CheckedLay
     memory, which is the largest layout's. is_new: the runs begin with their pretrained weights, if they have any, and not with a
     checkpoint."""
     with loading_libraries():  # they take seconds, which only what is queued pays
+        from framework.plan.advice import caution_of_fit
         from framework.plan.check import check_layouts, check_weights, describe_need
-        from framework.plan.verdict import caution_of_fit
 
     plan = check_layouts(recipes)
     if caution := caution_of_fit(plan):

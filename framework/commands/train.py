@@ -24,8 +24,7 @@ from framework.lease import Lease
 from framework.monitor.goodput import find_age_s
 from framework.monitor.phases import Phase, PhaseBar
 from framework.optim.disk_file import refuse_folder
-from framework.recipe.derive import derive
-from framework.recipe.elastic import has_range
+from framework.recipe.derive import derive, has_range
 from framework.recipe.environment import fill
 from framework.recipe.schema import Recipe
 from framework.start import is_of_launcher, python_words

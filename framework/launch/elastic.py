@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from framework.errors import MeshwrightError, RecipeError
 from framework.imports import loading_libraries
 from framework.recipe.check import check_recipe
-from framework.recipe.elastic import at_nodes, has_range, node_counts
+from framework.recipe.derive import at_nodes, has_range, node_counts
 from framework.recipe.schema import Recipe
 
 # Keys that may name more nodes or ranks than a start on fewer nodes has: it keeps as many copies as it can, with a note, and

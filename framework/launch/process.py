@@ -21,9 +21,9 @@ import xxhash
 
 import framework
 from framework.errors import EXIT_FAILED, HungError, MeshwrightError
+from framework.host import count_cores
 from framework.launch.task import claim_outcome, is_task
 from framework.output import keep_streams
-from framework.recipe.host import count_cores
 from framework.recipe.schema import Launch, Recipe
 
 _PACKAGE = Path(__file__).parents[1]

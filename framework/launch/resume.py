@@ -25,8 +25,8 @@ from framework.recipe.files import search_path
 from framework.recipe.keys import flatten
 from framework.recipe.layout_keys import with_layout_of
 from framework.recipe.overrides import parse_overrides, write_resume
-from framework.recipe.place_rules import find_run_root_problems
 from framework.recipe.problem import render_problems, show
+from framework.recipe.run_rules import find_run_root_problems
 from framework.recipe.schema import Recipe, Run
 from framework.recipe.suggest import nearest
 

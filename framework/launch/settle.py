@@ -25,7 +25,7 @@ from framework.recipe.check import check_recipe
 from framework.recipe.derive import compiles, derive
 from framework.recipe.environment import fill
 from framework.recipe.keys import TOKEN_IDS
-from framework.recipe.memory_rules import find_offload_to_device
+from framework.recipe.layout_rules import find_offload_to_device
 from framework.recipe.problem import COMMAND_LINE, render_problems
 from framework.recipe.schema import Launch, Model, Recipe
 
@@ -86,8 +86,8 @@ def settle_tokens(recipe: Recipe, tokenizer_folder: Path) -> Recipe:
     model has fewer entries than the tokenizer."""
     from framework.data.prepared import check_vocabulary
     from framework.data.tokenize import load_tokenizer, read_info
+    from framework.model.generate import find_token_ids
     from framework.model.load import load_config
-    from framework.model.special_tokens import find_token_ids
 
     model, config = recipe.model, load_config(recipe.model)
     if (info := read_info(tokenizer_folder)) is not None:
@@ -142,8 +142,7 @@ def keep_pretrained(run: RunDirectory, lease: Lease, model: Model) -> None:
     """Copy the small files of the pretrained weights to the run, for its exports: their folder may be gone by then."""
     if model.weights is None:
         return
-    from framework.model.carried import keep_files
-    from framework.model.hub import find_folder
+    from framework.model.hub import find_folder, keep_files
 
     with explain_errors(run.path), lease.replacing(run.pretrained) as made:
         keep_files(find_folder(model.weights, model.revision), made)

@@ -17,8 +17,7 @@ import jinja2
 
 from framework.checkpoint.place import open_place
 from framework.launch.jobs import call
-from framework.recipe.derive import Derived, derive
-from framework.recipe.elastic import can_move, has_range, node_counts
+from framework.recipe.derive import Derived, can_move, derive, has_range, node_counts
 from framework.recipe.environment import names_in, shell_word
 from framework.recipe.overrides import write_resume
 from framework.recipe.problem import Problem

@@ -15,8 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from framework.errors import ModelError
 from framework.mesh.layout import Layout
 from framework.model.load import kept_in_fp32
-from framework.model.load_balancing import find_routers
 from framework.model.matmul import Matmul, MatmulLinear
+from framework.model.routers import find_routers
 from framework.parallel.stage_plan import StagePlan
 from framework.recipe.schema import Precision
 

@@ -10,8 +10,7 @@ import torch
 from framework.comm.communicator import Communicator
 from framework.mesh.token_layout import TokenLayout
 from framework.model.kept_outputs import Policy
-from framework.model.load_balancing import LoadBalancingLoss
-from framework.model.routed_tokens import RoutedTokens
+from framework.model.routers import LoadBalancingLoss, RoutedTokens
 from framework.model.stage import StageBounds, own_units
 from framework.model.units import Unit
 from framework.recipe.schema import Recipe

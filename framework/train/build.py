@@ -12,10 +12,9 @@ from torch import Tensor
 
 from framework.comm.connect import Mesh
 from framework.mesh.token_layout import TokenLayout
-from framework.model.buffers import build_buffers, set_buffers
-from framework.model.expert_load import ExpertLoad
 from framework.model.hub import find_folder
-from framework.model.initial import draw_with_ties
+from framework.model.initial import build_buffers, draw_with_ties, set_buffers
+from framework.model.mixtures import ExpertLoad
 from framework.model.units import set_parameter
 from framework.optim.disk_ring import DiskStates, DiskTensor
 from framework.parallel.parallelize import AttachedStage, attach

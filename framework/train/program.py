@@ -26,8 +26,7 @@ from framework.lease import Lease, read_lease
 from framework.monitor.phases import START_UP, PhaseBar, Phases, RankObserver
 from framework.monitor.stop import StopRequest
 from framework.recipe.compose import load_recipe
-from framework.recipe.derive import derive
-from framework.recipe.elastic import at_nodes
+from framework.recipe.derive import at_nodes, derive
 from framework.recipe.schema import Recipe
 
 # Ranks of a job's former start, killed with their node perhaps, may take so long to vanish.

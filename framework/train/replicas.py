@@ -29,7 +29,7 @@ from framework.comm.collectives import all_reduce, gather_objects
 from framework.comm.communicator import Communicator
 from framework.comm.transfer import upload
 from framework.errors import DriftError
-from framework.model.buffers import persistent_buffers
+from framework.model.initial import persistent_buffers
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.replicas import Hashed, find_drift, hash_buffer
 from framework.train.step import Run

@@ -19,7 +19,7 @@ from framework.mesh.layout import Layout
 from framework.model.initial import draw_unit
 from framework.model.load import build_meta
 from framework.model.units import find_units
-from framework.optim.schedules import learning_rate
+from framework.optim.groups import learning_rate
 from framework.optim.states import LowBitStates
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.derive import derive

@@ -29,7 +29,7 @@ from framework.errors import EXIT_DONE, EXIT_RESUME, EXIT_USER, ModelError, RunE
 from framework.launch import settle
 from framework.launch.directory import RunDirectory
 from framework.optim.disk_file import MEMORY_FILE_SYSTEMS, file_system_of
-from framework.recipe import memory_rules
+from framework.recipe import layout_rules
 from framework.recipe.compose import compose, load_recipe, save_recipe
 from framework.track.goodput import Part
 from framework.track.goodput_log import read_account
@@ -202,7 +202,7 @@ UpdatedTogether.update = update_and_die
 @pytest.mark.grid
 def test_a_run_that_is_killed_in_a_step_on_the_host_goes_on_bitwise_as_one_without_offload(monkeypatch):
     """Ranks compute on CPUs here, for which a recipe refuses this home: that rule alone is lifted."""
-    for module in (memory_rules, settle):
+    for module in (layout_rules, settle):
         monkeypatch.setattr(module, "find_offload_to_device", lambda recipe: iter(()))
     offload = ("memory.offload.optimizer=1", "memory.offload.home=host")
     ended = in_child(KILL_IN_AN_UPDATE, "run.id=on-host", *offload, "checkpoint.every_steps=3")

@@ -15,7 +15,7 @@ Law = Callable[["Source"], Iterator[Breach]]
 
 # Lowest first; rooms of one floor do not know each other.
 FLOORS = (
-    ("errors", "files", "imports", "output", "start"),
+    ("errors", "files", "host", "imports", "output", "start"),
     ("lease",),
     ("recipe",),
     ("mesh",),

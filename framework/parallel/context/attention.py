@@ -25,11 +25,10 @@ from framework.model.kept_outputs import KeptOutputs
 from framework.model.precision import sums_dtype
 from framework.parallel.context.block_attention import BlockAttention
 from framework.parallel.context.blocks import RankBlocks
-from framework.parallel.context.gather import Gather
 from framework.parallel.context.kernels import Result
 from framework.parallel.context.key_values import Contribution, HeadGroup, KeyValues, Portion
 from framework.parallel.context.merge import ChunkSums, MergedOutput, sinks_gradient
-from framework.parallel.context.ring import Ring
+from framework.parallel.context.ring import Gather, Ring
 from framework.parallel.context.ulysses import HeadExchange
 from framework.parallel.context.visible_rows import Scores
 

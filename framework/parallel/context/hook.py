@@ -29,7 +29,7 @@ from framework.parallel.context.attention import ContextAttention
 from framework.parallel.context.block_attention import BlockAttention
 from framework.parallel.context.visible_rows import Scores
 from framework.parallel.stage_plan import StagePlan
-from framework.recipe.context_rules import find_uneven_heads
+from framework.recipe.layout_rules import find_uneven_heads
 from framework.recipe.schema import Parallel
 
 # What a model's config is told; without an entry among the mask functions.

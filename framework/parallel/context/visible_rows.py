@@ -1,4 +1,4 @@
-"""Which keys a query may see, and a block of attention cut into pieces that kernels can compute.
+"""The keys that a query may see, and a block of attention cut into pieces that kernels can compute.
 
 A query at global row t sees the keys at rows max(first[t], t - window + 1) .. t, where first[t] is the first row of its document:
 an interval, whatever kind of mask the model has. So a block (an interval of queries against an interval of keys) falls into
@@ -22,7 +22,7 @@ SHORT_DOCUMENT = 128
 
 @dataclass(frozen=True)
 class Scores:
-    """How a score is made of a query and a key, and what a query may see.
+    """The way a score is made of a query and a key, and what a query may see.
 
     window: a query sees the last `window` rows up to and with its own (transformers' sliding_window).
     softcap: c in c tanh(s / c), after the scale.
@@ -34,7 +34,7 @@ class Scores:
 
 
 class PieceKind(Enum):
-    """Which keys of a piece its queries see."""
+    """The keys of a piece that its queries see."""
 
     FULL = auto()
     """Every query sees every key."""

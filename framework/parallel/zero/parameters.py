@@ -48,11 +48,6 @@ class ParameterSync:
         found = find_unit_buckets(plans, {index for index, unit in enumerate(plans) if gathers_alone(unit)})
         self.buckets = {index: bucket for bucket in found for index in bucket}
 
-    @property
-    def sends_nothing(self) -> bool:
-        """Whether this rank owns all of every unit."""
-        return len(self._whole) == len(self.units)
-
     def start_unshard(self, index: int, *others: int) -> None:
         """Start to unshard a unit that is not there and not on its way: (n-1)/n of its bytes from each rank of the shard axis.
         others: of its bucket; those that are not there either come in the same message."""
