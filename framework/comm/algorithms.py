@@ -9,7 +9,8 @@ Below, n is the size of the axis. Every algorithm starts and returns a Pending; 
 that the axis's group carries.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +95,7 @@ class Pending:
 def on_host(start: Callable[[Tensor, Tensor], Pending], out: Tensor, x: Tensor, axis: Communicator) -> Pending:
     """Start an operation of x whose result is `out`: on both as they are, or on host copies where the axis is staged.
 
-    out, x: shapes and dtypes as `start` wants them; one tensor for an operation in place. Staged, x is read before this
+    out, x: any shapes and dtypes that `start` takes; one tensor for an operation in place. Staged, x is read before this
     returns, `out` is written when it is waited for, and that wait is the CPU's too.
     """
     if not axis.staged:
@@ -106,7 +107,7 @@ def on_host(start: Callable[[Tensor, Tensor], Pending], out: Tensor, x: Tensor, 
 
 
 def to_host(x: Tensor) -> Tensor:
-    """A copy of x on the CPU, of its shape and dtype; a copy also if x is there. Waits for the device."""
+    """A copy of x, any shape, on the CPU; a copy also if x is there. Waits for the device."""
     return x.to("cpu", copy=True)
 
 
@@ -254,7 +255,8 @@ class _RoundedExchange:
             self.works = _exchange_parts(peers, self.sent, axis)
 
     def add_up(self, out: Tensor) -> None:
-        """out, of at most a part's elements, becomes the sum of what was received, in out's dtype and in the order of ranks."""
+        """Write the sum of what was received into out, [n] of at most a part's elements, in its dtype and in the order of
+        ranks."""
         first, *others = (part[: out.numel()] for part in self.received)
         out.copy_(first)
         for term in others:
@@ -285,3 +287,50 @@ def _peers(axis: Communicator) -> list[tuple[int, int]]:
     """(send to, receive from) at distance 1, 2, ...: at each distance every rank sends one message and receives one."""
     # In the order of ranks instead, all would send to rank 0 first, and its link would carry n - 1 messages while others idle.
     return [((axis.rank + by) % axis.size, (axis.rank - by) % axis.size) for by in range(1, axis.size)]
+
+
+class ExposedWait:
+    """One interval of exposed communication. On CUDA its ends are events of the stream that waited, and both must have passed
+    when `seconds` is asked: else it raises, because asking must not make the host wait."""
+
+    def __init__(self, before: Any, after: Any):
+        self._before, self._after = before, after
+
+    @property
+    def seconds(self) -> float:
+        if isinstance(self._before, torch.cuda.Event):
+            return self._before.elapsed_time(self._after) / 1e3
+        return self._after - self._before
+
+
+class ExposedCommunication:
+    """Waits for collectives and remembers how long that took. On CPUs a wait for a reduction includes the sum that it does
+    itself."""
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter):
+        self._device, self._clock = device, clock
+        self._exposed: list[ExposedWait] = []
+
+    def wait(self, operations: Collection[Pending]) -> None:
+        """Wait until the results of all may be used; on CUDA, by what the current stream does next: the host goes on."""
+        if not operations:
+            return
+        before = self._mark()
+        # Round by round: what follows from an operation is started before the next one is waited for, so that second halves
+        # of several operations are under way together.
+        while operations:
+            operations = [operation for operation in operations if operation.advance()]
+        self._exposed.append(ExposedWait(before, self._mark()))
+
+    def take(self) -> list[ExposedWait]:
+        """The waits since the last call."""
+        waits, self._exposed = self._exposed, []
+        return waits
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return self._clock()
+        # An event and not the host's clock: the host only enqueues the wait, the stream is what is idle.
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

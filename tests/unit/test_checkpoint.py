@@ -13,26 +13,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.checkpoint.commit import begin, finish, list_checkpoints
-from framework.checkpoint.divide import WRITES, describe, divide, owned_entries, pack_claims
-from framework.checkpoint.entry import Entry
+from framework.checkpoint.commit import begin, finish, list_checkpoints, newest_checkpoint
 from framework.checkpoint.folder import committed_name
-from framework.checkpoint.index import DamagedCheckpoint, Manifest, read_manifest
+from framework.checkpoint.index import DamagedCheckpoint, FileRecord, Manifest, file_name, read_manifest
 from framework.checkpoint.inspect import describe as describe_contents
 from framework.checkpoint.inspect import inspect_command
-from framework.checkpoint.load import load_checkpoint, load_newest, newest_checkpoint, read_state
-from framework.checkpoint.pieces import FileRecord, file_name
+from framework.checkpoint.load import load_checkpoint, load_newest, read_state
 from framework.checkpoint.save import CPU, save_checkpoint, write_file, write_index
-from framework.checkpoint.save_plan import _raise_disagreement, plan_file, plan_index
-from framework.checkpoint.staging import StagedFile, StagingMemory
+from framework.checkpoint.save_plan import (
+    WRITES,
+    _raise_disagreement,
+    describe,
+    divide,
+    owned_entries,
+    pack_claims,
+    plan_file,
+    plan_index,
+)
+from framework.checkpoint.staging import Entry, StagedFile, StagingMemory
 from framework.comm.communicator import Communicator
 from framework.comm.transfer import Moment
 from framework.errors import CheckpointError
 from framework.lease import Lease
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, Shard
+from framework.mesh.topology import Axis
 from framework.optim import disk_chunks
-from framework.optim.disk_chunks import DiskShard, StateKind
+from framework.optim.disk_chunks import DiskShard, DiskState
 from framework.optim.disk_ring import DiskStates
 
 ALONE = Communicator(Axis("world", 1, 0))
@@ -220,7 +226,7 @@ def test_what_is_on_a_disk_is_saved_and_loaded_as_what_is_in_memory(tmp_path, mo
     """Byte for byte the same files, through memory for one entry; layouts of the two sides differ."""
     monkeypatch.setattr(disk_chunks, "CHUNK_BYTES", 1 << 14)
     shape, numel = (40, 250), 10_000
-    kinds = (StateKind("master", torch.float32), StateKind("exp_avg", torch.bfloat16))
+    kinds = (DiskState("master", torch.float32), DiskState("exp_avg", torch.bfloat16))
     tensors = {kind.name: content((numel,), kind.dtype) for kind in kinds}
     cuts = ((0, 3001), (3001, numel))
     with DiskStates(tmp_path / "run", "rank-0", [DiskShard(numel + 500, kinds)]) as states:
