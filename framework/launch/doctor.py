@@ -85,10 +85,9 @@ def _store(recipe: Recipe) -> Iterator[Finding]:
 def _layout(recipe: Recipe) -> Iterator[Finding]:
     """The plan's words, and what would lower its memory; what does not fit is the user's to fix, and says how."""
     with loading_libraries():
+        from framework.plan.advice import SHOWN, caution_of_fit, find_relief, find_savings
         from framework.plan.check import check_layout, check_weights, describe_need
-        from framework.plan.relief import CHEAPEST, find_relief, show_bytes
-        from framework.plan.savings import find_savings
-        from framework.plan.verdict import caution_of_fit
+        from framework.plan.memory import show_bytes
 
     try:
         plan = check_layout(recipe)
@@ -99,7 +98,7 @@ def _layout(recipe: Recipe) -> Iterator[Finding]:
         return
     # Of a machine that nobody has named the verdict is a guess.
     yield Finding("layout", describe_need(plan), caution_of_fit(plan), is_needed=recipe.cluster.name is not None)
-    cheapest = [f"{change}: {show_bytes(size)}" for change, size in islice(find_relief(plan, 0), CHEAPEST)]
+    cheapest = [f"{change}: {show_bytes(size)}" for change, size in islice(find_relief(plan, 0), SHOWN)]
     if cheapest:
         yield Finding("memory", f"would be less with {', then '.join(cheapest)}")
     for each in find_savings(plan, 0):

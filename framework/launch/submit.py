@@ -137,8 +137,8 @@ def _check_layouts(recipes: Sequence[Recipe], is_new: bool = True) -> tuple[str,
     """Raise now what the ranks of a job would raise after the queue. Returns the model's type, and a line on memory. is_new: they
     begin with their pretrained weights, if they have any, and not with a checkpoint."""
     with loading_libraries():  # they take seconds, which only what is queued pays
+        from framework.plan.advice import caution_of_fit
         from framework.plan.check import check_layouts, check_weights, describe_need
-        from framework.plan.verdict import caution_of_fit
 
     plan = check_layouts(recipes)
     if caution := caution_of_fit(plan):

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 
 from framework.mesh.placement import Placement
 from framework.parallel.pipeline.simulate import Timeline, simulate
-from framework.plan.forecast import MemoryForecast, StageMemory, TimeForecast
+from framework.plan.advice import FittingChange, describe_changes, describe_verdict
+from framework.plan.forecast import OUTSIDE, SLACK, MemoryForecast, StageMemory, TimeForecast
 from framework.plan.forecast_plan import PlanForecast
 from framework.plan.memory import show_bytes
 from framework.plan.page_charts import WORDS, Row, Rows, plan_charts
 from framework.plan.page_html import Page, Section
 from framework.plan.plan import Plan
-from framework.plan.plan_text import GIB, OUTSIDE, SLACK, all_kinds, show_hours, show_seconds
-from framework.plan.verdict import Change, describe_changes, describe_verdict
+from framework.plan.plan_text import GIB, show_hours, show_seconds
+from framework.plan.traffic import measure_traffic
 
 # Boxes that a browser draws without the reader waiting for it.
 MOST_ACTIONS = 4000
@@ -46,7 +47,7 @@ LINK_ROWS = (
 )
 
 
-def make_page(found: PlanForecast, changes: Sequence[Change] = ()) -> Page:
+def make_page(found: PlanForecast, changes: Sequence[FittingChange] = ()) -> Page:
     """Make the page."""
     plan, time, memory = found.plan, found.forecast.time, found.forecast.memory
     timeline, shown = draw_timeline(plan, found)
@@ -93,7 +94,7 @@ def _kinds(stages: Iterable[StageMemory]) -> list[str]:
 
 
 def _by_kind(held: Mapping[str, int], stage: StageMemory, kinds: Sequence[str], common: Row) -> Iterator[Row]:
-    sizes = all_kinds(held, stage)
+    sizes = {**held, OUTSIDE: stage.outside, SLACK: stage.slack}
     for order, kind in enumerate(kinds):
         if sizes.get(kind):
             yield {**common, "kind": kind, "order": order, "gb": sizes[kind] / GIB}
@@ -162,7 +163,7 @@ def draw_timeline(plan: Plan, found: PlanForecast) -> tuple[Rows, int]:
 def link_rows(plan: Plan, found: PlanForecast) -> Rows:
     """Seconds of each kind of message in a step, hidden and exposed, with bytes and the share of the step."""
     placement, time = Placement(plan.topology, plan.derived.ranks_per_node), found.forecast.time
-    traffic = [plan.traffic(rank) for rank in plan.topology.ranks("pp", 0)]
+    traffic = [measure_traffic(plan, rank) for rank in plan.topology.ranks("pp", 0)]
     links: list[Row] = []
     totals: list[Row] = []
     for link in LINK_ROWS:

@@ -9,14 +9,14 @@ from typing import Any
 from framework.errors import MeshwrightError
 from framework.plan.candidate import Candidate
 from framework.plan.find import Question, search
-from framework.plan.forecast import Forecast
+from framework.plan.forecast import OUTSIDE, SLACK, Forecast
 from framework.plan.memory import show_bytes
 from framework.plan.page_charts import layouts_charts
 from framework.plan.page_html import Page, Table
-from framework.plan.plan_text import GIB, OUTSIDE, SLACK, all_kinds, show_seconds
+from framework.plan.plan_text import GIB, show_seconds
 from framework.plan.rejections import Rejection, collect_constraints, describe, group_rejections
-from framework.plan.relief import set_key
 from framework.plan.search import Search, SearchResult
+from framework.recipe.layout_keys import with_value
 from framework.recipe.schema import Recipe
 
 # Of rows that a page holds; Vega takes 0.9 MB of the 2 that a page may have.
@@ -93,7 +93,7 @@ def _resize(recipe: Recipe) -> Iterator[Recipe]:
     for name, size in (("nodes", launch.nodes), ("ranks", launch.ranks)):
         if isinstance(size, int):
             for other in ([size // 2] if size % 2 == 0 else []) + [2 * size]:
-                yield set_key(recipe, f"launch.{name}", other)
+                yield with_value(recipe, f"launch.{name}", other)
             return
 
 
@@ -164,7 +164,7 @@ def _names(layouts: Iterable[ShownLayout]) -> Mapping[str, list[str]]:
 def _row(number: int, layout: ShownLayout, names: Mapping[str, list[str]]) -> dict[str, Any]:
     c, memory, time = layout.candidate, layout.forecast.memory, layout.forecast.time
     fullest = memory.fullest
-    held = all_kinds(fullest.held, fullest)
+    held = fullest.kinds
     over = f"{layout.missing / GIB:,.1f} GiB over"
     return {
         "number": number,

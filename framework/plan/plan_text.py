@@ -6,18 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from framework.plan.forecast import MemoryForecast, StageMemory, TimeForecast
+from framework.plan.advice import FittingChange, describe_changes, describe_verdict
+from framework.plan.forecast import MemoryForecast, TimeForecast
 from framework.plan.forecast_memory import checkpoint_bytes
 from framework.plan.forecast_plan import PlanForecast
 from framework.plan.memory import show_bytes
 from framework.plan.page import describe_run
 from framework.plan.plan import Plan
 from framework.plan.settings import Settings
-from framework.plan.verdict import Change, describe_changes, describe_verdict
 
 GIB = 2**30
-SLACK = "allocator slack"
-OUTSIDE = "outside torch"
 WIDTH = 100
 # Of the names on the left.
 MARGIN = 14
@@ -39,13 +37,13 @@ class Wanted:
     overwrite: bool = False
 
 
-def describe_plan(found: PlanForecast, changes: Sequence[Change]) -> Iterator[str]:
+def describe_plan(found: PlanForecast, changes: Sequence[FittingChange]) -> Iterator[str]:
     """The screen, in lines of at most WIDTH columns."""
     for line in _describe(found, changes):
         yield from wrap(line)
 
 
-def _describe(found: PlanForecast, changes: Sequence[Change]) -> Iterator[str]:
+def _describe(found: PlanForecast, changes: Sequence[FittingChange]) -> Iterator[str]:
     plan = found.plan
     yield describe_verdict(found.forecast.memory, found.cluster)
     for change in describe_changes(found, changes):
@@ -68,7 +66,7 @@ def _describe(found: PlanForecast, changes: Sequence[Change]) -> Iterator[str]:
 def _describe_memory(plan: Plan, memory: MemoryForecast) -> str:
     """The kinds of bytes of the fullest rank, the largest first."""
     place = memory.stages.index(memory.fullest)
-    kinds = all_kinds(memory.fullest.held, memory.fullest)
+    kinds = memory.fullest.kinds
     host = ""
     if memory.fullest.host:
         host = f"; on the host {show_bytes(memory.fullest.host)}, of a node {show_bytes(memory.node.offloaded)}"
@@ -132,11 +130,6 @@ def _largest_first(sizes: Mapping[str, Any], show: Callable[[Any], str]) -> str:
 def wrap(line: str) -> list[str]:
     """A line of a name and words, in lines of at most WIDTH columns, the later ones below the words."""
     return textwrap.wrap(line, WIDTH, subsequent_indent=" " * MARGIN, break_long_words=False) or [""]
-
-
-def all_kinds(held: Mapping[str, int], stage: StageMemory) -> dict[str, int]:
-    """Bytes by kind, with those outside of tensors."""
-    return {**held, OUTSIDE: stage.outside, SLACK: stage.slack}
 
 
 def show_seconds(seconds: float) -> str:

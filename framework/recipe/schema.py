@@ -267,7 +267,9 @@ class Memory:
         "selective: operations whose outputs are kept: attention, experts, and linear layers by their modules' names",
         list(KEPT_OPERATIONS),
     )
-    budget_gb: float | None = key("auto: what a rank may be planned to hold, in GB of 2^30 bytes", None, low=0.0)
+    budget_gb: float | None = key(
+        "auto: what a rank may be planned to need of its device, all of it counted, in GB of 2^30 bytes", None, low=0.0
+    )
     compile: Literal["auto", "never", "always"] = key(
         "torch.compile of each layer's forward; auto: never (proved on CPUs, where it does not pay; no GPU has run it)",
         "auto",

@@ -27,7 +27,7 @@ from framework.model.precision import DTYPES, compute_dtype
 from framework.model.shrink import MIN_LAYERS, shrink
 from framework.parallel.context.hook import refuse_uneven_heads
 from framework.parallel.fp8_layers import require_torchao
-from framework.plan.logits import keep_chunked_loss
+from framework.plan.policies import keep_chunked_loss
 from framework.recipe.derive import context_degrees, count_expert_slices, count_virtual_stages, derive
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Batch, LearningRateSchedule, Model, Optim, Parallel, Recipe, Zero

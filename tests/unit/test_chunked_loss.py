@@ -20,8 +20,8 @@ from framework.model.chunked_loss import ChunkedLoss
 from framework.model.load import build_meta, choose_experts
 from framework.model.logit_map import LogitMap, find_logit_map
 from framework.model.loss import IGNORE, Loss, TokenLoss, count_loss_tokens
-from framework.plan.logits import keep_chunked_loss
 from framework.plan.plan import Plan, make_plan, unconnected
+from framework.plan.policies import keep_chunked_loss
 from framework.recipe.schema import Batch, Memory, Model, Parallel
 from framework.train.step import Run, train_step
 from framework.verify.evidence import keep_double, make_batches

@@ -22,9 +22,7 @@ from framework.plan.find import Question, best_of, search
 from framework.plan.forecast import Forecast
 from framework.plan.layouts import candidate_of, recipe_of, values_of
 from framework.plan.memory_bounds import first_in_flight
-from framework.plan.memory_moments import moments_of
-from framework.plan.memory_parts import FRAGMENTATION
-from framework.plan.memory_states import StateOptions
+from framework.plan.memory_states import FRAGMENTATION, StateOptions
 from framework.plan.page_html import require_page
 from framework.plan.rejections import Constraints, collect_constraints, describe
 from framework.plan.search import (
@@ -48,6 +46,7 @@ from framework.recipe.compose import change_pins, compose, compose_open, find_pi
 from framework.recipe.layout_keys import LAYOUT_KEYS
 from framework.recipe.saved import write_layout
 from framework.recipe.schema import Recipe
+from tests.planned import moments_of
 
 SMALL = [
     "model.family=llama",

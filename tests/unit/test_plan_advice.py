@@ -9,9 +9,9 @@ import torch
 from framework.cli import main
 from framework.errors import EXIT_MEMORY, OutOfMemory
 from framework.model.load import load_config
+from framework.plan.advice import describe_savings, explain_out_of_memory, find_relief, find_savings
+from framework.plan.memory import show_bytes
 from framework.plan.plan import make_plan
-from framework.plan.relief import explain_out_of_memory, find_relief, show_bytes
-from framework.plan.savings import describe_savings, find_savings
 from framework.recipe.compose import compose
 from tests.grid import few_of
 
@@ -53,8 +53,8 @@ def test_the_cheapest_comes_first_and_each_number_is_that_of_the_plan_with_those
         "zero.stage=3",
     ]
     for number, (_, size) in enumerate(rows, start=1):
-        assert plan_of("parallel.dp=4", *changes[:number]).memory(0).total == size
-    sizes = [plan.memory(0).total, *(size for _, size in rows)]
+        assert plan_of("parallel.dp=4", *changes[:number]).memory(0).reserved == size
+    sizes = [plan.memory(0).reserved, *(size for _, size in rows)]
     assert sizes == sorted(sizes, reverse=True)
 
 
@@ -63,10 +63,11 @@ def test_more_ranks_share_a_sequence_where_no_microbatch_is_smaller_and_dp_is_no
     rows = dict(find_relief(plan_of(*words), 0))
     assert [*rows][:2] == ["parallel.cp=2", "parallel.cp=4"]
     one, two, four = (plan_of(*words, f"parallel.cp={degree}").memory(0) for degree in (1, 2, 4))
-    assert (two.total, four.total) == (rows["parallel.cp=2"], rows["parallel.cp=4"])
+    assert (two.reserved, four.reserved) == (rows["parallel.cp=2"], rows["parallel.cp=4"])
     # Half of the tokens, half of the activations; what ZeRO shards it shards over as many ranks.
     assert two.held["activations"] < 0.6 * one.held["activations"]
-    assert {**two.held, "activations": 0} == {**one.held, "activations": 0}
+    of_tokens = {"activations": 0, "temporaries": 0}
+    assert two.held | of_tokens == one.held | of_tokens
     told = {each.override for each in find_savings(plan_of(*words), 0)}
     assert "parallel.cp=2" in told
     assert not [change for change, _ in find_relief(plan_of(*words, "parallel.dp=4"), 0) if "cp" in change]
@@ -78,7 +79,7 @@ def test_offload_of_activations_comes_before_checkpointing_where_the_device_is_n
     changes = [*rows]
     at = changes.index("memory.offload.activations=1.0")
     assert changes[at + 1] == "memory.activation_checkpointing=full"
-    assert plan_of(*words, *changes[: at + 1]).memory(0).total == rows[changes[at]]
+    assert plan_of(*words, *changes[: at + 1]).memory(0).reserved == rows[changes[at]]
 
 
 def test_nothing_is_said_that_does_not_fit_the_recipe():
@@ -106,7 +107,7 @@ def test_every_way_to_be_out_of_memory_is_one_error_with_the_numbers(plan, error
     said = str(caught.value)
     assert caught.value.exit_code == EXIT_MEMORY
     assert said.startswith(str(error).splitlines()[0])
-    assert f"planned to hold {show_bytes(plan.memory(0).total)}" in said
+    assert f"planned to hold {show_bytes(plan.memory(0).reserved)}" in said
     # The three cheapest, each with what the rank would hold.
     cheapest = [f"{change} {show_bytes(size)}" for change, size in find_relief(plan, 0)][:3]
     assert cheapest[0].startswith("zero.stage=1 ")
@@ -144,7 +145,7 @@ def test_each_option_by_itself_saves_what_the_plan_with_it_says(is_shown):
         if not is_shown(override):
             continue
         after = plan_of(*words, override).memory(0)
-        assert (each.device, each.host) == (before.total - after.total, sum(after.on_host.values())), override
+        assert (each.device, each.host) == (before.reserved - after.reserved, after.host), override
     assert told["memory.activation_checkpointing=full"].costs.endswith("% FLOPs")
     assert re.match(r"\+\d+% bytes sent", told["zero.stage=3"].costs)
     text = "\n".join(describe_savings(plan_of(*words), 0))
@@ -162,7 +163,7 @@ def test_doctor_says_what_each_option_saves_and_costs_and_the_three_cheapest(cap
         assert f"saves {show_bytes(each.device)}" in options[each.override]
         assert options[each.override].endswith(f"costs {each.costs}")
     away = "memory.offload.optimizer=1.0"
-    assert f"the host holds {show_bytes(sum(plan_of(*words, away).memory(0).on_host.values()))} more" in options[away]
+    assert f"the host holds {show_bytes(plan_of(*words, away).memory(0).host)} more" in options[away]
     [memory] = [line for line in lines if line.split()[1] == "memory"]
     three = [f"{change}: {show_bytes(size)}" for change, size in find_relief(plan_of(*words), 0)][:3]
     assert memory.endswith(", then ".join(three))
