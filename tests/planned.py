@@ -1,8 +1,7 @@
 """Planned bytes in the parts that runs count."""
 
-from framework.parallel.pipeline.lower import LiveMoment
-
 from framework.optim.optimizers import state_names
+from framework.parallel.pipeline.lower import LiveMoment
 from framework.parallel.pipeline.simulate import unit_costs
 from framework.plan.activation_peaks import make_moments
 from framework.plan.memory import measure_units, total_on_device

@@ -17,10 +17,10 @@ from framework.errors import EXIT_DONE, RunError
 from framework.launch.directory import RunDirectory
 from framework.launch.identity import verify_identity
 from framework.mesh.layout import Layout
-from framework.model.buffers import build_buffers, persistent_buffers, set_buffers
-from framework.model.carried import CONFIG, list_processors, read_generation
+from framework.model.generate import add_end, find_end, find_token_ids, set_token_ids
+from framework.model.hub import CONFIG, list_processors, read_generation
+from framework.model.initial import build_buffers, persistent_buffers, set_buffers
 from framework.model.load import build_meta, load_config
-from framework.model.special_tokens import add_end, find_end, find_token_ids, set_token_ids
 from framework.model.units import Unit, find_units, set_parameter, tied_names
 from framework.model.weights import write_weights
 from framework.recipe.compose import load_recipe

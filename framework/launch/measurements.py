@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from framework.comm.collectives import all_gather, all_reduce, all_to_all, barrier, gather_objects, reduce_scatter
+from framework.comm.collectives import all_gather, all_gather_object, all_reduce, all_to_all, barrier, reduce_scatter
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh
 from framework.comm.objects import broadcast_object
@@ -42,10 +42,10 @@ def measure(order: Order, mesh: Mesh) -> dict[str, Any]:
     axis = mesh.axis("tp")
     say = partial(print, file=sys.stderr, flush=True) if mesh.rank == 0 else lambda _: None
     say(f"measuring with {order.ranks} ranks of {order.threads} threads each: matmuls")
-    found: dict[str, Any] = combine(gather_objects(measure_compute(order, effort, axis, mesh.device), axis))
+    found: dict[str, Any] = combine(all_gather_object(measure_compute(order, effort, axis, mesh.device), axis))
     say("measuring collectives")
     links = measure_links(axis, mesh.device, effort.pause_s, effort.message_bytes, order.ranks, effort.rounds)
-    found["links"] = combine(gather_objects(links, axis))
+    found["links"] = combine(all_gather_object(links, axis))
     if mesh.rank == 0:
         say("measuring the disk")
         found["disk_rate"] = timings.time_disk(Path(order.folder), effort.disk_bytes)

@@ -82,8 +82,8 @@ def settle_tokens(recipe: Recipe, tokenizer_folder: Path) -> Recipe:
     DataError where the model has fewer entries than the tokenizer."""
     from framework.data.prepared import check_vocabulary
     from framework.data.tokenize import load_tokenizer, read_info
+    from framework.model.generate import find_token_ids
     from framework.model.load import load_config
-    from framework.model.special_tokens import find_token_ids
 
     model, config = recipe.model, load_config(recipe.model)
     if (info := read_info(tokenizer_folder)) is not None:
@@ -102,8 +102,7 @@ def keep_pretrained(run: RunDirectory, lease: Lease, model: Model) -> None:
     """Copy the small files of the pretrained weights to the run, whose exports are of them: the folder may be gone by then."""
     if model.weights is None:
         return
-    from framework.model.carried import keep_files
-    from framework.model.hub import find_folder
+    from framework.model.hub import find_folder, keep_files
 
     with explain_errors(run.path), lease.replacing(run.pretrained) as made:
         keep_files(find_folder(model.weights, model.revision), made)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from framework.errors import ModelError
 from framework.model.initial import seed_rng
 from framework.model.load import FORWARD_ERRORS, accepted_arguments, choose_experts
-from framework.model.load_balancing import LoadBalancingLoss, Routers
+from framework.model.routers import LoadBalancingLoss, Routers
 from framework.model.shrink import shrink
 from framework.model.stage import StageModel, hollow_out, refuse_split, split_stages
 from framework.model.units import Unit, find_units

@@ -27,7 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
 from framework.model.initial import seed_for, seed_rng
-from framework.model.load_balancing import Routers
+from framework.model.routers import Routers
 from framework.model.units import Unit
 
 

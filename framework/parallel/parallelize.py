@@ -17,13 +17,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from framework.comm.algorithms import ExposedCommunication
 from framework.mesh.layout import Layout
 from framework.model.chunked_loss import make_loss
-from framework.model.expert_load import ExpertLoad
 from framework.model.kept_outputs import KeepsOutputs
 from framework.model.load import choose_experts, kept_in_fp32
 from framework.model.logit_map import LogitMap
 from framework.model.loss import Loss
+from framework.model.mixtures import ExpertLoad
 from framework.model.precision import DTYPES
 from framework.model.stage import find_shared, hollow_out
 from framework.parallel.activation_checkpointing import checkpoint_layers
@@ -36,7 +37,6 @@ from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import split_over_tp, uses_rng_in_training
 from framework.parallel.zero.buffers import MainGradView, UnitBuffer
 from framework.parallel.zero.direct_gradients import write_embedding_gradients, write_gradients_directly
-from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.hooks import UnitHooks
 from framework.parallel.zero.parameters import ParameterSync

@@ -342,8 +342,8 @@ class Activations:
         return self._num_tokens if is_whole else self.tokens.sequences * self.tokens.tokens_local
 
     def _mixture_bytes(self, mixture: MixtureWidths) -> int:
-        """Bytes that a mixture keeps, input included, where the router is uniform. The router keeps its input whole, whether or
-        not others gather it again."""
+        """Bytes that a mixture keeps, its input included, where the router is uniform. The router keeps its input whole,
+        also where others gather it again."""
         e, routed, inner = self.itemsize, self._num_routed, mixture.inner
         if self._slices_experts:
             inner = -(-mixture.inner // self.tokens.tp.size)
@@ -382,8 +382,7 @@ class Activations:
 
     @property
     def _masked_bytes(self) -> int:
-        """Additional bytes of a layer for a mask: the mask in the dtype of activations, and keys and values of all heads of
-        queries."""
+        """Bytes that a layer keeps for a mask: it, in the dtype of activations, and keys and values of all query heads."""
         e, t, tokens, widths = self.itemsize, self.tokens.tp.size, self._num_tokens, self.layer
         more = 0 if widths is None else widths.q // t - widths.kv // min(t, widths.kv_heads)
         return tokens * (self.tokens.context + 2 * more) * e
@@ -397,7 +396,7 @@ class Activations:
 
     @cached_property
     def _factor_bytes(self) -> int:
-        """Factors of the matmuls for a layer's weight gradients: inputs of linear layers and gradients of their outputs,
+        """Factors of the matmuls of a layer's weight gradients: inputs of linear layers, gradients of their outputs,
         of all tokens of a region."""
         widths = self.layer
         if widths is None:

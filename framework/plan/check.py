@@ -8,8 +8,7 @@ from transformers import PretrainedConfig
 
 from framework.data.open_data import find_sequence_problems
 from framework.errors import MeshwrightError, RecipeError
-from framework.model.carried import read_generation
-from framework.model.hub import find_weights
+from framework.model.hub import find_weights, read_generation
 from framework.model.initial import refuse_uninitialised
 from framework.model.load import load_config, refuse_unaligned_experts
 from framework.model.probe import refuse_mixed_dtypes

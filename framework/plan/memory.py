@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from framework.optim.disk_chunks import DiskShard, StateKind, file_bytes, place_chunks, ring_bytes
+from framework.optim.disk_chunks import DiskShard, DiskState, file_bytes, place_chunks, ring_bytes
 from framework.optim.states import MomentsDtype, count_state_bytes
 from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.plan_buffers import BufferPlan, GroupSpan
@@ -107,8 +107,8 @@ def disk_shards(buffers: Sequence[BufferPlan], states: Sequence[str]) -> list[Di
         DiskShard(
             each.numel_owned,
             (
-                StateKind("master", each.dtypes.master),
-                *(StateKind(name, each.dtypes.gradient) for name in states),
+                DiskState("master", each.dtypes.master),
+                *(DiskState(name, each.dtypes.gradient) for name in states),
             ),
             tuple(
                 cut for span in each.spans for where in [within_owned(each, span)] for cut in (where.start, where.stop)

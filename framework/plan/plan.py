@@ -28,11 +28,11 @@ from framework.model.flops import (
 )
 from framework.model.kept_outputs import Policy
 from framework.model.load import build_meta
-from framework.model.load_balancing import LoadBalancingLoss
 from framework.model.logit_map import LogitMap
 from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.precision import DTYPES
 from framework.model.probe import find_layer_outputs, find_load_balancing_loss
+from framework.model.routers import LoadBalancingLoss
 from framework.model.stage import StageBounds, copy_stage, refuse_shared_layers
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment

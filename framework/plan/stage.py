@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from framework.comm.communicator import Communicator
 from framework.mesh.layout import Layout
-from framework.model.load_balancing import Routers
+from framework.model.routers import Routers
 from framework.model.stage import StageModel, own_ties
 from framework.model.units import Unit
 from framework.parallel.parallelize import find_compute_dtypes, parallelize, whole_layouts

@@ -49,7 +49,7 @@ class Derived:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The degrees as a run shows them: expert_tp only where it is not what ep and tp make of it by themselves."""
+        """The degrees for display: expert_tp only where it differs from its default beside ep and tp."""
         is_default = self.expert_tp == (1 if self.ep > 1 else self.tp)
         return {
             axis: getattr(self, axis) for axis in ("pp", "dp", "cp", "tp", "ep", *([] if is_default else ["expert_tp"]))
@@ -57,7 +57,7 @@ class Derived:
 
 
 def compiles(memory: Memory) -> bool:
-    """Whether layers are compiled. `auto` is never: on CPUs it is proved and does not pay, on GPUs nobody has run it."""
+    """Whether layers are compiled. `auto` is never: compiling does not pay on CPUs, and no GPU has run it."""
     return memory.compile == "always"
 
 
@@ -74,7 +74,7 @@ def derive(recipe: Recipe) -> Derived:
 
 
 def carry_derived(recipe: Recipe, changed: Recipe) -> Recipe:
-    """`changed` with what is known to follow from `recipe`, from which it differs in keys that nothing derived depends on."""
+    """`changed` with the derived numbers of `recipe`, from which it differs only in keys that they do not depend on."""
     if "derived" in vars(recipe):
         vars(changed)["derived"] = vars(recipe)["derived"]
     return changed
@@ -144,14 +144,14 @@ def ulysses_degrees(cp: int, heads: int) -> list[int]:
 
 
 def count_expert_slices(parallel: Parallel) -> int:
-    """Ranks that slice each expert: parallel.expert_tp; where it is null one with ep > 1, else all of tp."""
+    """Ranks that slice each expert: parallel.expert_tp; else 1 with ep > 1, or all of tp."""
     if parallel.expert_tp is not None:
         return parallel.expert_tp
     return 1 if parallel.ep > 1 else parallel.tp
 
 
 def count_ranks(recipe: Recipe) -> int:
-    """Ranks of the world: launch.ranks; where it is null what the nodes hold, and without them what the degrees need."""
+    """Ranks of the world: launch.ranks, else nodes x ranks_per_node, else the product of the degrees."""
     launch, parallel = recipe.launch, recipe.parallel
     if launch.ranks is not None:
         return launch.ranks
@@ -161,7 +161,7 @@ def count_ranks(recipe: Recipe) -> int:
 
 
 def count_nodes(recipe: Recipe) -> int:
-    """Nodes of the run: launch.nodes, of a range the most; where it is null as few as hold the ranks. One on this machine."""
+    """Nodes of the run: launch.nodes, of a range the most; else as few as hold the ranks. One with launch.kind=local."""
     launch = recipe.launch
     if launch.kind == "local":
         return 1
@@ -171,7 +171,7 @@ def count_nodes(recipe: Recipe) -> int:
 
 
 def most_nodes(nodes: int | tuple[int, int]) -> int:
-    """launch.nodes, of a range the most: a recipe is planned for as many, and `elastic.at_nodes` makes it one of fewer."""
+    """launch.nodes, of a range the most: a recipe is planned for as many, and `at_nodes` makes it one for fewer."""
     return nodes if isinstance(nodes, int) else nodes[1]
 
 

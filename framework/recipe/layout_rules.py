@@ -208,12 +208,10 @@ def stages(recipe: Recipe) -> Iterator[Problem]:
 @rule("parallel.pp", "pipeline.fill_bubbles", "train.validate_every_steps")
 def bubbles(recipe: Recipe) -> Iterator[Problem]:
     key = "pipeline.fill_bubbles"
-    if recipe.pipeline.fill_bubbles == "none":
-        return
     if recipe.parallel.pp == 1:
         message = "one stage is never idle: there are no bubbles with parallel.pp=1"
-        yield refuse(recipe, key, message, f"{key}=none")
-    elif recipe.train.validate_every_steps is None:
+        yield from refuse_useless(recipe, key, message, "parallel.pp=2 or more")
+    elif recipe.pipeline.fill_bubbles != "none" and recipe.train.validate_every_steps is None:
         message = "there is no validation: train.validate_every_steps=null"
         yield refuse(recipe, key, message, f"{key}=none; or train.validate_every_steps=100")
 
@@ -286,10 +284,8 @@ def activation_offload(recipe: Recipe) -> Iterator[Problem]:
 def _disk(recipe: Recipe) -> Iterator[Problem]:
     offload = recipe.memory.offload
     if offload.home == "host":
-        if offload.disk_path is not None:
-            message = "nothing is written there: memory.offload.home is host"
-            fix = "memory.offload.home=disk; or leave it out (~memory.offload.disk_path)"
-            yield refuse(recipe, "memory.offload.disk_path", message, fix)
+        message = "nothing is written there: memory.offload.home is host"
+        yield from refuse_useless(recipe, "memory.offload.disk_path", message, "memory.offload.home=disk")
         return
     host = "; or memory.offload.home=host"
     # On a CPU activations have no other home at all: `find_offload_to_device` reports that.
@@ -303,7 +299,7 @@ def _disk(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, "memory.offload.disk_path", message, fix)
     if not offload.optimizer:
         message = "no unit's states go to that disk: memory.offload.optimizer is 0"
-        yield refuse(recipe, "memory.offload.home", message, "memory.offload.optimizer=1; or home=host")
+        yield from refuse_useless(recipe, "memory.offload.home", message, "memory.offload.optimizer=1")
     if recipe.model.router_bias_rate:
         message = "biases of routers are moved in memory, and may be parameters whose masters are on the disk"
         yield refuse(recipe, "model.router_bias_rate", message, f"model.router_bias_rate=0{host}")
@@ -361,6 +357,8 @@ def compiled_fp8(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, "precision.compute", message, "memory.compile=never; or precision.compute=bf16")
 
 
+# Rules that find keys without an effect, beside others.
+USELESS_RULES = (experts, zero, sequence, checkpointing, bubbles, offload)
 # In the order in which one mistake hides another.
 LAYOUT_RULES = (
     *(context_method, context_length, context_heads, context_attention, experts, node_range),

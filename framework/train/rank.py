@@ -6,7 +6,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
-from framework.comm.collectives import gather_objects
+from framework.comm.collectives import all_gather_object
 from framework.comm.connect import (
     Mesh,
     choose_device,
@@ -271,7 +271,7 @@ def _find_prompt(recipe: Recipe, prepared: Prepared) -> str:
 
 def _draw_timeline(loop: Loop, title: str, lease: Lease, observers: Observers) -> None:
     """What the ranks of this rank's pipeline did in the last step; rank 0 draws its own."""
-    timeline = Timeline(tuple(gather_objects(loop.timed, loop.run.mesh.axis("pp"))))
+    timeline = Timeline(tuple(all_gather_object(loop.timed, loop.run.mesh.axis("pp"))))
     if loop.run.mesh.rank == 0:
         simulated = loop.run.pipeline.simulated(loop.derived.accumulation, timeline)
         observers.contain("timeline", partial(save_timeline, lease, title, simulated, timeline))

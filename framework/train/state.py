@@ -13,7 +13,7 @@ from framework.checkpoint.place import Place
 from framework.errors import StorageError
 from framework.lease import Lease
 from framework.mesh.layout import Layout
-from framework.model.buffers import persistent_buffers
+from framework.model.initial import persistent_buffers
 from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
 from framework.train.spikes import SpikeState
 from framework.train.step import Run

@@ -7,20 +7,19 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from framework.comm.algorithms import ExposedCommunication
 from framework.comm.collectives import all_reduce, start_all_reduce
 from framework.comm.connect import Mesh
 from framework.comm.transfer import AsyncHostCopy, upload
 from framework.data.pack import Microbatch
-from framework.model.expert_load import ExpertLoad
 from framework.model.loss import count_loss_tokens
-from framework.optim.clip import clip_divisor, norm_rows, squared_norm
+from framework.model.mixtures import ExpertLoad
 from framework.optim.disk_ring import DiskStates
-from framework.optim.optimizers import Missed
+from framework.optim.optimizers import Missed, clip_divisor, norm_rows, squared_norm
 from framework.parallel.pipeline.execute import ActivationSpec, StageLinks, execute
 from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.buffers import MainGradView, UnitBuffer
-from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.plan_buffers import Slot
 from framework.parallel.zero.replicas import BitHash, Hashed, hash_parameters
 from framework.train.loss_scale import LossScale

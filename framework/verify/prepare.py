@@ -195,7 +195,7 @@ def _inner(recipe: Recipe) -> int:
 
 
 def _lower_ep(parallel: Parallel, dp: int, ep: int) -> Parallel:
-    # Where ep becomes 1, experts stay whole: what is not said would then mean slices.
+    # Where ep becomes 1, experts stay whole: the default would then mean slices.
     return replace(
         parallel, dp=dp, ep=ep, expert_tp=count_expert_slices(parallel) if ep < parallel.ep else parallel.expert_tp
     )
@@ -236,7 +236,7 @@ def _choose_degrees(recipe: Recipe, ranks: int | None, experts: int) -> tuple[in
 
 
 def _shrink_shards(zero: Zero, batch: int, batch_small: int) -> tuple[Zero, dict[str, str]]:
-    """HSDP with both its axes, as far as the ranks go. batch: ranks of dp x cp, in the recipe and in the small one."""
+    """HSDP with both its axes, as far as the ranks allow. batch: ranks of dp x cp, in the recipe and in the small one."""
     within = zero.shard_within
     if within is None or (isinstance(within, int) and (within == batch or batch_small % within == 0)):
         return zero, {}

@@ -33,7 +33,7 @@ from framework.plan.plan import unconnected
 
 @dataclass
 class MainGradient:
-    """A weight's gradient in fp32 that is added to (`model.matmul.GradView`)."""
+    """A weight's gradient in fp32 that is added to (`model.matmul.MainGradient`)."""
 
     parameter: nn.Parameter
     view: Tensor

@@ -29,10 +29,10 @@ from transformers import AutoConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from framework.comm.communicator import Communicator
-from framework.mesh.axis import Axis
+from framework.mesh.topology import Axis
 from framework.model.experts import form_of
 from framework.model.matmul import RowGroups, accumulate_stacked_matmul, matmul_into
-from framework.model.routed_tokens import RoutedTokens
+from framework.model.routers import RoutedTokens
 from framework.parallel.experts.dispatch import ExpertDispatch, LocalExperts
 from framework.parallel.experts.exchange import ExpertRoute
 
@@ -65,7 +65,7 @@ def draw_groups(experts: int, rows: int) -> RowGroups:
 
 
 class MainGradient:
-    """A main gradient in fp32, as `model/matmul.py`'s GradView."""
+    """A main gradient in fp32, as `model.matmul.MainGradient`."""
 
     def __init__(self, parameter: torch.nn.Parameter):
         self.parameter = parameter

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from framework.comm.connect import connect
 from framework.mesh.topology import Topology
-from framework.model.capacity import Capacity
+from framework.model.experts import Capacity
 from framework.parallel.experts.exchange import DispatchedRows, ExpertRoute
 from framework.parallel.experts.shared import SharedExperts
 from framework.plan.plan import make_plan

@@ -11,12 +11,12 @@ from torch import Tensor
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.errors import LayoutError
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
+from framework.mesh.topology import Axis
 from framework.model.load import build_meta
 from framework.model.units import Unit, find_units
-from framework.optim.contract import FlatShard, ShardGroup
 from framework.optim.optimizers import FlatOptimizer
+from framework.optim.update_rules import FlatShard, ShardGroup
 from framework.parallel.zero.buffers import UnitBuffer, make_buffers
 from framework.parallel.zero.gradients import REDUCTIONS_IN_FLIGHT
 from framework.parallel.zero.lifetimes import Home, Homes, lifetimes_of

@@ -4,7 +4,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from framework.plan.engine import Engine
 
 from framework.plan.advice import describe_relief, describe_savings, describe_verdict, find_relief, find_savings
 from framework.plan.check import check_layout, most_bytes
@@ -14,6 +13,7 @@ from framework.plan.page import describe_ranks
 from framework.plan.page_of_plan import make_page
 from framework.plan.plan import GB, Plan, make_plan
 from framework.plan.plan_text import describe_plan
+from framework.plan.search import Engine
 from framework.plan.settings import Settings
 from framework.recipe.compose import compose
 

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
-from framework.mesh.axis import Axis
 from framework.mesh.context import ContextSlices
+from framework.mesh.topology import Axis
 from framework.model.initial import seed_rng
 from framework.model.load import FORWARD_ERRORS, choose_experts
 from framework.model.shrink import shrink
@@ -84,6 +84,7 @@ class _Probe:
         """Why documents of these lengths cannot be divided."""
         rows = _Rows(lengths)
         vocabulary = self.model.config.get_text_config().vocab_size
+        # Random ids: with equal ones a query could not tell which keys it sees.
         tokens = torch.randint(0, vocabulary, (1, rows.total))
         try:
             expected = self.model(input_ids=tokens, **self._positions(rows)).logits
@@ -91,6 +92,7 @@ class _Probe:
             yield f"a small one does not run on token ids and positions alone ({error})"
             return
         try:
+            # Our errors name the cause; those of the model need a look at where tokens mix.
             found = self._run_divided(tokens, rows)
         except ModelError as error:
             yield str(error)
@@ -123,6 +125,7 @@ class _Probe:
         mixing = self._find_mixing(tokens)
         if mixing is not None:
             return mixing
+        # The same attention in one row of tokens: what differs now is attention itself, else it was the positions.
         hook_attentions(self.model, lambda: Hook(rows.whole, lambda device: torch.arange(rows.total)))
         mask = None if len(rows.lengths) == 1 else rows.first_rows[:, None, :, None]
         in_order = self.model(input_ids=tokens, attention_mask=mask, **self._positions(rows)).logits
@@ -134,6 +137,7 @@ class _Probe:
     def _find_mixing(self, tokens: Tensor) -> str | None:
         """The first module that mixes tokens although attention does not: where one token changes, and others with it."""
         hook_attentions(self.model, lambda: Hook(_attend_to_nothing, lambda device: torch.arange(tokens.shape[1])))
+        # Attention gives zeros, so a change of token 0 may reach another token only through some other module.
         changed = tokens.clone()
         changed[:, 0] = (changed[:, 0] + 1) % self.model.config.get_text_config().vocab_size
         positions = torch.arange(tokens.shape[1])[None]

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
 from framework.mesh.layout import Layout, Shard, part
-from framework.model.capacity import capacity_of
-from framework.model.experts import ExpertsForm, count_experts, find_experts, find_unknown_experts
+from framework.model.experts import ExpertsForm, capacity_of, count_experts, find_experts, find_unknown_experts
 from framework.parallel.experts.dispatch import ExpertDispatch, LocalExperts
 from framework.parallel.experts.exchange import ExpertRoute
 from framework.parallel.experts.shared import stand_in
@@ -117,7 +116,8 @@ def _replace_forward(model: PreTrainedModel, name: str, form: ExpertsForm, plan:
         else [axes["ep"]]
     )
     parent, _, child = name.rpartition(".")
-    # Where slices of experts compute inside a region, it is the region that computes shared experts.
+    # Looked for on meta: the mixture's own code runs once, without memory. Where slices of experts compute inside a region, it is
+    # the region that computes shared experts.
     if axes["expert_tp"].size == 1:
         shared = stand_in(model.get_submodule(parent), child, model.config.get_text_config().hidden_size)
     experts.forward = ExpertDispatch(  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The load-balancing (auxiliary) loss of routers over all layers of a model, however the model is split into stages.
+"""Routers of experts: the tokens that they see on a rank, and their load-balancing (auxiliary) loss over all layers of a model.
 
     loss = E sum_e f_e P_e        f_e = C_e / N        P_e = S_e / N
 
@@ -10,18 +10,113 @@ The gradient of S comes back beside that of the hidden states; C and N have none
 Shapes: B sequences of T tokens, E experts; a vector of sums is [2E + 1], C before S before N, in at least fp32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from framework.comm.collectives import all_gather
+from framework.comm.communicator import Communicator
 from framework.comm.duals import reduce_from
+from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import TokenLayout
+from framework.mesh.topology import Axis
 from framework.model.precision import sums_dtype
-from framework.model.routed_tokens import RoutedTokens
+
+
+@dataclass(frozen=True)
+class RoutedTokens:
+    """The rows that routers and experts of this rank are given, sequence after sequence."""
+
+    slices: ContextSlices  # the tokens of each sequence that this rank of `cp` holds
+    parts: int  # ranks of `tp` that divide those
+    rows: int  # of each sequence here
+    valid: int  # rows of each sequence, in front, that are tokens; the rest is padding
+    copies: Communicator  # ranks that see the same tokens
+    over: Communicator  # ranks that see other tokens of the same sequences: `parts` of tp in each of cp
+    sums_copies: bool = False  # whether gradients of the copies are parts of a sum, as inside a region, or equal
+
+    @classmethod
+    def whole(cls, tokens: TokenLayout, axes: Mapping[str, Communicator]) -> "RoutedTokens":
+        """All tokens of the slices on each rank of `tp`: inside a region."""
+        return cls._undivided(tokens, axes, sums_copies=True)
+
+    @classmethod
+    def outside(cls, tokens: TokenLayout, axes: Mapping[str, Communicator]) -> "RoutedTokens":
+        """The rows of a rank of `tp` between regions, where the routers of whole experts stand: a part of the slices' tokens with
+        sequence parallelism, else all of them."""
+        if tokens.num_parts > 1:
+            return cls.divided(tokens, axes)
+        return cls._undivided(tokens, axes, sums_copies=False)
+
+    @classmethod
+    def divided(cls, tokens: TokenLayout, axes: Mapping[str, Communicator]) -> "RoutedTokens":
+        """A part of the slices' tokens on each rank of `tp`, as between regions under sequence parallelism."""
+        rows, valid = tokens.tokens_local, tokens.valid_local
+        return cls(_slices_of(tokens), tokens.num_parts, rows, valid, copies=_alone(), over=axes["context_tp"])
+
+    @classmethod
+    def _undivided(cls, tokens: TokenLayout, axes: Mapping[str, Communicator], *, sums_copies: bool) -> "RoutedTokens":
+        rows, valid = tokens.context, tokens.valid_inside
+        return cls(_slices_of(tokens), 1, rows, valid, axes["tp"], axes["cp"], sums_copies)
+
+    @classmethod
+    def of_one_rank(cls) -> "RoutedTokens":
+        """Rows without padding that no other rank sees."""
+        return cls(ContextSlices(1), 1, 1, 1, copies=_alone(), over=_alone())
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether this rank counts its tokens: one of those that see them does."""
+        return self.copies.rank == 0
+
+    @property
+    def are_shared_out(self) -> bool:
+        """Whether the copies may divide the rows among them: each sees all, and what they make of them is alike."""
+        return self.copies.size > 1 and not self.sums_copies
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether some rank's rows are filled up."""
+        return self.rows * self.over.size > self.slices.context
+
+    def is_padding(self, rows: Tensor) -> Tensor:
+        """[T, 1] bool, rows that are no tokens.  rows: [T, ...]."""
+        place = torch.arange(rows.shape[0], device=rows.device) % self.rows
+        return (place >= self.valid).unsqueeze(1)
+
+    def join(self, x: Tensor) -> Tensor:
+        """x of whole sequences, in their order.  x: [T, k] -> [sequences, context, k]; an all-gather over those who see other
+        tokens. Not differentiable."""
+        x = x.unflatten(0, (-1, self.rows))
+        gathered = x.new_empty(self.over.size, *x.shape)
+        all_gather(gathered, x.contiguous(), self.over)
+        # Neighbours of tp have the parts of one rank's slices: [cp, parts, sequences, rows, k] -> [cp, sequences, tokens, k].
+        parts = gathered.unflatten(0, (self.slices.ranks, self.parts)).transpose(1, 2).flatten(2, 3)
+        return self.slices.join(parts[:, :, : self.slices.tokens_local])
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's rows of x: [sequences, context, k] -> [T, k], zeros for padding."""
+        x = self.slices.cut(x, 0)
+        missing = self.rows * self.parts - x.shape[1]
+        return F.pad(x, (0, 0, 0, missing)).chunk(self.parts, dim=1)[self.over.rank % self.parts].flatten(0, 1)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """x without padding: [sequences * rows, ...] -> [sequences * valid, ...]."""
+        return x if self.valid == self.rows else x.unflatten(0, (-1, self.rows))[:, : self.valid].flatten(0, 1)
+
+
+def _slices_of(tokens: TokenLayout) -> ContextSlices:
+    return tokens.slices or ContextSlices(tokens.context)
+
+
+def _alone() -> Communicator:
+    return Communicator(Axis("alone", 1, 0))
 
 
 @dataclass(frozen=True)
