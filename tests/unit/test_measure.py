@@ -17,7 +17,7 @@ from framework.launch.measure_order import Order
 from framework.launch.measured_file import describe_findings, describe_group, fit_line, write_text
 from framework.launch.measurements import combine
 from framework.launch.timings import Effort, choose_edges, iter_forever, time_call
-from framework.plan.cluster import COLLECTIVES, Cluster
+from framework.plan.cluster import COLLECTIVES, ClusterRates
 from framework.plan.correction import correct
 from framework.recipe.compose import compose
 from framework.recipe.schema import ClusterMeasured, Launch, Recipe
@@ -60,7 +60,7 @@ FOUND = {
 def cluster_of(text, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(text)
-    return Cluster.from_group(compose(["experiment=quickstart", f"cluster={file}"]).require().cluster)
+    return ClusterRates.from_group(compose(["experiment=quickstart", f"cluster={file}"]).require().cluster)
 
 
 def test_a_plan_by_the_file_takes_as_long_as_what_was_measured(tmp_path):
@@ -94,7 +94,7 @@ def test_what_layouts_have_taken_longer_slows_all_that_was_measured(tmp_path):
     file.write_text(write_text("mine", describe_group(ORDER, FOUND, HERE, 8 << 30, 64 << 30), ORDER, HERE))
     group = compose(["experiment=quickstart", f"cluster={file}"]).require().cluster
     slower = correct(group, {"computation": 2.0, "memory": 3.0, "links": 4.0, "host": 1.0}, "slower")
-    before, after = Cluster.from_group(group), Cluster.from_group(slower)
+    before, after = ClusterRates.from_group(group), ClusterRates.from_group(slower)
     own = before.overhead_s
 
     def factor(seconds, less=0.0):
