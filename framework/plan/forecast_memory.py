@@ -21,7 +21,7 @@ import numpy as np
 
 from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import Cluster
+from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import MemoryForecast, NodeForecast, StageMemory
 from framework.plan.memory import USABLE, ranks_on_nodes, sum_fullest_node
 from framework.plan.memory_activations import ActivationBytes
@@ -48,7 +48,7 @@ def forecast_memory(
     shape: ModelShape,
     candidate: Candidate,
     settings: Settings | Recipe,
-    cluster: Cluster,
+    cluster: ClusterRates,
     chosen: Mapping[int, Counts] | None = None,
 ) -> MemoryForecast:
     """The memory of a rank at each place of the pipeline: of the first one along all other axes, as `Plan.memory`.
@@ -61,7 +61,7 @@ def forecast_memory(
 
 
 def _forecast_node(
-    shape: ModelShape, candidate: Candidate, settings: Settings, cluster: Cluster, stages: Sequence[StageMemory]
+    shape: ModelShape, candidate: Candidate, settings: Settings, cluster: ClusterRates, stages: Sequence[StageMemory]
 ) -> NodeForecast:
     """Forecast of the resources that the ranks of the fullest node share."""
     world, here = candidate.world, cluster.ranks_per_node
@@ -99,21 +99,8 @@ def describe_estimate(shape: ModelShape, candidate: Candidate) -> str | None:
     )
 
 
-def spare_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe, cluster: Cluster) -> int:
-    """`forecast_memory(...).spare` alone, for a search; negative where the fullest rank lacks bytes."""
-    states, activations = memory_model(shape, settings).parts(candidate, None)
-    return cluster.memory_bytes - max(map(_most, states, activations))
-
-
-def spare_of_options(
-    shape: ModelShape, stages: Candidate, options: StateOptions, settings: Settings | Recipe, cluster: Cluster
-) -> np.ndarray:
-    """`spare_bytes` of all options at once: `stages` with states in other places."""
-    return memory_model(shape, settings).spare(stages, options, cluster.memory_bytes)
-
-
 def host_spare_of_options(
-    shape: ModelShape, stages: Candidate, options: StateOptions, settings: Settings | Recipe, cluster: Cluster
+    shape: ModelShape, stages: Candidate, options: StateOptions, settings: Settings | Recipe, cluster: ClusterRates
 ) -> np.ndarray:
     """Bytes of the host's memory that each option leaves on the fullest node, for a search: as `NodeForecast.spare`, but for
     copies of steps, which depend little on the layout."""
@@ -162,7 +149,9 @@ class MemoryModel:
         pipelines = Pipelines(shape, settings, pipeline)
         return cls(pipelines, StateBytes(pipelines), ActivationBytes(pipelines))
 
-    def forecast(self, each: Candidate, cluster: Cluster, chosen: Mapping[int, Counts] | None = None) -> MemoryForecast:
+    def forecast(
+        self, each: Candidate, cluster: ClusterRates, chosen: Mapping[int, Counts] | None = None
+    ) -> MemoryForecast:
         """The memory of devices and of a node, on a cluster. chosen: as of `stages`."""
         shape, settings, stages = self.pipelines.shape, self.pipelines.settings, self.stages(each, chosen)
         return MemoryForecast(stages, cluster.memory_bytes, _forecast_node(shape, each, settings, cluster, stages))
