@@ -178,7 +178,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
         return train_sweep(arguments.overrides, arguments.recipes)
     recipe = _compose_run(arguments)
-    from framework.launch.rank import let_threads_sleep, may_use_gpus
+    from framework.launch.process import let_threads_sleep, may_use_gpus
     from framework.monitor.phases import Phase, PhaseBar
 
     if not may_use_gpus(recipe.launch):  # a single rank lives in this process, which is about to import torch
@@ -187,9 +187,10 @@ def _train(arguments: argparse.Namespace) -> int:
     bar.begin(Phase.LIBRARIES)
     with loading_libraries():
         from framework.launch.local import train
+        from framework.train.program import main as run_rank
 
     bar.close()
-    return train(recipe, arguments.overrides, arguments.recipes)
+    return train(recipe, arguments.overrides, arguments.recipes, run_rank)
 
 
 def _add_submit(parser: argparse.ArgumentParser) -> None:
@@ -277,7 +278,7 @@ def _add_inject(parser: argparse.ArgumentParser) -> None:
 
 
 def _inject(arguments: argparse.Namespace) -> int:
-    from framework.launch.inject import inject_command, list_command
+    from framework.commands.inject import inject_command, list_command
 
     if arguments.list or not arguments.run:
         return list_command(_find_run(arguments.run) if arguments.run else None)
@@ -415,10 +416,10 @@ def _verify(arguments: argparse.Namespace) -> int:
     recipe = _compose(arguments)
     with loading_libraries():
         from framework.verify.command import verify
-        from framework.verify.options import Options
+        from framework.verify.prepare import VerifyOptions
 
     names = ("model_config", "dtype", "steps", "ranks", "device", "strict")
-    options = Options(**{name: getattr(arguments, name) for name in names})
+    options = VerifyOptions(**{name: getattr(arguments, name) for name in names})
     if arguments.end_to_end:
         from framework.verify.end_to_end import verify_end_to_end
 
@@ -451,7 +452,7 @@ def _add_page(parser: argparse.ArgumentParser) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from framework.plan.auto import require_layout
-    from framework.recipe.layout_pins import compose_for_nodes
+    from framework.recipe.compose import compose_for_nodes
 
     composition = compose_for_nodes(arguments.overrides, arguments.recipes)
     recipe = require_layout(composition, arguments.overrides, arguments.recipes)

@@ -18,7 +18,7 @@ from framework.model.load import REFUSALS, load_config
 from framework.model.shrink import MIN_LAYERS, shrink
 from framework.recipe.overrides import write_value
 from framework.recipe.schema import KEPT_OPERATIONS, Model
-from framework.verify.small import LEAST_EPS
+from framework.verify.prepare import LEAST_EPS
 
 Drawn = dict[str, Any]
 

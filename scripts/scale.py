@@ -2,7 +2,7 @@
 
     python scripts/scale.py [--ranks 8 16 32 64 128] [--at 8192] [--zero 3] [--json FILE]
 
-A few worlds of 8 to 128 ranks run the program's own code, each rank as a thread of this process: `launch.rank`, from the saved
+A few worlds of 8 to 128 ranks run the program's own code, each rank as a thread of this process: `train.program`, from the saved
 recipe to the loop, then one save; and once more, which resumes. Their file system, store and process groups are real or exact
 doubles that count, per rank:
 
@@ -46,12 +46,13 @@ import torch.distributed as dist
 from framework.checkpoint import save
 from framework.comm import agreement, algorithms, collectives, connect, objects, p2p
 from framework.data.prepare import prepare
-from framework.launch import rank as rank_program
-from framework.launch import train
+from framework.launch import process
 from framework.launch.directory import RunDirectory
-from framework.launch.saves import Saves
 from framework.recipe.compose import compose, save_recipe
+from framework.train import program as rank_program
+from framework.train import rank as train
 from framework.train.loop import Loop
+from framework.train.saves import Saves
 
 TIMEOUT_S = 120.0
 PHASES = ("start", "save", "resume")
@@ -430,12 +431,12 @@ def take_fingerprint_apart(recipe: Any) -> dict[str, str]:
 
 
 def run_rank(rank: int, world: int, phase: str, run_dir: Path, counts: Counts, failures: list[BaseException]) -> None:
-    """One rank, as `launch.rank` runs it."""
+    """One rank, as `train.program` runs it."""
     HERE.rank, HERE.phase, HERE.counts, HERE.bytes = rank, phase, counts, bytes_of_thread()
     HERE.environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank % 8),
                         "LOCAL_WORLD_SIZE": str(min(8, world)), "GROUP_WORLD_SIZE": str(max(1, world // 8))}  # fmt: skip
     try:
-        rank_program._train(run_dir, None)
+        rank_program.train_as_launched(run_dir, None)
     except BaseException as error:
         failures.append(error)
 
@@ -480,7 +481,7 @@ def count_world(world: int, zero: int, folder: Path, files: FileSystem) -> Count
             for room in (agreement, collectives, connect, algorithms, objects, p2p):
                 if hasattr(room, "dist"):
                     stack.enter_context(patch.object(room, "dist", distributed))
-            for room in (connect, rank_program):
+            for room in (connect, process):
                 proxy = SimpleNamespace(**{name: getattr(os, name) for name in dir(os) if not name.startswith("_")})
                 proxy.environ = Environment()
                 stack.enter_context(patch.object(room, "os", proxy))

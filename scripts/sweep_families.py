@@ -44,8 +44,8 @@ from framework.parallel.context import refuse_undivided_context
 from framework.plan.check import lay_out_ranks
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
+from framework.verify.layout import run_rank
 from framework.verify.pool import RankFailed, RankPool
-from framework.verify.rank import run_rank
 
 # Keys without which a family's default config has no experts, or experts that two ranks do not divide, or does not build.
 COMPLETIONS: dict[str, dict[str, Any]] = {

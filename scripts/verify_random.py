@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from framework.cli import main
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, MeshwrightError, ModelError, RecipeError, TopologyError
-from framework.launch import local, rank
+from framework.launch import local
 from framework.launch.agent import Outcome
 from framework.lease import Lease
 from framework.plan.check import check_layout
@@ -44,14 +44,14 @@ from framework.recipe.files import search_path
 from framework.recipe.overrides import parse_overrides
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Recipe
-from framework.verify.command import Verification, prepare, run
+from framework.train import program
+from framework.verify.command import run
 from framework.verify.compare import exceeds, render
 from framework.verify.end_to_end import TOLERANCE, compare_runs
 from framework.verify.evidence import NothingToCompare
-from framework.verify.layout import initial_weights
-from framework.verify.options import Options
+from framework.verify.layout import compute_exactly, initial_weights
 from framework.verify.pool import RankPool
-from framework.verify.rank import compute_exactly
+from framework.verify.prepare import Verification, VerifyOptions, prepare
 from framework.verify.sides import PRELOAD
 from scripts.random_recipes import CHOICES, MAX_RANKS, Drawn, draw, write
 
@@ -79,8 +79,8 @@ class Campaign:
     judge: Callable[[Verification], int] = run
 
     @property
-    def options(self) -> Options:
-        return Options(steps=self.steps, device=self.device, strict=True)
+    def options(self) -> VerifyOptions:
+        return VerifyOptions(steps=self.steps, device=self.device, strict=True)
 
     @cached_property
     def given(self) -> Mapping[str, Any]:
@@ -109,7 +109,7 @@ class Campaign:
 
     def command(self, overrides: Sequence[str]) -> str:
         """The shell command that repeats a draw."""
-        default = Options()
+        default = VerifyOptions()
         options = [] if self.steps == default.steps else ["--steps", str(self.steps)]
         options += [] if self.device == default.device else ["--device", self.device]
         return shlex.join(["meshwright", "verify", "--strict", *options, *overrides])
@@ -245,12 +245,12 @@ def train_in_pool(number: int, world: int, rendezvous: str, run: str, epoch: int
         name: str(value) for name, value in {**place, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items()
     }
     with redirect_stdout(said), redirect_stderr(said):
-        code = rank.main(Path(run), Lease(Path(run), epoch))
+        code = program.main(Path(run), Lease(Path(run), epoch))
     return code, said.getvalue()
 
 
 def run_in_pool(pool: RankPool, arguments: Sequence[str], num_ranks: int, *_: Any) -> Outcome:
-    """Stand in for `run_ranks`. arguments: those of `python -m framework.launch.rank`."""
+    """Stand in for `run_ranks`. arguments: those of `python -m framework.train.program`."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

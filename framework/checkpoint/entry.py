@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from framework.mesh.layout import Layout
-from framework.parallel.zero.stored import StoredTensor
+from framework.parallel.zero.buffers import StoredTensor
 
 
 @dataclass(frozen=True, eq=False)

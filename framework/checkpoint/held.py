@@ -35,7 +35,7 @@ from framework.checkpoint.node_memory import HeldName, NodeMemory, make_file, ma
 from framework.checkpoint.pieces import file_name
 from framework.checkpoint.place import Place
 from framework.comm.communicator import Communicator
-from framework.comm.objects import gather_to_first, share_errors, tell, tell_from
+from framework.comm.objects import broadcast_object, gather_object, share_errors
 from framework.comm.streams import pass_bytes
 from framework.errors import CheckpointError, StorageError
 
@@ -111,15 +111,15 @@ class HeldSteps:
         Raises what `find_newest` raises where nodes hold nothing newer. What is passed over is said on stderr.
         """
         share_errors(lambda: self.memory.enter() if self.acts else None, self.world)
-        listings = gather_to_first(self.memory.list() if self.acts else {}, self.world)
-        look = tell(partial(_look, run_dir, checkpoints, listings), self.world)
+        listings = gather_object(self.memory.list() if self.acts else {}, self.world)
+        look = broadcast_object(partial(_look, run_dir, checkpoints, listings), self.world)
         for offer in look.offers:
             held = self._take(offer)
             if held is not None:
                 return Start(held, None)
         if look.error is not None:
             raise look.error
-        return Start(None, look.found or tell(partial(find_newest, checkpoints), self.world))
+        return Start(None, look.found or broadcast_object(partial(find_newest, checkpoints), self.world))
 
     def load(self, held: Held, entries: Sequence[Entry], finite: Collection[str] = ()) -> dict[str, Any] | None:
         """Fill every entry's data; returns the step's state. None where it cannot be loaded, which is said: data may then be
@@ -152,8 +152,8 @@ class HeldSteps:
     def _load(self, held: Held, entries: Sequence[Entry]) -> dict[str, Any]:
         world, folder = self.world, self.memory.folder(held.name)
         reader = share_errors(lambda: Reader(folder, manifest=held.manifest), world)
-        needed = gather_to_first(share_errors(lambda: _files_of(reader, entries), world), world)
-        transfers = tell(partial(_plan_transfers, held, self.neighbours.nodes, needed), world)
+        needed = gather_object(share_errors(lambda: _files_of(reader, entries), world), world)
+        transfers = broadcast_object(partial(_plan_transfers, held, self.neighbours.nodes, needed), world)
         fetched = {each.file: folder / file_name(each.file) for each in transfers if each.target == world.rank}
         sizes = share_errors(lambda: {each.file: reader.file(each.file).size for each in transfers}, world)
         try:
@@ -185,8 +185,8 @@ class HeldSteps:
             self._pass_over(offer.name, str(error))
             return None
         manifest = share_errors(lambda: read_manifest(folder), world)
-        gathered = gather_to_first(_find_whole_files(folder, manifest, self.neighbours, world.rank), world)
-        holders = tell(partial(_holders_of, gathered, manifest.world), world)
+        gathered = gather_object(_find_whole_files(folder, manifest, self.neighbours, world.rank), world)
+        holders = broadcast_object(partial(_holders_of, gathered, manifest.world), world)
         lost = [file_name(number) for number, ranks in enumerate(holders) if not ranks]
         if lost:
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
@@ -199,7 +199,7 @@ class HeldSteps:
         why = ""
         for source in offer.heads:
             try:
-                return tell_from(source, partial(_read_head, self.memory.folder(offer.name)), self.world)
+                return broadcast_object(partial(_read_head, self.memory.folder(offer.name)), self.world, source)
             except (CheckpointError, StorageError) as error:
                 why = str(error)
         self._pass_over(offer.name, why)

@@ -30,7 +30,7 @@ from framework.checkpoint.index import DamagedCheckpoint, Manifest, open_index, 
 from framework.checkpoint.pieces import Piece
 from framework.checkpoint.place import Place
 from framework.comm.communicator import Communicator
-from framework.comm.objects import share_errors, tell
+from framework.comm.objects import broadcast_object, share_errors
 from framework.errors import CheckpointError, StorageError
 from framework.lease import Lease
 from framework.mesh.box import Box
@@ -59,7 +59,7 @@ def load_checkpoint(
     for one more, for `MAX_NEEDS`, and for the largest entry that is not in memory.
     """
     entries = list(entries)
-    manifest = manifest or tell(lambda: open_checkpoint(path), world)
+    manifest = manifest or broadcast_object(lambda: open_checkpoint(path), world)
     reader = Reader(path, buffer_bytes, manifest)
     # A mistake is no reason to try an older checkpoint, so it is named before any damage.
     share_errors(lambda: reader.check(entries), world)
@@ -67,7 +67,7 @@ def load_checkpoint(
         share_errors(lambda: reader.fill(entries), world)
     except DamagedCheckpoint as damage:
         # One node's memory or network may be at fault, and then the checkpoint is whole: rank 0 looks for itself.
-        tell(partial(reader.confirm, damage), world)
+        broadcast_object(partial(reader.confirm, damage), world)
         raise
     return manifest.state
 
@@ -90,7 +90,7 @@ def load_newest(
     entries = list(entries)
     damaged: dict[Place, DamagedCheckpoint] = {}
     while True:
-        found = found or tell(partial(find_newest, root, damaged), world)
+        found = found or broadcast_object(partial(find_newest, root, damaged), world)
         if found.newest is None:
             return None
         try:

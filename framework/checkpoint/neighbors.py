@@ -31,7 +31,7 @@ from framework.checkpoint.save import write_file, write_index
 from framework.checkpoint.save_plan import IndexPlan
 from framework.checkpoint.staging import StagedFile, free_bytes
 from framework.comm.communicator import Communicator
-from framework.comm.objects import gather_to_first, share_errors, tell
+from framework.comm.objects import broadcast_object, gather_object, share_errors
 from framework.comm.streams import pass_bytes
 from framework.errors import CheckpointError, MeshwrightError
 
@@ -100,8 +100,8 @@ class Neighbours:
 
 def meet_neighbours(node: str, copies: int, world: Communicator) -> Neighbours:
     """All ranks' nodes, by this rank's. Collective."""
-    gathered = gather_to_first(node, world)
-    return Neighbours(tell(lambda: tuple(gathered), world), copies)
+    gathered = gather_object(node, world)
+    return Neighbours(broadcast_object(lambda: tuple(gathered), world), copies)
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,11 @@ class CopyKeeper:
         )
         own = Announced(path.stat().st_size, staged.num_bytes, staged.root or 0)
         self._pass(folder, [own], lambda rank: [file_name(rank)])
-        written = gather_to_first(FileRecord(staged.num_bytes, BLOCK_BYTES, own.root), world)
+        written = gather_object(FileRecord(staged.num_bytes, BLOCK_BYTES, own.root), world)
         fault("copy gathered")
-        head = tell(lambda: self._explained(lambda: _write_head(folder, name.step, state, index, written)), world)
+        head = broadcast_object(
+            lambda: self._explained(lambda: _write_head(folder, name.step, state, index, written)), world
+        )
         fault("copy indexed")
         self._pass(folder, head if world.rank == 0 else [], lambda rank: HEAD if rank == 0 else [])
         is_keeper = 0 in self.neighbours.kept(world.rank)

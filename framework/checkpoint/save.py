@@ -48,7 +48,7 @@ from framework.checkpoint.staging import StagedFile, StagingMemory
 from framework.checkpoint.storage import retry
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
-from framework.comm.objects import gather_to_first, share_errors, tell
+from framework.comm.objects import broadcast_object, gather_object, share_errors
 from framework.comm.transfer import Arrival, Moment
 from framework.errors import LeaseLost, MeshwrightError
 from framework.lease import Lease
@@ -281,7 +281,7 @@ class Saver:
         world, fault = self._world, self._fault
         root, lease = self._root, self._lease
         explained = partial(_explained, root, lease, plan.bytes_needed)
-        folder, is_committed = tell(
+        folder, is_committed = broadcast_object(
             lambda: explained(lambda: begin(root, lease, pending.step, pending.state, plan.bytes_needed)), world
         )
         if is_committed:
@@ -295,9 +295,9 @@ class Saver:
                 write_file(path, staged, fault)
 
             share_errors(lambda: explained(lambda: retry(write, "write", path)), world)
-            written = gather_to_first(FileRecord(staged.num_bytes, BLOCK_BYTES, staged.root or 0), world)
+            written = gather_object(FileRecord(staged.num_bytes, BLOCK_BYTES, staged.root or 0), world)
             fault("gathered")
-            committed = tell(lambda: explained(lambda: self._finish(folder, pending, plan, written)), world)
+            committed = broadcast_object(lambda: explained(lambda: self._finish(folder, pending, plan, written)), world)
         except MeshwrightError:
             if world.rank == 0:
                 give_up(root, lease, folder)
@@ -352,7 +352,7 @@ def save_checkpoint(
     devices = [entry.data.device for entry in entries if isinstance(entry.data, torch.Tensor)]
     saver.start(step, entries, state, next((device for device in devices if device.type != "cpu"), CPU))
     saver.finish()
-    committed = tell(lambda: locate(root, step), world)
+    committed = broadcast_object(lambda: locate(root, step), world)
     assert committed is not None, f"{root} has no step {step}, which was committed"
     return committed
 

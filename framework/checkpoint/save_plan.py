@@ -25,7 +25,7 @@ from framework.checkpoint.entry import Entry
 from framework.checkpoint.pieces import EntryRecord
 from framework.checkpoint.staging import place_entries
 from framework.comm.communicator import Communicator
-from framework.comm.objects import deal, gather_to_first, tell
+from framework.comm.objects import broadcast_object, gather_object, scatter_object
 from framework.errors import CheckpointError
 from framework.mesh.layout import Layout
 
@@ -67,12 +67,12 @@ class SavePlan:
 
 def plan_save(entries: Sequence[Entry], world: Communicator) -> SavePlan:
     """Divide the entries of all ranks among them. Collective. Raises CheckpointError, on all, where they are not whole."""
-    division = divide(gather_to_first(pack_claims(entries), world))
+    division = divide(gather_object(pack_claims(entries), world))
     try:
-        duty = deal(partial(_duties, division), world)
+        duty = scatter_object(partial(_duties, division), world)
     except Disagreement as found:
         _explain_disagreement(found, entries, world)
-    files = gather_to_first(plan_file(entries, duty.flags), world)
+    files = gather_object(plan_file(entries, duty.flags), world)
     index = plan_index(division, files) if world.rank == 0 else None
     keys = [(entry.name, entry.layout, entry.data.dtype) for entry in entries]
     return SavePlan(keys, np.flatnonzero(duty.flags & WRITES).tolist(), duty.bytes_needed, index)
@@ -108,8 +108,8 @@ def _duties(division: Division) -> list[Duty]:
 def _explain_disagreement(found: Disagreement, entries: Sequence[Entry], world: Communicator) -> NoReturn:
     """Raise on all ranks what is wrong, in words: those who know the entries by name tell rank 0. Collective."""
     wrong = {entry.name: describe(entry) for entry in entries if hash_name(entry.name) in found.covered}
-    known = gather_to_first(wrong, world)
-    tell(lambda: _raise_disagreement(found, known), world)
+    known = gather_object(wrong, world)
+    broadcast_object(lambda: _raise_disagreement(found, known), world)
     raise found
 
 

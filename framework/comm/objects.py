@@ -1,5 +1,4 @@
-"""Python objects among ranks: rank 0 looks something up and tells the others or deals each its own, all report to rank 0, one
-fails for all.
+"""Collectives of Python objects, named as torch's: broadcast, scatter and gather; and errors that one rank raises on all.
 
 What every rank would read from a file system or a hub by itself, rank 0 reads: thousands of ranks that ask for the same file
 are a load of their own, and two of them may see different answers (NFS caches attributes for seconds). An all-gather of objects
@@ -27,16 +26,10 @@ T = TypeVar("T")
 OBJECTS_TAG = 4
 
 
-def tell(work: Callable[[], T], axis: Communicator) -> T:
-    """The result of `work`, which the axis's rank 0 alone does; all ranks get it, or its MeshwrightError. Collective.
-
-    A broadcast: the result must be picklable. Bytes: the sealed pickle, sent by rank 0 to each of the others.
+def broadcast_object(work: Callable[[], T], axis: Communicator, source: int = 0) -> T:
+    """Broadcast the result of `work`, which the rank at index `source` alone does, or raise its MeshwrightError on all ranks.
+    Collective. The result must be picklable. Bytes: the sealed pickle, sent by the source to each of the others.
     """
-    return tell_from(0, work, axis)
-
-
-def tell_from(source: int, work: Callable[[], T], axis: Communicator) -> T:
-    """`tell` by the rank at index `source`, which alone does the work."""
     # Errors that are not ours end rank 0 with its own traceback, and the others by their group's timeout or the launcher.
     outcome: T | MeshwrightError | None = None
     if axis.rank == source:
@@ -69,24 +62,24 @@ def share_errors(work: Callable[[], T], axis: Communicator) -> T:
     first = torch.tensor(urgency * axis.size + axis.rank)
     all_reduce(first, axis, "min", label="share_errors")
     if first < 2 * axis.size:
-        tell_from(int(first) % axis.size, lambda: _raise(failure), axis)
+        broadcast_object(lambda: _raise(failure), axis, source=int(first) % axis.size)
     return result  # type: ignore[return-value]  # no rank has failed
 
 
-def gather_to_first(obj: Any, axis: Communicator) -> list[Any]:
-    """On the axis's rank 0 every rank's picklable object, in the axis's order; on the others an empty list. Collective.
+def gather_object(obj: Any, axis: Communicator) -> list[Any]:
+    """Gather a picklable object of every rank on the axis's rank 0, in the axis's order; an empty list on the others. Collective.
 
     Bytes: this rank's object, sent once (rank 0 receives them all), and its size. `dist.gather_object` would tell every size to
     every rank and pad every object to the largest.
     """
     if axis.size == 1:
         return [obj]
-    check_agreement(axis, "gather_to_first", "", None)
+    check_agreement(axis, "gather_object", "", None)
     mine = seal(obj, axis.secret)
     # Sizes first: rank 0 receives into memory of exactly each object's size, of which one may be thousands of times another.
     size = torch.tensor([len(mine)])
     sizes = [torch.zeros_like(size) for _ in range(axis.size)] if axis.rank == 0 else None
-    with axis.waiting(axis.record("gather_to_first", size.nbytes + len(mine) if axis.rank else 0)):
+    with axis.waiting(axis.record("gather_object", size.nbytes + len(mine) if axis.rank else 0)):
         dist.gather(size, sizes, group=axis.group, group_dst=0)
         if sizes is None:
             axis.send(mine, 0, OBJECTS_TAG).wait()
@@ -99,26 +92,26 @@ def gather_to_first(obj: Any, axis: Communicator) -> list[Any]:
     return [obj, *(unseal(place, axis.secret) for place in places)]
 
 
-def gather_numbers_to_first(numbers: Sequence[float], axis: Communicator) -> list[list[float]]:
-    """On the axis's rank 0 every rank's numbers, equally many, in the axis's order; on the others an empty list. Collective.
+def gather_numbers(numbers: Sequence[float], axis: Communicator) -> list[list[float]]:
+    """Gather equally many numbers of every rank on the axis's rank 0, in the axis's order; an empty list on the others.
 
-    One gather of fp64, 8 bytes a number, by the host: the backend receives all of them, where `gather_to_first` would pickle and
-    receive in Python for each rank, in every reported step.
+    Collective: one gather of fp64, 8 bytes a number, by the host: the backend receives all of them, where `gather_object` would
+    pickle and receive in Python for each rank, in every reported step.
     """
     if axis.size == 1:
         return [list(numbers)]
-    check_agreement(axis, "gather_numbers_to_first", "", None)
+    check_agreement(axis, "gather_numbers", "", None)
     mine = torch.tensor(list(numbers), dtype=torch.float64)
     places = [torch.empty_like(mine) for _ in range(axis.size)] if axis.rank == 0 else None
-    with axis.waiting(axis.record("gather_numbers_to_first", mine.nbytes if axis.rank else 0)):
+    with axis.waiting(axis.record("gather_numbers", mine.nbytes if axis.rank else 0)):
         dist.gather(mine, places, group=axis.group, group_dst=0)
     return [place.tolist() for place in places or ()]
 
 
-def deal(work: Callable[[], Sequence[T]], axis: Communicator) -> T:
-    """This rank's item of the result of `work`, which the axis's rank 0 alone does; or its MeshwrightError, on all. Collective.
+def scatter_object(work: Callable[[], Sequence[T]], axis: Communicator) -> T:
+    """Scatter the result of `work`, which the axis's rank 0 alone does, or raise its MeshwrightError on all ranks. Collective.
 
-    A scatter: `work` returns one picklable item for each rank, in the axis's order, else AssertionError. Bytes: each rank's item,
+    `work` returns one picklable item for each rank, in the axis's order, else AssertionError. Bytes: each rank's item,
     sent to it alone by rank 0, and its size.
     """
     items: Sequence[T] = ()
@@ -130,19 +123,19 @@ def deal(work: Callable[[], Sequence[T]], axis: Communicator) -> T:
         return [seal(item, axis.secret) for item in items[1:]]
 
     # The outcome before the items: a rank that waits for an item would not hear of an error in making it. What is pickled does
-    # not travel here, `_share_first_error` tells None.
+    # not travel here, `_share_first_error` broadcasts None.
     packed = _share_first_error(pack, axis)
     if axis.size == 1:
         return items[0]
-    check_agreement(axis, "deal", "", None)
+    check_agreement(axis, "scatter_object", "", None)
     size = torch.zeros(1, dtype=torch.int64)
     if packed is None:
-        with axis.waiting(axis.record("deal", 0)):
+        with axis.waiting(axis.record("scatter_object", 0)):
             dist.scatter(size, None, group=axis.group, group_src=0)
             mine = torch.empty(int(size), dtype=torch.uint8)
             axis.receive(mine, 0, OBJECTS_TAG).wait()
         return unseal(mine, axis.secret)
-    with axis.waiting(axis.record("deal", sum(each.nbytes + size.nbytes for each in packed))):
+    with axis.waiting(axis.record("scatter_object", sum(each.nbytes + size.nbytes for each in packed))):
         dist.scatter(size, [size, *(torch.tensor([len(each)]) for each in packed)], group=axis.group, group_src=0)
         leaving = [axis.send(each, rank, OBJECTS_TAG) for rank, each in enumerate(packed, 1)]
         for sending in leaving:
@@ -158,16 +151,16 @@ def _share_first_error(work: Callable[[], T], axis: Communicator) -> T | None:
         nonlocal result
         result = work()
 
-    tell(do, axis)
+    broadcast_object(do, axis)
     return result
 
 
 def _broadcast(obj: Any, source: int, axis: Communicator) -> Any:
     """The object of the rank at index `source`, on all ranks."""
-    check_agreement(axis, "tell", "", None)
+    check_agreement(axis, "broadcast_object", "", None)
     sealed = seal(obj, axis.secret) if axis.rank == source else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([len(sealed)])
-    with axis.waiting(axis.record("tell", len(sealed))):
+    with axis.waiting(axis.record("broadcast_object", len(sealed))):
         dist.broadcast(size, group=axis.group, group_src=source)
         if axis.rank != source:
             sealed = torch.empty(int(size), dtype=torch.uint8)
@@ -176,5 +169,5 @@ def _broadcast(obj: Any, source: int, axis: Communicator) -> Any:
 
 
 def _raise(error: MeshwrightError | None) -> None:
-    assert error is not None, "only a rank that has failed tells its error"
+    assert error is not None, "only a rank that has failed raises its error"
     raise error

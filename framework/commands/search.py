@@ -20,10 +20,9 @@ from typing import Any
 from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.imports import loading_libraries
 from framework.launch.machine import check_measured
-from framework.recipe.compose import load_recipe
-from framework.recipe.layout_file import write_layout
+from framework.recipe.compose import change_pins, compose_open, find_pins, load_recipe
 from framework.recipe.layout_keys import LAYOUT_KEYS
-from framework.recipe.layout_pins import change_pins, compose_open, find_pins
+from framework.recipe.saved import write_layout
 from framework.recipe.schema import Recipe
 from framework.track.jsonl import METRICS_FILE, read_records
 
@@ -297,8 +296,8 @@ def _rank_again(request: SearchRequest, folder: Path) -> int:
     from framework.plan.correction import Tried, correct, describe_factors, fit_factors, write_text
     from framework.plan.find import foretell, resolved
     from framework.plan.rejections import describe
-    from framework.recipe.cluster_file import write_cluster_file
     from framework.recipe.clusters import find_cluster
+    from framework.recipe.saved import write_cluster_file
 
     measured = dict(_read_measured(folder))
     if not measured:

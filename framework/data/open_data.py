@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from transformers import PretrainedConfig
 
 from framework.comm.communicator import Communicator
-from framework.comm.objects import share_errors, tell
+from framework.comm.objects import broadcast_object, share_errors
 from framework.data.prepared import Prepared, check_vocabulary, find_prepared, open_found
 from framework.errors import RecipeError
 from framework.model.probe import keeps_documents_apart
@@ -22,7 +22,7 @@ def open_data(recipe: Recipe, config: PretrainedConfig, world: Communicator) -> 
         check_data_fits(recipe, found, config)
         return found
 
-    found = tell(find, world)
+    found = broadcast_object(find, world)
     return share_errors(lambda: open_found(found), world)
 
 

@@ -10,9 +10,8 @@ from framework.errors import EXIT_DONE
 from framework.launch.directory import RunDirectory
 from framework.launch.identity import load_own_recipe
 from framework.recipe.environment import HIDDEN, hide_in, is_private
-from framework.recipe.keys import flatten
+from framework.recipe.keys import flatten, plain
 from framework.recipe.problem import show
-from framework.recipe.saved import plain
 from framework.track.jsonl import METRICS_FILE, read_records
 
 # Lines of the curves' table: enough to see where two runs part.

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from framework.checkpoint.place import is_url
 from framework.errors import EXIT_DONE, EXIT_USER, MeshwrightError, OffloadError
+from framework.host import count_cores
 from framework.imports import loading_libraries
 from framework.launch.machine import check_measured
 from framework.launch.places import refuse_unreachable
 from framework.launch.slurm import partitions, reach
 from framework.optim.disk_file import refuse_folder
 from framework.recipe.clusters import find_cluster
-from framework.recipe.host import count_cores
 from framework.recipe.schema import Recipe
 
 PACKAGES = ("torch", "transformers", "datasets", "hydra-core", "wandb")

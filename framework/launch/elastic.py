@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from framework.errors import MeshwrightError, RecipeError
 from framework.imports import loading_libraries
 from framework.recipe.check import check_recipe
-from framework.recipe.elastic import at_nodes, has_range, node_counts
+from framework.recipe.derive import at_nodes, has_range, node_counts
 from framework.recipe.schema import Recipe
 
 # Keys that ask for nodes or ranks which a start on fewer lacks: it keeps as many copies as it can and says so, and profiles the

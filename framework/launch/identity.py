@@ -24,9 +24,8 @@ from framework.launch.directory import RunDirectory
 from framework.launch.places import explain_errors
 from framework.lease import Lease
 from framework.recipe.compose import load_recipe
-from framework.recipe.keys import NAME, flatten, list_keys
+from framework.recipe.keys import NAME, flatten, list_keys, plain
 from framework.recipe.problem import show
-from framework.recipe.saved import plain
 from framework.recipe.schema import Recipe
 
 # Patterns of the keys that a resume may change, each with the reason why the run stays the same run.

@@ -5,6 +5,7 @@ check -> data -> run directory, lock, recipe.yaml -> ranks -> what to type next
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -14,34 +15,37 @@ from typing import Any
 from framework.data.prepare import prepare, summarize_data
 from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost, MeshwrightError, RecipeError, RunError
 from framework.imports import loading_libraries
-from framework.launch import rank
 from framework.launch.agent import Outcome, run_ranks
 from framework.launch.directory import RunDirectory
 from framework.launch.epochs import settle_length, settle_steps
-from framework.launch.goodput import find_age_s
 from framework.launch.identity import describe_identity, keep_tokenizer
 from framework.launch.places import explain_errors, place_checkpoints, refuse_unreachable, refuse_unwritable
 from framework.launch.record import describe_software
 from framework.launch.resume import Change, resume_command, resume_recipe, saved_step
 from framework.launch.settle import keep_pretrained, settle, settle_tokens
+from framework.launch.slurm import RANK_PROGRAM
 from framework.lease import Lease
 from framework.mesh.placement import place
+from framework.monitor.goodput import find_age_s
 from framework.optim.disk_file import refuse_folder
 from framework.recipe.compose import save_recipe
-from framework.recipe.derive import derive
+from framework.recipe.derive import derive, has_range
 from framework.recipe.describe import describe_blend
-from framework.recipe.elastic import has_range
 from framework.recipe.environment import fill
 from framework.recipe.schema import Recipe
 from framework.start import is_of_launcher, python_words
 from framework.track.goodput_log import note_gone, note_launch
 
+# The program of a rank, `train/program.py`, where the only rank lives in this process.
+RankProgram = Callable[[Path, Lease], int]
 
-def train(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path]) -> int:
+
+def train(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], run_rank: RankProgram) -> int:
     """Train `recipe` as a new run, or go on with the run that `recipe.run.id` names; returns the exit code.
 
-    overrides, recipe_dirs: what `recipe` was composed from; on a resume they are applied to the saved recipe. Raises
-    RunError, and whatever else is the user's to mend, before the ranks start; what the ranks raise is printed.
+    overrides, recipe_dirs: what `recipe` was composed from; on a resume they are applied to the saved recipe. run_rank: the
+    program of a rank, which runs in this process where there is one rank. Raises RunError, and whatever else is the user's to
+    mend, before the ranks start; what the ranks raise is printed.
     """
     if recipe.launch.kind != "local":
         raise RecipeError(
@@ -52,8 +56,8 @@ def train(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path]) -> int:
         )
     rank_variables(recipe)
     if recipe.run.id is not None and (run := RunDirectory(Path(recipe.run.root, recipe.run.id))).recipe.exists():
-        return _resume(run, overrides, recipe_dirs)
-    return _begin(recipe, overrides)
+        return _resume(run, overrides, recipe_dirs, run_rank)
+    return _begin(recipe, overrides, run_rank)
 
 
 def check_model(recipe: Recipe, is_new: bool = True) -> str:
@@ -102,7 +106,7 @@ def rank_variables(recipe: Recipe) -> dict[str, str]:
     return fill(recipe.launch.environment, os.environ)
 
 
-def _begin(recipe: Recipe, overrides: list[str]) -> int:
+def _begin(recipe: Recipe, overrides: list[str], run_rank: RankProgram) -> int:
     """A new run. Its directory is made once the data is there: bad data leaves no run behind."""
     refuse_unwritable(Path(recipe.run.root))
     refuse_unreachable(recipe.checkpoint.root)
@@ -121,7 +125,7 @@ def _begin(recipe: Recipe, overrides: list[str]) -> int:
         with explain_errors(run.path), lease.replacing(run.recipe) as made:
             save_recipe(recipe, made)
         run.note_launch(overrides, {}, lease, **describe_identity(run, recipe), **describe_software())
-        return _launch(run, lease, recipe, from_step=0)
+        return _launch(run, lease, recipe, run_rank, from_step=0)
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ class NextPart:
     is_saved: bool
 
 
-def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> int:
+def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path], run_rank: RankProgram) -> int:
     """Go on with a run, under the saved recipe and the changes that it allows. All that may refuse this comes before a new epoch,
     which would end a start that runs, and whose lock is not seen here."""
     decide = cache(partial(_decide, run, overrides, recipe_dirs))
@@ -150,7 +154,7 @@ def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) ->
                 save_recipe(part.recipe, made)
         changed = {each.key: each.now for each in part.changes}
         run.note_launch(overrides, changed, lease, **_describe(run, part), **describe_software())
-        return _launch(run, lease, part.recipe, from_step=part.step)
+        return _launch(run, lease, part.recipe, run_rank, from_step=part.step)
 
 
 def _decide(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> NextPart:
@@ -182,7 +186,7 @@ def _describe(run: RunDirectory, part: NextPart) -> dict[str, Any]:
     return identity if part.tokenizer is not None else {"recipe": identity["recipe"]}
 
 
-def _launch(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) -> int:
+def _launch(run: RunDirectory, lease: Lease, recipe: Recipe, run_rank: RankProgram, from_step: int) -> int:
     print(f"run      {run.path}" + (f", from step {from_step:,}" if from_step else ""), flush=True)
     world, variables = derive(recipe).world, rank_variables(recipe)
     with suppress(OSError, LeaseLost):  # a full disk, or another start's run: goodput begins with the ranks
@@ -191,9 +195,9 @@ def _launch(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) -> 
     for name in filter(is_of_launcher, tuple(os.environ)):  # the ranks are this launcher's: who they are it says itself
         del os.environ[name]
     if world == 1 and not variables:
-        outcome = Outcome(rank.main(run.path, lease))
+        outcome = Outcome(run_rank(run.path, lease))
     else:  # variables are for a process that starts with them: libraries read theirs when they are loaded
-        outcome = run_ranks(python_words(rank.__name__, str(run.path), str(lease.epoch)), world, run.log, variables)
+        outcome = run_ranks(python_words(RANK_PROGRAM, str(run.path), str(lease.epoch)), world, run.log, variables)
     with suppress(OSError, LeaseLost):  # the next start infers when this one ended
         lease.check()
         note_gone(run.path, outcome.code)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from framework.errors import RecipeError
-from framework.recipe.host import count_cores, count_host_memory
+from framework.host import count_cores, count_host_memory
 from framework.recipe.schema import ClusterMeasured, Recipe
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.errors import EXIT_DONE, RecipeError, RunError
+from framework.host import count_host_memory
 from framework.launch import measure_rank
 from framework.launch.agent import Outcome, run_ranks
 from framework.launch.local import rank_variables
@@ -17,9 +18,8 @@ from framework.launch.machine import count_memory, describe_machine, find_differ
 from framework.launch.measure_order import Order
 from framework.launch.measured_file import describe_findings, describe_group, write_text
 from framework.launch.timings import ON_CPU, ON_GPU, Effort
-from framework.recipe.cluster_file import ENDINGS, KEY, read_cluster_file, write_cluster_file
 from framework.recipe.convert import to_recipe
-from framework.recipe.host import count_host_memory
+from framework.recipe.saved import CLUSTER, ENDINGS, read_cluster_file, write_cluster_file
 from framework.recipe.schema import ClusterMeasured, Recipe
 from framework.start import python_words
 
@@ -35,7 +35,7 @@ def choose_file(typed: str, recipe_dirs: Sequence[Path]) -> Path:
 
     RecipeError where cluster=FILE could not choose it."""
     if not typed:
-        folder = recipe_dirs[0].expanduser() / KEY if recipe_dirs else Path()
+        folder = recipe_dirs[0].expanduser() / CLUSTER if recipe_dirs else Path()
         return folder / f"{DEFAULT_NAME}{ENDINGS[0]}"
     file = Path(typed).expanduser()
     if file.suffix not in ENDINGS:
@@ -72,7 +72,7 @@ def measure_command(recipe: Recipe, file: Path, *, overwrites: bool = False, eff
     except OSError as error:
         raise RunError(f"{file} cannot be written: {error.strerror}; what was measured:\n\n{text}") from error
     print("\n".join(describe_findings(group, order)))
-    print(f"written      {file}; use it with {KEY}={file}")
+    print(f"written      {file}; use it with {CLUSTER}={file}")
     return EXIT_DONE
 
 
@@ -93,7 +93,7 @@ def refuse(recipe: Recipe, file: Path, here: ClusterMeasured, overwrites: bool) 
     if overwrites or not file.exists():
         return
     values, problems = read_cluster_file(file)
-    draft, _ = to_recipe({KEY: values}, {})
+    draft, _ = to_recipe({CLUSTER: values}, {})
     measured, ways = draft.cluster.measured, "name another one, or give --overwrite"
     if problems or measured.processor is None:
         raise RecipeError(f"--measure {file}: there is a file already, which doctor has not measured; {ways}")

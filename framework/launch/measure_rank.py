@@ -11,7 +11,7 @@ from pathlib import Path
 
 from framework.errors import EXIT_DONE
 from framework.launch.measure_order import Order
-from framework.launch.rank import let_threads_sleep, run_process, tell
+from framework.launch.process import let_threads_sleep, report_error, run_process
 
 CONNECT_WITHIN_S = 300.0
 
@@ -25,7 +25,7 @@ def main(path: Path) -> int:
     try:
         _measure(order)
     except Exception as error:
-        return tell(error)
+        return report_error(error)
     return EXIT_DONE
 
 

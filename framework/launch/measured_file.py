@@ -12,8 +12,8 @@ from framework.launch.measure_order import Order
 from framework.plan.cluster import COLLECTIVES, RINGS
 from framework.recipe.clusters import find_cluster_problems, name_of_gpu, read_shipped
 from framework.recipe.convert import to_recipe
+from framework.recipe.keys import plain
 from framework.recipe.problem import render_problems
-from framework.recipe.saved import plain
 from framework.recipe.schema import Cluster, ClusterMeasured
 from framework.track.flops import peak_flops
 

@@ -21,7 +21,7 @@ import torch
 from framework.comm.collectives import all_gather, all_reduce, all_to_all, barrier, gather_objects, reduce_scatter
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh
-from framework.comm.objects import tell
+from framework.comm.objects import broadcast_object
 from framework.comm.p2p import start_receive, start_send
 from framework.launch import timings
 from framework.launch.measure_order import Order
@@ -56,7 +56,10 @@ def measure(order: Order, mesh: Mesh) -> dict[str, Any]:
 def measure_compute(order: Order, effort: Effort, axis: Communicator, device: torch.device) -> dict[str, Any]:
     """What this rank computes in a second while the others of the axis compute the same. Collective: ranks begin each part
     together."""
-    edges = {name: tell(partial(timings.choose_edges, device, DTYPES[name], effort), axis) for name in order.dtypes}
+    edges = {
+        name: broadcast_object(partial(timings.choose_edges, device, DTYPES[name], effort), axis)
+        for name in order.dtypes
+    }
     parts: dict[str, Callable[[], Any]] = {
         "matmul": lambda: {
             name: list(timings.time_matmuls(device, DTYPES[name], edges[name], effort.wide, effort.point_s))
@@ -116,7 +119,7 @@ def count_calls(work: timings.Work, between: timings.Work, axis: Communicator, d
 
     timings.time_batch(both, device, WARM_UP)
     once_s = timings.time_batch(both, device, 1)
-    return tell(lambda: min(timings.MOST_CALLS, max(1, ceil(BATCH_S / max(once_s, 1e-9)))), axis)
+    return broadcast_object(lambda: min(timings.MOST_CALLS, max(1, ceil(BATCH_S / max(once_s, 1e-9)))), axis)
 
 
 def time_messages(

@@ -21,7 +21,7 @@ from framework.plan.target import resolve_precision, target_device
 from framework.recipe.derive import compiles, derive
 from framework.recipe.environment import fill
 from framework.recipe.keys import TOKEN_IDS
-from framework.recipe.memory_rules import find_offload_to_device
+from framework.recipe.layout_rules import find_offload_to_device
 from framework.recipe.problem import COMMAND_LINE, render_problems
 from framework.recipe.schema import Launch, Model, Recipe
 

@@ -19,15 +19,14 @@ import jinja2
 
 from framework.checkpoint.place import open_place
 from framework.errors import RunError
-from framework.recipe.derive import Derived, derive
-from framework.recipe.elastic import can_move, has_range, node_counts
+from framework.recipe.derive import Derived, can_move, derive, has_range, node_counts
 from framework.recipe.environment import names_in, shell_word
 from framework.recipe.overrides import write_resume
 from framework.recipe.problem import Problem
 from framework.recipe.schema import Launch, Recipe
 from framework.start import slurm_environment
 
-RANK_PROGRAM = "framework.launch.rank"
+RANK_PROGRAM = "framework.train.program"
 TEMPLATES = {"none": "bare.sh", "apptainer": "apptainer.sh", "pyxis": "pyxis.sh"}
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
 _CONTROL = r"\x00-\x1f\x7f"

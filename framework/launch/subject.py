@@ -14,8 +14,8 @@ from framework.recipe.describe import describe_experiments
 from framework.recipe.files import search_path
 from framework.recipe.keys import flatten
 from framework.recipe.overrides import parse_overrides
-from framework.recipe.place_rules import find_run_root_problems
 from framework.recipe.problem import render_problems
+from framework.recipe.run_rules import find_run_root_problems
 from framework.recipe.schema import Recipe, Run
 
 # What says what is trained: recipes of these groups, values below these keys. Where data lies, or how a model computes, do not.

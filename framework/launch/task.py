@@ -1,8 +1,10 @@
 """A rank as a task of SLURM: who it is, whether it is where the plan says, and how it tells the job's script why it ended."""
 
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 from framework.errors import LeaseLost, NodeError, TopologyError
@@ -10,13 +12,24 @@ from framework.launch.directory import HolderState, describe_self
 from framework.lease import Holder, read_lease
 from framework.mesh.placement import place
 from framework.recipe.derive import Derived
+from framework.track.goodput_log import Job
 
 OUTCOME = "MESHWRIGHT_OUTCOME"
+QUEUED = "MESHWRIGHT_QUEUED"
+# Lines of RUN/slurm/history, which the job's script writes.
+_START = re.compile(r"\S+ job=\d+ restart=\d+ start from=.*")
+_END = re.compile(r"(\S+) job=\d+ restart=\d+ end code=(\d+) .*")
+_LEFT_OUT = re.compile(r"\S+ job=\d+ restart=\d+ left out .*")
 
 
 def is_task() -> bool:
     """Was this process started inside a job of ours?"""
     return OUTCOME in os.environ and "SLURM_PROCID" in os.environ
+
+
+def count_nodes() -> int:
+    """The nodes of this start of a job's ranks."""
+    return int(os.environ["SLURM_STEP_NUM_NODES"])
 
 
 def adopt_task() -> None:
@@ -107,3 +120,24 @@ def claim_outcome(code: int) -> bool:
             file.write(f"{code}\n")
         return True
     return False
+
+
+def describe_job(run_dir: Path) -> Job:
+    """When the job of this start was submitted and began, and how the start before it ended; nothing outside of a job."""
+    return read_job(run_dir / "slurm" / "history", os.environ.get(QUEUED, "")) if is_task() else Job()
+
+
+def read_job(history: Path, queued: str) -> Job:
+    """The times that a job's script knows. queued: when the job was submitted and began, empty where SLURM does not say. history:
+    the script's record of starts and ends, which lacks the end of a node that was lost."""
+    noted = history.read_text().splitlines() if history.is_file() else []
+    lines = [line for line in noted if not _LEFT_OUT.fullmatch(line)]  # between an end and the start that follows it
+    starts = [index for index, line in enumerate(lines) if _START.fullmatch(line)]
+    end = _END.fullmatch(lines[starts[-1] - 1]) if starts and starts[-1] else None
+    gone = (_unix_s(end[1]), int(end[2])) if end else (None, None)
+    moments = [float(word) for word in queued.split() if word.isdigit()]
+    return Job(*(moments if len(moments) == 2 else (None, None)), *gone)
+
+
+def _unix_s(stamp: str) -> float:
+    return datetime.strptime(stamp, "%Y-%m-%dT%H:%M:%S%z").timestamp()

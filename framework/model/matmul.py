@@ -23,7 +23,7 @@ from framework.model.kept_outputs import KeptOutputs
 Accumulate = Callable[[Tensor, Tensor, Tensor, bool], None]
 
 
-class MainGradient(Protocol):
+class GradView(Protocol):
     """The main gradient of one weight: a view of the buffer in which it is summed over microbatches."""
 
     parameter: nn.Parameter
@@ -54,7 +54,7 @@ class LayerWeight:
     def __init__(self, layer: nn.Module, name: str, is_transposed: bool) -> None:
         self.name, self.is_transposed = name, is_transposed
         self._layer = layer
-        self.grad_view: MainGradient | None = None
+        self.grad_view: GradView | None = None
         self.tick: Tensor | None = None
         self.kept: KeptOutputs | None = None
         self._operation = ""
@@ -77,7 +77,7 @@ class LayerWeight:
             return compute(*args)
         return self.kept.compute(self._operation, partial(compute, *args))
 
-    def write_gradient_to(self, grad_view: MainGradient) -> None:
+    def write_gradient_to(self, grad_view: GradView) -> None:
         """From now on `weight_gradient` adds to the main gradient, and autograd gets none."""
         self.grad_view = grad_view
         # One scalar for the whole run: a new one in each call would cost an allocation, and nothing reads its value.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -38,18 +38,41 @@ class Current:
     since_s: float
 
 
+class RankObserver:
+    """The events of a rank to which code outside of training may react, as faults/ does. This class ignores them all."""
+
+    def begin_phase(self, phase: Phase) -> None:
+        """A phase begins."""
+
+    def begin_step(self, step: int, run: Any) -> None:
+        """A step is about to begin. run: the `TrainingRun` of the rank."""
+
+    def begin_save(self, step: int) -> None:
+        """A save of the step is about to start. The points of the saves are then reached in the order of their starts."""
+
+    def reach(self, point: str) -> None:
+        """A save has come to a point, in the thread that saves. May raise OSError, as the disk may."""
+
+    def read_batch(self, cursor: int, samples: Any, microbatches: Any) -> None:
+        """The loader hands out the batch at `cursor`. samples: [n] int64, their numbers. May raise OSError, as the disk may."""
+
+
 class Phases:
     """The phases of one rank. The main thread changes them, any thread reads them.
 
-    seconds: of each phase so far, without those of phases within it and of the one under way; with it they add up to the time
-    since this object was made. on_begin: hears of each phase that begins.
+    observer: hears of all that the rank does. on_begin: hears of each phase that begins.
     """
 
-    def __init__(self, on_begin: Callable[[Phase], None] = lambda phase: None) -> None:
+    def __init__(
+        self, observer: RankObserver | None = None, on_begin: Callable[[Phase], None] = lambda phase: None
+    ) -> None:
+        self.observer = observer or RankObserver()
+        # Of each phase so far, without those of phases within it and of the one under way; with it they add up to the time since
+        # this object was made.
         self.seconds = dict.fromkeys(Phase, 0.0)
         self._on_begin = on_begin
         self._current = Current(Phase.LIBRARIES, None, time.monotonic())
-        self._on_begin(Phase.LIBRARIES)
+        self._announce(Phase.LIBRARIES)
 
     @property
     def current(self) -> Current:
@@ -66,7 +89,7 @@ class Phases:
         now = time.monotonic()
         self.seconds[self._current.phase] += now - self._current.since_s
         self._current = Current(phase, self._current.step if step is None else step, now)
-        self._on_begin(phase)
+        self._announce(phase)
 
     @contextmanager
     def within(self, phase: Phase, step: int | None = None) -> Iterator[None]:
@@ -77,6 +100,10 @@ class Phases:
             yield
         finally:
             self.begin(outer.phase)
+
+    def _announce(self, phase: Phase) -> None:
+        self._on_begin(phase)
+        self.observer.begin_phase(phase)
 
 
 class PhaseBar:

@@ -1,28 +1,45 @@
-"""Everything that lays a model out over the mesh, in the one order that works: a list of transforms.
+"""All that is done to a model to make it a parallel one, in the one order that works: two lists.
 
-A transform takes a stage's model on meta, the layout of each of its parameters, and the StagePlan. It changes the model in
-place and returns refined layouts. It keeps every global shape, knows no other transform, and is the identity where its axes have
-size 1. Nothing here owns memory or sends a byte, so a plan for thousands of ranks can be made on a laptop. What a run adds once
-there is memory (gradient views, hooks) is in `attach.py`.
+TRANSFORMS lay a stage's model out on meta. A transform takes the model, the layout of each of its parameters, and the StagePlan.
+It changes the model in place and returns refined layouts. It keeps every global shape, knows no other transform, and is the
+identity where its axes have size 1. It owns no memory and sends no byte, so a laptop can plan thousands of ranks.
+
+ATTACH adds what a stage's model needs once it has memory, so that gradients arrive in their buffers and units come and go.
 
 A new parallelism is one file and one line in TRANSFORMS.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from framework.mesh.layout import Layout
+from framework.model.chunked_loss import make_loss
+from framework.model.kept_outputs import KeepsOutputs
 from framework.model.load import choose_experts, kept_in_fp32
+from framework.model.logit_map import LogitMap
+from framework.model.loss import Loss
+from framework.model.mixtures import ExpertLoad
+from framework.model.precision import DTYPES
 from framework.model.stage import find_shared, hollow_out
-from framework.parallel.compilation import compile_layers
-from framework.parallel.context import split_context
-from framework.parallel.experts import split_experts
-from framework.parallel.fp8_layers import gather_in_fp8
+from framework.parallel.activation_checkpointing import checkpoint_layers
+from framework.parallel.activation_offload import ActivationOffload, offload_activations
+from framework.parallel.compilation import compile_layers, compiled_layers
+from framework.parallel.context import find_context_attentions, split_context
+from framework.parallel.experts import report_dropped, split_experts, write_stacked_gradients
+from framework.parallel.fp8_layers import find_fp8_linears, gather_in_fp8, make_matmul
 from framework.parallel.stage_plan import StagePlan
-from framework.parallel.tensor import split_over_tp
+from framework.parallel.tensor import split_over_tp, uses_rng_in_training
+from framework.parallel.zero.buffers import MainGradView, UnitBuffer
+from framework.parallel.zero.direct_gradients import write_embedding_gradients, write_gradients_directly
+from framework.parallel.zero.exposed_communication import ExposedCommunication
+from framework.parallel.zero.gradients import GradientSync
+from framework.parallel.zero.hooks import UnitHooks
+from framework.parallel.zero.parameters import ParameterSync
 from framework.parallel.zero.plan_buffers import shard_over_batch
 
 Layouts = Mapping[str, Layout]
@@ -62,7 +79,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     split_context,  # of the heads that are left to this rank
     cut_to_stage,  # then embedding and head may go: until here both are needed to split what they share
     gather_in_fp8,  # of the shapes that are left to this rank
-    compile_layers,  # of the layers as they are computed; around it they are checkpointed, once there is memory (`attach`)
+    compile_layers,  # of the layers as they are computed; around it they are checkpointed, once there is memory (ATTACH)
     name_zero_axes,  # last: ZeRO divides what all else has left to this rank
 )
 
@@ -79,7 +96,7 @@ def parallelize(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> La
 
 
 def whole_layouts(model: PreTrainedModel) -> dict[str, Layout]:
-    """What transforms begin with: every parameter whole, under each of its names."""
+    """The layouts that transforms begin with: every parameter whole, under each of its names."""
     return {name: Layout(tuple(p.shape)) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
@@ -88,3 +105,110 @@ def find_compute_dtypes(model: PreTrainedModel, plan: StagePlan) -> dict[str, to
     fp32 = kept_in_fp32(model, plan.compute_dtype)
     names = [name for unit in plan.own_units for name in unit.parameters]
     return {name: torch.float32 if fp32 & {*plan.ties[name]} else plan.compute_dtype for name in names}
+
+
+@dataclass(eq=False)
+class AttachedStage:
+    """A stage that has memory, and what ATTACH has added to it so far; lives as long as the run."""
+
+    model: PreTrainedModel
+    plan: StagePlan
+    ties: Mapping[str, tuple[str, ...]]
+    """All names of each parameter in the stage's model."""
+    buffers: Sequence[UnitBuffer]
+    """Allocated."""
+    exposed: ExposedCommunication
+    load: ExpertLoad
+    logit_map: LogitMap | None
+    """The way from the head to the logits where the loss is computed in chunks, on the last stage; else None."""
+    vocabulary_size: int
+
+    operations: dict[nn.Module, Sequence[KeepsOutputs]] = field(init=False, default_factory=dict)
+    """The operations of each module whose outputs activation checkpointing may keep."""
+    parameters: ParameterSync = field(init=False)
+    gradients: GradientSync = field(init=False)
+    hooks: UnitHooks = field(init=False)
+    offload: ActivationOffload | None = field(init=False)
+    loss: Loss = field(init=False)
+
+    @cached_property
+    def grad_views(self) -> dict[str, MainGradView]:
+        """The main gradient of each trained parameter, by its name."""
+        return {name: view for buffer in self.buffers for name, view in buffer.grad_views.items()}
+
+    @cached_property
+    def compiled(self) -> set[nn.Module]:
+        """The modules within compiled layers."""
+        return {module for layer in compiled_layers(self.model, self.plan) for module in layer.modules()}
+
+
+def write_main_gradients(stage: AttachedStage) -> None:
+    """Have linear layers, stacked experts and embeddings write their weights' gradients into the buffers."""
+    model, views = stage.model, stage.grad_views
+    fp8 = set(find_fp8_linears(model, stage.plan).values())
+    linears = write_gradients_directly(model, views, stage.compiled, partial(make_matmul, fp8=fp8, plan=stage.plan))
+    stage.operations |= {module: (matmul,) for module, matmul in linears.items()}
+    stage.operations |= write_stacked_gradients(model, views)
+    stage.operations |= find_context_attentions(model)
+    write_embedding_gradients(model, views, stage.compiled)
+
+
+def hook_units(stage: AttachedStage) -> None:
+    """Unshard parameters and reduce gradients as forward and backward reach the units that they are of."""
+    plan, buffers = stage.plan, stage.buffers
+    stage.gradients = GradientSync(buffers, stage.exposed, DTYPES[plan.recipe.precision.reduce])
+    by_unit = [[buffer for buffer in buffers if buffer.plan.unit == unit.name] for unit in plan.own_units]
+    stage.parameters = ParameterSync(by_unit, stage.exposed)
+    prefetch, trains_below = plan.recipe.zero.prefetch_units, plan.trains_below
+    stage.hooks = UnitHooks(
+        stage.model, plan.own_units, stage.ties, stage.parameters, stage.gradients, prefetch, trains_below
+    )
+
+
+def checkpoint_activations(stage: AttachedStage) -> None:
+    """Have layers compute their activations again in backward, each by its policy."""
+    plan, model = stage.plan, stage.model
+    checkpoint_layers(
+        {unit.name: model.get_submodule(unit.root) for unit in plan.own_units if unit.name in plan.policies},
+        plan.policies,
+        plan.recipe.memory.kept_operations,
+        stage.operations,
+        stage.compiled,
+        stage.hooks.unsharded_for,
+        uses_rng_in_training(model),
+    )
+
+
+def offload_what_is_kept(stage: AttachedStage) -> None:
+    """Take to the host what autograd keeps of layers, if the recipe asks for it."""
+    stage.offload = offload_activations(stage.model, stage.plan, [buffer.full for buffer in stage.buffers])
+
+
+def count_load(stage: AttachedStage) -> None:
+    """Count the tokens that routers send to experts, and those that these drop."""
+    plan = stage.plan
+    layers = [unit.name for unit in plan.own_units if plan.bounds.owns(unit)]
+    stage.load.watch(stage.model, layers, plan.routed_tokens)
+    report_dropped(stage.model, stage.load.drop)
+
+
+def compute_loss(stage: AttachedStage) -> None:
+    """Compute the loss behind the head, or chunk by chunk in its place."""
+    views = stage.grad_views.values()
+    stage.loss = make_loss(stage.model, views, stage.logit_map, stage.plan.axes["tp"], stage.vocabulary_size)
+
+
+ATTACH: tuple[Callable[[AttachedStage], None], ...] = (
+    write_main_gradients,  # first: checkpointing wraps these forwards, and may keep what they give
+    hook_units,  # of a layer's call, around its forward; checkpointing's `sqrt` unshards units through these
+    checkpoint_activations,  # of a layer's forward, compiled or not
+    offload_what_is_kept,  # of what checkpointing keeps
+    count_load,  # anywhere: hooks of routers and experts alone
+    compute_loss,  # last: it takes the head's place, and the units' hooks have to see what the head gives
+)
+
+
+def attach(stage: AttachedStage) -> None:
+    """Do all of ATTACH to a stage."""
+    for add in ATTACH:
+        add(stage)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from framework.parallel.pipeline.live import LiveMoment
+from framework.parallel.pipeline.lower import LiveMoment
 
 
 class StageActivations(NamedTuple):

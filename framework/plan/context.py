@@ -1,4 +1,4 @@
-"""Context parallelism in numbers: what a method sends for a layer's attention, what it holds meanwhile, and how long both take.
+"""Bytes of context parallelism: what a method sends for a layer's attention, and what a rank holds for it.
 
 cp = u r ranks divide every sequence, by Ulysses over u of them and by a ring, or a gather, over r. A rank has T tokens of a
 microbatch; with heads exchanged u T tokens of 1/u of its query heads and of the key-value heads that these need. In bytes, with
@@ -9,12 +9,10 @@ e of a value, s = max(e, 4) of a sum, and Q, O, K, V elements of a rank's querie
     ring           n (K + V) e                               n (K + V) (e + s);  n = r - 1 steps, fewer behind a window
     gather         (r-1) (K + V) e                           (r-1) (K + V) (e + s)
 
-FLOPs are what is computed: the causal half, or the window. A step of the ring is hidden where it takes no longer than the
-attention of a step, 1/r of the rank's. What Ulysses exchanges is exposed; of a gather what takes longer than one block, and all
-of it in backward. Merging blocks costs passes over memory, which Ulysses alone has none of.
+Its seconds are those of the time model (exposure.py), which `plan` compares for all methods.
 """
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import cycle
 from math import gcd
@@ -29,8 +27,7 @@ from framework.parallel.context.blocks import find_steps
 from framework.parallel.context.key_values import KeyValues, count_portions, group_heads
 from framework.parallel.context.ulysses import share_heads
 from framework.parallel.tensor import count_kv_heads
-from framework.plan.cluster import Cluster, DeviceLink
-from framework.recipe.context_rules import ulysses_degrees
+from framework.recipe.derive import ulysses_degrees
 
 # Of a first row, which travels with Ulysses where documents are packed.
 ROW_BYTES = 8
@@ -38,24 +35,26 @@ ROW_BYTES = 8
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Attention of a layer on a rank of tp. heads, kv_heads: its own; key_dim, value_dim: of a head; reach: tokens that a query
-    sees at the most, itself included; is_windowed: these are the last ones."""
+    """Attention of a layer on a rank of tp."""
 
     heads: int
     kv_heads: int
     key_dim: int
+    """Features of a head's queries and keys."""
     value_dim: int
     reach: int
+    """Tokens that a query sees at the most, itself included."""
     is_windowed: bool = False
+    """Whether these are the last ones."""
 
     def pairs(self, context: int) -> int:
-        """Pairs of a query and a key that it sees, of a sequence."""
+        """Pairs of a query and a key that it sees, in a sequence of `context` tokens."""
         reach = min(self.reach, context)
         return reach * context - reach * (reach - 1) // 2
 
 
 def attention_shapes(config: PretrainedConfig, tp: int, context: int) -> list[AttentionShape | None]:
-    """Of each layer, None of one without attention. config: of the text model."""
+    """The attention of each layer, None for one without. config: of the text model."""
     reaches, layers = attention_reach(config, context), cycle(layer_configs(config))
     # Chunks are documents to us: what lies before one is known to be unseen only when rows have come.
     windowed = [kind != "chunked_attention" for kind in getattr(config, "layer_types", None) or reaches]
@@ -76,8 +75,8 @@ def _read_shape(config: PretrainedConfig, tp: int, reach: int, is_windowed: bool
 
 
 @dataclass(frozen=True)
-class Method:
-    """How cp is divided: ranks by Ulysses, ranks by a ring, and whether these gather instead."""
+class ContextMethod:
+    """Division of cp: ranks that exchange heads (Ulysses), ranks of a ring, and whether these gather instead."""
 
     ulysses: int
     ring: int
@@ -85,7 +84,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        """As parallel.context says it."""
+        """The value of `parallel.context` that selects this method."""
         if self.gathers:
             return "gather"
         if 1 in (self.ulysses, self.ring):
@@ -93,66 +92,18 @@ class Method:
         return f"[{self.ulysses},{self.ring}]"
 
 
-def find_methods(cp: int, heads: int) -> list[Method]:
-    """Those that divide the heads of a rank of tp."""
-    return [*(Method(each, cp // each) for each in ulysses_degrees(cp, heads)), Method(1, cp, gathers=True)]
-
-
-@dataclass(frozen=True)
-class Links:
-    """What the ranks of cp compute with and send over. stride: of its ranks, tp; ranks_per_node: neighbours of a node; dtype: of
-    attention."""
-
-    cluster: Cluster
-    stride: int
-    ranks_per_node: int
-    dtype: str = "bf16"
-
-    def stays(self, method: Method) -> bool:
-        """Whether all ranks of a ring are on one node."""
-        return self.stride * method.ulysses * method.ring <= self.ranks_per_node
-
-    def of_ring(self, method: Method) -> DeviceLink:
-        """The slowest of a ring's: between nodes where any of its ranks is on another."""
-        return self.cluster.device_link(1 if self.stays(method) else 2)
-
-    def attention_s(self, flops: float, *, backward: bool = False) -> float:
-        """Seconds of so many FLOPs of attention."""
-        return self.cluster.attention_seconds(flops, self.dtype, backward=backward)
-
-    def exchange_s(self, method: Method, num_bytes: float) -> float:
-        """Seconds of an all-to-all over Ulysses' ranks: of its bytes a share stays in the node, beside the others."""
-        size = method.ulysses
-        here = min(size, max(1, self.ranks_per_node // self.stride))
-        outside = num_bytes * (size - here) / (size - 1) if size > 1 else 0
-        near, far = self.cluster.device_link(1), self.cluster.device_link(2)
-        return max(near.seconds(num_bytes - outside), far.seconds(outside))
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of a layer's attention: computing; waiting for messages that nothing hides; passes over memory that one rank would
-    not make."""
-
-    attention_s: float
-    exposed_s: float
-    memory_s: float
-
-    @property
-    def total_s(self) -> float:
-        return self.attention_s + self.exposed_s + self.memory_s
-
-    def __add__(self, other: "Times") -> "Times":
-        return Times(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-    def __rmul__(self, times: float) -> "Times":
-        return Times(*(times * each for each in astuple(self)))
+def find_methods(cp: int, heads: int) -> list[ContextMethod]:
+    """Methods whose Ulysses degree divides the heads of a rank of tp."""
+    return [
+        *(ContextMethod(each, cp // each) for each in ulysses_degrees(cp, heads)),
+        ContextMethod(1, cp, gathers=True),
+    ]
 
 
 @dataclass(frozen=True)
 class Passes:
-    """How often a layer runs for a microbatch before its backward. forwards: 1 without recomputation; attentions: as often, or
-    once where what attention gives is kept (memory.kept_operations): heads are still exchanged each time."""
+    """Forwards of a layer for a microbatch. forwards: 1 without recomputation; attentions: as many, or 1 where attention's output
+    is kept (memory.kept_operations): heads are still exchanged each time."""
 
     forwards: int = 1
     attentions: int = 1
@@ -160,16 +111,18 @@ class Passes:
 
 @dataclass(frozen=True)
 class ContextCost:
-    """A method for a layer's attention, of one rank and one microbatch. sequences: of it; context: tokens of a sequence, of all
-    ranks. itemsize: bytes of a value. packs: documents are kept apart. index: of the rank along Ulysses."""
+    """Bytes of a method for a layer's attention, of one rank and one microbatch."""
 
-    method: Method
+    method: ContextMethod
     shape: AttentionShape
     sequences: int
     context: int
+    """Tokens of a whole sequence."""
     itemsize: int
     packs: bool = False
+    """Whether documents are kept apart."""
     index: int = 0
+    """Of the rank along Ulysses."""
 
     @cached_property
     def slices(self) -> ContextSlices:
@@ -213,12 +166,12 @@ class ContextCost:
 
     @property
     def step_bytes(self) -> tuple[int, int]:
-        """What a step of the ring sends, in forward and in backward."""
+        """Bytes that a step of the ring sends, in forward and in backward."""
         return self.keys_values * self.itemsize, self.keys_values * (self.itemsize + self.sum_size)
 
     @property
     def exchanged_bytes(self) -> tuple[int, int]:
-        """What Ulysses sends in forward and in backward."""
+        """Bytes that Ulysses sends in forward and in backward."""
         u, shape = self.method.ulysses, self.shape
         if u == 1:
             return 0, 0
@@ -235,19 +188,19 @@ class ContextCost:
 
     @property
     def travelling_bytes(self) -> tuple[int, int]:
-        """What ring or gather send in forward and in backward."""
+        """Bytes that a ring or a gather sends in forward and in backward."""
         messages = self.method.ring - 1 if self.method.gathers else self.num_steps
         forward, backward = (messages * each for each in self.step_bytes)
         return forward, backward
 
     def sent(self, passes: Passes) -> int:
-        """What a rank sends for one microbatch."""
+        """Bytes that a rank sends for one microbatch."""
         (there, back), (forward, backward) = self.exchanged_bytes, self.travelling_bytes
         return passes.forwards * there + passes.attentions * forward + back + backward
 
     @property
     def kept_bytes(self) -> int:
-        """What is kept for backward beside what a layer of one rank keeps of its tokens: with heads exchanged the output a second
+        """Bytes kept for backward beyond what a layer without cp keeps of its tokens: with heads exchanged the output a second
         time, key-value heads that several ranks have, and the first rows of all tokens."""
         u, shape = self.method.ulysses, self.shape
         if u == 1:
@@ -267,7 +220,7 @@ class ContextCost:
 
     @property
     def transient_bytes(self) -> int:
-        """What is there beside what is kept while the attention computes, the most in backward: messages of K/V, held and
+        """Peak bytes beside the kept ones while attention computes, in backward: messages of K/V, held and
         arriving, and of their sums, added to, leaving and arriving, or all that were gathered, whose sums take their place where
         they are as wide; the sums of a group of heads at home; gradients of queries, keys and values, and of the output. While
         heads are exchanged there is less: two messages, and tensors outside, some of whose counterparts are not yet or no longer
@@ -279,67 +232,3 @@ class ContextCost:
             travelling = keys_values * (2 * e + 3 * s) * (self.num_steps > 0)
         sums = (keys_values * s + self.queries * (s + e)) // groups
         return travelling // messages + sums + (self.queries + keys_values + self.outputs) * e
-
-    @property
-    def flops(self) -> tuple[float, float]:
-        """Of a rank's attention, forward and backward: two matmuls, and five with the scores that are computed again."""
-        pairs = 2.0 * self.sequences * self.shape.heads * self.shape.pairs(self.context) / self.slices.ranks
-        key, value = self.shape.key_dim, self.shape.value_dim
-        return pairs * (key + value), pairs * (3 * key + 2 * value)
-
-    def step_s(self, links: Links) -> tuple[tuple[float, float], tuple[float, float]]:
-        """(seconds of a ring step's messages, of its attention), in forward and in backward, where sums leave beside K/V."""
-        link, steps, (_, messages) = links.of_ring(self.method), self.num_steps + 1, self.portions
-        forward, backward = (
-            (link.seconds(sent, messages), links.attention_s(flops / steps, backward=back))
-            for sent, flops, back in zip(self.step_bytes, self.flops, (False, True), strict=True)
-        )
-        return forward, backward
-
-    def times(self, links: Links, passes: Passes) -> Times:
-        """Of all forwards and the backward of a microbatch."""
-        there, back = (self._exchange_times(links, each) for each in self.exchanged_bytes)
-        forward, backward = self._forward_times(links), self._backward_times(links)
-        return passes.forwards * there + passes.attentions * forward + back + backward
-
-    def _exchange_times(self, links: Links, num_bytes: int) -> Times:
-        # A message is packed and unpacked: read and written, twice.
-        copied = 4 * (self.queries + self.keys_values + self.outputs) * self.itemsize * (self.method.ulysses > 1)
-        return Times(0.0, links.exchange_s(self.method, num_bytes), links.cluster.memory_seconds(copied))
-
-    def _forward_times(self, links: Links) -> Times:
-        (message_s, block_s), _ = self.step_s(links)
-        late = self._late_gather_s(links, block_s) if self.method.gathers else self.num_steps * (message_s - block_s)
-        # A block's output is widened, and interpolated into the sum.
-        merged = self.num_steps * self.outputs * (self.itemsize + 4 * self.sum_size)
-        return Times((self.num_steps + 1) * block_s, max(late, 0.0), links.cluster.memory_seconds(merged))
-
-    def _backward_times(self, links: Links) -> Times:
-        _, (message_s, block_s) = self.step_s(links)
-        n, link, (_, messages) = self.num_steps, links.of_ring(self.method), self.portions
-        if self.method.gathers:  # and nothing hides where sums are scattered
-            sums = (self.method.ring - 1) * self.keys_values * self.sum_size
-            late = self._late_gather_s(links, block_s) + link.seconds(sums, messages)
-        else:  # nor the first keys and values: the rank's own block comes last, under the last sums on their way home
-            late = link.seconds(self.step_bytes[0] * (n > 0) / messages) + n * max(0.0, message_s - block_s)
-        # Gradients are read, and added to theirs.
-        added = n * (self.queries + self.keys_values) * (self.itemsize + 2 * self.sum_size)
-        return Times((n + 1) * block_s, late, links.cluster.memory_seconds(added))
-
-    def _late_gather_s(self, links: Links, block_s: float) -> float:
-        """What is not hidden of a gather: of each group of heads, the first message is under the block of the rank's own keys."""
-        groups, messages = self.portions
-        sent_s = links.of_ring(self.method).seconds((self.method.ring - 1) * self.step_bytes[0], messages)
-        return sent_s - min(sent_s * groups / messages, block_s)
-
-    def hidden_from(self, links: Links) -> int:
-        """The fewest tokens of a rank and sequence from which on a step of the ring is hidden, forward and backward, without
-        latencies: bytes grow with them, FLOPs with their square. Without a window."""
-        key, value = self.shape.key_dim, self.shape.value_dim
-        # Of a rank and step with n tokens, u n with heads exchanged: 2 (u n)^2 / 2 pairs of H/u heads, and u n keys.
-        heads = self.shape.heads * self.method.ulysses
-        per_pair, per_pair_back = (heads * links.attention_s(1e15, backward=back) / 1e15 for back in (False, True))
-        per_token = self.keys_values / self.tokens / links.of_ring(self.method).rate
-        forward = per_token * self.itemsize / (per_pair * (key + value))
-        backward = per_token * (self.itemsize + self.sum_size) / (per_pair_back * (3 * key + 2 * value))
-        return round(max(forward, backward))

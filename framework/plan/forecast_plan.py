@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from framework.parallel.pipeline.simulate import Costs
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import Cluster
+from framework.plan.context import find_methods
 from framework.plan.forecast import Forecast, MemoryForecast, NodeForecast
 from framework.plan.forecast_memory import describe_estimate, forecast_memory
 from framework.plan.memory import show_bytes
@@ -29,7 +30,8 @@ BY_DATA_SHEETS = (
 @dataclass(frozen=True)
 class PlanForecast:
     """A plan with its forecasts. shape: of its model. costs: seconds of each stage's actions with one microbatch.
-    cautions: what of the recipe the step time does not have."""
+    cautions: what of the recipe the step time does not have. context_methods: with cp > 1 the step
+    seconds of each value of parallel.context that the heads allow, the fastest first."""
 
     plan: Plan
     shape: ModelShape
@@ -38,6 +40,7 @@ class PlanForecast:
     forecast: Forecast
     costs: Costs
     cautions: tuple[str, ...] = ()
+    context_methods: tuple[tuple[str, float], ...] = ()
 
 
 def forecast_plan(plan: Plan) -> PlanForecast:
@@ -70,7 +73,21 @@ def forecast_plan(plan: Plan) -> PlanForecast:
             f"the recipe names no machine: {cluster.name} is a guess. For GPUs cluster=h100_ib or another of"
             " recipes/cluster; `meshwright doctor --measure` describes this machine"
         )
-    return PlanForecast(plan, shape, cluster, candidate, forecast, costs, tuple(cautions))
+    methods = _compare_methods(plan, times, candidate)
+    return PlanForecast(plan, shape, cluster, candidate, forecast, costs, tuple(cautions), methods)
+
+
+def _compare_methods(plan: Plan, times: TimeModel, candidate: Candidate) -> tuple[tuple[str, float], ...]:
+    """(method, step seconds) of context parallelism, the fastest first."""
+    heads = max((cost.shape.heads for cost in plan.context_costs(0) if cost is not None), default=0)
+    if candidate.cp == 1 or not heads:
+        return ()
+    layouts = {
+        each.name: replace(candidate, ulysses=each.ulysses, is_gather=each.gathers)
+        for each in find_methods(candidate.cp, heads)
+    }
+    found = [(name, times.forecast(layout).step_s) for name, layout in layouts.items()]
+    return tuple(sorted(found, key=lambda each: each[1]))
 
 
 def _doubt_memory(shape: ModelShape, memory: MemoryForecast) -> list[str]:

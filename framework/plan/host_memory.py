@@ -8,10 +8,10 @@ from functools import cache
 from pathlib import Path
 
 from framework.errors import RecipeError
+from framework.host import count_host_memory
 from framework.optim.optimizers import state_names
 from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan
-from framework.recipe.host import count_host_memory
 from framework.recipe.schema import Recipe
 
 # The share of a node's memory that ranks have for offloaded states: Python, torch, NCCL and page tables need the rest.

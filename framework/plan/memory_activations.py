@@ -11,12 +11,12 @@ from framework.mesh.context import ContextSlices
 from framework.mesh.token_layout import TokenLayout
 from framework.model.logit_map import find_logit_map
 from framework.model.stage import StageBounds
-from framework.parallel.pipeline.live import LiveMoment
+from framework.parallel.pipeline.lower import LiveMoment
 from framework.parallel.pipeline.simulate import Costs
 from framework.plan.activation_peaks import MomentTable, Peak, StageActivations
 from framework.plan.activations import Activations
 from framework.plan.candidate import Candidate
-from framework.plan.context import ContextCost, Method
+from framework.plan.context import ContextCost, ContextMethod
 from framework.plan.layer_widths import read_masks
 from framework.plan.logits import is_large
 from framework.plan.memory_moments import make_moments, representative
@@ -174,7 +174,7 @@ class ActivationBytes:
     def _context_costs(self, each: Candidate) -> list[ContextCost | None]:
         if each.cp == 1:
             return []
-        method = Method(each.ulysses, each.cp // each.ulysses, each.is_gather)
+        method = ContextMethod(each.ulysses, each.cp // each.ulysses, each.is_gather)
         lengths = each.sequences, each.context, self.pipelines.settings.compute.itemsize
         shapes = dict.fromkeys(self.pipelines.shape.attentions(each.tp, each.context))
         return [None if shape is None else ContextCost(method, shape, *lengths, self._packs) for shape in shapes]

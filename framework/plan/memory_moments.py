@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from framework.parallel.pipeline.live import LiveMoment, live_moments
-from framework.parallel.pipeline.lower import lower
+from framework.parallel.pipeline.lower import LiveMoment, live_moments, lower
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Costs, unit_costs
 

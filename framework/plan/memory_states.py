@@ -14,9 +14,8 @@ from framework.comm.communicator import Communicator
 from framework.mesh.axis import Axis
 from framework.mesh.topology import count_expert_shards
 from framework.parallel.tensor import ranks_per_kv_head
-from framework.parallel.zero.choose_homes import choose_homes
 from framework.parallel.zero.lifetimes import lifetimes_of
-from framework.parallel.zero.plan_buffers import BufferPlan
+from framework.parallel.zero.plan_buffers import BufferPlan, choose_homes
 from framework.plan.candidate import Candidate
 from framework.plan.memory import (
     KINDS,

@@ -1,29 +1,30 @@
 """A plan in words: what a recipe will put where, before any device is touched. Everything stays on meta."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from framework.errors import RecipeError
+from framework.mesh.layout import Layout
 from framework.mesh.placement import place
 from framework.model.kept_outputs import Policy
 from framework.model.units import Unit
-from framework.parallel.pipeline.describe_pipeline import describe_bubble, describe_pipeline
-from framework.parallel.pipeline.draw import SIMULATED_UNIT, Panel, save_picture
-from framework.parallel.pipeline.pipeline import Pipeline
+from framework.parallel.pipeline.draw import SIMULATED_UNIT, Panel, describe_bubble, describe_pipeline, save_picture
+from framework.parallel.pipeline.pipeline import PipelinePlan
+from framework.parallel.pipeline.schedules import write_table
 from framework.parallel.pipeline.simulate import simulate
-from framework.parallel.pipeline.table import write_table
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import ESTIMATED_VALUES
-from framework.plan.context_page import describe_context
 from framework.plan.experts import describe_experts
 from framework.plan.host_memory import MEMORY, bytes_of_copies, bytes_of_fullest_node, bytes_saved
-from framework.plan.layouts_page import describe_parameters
-from framework.plan.memory import RankMemory
+from framework.plan.memory import RankMemory, show_bytes
 from framework.plan.plan import Plan
 from framework.recipe.describe import describe_derived
 
 PICTURES = (".svg", ".png", ".pdf")
+# Layers that hold the same are one line.
+LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 
 def describe_run(plan: Plan) -> Iterator[str]:
@@ -46,7 +47,7 @@ def describe_run(plan: Plan) -> Iterator[str]:
 def describe_ranks(plan: Plan) -> Iterator[str]:
     """What each rank of a pipeline holds, sends and leaves to its host, in lines."""
     ranks = plan.topology.ranks("pp", 0)
-    for lines in (describe_context(plan), describe_experts(plan)):
+    for lines in (_describe_context(plan), describe_experts(plan)):
         if found := list(lines):
             yield from found
             yield ""
@@ -63,7 +64,7 @@ def describe_layouts(plan: Plan) -> Iterator[str]:
     yield _describe_units(plan.units, by_rank)
     yield ""
     yield "parameters of one rank, before ZeRO"
-    yield describe_parameters([buffer for buffers in by_rank for buffer in buffers])
+    yield _describe_parameters([buffer for buffers in by_rank for buffer in buffers])
 
 
 def describe_schedule(plan: Plan) -> str:
@@ -71,7 +72,7 @@ def describe_schedule(plan: Plan) -> str:
     return describe_pipeline(plan.pipeline, plan.derived.accumulation)
 
 
-def save_schedule(path: Path, pipeline: Pipeline, num_microbatches: int, title: str) -> None:
+def save_schedule(path: Path, pipeline: PipelinePlan, num_microbatches: int, title: str) -> None:
     """Write a table that `pipeline.table` reads, or a picture of the simulated times. Raises RecipeError for other endings."""
     schedule = pipeline.make(num_microbatches)
     if not path.parent.is_dir():
@@ -218,3 +219,58 @@ def _describe_units(units: Sequence[Unit], by_rank: Sequence[Sequence[BufferPlan
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:10.3f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:10.3f} MiB"
+
+
+def _describe_context(plan: Plan) -> Iterator[str]:
+    """Bytes that context parallelism sends for a layer and microbatch, of a layer with the longest reach."""
+    costs = [cost for cost in plan.context_costs(0) if cost is not None]
+    if not costs or plan.derived.cp == 1:
+        return
+    cost = max(costs, key=lambda each: each.shape.reach)
+    heads, kv_heads = cost.shape.heads, cost.shape.kv_heads
+    copies = f", beyond {kv_heads} with copies of key-value heads" if kv_heads < heads else ""
+    rows = []
+    if cost.method.ulysses > 1:
+        rows.append(("exchange of heads", cost.exchanged_bytes))
+    if cost.method.gathers:
+        rows.append(("gather of K and V", cost.travelling_bytes))
+    elif cost.num_steps:
+        rows.append((f"{cost.num_steps} step{'s' * (cost.num_steps > 1)} of the ring, each", cost.step_bytes))
+    for number, (name, (forward, backward)) in enumerate(rows):
+        sent = f"{show_bytes(forward)} in forward, {show_bytes(backward)} in backward"
+        yield f"{'' if number else 'context':13} {name}: {sent}"
+    yield f"{'':13} Ulysses divides the {heads} heads of a rank over at most {heads} ranks{copies}"
+
+
+def _describe_parameters(buffers: Sequence[BufferPlan]) -> str:
+    """One line per kind of parameter: name with * for the layer's number, global and local shape, and how it is held."""
+    rows: dict[str, tuple[str, str, str]] = {}
+    for slot in (slot for buffer in buffers for slot in buffer.slots):
+        name = LAYER_NUMBER.sub(".*.", slot.name)
+        rows.setdefault(
+            name, (_shape(slot.layout.shape), _shape(slot.layout.shape_local), _describe_layout(slot.layout))
+        )
+    name_width, shape_width, local_width = (
+        max(map(len, column)) for column in zip(*[(name, *row[:2]) for name, row in rows.items()], strict=True)
+    )
+    return "\n".join(
+        f"  {name:<{name_width}}  {shape:>{shape_width}} -> {local:<{local_width}} {how}"
+        for name, (shape, local, how) in sorted(rows.items())
+    )
+
+
+def _describe_layout(layout: Layout) -> str:
+    """A layout in words, such as `sharded over tp along dim 0, in 3 segments`, before ZeRO, which shards all alike."""
+    words = []
+    for shard in layout.shards:
+        segments = f", in {len(shard.segments)} segments" if shard.segments else ""
+        words.append(f"sharded over {shard.axis} along dim {shard.dim}{segments}")
+    if layout.replicated:
+        words.append(f"replicated over {', '.join(layout.replicated)}")
+    if layout.partial:
+        words.append(f"gradient partial over {', '.join(layout.partial)}")
+    return "; ".join(words) or "whole"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from framework.parallel.pipeline.actions import Kind
+from framework.parallel.pipeline.actions import ActionKind
 from framework.parallel.pipeline.simulate import Timeline
 from framework.plan.forecast import MemoryForecast, StageMemory, TimeForecast
 
@@ -14,11 +14,11 @@ GIB = 2**30
 SLACK = "allocator slack"
 OUTSIDE = "outside torch"
 WORDS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT: "backward, inputs",
-    Kind.WEIGHT: "backward, weights",
-    Kind.VALIDATION: "validation",
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT: "backward, inputs",
+    ActionKind.WEIGHT: "backward, weights",
+    ActionKind.VALIDATION: "validation",
 }
 # Boxes that a browser draws without the reader waiting for it.
 MOST_ACTIONS = 4000

@@ -41,18 +41,16 @@ from framework.optim.optimizers import state_names
 from framework.parallel.context import refuse_undivided_context
 from framework.parallel.experts import check_experts
 from framework.parallel.pipeline.actions import Schedule
-from framework.parallel.pipeline.live import LiveMoment, live_moments
-from framework.parallel.pipeline.lower import SENDS
-from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
-from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
+from framework.parallel.pipeline.lower import SENDS, LiveMoment, live_moments
+from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline
+from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage, read_table
 from framework.parallel.pipeline.simulate import peak_live
-from framework.parallel.pipeline.table import read_table
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activation_peaks import find_peaks
 from framework.plan.activations import Activations
-from framework.plan.context import ContextCost, Method, Passes, attention_shapes
+from framework.plan.context import ContextCost, ContextMethod, Passes, attention_shapes
 from framework.plan.layer_widths import layer_widths, mixture_widths, read_masks
 from framework.plan.logits import resolve_chunked_loss
 from framework.plan.memory import RankMemory, bytes_held, bytes_on_disk, bytes_on_host
@@ -93,7 +91,7 @@ class Plan:
     units: tuple[Unit, ...]
     ties: Mapping[str, tuple[str, ...]]
     groups: tuple[GroupAssignment, ...]
-    pipeline: Pipeline
+    pipeline: PipelinePlan
     returns_tuple: bool
     load_balancing: LoadBalancingLoss | None
     mixtures: tuple[Mixture, ...]
@@ -182,10 +180,10 @@ class Plan:
         """What cp costs a rank for each layer of the model and microbatch; empty where no sequence is divided."""
         if self.derived.cp == 1:
             return []
-        method = Method(self.derived.ulysses, self.derived.ring, self.recipe.parallel.context == "gather")
+        method = ContextMethod(self.derived.ulysses, self.derived.ring, self.recipe.parallel.context == "gather")
         return self.costs_of_method(method, self.topology.index("ulysses", rank))
 
-    def costs_of_method(self, method: Method, index: int = 0) -> list[ContextCost | None]:
+    def costs_of_method(self, method: ContextMethod, index: int = 0) -> list[ContextCost | None]:
         """`context_costs` of another method. index: of the rank along Ulysses."""
         shapes = attention_shapes(self.config.get_text_config(), self.derived.tp, self.derived.context)
         batch, packs = self.recipe.batch, self.recipe.data.pack == "documents"

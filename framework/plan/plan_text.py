@@ -54,6 +54,9 @@ def _describe(found: PlanForecast, changes: Sequence[Change]) -> Iterator[str]:
     yield _describe_memory(plan, found.forecast.memory)
     yield _describe_checkpoints(found)
     yield from describe_time(found.forecast.time)
+    if found.context_methods:
+        shown = [f"{name} {show_seconds(step_s)}" for name, step_s in found.context_methods]
+        yield f"context       step time by parallel.context, the fastest first: {', '.join(shown)}"
     for caution in found.cautions:
         yield f"caution       {caution}"
     yield ""

@@ -1,4 +1,4 @@
-"""What ZeRO's collectives cost a stage beside what computation hides of them, by the order of parallel/zero/order.py.
+"""What ZeRO's collectives cost a stage beside what computation hides of them, by the order of parallel/zero/hooks.py.
 
     forward    a unit is gathered while the one before it computes; nothing hides the first one's gather
     backward   the same from the last unit to the first; a unit that forward has just left is still there. Reductions run under

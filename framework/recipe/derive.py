@@ -1,17 +1,21 @@
-"""The numbers that follow from a recipe and are therefore not in it: dp, accumulation, tokens.
+"""The numbers that follow from a recipe and are therefore not in it: dp, accumulation, tokens, nodes.
 
 world = dp tp pp cp, and ep divides dp cp tp / expert_tp; under SLURM world = nodes ranks_per_node. One optimizer step consumes
     sequences_per_step = dp * accumulation * sequences_per_microbatch,   tokens_per_step = sequences_per_step * context.
 The user states the left side and the microbatch; dp and accumulation follow.
+
+With `launch.nodes: [least, most]` data parallelism fills the nodes there are; tp, pp, cp and ep stay, and so does the batch of
+one optimizer step: with fewer ranks each takes more microbatches, and smaller ones where its share would not be whole ones.
+Which sample comes when is a function of the seed (`data/order.py`), so every number of nodes is the same training run.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from framework.errors import RecipeError
 from framework.recipe.problem import Problem, render_problems
-from framework.recipe.schema import Batch, Memory, Parallel, Pipeline, Recipe
+from framework.recipe.schema import Batch, Launch, Memory, Parallel, Pipeline, Recipe
 
 # Schedules that split a backward in two, and have nothing for the second half where a layer's backward is one graph.
 SPLIT_BACKWARDS = ("zb_h1", "zbv", "dualpipe_v")
@@ -119,6 +123,24 @@ def context_degrees(parallel: Parallel) -> tuple[int, int]:
 def count_context_parts(ulysses: int, ring: int) -> int:
     """Parts into which a sequence is cut: each rank has one, or with a ring two, from the front and from the back."""
     return (2 if ring > 1 else 1) * ulysses * ring
+
+
+def has_tokens_everywhere(context: int, ulysses: int, ring: int) -> bool:
+    """Whether each rank's first part, of ceil(context / parts) tokens, begins before the end of the sequence."""
+    part = -(-context // count_context_parts(ulysses, ring))
+    return (ulysses * ring - 1) * part < context
+
+
+def unpadded_lengths(context: int, ulysses: int, ring: int) -> tuple[int, ...]:
+    """Lengths next to `context`, below and above, whose parts need no padding on any rank; `context` alone where it is one."""
+    parts = count_context_parts(ulysses, ring)
+    below = context // parts * parts
+    return (context,) if below == context else (below, below + parts)[below == 0 :]
+
+
+def ulysses_degrees(cp: int, heads: int) -> list[int]:
+    """Divisors of cp that divide the heads of a rank of tp."""
+    return [degree for degree in divisors(cp) if heads % degree == 0]
 
 
 def count_expert_slices(parallel: Parallel) -> int:
@@ -292,11 +314,49 @@ def _multiples(amount: int, unit: int) -> list[int]:
     return [below, below + unit] if below else [unit]
 
 
+def divisors(amount: int) -> list[int]:
+    """All divisors, in order."""
+    return [each for each in range(1, amount + 1) if amount % each == 0]
+
+
 def _divisors(amount: int, near: int, count: int = 3) -> list[int]:
     """The divisors of `amount` nearest to `near`, in order."""
-    divisors = [d for d in range(1, amount + 1) if amount % d == 0]
-    return sorted(sorted(divisors, key=lambda d: abs(d - near))[:count])
+    return sorted(sorted(divisors(amount), key=lambda each: abs(each - near))[:count])
 
 
 def _listed(numbers: list[int]) -> str:
     return " or ".join(str(number) for number in numbers)
+
+
+def node_counts(recipe: Recipe) -> tuple[int, ...]:
+    """Numbers of nodes that the recipe allows, in order; a recipe that states none has the one that follows from it."""
+    nodes = recipe.launch.nodes
+    return (count_nodes(recipe),) if nodes is None or isinstance(nodes, int) else tuple(range(nodes[0], nodes[1] + 1))
+
+
+def can_move(recipe: Recipe) -> bool:
+    """Whether the ranks can go on within the job when a node is lost: on a spare one, or on fewer."""
+    return recipe.launch.kind == "slurm" and (recipe.launch.spares > 0 or has_range(recipe.launch))
+
+
+def has_range(launch: Launch) -> bool:
+    """Whether the number of nodes is known only once a job has them."""
+    return isinstance(launch.nodes, tuple) and launch.nodes[0] < launch.nodes[1]
+
+
+def at_nodes(recipe: Recipe, nodes: int) -> Recipe:
+    """The recipe of a start on so many of its nodes; a recipe without a range does not change.
+
+    Where the batch is not whole microbatches on every rank they become the largest smaller ones that make it so. Any other
+    contradiction is left to the rules.
+    """
+    if recipe.launch.nodes is None or isinstance(recipe.launch.nodes, int):
+        return recipe
+    most = derive(replace(recipe, launch=replace(recipe.launch, nodes=most_nodes(recipe.launch.nodes))))
+    narrowed = replace(recipe, launch=replace(recipe.launch, nodes=nodes))
+    inner, ranks = most.tp * most.pp * most.cp, nodes * recipe.launch.ranks_per_node
+    share, rest = divmod(most.sequences_per_step, max(1, ranks // inner))
+    if rest:
+        return narrowed
+    size = next(size for size in range(most.sequences_per_microbatch, 0, -1) if share % size == 0)
+    return replace(narrowed, batch=replace(recipe.batch, sequences_per_microbatch=size))

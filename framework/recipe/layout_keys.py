@@ -5,12 +5,11 @@ A layout never changes what a run learns (docs/architecture.md), so these keys m
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
-from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
 from framework.recipe.derive import count_virtual_stages
+from framework.recipe.keys import value_of, with_value
 from framework.recipe.schema import Memory, Offload, Parallel, Pipeline, Recipe, Zero
 
 # Each by the name under which `--free` and `--keep` and the table of a search know it.
@@ -30,17 +29,6 @@ FOLLOWING_KEYS = (
     *("memory.kept_operations", "memory.budget_gb", "memory.gathered_inputs"),
     *("memory.offload.home", "memory.offload.disk_path"),
 )
-
-
-def value_of(recipe: Recipe, key: str) -> Any:
-    """The value of a dotted key."""
-    return attrgetter(key)(recipe)
-
-
-def with_value(group: Any, key: str, value: Any) -> Any:
-    """A recipe, or a group of it, with another value at a dotted key."""
-    name, _, rest = key.partition(".")
-    return replace(group, **{name: with_value(getattr(group, name), rest, value) if rest else value})
 
 
 # A search makes thousands of recipes, of which most follow already.

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from framework.comm.connect import Mesh
-from framework.comm.objects import tell
+from framework.comm.objects import broadcast_object
 from framework.data.order import Skipped, index_samples
 from framework.data.pack import Microbatch
 
@@ -79,7 +79,7 @@ class LedgerOfRank:
         """A start of the ranks, or a rewind, reads from `cursor` on. Collective over the world: all note one number."""
         if not self._is_kept:
             return
-        start = tell(partial(next_start, self._run_dir), self._mesh.axis("world"))
+        start = broadcast_object(partial(next_start, self._run_dir), self._mesh.axis("world"))
         if self._ledger is not None:
             self._ledger.begin(start, cursor)
         elif self._writes:

@@ -15,11 +15,12 @@ import torch
 from framework.checkpoint.interval import find_interval_s
 from framework.checkpoint.save import Goal, Saver
 from framework.comm import ledger
-from framework.comm.objects import gather_numbers_to_first, tell
+from framework.comm.objects import broadcast_object, gather_numbers
 from framework.comm.transfer import AsyncHostCopy
 from framework.data.loader import Loader
 from framework.errors import NumericsError
 from framework.model.mixtures import read_loads
+from framework.monitor.goodput import Goodput
 from framework.monitor.phases import Phase, Phases
 from framework.monitor.progress import name_coordinates
 from framework.monitor.stop import StepWatch, StopRequest
@@ -34,7 +35,6 @@ from framework.track.flops import mfu
 from framework.track.memory import peak_memory_bytes
 from framework.track.observers import Observers
 from framework.track.report import RunInfo, StepReport
-from framework.train.goodput import Goodput
 from framework.train.replicas import check_replicas
 from framework.train.spikes import NO_LIMITS, SpikeLimits
 from framework.train.state import RunState
@@ -304,7 +304,7 @@ class Loop:
         makes ranks disagree on a save, which is collective."""
         if self.recipe.checkpoint.keep_best:
             former = self.state.best_validation_loss
-            self._is_best = tell(partial(is_best, loss, former), self.run.mesh.axis("world"))
+            self._is_best = broadcast_object(partial(is_best, loss, former), self.run.mesh.axis("world"))
             if self._is_best:
                 self.state.best_step, self.state.best_validation_loss = self.state.step, loss
 
@@ -371,7 +371,7 @@ class Loop:
             return
         if self._is_reported(unreported[0].step):
             own = find_device_times(unreported[0], self.run.mesh.device)
-            gathered = gather_numbers_to_first(own, self.run.mesh.axis("world"))
+            gathered = gather_numbers(own, self.run.mesh.axis("world"))
             times = [RankTimes(*each) for each in gathered]
             if times:  # on rank 0
                 self._find_stragglers(unreported[0], times)

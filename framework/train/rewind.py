@@ -19,7 +19,7 @@ from framework.checkpoint.folder import report
 from framework.checkpoint.place import Place, checkpoints_of
 from framework.checkpoint.retire import amend, has_whole, retire_newer
 from framework.checkpoint.save import Saver
-from framework.comm.objects import tell
+from framework.comm.objects import broadcast_object
 from framework.data.order import Skipped, add_skipped, index_samples
 from framework.errors import NumericsError
 from framework.lease import Lease
@@ -39,14 +39,16 @@ def rewind(loop: Loop, saver: Saver, lease: Lease) -> None:
     assert due is not None, "nothing to go back for"
     saver.settle()
     loop.run.optimizer.wait_for_readers()
-    tell(partial(_retire, lease, root, due, spiked.rewinds, loop.recipe.train.max_rewinds), world)
+    broadcast_object(partial(_retire, lease, root, due, spiked.rewinds, loop.recipe.train.max_rewinds), world)
     state = restore(loop.run, root, lease=lease)
     best = state.best_step
-    if best is not None and not tell(lambda: locate(root, best) is not None, world):  # a later one had taken its place
+    if best is not None and not broadcast_object(
+        lambda: locate(root, best) is not None, world
+    ):  # a later one had taken its place
         state.best_step = state.best_validation_loss = None
     state.rewinds = spiked.rewinds + 1
     state.skipped_samples = leave_out(spiked.skipped_samples, state.samples, due.samples)
-    tell(partial(_record, lease, root, state, due), world)
+    broadcast_object(partial(_record, lease, root, state, due), world)
     loop.go_back_to(state)
 
 

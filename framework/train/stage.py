@@ -11,12 +11,10 @@ from torch.autograd.graph import GradientEdge
 from framework.comm.algorithms import Pending
 from framework.data.pack import Microbatch
 from framework.model.load import DISABLED, accepted_arguments
-from framework.model.loss import Loss
-from framework.model.mixtures import ExpertLoad
 from framework.model.stage import StageModel
-from framework.parallel.attach import Attached
+from framework.parallel.parallelize import AttachedStage
 from framework.parallel.pipeline.execute import Tensors
-from framework.parallel.zero.buffers import DeferredGradients, UnitBuffer
+from framework.parallel.zero.buffers import DeferredGradients
 
 
 @dataclass(frozen=True)
@@ -38,24 +36,13 @@ class StepInputs:
 
 
 class RankStage:
-    """One stage of this rank; lives as long as the run. `start_step` gives the inputs of the executor's calls that follow.
+    """One stage of this rank; lives as long as the run. `start_step` gives the inputs of the executor's calls that follow."""
 
-    trains_below: a stage before this one trains something.
-    """
-
-    def __init__(
-        self,
-        model: StageModel,
-        buffers: list[UnitBuffer],
-        attached: Attached,
-        loss: Loss,
-        load: ExpertLoad,
-        trains_below: bool,
-    ):
-        self.model, self.buffers, self.trains_below = model, buffers, trains_below
+    def __init__(self, model: StageModel, attached: AttachedStage):
+        self.model, self.buffers, self.trains_below = model, attached.buffers, attached.plan.trains_below
         self.parameters, self.gradients, self.hooks = attached.parameters, attached.gradients, attached.hooks
         self.offload = attached.offload
-        self._loss, self._load = loss, load
+        self._loss, self._load = attached.loss, attached.load
         self._disabled = dict.fromkeys(set(DISABLED) & accepted_arguments(model.model), False)
         self._inputs: StepInputs | None = None
 

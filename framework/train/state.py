@@ -14,8 +14,7 @@ from framework.errors import StorageError
 from framework.lease import Lease
 from framework.mesh.layout import Layout
 from framework.model.initial import persistent_buffers
-from framework.parallel.zero.buffers import UnitBuffer
-from framework.parallel.zero.stored import StoredTensor
+from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
 from framework.train.spikes import SpikeState
 from framework.train.step import Run
 
@@ -73,7 +72,7 @@ def restore(
         )
     share_read(run)
     for stage in run.stages.values():
-        stage.parameters.update()  # what is unsharded is of former weights, where a run goes back
+        stage.parameters.invalidate()  # what is unsharded is of former weights, where a run goes back
     state = RunState.from_json(values)
     run.optimizer.num_updates = state.num_updates
     if state.loss_scale is not None:

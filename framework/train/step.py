@@ -15,14 +15,13 @@ from framework.model.loss import count_loss_tokens
 from framework.model.mixtures import ExpertLoad
 from framework.optim.disk_ring import DiskStates
 from framework.optim.optimizers import Missed, clip_divisor, norm_rows, squared_norm
-from framework.parallel.pipeline.execute import ActivationSpec, Links, execute
-from framework.parallel.pipeline.pipeline import Pipeline
+from framework.parallel.pipeline.execute import ActivationSpec, StageLinks, execute
+from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.parallel.pipeline.simulate import Timed
-from framework.parallel.zero.bit_hash import BitHash
-from framework.parallel.zero.buffers import GradView, UnitBuffer
+from framework.parallel.zero.buffers import MainGradView, UnitBuffer
 from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.plan_buffers import Slot
-from framework.parallel.zero.replicas import Hashed, hash_parameters
+from framework.parallel.zero.replicas import BitHash, Hashed, hash_parameters
 from framework.train.loss_scale import LossScale
 from framework.train.router_bias import RouterBiases
 from framework.train.shards import OwnedShard
@@ -43,7 +42,7 @@ class TrainedParameter:
 
     buffer: UnitBuffer
     slot: Slot
-    view: GradView
+    view: MainGradView
     index: int
 
 
@@ -60,7 +59,7 @@ class Run:
     """
 
     stages: dict[int, RankStage]
-    pipeline: Pipeline
+    pipeline: PipelinePlan
     optimizer: StepOptimizer
     disk: DiskStates | None
     shards: list[OwnedShard]
@@ -199,7 +198,7 @@ def _execute(run: Run, inputs: StepInputs) -> tuple[list[Tensor], tuple[Timed, .
     of validation; and when what was done."""
     axis, num_trained = run.mesh.axis("pp"), len(inputs.seeds)
     lowered = run.pipeline.lowered(num_trained, len(inputs.microbatches) - num_trained)
-    links = Links(axis, lowered, run.activations)
+    links = StageLinks(axis, lowered, run.activations)
     for stage in run.stages.values():
         stage.start_step(inputs)
     losses, timed = execute(lowered, axis.rank, run.stages, links)
@@ -230,7 +229,7 @@ def _update(run: Run, sums: _Summed, lr: float, step: int, loads: Tensor | None)
     loss, norm = sums.totals.loss, sums.norm
     divisor = clip_divisor(norm, run.clip_norm) * run.loss_scale.value
     for stage in run.stages.values():
-        stage.parameters.update()
+        stage.parameters.invalidate()
     is_finite = loss.isfinite() & norm.isfinite()
     run.loss_scale.update(is_finite)
     # On the device: the host hears of this step when it has sent the next.

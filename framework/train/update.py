@@ -21,8 +21,7 @@ from framework.optim.groups import GroupAssignment
 from framework.optim.optimizers import FlatOptimizer, Missed, state_names
 from framework.optim.states import States
 from framework.optim.update_rules import FlatShard
-from framework.parallel.zero.buffers import UnitBuffer
-from framework.parallel.zero.stored import StoredTensor
+from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
 from framework.recipe.schema import Recipe
 from framework.train.shards import OwnedShard, group_shards
 from framework.train.update_on_disk import DiskOptimizer

@@ -1,57 +1,42 @@
 """`meshwright verify`: compare the recipe's layout, on ranks of this machine, with stock Hugging Face in one process."""
 
-import math
 import platform
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 import transformers
-from transformers import PretrainedConfig
 from transformers.utils.logging import set_verbosity_error
 
-from framework.data.open_data import find_sequence_problems
-from framework.errors import EXIT_DONE, EXIT_FAILED, ModelError, RecipeError
-from framework.model.experts import count_experts, find_experts
-from framework.model.load import build_meta, layer_configs, load_config, load_config_file
-from framework.model.shrink import MIN_LAYERS, shrink
-from framework.parallel.context.split import refuse_uneven_heads
-from framework.parallel.fp8_layers import require_torchao
-from framework.plan.logits import keep_chunked_loss
-from framework.recipe.derive import count_virtual_stages, derive
+from framework.errors import EXIT_DONE, EXIT_FAILED, ModelError
+from framework.recipe.derive import derive
 from framework.recipe.describe import describe_derived
-from framework.recipe.problem import render_problems
-from framework.recipe.schema import Model, Precision, Recipe
-from framework.verify.compare import TOLERANCES, Row, compare, exceeds, render
+from framework.recipe.schema import Precision, Recipe
+from framework.verify.compare import (
+    NUM_REFERENCES,
+    TOLERANCES,
+    compare,
+    compare_initial,
+    exceeds,
+    find_bounds,
+    find_loose,
+    judge,
+    render,
+)
 from framework.verify.evidence import Evidence
-from framework.verify.initial import compare_initial
-from framework.verify.layout import initial_weights
-from framework.verify.left_out import NARROW, ChangedValue, describe, find_changes, find_config_changes, find_lots
-from framework.verify.options import Options
+from framework.verify.layout import choose_rank_device, compute_exactly, initial_weights
+from framework.verify.left_out import NARROW, describe
 from framework.verify.pool import RankFailed
-from framework.verify.rank import choose_rank_device, compute_exactly
-from framework.verify.rounding import NUM_REFERENCES, find_bounds, find_loose, judge
+from framework.verify.prepare import Verification, VerifyOptions, prepare
 from framework.verify.sides import Sides
-from framework.verify.small import shrink_recipe
-from framework.verify.strict import keep_whole
 
 # Share of all weights: where rounding decides the sign of more updates than this, Lion is hardly verified.
 MANY_UNDECIDED = 0.05
 
 
-@dataclass(frozen=True)
-class Verification:
-    """A verification that is ready to run: its two sides, and the values of the user's recipe that it changes."""
-
-    sides: Sides
-    changes: list[ChangedValue]
-    num_parameters: int
-
-
-def verify(recipe: Recipe, options: Options) -> int:
+def verify(recipe: Recipe, options: VerifyOptions) -> int:
     """Print a table of worst relative errors and return the exit code: 0 if all are within their limits, else 1.
 
     Raises MeshwrightError where the recipe, the model or the machine has to be changed first.
@@ -80,51 +65,12 @@ def verify(recipe: Recipe, options: Options) -> int:
     return code
 
 
-def prepare(recipe: Recipe, options: Options) -> Verification:
-    """What `verify` would run. Raises MeshwrightError where the recipe, the model or the machine has to be changed first."""
-    prepared = _choose_sides(recipe, options)
-    problems = list(find_sequence_problems(prepared.sides.recipe, prepared.sides.config))
-    if problems:
-        raise RecipeError(render_problems(problems))
-    if prepared.sides.recipe.precision.compute == "fp8":
-        require_torchao()
-    return prepared
-
-
 def run(prepared: Verification) -> int:
     """Run both sides, print the comparison and return the exit code: 0 if they are equal, else 1.
 
-    Raises NothingToCompare where stock transformers does not train the model, RankFailed or what the ranks raised.
+    Raises NothingToCompare where stock transformers does not train the model, RankFailed, or an error that the ranks raised.
     """
-    return _judge(prepared.sides, prepared.num_parameters)
-
-
-def _choose_sides(recipe: Recipe, options: Options) -> Verification:
-    original, changes = _load(recipe.model, options.model_config)
-    if options.strict:
-        model = build_meta(original, recipe.model.attention)
-        kept = keep_whole(recipe, original, model, options)
-        return Verification(Sides(kept, original, options.steps), changes, _count(model))
-    recipe = keep_chunked_loss(recipe, original)
-    config = shrink(original, max(MIN_LAYERS, recipe.parallel.pp * count_virtual_stages(recipe.pipeline)))
-    model = build_meta(config)
-    names = [name for name, _ in model.named_parameters()]
-    experts = math.gcd(*(count_experts(each) for _, each, _ in find_experts(model)))
-    # Of the model as it is: that a small one has fewer heads is no fault of the recipe's.
-    refuse_uneven_heads(layer_configs(original), recipe.parallel)
-    if lots := find_lots(model, options.dtype or "fp32"):
-        raise RecipeError("\n".join(lots))
-    small = shrink_recipe(recipe, names, _count_positions(config), options, experts, _count_heads(config))
-    changes += find_config_changes(original, config) + find_changes(recipe, small.recipe, small.reasons)
-    return Verification(Sides(small.recipe, config, options.steps), changes, _count(model))
-
-
-def _count_heads(config: PretrainedConfig) -> int:
-    """What the heads of every layer are a multiple of; 0 in a model without."""
-    return math.gcd(*(getattr(each.get_text_config(), "num_attention_heads", 0) for each in layer_configs(config)))
-
-
-def _judge(sides: Sides, num_parameters: int) -> int:
+    sides, num_parameters = prepared.sides, prepared.num_parameters
     dtype = _narrowest(sides.recipe.precision)
     found, expected = sides.run()
     if not _start_alike(sides):
@@ -141,7 +87,7 @@ def _judge(sides: Sides, num_parameters: int) -> int:
 
 
 def _start_alike(sides: Sides) -> bool:
-    """Whether the initial values, which both sides have, are distributed as stock's own; said where they are not."""
+    """Whether the initial values of both sides are distributed as stock's own. Prints the parameters that are not."""
     errors = compare_initial(initial_weights(sides.config, sides.recipe.train.seed, sides.device), sides.config)
     wrong = [name for name, error in errors.items() if error > 1]
     if wrong:
@@ -158,9 +104,8 @@ def _judge_narrow(sides: Sides, found: Evidence, expected: Evidence, num_paramet
     first = expected if narrow is sides else narrow.run_oracle(found)
     references = [first, *(narrow.run_oracle(found, seed) for seed in range(1, NUM_REFERENCES))]
     rows = judge(found, references, truth, dtype)
-    print(
-        f"beside one process in fp32; each limit is measured: {NUM_REFERENCES} {dtype} runs of one process, rounded otherwise"
-    )
+    measured = f"each limit is measured: {NUM_REFERENCES} {dtype} runs of one process, rounded otherwise"
+    print(f"beside one process in fp32; {measured}")
     print(render(rows, 0.0))
     _report_undecided(expected, num_parameters)
     loose = find_loose(find_bounds(references, truth, dtype))
@@ -171,7 +116,7 @@ def _judge_narrow(sides: Sides, found: Evidence, expected: Evidence, num_paramet
 
 
 def _explain(sides: Sides, found: Evidence, expected: Evidence) -> int:
-    """Tell rounding from a fault where fp32 is beyond the tolerance.
+    """Distinguish rounding from a fault where fp32 is beyond the tolerance; returns the exit code.
 
     It is rounding if fp64 is equal, and one process in fp32 is as far from fp64 as the layout is.
     """
@@ -199,15 +144,10 @@ def _explain(sides: Sides, found: Evidence, expected: Evidence) -> int:
     if exceeds(spread, 0.0):
         print("In fp32 the layout is farther off than rounding takes one process: a fault in fp32 alone.")
         return EXIT_FAILED
-    worst, best = max(compare(found, expected), key=_error), max(rows, key=_error)
-    print(
-        f"The fp32 difference is rounding: {worst.error:.2e} ({worst.quantity}, {worst.where}), and in fp64 {best.error:.2e}"
-    )
+    worst, best = (max(each, key=lambda row: row.error) for each in (compare(found, expected), rows))
+    where = f"{worst.error:.2e} ({worst.quantity}, {worst.where})"
+    print(f"The fp32 difference is rounding: {where}, and in fp64 {best.error:.2e}")
     return EXIT_DONE
-
-
-def _error(row: Row) -> float:
-    return row.error
 
 
 def _report_undecided(expected: Evidence, num_parameters: int) -> None:
@@ -238,26 +178,6 @@ def _describe_compared(sides: Sides) -> str:
 
 def _shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def _count(model: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _load(model: Model, model_config: Path | None) -> tuple[PretrainedConfig, list[ChangedValue]]:
-    """The full-size config. Pretrained weights are never downloaded, and only the config of a local folder is read."""
-    if model_config is not None:
-        return load_config_file(model_config), [
-            ChangedValue("model", model.family, str(model_config), "--model-config")
-        ]
-    if model.weights is None or Path(model.weights).is_dir():
-        return load_config(model), []
-    return load_config(replace(model, weights=None)), []
-
-
-def _count_positions(config: PretrainedConfig) -> int:
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else sys.maxsize
 
 
 def _how_to_report() -> str:

@@ -27,19 +27,16 @@ from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, RecipeError
 from framework.plan.check import check_layout
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
-from framework.recipe.keys import flatten
+from framework.recipe.keys import flatten, plain
 from framework.recipe.overrides import write_value
-from framework.recipe.saved import plain
 from framework.recipe.schema import Checkpoint, Data, Launch, Memory, Parallel, Pipeline, Recipe, Run, Source, Zero
-from framework.verify.command import prepare
-from framework.verify.compare import Row, exceeds, render
+from framework.verify.compare import ErrorRow, exceeds, render
 from framework.verify.compare import compare as compare_evidence
 from framework.verify.evidence import Evidence, NothingToCompare
-from framework.verify.options import Options
-from framework.verify.plain_mixtures import CORRECTION_BIASES
-from framework.verify.reference import Curve, run_reference
+from framework.verify.plain import CORRECTION_BIASES
+from framework.verify.prepare import LEAST_EPS, VerifyOptions, prepare
+from framework.verify.reference import TrainingCurve, run_reference
 from framework.verify.sides import Sides
-from framework.verify.small import LEAST_EPS
 
 # Runs one command line of `meshwright`, without the word itself, to its exit code.
 Command = Callable[[Sequence[str]], int]
@@ -50,7 +47,7 @@ WHOLE = ("optim.groups", "data.sources")  # keys whose names are the user's: sai
 NUM_WORDS = 90
 
 
-def verify_end_to_end(recipe: Recipe, options: Options, command: Command) -> int:
+def verify_end_to_end(recipe: Recipe, options: VerifyOptions, command: Command) -> int:
     """Print a table of worst relative errors and return the exit code: 0 if all are within the tolerance, else 1.
 
     Raises MeshwrightError where the recipe, the model or the machine has to be changed first.
@@ -70,7 +67,7 @@ def verify_end_to_end(recipe: Recipe, options: Options, command: Command) -> int
     return EXIT_DONE
 
 
-def compare_runs(sides: Sides, command: Command) -> list[Row]:
+def compare_runs(sides: Sides, command: Command) -> list[ErrorRow]:
     """The worst relative errors of a run of the sides' recipe, of two parts of `num_steps` steps each.
 
     Raises RecipeError where a command refuses, RuntimeError where one fails, NothingToCompare where rounding parts the two.
@@ -100,7 +97,7 @@ def compare_runs(sides: Sides, command: Command) -> list[Row]:
     return rows
 
 
-def compare(found: Curve, expected: Curve, moments: str = "fp32") -> list[Row]:
+def compare(found: TrainingCurve, expected: TrainingCurve, moments: str = "fp32") -> list[ErrorRow]:
     """The worst relative error of each quantity. moments: `precision.moments`."""
     assert expected.validations, "a run of one step validates nothing: more steps"
     rows = compare_evidence(
@@ -119,7 +116,7 @@ def compare(found: Curve, expected: Curve, moments: str = "fp32") -> list[Row]:
         losses,
         norms,
         replace(rates, quantity="learning rate", where="any step"),
-        Row("validation loss", errors[worst], f"step {worst}"),
+        ErrorRow("validation loss", errors[worst], f"step {worst}"),
         replace(exported, quantity="exported weight"),
     ]
 
@@ -214,7 +211,7 @@ def _do(command: Command, words: Sequence[str]) -> None:
         raise RuntimeError(f"`meshwright {' '.join(words)}` ended with exit code {code}\n{printed.getvalue()}")
 
 
-def _read(metrics: Path, export: Path) -> Curve:
+def _read(metrics: Path, export: Path) -> TrainingCurve:
     """The values that the run has reported and exported."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     by_step: Mapping[int, Any] = {record["step"]: record for record in records}
@@ -223,7 +220,7 @@ def _read(metrics: Path, export: Path) -> Curve:
     named = chain(model.named_parameters(), model.named_buffers())
     buffers = {name for name, _ in model.named_buffers() if name.rpartition(".")[2] not in CORRECTION_BIASES}
     weights: dict[str, Tensor] = {name: each.detach() for name, each in named if name not in buffers}
-    return Curve(
+    return TrainingCurve(
         tuple(float(each["loss"]) for each in steps),
         tuple(float(each["gradient_norm"]) for each in steps),
         tuple(float(each["lr"]) for each in steps),

@@ -1,10 +1,14 @@
-"""Evidence of a training run, for comparison: losses, norms, first gradients, last weights."""
+"""Evidence of a training run (losses, norms, first gradients, last weights), and what both sides of a verification share: their
+batches, perturbed values, and fp64 models that stay in fp64."""
 
 import hashlib
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
 from framework.errors import ModelError
@@ -15,24 +19,24 @@ IGNORE = -100  # a label without loss, which is cross_entropy's default
 
 
 class NothingToCompare(ModelError):
-    """Stock transformers does not train the model, so that nothing can be said of a layout."""
+    """Stock transformers does not train the model, so there is nothing to compare a layout with."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Losses and norms by step; clipped gradients of step 1 and weights after the last step, both whole, by parameter name.
-
-    by_step: weights after each step, of a layout that the oracle follows (see `lion.py`). blocks: of its moments in int8 (see
-    `plain_rounding.py`). undecided: by weight, the number of elements whose update's sign was decided by rounding, of an oracle
-    that has followed.
-    """
+    """Losses and norms by step; whole tensors by parameter name."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
+    # Clipped gradients of step 1.
     gradients: dict[str, Tensor]
+    # After the last step.
     weights: dict[str, Tensor]
+    # Weights after each step of a layout that the oracle follows (`PlainLion`).
     by_step: tuple[dict[str, Tensor], ...] = ()
+    # By weight, elements whose update's sign rounding decided, in an oracle that has followed.
     undecided: dict[str, int] = field(default_factory=dict)
+    # First element of each element's block of int8 moments (`PlainMoments`).
     blocks: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -90,3 +94,43 @@ def perturb(values: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
 def _seed_for(*parts: int | str) -> int:
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+CASTS = (Tensor.to, Tensor.type, Tensor.type_as)
+
+
+def keep_double(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """A context in which casts from fp64 to fp32 do nothing, for a model of dtype fp64; else a context without effect.
+
+    Hugging Face's models widen bf16 to fp32 where it matters: `.float()`, `.to(torch.float32)`, `dtype=torch.float32` in norms,
+    softmax and routers. In an fp64 model the same lines narrow, and a difference of 1e-16 between two orders of summation becomes
+    one of 6e-8 wherever it lies across a rounding border. Comparing to 1e-9 needs a model that stays in fp64.
+    """
+    return _KeepDouble() if dtype == torch.float64 else nullcontext()
+
+
+class _KeepDouble(TorchFunctionMode):
+    """Intercepts every call of torch that Python makes in this thread, which is where models cast.
+
+    A mode below autograd would see backward's operations as well, and take longer than they do. torch disables function modes
+    inside `Tensor.backward`; where layers are recomputed there, call `torch.autograd.backward`, as `train/stage.py` does.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if len(args) == 1 and not kwargs and func is not Tensor.float:  # most calls: somebody reads a shape
+            return func(*args)
+        if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
+            if func is Tensor.float or (func in CASTS and len(args) > 1 and _dtype_of(args[1]) is torch.float32):
+                return args[0]
+            if kwargs.get("dtype") is torch.float32:
+                kwargs = kwargs | {"dtype": torch.float64}
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+        if func is torch.full and "dtype" not in kwargs and isinstance(args[1], float):
+            kwargs = kwargs | {"dtype": torch.float64}  # xglm's least score, which fp32 does not have
+        return func(*args, **kwargs)
+
+
+def _dtype_of(word: Any) -> Any:
+    """The dtype of a cast's argument, if it is a tensor whose dtype the cast takes over."""
+    return word.dtype if isinstance(word, Tensor) else None

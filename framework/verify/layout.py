@@ -1,16 +1,17 @@
-"""The layout under test, built and stepped by the same code that trains, on given batches."""
+"""The layout under test: ranks of this machine that build and step it by the code that trains, on given batches."""
 
 from collections.abc import Sequence
 from contextlib import closing
+from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
+from transformers.utils.logging import set_verbosity_error
 
-from framework.build import build
 from framework.comm.collectives import all_gather, gather_objects
 from framework.comm.communicator import Communicator
-from framework.comm.connect import Mesh
+from framework.comm.connect import Mesh, connect
 from framework.data.loader import split_rows
 from framework.data.pack import Microbatch, cut_context
 from framework.mesh.context import ContextSlices
@@ -20,12 +21,13 @@ from framework.model.load import build_meta
 from framework.model.units import find_units
 from framework.optim.groups import learning_rate
 from framework.optim.states import LowBitStates
-from framework.plan.plan import Plan
+from framework.plan.plan import Plan, make_plan
+from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
+from framework.train.build import build
 from framework.train.shards import OwnedShard
 from framework.train.step import Run, train_step
-from framework.verify.double import keep_double
-from framework.verify.evidence import Evidence, TokenBatch
+from framework.verify.evidence import Evidence, TokenBatch, keep_double, make_batches
 
 CPU = torch.device("cpu")
 
@@ -56,13 +58,13 @@ def _train(run: Run, plan: Plan, batches: Sequence[TokenBatch], mesh: Mesh) -> E
 
 
 def is_followed(recipe: Recipe) -> bool:
-    """Whether the oracle needs to know this layout's weights after each step, or its blocks of moments, before it can begin."""
+    """Whether the oracle follows the layout: it then needs the layout's weights after each step, or its blocks of moments."""
     return recipe.optim.name == "lion" or recipe.precision.moments == "int8"
 
 
 def share(batch: TokenBatch, sequences_per_microbatch: int, mesh: Mesh) -> list[Microbatch]:
-    """This rank's microbatches, in the loader's order: microbatch m of rank r holds sequences from (m * dp + r) * b, and of each
-    the tokens that this rank of `cp` has."""
+    """This rank's microbatches, in the loader's order: microbatch m of rank r has sequences from (m * dp + r) * b, and this rank
+    of `cp` has its tokens of each."""
     dp, ulysses, ring = (mesh.axis(name) for name in ("dp", "ulysses", "ring"))
     slices = ContextSlices(batch.input_ids.shape[1], ulysses.size, ring.size, mesh.axis("cp").rank)
     whole = split_rows(Microbatch(batch.input_ids, batch.labels, batch.position_ids), sequences_per_microbatch)
@@ -97,8 +99,10 @@ def _find_block_starts(run: Run, owned: OwnedShard) -> Tensor:
 
 
 def owned_blocks(run: Run) -> dict[str, tuple[Layout, Tensor]]:
-    """Layout and, of own elements of every parameter, the number of the first element of the block of its moments: 0 where it is
-    frozen, so that a rank that trains nothing has something to gather, too."""
+    """Layout of every parameter and, for each own element, the number of the first element of its block of moments.
+
+    0 for frozen parameters, so that a rank that trains nothing has something to gather, too.
+    """
     frozen = {
         slot.name: buffer.counted(slot, torch.zeros_like(buffer.master))
         for buffer in run.buffers
@@ -144,3 +148,49 @@ def gather_full(parts: dict[str, tuple[Layout, Tensor]], world: Communicator) ->
                 full[name][box.slices()] = flat[start : start + box.numel].view(box.sizes)
                 start += box.numel
     return full
+
+
+TIMEOUT_S = 120.0
+
+
+def make_run_batches(recipe: Recipe, config: PretrainedConfig, num_steps: int) -> list[TokenBatch]:
+    """The batches of a verification, equal in every process."""
+    derived = derive(recipe)
+    packs_documents = recipe.data.pack == "documents"
+    return make_batches(
+        config, num_steps, derived.sequences_per_step, derived.context, recipe.train.seed, packs_documents
+    )
+
+
+def run_rank(
+    rank: int, world: int, rendezvous: str, recipe: Recipe, config: PretrainedConfig, num_steps: int
+) -> Evidence | None:
+    """Body of a pool's rank: run the recipe's layout. Rank 0 returns the evidence."""
+    torch.set_num_threads(1)
+    set_verbosity_error()
+    plan = make_plan(recipe, config)
+    device, backend = choose_rank_device(recipe.launch.device, rank, world)
+    compute_exactly(device)
+    mesh = connect(plan.topology, device, rendezvous, rank, TIMEOUT_S, backend=backend)
+    evidence = run_layout(plan, make_run_batches(recipe, config, num_steps), mesh)
+    mesh.close()
+    return evidence if rank == 0 else None
+
+
+def choose_rank_device(kind: str, rank: int, world: int) -> tuple[torch.device, Literal["gloo", "nccl"]]:
+    """A rank's device and the backend that all ranks use: NCCL if each has a GPU for itself, else gloo, and GPUs are shared."""
+    if kind == "cpu":
+        return torch.device("cpu"), "gloo"
+    num_gpus = torch.cuda.device_count()
+    return torch.device("cuda", rank % num_gpus), "nccl" if num_gpus >= world else "gloo"
+
+
+def compute_exactly(device: torch.device) -> None:
+    """Make this process compute in fp32 where it says fp32 (no TF32), accumulate bf16 and fp16 matmuls in fp32, and use
+    deterministic kernels where there are any."""
+    torch.set_float32_matmul_precision("highest")
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        torch.use_deterministic_algorithms(True, warn_only=True)

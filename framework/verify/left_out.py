@@ -15,9 +15,8 @@ from transformers import PretrainedConfig
 
 from framework.parallel.tensor.rng import DRAWING_MODULES
 from framework.recipe.derive import compiles, derive
-from framework.recipe.keys import flatten
+from framework.recipe.keys import flatten, plain
 from framework.recipe.problem import show
-from framework.recipe.saved import plain
 from framework.recipe.schema import Recipe
 
 # Never run, whatever they say: a verification trains a few steps on random tokens.

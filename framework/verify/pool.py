@@ -221,7 +221,7 @@ class RankPool:
 
 @dataclass(frozen=True)
 class _Raised:
-    """What a body raised: its traceback, the error itself if it is typed, and whether it is that another rank has gone."""
+    """An exception of a body: its traceback, the error itself if it is typed, and whether it says that another rank has gone."""
 
     story: str
     mistake: MeshwrightError | None

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from framework.recipe.schema import Recipe, Source
 from framework.verify.evidence import IGNORE, TokenBatch
 from framework.verify.oracle import CPU, Oracle
-from framework.verify.plain_recipe import DTYPES, learning_rate
+from framework.verify.plain import DTYPES, learning_rate
 
 WORD = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -28,7 +28,7 @@ Sample = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Curve:
+class TrainingCurve:
     """The reported values of a run, by step from 1, and its final weights by name. undecided: updates whose sign rounding has
     decided, of a reference with Lion."""
 
@@ -40,7 +40,7 @@ class Curve:
     undecided: int = 0
 
 
-def run_reference(recipe: Recipe, sequences_per_step: int, ends: Sequence[int]) -> Curve:
+def run_reference(recipe: Recipe, sequences_per_step: int, ends: Sequence[int]) -> TrainingCurve:
     """Train the recipe, whose weights are a folder. ends: the last step of each of the run's parts: each has a schedule that ends
     with it."""
     assert recipe.model.weights is not None, "the reference reads its weights"
@@ -65,7 +65,9 @@ def run_reference(recipe: Recipe, sequences_per_step: int, ends: Sequence[int]) 
         if every is not None and (step + 1) % every == 0:
             validations[step + 1] = oracle.evaluate(held_out)
     final = {name: weight.detach() for name, weight in oracle.weights().items()}
-    return Curve(tuple(losses), tuple(norms), tuple(rates), validations, final, sum(oracle.count_undecided().values()))
+    return TrainingCurve(
+        tuple(losses), tuple(norms), tuple(rates), validations, final, sum(oracle.count_undecided().values())
+    )
 
 
 class _Data:

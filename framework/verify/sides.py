@@ -1,4 +1,4 @@
-"""The two sides of a verification, run from one description."""
+"""Both sides of a verification, layout and oracle, run from one description."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,30 +9,37 @@ from transformers import PretrainedConfig
 
 from framework.model.precision import DTYPES
 from framework.recipe.derive import derive
-from framework.recipe.schema import Recipe
+from framework.recipe.schema import Precision, Recipe
 from framework.verify.evidence import Evidence, perturb
-from framework.verify.layout import initial_weights, is_followed
+from framework.verify.layout import initial_weights, is_followed, make_run_batches, run_rank
 from framework.verify.oracle import run_oracle
 from framework.verify.pool import RankFailed, RankPool
-from framework.verify.rank import make_run_batches, run_rank
-from framework.verify.small import PRECISIONS
 
+# By `--dtype`: compute, master and reduce.
+PRECISIONS = {
+    "fp64": Precision("fp64", "fp64", "fp64"),
+    "fp32": Precision("fp32", "fp32", "fp32"),
+    "bf16": Precision("bf16", "fp32", "fp32"),
+    "fp8": Precision("fp8", "fp32", "fp32"),
+    # Far from an overflow, after which there would be nothing to compare, and enough for gradients of few tokens.
+    "fp16": Precision("fp16", "fp32", "fp32", loss_scale=1024.0),
+}
 # What ranks need, imported once for all of them.
 PRELOAD = run_rank.__module__
 
 
 @dataclass(frozen=True)
 class Sides:
-    """The description of a run that the layout and the oracle train alike.
+    """One training run, to be done by the layout and by the oracle."""
 
-    recipe: with all of its precision's words explicit. num_steps: how many of its train.steps are run. pool: the ranks that run
-    it; None: processes of its own. timeout_s: after which ranks hang.
-    """
-
+    # Its precision has no `auto`.
     recipe: Recipe
     config: PretrainedConfig
+    # How many of train.steps are run.
     num_steps: int
+    # Ranks that run the layout; None: processes of its own.
     pool: RankPool | None = None
+    # Time after which ranks count as hung.
     timeout_s: float | None = None
 
     @property
@@ -57,7 +64,8 @@ class Sides:
                 try:
                     found = self._collect(pool)
                 except RankFailed:
-                    # What stock transformers does not train either is told as that, and is no fault of the layout.
+                    # A model that stock transformers does not train either is no fault of the layout: this raises
+                    # NothingToCompare.
                     self.run_oracle(None)
                     raise
                 return found, self.run_oracle(found)

@@ -30,13 +30,13 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig
 
-from framework.build import build
 from framework.comm.connect import connect
 from framework.comm.copy_stream import CopyPair
 from framework.data.pack import Microbatch
 from framework.parallel.activation_offload import ActivationOffload, choose_offloaded
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Batch, Launch, Memory, Precision, Recipe, Zero
+from framework.train.build import build
 from framework.train.profiler import name_unit
 from framework.train.step import Run, train_step
 from framework.verify.evidence import make_batches

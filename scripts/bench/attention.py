@@ -1,4 +1,4 @@
-"""Attention of one sequence, forward and backward: `model/block_attention.py` beside what transformers runs without it.
+"""Attention of one sequence, forward and backward: `BlockAttention` beside what transformers runs without it.
 
     python scripts/bench/attention.py [--tokens 2048 4096 16384] [--dtype float32]
 
@@ -17,11 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from framework.model.block_attention import BlockAttention, Scores
+from framework.parallel.context.block_attention import AttentionBlock, BlockAttention
+from framework.parallel.context.kernels import Heads, Result
+from framework.parallel.context.visible_rows import Scores
 
 HEADS, HEAD_SIZE, SCALE = 8, 64, 0.125
 LONGEST_SQUARE = 4096
-Heads = tuple[Tensor, Tensor, Tensor]
+Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ CASES = (
 )
 
 
-def attend_stock(case: Case, heads: Heads, mask: Tensor | None) -> Tensor:
+def attend_stock(case: Case, heads: Tensors, mask: Tensor | None) -> Tensor:
     q, k, v = heads
     if case.softcap is None:
         shares = case.kv_heads != HEADS
@@ -77,9 +79,10 @@ def sides(case: Case, tokens: int, dtype: torch.dtype) -> dict[str, Callable[[],
     scores = Scores(SCALE, case.window, case.softcap)
 
     def ours() -> object:
-        found = attention.forward(q, k, v, rows, rows, scores, first)
+        block = AttentionBlock(Heads(q, k, v), rows, rows, scores, first)
+        found = attention.forward(block)
         assert found is not None
-        return attention.backward(gradient, q, k, v, *found, rows, rows, scores, first)
+        return attention.backward(block, Result(*found, gradient))
 
     needs_square = case.window is not None or case.document is not None or case.softcap is not None
     if needs_square and tokens > LONGEST_SQUARE:

@@ -34,7 +34,6 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
 from transformers import LlamaConfig
 
-from framework.build import build
 from framework.checkpoint.commit import Retention
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.save import Saver
@@ -44,6 +43,7 @@ from framework.comm.connect import connect, connect_beside
 from framework.data.pack import Microbatch
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Batch, Launch, Memory, Optim, Precision, Recipe, Zero
+from framework.train.build import build
 from framework.train.state import saved_entries
 from framework.train.step import Run, train_step
 

@@ -32,7 +32,6 @@ import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from framework.build import build
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.save import save_checkpoint
 from framework.comm.collectives import all_reduce, gather_objects
@@ -40,6 +39,7 @@ from framework.comm.connect import connect
 from framework.mesh.layout import part
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel, Recipe, Zero
+from framework.train.build import build
 from framework.train.state import read_entries, saved_entries, share_read
 from framework.train.step import Run
 from scripts.bench.checkpoint import CPU, cpu_seconds, describe_llama, forget

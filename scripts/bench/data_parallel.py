@@ -5,7 +5,7 @@
     python scripts/bench/data_parallel.py --ranks 1 --sides ours plain trainer --clip-norm none
 
 Every side: fp32, sdpa, fused AdamW, decay on matrices only, gradient norm clipped (or not, `--clip-norm none`).
-  ours     framework.build and train_step, as a run drives them
+  ours     framework.train.build and train_step, as a run drives them
   ddp      DistributedDataParallel, gradients as views of its buckets, no_sync on all but the last microbatch
   plain    the same loop without DDP; one rank only
   trainer  Trainer.train() itself, in a thread that is held at the end of each step: from one on_step_end to the next, its

@@ -36,7 +36,6 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from framework.build import build
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch, cut_context
 from framework.errors import MeshwrightError
@@ -49,6 +48,7 @@ from framework.plan.settings import Settings, chosen_counts, planned_candidate
 from framework.plan.shape import make_shape
 from framework.recipe.compose import compose
 from framework.recipe.schema import Batch, Launch, Memory, Model, Precision, Recipe
+from framework.train.build import build
 from framework.train.step import Run, train_step
 from framework.verify.pool import RankPool
 from scripts.random_recipes import Drawn, draw, write
@@ -354,7 +354,7 @@ def main() -> None:
     drawn = (draw_recipe(options.seed, number) for number in range(options.layouts))
     recipes = estimated_recipes() if options.estimated else drawn
     rows = []
-    with closing(RankPool(max(RANKS), "framework.build")) as pool:
+    with closing(RankPool(max(RANKS), "framework.train.build")) as pool:
         for each in count_layouts(recipes, pool):
             rows.append(each)
             states = "equal" if each.are_states_equal else "DIFFER"

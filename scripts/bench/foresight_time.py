@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 
-from framework.build import build
 from framework.comm.collectives import all_reduce
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch, cut_context
@@ -47,12 +46,13 @@ from framework.recipe import schema
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose
 from framework.recipe.schema import Recipe
+from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.pool import RankPool
 
 RANKS = (1, 2, 4)
 WARMUP_STEPS, LR = 2, 1e-4
-PRELOAD = "framework.build"
+PRELOAD = "framework.train.build"
 # A search's keys that stay as they are: a CPU's host memory is its own.
 PINNED = frozenset(f"memory.offload.{name}" for name in OFFLOADED)
 # Layouts that are measured once more, and how many times as many rounds.

@@ -11,10 +11,10 @@ import time
 
 import torch
 
-from framework.build import materialize
 from framework.model.load import load_config
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
+from framework.train.build import materialize
 
 LLAMA_70B = ("model=llama3_1_70b", "parallel.pp=16", "launch.ranks=128", "zero=stage_3", "precision=fp32")
 BATCH = ("batch.context=4096", "batch.sequences_per_step=512", "batch.tokens_per_step=null")

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from framework.build import build
 from framework.comm.collectives import gather_objects
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh, connect
@@ -37,6 +36,7 @@ from framework.mesh.topology import Topology
 from framework.model.load import load_config
 from framework.plan.plan import make_plan
 from framework.recipe import schema
+from framework.train.build import build
 from framework.train.step import train_step
 
 MODEL: dict[str, Any] = {

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from framework.build import build
 from framework.comm.connect import connect
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Batch, Launch, Memory, Offload, Optim, Precision, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import Run
 
 WIDTH, LAYERS = 512, 8

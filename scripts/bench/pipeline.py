@@ -5,7 +5,7 @@
     python scripts/bench/pipeline.py --memory                            peak resident memory, each side in ranks of its own
 
 Every side: the same cut, by cost as ours chooses it, fp32, sdpa, fused AdamW, decay on matrices only, no clipping.
-  ours-SCHEDULE    framework.build and train_step
+  ours-SCHEDULE    framework.train.build and train_step
   torch-SCHEDULE   PipelineStage over stock layers, cut by hand. Shapes are given, so none are inferred; the loss is a sum
                    over the batch's tokens, so gradients need no scaling; outputs are not collected; rotary tables are made once
 zero_bubble is our zb_h1 with a stage on each rank, and torch's ScheduleInterleavedZeroBubble with two.
@@ -45,9 +45,8 @@ from framework.comm.connect import Mesh
 from framework.data.loader import Microbatch
 from framework.model.flops import unit_flops
 from framework.model.units import find_units
-from framework.parallel.pipeline.pipeline import plan_pipeline
+from framework.parallel.pipeline.pipeline import plan_pipeline, split_evenly
 from framework.parallel.pipeline.schedules import rank_of_stage
-from framework.parallel.pipeline.split import split_evenly
 from framework.recipe.schema import Parallel, Pipeline, Zero
 
 # Name: our schedule, torch's, stages on each rank of ours and of torch's.

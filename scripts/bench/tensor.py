@@ -6,7 +6,7 @@
     python scripts/bench/tensor.py --profile ours         what one rank's time goes into
 
 All ranks take the same tokens. Every side: sdpa, fused AdamW, decay on matrices only, no clipping.
-  ours, oursplain            framework.build and train_step with parallel.sequence on, off; zero.stage 0
+  ours, oursplain            framework.train.build and train_step with parallel.sequence on, off; zero.stage 0
   torch, torchplain          Colwise, Rowwise and (torch) SequenceParallel as torch's tutorial has them, whole logits, HF's loss
   torchloss, torchplainloss  the same with the logits left split and torch.distributed.tensor.parallel.loss_parallel
   ddp                        DistributedDataParallel: every rank takes its share of the sequences (where they divide)

@@ -6,7 +6,7 @@
 
 Every side: sdpa, fused AdamW, decay on matrices only, no clipping (`--clip-norm 1.0` for it), accumulated microbatches
 reduced once where the system can. bf16: fp32 master weights and fp32 gradient sums; torch's DDP has autocast for that.
-  ours0 .. ours3   framework.build and train_step; ours3 gathers parameters again in every microbatch
+  ours0 .. ours3   framework.train.build and train_step; ours3 gathers parameters again in every microbatch
   ours3keep        zero.keep_gathered: gathered parameters live until the update
   ddp              DistributedDataParallel, gradients as views of its buckets
   zero1            the same with ZeroRedundancyOptimizer, torch's stage 1

@@ -24,7 +24,7 @@ from framework.checkpoint.save import CPU, Goal, Saver
 from framework.checkpoint.staging import StagingMemory
 from framework.comm.collectives import all_reduce
 from framework.comm.connect import connect, connect_beside
-from framework.comm.objects import tell
+from framework.comm.objects import broadcast_object
 from framework.lease import Lease
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Topology
@@ -62,7 +62,7 @@ def restore(copies, run_dir, own):
     if state is None:
         held, state = None, load_newest(run_dir / "checkpoints", own, copies.world, start.found)
     step = state["step"] if state else 0
-    generation = tell(partial(begin_generation, Lease(run_dir), step), copies.world)
+    generation = broadcast_object(partial(begin_generation, Lease(run_dir), step), copies.world)
     copies.clear(held)
     return step, held, generation
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from framework.errors import EXIT_DONE, EXIT_RESUME, DataError, NumericsError
 from framework.launch.directory import RunDirectory
-from framework.launch.rank import end_hung, run_process, tell
+from framework.launch.process import end_hung, report_error, run_process
 from framework.monitor.progress import FIRST_STEPS
 from framework.monitor.stop import StepWatch, StopRequest
 
@@ -25,7 +25,7 @@ def work(kind: str, folder: Path) -> int:
         try:
             return globals()[kind](folder)
         except Exception as error:
-            return tell(error)
+            return report_error(error)
 
 
 def get_ready(folder: Path) -> None:
@@ -101,7 +101,7 @@ def add_until_asked(folder: Path) -> int:
 
     from framework.comm.collectives import all_reduce, gather_objects
     from framework.comm.connect import connect, launched_place, open_store_beside
-    from framework.comm.objects import tell
+    from framework.comm.objects import broadcast_object
     from framework.mesh.topology import Topology
     from framework.monitor.phases import Phase
     from framework.monitor.progress import Progress
@@ -121,7 +121,7 @@ def add_until_asked(folder: Path) -> int:
             assert gather_objects((rank, step), mesh.axis("world")) == [(each, step) for each in range(world)]
             if step == 1:
                 get_ready(folder)
-            if tell(lambda: stop.requested, mesh.axis("world")):
+            if broadcast_object(lambda: stop.requested, mesh.axis("world")):
                 break
         mesh.close()
     return EXIT_RESUME

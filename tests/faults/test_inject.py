@@ -22,12 +22,12 @@ from framework.checkpoint.commit import SAVE_POINTS, newest_checkpoint
 from framework.checkpoint.index import DamagedCheckpoint, read_manifest
 from framework.checkpoint.load import Reader, verify_files
 from framework.cli import main
+from framework.commands.inject import find_ranks
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_MEMORY, EXIT_RESUME, EXIT_USER
-from framework.launch import fault_door
+from framework.faults import injector
+from framework.faults.injector import FaultInjector
+from framework.faults.plan import HOWS, KINDS, Fault, parse_fault, plan_faults, read_log
 from framework.launch.export import _read
-from framework.launch.fault_door import FaultDoor
-from framework.launch.fault_plan import HOWS, KINDS, Fault, parse_fault, plan_faults, read_log
-from framework.launch.inject import find_ranks
 from framework.monitor.phases import Phase
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from tests import tiny_run
@@ -202,7 +202,7 @@ def test_ranks_are_found_by_their_run_and_not_what_starts_them(tmp_path):
     package = tmp_path / "framework" / "launch"
     package.mkdir(parents=True)
     (package / "rank.py").write_text("import time; time.sleep(60)")
-    words = (sys.executable, "-m", "framework.launch.rank", "runs/here", "7")
+    words = (sys.executable, "-m", "framework.train.program", "runs/here", "7")
     starts = ([*words], ["sh", "-c", "sleep 60; :", *words], [*words[:3], "runs/there"])
     variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
     processes = [
@@ -277,22 +277,22 @@ class Signals:
 
     def __init__(self, monkeypatch):
         self.sent = []
-        monkeypatch.setattr(fault_door.os, "kill", lambda pid, number: self.sent.append(number))
+        monkeypatch.setattr(injector.os, "kill", lambda pid, number: self.sent.append(number))
 
 
 def test_a_fault_comes_as_often_as_it_was_asked_for_and_not_again_after_a_restart(tmp_path, monkeypatch):
     signals = Signals(monkeypatch)
     plan_faults(tmp_path, [Fault("kill", "a", rank=1, phase="validate", step=0, times=2)])
     for expected in (1, 2, 2):  # each door is that of another start
-        FaultDoor(tmp_path, 1).begin_phase(Phase.VALIDATE)
-        FaultDoor(tmp_path, 0).begin_phase(Phase.VALIDATE)
-        FaultDoor(tmp_path, 1).begin_phase(Phase.SAVE)
+        FaultInjector(tmp_path, 1).begin_phase(Phase.VALIDATE)
+        FaultInjector(tmp_path, 0).begin_phase(Phase.VALIDATE)
+        FaultInjector(tmp_path, 1).begin_phase(Phase.SAVE)
         assert len(signals.sent) == expected
     assert [record["rank"] for record in read_log(tmp_path)] == [1, 1]
 
 
 def test_sabotaged_a_fault_that_is_not_noted_before_it_acts_comes_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(FaultDoor, "_note", lambda *args, **more: None)
+    monkeypatch.setattr(FaultInjector, "_note", lambda *args, **more: None)
     with pytest.raises(AssertionError):
         test_a_fault_comes_as_often_as_it_was_asked_for_and_not_again_after_a_restart(tmp_path, monkeypatch)
 
@@ -300,7 +300,7 @@ def test_sabotaged_a_fault_that_is_not_noted_before_it_acts_comes_again(tmp_path
 def test_a_line_that_is_half_written_is_no_fault(tmp_path, monkeypatch):
     signals = Signals(monkeypatch)
     (tmp_path / "faults.jsonl").write_text('{"kind": "kill", "id": "a", "phase": "save')
-    door = FaultDoor(tmp_path, 0)
+    door = FaultInjector(tmp_path, 0)
     door.begin_phase(Phase.SAVE)
     assert not signals.sent
     with (tmp_path / "faults.jsonl").open("a") as file:

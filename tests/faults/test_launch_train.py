@@ -28,7 +28,7 @@ from framework.launch.export import _read, export_command, load_model
 from framework.launch.request import save_command, stop_command
 from framework.launch.status import status_command
 from framework.optim.disk_file import MEMORY_FILE_SYSTEMS, file_system_of
-from framework.recipe import memory_rules
+from framework.recipe import layout_rules
 from framework.recipe.compose import compose, load_recipe, save_recipe
 from framework.track.goodput import Part
 from framework.track.goodput_log import read_account
@@ -201,7 +201,7 @@ UpdatedTogether.update = update_and_die
 @pytest.mark.grid
 def test_a_run_that_is_killed_in_a_step_on_the_host_goes_on_bitwise_as_one_without_offload(monkeypatch):
     """Ranks compute on CPUs here, for which a recipe refuses this home: that rule alone is lifted."""
-    for module in (memory_rules, settle):
+    for module in (layout_rules, settle):
         monkeypatch.setattr(module, "find_offload_to_device", lambda recipe: iter(()))
     offload = ("memory.offload.optimizer=1", "memory.offload.home=host")
     ended = in_child(KILL_IN_AN_UPDATE, "run.id=on-host", *offload, "checkpoint.every_steps=3")

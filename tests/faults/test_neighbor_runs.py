@@ -16,7 +16,6 @@ from framework.checkpoint.node_memory import memory_of
 from framework.comm.connect import connect
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE
-from framework.launch import saves, train
 from framework.lease import Lease
 from framework.mesh.topology import Topology
 from framework.model.load import load_config
@@ -25,6 +24,8 @@ from framework.monitor.stop import StepWatch, StopRequest
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.track.observers import Observers
+from framework.train import rank as train
+from framework.train import saves
 from framework.train.loop import Loop
 from tests import tiny_run
 from tests.faults.copying_ranks import spoil_disk

@@ -6,15 +6,14 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from framework.build import build
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
 from framework.model.precision import DTYPES
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Recipe
+from framework.train.build import build
 from framework.train.step import Run, train_step
-from framework.verify.double import keep_double
-from framework.verify.evidence import make_batches
+from framework.verify.evidence import keep_double, make_batches
 from framework.verify.layout import share
 from tests.families import build_config, family
 from tests.ranks.parity import topology_of

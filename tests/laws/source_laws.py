@@ -15,7 +15,7 @@ Law = Callable[["Source"], Iterator[Breach]]
 
 # Lowest first; rooms of one floor do not know each other.
 FLOORS = (
-    ("errors", "files", "imports", "output", "start"),
+    ("errors", "files", "host", "imports", "output", "start"),
     ("lease",),
     ("recipe",),
     ("mesh",),
@@ -26,20 +26,16 @@ FLOORS = (
     ("plan",),
     ("checkpoint", "track"),
     ("monitor",),
+    ("faults", "launch"),
     ("train",),
-    ("build",),
-    ("verify", "launch"),
-    ("commands",),
+    ("verify", "commands"),
     ("cli",),
     ("__main__",),
 )
 FLOOR_OF_ROOM = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-# Files of verify/ that are the oracle, or that both sides read; and what of the framework they may know: the names of the
-# recipe's keys, and the errors that the user is told.
-ORACLE = (
-    "oracle", "reference", "initial", "evidence", "compare", "double", "lion", "rounding",
-    "plain_fp8", "plain_loss_scale", "plain_mixtures", "plain_recipe", "plain_rounding",
-)  # fmt: skip
+# Files of verify/ that are the oracle, or that both sides read; and what they may know of the framework: the names of the
+# recipe's keys, and the errors that the user reads.
+ORACLE = ("oracle", "plain", "reference", "evidence", "compare")
 ORACLE_KNOWS = ("framework.errors", "framework.recipe.schema", *(f"framework.verify.{name}" for name in ORACLE))
 
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
@@ -117,13 +113,13 @@ def imports_downwards(source: Source) -> Iterator[Breach]:
 
 
 def parallelisms_do_not_know_each_other(source: Source) -> Iterator[Breach]:
-    """Modules of `parallel` meet in parallelize.py (transforms) and attach.py only; a subpackage is one module. All may know what
+    """Modules of `parallel` meet in parallelize.py only; a subpackage is one module. All may know what
     a StagePlan is."""
-    if source.room != "parallel" or source.parts[1] in ("parallelize", "attach"):
+    if source.room != "parallel" or source.parts[1] == "parallelize":
         return
     for line, name in source.imports():
         if name.startswith("framework.parallel.") and name.split(".")[2] not in (source.parts[1], "stage_plan"):
-            yield line, f"parallel/{source.parts[1]} imports {name}: they meet in parallelize.py and attach.py only"
+            yield line, f"parallel/{source.parts[1]} imports {name}: they meet in parallelize.py only"
 
 
 def the_oracle_shares_nothing(source: Source) -> Iterator[Breach]:
@@ -148,7 +144,7 @@ def only_comm_communicates(source: Source) -> Iterator[Breach]:
 def only_transfer_sends_to_devices(source: Source) -> Iterator[Breach]:
     """Below `build`, tensors of the host's values are made for a device, and copies that need not wait started, in
     comm/transfer.py only."""
-    if source.room not in ("parallel", "optim", "data", "train"):
+    if source.room not in ("parallel", "optim", "data", "monitor", "faults", "train"):
         return
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call):
@@ -171,8 +167,8 @@ def recipe_is_instant(source: Source) -> Iterator[Breach]:
 
 
 def only_connect_launch_and_cli_read_the_environment(source: Source) -> Iterator[Breach]:
-    """os.environ appears in comm/connect.py, launch/, cli.py and start.py."""
-    if source.room in ("launch", "cli", "start") or source.path == "comm/connect.py":
+    """os.environ appears in comm/connect.py, launch/, commands/, cli.py and start.py."""
+    if source.room in ("launch", "commands", "cli", "start") or source.path == "comm/connect.py":
         return
     readers = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
     for line, name in {*source.imports(), *source.dotted_names()}:
@@ -222,7 +218,7 @@ def modules_hold_no_state(source: Source) -> Iterator[Breach]:
 def options_are_passed_by_name(source: Source) -> Iterator[Breach]:
     """An option of the command line is a function's first argument or has its parameter's name: of argparse's values the type
     checker knows no type, so it sees no swap."""
-    if source.room not in ("cli", "commands", "launch"):
+    if source.room not in ("cli", "launch", "commands"):
         return
     for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
         for value in call.args[1:]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.parallel.context import attention, merge, ring, ulysses
+from framework.parallel.context import attention, blocks, merge, ring, ulysses
 from framework.parallel.context.attention import RankBlocks
 from framework.parallel.context.merge import MergedOutput
 from tests.ranks.pool import RankPool
@@ -35,7 +35,7 @@ def sum_key_gradients_in_bf16() -> AbstractContextManager[Any]:
 
 def shift_once_too_few() -> AbstractContextManager[Any]:
     """The last step of the ring is left out."""
-    return patch.object(attention, "find_steps", lambda slices, window: tuple(range(1, slices.ring - 1)))
+    return patch.object(blocks, "find_steps", lambda slices, window: tuple(range(1, slices.ring - 1)))
 
 
 def mask_the_wrong_pair() -> AbstractContextManager[Any]:
@@ -86,8 +86,8 @@ def keep_one_gradient_of_shared_heads() -> AbstractContextManager[Any]:
     return patch.object(ulysses, "_sum_views", lambda came, places, shares: ulysses._copy_views(came, places))
 
 
-def take_the_first_slopes() -> AbstractContextManager[Any]:
-    """Under Ulysses every rank takes the slopes of the first heads."""
+def take_the_first_sinks() -> AbstractContextManager[Any]:
+    """Under Ulysses every rank takes the sinks of the first heads."""
     return patch.object(ulysses.HeadExchange, "select", lambda exchange, x: x[: len(x) // exchange.axis.size])
 
 
@@ -108,7 +108,7 @@ SABOTAGES: list[tuple[Sabotage, Layout, Case]] = [
     (forget_documents_under_ulysses, ULYSSES, CASES["documents"]),
     (drop_the_window, RING, CASES["window"]),
     (keep_one_gradient_of_shared_heads, ULYSSES, CASES["one key-value head"]),
-    (take_the_first_slopes, ULYSSES, CASES["slopes"]),
+    (take_the_first_sinks, ULYSSES, SINKS),
 ]
 
 

@@ -15,11 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from framework.build import build
 from framework.comm.connect import connect
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE
-from framework.launch import train
 from framework.model.units import Unit, find_units
 from framework.parallel import parallelize
 from framework.plan import plan as plan_module
@@ -29,6 +27,8 @@ from framework.recipe import derive as derive_module
 from framework.recipe.compose import compose
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.track.observers import Observers
+from framework.train import rank as train
+from framework.train.build import build
 from tests import tiny_run
 from tests.families import build_config, family
 from tests.ranks.parity import small_recipe

@@ -20,15 +20,14 @@ from framework.model import initial, stage
 from framework.model.initial import draw_unit, seed_for
 from framework.model.loss import TokenLoss, count_loss_tokens, token_loss
 from framework.parallel.zero import gradients
-from framework.parallel.zero.buffers import GradView, UnitBuffer
+from framework.parallel.zero.buffers import MainGradView, UnitBuffer
 from framework.recipe.schema import Zero
 from framework.train import step
 from framework.train.stage import RankStage
-from framework.verify.compare import Row, compare, exceeds
+from framework.verify.compare import NUM_REFERENCES, ErrorRow, compare, exceeds, judge
 from framework.verify.evidence import Evidence, perturb
 from framework.verify.layout import initial_weights
 from framework.verify.oracle import run_oracle
-from framework.verify.rounding import NUM_REFERENCES, judge
 from tests.families import family
 from tests.laws.sabotage import Errors, Sabotage, errors_of, train_each, whole
 from tests.ranks.parity import Case, small_recipe, train_layouts, worst_error
@@ -74,24 +73,24 @@ def balance_each_microbatch_fully() -> Any:
 
 def keep_the_last_microbatch() -> Any:
     """A later microbatch's gradient replaces the former ones."""
-    whole = GradView.add
+    whole = MainGradView.add
 
-    def overwrite(place: GradView, gradient: Tensor) -> None:
+    def overwrite(place: MainGradView, gradient: Tensor) -> None:
         place.is_written = False
         whole(place, gradient)
 
-    return patch.object(GradView, "add", overwrite)
+    return patch.object(MainGradView, "add", overwrite)
 
 
 def forget_the_head_of_a_tied_weight() -> Any:
     """A tied embedding gets the gradient of its use as an embedding only."""
-    whole = GradView.add_matmul
+    whole = MainGradView.add_matmul
 
-    def without_head(place: GradView, left: Tensor, right: Tensor) -> None:
+    def without_head(place: MainGradView, left: Tensor, right: Tensor) -> None:
         if "embed" not in place._slot.name:
             whole(place, left, right)
 
-    return patch.object(GradView, "add_matmul", without_head)
+    return patch.object(MainGradView, "add_matmul", without_head)
 
 
 def send_no_gradients() -> Any:
@@ -241,7 +240,7 @@ def test_a_dropped_law_shows_with_lion_too(
 
 
 @pytest.fixture(scope="module")
-def rows(pool: RankPool) -> Callable[[str], dict[str, dict[str, Row]]]:
+def rows(pool: RankPool) -> Callable[[str], dict[str, dict[str, ErrorRow]]]:
     """Of a case in bf16, by sabotage, each quantity's worst step or parameter beside its bound, as `meshwright verify --dtype
     bf16` has them. How a rank holds its shards is not the oracle's: one truth and its references are for all cases."""
     of = CASES[IN_BF16[0]]
@@ -252,7 +251,7 @@ def rows(pool: RankPool) -> Callable[[str], dict[str, dict[str, Row]]]:
         rounded = {name: perturb(weight, torch.bfloat16, seed) for name, weight in weights.items()}
         references.append(run_oracle(of.recipe, of.config, rounded, batches, torch.bfloat16))
 
-    def rows_of(label: str) -> dict[str, dict[str, Row]]:
+    def rows_of(label: str) -> dict[str, dict[str, ErrorRow]]:
         found = pool.run(WORLD, train_each, [whole, *sabotages_of(label)], CASES[label])[0]
         return {
             name: {row.quantity: row for row in judge(each, references, truth, "bf16")} for name, each in found.items()
@@ -262,7 +261,9 @@ def rows(pool: RankPool) -> Callable[[str], dict[str, dict[str, Row]]]:
 
 
 @pytest.mark.parametrize("label", IN_BF16)
-def test_whole_code_is_within_the_bounds_of_bf16(rows: Callable[[str], dict[str, dict[str, Row]]], label: str) -> None:
+def test_whole_code_is_within_the_bounds_of_bf16(
+    rows: Callable[[str], dict[str, dict[str, ErrorRow]]], label: str
+) -> None:
     assert not exceeds(list(rows(label)["whole"].values()), 0.0)
 
 
@@ -270,7 +271,7 @@ def test_whole_code_is_within_the_bounds_of_bf16(rows: Callable[[str], dict[str,
     ("sabotage", "label", "quantity"), BF16_SABOTAGES, ids=[entry[0].__name__ for entry in BF16_SABOTAGES]
 )
 def test_a_dropped_law_shows_at_the_bounds_of_bf16(
-    rows: Callable[[str], dict[str, dict[str, Row]]], sabotage: Sabotage, label: str, quantity: str
+    rows: Callable[[str], dict[str, dict[str, ErrorRow]]], sabotage: Sabotage, label: str, quantity: str
 ) -> None:
     row = rows(label)[sabotage.__name__][quantity]
     assert row.within is not None

@@ -19,7 +19,7 @@ from framework.parallel.zero import gradients, parameters
 from framework.parallel.zero.buffers import BufferPool, UnitBuffer
 from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.gradients import GradientSync
-from framework.parallel.zero.order import UnitOrder
+from framework.parallel.zero.hooks import UnitOrder
 from framework.parallel.zero.parameters import ParameterSync
 from framework.recipe.schema import Zero
 from tests.families import family
@@ -150,7 +150,7 @@ def reshard_what_is_in_use() -> AbstractContextManager[Any]:
 
 def keep_old_parameters() -> AbstractContextManager[Any]:
     """What was unsharded before an update is read after it."""
-    return patch.object(ParameterSync, "update", lambda sync: None)
+    return patch.object(ParameterSync, "invalidate", lambda sync: None)
 
 
 # --- borders

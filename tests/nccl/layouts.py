@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from framework.build import build
 from framework.comm.connect import Mesh, connect
 from framework.data.pack import Microbatch
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Model, Offload, Parallel, Pipeline, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import Run, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share

@@ -13,7 +13,7 @@ from framework.model.precision import DTYPES
 from framework.plan.plan import make_plan, make_topology
 from framework.recipe.derive import derive
 from framework.recipe.schema import Batch, Launch, Memory, Optim, Parallel, Precision, Recipe, Train, Zero
-from framework.verify.compare import TOLERANCES, Row, compare, render
+from framework.verify.compare import TOLERANCES, ErrorRow, compare, render
 from framework.verify.evidence import Evidence, TokenBatch, make_batches
 from framework.verify.layout import initial_weights, is_followed, run_layout
 from framework.verify.oracle import run_oracle
@@ -105,7 +105,7 @@ def topology_of(recipe: Recipe, config: PretrainedConfig) -> Topology:
     return make_topology(recipe, config)
 
 
-def run_cases(rank: int, world: int, rendezvous: str, cases: Sequence[Case]) -> dict[str, list[Row]]:
+def run_cases(rank: int, world: int, rendezvous: str, cases: Sequence[Case]) -> dict[str, list[ErrorRow]]:
     """Body: every layout, on the first so many ranks as it asks for; then the ranks that were in all of them share the
     cases and compare each with its oracle."""
     found = train_layouts(rank, world, rendezvous, cases)
@@ -150,7 +150,7 @@ def expect(case: Case, layout: Evidence | None = None) -> Evidence:
 
 def assert_equal(pool: RankPool, world: int, cases: Sequence[Case], body: Callable[..., Any] = run_cases) -> None:
     """All layouts, of at most `world` ranks, equal their oracles within the tolerance of their precision."""
-    rows: dict[str, list[Row]] = {}
+    rows: dict[str, list[ErrorRow]] = {}
     for of_rank in pool.run(world, body, cases, timeout_s=300):
         rows |= of_rank
     tolerances = {f"{case.name}, {label}": case.tolerance for case in cases for label in case.layouts}
@@ -159,5 +159,5 @@ def assert_equal(pool: RankPool, world: int, cases: Sequence[Case], body: Callab
     assert not failed, "\n\n".join(f"{name}\n{render(each, tolerances[name])}" for name, each in failed.items())
 
 
-def worst_error(rows: Iterable[Row]) -> float:
+def worst_error(rows: Iterable[ErrorRow]) -> float:
     return max(row.error for row in rows)

@@ -16,7 +16,6 @@ from framework.data.order import index_samples
 from framework.data.pack import Microbatch
 from framework.data.prepare import prepare
 from framework.errors import MeshwrightError
-from framework.launch import train
 from framework.lease import Lease
 from framework.mesh.topology import Topology
 from framework.model.load import load_config
@@ -28,6 +27,7 @@ from framework.recipe.schema import Recipe
 from framework.track.jsonl import Jsonl, read_records
 from framework.track.observers import Observers
 from framework.track.report import RunInfo
+from framework.train import rank as train
 from tests import tiny_run
 
 SEQUENCES = 4

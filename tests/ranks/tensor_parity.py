@@ -34,7 +34,7 @@ from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head, split_over_tp
 from framework.recipe.schema import Memory, Model, Parallel, Recipe
 from framework.verify.compare import NOISE_SHARE
-from framework.verify.double import keep_double
+from framework.verify.evidence import keep_double
 from tests.families import Family, build_config
 
 CPU = torch.device("cpu")

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from framework.build import build
 from framework.comm.connect import connect
 from framework.model.load import build_meta
 from framework.plan.operations import find_operations
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.evidence import Evidence, make_batches
 from framework.verify.layout import share

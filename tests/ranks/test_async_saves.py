@@ -11,7 +11,6 @@ from framework.checkpoint.staging import StagedFile
 from framework.comm.connect import connect
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE
-from framework.launch import train
 from framework.lease import Lease
 from framework.mesh.topology import Topology
 from framework.model.load import load_config
@@ -20,6 +19,7 @@ from framework.monitor.stop import StepWatch, StopRequest
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.track.observers import Observers
+from framework.train import rank as train
 from framework.train.update import StepOptimizer
 from tests import tiny_run
 from tests.grid import few_of

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.build import build
 from framework.comm.connect import connect
 from framework.model.stage import StageModel
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Pipeline, Recipe, Zero
+from framework.train.build import build
 from framework.train.stage import RankStage
 from framework.train.step import train_step
 from framework.train.validation import Validation

@@ -8,7 +8,7 @@ import pytest
 
 from framework.model import loss
 from framework.recipe.schema import Memory, Model, Parallel, Pipeline, Recipe, Zero
-from framework.verify.compare import Row
+from framework.verify.compare import ErrorRow
 from tests.families import family
 from tests.grid import few_of
 from tests.ranks.parity import Case, assert_equal, run_cases, small_recipe
@@ -63,7 +63,7 @@ CASES = {
 }
 
 
-def run_in_chunks(rank: int, world: int, rendezvous: str, cases: Sequence[Case]) -> dict[str, list[Row]]:
+def run_in_chunks(rank: int, world: int, rendezvous: str, cases: Sequence[Case]) -> dict[str, list[ErrorRow]]:
     """Body: as `run_cases`, in chunks of few tokens."""
     with patch.object(loss, "LEAST_CHUNK", LEAST_CHUNK):
         return run_cases(rank, world, rendezvous, cases)

@@ -9,7 +9,7 @@ import torch
 import framework.comm.connect
 from framework.comm import collectives, ledger, p2p
 from framework.comm.connect import connect
-from framework.comm.objects import gather_to_first
+from framework.comm.objects import gather_object
 from framework.mesh.topology import Topology
 from tests.ranks.pool import RankFailure
 
@@ -92,7 +92,7 @@ def wait_for_a_late_peer(rank, world, rendezvous):
     works = (
         lambda: p2p.exchange([(mine, 1 - rank)], [(place, 1 - rank)], axis).wait(),
         lambda: collectives.start_all_gather(out, mine, axis).wait(),
-        lambda: gather_to_first("x", axis),
+        lambda: gather_object("x", axis),
     )
     for work in works:
         time.sleep(1.5 * rank)

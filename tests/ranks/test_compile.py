@@ -23,7 +23,6 @@ import torch._inductor.config
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from framework.build import build
 from framework.comm import collectives, p2p
 from framework.comm.algorithms import Pending
 from framework.comm.connect import connect
@@ -35,8 +34,9 @@ from framework.parallel.tensor.layers import ColumnLinear
 from framework.plan.plan import make_plan
 from framework.plan.stage import PlannedStage
 from framework.recipe.schema import Memory, Model, Parallel, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import train_step
-from framework.verify.compare import Row, compare, render
+from framework.verify.compare import ErrorRow, compare, render
 from framework.verify.evidence import Evidence, TokenBatch, make_batches
 from framework.verify.layout import initial_weights, run_layout, share
 from tests.evaluation import evaluate
@@ -126,7 +126,7 @@ def fresh_compiler(backend: Backend, kernels: str) -> Iterator[_Warnings]:
 
 def train(
     rank: int, world: int, rendezvous: str, case: Case, backend: Backend, kernels: str
-) -> tuple[dict[str, Compiled], dict[str, list[Row]]]:
+) -> tuple[dict[str, Compiled], dict[str, list[ErrorRow]]]:
     """Body: each layout of the case by its label, and on rank 0 its comparison with the oracle."""
     found = {}
     for number, (label, recipe) in enumerate(case.layouts.items()):

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framework.build import build
 from framework.comm import connect as connecting
 from framework.comm.connect import CONNECT_ATTEMPTS, Backends, connect, join_axes, persist
 from framework.errors import ConnectionFailed, RanksDiffer
@@ -21,6 +20,7 @@ from framework.mesh.descriptors import count_sockets
 from framework.mesh.topology import Topology
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel, Pipeline, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import family

@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.build import build
 from framework.comm.collectives import all_gather
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch, cut_context
 from framework.plan.plan import make_plan
-from framework.recipe.context_rules import has_tokens_everywhere
-from framework.recipe.derive import context_degrees
+from framework.recipe.derive import context_degrees, has_tokens_everywhere
 from framework.recipe.schema import Batch, Memory, Parallel, Pipeline, Recipe, Zero
+from framework.train.build import build
 from framework.train.stage import StepInputs
 from tests.families import build_config, family
 from tests.grid import few_of
@@ -39,7 +38,7 @@ FOUR_LAYERS: dict[str, dict[str, Any]] = {
 }
 # Stock models of the others show packed documents to one another.
 KEEPS_DOCUMENTS_APART = ("llama", "qwen3", "mistral", "gemma2", "deepseek_v3", "olmo2", "glm4", "cohere2", "qwen3_moe")
-NAMES = (*KEEPS_DOCUMENTS_APART, "gpt_oss", "bloom", "mpt")
+NAMES = (*KEEPS_DOCUMENTS_APART, "gpt_oss")
 MIXTURES = ("deepseek_v3", "gpt_oss", "qwen3_moe")
 
 Method = str | tuple[int, int]
@@ -101,7 +100,7 @@ class Way:
 
 
 # Each mechanism once: the methods, two ranks and four, lengths that need padding and not, packed documents that span ranks,
-# windows, soft-caps, sinks, ALiBi, unequal head dims, experts with capacity and balancing, beside every other axis.
+# windows, soft-caps, sinks, unequal head dims, experts with capacity and balancing, beside every other axis.
 SHOWN = (
     Way("gemma2", 2, "ulysses", tp=2, zero=Zero(stage=1), packs=True, memory=CHUNKED),
     Way("deepseek_v3", 2, pp=2, ep=2, count=3, schedule="zbv", bias_rate=0.05),
@@ -111,7 +110,7 @@ MORE = (
     Way("llama", 2, dp=2, zero=Zero(stage=3), packs=True, precision="fp32"),
     Way("gpt_oss", 2, "gather", dp=2, ep=2, zero=Zero(stage=3)),
     Way("qwen3_moe", 2, tp=2, ep=2, capacity=1.0, zero=Zero(stage=1)),
-    Way("bloom", 4, context=9),
+    Way("llama", 4, context=9),
 )
 
 
@@ -120,19 +119,8 @@ def test_tokens_divided_by_each_method_equal_one_process(pool: RankPool, ways: t
     assert_equal(pool, 4, [way.case for way in ways])
 
 
-# Biases and positions of a family's own, of one row.
-ONE_TOKEN = (
-    Way("bloom", 2, "ulysses", context=2),
-    Way("mpt", 2, "ulysses", context=2),
-    Way("llama", 2, "ulysses", context=2),
-)
-
-
-@pytest.mark.parametrize(
-    "ways", [ONE_TOKEN[:1], pytest.param(ONE_TOKEN[1:], marks=pytest.mark.grid)], ids=["bloom", "others"]
-)
-def test_a_rank_may_have_one_token_of_each_sequence(pool: RankPool, ways: tuple[Way, ...]) -> None:
-    assert_equal(pool, 2, [way.case for way in ways])
+def test_a_rank_may_have_one_token_of_each_sequence(pool: RankPool) -> None:
+    assert_equal(pool, 2, [Way("llama", 2, "ulysses", context=2).case])
 
 
 # (cp, dp, tp, pp, ep, sequence, schedule)

@@ -17,9 +17,11 @@ from framework.comm import collectives, ledger
 from framework.comm.connect import Mesh, connect
 from framework.mesh.context import ContextSlices
 from framework.mesh.topology import Topology
-from framework.model.block_attention import BlockAttention, Scores, visible_pairs
 from framework.parallel.context import key_values, ulysses
 from framework.parallel.context.attention import ContextAttention
+from framework.parallel.context.block_attention import AttentionBlock, BlockAttention
+from framework.parallel.context.kernels import Result
+from framework.parallel.context.visible_rows import Scores, visible_pairs
 from tests.grid import few_of
 from tests.ranks.pool import RankPool
 from tests.ranks.test_tensor_memory import peak_of
@@ -53,7 +55,6 @@ class Case:
     v_width: int = 8
     window: int | None = None
     softcap: float | None = None
-    has_slopes: bool = False
     has_sinks: bool = False
     documents: tuple[tuple[int, ...], ...] | None = None
 
@@ -79,7 +80,6 @@ def draw(case: Case, dtype: torch.dtype = torch.float64) -> Sequences:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
     B, C = case.sequences, case.context
-    slopes = 2.0 ** -torch.arange(1, case.heads + 1) if case.has_slopes else None
     first_rows = None
     if case.documents is not None:
         starts = torch.zeros(B, C, dtype=torch.int64)
@@ -91,7 +91,7 @@ def draw(case: Case, dtype: torch.dtype = torch.float64) -> Sequences:
         normal(B, case.kv_heads, C, case.width),
         normal(B, case.kv_heads, C, case.v_width),
         normal(B, C, case.heads, case.v_width),
-        Scores(case.width**-0.5, case.window, case.softcap, slopes),
+        Scores(case.width**-0.5, case.window, case.softcap),
         normal(case.heads) if case.has_sinks else None,
         first_rows,
     )
@@ -105,8 +105,6 @@ def attend_densely(of: Sequences) -> Tensor:
     if of.scores.softcap is not None:
         scores = of.scores.softcap * torch.tanh(scores / of.scores.softcap)
     rows = torch.arange(C)
-    if of.scores.slopes is not None:
-        scores = scores + of.scores.slopes[:, None, None] * (rows - rows[:, None])
     sees = rows[:, None] >= rows
     if of.scores.window is not None:
         sees = sees & (rows[:, None] - rows < of.scores.window)
@@ -207,10 +205,9 @@ CASES = {
     "documents": Case(documents=((0, 3, 20), (0, 9, 10, 31))),
     "documents and window": Case(documents=((0, 3, 20), (0, 9, 10, 31)), window=7, kv_heads=2),
     "soft-cap": Case(softcap=1.5),
-    "slopes": Case(has_slopes=True, kv_heads=2),
     "sinks": Case(has_sinks=True),
     "sinks and window": Case(has_sinks=True, window=6, kv_heads=1),
-    "everything": Case(41, 2, 8, 2, 6, 4, 9, 2.0, has_slopes=True, has_sinks=True, documents=((0, 17), (0, 5, 6, 30))),
+    "everything": Case(41, 2, 8, 2, 6, 4, 9, 2.0, has_sinks=True, documents=((0, 17), (0, 5, 6, 30))),
     "uneven groups": Case(heads=12, kv_heads=6, width=4, v_width=2),
     "shared groups": Case(heads=12, kv_heads=3, width=4, v_width=2),
     "fewer tokens than parts": Case(context=5),
@@ -342,13 +339,18 @@ class CountingBlocks(BlockAttention):
         super().__init__()
         self.pairs = [0, 0]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, q_rows: Any, k_rows: Any, scores: Scores, *more: Any) -> Any:
-        self.pairs[0] += q.shape[1] * visible_pairs(q_rows, k_rows, scores, *more)
-        return super().forward(q, k, v, q_rows, k_rows, scores, *more)
+    def forward(self, block: AttentionBlock) -> Any:
+        self.pairs[0] += count_visible(block)
+        return super().forward(block)
 
-    def backward(self, gradient: Tensor, q: Tensor, *tensors_and_rows: Any) -> Any:
-        self.pairs[1] += q.shape[1] * visible_pairs(*tensors_and_rows[4:])
-        return super().backward(gradient, q, *tensors_and_rows)
+    def backward(self, block: AttentionBlock, result: Result) -> Any:
+        self.pairs[1] += count_visible(block)
+        return super().backward(block, result)
+
+
+def count_visible(block: AttentionBlock) -> int:
+    pairs = visible_pairs(block.q_rows, block.k_rows, block.scores, block.first_rows)
+    return block.heads.q.shape[1] * pairs
 
 
 def count_pairs(rank: int, world: int, rendezvous: str, layouts: list[Layout], cases: list[Case]) -> list[list[int]]:
@@ -388,11 +390,12 @@ SHARED = {"ring": Layout(1, 4), "gather": Layout(1, 4, "gather"), "ulysses": Lay
 class AllocatingBlocks(BlockAttention):
     """Takes the memory of results and computes nothing: time grows with the square of tokens, memory does not."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *rows_and_scores: Any) -> Any:
+    def forward(self, block: AttentionBlock) -> Any:
+        q = block.heads.q
         return _new_zeros(q), q.new_zeros(q.shape[:3])
 
-    def backward(self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Any:
-        return _new_zeros(q), _new_zeros(k), _new_zeros(v)
+    def backward(self, block: AttentionBlock, result: Result) -> Any:
+        return _new_zeros(block.heads.q), _new_zeros(block.heads.k), _new_zeros(block.heads.v)
 
 
 def _new_zeros(like: Tensor) -> Tensor:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from framework.build import build
 from framework.comm.connect import connect
-from framework.plan.context import AttentionShape, ContextCost, Method
+from framework.plan.context import AttentionShape, ContextCost, ContextMethod
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import family
@@ -52,7 +52,7 @@ def measure_sent(rank: int, world: int, rendezvous: str, layout: Layout) -> dict
 
 
 def plan_sent(case: Case, layout: Layout, dtype: torch.dtype, rank: int) -> list[int]:
-    method = Method(layout.ulysses, layout.ring, layout.method == "gather")
+    method = ContextMethod(layout.ulysses, layout.ring, layout.method == "gather")
     reach, is_windowed = case.window or case.context, case.window is not None
     shape = AttentionShape(case.heads, case.kv_heads, case.width, case.v_width, reach, is_windowed)
     packs, index = case.documents is not None, rank % layout.ulysses

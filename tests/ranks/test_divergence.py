@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.build import build
 from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import connect
 from framework.errors import EXIT_FAILED, DriftError
@@ -21,6 +20,7 @@ from framework.parallel.zero.buffers import UnitBuffer
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Model, Parallel, Pipeline, Recipe, Zero
 from framework.train import step as step_module
+from framework.train.build import build
 from framework.train.replicas import check_replicas
 from framework.train.stage import RankStage, StepInputs
 from framework.train.state import RunState, restore, saved_entries

@@ -10,11 +10,10 @@ from framework import cli
 from framework.errors import EXIT_USER, RecipeError
 from framework.recipe.compose import compose
 from framework.verify import end_to_end, reference
-from framework.verify.command import prepare
-from framework.verify.compare import Row
+from framework.verify.compare import ErrorRow
 from framework.verify.end_to_end import TOLERANCE, compare_runs
 from framework.verify.evidence import NothingToCompare
-from framework.verify.options import Options
+from framework.verify.prepare import VerifyOptions, prepare
 from tests.families import family
 
 ALONE = ("batch.sequences_per_step=3", "batch.sequences_per_microbatch=1")
@@ -35,12 +34,12 @@ def run(
     tmp_path: Path,
     words: Sequence[str],
     command: end_to_end.Command = cli.main,
-) -> list[Row]:
+) -> list[ErrorRow]:
     name, *overrides = words
     config = tmp_path / "config.json"
     config.write_text(json.dumps(family(name).config))
     recipe = compose(["experiment=quickstart", "launch.ranks=1", "optim.clip_norm=0.5", *overrides]).require()
-    return compare_runs(prepare(recipe, Options(config, dtype="fp64", steps=2)).sides, command)
+    return compare_runs(prepare(recipe, VerifyOptions(config, dtype="fp64", steps=2)).sides, command)
 
 
 @pytest.mark.parametrize("words", LAYOUTS, ids=lambda words: words[0])

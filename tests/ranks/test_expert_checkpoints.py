@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from framework.build import build
 from framework.checkpoint.folder import committed_name
 from framework.checkpoint.load import Reader
 from framework.checkpoint.save import save_checkpoint
@@ -25,8 +24,9 @@ from framework.model.units import find_units
 from framework.model.weights import write_weights
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Model, Parallel, Recipe, Zero
+from framework.train.build import build
 from framework.train.state import RunState, restore, saved_entries
-from framework.verify.double import keep_double
+from framework.verify.evidence import keep_double
 from tests.families import family
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from framework.build import build
 from framework.comm.connect import connect
 from framework.model.load import choose_experts
 from framework.model.mixtures import ExpertLoad, Mixture, MixtureLoad, find_mixtures, read_loads
@@ -20,10 +19,10 @@ from framework.model.routers import RoutedTokens
 from framework.model.units import find_units
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import train_step
 from framework.train.validation import Validation
-from framework.verify.double import keep_double
-from framework.verify.evidence import make_batches
+from framework.verify.evidence import keep_double, make_batches
 from framework.verify.layout import initial_weights, share
 from tests.families import LLAMA, Family, build_config, family
 from tests.ranks.parity import CONTEXT, CPU, small_recipe, topology_of

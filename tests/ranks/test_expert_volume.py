@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from framework.build import build
 from framework.comm import ledger
 from framework.comm.connect import connect
 from framework.model.routers import RoutedTokens
 from framework.plan.plan import make_plan
 from framework.recipe.derive import derive
 from framework.recipe.schema import Memory, Parallel, Recipe
+from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import family

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
-from framework.verify.compare import Row, render
+from framework.verify.compare import ErrorRow, render
 from tests.families import family
 from tests.grid import few_of
 from tests.ranks.covering import cover_pairs
@@ -211,7 +211,7 @@ def skew_routers(bias: tuple[float, ...], chosen: Collection[int]) -> AbstractCo
 
 def run_skewed(
     rank: int, world: int, rendezvous: str, skew: Callable[[], AbstractContextManager[Any]], case: Case
-) -> dict[str, list[Row]]:
+) -> dict[str, list[ErrorRow]]:
     """Body: `run_cases` with routers that are skewed in the layout and in the oracle alike."""
     with skew():
         return run_cases(rank, world, rendezvous, [case])
@@ -229,7 +229,7 @@ def skewed_case(name: str, labels: Iterable[str]) -> Case:
 def assert_skewed_equal(pool: RankPool, name: str, labels: Iterable[str]) -> None:
     bias, _, chosen = SKEWS[name]
     case = skewed_case(name, labels)
-    rows: dict[str, list[Row]] = {}
+    rows: dict[str, list[ErrorRow]] = {}
     for of_rank in pool.run(4, run_skewed, partial(skew_routers, bias, chosen), case):
         rows |= of_rank
     assert len(rows) == len(case.layouts)

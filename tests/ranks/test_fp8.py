@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from framework.build import build
 from framework.comm import ledger
 from framework.comm.connect import connect
 from framework.model.fp8 import Fp8Matmul, Scaling
 from framework.model.matmul import MatmulLinear
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Pipeline, Precision, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import train_step
-from framework.verify.compare import Row, compare
+from framework.verify.compare import ErrorRow, compare
 from framework.verify.evidence import Evidence
 from framework.verify.layout import share
 from tests.families import build_config, family
@@ -64,7 +64,7 @@ SPLIT_BY_ROW = {"tp 2 without sequence": make_recipe(2, "row", Parallel(tp=2, se
 
 def compare_layouts(
     rank: int, world: int, rendezvous: str, layouts: dict[str, Recipe]
-) -> tuple[dict[str, list[Row]], list[Row]]:
+) -> tuple[dict[str, list[ErrorRow]], list[ErrorRow]]:
     """Body: each layout beside torchao's layers in stock Hugging Face; and what fp8 itself changes, beside bf16."""
     case = Case("llama", family("llama"), layouts, WIDTHS, by_microbatch=True)
     found = train_layouts(rank, world, rendezvous, [case])

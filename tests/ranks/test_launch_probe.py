@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from framework.errors import MeshwrightError
-from framework.launch import probe
 from framework.lease import Lease
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel
+from framework.train import probe
 from tests.families import build_config, family
 from tests.ranks.parity import small_recipe
 from tests.ranks.test_comm_collectives import connect_world

@@ -14,18 +14,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from framework.build import build
 from framework.comm.connect import connect
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel, Pipeline, Precision, Recipe, Zero
+from framework.train.build import build
 from framework.train.loss_scale import INITIAL, LossScale
 from framework.train.stage import RankStage, StepInputs
 from framework.train.step import Run, train_step
-from framework.verify.compare import exceeds
+from framework.verify.compare import NUM_REFERENCES, exceeds, judge
 from framework.verify.evidence import perturb
 from framework.verify.layout import initial_weights, share
 from framework.verify.oracle import run_oracle
-from framework.verify.rounding import NUM_REFERENCES, judge
 from tests.families import family
 from tests.grid import few_of
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of, train_layouts

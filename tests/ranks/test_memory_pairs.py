@@ -27,11 +27,10 @@ from framework.model.precision import DTYPES
 from framework.optim import disk_chunks
 from framework.plan.plan import GB, make_plan
 from framework.recipe.schema import Memory, Offload, Parallel, Pipeline, Precision, Recipe, Zero
-from framework.verify.compare import TOLERANCES, Row, compare, exceeds, render
+from framework.verify.compare import NUM_REFERENCES, TOLERANCES, ErrorRow, compare, exceeds, judge, render
 from framework.verify.evidence import Evidence, perturb
 from framework.verify.layout import initial_weights
 from framework.verify.oracle import run_oracle
-from framework.verify.rounding import NUM_REFERENCES, judge
 from tests.families import family
 from tests.laws.test_sabotage import count_tokens_of_the_rank
 from tests.ranks.covering import cover_pairs
@@ -146,7 +145,7 @@ def may_meet(
     mesh: str,
     zero: Zero,
 ) -> bool:
-    """Whether a recipe of these is not refused (`recipe/memory_rules.py`)."""
+    """Whether a recipe of these is not refused (`recipe/layout_rules.py`)."""
     is_on_disk = states[1] == "disk"
     if activations and (is_on_disk or policy not in ("none", "full")):
         return False
@@ -232,7 +231,7 @@ class Oracles:
     def _word(self) -> str:
         return self._case.recipe.precision.compute
 
-    def _compare(self, layout: Evidence) -> tuple[list[Row], float]:
+    def _compare(self, layout: Evidence) -> tuple[list[ErrorRow], float]:
         if self._word in TOLERANCES:
             return compare(layout, self._run(layout)), TOLERANCES[self._word]
         references = [self._run(layout, seed) for seed in range(NUM_REFERENCES)]

@@ -10,13 +10,13 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
-from framework.build import build
 from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import connect
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.gradients import GradientSync
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Offload, Recipe, Zero
+from framework.train.build import build
 from framework.train.state import RunState, restore, saved_entries
 from framework.train.step import Run, train_step
 from framework.train.update import UpdatedTogether

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from framework.build import build
 from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import Mesh, connect
 from framework.optim import disk_chunks
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.schema import Offload, Recipe
+from framework.train.build import build
 from framework.train.state import RunState, restore, saved_entries
 from framework.train.step import Run, train_step
 from framework.verify.evidence import make_batches

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from framework.build import build
 from framework.checkpoint.commit import newest_checkpoint
 from framework.checkpoint.load import Reader
 from framework.checkpoint.save import save_checkpoint
@@ -20,11 +19,11 @@ from framework.optim.groups import learning_rate
 from framework.parallel.zero import load_parameters
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Model, Recipe, Zero
+from framework.train.build import build
 from framework.train.state import RunState, restore, saved_entries
 from framework.train.step import train_step
 from framework.verify.compare import TOLERANCES
-from framework.verify.double import keep_double
-from framework.verify.evidence import Evidence
+from framework.verify.evidence import Evidence, keep_double
 from framework.verify.layout import gather_full, owned_weights, run_layout, share
 from tests.families import family
 from tests.grid import few_of

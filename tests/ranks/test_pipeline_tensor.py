@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import framework.plan.stage
-from framework.build import build
 from framework.comm.collectives import gather_objects
 from framework.comm.connect import connect
 from framework.mesh.axis import Axis
@@ -23,6 +22,7 @@ from framework.mesh.token_layout import TokenLayout
 from framework.parallel.pipeline.execute import ActivationSpec
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.compare import compare
 from framework.verify.layout import share

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from framework.build import build
 from framework.comm import ledger
 from framework.comm.connect import connect
 from framework.errors import EXIT_DONE, EXIT_MEMORY
@@ -21,6 +20,7 @@ from framework.plan.plan_command import plan_command
 from framework.plan.plan_text import Wanted
 from framework.recipe.compose import compose
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import Run, train_step
 from framework.verify.layout import share
 from tests.families import build_config, family

@@ -9,11 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from framework.build import build
 from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import connect
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Zero
+from framework.train.build import build
 from framework.train.state import RunState, restore, saved_entries
 from framework.train.step import Run
 from tests.families import family

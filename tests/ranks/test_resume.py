@@ -18,7 +18,6 @@ from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import connect
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, MeshwrightError
-from framework.launch import train
 from framework.lease import Lease
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Topology
@@ -28,6 +27,7 @@ from framework.monitor.stop import StepWatch, StopRequest
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.track.observers import Observers
+from framework.train import rank as train
 from tests import tiny_run
 from tests.grid import few_of
 

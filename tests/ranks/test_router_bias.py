@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from framework.build import build
 from framework.checkpoint.folder import committed_name
 from framework.checkpoint.load import Reader
 from framework.comm.connect import connect
@@ -24,10 +23,11 @@ from framework.model.units import find_units
 from framework.model.weights import write_weights
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Model, Optim, Parallel, Pipeline, Recipe, Zero
+from framework.train.build import build
 from framework.train.router_bias import RouterBiases
 from framework.train.state import saved_entries
 from framework.train.step import train_step
-from framework.verify.compare import Row
+from framework.verify.compare import ErrorRow
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
 from tests.families import Family, build_config, family
@@ -154,7 +154,7 @@ def move_towards_the_load() -> AbstractContextManager[Any]:
 
 def run_sabotaged(
     rank: int, world: int, rendezvous: str, sabotage: Callable[[], AbstractContextManager[Any]], case: Case
-) -> dict[str, list[Row]]:
+) -> dict[str, list[ErrorRow]]:
     """Body: `run_cases` under a sabotage, which ends with it."""
     with sabotage():
         return run_cases(rank, world, rendezvous, [case])

@@ -15,9 +15,9 @@ from framework.checkpoint.commit import list_checkpoints, step_of
 from framework.checkpoint.entry import Entry
 from framework.checkpoint.load import read_state
 from framework.errors import EXIT_DONE, EXIT_NUMERICS
-from framework.launch import saves, train
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
-from framework.train import rewind
+from framework.train import rank as train
+from framework.train import rewind, saves
 from framework.train.state import RunState
 from framework.train.step import Run
 from tests import tiny_run

@@ -12,7 +12,6 @@ from framework.comm.connect import connect
 from framework.data.loader import Loader
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE
-from framework.launch import train
 from framework.lease import Lease
 from framework.mesh.topology import Topology
 from framework.model.load import load_config
@@ -22,6 +21,7 @@ from framework.monitor.stragglers import BASELINE, LEAST, WARM_UP, WINDOW
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.train import loop
+from framework.train import rank as train
 from tests import tiny_run
 from tests.grid import few_of
 

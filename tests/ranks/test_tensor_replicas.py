@@ -9,8 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import framework.launch.train
-from framework.build import build
+import framework.train.rank
 from framework.comm.connect import connect
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE, DriftError
@@ -20,6 +19,7 @@ from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.recipe.schema import Parallel, Zero
 from framework.train import loop
+from framework.train.build import build
 from framework.train.replicas import check_replicas
 from framework.train.step import train_step
 from framework.verify.layout import share
@@ -117,5 +117,5 @@ def test_the_debug_mode_checks_after_each_step(tmp_path: Path, debug: bool) -> N
     recipe = compose([*tiny_run.RECIPE, *words, f"track.debug_collectives={str(debug).lower()}"]).require()
     prepare(recipe)
     with patch.object(loop, "check_replicas", lambda run, step, hashed: checks.append(step)):
-        assert framework.launch.train.train_rank(recipe, tmp_path / "run") == EXIT_DONE
+        assert framework.train.rank.train_rank(recipe, tmp_path / "run") == EXIT_DONE
     assert checks == ([1, 2, 3] if debug else [])

@@ -17,17 +17,15 @@ from framework.recipe.derive import derive
 from framework.recipe.keys import list_keys
 from framework.recipe.schema import Recipe
 from framework.verify import command, oracle, sides
-from framework.verify.compare import Row, compare, exceeds, render
+from framework.verify.compare import ErrorRow, compare, exceeds, judge, render
 from framework.verify.evidence import Evidence, NothingToCompare, make_batches
+from framework.verify.layout import choose_rank_device
 from framework.verify.left_out import NO_PART_OF_A_STEP, find_changes, find_config_changes
-from framework.verify.lion import Noise, PlainLion, measure_noise
-from framework.verify.options import Options
+from framework.verify.oracle import Noise, PlainLion, measure_noise
 from framework.verify.pool import RankFailed
 from framework.verify.pool import RankPool as AnyRankPool
-from framework.verify.rank import choose_rank_device
-from framework.verify.rounding import judge
+from framework.verify.prepare import MAX_CONTEXT, VerifyOptions, shrink_recipe
 from framework.verify.sides import Sides
-from framework.verify.small import MAX_CONTEXT, shrink_recipe
 from tests.families import build_config, family
 from tests.ranks.pool import RankPool
 
@@ -40,8 +38,10 @@ def recipe_of(*overrides: str) -> Recipe:
 
 def shrunk(recipe: Recipe, dtype: Any = None, ranks: int | None = None, experts: int = 0) -> tuple[Recipe, str]:
     """The small recipe, and what is left out as one text."""
-    small = shrink_recipe(recipe, NAMES, positions=256, options=Options(dtype=dtype, ranks=ranks), experts=experts)
-    return small.recipe, "\n".join(map(str, find_changes(recipe, small.recipe, small.reasons)))
+    small, reasons = shrink_recipe(
+        recipe, NAMES, positions=256, options=VerifyOptions(dtype=dtype, ranks=ranks), experts=experts
+    )
+    return small, "\n".join(map(str, find_changes(recipe, small, reasons)))
 
 
 # --- the small recipe
@@ -55,12 +55,14 @@ def test_the_small_recipe_has_no_more_ranks_of_ulysses_than_heads() -> None:
         "launch.ranks=16",
         "model.config.num_attention_heads=16",
     )
-    small = shrink_recipe(recipe, NAMES, positions=256, options=Options(), heads=8)
-    assert small.recipe.parallel.context == [4, 2]
-    told = "\n".join(map(str, find_changes(recipe, small.recipe, small.reasons)))
+    small, reasons = shrink_recipe(recipe, NAMES, positions=256, options=VerifyOptions(), heads=8)
+    assert small.parallel.context == [4, 2]
+    told = "\n".join(map(str, find_changes(recipe, small, reasons)))
     assert "parallel.context" in told
     assert "the small model has fewer heads" in told
-    assert shrink_recipe(recipe, NAMES, positions=256, options=Options(), heads=16).recipe.parallel.context == "ulysses"
+    assert (
+        shrink_recipe(recipe, NAMES, positions=256, options=VerifyOptions(), heads=16)[0].parallel.context == "ulysses"
+    )
 
 
 def test_the_small_recipe_keeps_what_is_verified() -> None:
@@ -190,7 +192,7 @@ def test_noise_where_the_truth_is_zero_is_no_error() -> None:
 
 
 def test_the_table_says_which_row_is_too_far() -> None:
-    table = render([Row("loss", 1e-7, "step 1"), Row("gradient norm", 1e-3, "step 2")], 1e-5)
+    table = render([ErrorRow("loss", 1e-7, "step 1"), ErrorRow("gradient norm", 1e-3, "step 2")], 1e-5)
     assert [line.split()[-1] for line in table.splitlines()[1:]] == ["yes", "NO"]
 
 
@@ -199,7 +201,7 @@ def test_the_table_says_which_row_is_too_far() -> None:
 
 def test_a_sound_layout_is_equal(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = recipe_of("launch.ranks=2", "zero=stage_1")
-    assert command.verify(recipe, Options(dtype="fp64", steps=2)) == EXIT_DONE
+    assert command.verify(recipe, VerifyOptions(dtype="fp64", steps=2)) == EXIT_DONE
     printed = capsys.readouterr().out
     assert "equal: this layout trains as one process does" in printed
     assert "dp 2" in printed
@@ -213,7 +215,7 @@ def test_a_mismatch_is_a_fault_to_report(
     monkeypatch.setattr(sides, "initial_weights", lambda config, seed, device: honest(config, seed + 1))
     file = tmp_path / "config.json"
     file.write_text(json.dumps(family("qwen3").config))
-    assert command.verify(recipe_of(), Options(file, steps=1)) == EXIT_FAILED
+    assert command.verify(recipe_of(), VerifyOptions(file, steps=1)) == EXIT_FAILED
     printed = capsys.readouterr().out
     assert printed.count("quantity") == 2, "in fp32, and again in fp64"
     assert "MISMATCH" in printed
@@ -223,10 +225,10 @@ def test_a_mismatch_is_a_fault_to_report(
 
 def test_mistakes_are_explained_before_any_rank_starts(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="--steps 0"):
-        command.verify(recipe_of(), Options(steps=0))
+        command.verify(recipe_of(), VerifyOptions(steps=0))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="model_type"):
-        command.verify(recipe_of(), Options(tmp_path / "config.json", steps=1))
+        command.verify(recipe_of(), VerifyOptions(tmp_path / "config.json", steps=1))
 
 
 def test_a_model_that_stock_cannot_train_is_no_mismatch() -> None:
@@ -308,7 +310,7 @@ def test_a_mismatch_in_fp32_that_is_rounding_is_told_from_a_fault(
 ) -> None:
     """A tolerance below fp32's rounding stands for a model that rounds badly."""
     monkeypatch.setitem(command.TOLERANCES, "fp32", 1e-9)
-    assert command.verify(recipe_of("launch.ranks=2"), Options(steps=1)) == EXIT_DONE
+    assert command.verify(recipe_of("launch.ranks=2"), VerifyOptions(steps=1)) == EXIT_DONE
     printed = capsys.readouterr().out
     assert "NO" in printed
     assert "in fp64" in printed
@@ -327,7 +329,7 @@ def test_a_fault_in_fp32_alone_is_a_mismatch(
         return (replace(found, gradients=spoilt) if each.dtype == "fp32" else found), expected
 
     monkeypatch.setattr(Sides, "run", run)
-    assert command.verify(recipe_of(), Options(steps=1)) == EXIT_FAILED
+    assert command.verify(recipe_of(), VerifyOptions(steps=1)) == EXIT_FAILED
     assert "a fault in fp32 alone" in capsys.readouterr().out
 
 
@@ -343,7 +345,7 @@ def test_a_sign_that_rounding_decides_is_taken_from_the_layout_where_it_is_legal
 
 
 def test_a_gradient_of_exactly_zero_is_decided_unless_its_row_is_alive() -> None:
-    """Row 0 is zero however it is rounded. In row 1 the middle is zero by chance."""
+    """ErrorRow 0 is zero however it is rounded. In row 1 the middle is zero by chance."""
     gradient = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, 1e-9]])
     noise = measure_noise(gradient, [gradient + gradient.sign() * 1e-9], torch.float32)
     assert noise.is_live.expand(2, 3).tolist() == [[False] * 3, [True] * 3]
@@ -421,7 +423,7 @@ def test_packed_documents_are_verified_as_such(pool: RankPool, monkeypatch: pyte
 def test_documents_that_a_model_mixes_up_are_refused() -> None:
     with pytest.raises(RecipeError, match="documents that share a row see one another"):
         command.verify(
-            recipe_of("~model", "data.bpe_vocab=512", "model.family=gpt_oss", "data.pack=documents"), Options()
+            recipe_of("~model", "data.bpe_vocab=512", "model.family=gpt_oss", "data.pack=documents"), VerifyOptions()
         )
 
 
@@ -436,10 +438,10 @@ TINY = (
 
 def test_strict_verifies_the_recipe_in_its_own_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = recipe_of(*TINY, "launch.ranks=2", "precision=fp64", "optim.lr=1e-4")
-    plan = command.prepare(recipe, Options(strict=True))
+    plan = command.prepare(recipe, VerifyOptions(strict=True))
     kept = replace(plan.sides.recipe, launch=recipe.launch)
     assert (kept, plan.changes) == (recipe, [])
-    assert command.verify(recipe, Options(strict=True, steps=1)) == EXIT_DONE
+    assert command.verify(recipe, VerifyOptions(strict=True, steps=1)) == EXIT_DONE
     assert "6 sequences of 9 tokens" in capsys.readouterr().out
 
 
@@ -448,25 +450,25 @@ def test_strict_refuses_with_everything_that_it_would_leave_out() -> None:
         "model=gpt2", "zero=hsdp", "launch.ranks=64", "batch.sequences_per_step=512", "zero.shard_within=node"
     )
     with pytest.raises(RecipeError, match=r"(?s)resid_pdrop 0.1.*zero.shard_within node.*floating-point.*64 ranks"):
-        command.verify(recipe, Options(strict=True))
+        command.verify(recipe, VerifyOptions(strict=True))
     with pytest.raises(RecipeError, match=r"--dtype, --ranks would change it"):
-        command.verify(recipe, Options(strict=True, dtype="fp64", ranks=2))
+        command.verify(recipe, VerifyOptions(strict=True, dtype="fp64", ranks=2))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_routers_that_draw_lots_among_equal_scores_are_refused_where_scores_are_equal(dtype: str) -> None:
     """phimoe's do, and have a gradient only there: with tp=2 in bf16 a router's was 2.4 times the largest of one process."""
     recipe = recipe_of("~model", "data.bpe_vocab=512", "model.family=phimoe", f"precision={dtype}")
-    for options in (Options(strict=True), Options(dtype=dtype)):
+    for options in (VerifyOptions(strict=True), VerifyOptions(dtype=dtype)):
         with pytest.raises(RecipeError, match=rf"precision.compute={dtype}: PhimoeTopKRouter draws lots .* in fp32"):
             command.prepare(recipe, options)
-    command.prepare(recipe, Options(dtype="fp32"))
+    command.prepare(recipe, VerifyOptions(dtype="fp32"))
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RecipeError, match="--device cuda: torch sees no GPU here"):
-        command.verify(recipe_of(), Options(device="cuda"))
+        command.verify(recipe_of(), VerifyOptions(device="cuda"))
 
 
 @pytest.mark.parametrize(("gpus", "backends"), [(4, ["nccl"] * 4), (2, ["gloo"] * 4), (1, ["gloo"] * 4)])
@@ -481,5 +483,7 @@ def test_ranks_share_gpus_over_gloo(monkeypatch: pytest.MonkeyPatch, gpus: int, 
 
 
 def test_a_layout_in_bf16_is_within_the_measured_bounds(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.verify(recipe_of("launch.ranks=2", "zero=stage_1"), Options(dtype="bf16", steps=1)) == EXIT_DONE
+    assert (
+        command.verify(recipe_of("launch.ranks=2", "zero=stage_1"), VerifyOptions(dtype="bf16", steps=1)) == EXIT_DONE
+    )
     assert "beside one process in fp32" in capsys.readouterr().out

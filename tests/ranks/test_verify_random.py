@@ -9,8 +9,8 @@ import pytest
 from framework import cli
 from framework.errors import EXIT_DONE, EXIT_FAILED, RecipeError
 from framework.verify import sides
+from framework.verify.layout import run_rank
 from framework.verify.pool import RankPool as AnyRankPool
-from framework.verify.rank import run_rank
 from scripts import verify_random
 from scripts.verify_random import Campaign, run_command, verify_draws
 from tests.laws.test_sabotage import count_tokens_of_the_rank

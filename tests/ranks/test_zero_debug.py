@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from framework.build import build
 from framework.comm.collectives import all_reduce
 from framework.comm.connect import connect
 from framework.comm.p2p import start_receive
@@ -11,6 +10,7 @@ from framework.errors import OrderError
 from framework.mesh.topology import Topology
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Zero
+from framework.train.build import build
 from framework.train.step import Run, train_step
 from framework.verify.layout import share
 from tests.families import family

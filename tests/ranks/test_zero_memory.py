@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.build import build
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.errors import LayoutError
@@ -24,6 +23,7 @@ from framework.parallel.zero.lifetimes import Home, Homes, lifetimes_of
 from framework.parallel.zero.plan_buffers import plan_buffers, shard_over_batch
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Optim, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import Run, train_step
 from framework.verify.layout import share
 from tests.families import build_config, family

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.build import build
 from framework.comm import ledger
 from framework.comm.connect import connect
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Precision, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.compare import compare
 from framework.verify.layout import share

@@ -11,7 +11,6 @@ from math import prod
 
 import pytest
 
-from framework.build import build
 from framework.comm import ledger
 from framework.comm.connect import connect
 from framework.mesh.topology import Topology
@@ -20,6 +19,7 @@ from framework.model.units import Unit, find_units
 from framework.plan.plan import make_plan
 from framework.recipe.derive import derive
 from framework.recipe.schema import Model, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import family

@@ -139,7 +139,7 @@ class Desk:
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 words = (process / "cmdline").read_bytes().split(b"\0")
-                if b"framework.launch.rank" in words and str(self.folder(run)).encode() in words:
+                if b"framework.train.program" in words and str(self.folder(run)).encode() in words:
                     variables = dict(re.findall(rb"(\w+)=([^\0]*)", (process / "environ").read_bytes()))
                     is_meant = restart in (None, int(variables.get(b"SLURM_RESTART_COUNT", b"0")))
                     if words[0].endswith((b"python", b"python3")) and b"SLURM_PROCID" in variables and is_meant:

@@ -1,4 +1,4 @@
-"""A rank that writes down what it trains on: `python -m tests.slurm.ledger CURSORS framework.launch.rank RUN`.
+"""A rank that writes down what it trains on: `python -m tests.slurm.ledger CURSORS framework.train.program RUN`.
 
 In front of the step of each cursor of the list it stops itself (SIGSTOP), once in the life of the run. One line for each step
 that it begins, in RUN/ledger: the cursor, and of each sequence its global number and a digest of its tokens as they are handed
@@ -61,7 +61,8 @@ def read_starts(run: Path, starts: list[float]) -> list[dict[int, Step]]:
 
 
 if __name__ == "__main__":
-    from framework.launch.rank import main, run_process
+    from framework.launch.process import run_process
+    from framework.train.program import main
 
     record(Path(sys.argv[-1]), [int(cursor) for cursor in sys.argv[1].split(",")])
     run_process(partial(main, Path(sys.argv[-1])))

@@ -127,6 +127,6 @@ def test_every_template_is_sound_bash(place, capsys, starter, container):
     shellcheck = [Path(sys.executable).with_name("shellcheck"), "--exclude=SC2016", "-"]
     found = subprocess.run(shellcheck, input=script, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout
-    assert {"none": "launch.rank", "apptainer": "apptainer exec --nv", "pyxis": "--container-image="}[
+    assert {"none": "train.program", "apptainer": "apptainer exec --nv", "pyxis": "--container-image="}[
         container
     ] in script

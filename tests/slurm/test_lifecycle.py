@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from framework.launch.fault_plan import read_log
+from framework.faults.plan import read_log
 from framework.track.goodput import Part
 from framework.track.goodput_log import read_account
 from framework.track.sample_ledger import find_ledger_problems, read_lineage

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from framework.build import build
 from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
@@ -21,7 +20,7 @@ from framework.mesh.axis import Axis
 from framework.mesh.token_layout import TokenLayout
 from framework.model.flops import attention_masks
 from framework.model.stage import StageBounds
-from framework.parallel.pipeline.live import live_moments
+from framework.parallel.pipeline.lower import live_moments
 from framework.parallel.tensor.borders import ReplicatedBorder
 from framework.parallel.tensor.regions import RegionCall
 from framework.parallel.zero.buffers import DeferredGradients
@@ -35,6 +34,7 @@ from framework.plan.policies import uniform
 from framework.plan.settings import Settings, chosen_counts, planned_candidate
 from framework.plan.shape import make_shape
 from framework.recipe.schema import Batch, Launch, Memory, Model, Parallel, Precision, Recipe, Zero
+from framework.train.build import build
 from framework.train.stage import StepInputs
 from scripts.bench.foresight_memory import FAMILIES, WIDTHS, compare, count
 from tests.families import build_config, family

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from framework.build import build
 from framework.comm.connect import connect
 from framework.errors import RecipeError
 from framework.model.experts import ExpertsForm, count_experts, find_experts
@@ -34,6 +33,7 @@ from framework.plan.plan import GB, Plan, make_plan
 from framework.plan.policies import POLICIES, uniform
 from framework.recipe.compose import compose
 from framework.recipe.schema import KEPT_OPERATIONS, Memory, Parallel
+from framework.train.build import build
 from framework.train.stage import RankStage
 from framework.train.step import Run, train_step
 from framework.verify.evidence import make_batches

@@ -15,7 +15,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
-from framework.build import build
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.comm.copy_stream import CudaCopyStream, LateCopies, open_copy_stream
@@ -30,6 +29,7 @@ from framework.parallel.activation_offload import (
 )
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Offload, Parallel, Recipe
+from framework.train.build import build
 from framework.train.profiler import name_unit
 from framework.train.step import Run, train_step
 from framework.verify.evidence import make_batches

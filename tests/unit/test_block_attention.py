@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.mesh.context import Interval
-from framework.model.attention_kernels import CpuFlash, Heads, Kernel, TileKernel
-from framework.model.block_attention import BlockAttention, Scores, check_kernel, visible_pairs
-from framework.model.visible_rows import Kind, cut_pieces, find_pieces
+from framework.parallel.context.block_attention import AttentionBlock, BlockAttention, check_kernel
+from framework.parallel.context.kernels import CpuFlash, Heads, Kernel, Result, TileKernel
+from framework.parallel.context.visible_rows import PieceKind, Scores, cut_pieces, find_pieces, visible_pairs
 
 B, H, S, D = 2, 4, 64, 8
-SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.02], dtype=torch.double)
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -30,7 +29,6 @@ class Case:
 
     window: int | None = None
     softcap: float | None = None
-    slopes: bool = False
     documents: tuple[int, ...] = ()
     kv_heads: int = H
     value_size: int = D
@@ -38,7 +36,7 @@ class Case:
 
     @property
     def scores(self) -> Scores:
-        return Scores(0.3, self.window, self.softcap, SLOPES if self.slopes else None)
+        return Scores(0.3, self.window, self.softcap)
 
     def first_rows(self) -> Tensor | None:
         """[B, S]: documents of the lengths given, in turn; the second sequence begins with another one."""
@@ -59,7 +57,6 @@ FEATURES = (
     ("window", 20),
     ("window", 5),
     ("softcap", 2.0),
-    ("slopes", True),
     ("documents", (30, 3, 9)),
     ("documents", (1, 2, 3)),
     ("kv_heads", 2),
@@ -92,8 +89,6 @@ def attend_plainly(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | 
     scores = q @ k.mT * 0.3
     if case.softcap is not None:
         scores = case.softcap * torch.tanh(scores / case.softcap)
-    if case.slopes:
-        scores = scores + SLOPES[:, None, None].to(q.dtype) * rows
     first = case.first_rows()
     lowest = torch.zeros(B, S) if first is None else first
     if case.window is not None:
@@ -101,9 +96,8 @@ def attend_plainly(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | 
     seen = (rows <= rows[:, None]) & (rows >= lowest[..., None])
     scores = scores.masked_fill(~seen[:, None], -math.inf)
     if sinks is not None:
-        # Sinks are scores of a key without a value. Slopes count from the query's own row here as they do in ours.
-        at_row = SLOPES[:, None].to(q.dtype) * rows if case.slopes else torch.zeros(H, S, dtype=q.dtype)
-        scores = torch.cat([scores, (sinks[:, None] + at_row)[None, ..., None].expand(B, H, S, 1)], -1)
+        # Sinks are scores of a key without a value.
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(B, H, S, 1)], -1)
     return scores.softmax(-1)[..., :S] @ v, seen
 
 
@@ -124,9 +118,8 @@ class Blocks:
         log_sum = start[:, None].expand(B, H, S).to(wide).clone()
         for a, b in self.blocks:
             at, of = slice(*a), slice(*b)
-            found = self.attention.forward(
-                q[:, :, at], k[:, :, of], v[:, :, of], a, b, self.case.scores, self.of_queries(a)
-            )
+            heads = Heads(q[:, :, at], k[:, :, of], v[:, :, of])
+            found = self.attention.forward(AttentionBlock(heads, a, b, self.case.scores, self.of_queries(a)))
             assert (found is None) == (visible_pairs(a, b, self.case.scores, self.of_queries(a)) == 0)
             if found is not None:
                 both = torch.logaddexp(log_sum[:, :, at], found[1])
@@ -139,8 +132,9 @@ class Blocks:
         dq, dk, dv = (torch.zeros_like(x, dtype=out.dtype) for x in (q, k, v))
         for a, b in self.blocks:
             at, of = slice(*a), slice(*b)
-            queries = gradient[:, :, at], q[:, :, at], k[:, :, of], v[:, :, of], out[:, :, at], log_sum[:, :, at]
-            found = self.attention.backward(*queries, a, b, self.case.scores, self.of_queries(a))
+            heads = Heads(q[:, :, at], k[:, :, of], v[:, :, of])
+            result = Result(out[:, :, at], log_sum[:, :, at], gradient[:, :, at])
+            found = self.attention.backward(AttentionBlock(heads, a, b, self.case.scores, self.of_queries(a)), result)
             if found is not None:
                 dq[:, :, at] += found[0]
                 dk[:, :, of] += found[1]
@@ -176,7 +170,7 @@ def test_features_in_pairs(case: Case) -> None:
 @pytest.mark.parametrize("case", [Case(), *ALONE], ids=str)
 def test_the_tile_kernel_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs on a device without flash attention."""
-    monkeypatch.setattr("framework.model.block_attention.FLASH", {})
+    monkeypatch.setattr("framework.parallel.context.block_attention.FLASH", {})
     assert compare(case, CUTS[0], BlockAttention(tile=8)) < 1e-12
     assert compare(case, CUTS[2], BlockAttention()) < 1e-12
 
@@ -211,12 +205,12 @@ def test_pieces_hold_exactly_the_pairs_that_are_seen(
     covered = torch.zeros_like(seen)
     for piece in cut_pieces(pieces, tile) if is_cut else pieces:
         at = piece.sequence, slice(*piece.q), slice(*piece.k)
-        here = {Kind.FULL: torch.ones_like(seen[at]), Kind.CAUSAL: torch.ones_like(seen[at]).tril()}
+        here = {PieceKind.FULL: torch.ones_like(seen[at]), PieceKind.CAUSAL: torch.ones_like(seen[at]).tril()}
         mask = here.get(piece.kind, seen[at])
         assert mask.any(-1).all(), "a query of a piece sees none of its keys"
         assert not (covered[at] & mask).any(), "a pair in two pieces"
         covered[at] |= mask
-        if piece.kind is Kind.MASKED:
+        if piece.kind is PieceKind.MASKED:
             assert mask.numel() <= tile**2
     assert torch.equal(covered[:, slice(*q_rows), slice(*k_rows)], block)
     assert covered.sum() == block.sum()
@@ -227,13 +221,14 @@ def test_no_pieces_where_nothing_is_seen() -> None:
     q, k, v, gradient = draw(case)
     later, log_sum = ((0, 64), (64, 128)), torch.zeros(B, H, S, dtype=torch.double)
     attention = BlockAttention()
-    assert attention.forward(q, k, v, *later, case.scores, None) is None
-    assert attention.backward(gradient, q, k, v, gradient, log_sum, *later, case.scores, None) is None
-    behind = replace(case.scores, window=64)
-    assert attention.forward(q, k, v, (127, 191), (0, 64), behind, None) is None
-    assert attention.forward(q, k, v, (126, 190), (0, 64), behind, None) is not None
+    block = AttentionBlock(Heads(q, k, v), *later, case.scores)
+    assert attention.forward(block) is None
+    assert attention.backward(block, Result(gradient, log_sum, gradient)) is None
+    behind = replace(block, k_rows=(0, 64), scores=replace(case.scores, window=64))
+    assert attention.forward(replace(behind, q_rows=(127, 191))) is None
+    assert attention.forward(replace(behind, q_rows=(126, 190))) is not None
     first = torch.full((B, S), 64)
-    assert attention.forward(q, k, v, (64, 128), (0, 64), case.scores, first) is None
+    assert attention.forward(AttentionBlock(Heads(q, k, v), (64, 128), (0, 64), case.scores, first)) is None
 
 
 def test_queries_that_see_none_of_the_keys_have_no_weight() -> None:
@@ -241,7 +236,8 @@ def test_queries_that_see_none_of_the_keys_have_no_weight() -> None:
     q, k, v, _ = draw(case)
     first = case.first_rows()
     assert first is not None
-    found = BlockAttention().forward(q, k[:, :, :16], v[:, :, :16], (0, 64), (0, 16), case.scores, first)
+    heads = Heads(q, k[:, :, :16], v[:, :, :16])
+    found = BlockAttention().forward(AttentionBlock(heads, (0, 64), (0, 16), case.scores, first))
     assert found is not None
     out, log_sum = found
     assert (log_sum[0, :, 30:] == -math.inf).all()
@@ -273,21 +269,21 @@ def documents_of(lengths: Iterator[int], n: int) -> Tensor:
     return first
 
 
-@pytest.mark.parametrize("kind", ["window", "short window", "documents", "softcap", "slopes"])
+@pytest.mark.parametrize("kind", ["window", "short window", "documents", "softcap"])
 def test_no_tensor_is_larger_than_a_tile_of_scores_or_the_tokens(kind: str) -> None:
     n, heads, tile = 8192, 2, 256
     window = {"window": 1000, "short window": 100, "softcap": 700}.get(kind)
-    slopes = torch.tensor([0.5, 0.1]) if kind == "slopes" else None
-    scores = Scores(0.3, window, 5.0 if kind == "softcap" else None, slopes)
+    scores = Scores(0.3, window, 5.0 if kind == "softcap" else None)
     rng = random.Random(0)
     lengths = (rng.choice((20, 90, 400, 1500)) for _ in itertools.count())
     first = documents_of(lengths, n) if kind == "documents" else None
     q, k, v = (torch.randn(1, heads, n, 4) for _ in range(3))
     attention, sizes = BlockAttention(tile), Sizes()
     with sizes:
-        found = attention.forward(q, k, v, (0, n), (0, n), scores, first)
+        block = AttentionBlock(Heads(q, k, v), (0, n), (0, n), scores, first)
+        found = attention.forward(block)
         assert found is not None
-        attention.backward(q, q, k, v, *found, (0, n), (0, n), scores, first)
+        attention.backward(block, Result(*found, q))
     assert sizes.largest <= heads * max(tile**2, 4 * n)
 
 
@@ -326,14 +322,15 @@ def test_a_wrong_kernel_gives_way_to_tiles(monkeypatch: pytest.MonkeyPatch) -> N
             out, log_sum = super().forward(heads, *rest)
             return out * 2, log_sum
 
-    monkeypatch.setattr("framework.model.block_attention.FLASH", {"cpu": Wrong()})
+    monkeypatch.setattr("framework.parallel.context.block_attention.FLASH", {"cpu": Wrong()})
     assert compare(Case(kv_heads=2), CUTS[0], BlockAttention(tile=16)) < 1e-12
 
 
 def test_heads_wider_than_a_kernel_takes_go_to_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma 4's are of 512, FlashAttention-2 takes 256."""
-    monkeypatch.setattr("framework.model.block_attention.FLASH", {"cpu": CpuFlash(widest=16)})
-    kernels = [BlockAttention()._kernel(torch.zeros(1, 1, 4, width), Scores(1.0), width) for width in (16, 17)]
+    monkeypatch.setattr("framework.parallel.context.block_attention.FLASH", {"cpu": CpuFlash(widest=16)})
+    heads = [Heads(*(torch.zeros(1, 1, 4, width) for _ in range(3))) for width in (16, 17)]
+    kernels = [BlockAttention()._kernel(AttentionBlock(each, (0, 4), (0, 4), Scores(1.0))) for each in heads]
     assert [type(kernel) for kernel in kernels] == [CpuFlash, TileKernel]
 
 

@@ -24,8 +24,7 @@ from framework.plan.logits import keep_chunked_loss
 from framework.plan.plan import Plan, make_plan, unconnected
 from framework.recipe.schema import Batch, Memory, Model, Parallel
 from framework.train.step import Run, train_step
-from framework.verify.double import keep_double
-from framework.verify.evidence import make_batches
+from framework.verify.evidence import keep_double, make_batches
 from framework.verify.layout import share
 from tests.evaluation import evaluate
 from tests.families import FAMILIES, Family, build_config, family, is_kind
@@ -139,7 +138,7 @@ def build_long(name: str, memory: Memory, **groups: Any) -> tuple[Run, list[Any]
     config.use_cache = False
     recipe = replace(small_recipe("fp32", 1), batch=LONG, memory=replace(memory, compile="never"), **groups)
     mesh = connect(topology_of(recipe, config), CPU)
-    from framework.build import build
+    from framework.train.build import build
 
     (batch,) = make_batches(config, 1, 4, 160, seed=11)
     return build(make_plan(recipe, config), mesh), share(batch, 2, mesh)

@@ -17,7 +17,7 @@ from framework.launch import sweep
 from framework.launch.subject import has_subject
 from framework.plan.plan_text import Wanted
 from framework.start import python_words
-from framework.verify.options import Options
+from framework.verify.prepare import VerifyOptions
 
 COMMANDS = ["train", "check", "verify", "plan", "prepare", "generate", "export", "inspect"]
 
@@ -283,20 +283,20 @@ class TestArguments:
                 (Wanted(layouts=True, schedule=True, options=True),),
             ),
             (["prepare", "--workers=3"], "framework.data.prepare", "prepare_command", ({"workers": 3},)),
-            (["verify"], "framework.verify.command", "verify", (Options(),)),
+            (["verify"], "framework.verify.command", "verify", (VerifyOptions(),)),
             (
                 ["verify", "--fp64", "--steps", "5"],
                 "framework.verify.command",
                 "verify",
-                (Options(dtype="fp64", steps=5),),
+                (VerifyOptions(dtype="fp64", steps=5),),
             ),
             (
                 ["verify", "--dtype=bf16", "--strict"],
                 "framework.verify.command",
                 "verify",
-                (Options(dtype="bf16", strict=True),),
+                (VerifyOptions(dtype="bf16", strict=True),),
             ),
-            (["verify", "--device", "cuda"], "framework.verify.command", "verify", (Options(device="cuda"),)),
+            (["verify", "--device", "cuda"], "framework.verify.command", "verify", (VerifyOptions(device="cuda"),)),
         ],
     )
     def test_composing_commands_pass_the_recipe_on(self, run, rooms, argv, module, name, expected):
@@ -383,10 +383,10 @@ class TestTrain:
         rooms("framework.launch.local", "train")
         run("train", "experiment=quickstart", "launch.device=cuda", "precision.compute=fp32")
         assert os.environ.get("OMP_WAIT_POLICY") == own
-        monkeypatch.setattr("framework.launch.rank.GPU_DRIVERS", (tmp_path,))
+        monkeypatch.setattr("framework.launch.process.GPU_DRIVERS", (tmp_path,))
         run("train", "experiment=quickstart")  # launch.device=auto, where there is a GPU
         assert os.environ.get("OMP_WAIT_POLICY") == own
-        monkeypatch.setattr("framework.launch.rank.GPU_DRIVERS", (tmp_path / "none",))
+        monkeypatch.setattr("framework.launch.process.GPU_DRIVERS", (tmp_path / "none",))
         run("train", "experiment=quickstart")
         assert os.environ["OMP_WAIT_POLICY"] == expected
 

@@ -5,7 +5,7 @@ import torch
 
 from framework.comm.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from framework.comm.communicator import Communicator
-from framework.comm.objects import deal, gather_numbers_to_first, gather_to_first, tell
+from framework.comm.objects import broadcast_object, gather_numbers, gather_object, scatter_object
 from framework.comm.p2p import start_send
 from framework.mesh.axis import Axis
 
@@ -18,10 +18,10 @@ OPERATIONS = {
     "broadcast": lambda: broadcast(torch.ones(2), UNCONNECTED),
     "barrier": lambda: barrier(UNCONNECTED),
     "send": lambda: start_send(torch.ones(2), UNCONNECTED, 1),
-    "tell": lambda: tell(lambda: 1, UNCONNECTED),
-    "gather_to_first": lambda: gather_to_first(1, UNCONNECTED),
-    "gather_numbers_to_first": lambda: gather_numbers_to_first([1.0], UNCONNECTED),
-    "deal": lambda: deal(lambda: [1, 2], UNCONNECTED),
+    "broadcast_object": lambda: broadcast_object(lambda: 1, UNCONNECTED),
+    "gather_object": lambda: gather_object(1, UNCONNECTED),
+    "gather_numbers": lambda: gather_numbers([1.0], UNCONNECTED),
+    "scatter_object": lambda: scatter_object(lambda: [1, 2], UNCONNECTED),
 }
 
 

@@ -7,10 +7,10 @@ from transformers import LlamaConfig
 
 from framework.comm.connect import connect
 from framework.errors import TopologyError
-from framework.launch import train
 from framework.mesh.topology import AXIS_NAMES, Topology
 from framework.plan.plan import make_topology
 from framework.recipe.compose import compose
+from framework.train import rank as train
 
 CPU = torch.device("cpu")
 

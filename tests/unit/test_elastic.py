@@ -8,16 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.cli import main
+from framework.commands.inject import _choose_node
 from framework.errors import EXIT_DONE, EXIT_USER, RecipeError, RunError, TopologyError
+from framework.faults.plan import Fault
 from framework.launch.elastic import describe_counts, legal_counts, plan_counts
-from framework.launch.fault_plan import Fault
-from framework.launch.inject import _choose_node
 from framework.launch.task import check_place
 from framework.plan.check import check_layout
 from framework.plan.host_memory import bytes_checkpointed, bytes_of_copies, check_copies
 from framework.recipe.compose import compose, load_recipe, save_recipe
-from framework.recipe.derive import derive
-from framework.recipe.elastic import at_nodes, can_move, node_counts
+from framework.recipe.derive import at_nodes, can_move, derive, node_counts
 from framework.recipe.schema import Batch, Launch, Recipe
 from tests.tiny_run import RECIPE, write_corpus
 

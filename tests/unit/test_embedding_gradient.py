@@ -8,8 +8,8 @@ from framework.comm.communicator import Communicator
 from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
 from framework.model.units import Unit, set_parameter
-from framework.parallel.zero.buffers import GradView, make_buffers
-from framework.parallel.zero.embedding_gradient import write_embedding_gradients
+from framework.parallel.zero.buffers import MainGradView, make_buffers
+from framework.parallel.zero.direct_gradients import write_embedding_gradients
 from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.plan_buffers import plan_buffers, shard_over_batch
 from framework.recipe.schema import Zero
@@ -17,7 +17,7 @@ from framework.recipe.schema import Zero
 IDS = torch.tensor([[1, 5, 5, 0], [7, 1, 5, 3]])
 
 
-def grad_view_of(table: nn.Embedding, master: torch.dtype) -> GradView:
+def grad_view_of(table: nn.Embedding, master: torch.dtype) -> MainGradView:
     """The table's parameter moves into a buffer of one rank."""
     values, axes = (
         table.weight.detach().clone(),

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from framework.build import build
 from framework.checkpoint.commit import Retention
 from framework.checkpoint.save import Saver
 from framework.comm.communicator import Communicator
@@ -29,6 +28,7 @@ from framework.monitor.stop import StepWatch, StopRequest
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Model, Track, Train
 from framework.track.report import RunInfo, StepReport
+from framework.train.build import build
 from framework.train.loop import Loop
 from framework.train.router_bias import RouterBiases
 from framework.train.state import RunState

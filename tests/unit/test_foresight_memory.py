@@ -8,8 +8,7 @@ from itertools import product
 import pytest
 
 from framework.errors import MeshwrightError
-from framework.parallel.pipeline.live import LiveMoment, live_moments
-from framework.parallel.pipeline.lower import lower
+from framework.parallel.pipeline.lower import LiveMoment, live_moments, lower
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import unit_costs
 from framework.plan.candidate import Candidate

@@ -17,8 +17,7 @@ from framework.plan.settings import Settings
 from framework.plan.shape import make_shape
 from framework.plan.target import resolve_target
 from framework.plan.verdict import describe_verdict
-from framework.recipe.compose import compose
-from framework.recipe.layout_pins import compose_for_nodes
+from framework.recipe.compose import compose, compose_for_nodes
 from framework.recipe.schema import Recipe
 from tests.families import build_config, family
 

@@ -25,9 +25,8 @@ from framework.plan.plan import make_plan
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose
 from framework.recipe.schema import Memory, Precision, Recipe
-from framework.verify.command import prepare
-from framework.verify.options import Options
-from framework.verify.plain_fp8 import multiply_in_fp8
+from framework.verify.plain import multiply_in_fp8
+from framework.verify.prepare import VerifyOptions, prepare
 from tests.families import build_config, family
 from tests.ranks.parity import small_recipe
 
@@ -133,10 +132,11 @@ def make_fp8_recipe() -> Recipe:
     [
         pytest.param(lambda: check_model(compose(["experiment=quickstart", "precision=fp8"]).require()), id="train"),
         pytest.param(
-            lambda: prepare(compose(["launch.ranks=2", "parallel.tp=2"]).require(), Options(dtype="fp8")), id="verify"
+            lambda: prepare(compose(["launch.ranks=2", "parallel.tp=2"]).require(), VerifyOptions(dtype="fp8")),
+            id="verify",
         ),
         pytest.param(
-            lambda: prepare(compose(["experiment=quickstart", "precision=fp8"]).require(), Options(strict=True)),
+            lambda: prepare(compose(["experiment=quickstart", "precision=fp8"]).require(), VerifyOptions(strict=True)),
             id="verify --strict",
         ),
     ],

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.errors import EXIT_DONE
-from framework.launch.goodput import find_age_s, read_job
+from framework.launch.task import read_job
+from framework.monitor.goodput import FIRST_STEPS, NORMAL_STEPS, Goodput, Meter, find_age_s
 from framework.monitor.phases import Phase, Phases
 from framework.track.goodput import OF_STEPS, Event, Note, Part
 from framework.track.goodput_log import GOODPUT_FILE, GoodputLog, Job, append_note, note_gone, read_account, read_notes
 from framework.track.goodput_page import SHOWN_STARTS, describe_goodput, draw_goodput, summarize_goodput
 from framework.track.observers import Observers
-from framework.train.goodput import FIRST_STEPS, NORMAL_STEPS, Goodput, Meter
 
 
 class Clock:

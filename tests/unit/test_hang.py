@@ -110,14 +110,14 @@ def test_a_rank_that_never_came_to_connect_is_named():
 
 
 def saves(rank, wait=None, training=None, phase=Phase.SAVE):
-    lane = Lane(wait, {"world tell": 3 if wait else 2}, ("save.py:9 in write",))
+    lane = Lane(wait, {"world broadcast_object": 3 if wait else 2}, ("save.py:9 in write",))
     return Answer(line_of(rank, phase, saves_s=130.0), {TRAINING: Lane(training, {}), SAVES: lane})
 
 
 @pytest.mark.parametrize("lane", [TRAINING, SAVES])
 def test_the_rank_whose_disk_hangs_in_a_save_is_behind(lane):
     """The others wait for its file; where the next save is due, so does training. Its own training waits for them."""
-    told = Wait("world", "tell", "", 3, (0, 1, 2))
+    told = Wait("world", "broadcast_object", "", 3, (0, 1, 2))
     answers = {0: saves(0, told), 1: saves(1, None, Wait("batch", "all_reduce", "", 9, (0, 1, 2)), Phase.STEP)}
     answers[2] = saves(2, told)
     assert find_behind(answers, alarm_of(0, Phase.SAVE, lane)).busy == ((1, SAVES),)
@@ -127,13 +127,13 @@ def test_the_rank_whose_disk_hangs_in_a_save_is_behind(lane):
 
 
 def test_a_save_that_hangs_does_not_blame_a_rank_that_trains():
-    told = Wait("world", "tell", "", 3, (0, 1))
+    told = Wait("world", "broadcast_object", "", 3, (0, 1))
     answers = {0: saves(0, told, phase=Phase.STEP), 1: saves(1, None, phase=Phase.STEP)}
     assert find_behind(answers, alarm_of(0, Phase.STEP, SAVES)).ranks == (1,)
 
 
 def test_what_ranks_say_survives_the_board():
-    for said in (waits(3, WORLD), busy(1), saves(0, Wait("world", "tell", "", 3, (0, 1)))):
+    for said in (waits(3, WORLD), busy(1), saves(0, Wait("world", "broadcast_object", "", 3, (0, 1)))):
         assert Answer.from_json(said.to_json()) == said
         assert Line.from_json(said.line.to_json()) == said.line
     assert Alarm.from_json(alarm_of().to_json()) == alarm_of()

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from framework.build import materialize
 from framework.errors import ModelError
 from framework.model.initial import draw_unit, refuse_uninitialised
 from framework.model.load import build_meta, load_config
 from framework.model.units import Unit, find_units
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
-from framework.verify.initial import compare_initial
+from framework.train.build import materialize
+from framework.verify.compare import compare_initial
 from framework.verify.layout import initial_weights
 from tests.families import FAMILIES, build_config, family
 from tests.grid import few_of

@@ -14,7 +14,7 @@ from framework.launch.agent import judge, read_state
 
 
 def fail(folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int, error: Exception) -> ProcessFailure:
-    """What the agent finds of a rank that told the error, as `launch/rank.py` does."""
+    """What the agent finds of a rank that told the error, as `launch/process.py` does."""
     file = folder / f"error-{rank}.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     try:

@@ -45,7 +45,7 @@ def test_seconds_of_phases_add_up_and_what_is_within_a_phase_is_not_of_it(monkey
     clock = iter([0.0, 1.0, 3.0, 7.0, 15.0])
     monkeypatch.setattr("framework.monitor.phases.time.monotonic", lambda: next(clock))
     heard: list[Phase] = []
-    phases = Phases(heard.append)
+    phases = Phases(on_begin=heard.append)
     phases.begin(Phase.STEP, 1)
     with phases.within(Phase.DATA):
         assert (phases.current.phase, phases.current.step) == (Phase.DATA, 1)

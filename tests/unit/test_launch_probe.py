@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from framework.errors import EXIT_NODE, EXIT_USER, LeaseLost, NodeError, RunError
-from framework.launch import probe, task
-from framework.launch.probe import Expected, Facts, check_room, compute_known, find_slow, hadamard, judge, refuse
+from framework.launch import task
 from framework.lease import Holder, Lease, take
 from framework.plan.cluster import Cluster
 from framework.recipe.schema import Launch, Recipe
+from framework.train import probe
+from framework.train.probe import Expected, Facts, check_room, compute_known, find_slow, hadamard, judge, refuse
 
 CPU = torch.device("cpu")
 WELL = Facts("n1", 1000.0, 0.001, "", 0.002, 1 << 34, True, {"world": (0, 0.004)})

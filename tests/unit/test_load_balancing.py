@@ -8,7 +8,7 @@ from framework.errors import ModelError
 from framework.model.load import build_meta, choose_experts
 from framework.model.probe import find_load_balancing_loss
 from framework.model.routers import LoadBalancingLoss, Routers
-from framework.verify.double import keep_double
+from framework.verify.evidence import keep_double
 from tests.families import build_config, family
 
 KNOWN = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "phimoe", "qwen3_next", "minimax_m2")

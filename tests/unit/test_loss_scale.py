@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from framework.build import build
 from framework.checkpoint.commit import Retention
 from framework.checkpoint.save import Saver, save_checkpoint
 from framework.comm.connect import connect
@@ -18,10 +17,11 @@ from framework.monitor.stop import StepWatch, StopRequest
 from framework.plan.plan import make_plan
 from framework.recipe.schema import LearningRateSchedule, Optim, Precision, Train
 from framework.track.report import RunInfo, StepReport
+from framework.train.build import build
 from framework.train.loop import Loop
 from framework.train.loss_scale import GROWTH_STEPS, INITIAL, LARGEST, LossScale
 from framework.train.state import RunState, restore, saved_entries
-from framework.verify.plain_loss_scale import PlainLossScale
+from framework.verify.plain import PlainLossScale
 from tests.families import build_config, family
 from tests.ranks.parity import CONTEXT, small_recipe, topology_of
 

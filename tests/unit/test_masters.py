@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from framework.build import build
 from framework.comm.connect import connect
 from framework.mesh.layout import Layout, Shard
 from framework.optim.optimizers import FlatOptimizer
@@ -16,10 +15,11 @@ from framework.optim.states import CHUNK_CPU
 from framework.optim.update_rules import FlatShard, ShardGroup
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Optim, Precision, Zero
+from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
-from framework.verify.plain_rounding import round_master
+from framework.verify.plain import round_master
 from tests.families import build_config, family
 from tests.ranks.parity import CONTEXT, small_recipe, topology_of
 

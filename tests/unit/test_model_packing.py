@@ -8,21 +8,20 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from framework.build import build
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
 from framework.data.prepare import prepare
 from framework.errors import ModelError, RecipeError
-from framework.launch.train import train_rank
 from framework.mesh.topology import Topology
 from framework.model.loss import IGNORE
 from framework.model.probe import keeps_documents_apart
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Data, Model, Recipe, Source
+from framework.train.build import build
+from framework.train.rank import train_rank
 from framework.train.step import train_step
 from framework.verify.compare import compare
-from framework.verify.double import keep_double
-from framework.verify.evidence import Evidence
+from framework.verify.evidence import Evidence, keep_double
 from framework.verify.layout import gather_full, owned_gradients
 from tests.families import FAMILIES, VOCABULARY, Family, build_config, is_kind
 from tests.families import family as find_family

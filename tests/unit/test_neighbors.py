@@ -13,9 +13,9 @@ from framework.checkpoint.neighbors import Neighbours
 from framework.checkpoint.node_memory import HeldName, NodeMemory, make_file, map_file, memory_of
 from framework.errors import CheckpointError
 from framework.launch.directory import RunDirectory
-from framework.launch.saves import Saves
 from framework.lease import Lease
 from framework.recipe.schema import Checkpoint
+from framework.train.saves import Saves
 from tests.unit.test_checkpoint import ALONE
 
 

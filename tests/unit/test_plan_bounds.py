@@ -18,8 +18,7 @@ from framework.plan.memory import bytes_on_host
 from framework.plan.plan import Plan
 from framework.plan.verdict import caution_of_fit, describe_verdict, find_changes
 from framework.recipe.clusters import BY_GPU, OF_CPUS, read_shipped
-from framework.recipe.compose import compose
-from framework.recipe.layout_pins import compose_for_nodes, compose_open, find_pins
+from framework.recipe.compose import compose, compose_for_nodes, compose_open, find_pins
 
 WORDS = ["model=tiny_llama", "data=python_stdlib", "cluster=h100_ib", "launch.device=cuda", "precision=bf16"]
 WORDS += ["batch.sequences_per_step=64", "batch.sequences_per_microbatch=1", "launch.ranks=4"]

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from framework.errors import RecipeError
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose
-from framework.recipe.context_rules import unpadded_lengths
-from framework.recipe.derive import derive
+from framework.recipe.derive import derive, unpadded_lengths
 from framework.recipe.describe import describe_derived
 from framework.recipe.problem import Problem
 from framework.recipe.schema import Batch, Data, Launch, Parallel, Recipe, Source, Train

@@ -22,6 +22,7 @@ from framework.recipe.environment import describe_public, fill, hide_secrets, is
 from framework.recipe.saved import to_yaml
 from framework.recipe.schema import Launch, Model, Recipe
 from framework.track.run_info import describe_run
+from framework.train import program
 
 SECRET = "hf_sEcReTsEcReT"
 REFERENCE = "${oc.env:HF_TOKEN}"
@@ -246,7 +247,7 @@ def test_a_missing_variable_is_named_before_anything_is_made(value, monkeypatch)
     monkeypatch.delenv("HF_TOKEN") if value is None else monkeypatch.setenv("HF_TOKEN", value)
     recipe = compose([*BASE, "launch.environment.TOKEN_OF_MINE=${oc.env:HF_TOKEN}"]).require()
     with pytest.raises(RecipeError) as error:
-        train(recipe, [], [])
+        train(recipe, [], [], program.main)
     assert "launch.environment.TOKEN_OF_MINE refers to HF_TOKEN" in str(error.value)
     assert "export HF_TOKEN" in str(error.value)
     assert error.value.exit_code == EXIT_USER

@@ -129,7 +129,7 @@ def test_ranks_get_what_was_meant_to_the_byte(tmp_path, container, starter, arra
     done = run_script(script.text, tmp_path, here, HF_TOKEN="hf_s$ecret", OUTER=OUTER, SLURM_ARRAY_TASK_ID="2")
     assert done.returncode == 0, done.stdout + done.stderr
     argv = noted(tmp_path, "argv")
-    assert argv[-3:] == ["-m", "framework.launch.rank", str(run)]
+    assert argv[-3:] == ["-m", "framework.train.program", str(run)]
     assert starter == "srun" or argv[1] == "torch.distributed.run"
     assert "--node-rank=0" in argv or starter == "srun"
     environment = dict(pair.split("=", 1) for pair in noted(tmp_path, "environment"))
@@ -154,8 +154,8 @@ def test_ranks_import_the_code_of_the_run_and_not_a_clone_around_them(tmp_path, 
     """`python -m` looks into its folder before PYTHONPATH: a submission from a clone would train what is edited there later."""
     run, clone = tmp_path / "runs" / "x", tmp_path / "clone"
     for place in (run / "code", clone):
-        (place / "framework" / "launch").mkdir(parents=True)
-        (place / "framework" / "launch" / "rank.py").write_text(f"print({place.name!r})\n")
+        (place / "framework" / "train").mkdir(parents=True)
+        (place / "framework" / "train" / "program.py").write_text(f"print({place.name!r})\n")
     (run / "lease").touch()
     recipe = replace(ONE_STEP, launch=Launch(kind="slurm", ranks=1, ranks_per_node=1, python=sys.executable, retries=0))
     text = render(recipe, run, clone).text

@@ -16,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import framework
-from framework.build import build
 from framework.comm import transfer
 from framework.comm.connect import connect
 from framework.comm.transfer import pin, upload
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Model, Offload, Optim, Precision, Recipe, Zero
+from framework.train.build import build
 from framework.train.step import Run, train_step
 from framework.train.sums import Flags
 from framework.verify.evidence import make_batches

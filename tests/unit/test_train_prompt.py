@@ -2,8 +2,8 @@
 
 import pytest
 
-from framework.launch.train import _find_prompt
 from framework.recipe.compose import compose
+from framework.train.rank import _find_prompt
 
 
 @pytest.mark.parametrize(("sample", "prompt"), [("", ""), ("Once\nupon", "Once")])

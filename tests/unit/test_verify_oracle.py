@@ -9,12 +9,11 @@ from framework.model.load import build_meta, kept_in_fp32
 from framework.optim.groups import group_parameters, learning_rate
 from framework.optim.stochastic_rounding import draw_bits
 from framework.recipe.schema import LearningRateSchedule, Optim, ParameterGroup
-from framework.verify import plain_recipe
-from framework.verify.initial import compare_initial
+from framework.verify import plain
+from framework.verify.compare import compare_initial
 from framework.verify.layout import initial_weights
 from framework.verify.oracle import _separate, _stock_model
-from framework.verify.plain_mixtures import _find_experts
-from framework.verify.plain_rounding import draw_words
+from framework.verify.plain import _find_experts, draw_words
 from tests.families import FAMILIES, Family, build_config, family, is_kind
 from tests.grid import few_of
 from tests.ranks.parity import CPU, Case, run_cases, small_recipe, worst_error
@@ -27,8 +26,8 @@ BORN = [each for each in FAMILIES if each.name != "apertus"]  # which has no ini
 def test_learning_rates_are_those_of_the_definitions(name: str, warmup: int, decay: int | None, final: float) -> None:
     schedule = LearningRateSchedule(name=name, warmup_steps=warmup, decay_steps=decay, final_ratio=final)  # type: ignore[arg-type]
     for step in range(25):
-        ours, plain = (f(step, schedule, 3e-3, 20) for f in (learning_rate, plain_recipe.learning_rate))
-        assert ours == pytest.approx(plain, rel=1e-12, abs=1e-18), step
+        ours, theirs = (f(step, schedule, 3e-3, 20) for f in (learning_rate, plain.learning_rate))
+        assert ours == pytest.approx(theirs, rel=1e-12, abs=1e-18), step
 
 
 @pytest.mark.parametrize("each", few_of(BORN, is_kind), ids=lambda each: each.name)
@@ -39,8 +38,8 @@ def test_groups_and_what_stays_in_fp32_are_those_of_stock(each: Family) -> None:
     optim = Optim(weight_decay=0.3, groups={"slow": ParameterGroup(pattern="embed|wte", lr_ratio=0.5)})
     shapes = [(name, tuple(parameter.shape), True) for name, parameter in model.named_parameters()]
     ours = [(one.parameter, one.lr_ratio, one.weight_decay) for one in group_parameters(shapes, optim)]
-    names, undecayed = [name for name, _, _ in shapes], plain_recipe.decay_nothing(model)
-    assert ours == list(plain_recipe.find_groups(names, undecayed, optim))
+    names, undecayed = [name for name, _, _ in shapes], plain.decay_nothing(model)
+    assert ours == list(plain.find_groups(names, undecayed, optim))
     zeros = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
     stock = _stock_model(small_recipe("bf16", 1), config, zeros, torch.bfloat16, CPU)
     wide = {name for name, p in stock.named_parameters(remove_duplicate=False) if p.dtype == torch.float32}

@@ -13,7 +13,6 @@ ranks' K/V are sent once more in backward.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,22 +21,16 @@ from torch.autograd.function import once_differentiable
 
 from framework.comm.communicator import Communicator
 from framework.mesh.context import ContextSlices, Interval
-from framework.model.block_attention import BlockAttention, Scores
 from framework.model.kept_outputs import KeptOutputs
 from framework.model.precision import sums_dtype
-from framework.parallel.context.blocks import Block, find_steps, plan_blocks
-from framework.parallel.context.gather import Gather
-from framework.parallel.context.key_values import (
-    Contribution,
-    HeadGroup,
-    KeyValues,
-    Portion,
-    count_portions,
-    group_heads,
-)
+from framework.parallel.context.block_attention import BlockAttention
+from framework.parallel.context.blocks import RankBlocks
+from framework.parallel.context.kernels import Result
+from framework.parallel.context.key_values import Contribution, HeadGroup, KeyValues, Portion
 from framework.parallel.context.merge import ChunkSums, MergedOutput, sinks_gradient
-from framework.parallel.context.ring import Ring, Route
+from framework.parallel.context.ring import Gather, Ring
 from framework.parallel.context.ulysses import HeadExchange
+from framework.parallel.context.visible_rows import Scores
 
 Transport = Ring | Gather
 
@@ -88,55 +81,14 @@ class ContextAttention:
         own_sinks = None if sinks is None else self.heads.select(sinks)
         # To the host, which decides by them what is computed: waiting for the device once here, not in every block.
         rows = None if first_rows is None else self.heads.gather_rows(first_rows).cpu()
-        blocks = RankBlocks(self.block, self.slices, self.heads.select_scores(scores), None)
-        return self.heads.leave(_Attend.apply(q, k, v, own_sinks, rows, blocks, self))
-
-
-@dataclass(frozen=True)
-class RankBlocks:
-    """The blocks of one rank's queries with the keys of any rank of the ring. first_rows: [B, C] of these queries."""
-
-    block: BlockAttention
-    slices: ContextSlices
-    scores: Scores
-    first_rows: Tensor | None
-
-    def plan(self, portion: Portion, source: int) -> list[tuple[Block, Scores, Tensor | None]]:
-        """Blocks with a portion of the keys of the rank at an index of the ring, their scores, and their queries' first rows."""
-        scores, start = self.scores, portion.tokens[0]
-        # A slope weighs the rows of keys, and a document begins at one.
-        joins_keys = scores.slopes is None and self.first_rows is None
-        chunks = self.slices.of_rank(source * self.slices.ulysses).chunk_intervals
-        keys = [(first + start, first + portion.tokens[1]) for first, _ in chunks]
-        blocks = plan_blocks(self.slices.chunk_intervals, keys, scores.window, joins_keys)
-        unbounded = replace(scores, window=None)
-        return [(block, unbounded if block.is_whole else scores, self._first_rows_of(block)) for block in blocks]
-
-    def route(self, own: KeyValues) -> Route:
-        """What travels of this rank's keys and values, and to whom."""
-        steps = find_steps(self.slices, self.scores.window)
-        num_portions = count_portions(own.k.shape[2]) if self.slices.ring > 1 else 1
-        groups = group_heads(own, self.slices.chunks, num_portions)
-        return Route(groups, steps, self.slices.chunks)
-
-    def whole(self, group: HeadGroup) -> Portion:
-        """All keys of a rank in some heads."""
-        return Portion(group.heads, (0, self.slices.part * self.slices.ulysses))
-
-    def of_heads(self, heads: slice) -> "RankBlocks":
-        """The blocks of some query heads."""
-        slopes = self.scores.slopes
-        return self if slopes is None else replace(self, scores=replace(self.scores, slopes=slopes[heads]))
-
-    def _first_rows_of(self, block: Block) -> Tensor | None:
-        return None if self.first_rows is None else self.first_rows[:, slice(*block.queries)]
+        return self.heads.leave(_Attend.apply(q, k, v, own_sinks, rows, scores, self))
 
 
 class _Forward:
     """Attends to keys as they come: `ring.Attends`. q: [B, H, C, D]; out: [B, H, C, Dv]; log_sum: [B, H, C]."""
 
-    def __init__(self, q: Tensor, own: KeyValues, sinks: Tensor | None, blocks: RankBlocks):
-        self.q, self.own, self.sinks, self.blocks = q, own, sinks, blocks
+    def __init__(self, q: Tensor, own: KeyValues, sinks: Tensor | None, blocks: RankBlocks, attention: BlockAttention):
+        self.q, self.own, self.sinks, self.blocks, self.attention = q, own, sinks, blocks, attention
         self.out: Tensor | None = None
         self.log_sum = q.new_empty(q.shape[:3], dtype=sums_dtype(q.dtype))
 
@@ -145,11 +97,9 @@ class _Forward:
         self.attend(self.blocks.whole(group), self.blocks.slices.ring_index, _select_heads(self.own, group.heads))
 
     def attend(self, portion: Portion, source: int, held: KeyValues) -> None:
-        heads = _query_heads(portion.heads, self.q, self.own)
-        q, blocks = self.q[:, heads], self.blocks.of_heads(heads)
-        for block, scores, rows in blocks.plan(portion, source):
-            k, v = _select(held.k, block.keys), _select(held.v, block.keys)
-            found = blocks.block.forward(_select(q, block.queries), k, v, block.q_rows, block.k_rows, scores, rows)
+        q = self.q[:, _query_heads(portion.heads, self.q, self.own)]
+        for block, tensors in self.blocks.cut(q, held, portion, source):
+            found = self.attention.forward(tensors)
             if found is not None:
                 self.merged.merge(block.queries, *found)
 
@@ -161,27 +111,20 @@ class _Forward:
         self.merged.write_log_sums(self.log_sum[:, heads])
 
 
-@dataclass(frozen=True)
-class Queries:
-    """A rank's queries, what they found, and the gradient of that. q: [B, H, C, D]; out, gradient: [B, H, C, Dv]; log_sum: [B, H,
-    C]."""
-
-    q: Tensor
-    out: Tensor
-    log_sum: Tensor
-    gradient: Tensor
-
-
 class _Backward:
-    """Differentiates by keys and values as they come: `ring.Differentiates`. dq: [B, H, C, D]; total: of this rank's K and V."""
+    """Differentiates by keys and values as they come: `ring.Differentiates`.
 
-    def __init__(self, queries: Queries, own: KeyValues, blocks: RankBlocks):
-        self.queries, self.own, self.blocks = queries, own, blocks
+    q: [B, H, C, D]; result: out and its gradient [B, H, C, Dv], log-sum-exp [B, H, C]; dq: [B, H, C, D]; total: of this rank's K
+    and V.
+    """
+
+    def __init__(self, q: Tensor, result: Result, own: KeyValues, blocks: RankBlocks, attention: BlockAttention):
+        self.q, self.result, self.own, self.blocks, self.attention = q, result, own, blocks, attention
         self.dq: Tensor | None = None
         self.total: KeyValues | None = None
 
     def start(self, group: HeadGroup) -> None:
-        self.dq_sums = ChunkSums(self.blocks.slices.chunks, self.queries.q.shape[2], self.queries.q.dtype)
+        self.dq_sums = ChunkSums(self.blocks.slices.chunks, self.q.shape[2], self.q.dtype)
         self.sums: KeyValues | None = None
 
     def differentiate(self, portion: Portion, source: int, held: KeyValues) -> list[Contribution]:
@@ -201,17 +144,15 @@ class _Backward:
 
     def _contributions(self, portion: Portion, source: int, held: KeyValues) -> Iterator[Contribution]:
         """One at a time, so that no more than one need be held."""
-        of = self.queries
-        heads = _query_heads(portion.heads, of.q, self.own)
-        blocks = self.blocks.of_heads(heads)
-        for block, scores, rows in blocks.plan(portion, source):
-            gradient, q, out = (_select(x[:, heads], block.queries) for x in (of.gradient, of.q, of.out))
-            k, v = _select(held.k, block.keys), _select(held.v, block.keys)
-            log_sum = of.log_sum[:, heads, slice(*block.queries)]
-            found = blocks.block.backward(gradient, q, k, v, out, log_sum, block.q_rows, block.k_rows, scores, rows)
+        heads = _query_heads(portion.heads, self.q, self.own)
+        for block, tensors in self.blocks.cut(self.q[:, heads], held, portion, source):
+            of = self.result
+            result = Result(*(x[:, heads, slice(*block.queries)] for x in (of.out, of.log_sum, of.gradient)))
+            found = self.attention.backward(tensors, result)
             if found is not None:
                 self.dq_sums.add(block.queries, found[0])
                 contribution = block.keys, found[1], found[2]
+                # The consumer adds it up and drops it before the next block's is computed.
                 del found
                 yield contribution
                 del contribution
@@ -225,8 +166,8 @@ class _Backward:
             total.unflatten(2, (chunks, -1))[:, :, :, tokens] += given.unflatten(2, (chunks, -1))
 
     def finish(self, group: HeadGroup) -> None:
-        heads = _query_heads(group.heads, self.queries.q, self.own)
-        self.dq = self.dq_sums.write(self.dq, heads, self.queries.q.shape[1], self.queries.q.dtype)
+        heads = _query_heads(group.heads, self.q, self.own)
+        self.dq = self.dq_sums.write(self.dq, heads, self.q.shape[1], self.q.dtype)
         assert self.sums is not None
         if group.heads == self._all_heads:
             self.total = KeyValues(self.sums.k.to(self.own.k.dtype), self.sums.v.to(self.own.v.dtype))
@@ -254,7 +195,10 @@ class _Backward:
 
 
 class _Attend(torch.autograd.Function):
-    """Attention of a rank's queries to the keys of all ranks of a ring: [B, C, H, Dv] of q, k, v and sinks."""
+    """Attention of a rank's queries to the keys of all ranks of a ring: [B, C, H, Dv] of q, k, v and sinks.
+
+    q: [B, H, C, D]; k: [B, Hk, C, D]; v: [B, Hk, C, Dv]; sinks: [H]; first_rows: [B, C].
+    """
 
     @staticmethod
     def forward(
@@ -264,13 +208,13 @@ class _Attend(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         first_rows: Tensor | None,
-        blocks: RankBlocks,
+        scores: Scores,
         attention: ContextAttention,
     ) -> Tensor:
 
         def attend() -> tuple[Tensor, Tensor]:
-            own = KeyValues(k, v)
-            work = _Forward(q, own, sinks, replace(blocks, first_rows=first_rows))
+            own, blocks = KeyValues(k, v), RankBlocks(attention.slices, scores, first_rows)
+            work = _Forward(q, own, sinks, blocks, attention.block)
             attention.transport.forward(own, blocks.route(own), work)
             assert work.out is not None
             return work.out.transpose(1, 2), work.log_sum
@@ -278,17 +222,18 @@ class _Attend(torch.autograd.Function):
         out, log_sum = attention.kept.compute_attention(attend)
         # Saved in no other way, so that checkpointing recomputes and offload moves them.
         ctx.save_for_backward(q, k, v, sinks, first_rows, out, log_sum)
-        ctx.blocks, ctx.transport = blocks, attention.transport
+        ctx.scores, ctx.attention = scores, attention
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, first_rows, out, log_sum = ctx.saved_tensors
-        queries, own = Queries(q, out.transpose(1, 2), log_sum, gradient.contiguous().transpose(1, 2)), KeyValues(k, v)
-        work = _Backward(queries, own, replace(ctx.blocks, first_rows=first_rows))
-        ctx.transport.backward(own, ctx.blocks.route(own), work)
-        dsinks = None if sinks is None else sinks_gradient(sinks, queries.gradient, queries.out, log_sum)
+        own, blocks = KeyValues(k, v), RankBlocks(ctx.attention.slices, ctx.scores, first_rows)
+        result = Result(out.transpose(1, 2), log_sum, gradient.contiguous().transpose(1, 2))
+        work = _Backward(q, result, own, blocks, ctx.attention.block)
+        ctx.attention.transport.backward(own, blocks.route(own), work)
+        dsinks = None if sinks is None else sinks_gradient(sinks, result.gradient, result.out, log_sum)
         assert work.total is not None
         return work.dq, work.total.k, work.total.v, dsinks, None, None, None
 
@@ -301,11 +246,6 @@ def _query_heads(heads: Interval, q: Tensor, own: KeyValues) -> slice:
 
 def _select_heads(of: KeyValues, heads: Interval) -> KeyValues:
     return KeyValues(of.k[:, slice(*heads)], of.v[:, slice(*heads)])
-
-
-def _select(x: Tensor, tokens: Interval) -> Tensor:
-    """x: [B, H, C, D], its tokens (start, stop)."""
-    return x[:, :, slice(*tokens)]
 
 
 def _new_heads(like: Tensor, heads: Interval, dtype: torch.dtype) -> Tensor:

@@ -11,15 +11,22 @@ which are 2 L^2 pairs each for chunks of L rows: equal work on all ranks in ever
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from framework.mesh.context import ContextSlices, Interval
+from framework.parallel.context.block_attention import AttentionBlock
+from framework.parallel.context.kernels import Heads
+from framework.parallel.context.key_values import HeadGroup, KeyValues, Portion, count_portions, group_heads
+from framework.parallel.context.ring import RingRoute
+from framework.parallel.context.visible_rows import Scores
 
 
 @dataclass(frozen=True)
 class Block:
-    """Queries and keys for one call. queries, keys: (start, stop) of tokens as ranks hold them; q_rows, k_rows: of the sequence.
-    is_whole: every query sees every key, as far as order and window go."""
+    """Queries and keys for one call, as rows. queries, keys: (start, stop) of tokens as ranks hold them; q_rows, k_rows: of the
+    sequence. is_whole: every query sees every key, as far as order and window go."""
 
     queries: Interval
     keys: Interval
@@ -31,6 +38,49 @@ class Block:
     def is_diagonal(self) -> bool:
         """Whether queries see themselves."""
         return self.q_rows == self.k_rows
+
+
+@dataclass(frozen=True)
+class RankBlocks:
+    """The blocks of one rank's queries with the keys of any rank of the ring. first_rows: [B, C] of these queries."""
+
+    slices: ContextSlices
+    scores: Scores
+    first_rows: Tensor | None
+
+    def cut(self, q: Tensor, held: KeyValues, portion: Portion, source: int) -> list[tuple[Block, AttentionBlock]]:
+        """The blocks with a portion of another rank's keys, and views of their tensors.
+
+        q: [B, H, C, D], in the query heads of the portion; held: the portion, from the rank at index `source` of the ring.
+        """
+        return [(block, self._view(block, q, held)) for block in self.plan(portion, source)]
+
+    def plan(self, portion: Portion, source: int) -> list[Block]:
+        """The blocks with a portion of the keys of the rank at index `source` of the ring."""
+        start, stop = portion.tokens
+        chunks = self.slices.of_rank(source * self.slices.ulysses).chunk_intervals
+        keys = [(first + start, first + stop) for first, _ in chunks]
+        # A document begins at a row of keys, so with documents a block's keys have to be one interval of rows.
+        return plan_blocks(self.slices.chunk_intervals, keys, self.scores.window, joins_keys=self.first_rows is None)
+
+    def route(self, own: KeyValues) -> RingRoute:
+        """The messages of this rank's keys and values, and the steps of the ring that they go."""
+        steps = find_steps(self.slices, self.scores.window)
+        num_portions = count_portions(own.k.shape[2]) if self.slices.ring > 1 else 1
+        groups = group_heads(own, self.slices.chunks, num_portions)
+        return RingRoute(groups, steps, self.slices.chunks)
+
+    def whole(self, group: HeadGroup) -> Portion:
+        """All keys of a rank in some heads."""
+        return Portion(group.heads, (0, self.slices.part * self.slices.ulysses))
+
+    def _view(self, block: Block, q: Tensor, held: KeyValues) -> AttentionBlock:
+        queries, keys = slice(*block.queries), slice(*block.keys)
+        heads = Heads(q[:, :, queries], held.k[:, :, keys], held.v[:, :, keys])
+        # A window that leaves out nothing would have kernels compute a mask.
+        scores = replace(self.scores, window=None) if block.is_whole else self.scores
+        first_rows = None if self.first_rows is None else self.first_rows[:, queries]
+        return AttentionBlock(heads, block.q_rows, block.k_rows, scores, first_rows)
 
 
 def plan_blocks(

@@ -1,7 +1,9 @@
-"""The attention function that a model's modules call under context parallelism, and the Hook by which a module finds its own.
+"""Hooks: how the attention of a model's layers becomes attention across the ranks that divide its sequences.
 
-Hugging Face's modules ask a registry of attention functions for the one that their config names. Ours is registered once, at
-import, and holds nothing: the module that calls it carries a Hook, which knows this rank's ContextAttention and rows.
+Parameters stay whole: context parallelism divides tokens, and ZeRO takes `cp` for data. What changes is attention, the one place
+of a decoder where tokens meet. Hugging Face's modules ask a registry of attention functions for the one that their config names.
+Ours is registered once, at import, and holds nothing: the module that calls it carries a Hook, which knows this rank's
+ContextAttention and rows. That nothing else mixes tokens the probe has shown on a small copy.
 
 The registry of mask functions does not know the name, so a model computes no mask, and hands on what it gets if that has four
 dims: the stage's `first_rows`, [B, 1, C, 1] int64. An argument of layers is the same when they are computed again in backward.
@@ -9,25 +11,36 @@ dims: the stage's `first_rows`, [B, 1, C, 1] int64. An argument of layers is the
     B sequences, C tokens of each on this rank, H query heads, Hk key-value heads, D and Dv features of a head
 """
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from framework.errors import ModelError
-from framework.model.block_attention import Scores
-from framework.parallel.context.family_rules import QUERY_RULES
+from framework.errors import ModelError, TopologyError
+from framework.mesh.context import ContextSlices
+from framework.mesh.layout import Layout
+from framework.model.load import layer_configs
+from framework.parallel.context.attention import ContextAttention
+from framework.parallel.context.block_attention import BlockAttention
+from framework.parallel.context.visible_rows import Scores
+from framework.parallel.stage_plan import StagePlan
+from framework.recipe.layout_rules import find_uneven_heads
+from framework.recipe.schema import Parallel
 
 # What a model's config is told; without an entry among the mask functions.
 IMPLEMENTATION = "meshwright_context"
-# Tensors that a module may hand over: sinks and slopes, and positions, which queries and keys have been rotated by.
-TENSOR_OPTIONS = ("s_aux", "slopes", "position_ids", "cache_position")
+# Tensors that a module may hand over: sinks, and positions, which queries and keys have been rotated by.
+TENSOR_OPTIONS = ("s_aux", "position_ids", "cache_position")
 
 # (q [B, H, C, D], k [B, Hk, C, D], v [B, Hk, C, Dv], scores, sinks [H], first_rows [B, C]) -> [B, C, H, Dv]: a ContextAttention.
 Attention = Callable[[Tensor, Tensor, Tensor, Scores, Tensor | None, Tensor | None], Tensor]
+# (module, query [B, H, C, D], first_rows [B, C] or None, rows [C] or [B, C] int64) -> query and first rows as in one process.
+QueryRule = Callable[[Any, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor | None]]
 
 
 class AttentionDropout(ModelError):
@@ -36,11 +49,79 @@ class AttentionDropout(ModelError):
 
 @dataclass(frozen=True)
 class Hook:
-    """What an attention module carries. attention: a ContextAttention; rows: of a device, the global rows [C] or [B, C] of the
-    tokens of each sequence that the rank holds."""
+    """An attention module's way to this rank's attention. attention: a ContextAttention; rows: of a device, the global rows [C]
+    or [B, C] of the tokens of each sequence that the rank holds."""
 
     attention: Attention
     rows: Callable[[torch.device], Tensor]
+
+
+def split_context(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: StagePlan) -> Mapping[str, Layout]:
+    """Have every attention of the model attend across `ulysses` and `ring`. Layouts stay. On one rank of `cp` nothing changes.
+
+    model: on meta, its heads divided over `tp` already. Raises TopologyError where a rank's heads do not divide over `ulysses`.
+    """
+    if plan.axes["cp"].size == 1:
+        return layouts
+    ulysses, ring, slices = plan.axes["ulysses"], plan.axes["ring"], plan.tokens.slices
+    assert slices is not None, "tokens of a rank of cp without their rows"
+    refuse_uneven_heads(layer_configs(model.config), plan.recipe.parallel)
+    method: Literal["ring", "gather"] = "gather" if plan.recipe.parallel.context == "gather" else "ring"
+    block = BlockAttention()  # one, which compares a device's kernels once
+
+    def make_hook() -> Hook:
+        return Hook(ContextAttention(slices, ulysses, ring, method, block), lambda device: rows_of(slices, device))
+
+    hook_attentions(model, make_hook)
+    return layouts
+
+
+def refuse_uneven_heads(layers: Iterable[PretrainedConfig], parallel: Parallel) -> None:
+    """Raises TopologyError where the heads of a layer do not divide over Ulysses' ranks. layers: the config of each kind of
+    layer."""
+    for config in layers:
+        for problem in find_uneven_heads(parallel, config.get_text_config().num_attention_heads):
+            raise TopologyError(f"{problem.key}: {problem.message}, of a {config.model_type} model: use {problem.fix}")
+
+
+def rows_of(slices: ContextSlices, device: torch.device) -> Tensor:
+    """The global rows of a rank's tokens, [C] int64, padding counted on."""
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in slices.intervals])
+
+
+def find_context_attentions(model: nn.Module) -> dict[nn.Module, tuple[ContextAttention]]:
+    """Each attention of the model over the ranks of `cp`, by the module that calls it."""
+    hooks = ((module, vars(module).get("context_hook")) for module in model.modules())
+    attentions = ((module, hook.attention) for module, hook in hooks if isinstance(hook, Hook))
+    return {module: (each,) for module, each in attentions if isinstance(each, ContextAttention)}
+
+
+def hook_attentions(model: PreTrainedModel, make_hook: Callable[[], Hook]) -> None:
+    """Give a hook of its own to every attention of the model, and have the model call them by it."""
+    for module in find_attentions(model):
+        module.context_hook = make_hook()
+    # Tensor parallelism gives some modules a config of their own.
+    for module in model.modules():
+        config = vars(module).get("config")
+        if isinstance(config, PretrainedConfig):
+            config._attn_implementation = IMPLEMENTATION
+
+
+def find_attentions(model: nn.Module) -> Iterator[Any]:
+    """The modules that ask Hugging Face's registry for an attention function."""
+    asks: dict[type[nn.Module], bool] = {}
+    for module in model.modules():
+        kind = type(module)
+        if kind not in asks:
+            asks[kind] = _asks_registry(kind)
+        if asks[kind]:
+            yield module
+
+
+def _asks_registry(kind: type[nn.Module]) -> bool:
+    # By source, since nothing else tells before the module is called.
+    forward = inspect.unwrap(kind.forward)
+    return kind.__module__.startswith("transformers.") and "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(forward)
 
 
 def attend_module(
@@ -49,13 +130,15 @@ def attend_module(
     """Attention of this rank's tokens to the sequence, called as Hugging Face's attention functions are.
 
     query: [B, H, C, D]; key: [B, Hk, C, D]; value: [B, Hk, C, Dv]; attention_mask: the stage's first rows, [B, 1, C, 1] int64.
-    options: dropout, scaling, sliding_window, softcap, s_aux (sinks [H]) as Hugging Face names them; slopes [H], of ALiBi.
-    Numbers and flags beside these are left out: where one matters, the probe finds a difference. Returns ([B, C, H, Dv], None).
+    options: dropout, scaling, sliding_window, softcap, s_aux (sinks [H]) as Hugging Face names them. Numbers and flags beside
+    these are left out: where one matters, the probe finds a difference. Returns ([B, C, H, Dv], None).
 
     Raises AttentionDropout, and ModelError for a module without a Hook, for a mask that is none of ours and for tensors that are
     not known: a choice of keys may leave none out in the probe's short sequences.
     """
-    hook = find_hook(module)
+    hook = vars(module).get("context_hook")
+    if not isinstance(hook, Hook):
+        raise ModelError(f"{type(module).__name__} calls an attention function in a way that its source does not show")
     unknown = [name for name, value in options.items() if isinstance(value, Tensor) and name not in TENSOR_OPTIONS]
     if unknown:
         raise ModelError(
@@ -67,21 +150,9 @@ def attend_module(
     rule = QUERY_RULES.get(type(module).__name__)
     if rule is not None:
         query, first_rows = rule(module, query, first_rows, hook.rows(query.device))
-    scores = _find_scores(query, options)
+    scale, window, softcap = (options.get(name) for name in ("scaling", "sliding_window", "softcap"))
+    scores = Scores(query.shape[-1] ** -0.5 if scale is None else scale, window, softcap)
     return hook.attention(query, key, value, scores, options.get("s_aux"), first_rows), None
-
-
-def _find_scores(query: Tensor, options: Mapping[str, Any]) -> Scores:
-    scale, window, softcap, slopes = (options.get(name) for name in ("scaling", "sliding_window", "softcap", "slopes"))
-    return Scores(query.shape[-1] ** -0.5 if scale is None else scale, window, softcap, slopes)
-
-
-def find_hook(module: Any) -> Hook:
-    """The Hook that the module carries."""
-    hook = vars(module).get("context_hook")
-    if not isinstance(hook, Hook):
-        raise ModelError(f"{type(module).__name__} calls an attention function in a way that its source does not show")
-    return hook
 
 
 def _read_first_rows(module: nn.Module, attention_mask: Tensor) -> Tensor:
@@ -92,5 +163,33 @@ def _read_first_rows(module: nn.Module, attention_mask: Tensor) -> Tensor:
         )
     return attention_mask[:, 0, :, 0]
 
+
+def _attend_within_chunks(
+    module: Any, query: Tensor, first_rows: Tensor | None, rows: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Llama 4: a query sees its chunk of its document, or in layers without rope all, with a temperature that grows by rows."""
+    if module.config.layer_types[module.layer_idx] == "chunked_attention":
+        first_rows = _start_of_chunks(rows, first_rows, module.config.attention_chunk_size, query.shape[0])
+    if module.attn_temperature_tuning and not module.use_rope:
+        # The module has multiplied by those of rows 0 .. C - 1, which are all that its forward knows of.
+        local = torch.arange(query.shape[2], device=query.device)
+        ratio = _temperature(module, rows) / _temperature(module, local)
+        query = query * ratio.to(query.dtype)[..., None, :, None]
+    return query, first_rows
+
+
+def _start_of_chunks(rows: Tensor, first_rows: Tensor | None, chunk: int, num_sequences: int) -> Tensor:
+    """The row where each query's chunk of its document begins, [B, C]."""
+    starts = torch.zeros_like(rows) if first_rows is None else first_rows
+    return (rows - (rows - starts) % chunk).expand(num_sequences, -1)
+
+
+def _temperature(module: Any, rows: Tensor) -> Tensor:
+    steps = torch.floor((rows.float() + 1.0) / module.floor_scale)
+    return (torch.log1p(steps) * module.attn_scale + 1.0).double()
+
+
+# By the class of an attention that computes something from the rows of its tokens, which a rank with some of them must correct.
+QUERY_RULES: Mapping[str, QueryRule] = MappingProxyType({"Llama4TextAttention": _attend_within_chunks})
 
 AttentionInterface.register(IMPLEMENTATION, attend_module)

@@ -63,7 +63,7 @@ class KeyValues:
 
 @dataclass(frozen=True)
 class Portion:
-    """What is one message: the tokens (start, stop) of every chunk, in the key-value heads (start, stop)."""
+    """One message: the tokens (start, stop) of every chunk, in the key-value heads (start, stop)."""
 
     heads: Interval
     tokens: Interval

@@ -15,8 +15,17 @@ import torch
 from torch import Tensor
 
 from framework.mesh.context import Interval
-from framework.model.block_attention import merge_softmax
 from framework.model.precision import sums_dtype
+
+
+def merge_softmax(out: Tensor, log_sum: Tensor, more: Tensor, log_sum_of_more: Tensor) -> None:
+    """Merge `more` into out and log_sum, in place. All of one dtype.
+
+    out, more: [..., n, Dv], sum over keys of probability and value; log_sum, log_sum_of_more: [..., n], log of the sum of
+    exp(score), -inf where no key was seen.
+    """
+    out.lerp_(more, torch.sigmoid(log_sum_of_more - log_sum).unsqueeze(-1))
+    torch.logaddexp(log_sum, log_sum_of_more, out=log_sum)
 
 
 class ChunkSums:

@@ -22,13 +22,13 @@ from framework.comm.communicator import Communicator
 from framework.errors import ModelError
 from framework.mesh.axis import Axis
 from framework.mesh.context import ContextSlices
-from framework.model.block_attention import BlockAttention, Scores
 from framework.model.initial import seed_rng
 from framework.model.load import FORWARD_ERRORS, choose_experts
 from framework.model.shrink import shrink
 from framework.parallel.context.attention import ContextAttention
-from framework.parallel.context.hook import Attention, AttentionDropout, Hook
-from framework.parallel.context.split import hook_attentions
+from framework.parallel.context.block_attention import BlockAttention
+from framework.parallel.context.hook import Attention, AttentionDropout, Hook, hook_attentions
+from framework.parallel.context.visible_rows import Scores
 
 RANKS = 2
 # Documents of a row. One is longer than the small model's windows of 8 or 9 tokens; the second one spans the ranks.
@@ -64,7 +64,7 @@ def refuse_undivided_context(
 
 
 def probe_causes(config: PretrainedConfig, has_documents: bool) -> list[Cause]:
-    """What is in the way of any division of the model's sequences, as far as the first: a small copy is run to know it."""
+    """Run a small copy of the model: the first cause, if any, why no division of its sequences is exact."""
     # A list, not a generator: one that waits for its next value would leave the caller without autograd meanwhile.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         lengths = [(sum(LENGTHS),), *([LENGTHS] if has_documents else [])]
@@ -96,7 +96,10 @@ class _Probe:
             yield str(error)
             return
         except FORWARD_ERRORS as error:
-            yield self._find_mixing(tokens) or f"it does not run without a mask of Hugging Face's ({error})"
+            has_hooks = any(map(_is_hooked, self.model.modules()))
+            without_mask = f"it does not run without a mask of Hugging Face's ({error})"
+            own_code = "its attention asks no registry for its function, which Meshwright would replace"
+            yield self._find_mixing(tokens) or (without_mask if has_hooks else own_code)
             return
         if not _is_close(found, expected):
             yield self._explain(tokens, rows, expected)
@@ -126,7 +129,7 @@ class _Probe:
         if _is_close(in_order, expected):
             return "its model does not go by position_ids, so that a rank's tokens would be at the wrong positions"
         names = ", ".join(sorted({type(module).__name__ for module in self.model.modules() if _is_hooked(module)}))
-        return f"the attention of {names} is not only causal, windowed, soft-capped or biased by sinks and ALiBi"
+        return f"the attention of {names} is not only causal, windowed, soft-capped or biased by sinks"
 
     def _find_mixing(self, tokens: Tensor) -> str | None:
         """The first module that mixes tokens although attention does not: where one token changes, and others with it."""

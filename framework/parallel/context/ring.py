@@ -11,8 +11,14 @@ keys never travels.
 K and V travel in portions (`key_values`), each one message of both: all steps of one portion, then those of the next, whose first
 message is under way while the last step of the one before is computed.
 
-Steps in which no rank of the axis sees any key, because the window has ended, are left out: K/V go to the rank that needs them
-next, several ranks on. With n steps left n messages are sent instead of ring - 1.
+Gather is the other transport: every rank gets all keys and values at once (Llama 3, Dubey et al. 2024, 3.3.2). For short rings:
+it holds ring * kv. All are sent, whatever a window leaves; blocks in which no query sees a key are not computed.
+
+    forward     all-gather of K/V, under the blocks of this rank's own keys               (ring - 1) * kv bytes
+    backward    the same once more; reduce-scatter of dK/dV in fp32 at least              (ring - 1) * (kv + dkv) bytes
+
+Steps of a ring in which no rank of the axis sees any key, because the window has ended, are left out: K/V go to the rank that
+needs them next, several ranks on. With n steps left n messages are sent instead of ring - 1.
 """
 
 from collections.abc import Sequence
@@ -20,6 +26,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+import torch
+
+from framework.comm.algorithms import Pending
+from framework.comm.collectives import reduce_scatter, start_all_gather
 from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange
 from framework.model.precision import sums_dtype
@@ -27,9 +37,9 @@ from framework.parallel.context.key_values import Contribution, HeadGroup, KeyVa
 
 
 @dataclass(frozen=True)
-class Route:
-    """What travels, in order. steps: s > 0 for every rank whose K/V, s before this one's, are needed; rising. chunks: of a rank's
-    tokens."""
+class RingRoute:
+    """The order in which K/V travel. steps: s > 0 for every rank whose K/V, s before this one's, are needed; rising. chunks: of a
+    rank's tokens."""
 
     groups: Sequence[HeadGroup]
     steps: Sequence[int]
@@ -56,7 +66,7 @@ class Differentiates(Protocol):
         """Sums are zero."""
 
     def differentiate(self, portion: Portion, source: int, held: KeyValues) -> list[Contribution]:
-        """What this rank's queries give to a portion of the K/V of the rank at index `source`."""
+        """The gradients of a portion of the K/V of the rank at index `source`, by this rank's queries."""
 
     def differentiate_own(self, group: HeadGroup) -> None:
         """Add what this rank's queries give to its own K/V."""
@@ -74,7 +84,7 @@ class Ring:
     def __init__(self, axis: Communicator):
         self.axis = axis
 
-    def forward(self, own: KeyValues, route: Route, work: Attends) -> None:
+    def forward(self, own: KeyValues, route: RingRoute, work: Attends) -> None:
         """Have `work` attend to the K/V of all ranks of the route."""
         conveyor = _Conveyor(own, route, self.axis)
         for group in route.groups:
@@ -84,7 +94,7 @@ class Ring:
                     work.attend(portion, self._source(step), conveyor.take())
             work.finish(group)
 
-    def backward(self, own: KeyValues, route: Route, work: Differentiates) -> None:
+    def backward(self, own: KeyValues, route: RingRoute, work: Differentiates) -> None:
         """Have `work` differentiate by the K/V of all ranks of the route, and add what all ranks give to this one's."""
         conveyor = _Conveyor(own, route, self.axis)
         for group in route.groups:
@@ -123,7 +133,7 @@ class _Conveyor:
     """A rank's K/V on their way around, portion by portion. The first are sent when it is made, others when those before are
     taken, so one message is under way while another is computed with."""
 
-    def __init__(self, own: KeyValues, route: Route, axis: Communicator):
+    def __init__(self, own: KeyValues, route: RingRoute, axis: Communicator):
         self._own, self._chunks, self._axis = own, route.chunks, axis
         hops = [after - before for before, after in pairwise((0, *route.steps))]
         self._moves = iter(
@@ -166,7 +176,7 @@ class _Shift:
         self._pending = exchange([(sent.message, to)], [(self._received.message, source)], axis, "keys and values")
 
     def arrive(self) -> KeyValues:
-        """What has come. What was sent may be written to or dropped from here on."""
+        """The K/V that have come. What was sent may be written to or dropped from here on."""
         self._pending.wait()
         return self._received
 
@@ -175,3 +185,72 @@ def _add_arrived(homeward: "list[tuple[Portion, _Shift]]", work: Differentiates)
     while homeward:
         portion, shift = homeward.pop()
         work.add(portion, shift.arrive())
+
+
+class Gather:
+    """Gathers keys and values along an axis; the interface of `Ring`."""
+
+    def __init__(self, axis: Communicator):
+        self.axis = axis
+
+    def forward(self, own: KeyValues, route: RingRoute, work: Attends) -> None:
+        """Have `work` attend to the K/V of all ranks of the route: `Ring.forward`."""
+        for group in route.groups:
+            for portion in group.portions:
+                coming = _Gathered(own, portion, route.chunks, self.axis)
+                if portion == group.portions[0]:
+                    work.start(group)
+                coming.wait()
+                for source in self._sources(route):
+                    work.attend(portion, source, coming.of(source))
+                del coming  # before the next are received
+            work.finish(group)
+
+    def backward(self, own: KeyValues, route: RingRoute, work: Differentiates) -> None:
+        """Have `work` differentiate by the K/V of all ranks of the route: `Ring.backward`."""
+        for group in route.groups:
+            work.start(group)
+            for portion in group.portions:
+                coming = _Gathered(own, portion, route.chunks, self.axis)
+                if portion == group.portions[0]:
+                    work.differentiate_own(group)
+                coming.wait()
+                self._differentiate(portion, coming, route, work)
+                del coming
+            work.finish(group)
+
+    def _differentiate(self, portion: Portion, coming: "_Gathered", route: RingRoute, work: Differentiates) -> None:
+        everyone, sources = coming.everyone, self._sources(route)
+        # Where dtypes agree a rank's sums take the place of its K/V, which have been read by then.
+        dtype = sums_dtype(everyone.dtype)
+        sums = everyone if dtype == everyone.dtype else torch.empty_like(everyone, dtype=dtype)
+        # What is not computed: this rank's own, and what a window leaves out.
+        sums[[each for each in range(len(sums)) if each not in sources]] = 0
+        for source in sources:
+            held = coming.of(source)
+            held.view(sums[source]).set(work.differentiate(portion, source, held))
+        # In place: this rank's part of the sums becomes what others gave to it.
+        reduce_scatter(sums[self.axis.rank], sums, self.axis)
+        work.add(portion, coming.packed.view(sums[self.axis.rank]))
+
+    def _sources(self, route: RingRoute) -> list[int]:
+        return [(self.axis.rank - step) % self.axis.size for step in route.steps]
+
+
+class _Gathered:
+    """The K/V of all ranks in some heads, on their way. everyone: [ring, elements of a rank's K and V]."""
+
+    def __init__(self, own: KeyValues, portion: Portion, chunks: int, axis: Communicator):
+        views = portion.select(own, chunks)
+        self.everyone = own.k.new_empty(axis.size, views.k.numel() + views.v.numel())
+        # Packed where the gather wants this rank's part, which it then need not copy.
+        self.packed = portion.pack(own, chunks, self.everyone[axis.rank])
+        self._pending: Pending = start_all_gather(self.everyone, self.everyone[axis.rank], axis, "keys and values")
+
+    def wait(self) -> None:
+        """Until all have come."""
+        self._pending.wait()
+
+    def of(self, source: int) -> KeyValues:
+        """The K/V of the rank at an index."""
+        return self.packed.view(self.everyone[source])

@@ -15,7 +15,7 @@ several ranks, whose gradients are added up at home in fp32 at least.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from math import gcd
@@ -27,7 +27,6 @@ from torch import Tensor
 from framework.comm.collectives import all_gather, start_all_to_all
 from framework.comm.communicator import Communicator
 from framework.mesh.context import Interval
-from framework.model.block_attention import Scores
 from framework.model.precision import sums_dtype
 
 # A message costs a GPU's host some copies for each rank, so it is cut where attention takes milliseconds: by the tokens of a
@@ -35,7 +34,7 @@ from framework.model.precision import sums_dtype
 PIECE_PAIRS = 2**22
 MOST_PIECES = 4
 
-# The heads that a rank gets of each tensor; one for each rank.
+# For each rank the heads that it gets of each tensor.
 Shares = Sequence[tuple[Interval, ...]]
 # By rank and tensor [B, chunks, n, heads, D]: n tokens of each chunk, in the heads that one of two ranks has.
 Views = Sequence[Sequence[Tensor]]
@@ -54,7 +53,7 @@ class HeadExchange:
             return q, k, v
         shares = share_heads(q.shape[1], k.shape[1], self.axis.size)
         index = _repeat_kv_heads(q.shape[1], k.shape[1], shares, self.axis)
-        q, k, v = _Enter.apply(_Exchange(self.axis, self.chunks, shares), q, k, v)
+        q, k, v = _EnterHeads.apply(_Exchange(self.axis, self.chunks, shares), q, k, v)
         return q, _take_heads(k, index), _take_heads(v, index)
 
     def leave(self, out: Tensor) -> Tensor:
@@ -62,11 +61,7 @@ class HeadExchange:
         if self.axis.size == 1:
             return out
         shares = [(heads,) for heads in divide_heads(out.shape[2] * self.axis.size, self.axis.size)]
-        return _Leave.apply(_Exchange(self.axis, self.chunks, shares), out)
-
-    def select_scores(self, scores: Scores) -> Scores:
-        """The scores of this rank's heads."""
-        return scores if scores.slopes is None else replace(scores, slopes=self.select(scores.slopes))
+        return _LeaveHeads.apply(_Exchange(self.axis, self.chunks, shares), out)
 
     def select(self, x: Tensor) -> Tensor:
         """This rank's heads of a vector [H]; the others' gradients are zero here."""
@@ -83,7 +78,7 @@ class HeadExchange:
 
 
 def divide_heads(heads: int, size: int) -> list[Interval]:
-    """Which heads each rank gets. Raises AssertionError where they are not equally many."""
+    """The heads of each rank. Raises AssertionError where they are not equally many."""
     assert heads % size == 0, f"{size} ranks of ulysses do not divide {heads} heads"
     bounds = range(0, heads + 1, heads // size)
     return list(pairwise(bounds))
@@ -184,7 +179,7 @@ class _Message:
         self._pending = start_all_to_all(came, message, axis, coming, lengths, "heads")
 
     def arrive(self) -> Views:
-        """What has come, in the shapes of its places; this rank's own is what it was to send."""
+        """The views that have come, in the shapes of their places; this rank's own are those it was to send."""
         self._pending.wait()
         parts, self._parts = self._parts, ()
         return [
@@ -229,7 +224,7 @@ def _sum_views(came: Views, places: Views, shares: Shares) -> None:
             place.copy_(total[..., slice(*heads), :])
 
 
-class _Enter(torch.autograd.Function):
+class _EnterHeads(torch.autograd.Function):
     """`_Exchange.enter` of [B, heads, C, D] to [B, this rank's heads, u C, D]. Nothing is saved: the map is linear."""
 
     @staticmethod
@@ -256,7 +251,7 @@ class _Enter(torch.autograd.Function):
         return None, *(x.transpose(1, 2) for x in outside)
 
 
-class _Leave(torch.autograd.Function):
+class _LeaveHeads(torch.autograd.Function):
     """`_Exchange.leave` of one tensor, [B, u C, this rank's heads, D] to [B, C, heads, D]."""
 
     @staticmethod

@@ -14,13 +14,13 @@ for computations that wait for earlier messages, so no cycle of waits can close.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from framework.parallel.pipeline.actions import Action, B, F, I, Kind, Schedule, V, W
+from framework.parallel.pipeline.actions import COMPUTE, Action, ActionKind, B, F, I, Schedule, V, W
 from framework.parallel.pipeline.simulate import Costs, simulate
 
-SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
-RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
+SENDS = (ActionKind.SEND_ACTIVATION, ActionKind.SEND_GRADIENT)
+RECEIVES = (ActionKind.RECEIVE_ACTIVATION, ActionKind.RECEIVE_GRADIENT)
 
 FORWARDS = (F, V)
 
@@ -32,7 +32,7 @@ Frequency = Literal["step", "microbatch"]
 
 
 @dataclass(frozen=True)
-class Message:
+class StageMessage:
     """A message between two ranks: sent by `source` after its compute action number `after`, needed by `target` before its
     number `before`. time: the simulated time at which the content is ready. send, receive: the actions of the two sides."""
 
@@ -50,7 +50,7 @@ class Lowered:
     """The whole lists of actions, by rank, and the message of each send and receive."""
 
     ranks: tuple[tuple[Action, ...], ...]
-    messages: dict[Action, Message]
+    messages: dict[Action, StageMessage]
     num_stages: int
 
     def count_backwards(self, stage: int) -> int:
@@ -68,7 +68,7 @@ def lower(schedule: Schedule, costs: Costs, unshard: Frequency = "step", reduce:
     # or two ranks would pair the wrong ones.
     messages = sorted(list_messages(schedule, costs), key=lambda each: (each.time, each.source, each.after))
     # Of each rank once, not looked for by each rank among all: a search lowers schedules of thousands of messages.
-    own: list[list[Message]] = [[] for _ in schedule.actions]
+    own: list[list[StageMessage]] = [[] for _ in schedule.actions]
     for each in messages:
         own[each.source].append(each)
         own[each.target].append(each)
@@ -84,7 +84,7 @@ def lower(schedule: Schedule, costs: Costs, unshard: Frequency = "step", reduce:
     return Lowered(tuple(lowered), by_action, schedule.num_stages)
 
 
-def list_messages(schedule: Schedule, costs: Costs) -> Iterator[Message]:
+def list_messages(schedule: Schedule, costs: Costs) -> Iterator[StageMessage]:
     """All messages between ranks, in no order. Stages on one rank exchange none."""
     # Where each stage's forward and backward are. W has no message: its input stayed on the rank.
     places = {
@@ -101,7 +101,7 @@ def list_messages(schedule: Schedule, costs: Costs) -> Iterator[Message]:
                 continue
             send, receive = (SENDS[0], RECEIVES[0]) if kind in FORWARDS else (SENDS[1], RECEIVES[1])
             target, before = places[to, kind in FORWARDS, microbatch]
-            yield Message(
+            yield StageMessage(
                 each.end,
                 source,
                 after,
@@ -112,7 +112,7 @@ def list_messages(schedule: Schedule, costs: Costs) -> Iterator[Message]:
             )
 
 
-def _place_messages(rank: int, own: list[Message]) -> Iterator[tuple[int, Action]]:
+def _place_messages(rank: int, own: list[StageMessage]) -> Iterator[tuple[int, Action]]:
     """Pairs (number of the compute action before which it starts, send or receive), in the order of the rank's own messages."""
     slots = [each.after + 1 if each.source == rank else max(each.before - RECEIVE_AHEAD, 0) for each in own]
     # The one order of messages has to survive in each rank's list. Where a later message starts before an action that an
@@ -139,13 +139,13 @@ def _place_lifetimes(
         stage, kind, microbatch = actions[at]
         if stage not in gathered:
             gathered.add(stage)
-            yield at, Action(stage, Kind.UNSHARD, microbatch)
+            yield at, Action(stage, ActionKind.UNSHARD, microbatch)
         # What a forward read last, a backward of the same stage reads first: a RESHARD between them would free it just to
         # have it gathered again.
         turns = after is not None and kind is F and actions[after].kind in (B, I) and actions[after].stage == stage
         if unshard == "microbatch" and not turns:
             gathered.discard(stage)
-            yield at + 1, Action(stage, Kind.RESHARD, microbatch)
+            yield at + 1, Action(stage, ActionKind.RESHARD, microbatch)
     pending: dict[int, Action] = {}
     for index, (stage, kind, microbatch) in enumerate(actions):
         if kind in (B, W):
@@ -153,5 +153,86 @@ def _place_lifetimes(
             # read, so that is how late the wait may be; once a step there is no next, and the wait is the step's end.
             if stage in pending and reduce == "microbatch":
                 yield index, pending.pop(stage)
-            pending[stage] = Action(stage, Kind.WAIT_REDUCE, microbatch)
+            pending[stage] = Action(stage, ActionKind.WAIT_REDUCE, microbatch)
     yield from ((len(actions), action) for action in pending.values())
+
+
+class LiveMoment(NamedTuple):
+    """What a rank has live while it computes: forward (else backward) of a stage, and (stage, whole, waiting) of each of its
+    stages: microbatches between their F and the end of their B or I, this one included, and those between I and W.
+
+    between: hidden states, or gradients of such, that wait for an action of this rank, arrive ahead of it, or are held until
+    their receiver shows that it has them; what the moment's own action gives to the next stage, or was given, included.
+    """
+
+    is_forward: bool
+    stage: int
+    live: tuple[tuple[int, int, int], ...]
+    between: int = 0
+
+
+def live_moments(lowered: Lowered, rank: int) -> list[LiveMoment]:
+    """The moments of a rank's step, those that differ. W is none: it recomputes nothing."""
+    actions, last = lowered.ranks[rank], lowered.num_stages - 1
+    whole = dict.fromkeys(sorted({each.stage for each in actions}), 0)
+    waiting = dict.fromkeys(whole, 0)
+    links = _Between(lowered)
+    seen: dict[LiveMoment, None] = {}
+    for action in actions:
+        stage, kind, _ = action
+        if kind not in COMPUTE:
+            links.start(action)
+            continue
+        links.take(action)
+        whole[stage] += kind is F
+        if kind in (F, B, I):
+            # This microbatch counts as whole in both: what it keeps goes while its backward runs, the first layers' last.
+            live = tuple((each, count, waiting[each]) for each, count in whole.items())
+            # A forward has its output in hand by its end, a backward the gradient of its output; of the loss there is none.
+            seen[LiveMoment(kind is F, stage, live, links.count + (stage < last))] = None
+        links.hand_on(action)
+        whole[stage] -= kind in (B, I)
+        waiting[stage] += (kind is I) - (kind is W)
+    return list(seen)
+
+
+class _Between:
+    """Hidden states between stages, as the executor holds them (`execute.Links`)."""
+
+    def __init__(self, lowered: Lowered):
+        self._messages, self._last = lowered.messages, lowered.num_stages - 1
+        self._arriving: set[Action] = set()
+        self._local: set[Action] = set()
+        self._leaving: list[StageMessage] = []
+
+    @property
+    def count(self) -> int:
+        return len(self._arriving) + len(self._local) + len(self._leaving)
+
+    def start(self, action: Action) -> None:
+        """A send or a receive; other actions carry nothing."""
+        if action.kind in RECEIVES:
+            self._arriving.add(action)
+        elif action.kind in SENDS:
+            self._leaving.append(self._messages[action])
+
+    def take(self, action: Action) -> None:
+        """What a compute action was given by another stage."""
+        if action.kind is W:
+            return
+        receive = action._replace(kind=RECEIVES[action.kind not in FORWARDS])
+        self._local.discard(receive)
+        if receive in self._arriving:
+            self._arriving.remove(receive)
+            came = self._messages[receive]
+            # What its sender had needed before it sent this has arrived there.
+            self._leaving = [each for each in self._leaving if each.target != came.source or each.before > came.after]
+
+    def hand_on(self, action: Action) -> None:
+        """What a compute action gives to a stage on the same rank waits there."""
+        stage, kind, microbatch = action
+        is_forward = kind in FORWARDS
+        to = stage + 1 if is_forward else stage - 1
+        send = action._replace(kind=SENDS[not is_forward])
+        if kind is not W and 0 <= to <= self._last and send not in self._messages:
+            self._local.add(Action(to, RECEIVES[not is_forward], microbatch))

@@ -73,7 +73,7 @@ def _note(calls: list[Call], index: int, module: nn.Module, args: tuple[Any, ...
 
 
 def _find_reason(calls: list[Call], has_weights: bool) -> str | None:
-    """What is in the way; None where nothing is. has_weights: of the last module."""
+    """The reason why tokens cannot be divided, if there is one. has_weights: of the last module."""
     layers = [call for call in calls if call[0] != LAST]
     if not layers:
         return None

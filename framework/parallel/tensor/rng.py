@@ -37,7 +37,7 @@ def uses_rng_in_training(model: PreTrainedModel) -> bool:
 
 
 def mask_of(tokens: TokenLayout) -> int:
-    """What a rank's seed of a layer is exclusive-or'd with: 0 where all hold the same tokens, else a number of the rank's."""
+    """The number with which a rank's seed of a layer is exclusive-or'd: 0 where all hold the same tokens, else the rank's own."""
     return _rank_mask(tokens.tp) if tokens.num_parts > 1 else 0
 
 

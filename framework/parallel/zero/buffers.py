@@ -20,20 +20,18 @@ shards each parameter along dim 0 instead and pays for it with a copy into and o
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from framework.comm.collectives import start_broadcast
-from framework.comm.communicator import Communicator
 from framework.comm.transfer import Download, HomeTransfers, fetch, write_across, zeros_on_host
 from framework.errors import LayoutError
 from framework.mesh.layout import Layout
 from framework.model.matmul import Accumulate, RowGroups, accumulate_matmul, accumulate_stacked_matmul
 from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.plan_buffers import BufferPlan, Slot, SlotInterval
-from framework.parallel.zero.stored import StoredTensor
 
 # Calls that add weight gradients which a backward has left for later, by the unit's name.
 DeferredGradients = dict[str, list[Callable[[], None]]]
@@ -41,9 +39,6 @@ DeferredGradients = dict[str, list[Callable[[], None]]]
 # A pooled tensor serves a need of at least half its size: embedding and head, which are about as large, share one, but a shard
 # never takes a whole unit's memory, which the next unit would then have to allocate anew.
 LARGEST_WASTE = 2
-
-# Elements of a block between the starts of two gradients are a multiple of this: 64 bytes of fp32, 128 of fp64.
-BLOCK_ALIGNMENT = 16
 
 
 class BufferPool:
@@ -75,26 +70,30 @@ class BufferPool:
         self._idle.append(tensor.new_empty(0).set_(tensor.untyped_storage()))
 
 
-class GradientBlock:
-    """Main gradients side by side in one flat tensor, so that one message sums those of several units. flat: [numel], once the
-    first of them has been taken."""
+class StoredTensor(Protocol):
+    """A flat tensor, [n], that is not in memory, such as one on a disk (`optim/disk_ring.py`). Slices are views of it."""
 
-    def __init__(self) -> None:
-        self.numel = 0
-        self.flat = torch.empty(0)
+    @property
+    def dtype(self) -> torch.dtype: ...
 
-    def reserve(self, numel: int) -> int:
-        """Where the next gradient, [numel], begins."""
-        start = self.numel
-        # On a boundary of 64 bytes, as tensors of their own would begin: kernels may add in another order elsewhere.
-        self.numel += -(-numel // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
-        return start
+    @property
+    def shape(self) -> torch.Size: ...
 
-    def take(self, start: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The gradient [numel] that was reserved at `start`: zeros."""
-        if not self.flat.numel():
-            self.flat = torch.zeros(self.numel, dtype=dtype, device=device)
-        return self.flat[start : start + numel]
+    @property
+    def nbytes(self) -> int: ...
+
+    def numel(self) -> int: ...
+
+    def __getitem__(self, where: slice, /) -> "StoredTensor": ...
+
+    def pieces(self) -> Iterator[Tensor]:
+        """The values from first to last in a few MiB at a time, each until the next is asked for."""
+
+    def read(self) -> Tensor:
+        """All values, in memory of their own."""
+
+    def write(self, values: Tensor) -> None:
+        """Set all values, [n]."""
 
 
 # What has elements of a buffer: in memory or not.
@@ -104,28 +103,24 @@ Values = TypeVar("Values", Tensor, StoredTensor)
 class UnitBuffer:
     """The memory of one unit's parameters that share a lifetime, a dtype and their axes, as `plan` says. None until `allocate`.
 
-    pool: the stage's, in which its units take turns with their full gradients. block, block_start: where the gradient lies, if
-    this rank keeps all of it for the whole step; else None. transfers: the stage's, to and from the host. parameters,
-    grad_views: by parameter name.
-    stored: the master where its home is a disk; `master` is then empty, but within `master_in_memory`.
-    is_copy: another stage on this rank has the same parameters and counts them.
-    is_complete: backward has left the unit, so no gradient of this microbatch may come any more. gradient_address: of the memory
-    of `gradient`; 0 while it has none.
+    pool: the stage's, in which its units take turns with their full gradients. transfers: the stage's, to and from the host.
     """
 
-    def __init__(
-        self, plan: BufferPlan, pool: BufferPool, transfers: HomeTransfers, block: GradientBlock | None = None
-    ):
-        self.plan, self.pool, self.transfers, self.block = plan, pool, transfers, block
-        self.block_start = 0 if block is None else block.reserve(plan.numel_padded)
+    def __init__(self, plan: BufferPlan, pool: BufferPool, transfers: HomeTransfers):
+        self.plan, self.pool, self.transfers = plan, pool, transfers
         self.parameters: dict[str, nn.Parameter] = {}
-        self.grad_views: dict[str, GradView] = {}
-        self.is_copy = self.is_complete = False
+        self.grad_views: dict[str, MainGradView] = {}
+        # Another stage on this rank has the same parameters and counts them.
+        self.is_copy = False
+        # Backward has left the unit, so no gradient of this microbatch may come any more.
+        self.is_complete = False
+        # Of the memory of `gradient`; 0 while it has none.
         self.gradient_address = 0
         self.full = self.shard = self.master = self.gradient = self.summed = self.reduced = self.delivered = (
             torch.empty(0)
         )
         self.cast: Tensor | None = None
+        # The master where its home is a disk; `master` is then empty, but within `master_in_memory`.
         self.stored: StoredTensor | None = None
         self._delivery: Download | None = None
 
@@ -224,16 +219,13 @@ class UnitBuffer:
         plan, dtype = self.plan, self.plan.dtypes.gradient
         if plan.lifetimes.keeps_gradients:
             # The sum lands in this rank's part of the full gradient itself: after the reduction nobody reads the rest.
-            if self.block is None:
-                self.gradient = torch.zeros(plan.numel_padded, dtype=dtype, device=device)
-            else:
-                self.gradient = self.block.take(self.block_start, plan.numel_padded, dtype, device)
+            self.gradient = torch.zeros(plan.numel_padded, dtype=dtype, device=device)
             self.gradient_address = self.gradient.data_ptr()
             self.summed = self.part(self.gradient)
         else:
             self.summed = torch.zeros(plan.numel_part, dtype=dtype, device=device)
         self.reduced = self.owned(self.summed)
-        self.grad_views = {slot.name: GradView(self, slot) for slot in self.slots}
+        self.grad_views = {slot.name: MainGradView(self, slot) for slot in self.slots}
 
     def part(self, full: Tensor) -> Tensor:
         """This rank's part, [numel_part], of a tensor over the whole buffer, [numel_padded]: a view."""
@@ -341,7 +333,7 @@ class UnitBuffer:
         return interval.layout, values[interval.start - first : interval.stop - first]
 
 
-class GradView:
+class MainGradView:
     """One parameter's view of its buffer's main gradient: written first, then added to.
 
     is_written: since the buffer was last started afresh; is_reached: in this step. deferred: while it is set, gradients do not
@@ -439,14 +431,6 @@ class GradView:
 
 
 def make_buffers(plans: Iterable[BufferPlan]) -> list[UnitBuffer]:
-    """The buffers of one stage, which share a pool; without memory until each is allocated. Gradients that this rank keeps whole
-    lie in blocks, one for all that are summed over the same axes."""
+    """The buffers of one stage, which share a pool; without memory until each is allocated."""
     pool, transfers = BufferPool(), HomeTransfers()
-    blocks: dict[tuple[Communicator, ...], GradientBlock] = {}
-
-    def make(plan: BufferPlan) -> UnitBuffer:
-        is_in_block = plan.is_trained and plan.is_whole and plan.lifetimes.keeps_gradients
-        block = blocks.setdefault(plan.axes.partial, GradientBlock()) if is_in_block else None
-        return UnitBuffer(plan, pool, transfers, block)
-
-    return [make(plan) for plan in plans]
+    return [UnitBuffer(plan, pool, transfers) for plan in plans]

@@ -11,8 +11,7 @@ from framework.mesh.box import Box
 from framework.mesh.layout import Layout
 from framework.model.initial import persistent_buffers
 from framework.model.weights import read_weights
-from framework.parallel.zero.buffers import UnitBuffer
-from framework.parallel.zero.stored import StoredTensor
+from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
 
 
 def initialize_parameters(buffers: Sequence[UnitBuffer], drawn: Iterable[Mapping[str, Tensor]]) -> None:

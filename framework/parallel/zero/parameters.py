@@ -48,11 +48,6 @@ class ParameterSync:
         found = find_unit_buckets(plans, {index for index, unit in enumerate(plans) if gathers_alone(unit)})
         self.buckets = {index: bucket for bucket in found for index in bucket}
 
-    @property
-    def sends_nothing(self) -> bool:
-        """Whether this rank owns all of every unit."""
-        return len(self._whole) == len(self.units)
-
     def start_unshard(self, index: int, *others: int) -> None:
         """Start to unshard a unit that is not there and not on its way: (n-1)/n of its bytes from each rank of the shard axis.
         others: of its bucket; those that are not there either come in the same message."""
@@ -115,9 +110,8 @@ class ParameterSync:
         for index in list(self.transient):
             self.reshard(index)
 
-    def update(self) -> None:
-        """Reshard all units, because what ranks own is about to change. Also where memory is resident: its values become old, and
-        the next use unshards again."""
+    def invalidate(self) -> None:
+        """Invalidate unsharded parameters before an update: the next use unshards again, also where memory is resident."""
         self._has_old_parts = True
         for index in self.unsharded - self._whole:
             self.reshard(index)

@@ -1,0 +1,242 @@
+"""`meshwright inject RUN FAULT`: inject a fault into a run, to see how it recovers before a real fault comes.
+
+Each rank of a run with `run.allow_faults=true` has an injector (faults/injector.py): the command writes the fault into the run's
+plan, and the rank injects it itself, exactly at the stated step, phase or point of a save. Any other run is reached from outside:
+signals to its processes, on their node through srun, and damage to its files. The command then waits for a step, and acts some
+steps late.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from framework.checkpoint.commit import RANK_POINTS, SAVE_POINTS, newest_checkpoint, step_of
+from framework.checkpoint.index import MANIFEST
+from framework.errors import EXIT_DONE, RunError
+from framework.faults.injector import SIGNALS, send_signal
+from framework.faults.plan import (
+    KINDS,
+    LOG_FILE,
+    PHASES,
+    Fault,
+    note_fault,
+    parse_fault,
+    plan_faults,
+    read_log,
+    read_plan,
+)
+from framework.launch.directory import RunDirectory
+from framework.launch.places import explain_errors
+from framework.launch.request import find_jobs, has_ended, is_running
+from framework.launch.slurm import RANK_PROGRAM
+from framework.mesh.placement import place
+from framework.recipe.compose import load_recipe
+from framework.recipe.derive import derive
+from framework.recipe.schema import Recipe
+from framework.start import python_words, slurm_environment
+from framework.track.jsonl import METRICS_FILE, read_last_records
+
+# How often the run's files are looked at while a step is waited for.
+POLL_S = 0.05
+# Between attempts to find a rank's process: ranks that are started again are gone for seconds.
+FIND_S, FIND_POLL_S = 60.0, 0.5
+PLACES = {"phase": tuple(PHASES), "point": SAVE_POINTS}
+
+
+def list_command(path: Path | None) -> int:
+    """Print the faults that there are, or those that a run was to suffer and has suffered."""
+    if path is None:
+        width = max(map(len, KINDS))
+        for name, kind in KINDS.items():
+            options = " ".join(f"{each}=" for each in ("rank", "step", "times", *kind.options))
+            print(f"{name:<{width}}  {kind.meaning}\n{'':<{width}}  {options}")
+        print("\n".join(f"{name}= one of {', '.join(words)}" for name, words in PLACES.items()))
+        return EXIT_DONE
+    run = RunDirectory.open(path)
+    for fault in read_plan(run.path):
+        print(f"planned  {fault.describe()}")
+    for record in read_log(run.path):
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["unix_s"]))
+        print(
+            f"suffered {record['fault']}: {when}, rank {record['rank']} on {record['host']}, step {record.get('step', '?')}"
+        )
+    return EXIT_DONE
+
+
+def inject_command(path: Path, words: Sequence[str], *, here: bool = False) -> int:
+    """Have the run suffer a fault. Raises RunError where it cannot. here: signal processes of this machine, no others."""
+    run = RunDirectory.open(path)
+    recipe, fault = load_recipe(run.recipe), parse_fault(words, SAVE_POINTS)
+    if here:
+        return _signal_here(run, fault)
+    _check(run, recipe, fault)
+    is_at_a_place = fault.step is not None or fault.phase is not None or fault.point is not None
+    if fault.kind == "corrupt-checkpoint":
+        return _corrupt(run, fault)
+    if recipe.run.allow_faults and fault.node is None and (is_at_a_place or not KINDS[fault.kind].from_outside):
+        with explain_errors(run.path):
+            plan_faults(run.path, [fault])
+        print(f"planned  {fault.describe()}; {run.path / LOG_FILE} says when it was suffered")
+        return EXIT_DONE
+    return _signal(run, recipe, fault)
+
+
+def _check(run: RunDirectory, recipe: Recipe, fault: Fault) -> None:
+    derived = derive(recipe)
+    if fault.rank >= derived.world:
+        raise RunError(f"rank={fault.rank}: the run has {derived.world} ranks, 0 to {derived.world - 1}")
+    if fault.point is not None and fault.rank and fault.point not in RANK_POINTS:
+        raise RunError(f"point={fault.point}: only rank 0 comes there; the other ranks to {', '.join(RANK_POINTS)}")
+    if not recipe.run.allow_faults and not KINDS[fault.kind].from_outside:
+        raise RunError(
+            f"{fault.kind} is done by the rank itself, and the recipe of {run.path} does not let it: start the run, or go on with"
+            " it, with run.allow_faults=true"
+        )
+    if not recipe.run.allow_faults and (fault.phase or fault.point or fault.times > 1):
+        raise RunError(
+            "phase=, point= and times= need ranks that do it themselves: start the run, or go on with it, with"
+            " run.allow_faults=true. From outside a fault comes at once, or once the run has reported a step"
+        )
+    reported = _reported_step(run)
+    if fault.step is not None and fault.step > recipe.train.steps:
+        raise RunError(f"step={fault.step}: the run has train.steps={recipe.train.steps}")
+    if fault.step is not None and fault.step <= reported and is_running(run, find_jobs(run)):
+        raise RunError(f"step={fault.step}: the run has reported step {reported:,} already; say a later one")
+
+
+def _reported_step(run: RunDirectory) -> int:
+    last = read_last_records(run.path / METRICS_FILE, 1)
+    return last[-1]["step"] if last else 0
+
+
+def _wait_for_step(run: RunDirectory, step: int | None) -> None:
+    """Return once the run has reported the step before, so that the step is about to begin. Raises RunError if it ends."""
+    look = time.monotonic()
+    while step is not None and _reported_step(run) < step - 1:
+        if time.monotonic() > look + FIND_S and has_ended(run):
+            raise RunError(f"{run.path} has ended at step {_reported_step(run):,}, before step {step:,}")
+        time.sleep(POLL_S)
+
+
+def _signal(run: RunDirectory, recipe: Recipe, fault: Fault) -> int:
+    """A signal from outside to a rank, or to all ranks of a node."""
+    if fault.node is None and fault.step is None and not is_running(run, find_jobs(run)):
+        raise RunError(f"{run.path} does not run: a signal would reach nobody")
+    _wait_for_step(run, fault.step)
+    running = [state for _, state in find_jobs(run) if state and state.state == "RUNNING"]
+    if not running:
+        return _signal_here(run, fault)
+    job = running[0]
+    expand = ["scontrol", "show", "hostnames", _find_nodes(run) or job.nodes]
+    environment = slurm_environment(os.environ)
+    nodes = subprocess.run(expand, env=environment, capture_output=True, text=True, check=False)
+    names = nodes.stdout.split()
+    node = _choose_node(recipe, fault, names, job.job_id)
+    step = ["srun", f"--jobid={job.job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--quiet"]
+    words = [f"{name}={value}" for name in ("rank", "seconds", "node") if (value := getattr(fault, name)) is not None]
+    inject = python_words("framework", "inject", str(run.path.absolute()), fault.kind, *words, "--here")
+    done = subprocess.run([*step, sys.executable, *inject], env=environment, check=False)
+    if done.returncode:
+        raise RunError(f"srun could not reach rank {fault.rank} on {node}: it ended with {done.returncode}")
+    return EXIT_DONE
+
+
+def _choose_node(recipe: Recipe, fault: Fault, names: Sequence[str], job_id: str) -> str:
+    """Where the fault is to come, of the nodes that the run has now; on fewer than the recipe's most it has fewer ranks, too."""
+    if fault.node is None:
+        number = place(derive(recipe)).node(fault.rank)
+        if number >= len(names):
+            raise RunError(
+                f"rank={fault.rank}: it would be on node {number} of the run, which has {len(names)} now: {', '.join(names)}"
+            )
+        return names[number]
+    if fault.node not in names:
+        raise RunError(f"node={fault.node}: job {job_id} runs on {', '.join(names)}")
+    return fault.node
+
+
+def _find_nodes(run: RunDirectory) -> str:
+    """Where the newest start of a job's ranks is, in SLURM's notation: a job may have spare nodes, and have lost others."""
+    history = run.script.with_name("history")
+    lines = history.read_text().splitlines() if history.is_file() else []
+    found = [match[1] for line in lines if (match := re.search(r" start from=.* nodes=(\S+)", line))]
+    return found[-1] if found else ""
+
+
+def _signal_here(run: RunDirectory, fault: Fault) -> int:
+    """Signal the rank, or with a node all ranks that run here."""
+    deadline = time.monotonic() + FIND_S
+    while not (victims := _find_victims(run, fault)):
+        if time.monotonic() > deadline or not is_running(run, find_jobs(run)):
+            who = f"rank {fault.rank}" if fault.node is None else "a rank"
+            raise RunError(f"{run.path} has no process of {who} on this machine")
+        time.sleep(FIND_POLL_S)
+    for rank, pid in victims.items():
+        note_fault(run.path, fault, rank, step=_reported_step(run) + 1, victim=pid)
+        send_signal(fault, pid)
+        print(f"suffered {fault.describe()}: {SIGNALS[fault.kind].name} to rank {rank}, process {pid}", flush=True)
+    return EXIT_DONE
+
+
+def _find_victims(run: RunDirectory, fault: Fault) -> dict[int, int]:
+    ranks = find_ranks(run.path)
+    if not ranks and (holder := re.match(r"process (\d+) on ", run.find_holder() or "")):
+        ranks = {0: int(holder[1])}  # a single rank lives in the process that was started
+    return ranks if fault.node is not None else {rank: pid for rank, pid in ranks.items() if rank == fault.rank}
+
+
+def find_ranks(run_dir: Path) -> dict[int, int]:
+    """Rank -> process, of the run's ranks that live in this machine's, or container's, space of processes."""
+    found = {}
+    here, wanted = os.readlink("/proc/self/ns/pid"), run_dir.resolve()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError, IndexError):  # it has ended, or is no Python with a module
+            words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            # Near the front, behind options and start.py: srun and torchrun have the rank's words behind their own.
+            starts = words[:4] if Path(words[0]).name.startswith("python") else []
+            is_meant = (process / "cwd" / words[starts.index(RANK_PROGRAM) + 1]).resolve() == wanted
+            if not is_meant or os.readlink(process / "ns/pid") != here:
+                continue
+            variables = dict(re.findall(rb"(\w+)=([^\0]*)", (process / "environ").read_bytes()))
+            if (rank := variables.get(b"RANK", variables.get(b"SLURM_PROCID"))) is not None:
+                found[int(rank)] = int(process.name)
+    return found
+
+
+def _corrupt(run: RunDirectory, fault: Fault) -> int:
+    """Damage the newest checkpoint, of the step or a later one."""
+    while (found := newest_checkpoint(run.checkpoints)) is None or step_of(found) < (fault.step or 0):
+        if fault.step is None or not is_running(run, find_jobs(run)):
+            raise RunError(
+                f"{run.path} has no whole checkpoint" + (f" of step {fault.step:,} or later" if fault.step else "")
+            )
+        time.sleep(POLL_S)
+    if not isinstance(found, Path):
+        raise RunError(f"{found} is in an object store: only a checkpoint in a folder is damaged on request")
+    how = fault.how or "flip"
+    file = found / (MANIFEST if how == "manifest" else f"rank-{fault.rank:05d}.bin")
+    note_fault(run.path, fault, fault.rank, step=step_of(found))
+    with explain_errors(file):
+        damage(file, how)
+    print(f"suffered {fault.describe()}: {how} of {found.name}/{file.name}")
+    return EXIT_DONE
+
+
+def damage(file: Path, how: str) -> None:
+    """Cut a file's end, flip a bit in its middle, empty it, remove it. manifest: cut."""
+    size = file.stat().st_size
+    if how == "remove":
+        file.unlink()
+    elif how == "flip":
+        with open(file, "r+b") as opened:
+            opened.seek(size // 2)
+            byte = opened.read(1)[0]
+            opened.seek(size // 2)
+            opened.write(bytes([byte ^ 1]))
+    else:
+        os.truncate(file, 0 if how == "zero" else size - 1)

@@ -1,0 +1,137 @@
+"""The process of a rank: its threads, its errors and its end. What a rank does in between is `train/program.py`.
+
+Nothing here imports torch, which reads from the environment how many threads it may use.
+"""
+
+import ctypes
+import faulthandler
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from framework.errors import EXIT_FAILED, HungError, MeshwrightError
+from framework.host import count_cores
+from framework.launch.task import claim_outcome, is_task
+from framework.output import keep_streams
+from framework.recipe.schema import Launch
+
+_PACKAGE = Path(__file__).parents[1]
+# Device files of the drivers of NVIDIA and AMD, and of NVIDIA inside Windows.
+GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
+
+
+def report_error(error: Exception) -> int:
+    """Report the error that is being handled and return its exit code.
+
+    With a launcher it goes into the launcher's error file, so that ranks which fail alike are heard once; else to stderr, a
+    user's mistake without a traceback.
+    """
+    error = _explain_timeout(error)
+    is_explained = isinstance(error, MeshwrightError)
+    code = error.exit_code if isinstance(error, MeshwrightError) else EXIT_FAILED
+    if is_task():
+        _report_to_job(error, code)
+    elif os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        # Once one rank has ended, the launcher ends the others by SIGTERM. One that is cut while it writes leaves half a file,
+        # and the launcher fails over that instead of saying the cause.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        get_error_handler().record_exception(error)
+    else:
+        place = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+        print(f"{place}{error if is_explained else traceback.format_exc()}", file=sys.stderr)
+    return code
+
+
+def end_hung(error: HungError) -> None:
+    """Report the error and end this rank, from another thread than the one that hangs."""
+    code = report_error(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _explain_timeout(error: Exception) -> Exception:
+    """Return gloo's error of a collective that timed out as a HungError that says where this rank waited; others as they are."""
+    found = re.search(r"[Tt]imed out waiting (\d+)ms", str(error))
+    if not isinstance(error, RuntimeError) or found is None:
+        return error
+    ours = [each for each in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(each.filename).parents]
+    places = "".join(f"\n  {each.filename}:{each.lineno} in {each.name}" for each in reversed(ours[-6:]))
+    return HungError(
+        f"a collective timed out: this rank waited {int(found[1]) / 1000:,.0f} s for ranks that did not come to it, for they hang"
+        f" or have taken another path (track.debug_collectives=true finds such). It waited at{places}"
+    )
+
+
+def limit_threads(launch: Launch, num_neighbours: int) -> int:
+    """Set this rank's CPU threads in the environment, from which libraries take their number, and return it.
+
+    The number is the recipe's, else that of the CPUs which the job gives a rank, else an equal share of this process's cores.
+    num_neighbours: ranks on this machine.
+    """
+    threads = launch.threads_per_rank or launch.cpus_per_rank or max(1, count_cores() // num_neighbours)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if launch.device == "cpu":
+        let_threads_sleep()
+    return threads
+
+
+def rank_in_environment() -> int:
+    """The number of this rank, as torch's launchers or SLURM say it; 0 of a rank that is alone."""
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+
+
+def may_use_gpus(launch: Launch) -> bool:
+    """Whether launch.device may resolve to cuda, judged without torch. Ranks in processes of their own know their device."""
+    return launch.device == "cuda" or (launch.device == "auto" and any(driver.exists() for driver in GPU_DRIVERS))
+
+
+def let_threads_sleep() -> None:
+    """Have OpenMP's threads sleep while they wait, unless the user has chosen. Torch reads the variable when it is imported.
+
+    Threads that spin between two small operations take the cores that other ranks need.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def run_process(work: Callable[[], int]) -> NoReturn:
+    """Run `work` and end this process with its exit code, without Python's teardown, which can wait forever for a lost peer."""
+    keep_streams()
+    faulthandler.enable()
+    _end_with_parent()
+    code = work()
+    if is_task():
+        claim_outcome(code)
+    # The launcher sends SIGTERM once the first rank has ended; from here on it must not replace the code.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _report_to_job(error: Exception, code: int) -> None:
+    """Write the error into the job's log: in full for the rank that failed first, in a line for those that fail because of it."""
+    place = f"[rank {os.environ.get('RANK', os.environ['SLURM_PROCID'])}] "
+    if not claim_outcome(code):
+        print(f"{place}ends as well: {type(error).__name__}: {str(error).splitlines()[0][:200]}", file=sys.stderr)
+    elif isinstance(error, MeshwrightError):
+        print(f"{place}{error}", file=sys.stderr)
+    else:
+        print(f"{place}{traceback.format_exc()}", file=sys.stderr)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel send SIGTERM when the launcher dies, even by SIGKILL: the rank then saves and ends, instead of
+    writing on into a run that somebody else may resume. Linux only; elsewhere `lock.ranks` still keeps others out."""
+    if sys.platform == "linux" and os.environ.get("TORCHELASTIC_RUN_ID"):
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)

@@ -1,0 +1,163 @@
+"""What a rank's seconds were for, from its phases, its saves and its waits; rank 0 notes it for the run's goodput."""
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from framework.lease import Lease
+from framework.monitor.phases import Phase, Phases
+from framework.track.goodput import Event, Part
+from framework.track.goodput_log import GoodputLog, Job
+from framework.track.observers import Observers
+
+# Steps that compile, allocate and connect, and those behind them whose median is a normal step.
+FIRST_STEPS, NORMAL_STEPS = 3, 3
+# At least so long between two notes, and a thousandth of the time so far up to this: a month leaves some 90,000 lines.
+NOTE_S, LONGEST_NOTE_S = 0.2, 30.0
+
+# Runs a call and lets none of its failures through, under a name: track/observers.py.
+Contain = Callable[[str, Callable[[], None]], object]
+
+
+class Meter:
+    """Divides the time since a rank's process began into parts, which add up to it.
+
+    `seconds` changes where the loop says so, and none of what it has for steps ever shrinks. Time that no phase claims is of
+    start-up before the loop, of steps in it, of closing behind it. step_s: of a normal step, once that is known.
+    """
+
+    def __init__(self, phases: Phases, stalled_s: Callable[[], float] = lambda: 0.0) -> None:
+        self.seconds: dict[Part, float] = {}
+        self.step_s: float | None = None
+        self._phases, self._stalled_s = phases, stalled_s
+        self._begun = False
+        self._first: list[float] = []
+        self._exposed_s = 0.0  # that no step has had room for
+        self._restored_s = phases.so_far()[Phase.RESTORE]  # what is more of it the loop spends when it goes back
+        self.mark(Part.START_UP)
+
+    def mark(self, other: Part) -> float:
+        """Count up to now; `other` gets what is nobody's. Returns those seconds."""
+        spent = self._phases.so_far()
+        self.seconds |= {
+            Part.DATA_WAIT: spent[Phase.DATA],
+            Part.VALIDATION: spent[Phase.VALIDATE],
+            Part.RECOVERY: spent[Phase.RESTORE] - self._restored_s,
+        }
+        rest_s = max(0.0, sum(spent.values()) - sum(self.seconds.values()))
+        # Not the phase's time: a save that starts first reads the step under way, which is that step's.
+        stall_s = min(rest_s, max(0.0, self._stalled_s() - self.seconds.get(Part.CHECKPOINT, 0.0)))
+        for part, seconds in ((Part.CHECKPOINT, stall_s), (other, rest_s - stall_s)):
+            self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+        return rest_s - stall_s
+
+    def end_step(self, exposed_s: float) -> None:
+        """A step is over. exposed_s: exposed communication of a step that has been read; it is part of a step's seconds."""
+        seconds = self.mark(Part.STEP)
+        if len(self._first) < FIRST_STEPS + NORMAL_STEPS:
+            self._first.append(seconds)
+            self._find_compile(seconds)
+            return
+        self._exposed_s += exposed_s
+        hidden = min(self._exposed_s, seconds)
+        self._exposed_s -= hidden
+        self._move(Part.STEP, Part.EXPOSED, hidden)
+
+    def _find_compile(self, seconds: float) -> None:
+        """The first steps count as compilation until a normal step is known, then what they took beyond one."""
+        if len(self._first) <= FIRST_STEPS:
+            self._move(Part.STEP, Part.COMPILE, seconds)
+        if len(self._first) == FIRST_STEPS + NORMAL_STEPS:
+            self.step_s = median(self._first[FIRST_STEPS:])
+            normal = sum(min(each, self.step_s) for each in self._first[:FIRST_STEPS])
+            self._move(Part.COMPILE, Part.STEP, normal)
+
+    def _move(self, source: Part, target: Part, seconds: float) -> None:
+        self.seconds[source] -= seconds
+        self.seconds[target] = self.seconds.get(target, 0.0) + seconds
+
+
+class Goodput:
+    """The meter of a rank, and on rank 0 the run's record. Nothing of it can stop the run: contain takes what fails."""
+
+    def __init__(
+        self,
+        phases: Phases,
+        log: GoodputLog | None = None,
+        contain: Contain = lambda name, call: call(),
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._phases, self._log, self._contain, self._now = phases, log, contain, now
+        self._meter = Meter(phases)
+        self._step = 0
+        self._began_s = self._noted_s = now()
+
+    def hold(self, lease: Lease) -> None:
+        """From now on write only as long as this start has the run. Raises LeaseLost, then, with the next note."""
+        if self._log is not None:
+            self._log.lease = lease
+
+    def begin_loop(self, step: int, stalled_s: Callable[[], float]) -> None:
+        """Start-up is over; the loop goes on from `step`. stalled_s: how long saves have held it up so far."""
+        self._meter = Meter(self._phases, stalled_s)
+        self._step = step
+        self._note(Event.GO)
+
+    def end_step(self, step: int, exposed_s: float) -> None:
+        """Step `step` has been sent. exposed_s: exposed communication of those that were read meanwhile."""
+        if step <= self._step:  # the loop went back
+            self._note(Event.STEP)
+            self._step = step - 1
+            self._note(Event.GO)
+        self._meter.end_step(exposed_s)
+        self._step = step
+        since_s = self._now() - self._noted_s
+        if since_s >= min(max(NOTE_S, (self._now() - self._began_s) / 1000), LONGEST_NOTE_S):
+            self._note(Event.STEP)
+
+    def shares(self) -> dict[str, float]:
+        """Of the run's time so far, over all starts; empty where nobody keeps the record."""
+        if self._log is None:
+            return {}
+        return {str(part): share for part, share in self._log.shares(self._meter.seconds).items()}
+
+    def begin_close(self) -> None:
+        """The loop is over."""
+        self._meter.mark(Part.STEP)
+
+    def end(self, code: int) -> None:
+        """This rank ends with that exit code, or is about to."""
+        self._meter.mark(Part.CLOSE)
+        self._note(Event.END, code)
+
+    def _note(self, event: Event, code: int | None = None) -> None:
+        self._noted_s = self._now()
+        if self._log is not None:
+            meter = self._meter
+            self._contain("goodput", partial(self._log.note, event, meter.seconds, self._step, meter.step_s, code))
+
+
+def open_goodput(place: tuple[int, int], run_dir: Path, phases: Phases, lease: Lease | None, job: Job) -> Goodput:
+    """The goodput of a rank; rank 0 keeps the run's record. Before ranks connect: a start that never does has spent time as well.
+
+    place: this rank and the number of ranks. lease: of the run, on rank 0.
+    """
+    rank, world = place
+    if rank != 0:
+        return Goodput(phases)
+    log, contain = GoodputLog(run_dir, world), Observers().contain
+    log.lease = lease
+    contain("goodput", lambda: log.begin(sum(phases.so_far().values()), job))
+    return Goodput(phases, log, contain)
+
+
+def find_age_s() -> float:
+    """Seconds since this process began, by the kernel; 0 where there is no /proc."""
+    stat, uptime = Path("/proc/self/stat"), Path("/proc/uptime")
+    if not (stat.is_file() and uptime.is_file()):
+        return 0.0
+    started_ticks = int(stat.read_text().rpartition(")")[2].split()[19])
+    return max(0.0, float(uptime.read_text().split()[0]) - started_ticks / os.sysconf("SC_CLK_TCK"))

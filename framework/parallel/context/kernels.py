@@ -1,0 +1,211 @@
+"""Kernels for one piece of attention: out = softmax(S) V and the log-sum-exp of S, and the gradients of a piece.
+
+    S = scale Q K^T + mask      P = exp(S - L)      out = P V
+    dV = P^T dO      dS = P * (dO V^T - rowsum(dO * out))      dQ = scale dS K      dK = scale dS^T Q
+
+In a gradient L and out are those of all keys of a query, in however many pieces and on however many ranks they were computed:
+then P is the probability, and the parts of all pieces add up to the gradient.
+
+Shapes: q [B, H, n, D]; k [B, Hk, m, D]; v [B, Hk, m, Dv]; head h of q reads head h // (H / Hk) of k and v. mask: additive,
+[1, 1, n, m], 0 or -inf where a query does not see a key; None: it sees all.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from framework.parallel.context.visible_rows import PieceKind
+
+flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention
+flash_cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+# Without it these kernels would read and write behind k and v, so nothing but a version that was read or run may have it.
+SHARES_HEADS = torch.__version__ >= "2.13"
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of a piece, as this file's first lines have them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True)
+class Result:
+    """out: [B, H, n, Dv]; log_sum: [B, H, n] fp32 or fp64; gradient: of `out`, in backward."""
+
+    out: Tensor
+    log_sum: Tensor
+    gradient: Tensor
+
+
+class Kernel(Protocol):
+    """A kernel. It masks CAUSAL pieces itself: they come without a mask."""
+
+    @property
+    def tile(self) -> int:
+        """Rows of a tile, unless the caller knows better."""
+
+    def forward(self, heads: Heads, kind: PieceKind, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+        """(out, log-sum-exp)"""
+
+    def backward(
+        self, heads: Heads, result: Result, kind: PieceKind, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dQ, dK, dV)"""
+
+
+@dataclass(frozen=True)
+class TileKernel:
+    """Plain torch operations that hold the scores of a piece: for any device, any dtype, any head size, and for a soft cap.
+
+    Computes in fp64 for fp64 and in fp32 for all other dtypes. softcap: c in S = c tanh(scale Q K^T / c) + mask.
+    tile: the scores of a tile should stay in a processor's cache; a GPU needs larger ones to be busy.
+    """
+
+    softcap: float | None = None
+    tile: int = 128
+
+    def forward(self, heads: Heads, kind: PieceKind, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = _group_heads(heads)
+        scores = self._score(q, k, scale)[0]
+        scores = _add_mask(scores, heads, kind, mask)
+        log_sum = scores.logsumexp(-1, keepdim=True)
+        out = torch.matmul(scores.sub_(log_sum).exp_(), v)
+        n = heads.q.shape[2]
+        return out.unflatten(2, (-1, n)).flatten(1, 2).to(heads.q.dtype), log_sum.view(*heads.q.shape[:3])
+
+    def backward(
+        self, heads: Heads, result: Result, kind: PieceKind, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = _group_heads(heads)
+        scores, capped = self._score(q, k, scale)
+        gradient, out = (_group_queries(x, k.shape[1]).to(q.dtype) for x in (result.gradient, result.out))
+        # A copy of the scores where the cap's derivative still needs them.
+        scores = _add_mask(scores if capped is None else scores.clone(), heads, kind, mask)
+        p = scores.sub_(_group_queries(result.log_sum[..., None], k.shape[1])).exp_()
+        dv = torch.matmul(p.mT, gradient)
+        ds = torch.matmul(gradient, v.mT).sub_((gradient * out).sum(-1, keepdim=True)).mul_(p)
+        if capped is not None:
+            ds.mul_(1 - capped.square())
+        dq = torch.matmul(ds, k).mul_(scale).unflatten(2, (-1, heads.q.shape[2])).flatten(1, 2)
+        dk = torch.matmul(ds.mT, q).mul_(scale)
+        return dq.to(heads.q.dtype), dk.to(heads.k.dtype), dv.to(heads.v.dtype)
+
+    def _score(self, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
+        """Scores without mask, and tanh(scale Q K^T / c), whose square the derivative of a cap needs."""
+        scores = torch.matmul(q, k.mT).mul_(scale)
+        if self.softcap is None:
+            return scores, None
+        capped = scores.div_(self.softcap).tanh_()
+        return capped * self.softcap, capped
+
+
+def _group_queries(x: Tensor, num_kv_heads: int) -> Tensor:
+    """[B, H, n, ...] to [B, Hk, H / Hk * n, ...], so that a kv head is not repeated for its query heads."""
+    return x.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
+
+
+def _group_heads(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = torch.float64 if heads.q.dtype == torch.float64 else torch.float32
+    return _group_queries(heads.q, heads.k.shape[1]).to(dtype), heads.k.to(dtype), heads.v.to(dtype)
+
+
+def _add_mask(scores: Tensor, heads: Heads, kind: PieceKind, mask: Tensor | None) -> Tensor:
+    """scores: [B, Hk, H / Hk * n, m], written to; the mask as the kernels get it."""
+    per_head = scores.view(*heads.q.shape[:3], -1)
+    if mask is not None:
+        per_head += mask
+    if kind is PieceKind.CAUSAL:
+        unseen = torch.ones(per_head.shape[2:], dtype=torch.bool, device=scores.device).triu_(1)
+        per_head.masked_fill_(unseen, -math.inf)
+    return scores
+
+
+def _pad(x: Tensor, head_size: int) -> Tensor:
+    """Zeros behind the last dim: they add nothing to a score, and what they are as a value is cut off again."""
+    return x if x.shape[-1] == head_size else F.pad(x, (0, head_size - x.shape[-1]))
+
+
+def _pad_heads(heads: Heads, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads of one size, as flash kernels need them; DeepSeek's have keys of 192 and values of 128."""
+    size = -(-max(heads.q.shape[-1], heads.v.shape[-1]) // multiple) * multiple
+    return _pad(heads.q, size), _pad(heads.k, size), _pad(heads.v, size)
+
+
+@dataclass(frozen=True)
+class CpuFlash:
+    """torch's flash attention for CPUs, which `F.scaled_dot_product_attention` calls. It accumulates in fp64 or fp32.
+
+    shares_heads: whether it takes fewer heads of k and v than of q; if not they are repeated.
+    """
+
+    shares_heads: bool = SHARES_HEADS
+    tile: int = 256
+    widest: int | None = None
+    dtypes: ClassVar = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+    def forward(self, heads: Heads, kind: PieceKind, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = _pad_heads(self._repeat(heads), 1)
+        out, log_sum = flash_cpu(q, k, v, 0.0, kind is PieceKind.CAUSAL, attn_mask=mask, scale=scale)
+        return out[..., : heads.v.shape[-1]], log_sum
+
+    def backward(
+        self, heads: Heads, result: Result, kind: PieceKind, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = _pad_heads(self._repeat(heads), 1)
+        gradient, out = (_pad(x.to(q.dtype), q.shape[-1]) for x in (result.gradient, result.out))
+        is_causal = kind is PieceKind.CAUSAL
+        dq, dk, dv = flash_cpu_backward(
+            gradient, q, k, v, out, result.log_sum, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+        if k.shape[1] != heads.k.shape[1]:
+            dk, dv = (x.unflatten(1, (heads.k.shape[1], -1)).sum(2) for x in (dk, dv))
+        return dq[..., : heads.q.shape[-1]], dk[..., : heads.k.shape[-1]], dv[..., : heads.v.shape[-1]]
+
+    def _repeat(self, heads: Heads) -> Heads:
+        times = heads.q.shape[1] // heads.k.shape[1]
+        if self.shares_heads or times == 1:
+            return heads
+        return Heads(heads.q, heads.k.repeat_interleave(times, 1), heads.v.repeat_interleave(times, 1))
+
+
+@dataclass(frozen=True)
+class CudaFlash:
+    """FlashAttention-2 of torch, which takes no mask: MASKED pieces go to tiles. Not run on a GPU: `check_kernel` asks first."""
+
+    tile: int = 512
+    widest: int | None = 256
+    dtypes: ClassVar = (torch.bfloat16, torch.float16)
+
+    def forward(self, heads: Heads, kind: PieceKind, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+        if mask is not None:
+            return TileKernel().forward(heads, kind, mask, scale)
+        q, k, v = _pad_heads(heads, 8)
+        out, log_sum, *_ = flash_cuda(q, k, v, 0.0, kind is PieceKind.CAUSAL, False, scale=scale)
+        return out[..., : heads.v.shape[-1]], log_sum
+
+    def backward(
+        self, heads: Heads, result: Result, kind: PieceKind, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if mask is not None:
+            return TileKernel().backward(heads, result, kind, mask, scale)
+        q, k, v = _pad_heads(heads, 8)
+        gradient, out = (_pad(x.to(q.dtype), q.shape[-1]) for x in (result.gradient, result.out))
+        # What a dropout would have drawn, of which there is none.
+        seed = torch.empty(2, dtype=torch.uint64, device=q.device)
+        offset = torch.empty((), dtype=torch.uint64, device=q.device)
+        log_sum, is_causal = result.log_sum.contiguous(), kind is PieceKind.CAUSAL
+        lengths = None, None, q.shape[2], k.shape[2]
+        dq, dk, dv = flash_cuda_backward(
+            gradient, q, k, v, out, log_sum, *lengths, 0.0, is_causal, seed, offset, scale=scale
+        )
+        return dq[..., : heads.q.shape[-1]], dk[..., : heads.k.shape[-1]], dv[..., : heads.v.shape[-1]]

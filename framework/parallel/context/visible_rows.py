@@ -1,0 +1,207 @@
+"""The keys that a query may see, and a block of attention cut into pieces that kernels can compute.
+
+A query at global row t sees the keys at rows max(first[t], t - window + 1) .. t, where first[t] is the first row of its document:
+an interval, whatever kind of mask the model has. So a block (an interval of queries against an interval of keys) falls into
+pieces of three kinds (`PieceKind`), of which only FULL and CAUSAL ones grow with the length of a sequence. What no query sees is
+in no piece, and in every piece each query sees one key at least, so a log-sum-exp of a piece is always finite.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from framework.mesh.context import Interval
+
+# Documents shorter than this share one MASKED piece: below it a call costs more than the keys that it computes for nothing.
+SHORT_DOCUMENT = 128
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The way a score is made of a query and a key, and what a query may see.
+
+    window: a query sees the last `window` rows up to and with its own (transformers' sliding_window).
+    softcap: c in c tanh(s / c), after the scale.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+class PieceKind(Enum):
+    """The keys of a piece that its queries see."""
+
+    FULL = auto()
+    """Every query sees every key."""
+    CAUSAL = auto()
+    """Queries and keys are the same rows, and a query sees the keys up to its own."""
+    MASKED = auto()
+    """Only a mask tells, of no more than tile x tile elements."""
+
+
+@dataclass(frozen=True)
+class BlockPiece:
+    """q and k: intervals of global rows. sequence: the one of the batch that it belongs to; None: all."""
+
+    kind: PieceKind
+    q: Interval
+    k: Interval
+    sequence: int | None = None
+
+
+@dataclass(frozen=True)
+class DocumentRun:
+    """Queries side by side, start .. stop - 1, of one document, which begins at row `first`."""
+
+    start: int
+    stop: int
+    first: int
+
+
+def find_runs(q_rows: Interval, first_rows: Tensor | None) -> dict[int | None, list[DocumentRun]]:
+    """Runs of each sequence, or under None those that all sequences have.  first_rows: [B, n] of these queries.
+
+    Waits for the device, which has to tell where documents begin.
+    """
+    if first_rows is None:
+        return {None: [DocumentRun(*q_rows, 0)]}
+    return {sequence: _runs_of(q_rows[0], row) for sequence, row in enumerate(first_rows)}
+
+
+def _runs_of(start: int, first_row: Tensor) -> list[DocumentRun]:
+    values, counts = torch.unique_consecutive(first_row, return_counts=True)
+    runs = []
+    for first, count in zip(values.tolist(), counts.tolist(), strict=True):
+        runs.append(DocumentRun(start, start + count, first))
+        start += count
+    return runs
+
+
+def visible_pairs(q_rows: Interval, k_rows: Interval, scores: Scores, first_rows: Tensor | None) -> int:
+    """Pairs of a query and a key that it sees: attention's work, 4 D FLOPs a pair and head forward and 10 D backward.
+
+    first_rows: [B, n] of these queries, which counts the pairs of B sequences; None: of one sequence.
+    """
+    runs = find_runs(q_rows, first_rows).values()
+    return sum(_count_pairs(run, k_rows, scores.window) for sequence in runs for run in sequence)
+
+
+def _count_pairs(run: DocumentRun, k_rows: Interval, window: int | None) -> int:
+    """Pairs with key <= query, less those with key <= query - window."""
+    lowest, stop = max(k_rows[0], run.first), max(k_rows[1], run.first)
+    causal = _count_causal(run.start, run.stop, lowest, stop)
+    return causal if window is None else causal - _count_causal(run.start - window, run.stop - window, lowest, stop)
+
+
+def _count_causal(start: int, stop: int, lowest: int, highest: int) -> int:
+    def triangle(side: int) -> int:
+        return side * (side + 1) // 2 if side > 0 else 0
+
+    def keys_from(first: int) -> int:
+        return triangle(stop - first) - triangle(start - first)
+
+    return keys_from(lowest) - keys_from(highest)
+
+
+def find_pieces(
+    q_rows: Interval, k_rows: Interval, scores: Scores, first_rows: Tensor | None, tile: int
+) -> list[BlockPiece]:
+    """Pieces of a block, those of the same queries side by side; none if no query sees any key."""
+    pieces: list[BlockPiece] = []
+    for sequence, runs in find_runs(q_rows, first_rows).items():
+        for group in _group_short(runs, tile):
+            found = _pieces_of(group, k_rows, scores, tile)
+            pieces += found if sequence is None else [replace(piece, sequence=sequence) for piece in found]
+    return pieces
+
+
+def _group_short(runs: list[DocumentRun], tile: int) -> Iterator[list[DocumentRun]]:
+    """Short documents that begin and end here together, as many as fit in a tile; every other run alone."""
+    group: list[DocumentRun] = []
+    for run in runs:
+        is_short = run.first == run.start and run.stop - run.start < min(SHORT_DOCUMENT, tile)
+        if group and not (is_short and run.stop - group[0].start <= tile):
+            yield group
+            group = []
+        if is_short:
+            group.append(run)
+        else:
+            yield [run]
+    if group:
+        yield group
+
+
+def _pieces_of(group: list[DocumentRun], k_rows: Interval, scores: Scores, tile: int) -> list[BlockPiece]:
+    if len(group) == 1:
+        return list(_pieces_of_run(group[0], k_rows, scores, tile))
+    lowest, stop = max(k_rows[0], group[0].start), min(k_rows[1], group[-1].stop)
+    # Queries in front of the first of these keys see none, and neither do those of documents behind the last one.
+    queries = [(max(run.start, lowest), run.stop) for run in group if run.start < stop and run.stop > lowest]
+    window = scores.window or group[-1].stop
+    last = min(queries[-1][1], stop + window - 1) if queries else 0
+    return [BlockPiece(PieceKind.MASKED, (queries[0][0], last), (lowest, stop))] if queries else []
+
+
+def _pieces_of_run(run: DocumentRun, k_rows: Interval, scores: Scores, tile: int) -> Iterator[BlockPiece]:
+    lowest, stop = max(k_rows[0], run.first), min(k_rows[1], run.stop)
+    start = max(run.start, lowest)
+    window = scores.window or run.stop
+    end = min(run.stop, stop + window - 1)
+    if start >= end or lowest >= stop:
+        return
+    if end - window <= lowest:
+        yield from _causal_pieces((start, end), (lowest, stop))
+        return
+    # A tile of a window that is shorter is MASKED with the keys in front of it: half a tile of queries keeps that in size.
+    step = tile if window >= tile else max(tile // 2, 1)
+    for first, last in _cut((start, end), step):
+        yield from _pieces_of_tile((first, last), (max(lowest, first - window + 1), min(stop, last)), window)
+
+
+def _pieces_of_tile(q: Interval, k: Interval, window: int) -> Iterator[BlockPiece]:
+    """Pieces of a tile of queries, of which the first sees the first key."""
+    seen_by_all = max(k[0], q[1] - window)
+    if seen_by_all > q[0]:
+        yield BlockPiece(PieceKind.MASKED, q, k)
+        return
+    left = min(seen_by_all, k[1])
+    if k[0] < left:
+        yield BlockPiece(PieceKind.MASKED, (q[0], min(q[1], left + window - 1)), (k[0], left))
+    if seen_by_all < k[1]:
+        yield from _causal_pieces(q, (seen_by_all, k[1]))
+
+
+def _causal_pieces(q: Interval, k: Interval) -> Iterator[BlockPiece]:
+    """Pieces of a block where a query sees all keys up to its own row."""
+    diagonal = max(q[0], k[0]), min(q[1], k[1])
+    if diagonal[0] >= diagonal[1]:
+        yield BlockPiece(PieceKind.FULL, q, k)
+        return
+    if k[0] < diagonal[0]:
+        yield BlockPiece(PieceKind.FULL, (diagonal[0], diagonal[1]), (k[0], diagonal[0]))
+    yield BlockPiece(PieceKind.CAUSAL, diagonal, diagonal)
+    if diagonal[1] < q[1]:
+        yield BlockPiece(PieceKind.FULL, (diagonal[1], q[1]), k)
+
+
+def cut_pieces(pieces: Iterable[BlockPiece], tile: int) -> Iterator[BlockPiece]:
+    """Pieces with no side longer than a tile, for a kernel that holds the scores of a whole piece."""
+    for piece in pieces:
+        if piece.kind is PieceKind.MASKED:
+            yield piece
+            continue
+        for q in _cut(piece.q, tile):
+            for k in _cut(piece.k, tile):
+                if piece.kind is PieceKind.FULL or k[1] <= q[0]:
+                    yield replace(piece, kind=PieceKind.FULL, q=q, k=k)
+                elif q == k:
+                    yield replace(piece, q=q, k=k)
+
+
+def _cut(rows: Interval, tile: int) -> list[Interval]:
+    return list(pairwise([*range(*rows, tile), rows[1]]))

@@ -1,0 +1,137 @@
+"""Build a rank's Run: materialize parameters on the mesh, then attach hooks, gradients and loss.
+
+plan = make_plan(recipe, config)       framework/plan: pure, equal on every rank
+mesh = connect(plan.topology, ...)     framework/comm: process groups
+run  = build(plan, mesh)               here
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from framework.comm.connect import Mesh
+from framework.mesh.token_layout import TokenLayout
+from framework.model.hub import find_folder
+from framework.model.initial import build_buffers, draw_with_ties, set_buffers
+from framework.model.mixtures import ExpertLoad
+from framework.model.units import set_parameter
+from framework.optim.disk_ring import DiskStates, DiskTensor
+from framework.parallel.parallelize import AttachedStage, attach
+from framework.parallel.pipeline.execute import ActivationSpec
+from framework.parallel.zero.buffers import UnitBuffer, make_buffers
+from framework.parallel.zero.exposed_communication import ExposedCommunication
+from framework.parallel.zero.lifetimes import Home
+from framework.parallel.zero.load_parameters import initialize_parameters, load_pretrained
+from framework.plan.plan import Plan
+from framework.plan.stage import PlannedStage
+from framework.train.loss_scale import LossScale
+from framework.train.router_bias import RouterBiases
+from framework.train.shards import find_copies, own_shards
+from framework.train.stage import RankStage
+from framework.train.step import Run
+from framework.train.update import StepOptimizer
+from framework.train.update_on_disk import open_disk
+
+
+def build(plan: Plan, mesh: Mesh, resumes: bool = False, run_id: str | None = None) -> Run:
+    """This rank's stages over a connected mesh, with their values and one optimizer.
+
+    resumes: leave the parameters' values to a checkpoint that is loaded next. run_id: of the folder of states on a disk; None:
+    one that nobody else has.
+    """
+    own = plan.lay_out(mesh.rank, mesh.axes, mesh.device)
+    disk, masters = open_disk(plan.recipe, own.stages, mesh.rank, run_id)
+    values = build_buffers(plan.config, plan.whole.dtype)
+    materialized = [(stage, materialize(plan, values, stage, mesh.device, resumes, masters)) for stage in own.stages]
+    for stage in own.stages:
+        set_buffers(stage.model.model, values, mesh.device)
+    exposed = ExposedCommunication(mesh.device)
+    load = ExpertLoad(plan.mixtures, mesh.axis("world"), mesh.device, always=plan.recipe.model.router_bias_rate > 0)
+    stages = {
+        stage.plan.bounds.index: attach_stage(plan, stage, buffers, exposed, load) for stage, buffers in materialized
+    }
+    return assemble(plan, own.tokens, mesh, stages, load, exposed, disk)
+
+
+def materialize(
+    plan: Plan,
+    buffer_values: Mapping[str, Tensor],
+    stage: PlannedStage,
+    device: torch.device,
+    resumes: bool,
+    masters: list[DiskTensor],
+) -> list[UnitBuffer]:
+    """Memory and values of a stage's parameters: seeded, or read from `model.weights`, or none yet if a checkpoint follows.
+
+    One unit at a time, because each is drawn whole. buffer_values: of the whole model's buffers, by name; those in the files of
+    `model.weights` are read into them. masters: of the unit buffers whose home is a disk, in their order; those of this stage
+    are taken.
+    """
+    model, buffers = plan.recipe.model, make_buffers(stage.buffers)
+    for unit in stage.units:
+        own = [buffer for buffer in buffers if buffer.plan.unit == unit.name]
+        for buffer in own:
+            buffer.stored = masters.pop(0) if buffer.plan.lifetimes.homes.master == Home.DISK else None
+            buffer.allocate(device)
+        if model.weights is None and not resumes:
+            initialize_parameters(own, draw_with_ties(plan.whole, plan.units, unit, plan.recipe.train.seed, device))
+    if model.weights is not None and not resumes:
+        load_pretrained(plan.whole, buffer_values, buffers, find_folder(model.weights, model.revision))
+    for buffer in buffers:
+        buffer.copy_master_to_params()
+        for name, parameter in buffer.parameters.items():
+            set_parameter(stage.model.model, stage.ties[name], parameter)
+    return buffers
+
+
+def attach_stage(
+    plan: Plan, stage: PlannedStage, buffers: list[UnitBuffer], exposed: ExposedCommunication, load: ExpertLoad
+) -> RankStage:
+    """The stage with all that its model needs in memory."""
+    logit_map = plan.logit_map if stage.plan.bounds.is_last else None
+    attached = AttachedStage(
+        stage.model.model, stage.plan, stage.ties, buffers, exposed, load, logit_map, plan.vocabulary_size
+    )
+    attach(attached)
+    return RankStage(stage.model, attached)
+
+
+def assemble(
+    plan: Plan,
+    tokens: TokenLayout,
+    mesh: Mesh,
+    stages: dict[int, RankStage],
+    load: ExpertLoad,
+    exposed: ExposedCommunication,
+    disk: DiskStates | None,
+) -> Run:
+    """The Run: a rank's stages, one optimizer over all of them, and the facts that a step asks for."""
+    buffers = [buffer for stage in stages.values() for buffer in stage.buffers]
+    shards = own_shards(buffers)
+    auxiliary = plan.load_balancing
+    return Run(
+        stages=stages,
+        pipeline=plan.pipeline,
+        optimizer=StepOptimizer(plan.recipe, buffers, shards, plan.groups, mesh.device, disk),
+        disk=disk,
+        shards=shards,
+        tied_copies=find_copies(buffers),
+        parameter_index={each.parameter: index for index, each in enumerate(plan.groups)},
+        activations=ActivationSpec(
+            tokens,
+            plan.config.get_text_config().hidden_size,
+            0 if auxiliary is None else auxiliary.num_sums,
+            plan.compute_dtype,
+            mesh.device,
+        ),
+        load=load,
+        biases=RouterBiases(plan.recipe.model.router_bias_rate, load.mixtures, stages, mesh.device),
+        loss_scale=LossScale(
+            plan.recipe.precision, torch.promote_types(plan.compute_dtype, torch.float32), mesh.device
+        ),
+        exposed_communication=exposed,
+        mesh=mesh,
+        clip_norm=plan.recipe.optim.clip_norm,
+        seed=plan.recipe.train.seed,
+    )

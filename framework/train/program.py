@@ -1,0 +1,95 @@
+"""The program of one rank: `python -m framework.train.program RUN_DIR [EPOCH]`, or `main(run_dir, lease)` in the launcher's
+process when the rank is alone. EPOCH is that of the launcher's lease; in a job rank 0 takes the lease itself.
+
+Torch is imported late: how many threads it may use is read from the environment at that time.
+"""
+
+import sys
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+from framework.errors import EXIT_INTERRUPTED
+from framework.faults.injector import FaultInjector
+from framework.imports import loading_libraries
+from framework.launch.directory import RunDirectory
+from framework.launch.fingerprint import take_fingerprint
+from framework.launch.process import end_hung, limit_threads, rank_in_environment, report_error, run_process
+from framework.launch.task import adopt_task, check_node, check_place, count_nodes, describe_start, is_task, judge
+from framework.lease import Lease, read_lease
+from framework.monitor.phases import START_UP, PhaseBar, Phases, RankObserver
+from framework.monitor.stop import StopRequest
+from framework.recipe.compose import load_recipe
+from framework.recipe.derive import at_nodes, derive
+from framework.recipe.schema import Recipe
+
+# Ranks of a job's former start, killed with their node perhaps, may take so long to vanish.
+RUN_FREE_WITHIN_S = 60.0
+
+
+def main(run_dir: Path, lease: Lease | None = None) -> int:
+    """Train as the rank that the environment names and return the exit code; an error is reported, not raised.
+
+    lease: the launcher's, None in a job.
+    """
+    try:
+        return train_as_launched(run_dir, lease)
+    except KeyboardInterrupt:
+        # The loop has not taken the signals over yet: there is nothing to save.
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        return report_error(error)
+
+
+def train_as_launched(run_dir: Path, lease: Lease | None) -> int:
+    """`main`, which raises its errors."""
+    run, began_at = RunDirectory.open(run_dir), read_lease(run_dir)[0]
+    recipe = load_recipe(run.recipe)
+    if is_task():
+        recipe = at_nodes(recipe, count_nodes())
+    threads = limit_threads(recipe.launch, derive(recipe).ranks_per_node)
+    with run.attend():
+        if is_task():
+            return _train_task(run, recipe, threads, began_at)
+        bar = PhaseBar(START_UP if rank_in_environment() == 0 else ())
+        try:
+            phases = Phases(_observe(recipe, run_dir), bar.begin)
+            with loading_libraries():
+                import torch
+
+                from framework.train.rank import train_rank
+
+            torch.set_num_threads(threads)
+            return train_rank(
+                recipe, run_dir, None, take_fingerprint(recipe), phases, end_hung, lease or Lease(run_dir)
+            )
+        finally:
+            bar.close()
+
+
+def _train_task(run: RunDirectory, recipe: Recipe, threads: int, began_at: int) -> int:
+    """A rank inside a job. Requests to stop count from now on: a time limit may be near while the ranks still connect."""
+    phases = Phases(_observe(recipe, run.path))
+    with StopRequest() as stop:
+        adopt_task()
+        check_place(derive(recipe))
+        with loading_libraries():
+            import torch
+
+            from framework.train.rank import train_rank
+
+        check_node(run.path, recipe.launch.device, began_at)
+        torch.set_num_threads(threads)
+        is_first = rank_in_environment() == 0
+        with run.hold(RUN_FREE_WITHIN_S, describe_start(), began_at, judge) if is_first else nullcontext() as lease:
+            return train_rank(recipe, run.path, stop, take_fingerprint(recipe), phases, end_hung, lease)
+
+
+def _observe(recipe: Recipe, run_dir: Path) -> RankObserver:
+    """The observer that injects the faults of `meshwright inject`, where the recipe allows them."""
+    return FaultInjector(run_dir, rank_in_environment()) if recipe.run.allow_faults else RankObserver()
+
+
+if __name__ == "__main__":
+    path, *epoch = sys.argv[1:]
+    run_process(partial(main, Path(path), Lease(Path(path), int(epoch[0])) if epoch else None))

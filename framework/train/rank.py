@@ -1,0 +1,277 @@
+"""One rank of a run, from its saved recipe to its exit code: plan, connect, build, train."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+from pathlib import Path
+
+from framework.comm.collectives import gather_objects
+from framework.comm.connect import (
+    Mesh,
+    choose_device,
+    connect,
+    launched_place,
+    num_nodes,
+    open_store_beside,
+    ranks_per_node,
+)
+from framework.comm.objects import broadcast_object
+from framework.data.loader import Hear, Loader, validation_batches
+from framework.data.open_data import open_data
+from framework.data.pack import Microbatch
+from framework.data.prepared import Prepared
+from framework.data.tokenize import decode_start
+from framework.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_RESUME,
+    DataError,
+    HungError,
+    LeaseLost,
+    MeshwrightError,
+    TopologyError,
+)
+from framework.launch.directory import RunDirectory
+from framework.launch.identity import settle_identity
+from framework.launch.resume import name_run
+from framework.launch.task import describe_job
+from framework.lease import Lease
+from framework.mesh.topology import Topology
+from framework.model.hub import find_folder
+from framework.model.load import load_config
+from framework.monitor.goodput import Goodput, open_goodput
+from framework.monitor.hang import TRAINING
+from framework.monitor.phases import Phase, Phases
+from framework.monitor.progress import Progress, name_coordinates
+from framework.monitor.stop import StepWatch, StopRequest, end_process
+from framework.monitor.watch import Watch
+from framework.optim.disk_file import refuse_folder
+from framework.parallel.fp8_layers import emulates_fp8
+from framework.parallel.pipeline.draw import save_timeline
+from framework.parallel.pipeline.simulate import Timeline
+from framework.plan.host_memory import check_host_memory
+from framework.plan.plan import Plan, make_plan
+from framework.plan.relief import explain_out_of_memory
+from framework.recipe.deadlines import find_deadlines
+from framework.recipe.derive import derive
+from framework.recipe.schema import Recipe
+from framework.track.observers import Observers, open_observers
+from framework.track.run_info import describe_run
+from framework.track.sample_ledger import LedgerOfRank
+from framework.train.build import build
+from framework.train.loop import Loop
+from framework.train.probe import probe
+from framework.train.profiler import StepProfiler
+from framework.train.saves import Saves
+from framework.train.state import RunState
+from framework.train.validation import Validation
+
+# In debug mode a rank that starts no collective for so long while others wait is taken for lost.
+COLLECTIVE_CHECK_S = 120.0
+# Of the data's beginning, from which the prompt of a suggested command is taken.
+PROMPT_TOKENS = 24
+
+
+def train_rank(
+    recipe: Recipe,
+    run_dir: Path,
+    stop: StopRequest | None = None,
+    fingerprint: Mapping[str, str] | None = None,
+    phases: Phases | None = None,
+    end_hung: Callable[[HungError], None] = end_process,
+    lease: Lease | None = None,
+) -> int:
+    """Train one rank of a run, from its saved recipe to its exit code. Resumes where the run directory has a checkpoint.
+
+    stop: requests to stop that count already while this rank connects; None: they count from the first step on.
+    fingerprint: values that must be equal on all ranks. phases: of this rank, from its start on, with its observer.
+    end_hung: ends this process where the run hangs. lease: of the run, on rank 0; None where nobody launches it.
+    """
+    assert recipe.precision.compute != "auto", "precision.compute=auto reached a rank: the launcher resolves it"
+    phases = phases or Phases()
+    goodput = open_goodput(launched_place(), run_dir, phases, lease, describe_job(run_dir))
+    progress, deadlines = Progress(phases), find_deadlines(recipe)
+    place = launched_place(), name_place(recipe)
+    with Watch(progress, deadlines, *place, open_store_beside, end_hung, run_dir) as hangs:
+        check_nodes(recipe)
+        plan = make_plan(recipe, load_config(recipe.model, find_folder))
+        check_host_memory(plan)
+        if recipe.memory.offload.disk_path is not None:
+            refuse_folder(Path(recipe.memory.offload.disk_path))
+        check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None
+        progress.phases.begin(Phase.CONNECT)
+        device = choose_device(recipe.launch.device)
+        mesh = connect(plan.topology, device, timeout_s=deadlines.collective, check_s=check_s, fingerprint=fingerprint)
+        progress.communicators[TRAINING] = tuple(mesh.axes.values())
+        lease = progress.lease = broadcast_object(lambda: lease or Lease(run_dir), mesh.axis("world"))
+        goodput.hold(lease)
+        if recipe.launch.probe:
+            probe(plan, mesh, lease)
+        progress.phases.begin(Phase.OPEN_DATA)
+        prepared = open_data(recipe, plan.config, mesh.axis("world"))
+        say = partial(print, "[rank 0]", file=sys.stderr, flush=True) if mesh.rank == 0 else None
+        folder = run_dir if mesh.rank == 0 else None
+        watch = partial(StepWatch, end=end_hung, say=say, folder=folder, lease=lease, progress=progress)
+        with nullcontext(stop) if stop else StopRequest() as requests, watch(requests) as steps:
+            code = _train(plan, prepared, mesh, lease, requests, steps, progress.phases, goodput)
+        hangs.stop_talking()
+        # Not after an error: closing waits for the other ranks, which may be waiting for this one.
+        mesh.close()
+        goodput.end(code)
+    return code
+
+
+def name_place(recipe: Recipe) -> str:
+    """This rank's coordinates, as in `pp0 dp1 cp0 tp0`."""
+    derived = derive(recipe)
+    topology = Topology(pp=derived.pp, dp=derived.dp, cp=derived.cp, tp=derived.tp)
+    return name_coordinates(topology, launched_place()[0] % topology.world)  # `connect` refuses one beyond the world
+
+
+def check_nodes(recipe: Recipe) -> None:
+    """Raises TopologyError where ZeRO shards within a node and the launcher's nodes are not those that the recipe plans with."""
+    derived = derive(recipe)
+    here, nodes = ranks_per_node(), num_nodes()
+    if recipe.zero.shard_within == "node" and (here, nodes) != (derived.ranks_per_node, derived.nodes):
+        raise TopologyError(
+            "zero.shard_within=node needs equally many ranks on every node, as the recipe plans them:"
+            f" {derived.ranks_per_node} on each of {derived.nodes}, but this node has {here} ranks, of {nodes} nodes. Start"
+            " what launch.nodes and launch.ranks_per_node say, or set zero.shard_within to a degree or null"
+        )
+
+
+def _train(
+    plan: Plan,
+    prepared: Prepared,
+    mesh: Mesh,
+    lease: Lease,
+    stop: StopRequest,
+    watch: StepWatch,
+    phases: Phases,
+    goodput: Goodput | None = None,
+) -> int:
+    recipe, run_dir = plan.recipe, lease.run
+    goodput = goodput or Goodput(phases)
+    saves = Saves(recipe.checkpoint, mesh, lease, watch, phases)
+    resumes = saves.start.resumes
+    phases.begin(Phase.BUILD)
+    with explain_out_of_memory(plan, mesh.rank):
+        run = build(plan, mesh, resumes, run_dir.name)
+        phases.begin(Phase.RESTORE)
+        state = saves.restore(run) if resumes else RunState(run_dir.name, prepared.fingerprint)
+    if state.data != prepared.fingerprint:
+        raise DataError(
+            f"the prepared data is not what {run_dir.name} was trained on (fingerprint {prepared.fingerprint}, was {state.data}):"
+            " its data cursor would point elsewhere. Restore the files of data.sources, or start a new run"
+        )
+    settle = partial(settle_identity, RunDirectory(run_dir), lease, recipe, state.to_json(), prepared.tokenizer)
+    identity = broadcast_object(settle, mesh.axis("world"))
+    state.recipe, state.tokenizer = identity["recipe"], identity["tokenizer"]
+    prompt = _find_prompt(recipe, prepared) if mesh.rank == 0 else ""
+    sources = tuple(source.name for source in prepared.sources)
+    info = describe_run(
+        plan, mesh, name_run(run_dir, recipe.run), state.step, prepared.unigram_entropy, sources, prompt
+    )
+    saver = saves.open(state.step)
+    phases.begin(Phase.STEP, state.step)
+    if mesh.rank == 0 and mesh.device.type == "cuda" and emulates_fp8(recipe.precision, mesh.device):
+        print(
+            "fp8 is emulated: this GPU has no kernel for it. It is the same numbers, slower than bf16", file=sys.stderr
+        )
+    observers = open_observers(recipe, run_dir, info, lease, state.spikes.seen) if mesh.rank == 0 else Observers()
+    samples = LedgerOfRank(recipe.track.sample_ledger, mesh, run_dir)
+    samples.begin(state.samples)
+    observer = phases.observer
+    loader = _open_loader(plan, prepared, mesh, state, [observer.read_batch, samples.note])
+    loop = Loop(run, state, recipe, loader, observers, info, saver, phases, goodput)
+    code = EXIT_FAILED
+    profiler = StepProfiler(run, plan.units, recipe.track, lease, print)
+    observers.contain("profile", partial(profiler.begin_step, state.step + 1))
+    try:
+        with explain_out_of_memory(plan, mesh.rank), loader:
+            observer.begin_step(state.step + 1, run)
+            for step in loop.steps(stop, watch):
+                loop.compare_replicas(is_saved=False)
+                if step == recipe.track.timeline_step:
+                    _draw_timeline(loop, plan.title, lease, observers)
+                if loop.must_validate() and loop.rewind_due is None:
+                    loop.begin_validation(Validation(_validation_batches(plan, prepared, mesh), len(sources)))
+                    if loop.is_done or recipe.pipeline.fill_bubbles == "none":
+                        loop.end_validation()
+                if goal := loop.find_goal():
+                    with phases.within(Phase.SAVE):
+                        saves.save(loop, goal, is_last=loop.is_done)
+                if saves.rewind_if_due(loop):
+                    samples.begin(loop.state.samples)
+                following = loop.state.step + 1  # of an older step, if the run has gone back
+                observers.contain("profile", partial(profiler.begin_step, following))
+                if not loop.is_done:
+                    observer.begin_step(following, run)
+            observers.contain("profile", profiler.close)
+            phases.begin(Phase.SAVE)
+            saves.finish(loop, is_stopped=lambda: stop.requested)
+            phases.begin(Phase.CLOSE)
+        code = EXIT_DONE if loop.is_done else EXIT_RESUME
+    except MeshwrightError as error:
+        code = error.exit_code
+        saves.abandon()
+        raise
+    finally:
+        saves.end()
+        with suppress(LeaseLost):  # which the run ends with already
+            goodput.end(code)
+        observers.close(code)
+        run.close()
+    return code
+
+
+def _open_loader(plan: Plan, prepared: Prepared, mesh: Mesh, state: RunState, hearers: Sequence[Hear]) -> Loader:
+    """This rank's microbatches, from the run's cursor on. hearers: are told of each batch."""
+    derived, dp = plan.derived, mesh.axis("dp")
+    loader = Loader(
+        prepared,
+        seed=plan.recipe.train.seed,
+        context=derived.context,
+        pack=plan.recipe.data.pack,
+        sequences_per_microbatch=derived.sequences_per_microbatch,
+        num_microbatches=derived.accumulation,
+        dp_rank=dp.rank,
+        dp_size=dp.size,
+        slices=plan.context_slices(mesh.rank),
+        device=mesh.device,
+        hear=hearers,
+    )
+    loader.skip(state.skipped_samples)
+    return loader
+
+
+def _validation_batches(plan: Plan, prepared: Prepared, mesh: Mesh) -> Iterator[Microbatch]:
+    """Draws nothing of what is trained on: every pass begins at the split's first sequence."""
+    derived, dp = plan.derived, mesh.axis("dp")
+    return validation_batches(
+        prepared,
+        context=derived.context,
+        pack=plan.recipe.data.pack,
+        sequences_per_microbatch=derived.sequences_per_microbatch,
+        dp_rank=dp.rank,
+        dp_size=dp.size,
+        slices=plan.context_slices(mesh.rank),
+        limit=plan.recipe.train.validation_sequences,
+    )
+
+
+def _find_prompt(recipe: Recipe, prepared: Prepared) -> str:
+    """A line that the model may be asked to continue: the recipe's, else the first words of what it is trained on."""
+    if recipe.train.sample is not None:
+        return next(iter(recipe.train.sample.splitlines()), "")
+    stream = max(prepared.sources, key=lambda source: source.weight).streams["train"]
+    return decode_start(prepared.tokenizer, stream.read(0, min(stream.num_tokens, PROMPT_TOKENS)))
+
+
+def _draw_timeline(loop: Loop, title: str, lease: Lease, observers: Observers) -> None:
+    """What the ranks of this rank's pipeline did in the last step; rank 0 draws its own."""
+    timeline = Timeline(tuple(gather_objects(loop.timed, loop.run.mesh.axis("pp"))))
+    if loop.run.mesh.rank == 0:
+        simulated = loop.run.pipeline.simulated(loop.derived.accumulation, timeline)
+        observers.contain("timeline", partial(save_timeline, lease, title, simulated, timeline))

@@ -1,0 +1,214 @@
+"""The steps that a run can go back to, for one rank: where a start goes on from, what is saved behind training, exported, held in
+the memory of nodes, and what a rewind leaves.
+
+    find       Saves(...)               from the nodes' memory, else from a checkpoint, else from the beginning
+    restore    saves.restore(run)       fill the run with it
+    open       saves.open(step)         a new generation (lineage.py), the saver's thread, exports
+    save       saves.save(loop, ...)    at the end of a step; the next update waits until its tensors are staged
+    rewind     saves.rewind_if_due(loop)
+    end        saves.finish(loop, ...), then saves.end()
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from framework.checkpoint.commit import Retention, explain, folder_of
+from framework.checkpoint.entry import Entry
+from framework.checkpoint.folder import report
+from framework.checkpoint.held import HeldSteps, Start
+from framework.checkpoint.lineage import begin_generation
+from framework.checkpoint.neighbors import CopyKeeper, Neighbours, meet_neighbours
+from framework.checkpoint.node_memory import NO_BIRTH, memory_of
+from framework.checkpoint.place import Place, checkpoints_of
+from framework.checkpoint.save import Goal, Saver
+from framework.checkpoint.staging import StagingMemory
+from framework.comm.connect import Mesh, connect_beside, node_name, ranks_per_node
+from framework.comm.objects import broadcast_object
+from framework.launch.directory import RunDirectory
+from framework.launch.exports import Exports, exports_have_ended
+from framework.lease import Lease
+from framework.monitor.hang import SAVES
+from framework.monitor.phases import Phase, Phases
+from framework.monitor.stop import StepWatch
+from framework.recipe.schema import Checkpoint
+from framework.train.loop import Loop
+from framework.train.rewind import rewind
+from framework.train.state import RunState, restore, saved_entries, updated_names
+from framework.train.step import Run
+
+# An error that ends the run gives a save that is under way so long to come to its end.
+PATIENCE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Saves:
+    """What a rank needs for all this. watch, phases: hear of saves.
+
+    Its methods are collective, but for `abandon` and `end`.
+    """
+
+    rules: Checkpoint
+    mesh: Mesh
+    lease: Lease
+    watch: StepWatch
+    phases: Phases
+
+    @cached_property
+    def root(self) -> Place:
+        return checkpoints_of(self.lease.run)
+
+    @cached_property
+    def birth(self) -> str:
+        """What tells the run from those that were at its path before: nodes may hold steps of them."""
+        return broadcast_object(self._read_birth, self.mesh.axis("world"))
+
+    @cached_property
+    def neighbours(self) -> Neighbours:
+        return meet_neighbours(node_name(), self.rules.neighbor_copies, self.mesh.axis("world"))
+
+    @cached_property
+    def copies(self) -> HeldSteps:
+        memory = memory_of(self.lease.run, node_name(), epoch=self.lease.epoch, birth=self.birth)
+        return HeldSteps(memory, self.neighbours, self.mesh.axis("world"))
+
+    @cached_property
+    def start(self) -> Start:
+        """Where this start goes on from. Rank 0 decides: two ranks may see two states of the folder (NFS), and some would start
+        over while others resume."""
+        # Before it looks: what a former start commits from here on must not count.
+        broadcast_object(self._enter, self.mesh.axis("world"))
+        return self.copies.find_start(self.lease.run, self.root)
+
+    @cached_property
+    def exports(self) -> Exports:
+        # One rank asks for them, each in a process of its own; the others have none to wait for.
+        return Exports(self.lease, self.rules.export_every_steps if self.mesh.rank == 0 else None)
+
+    @cached_property
+    def keeper(self) -> CopyKeeper:
+        """Copies travel over the group over which the ranks' saves agree."""
+        world = connect_beside(self.mesh, SAVES)
+        self.watch.progress.communicators[SAVES] = (world,)
+        return CopyKeeper(self.copies.memory, self.neighbours, "", world)
+
+    @cached_property
+    def saver(self) -> Saver:
+        rules, is_async = self.rules, self.rules.mode == "async"
+        return Saver(
+            self.root,
+            self.keeper.world,
+            Retention(rules.keep, rules.keep_every, self.exports.reads),
+            StagingMemory(self.mesh.device, None if is_async else 0, ranks_per_node()),
+            is_async,
+            rules.max_failures,
+            self._end_save,
+            self.phases.observer.reach,
+            lease=self.lease,
+            hold=self.keeper.hold,
+        )
+
+    def restore(self, run: Run) -> RunState:
+        """Fill the run from where it goes on, and say where that is if it is no checkpoint."""
+        held = self.start.held
+        if held is None:
+            return restore(run, self.root, self.start.found, self.lease)
+
+        def load_held(entries: Sequence[Entry]) -> dict[str, Any] | None:
+            values = self.copies.load(held, entries, updated_names(run))
+            if values is not None and run.mesh.rank == 0:
+                report(f"going on from step {held.name.step:,}, which the memory of the run's nodes holds")
+            return values
+
+        return restore(run, self.root, lease=self.lease, load_held=load_held)
+
+    def open(self, step: int) -> Saver:
+        """The saver of a start that goes on from `step`."""
+        self._begin_generation(step)
+        held, possible, wanted = self.start.held, self.neighbours.possible, self.rules.neighbor_copies
+        # What is held of other steps, or for a run that keeps no copies any more, only takes memory.
+        if self.neighbours.copies:
+            self.copies.clear(keep=held.name if held is not None else None)
+        else:
+            self.copies.leave()
+        if possible < wanted and self.mesh.rank == 0:
+            report(f"checkpoint.neighbor_copies={wanted}, but this start has no more nodes than for {possible}")
+        return self.saver
+
+    def save(self, loop: Loop, goal: Goal, is_last: bool = False) -> None:
+        """Start to save the step that was taken last; the next update waits until its tensors are staged. Weights that spikes
+        have hurt, by the step that was read for this, are not saved."""
+        loop.begin_save()
+        if loop.rewind_due is not None:
+            return
+        loop.compare_replicas(is_saved=True)
+        if Goal.DISK in goal:  # which is what a request asks for
+            self.watch.begin_save()
+        run, state = loop.run, loop.state
+        run.optimizer.hold(self._wait_until_staged)
+        self.phases.observer.begin_save(state.step)
+        self.saver.start(state.step, saved_entries(run), state.to_json(), run.mesh.device, is_last, goal)
+        loop.end_save(goal)
+
+    def rewind_if_due(self, loop: Loop) -> bool:
+        """Go back to an older checkpoint, if the last steps ask for it; whether they did. What nodes hold and what was exported
+        of later steps goes as well."""
+        if loop.rewind_due is None:
+            return False
+        with self.phases.within(Phase.SAVE):
+            self.saver.settle()
+        with self.phases.within(Phase.RESTORE):
+            rewind(loop, self.saver, self.lease)
+            self._begin_generation(loop.state.step)
+            self.copies.clear()
+            self.exports.go_back_to(loop.state.step)
+        return True
+
+    def finish(self, loop: Loop, is_stopped: Callable[[], bool]) -> None:
+        """Save the last step, unless that is done, and wait for saves and exports. is_stopped: whether not to wait for exports
+        any longer."""
+        if not loop.is_done:
+            self.saver.settle()
+            self.phases.begin(Phase.SAVE)  # each save has a deadline of its own
+            self.save(loop, Goal.DISK, is_last=True)
+            self.rewind_if_due(loop)
+        self.saver.finish()
+        world = self.mesh.axis("world")
+        while not exports_have_ended(self.exports, world, is_stopped=is_stopped() or not loop.is_done):
+            self.phases.begin(Phase.SAVE)  # each wait has the deadline of a save
+        self.copies.leave()  # the last step is on the disk
+
+    def abandon(self) -> None:
+        """The run ends by an error of its own: give a save that is under way a while."""
+        self.saver.abandon(PATIENCE_S)
+
+    def end(self) -> None:
+        """End the export that is under way, if there is one."""
+        self.exports.end()
+
+    def _enter(self) -> None:
+        """On rank 0."""
+        run = RunDirectory(self.lease.run)
+        created = run.find_record().get("created", "no launch")
+        try:
+            folder_of(self.root).enter(self.lease, f"{run.id} of {created}")
+        except OSError as error:
+            raise explain(error, self.root, 0) from error
+
+    def _read_birth(self) -> str:
+        """On rank 0."""
+        run = RunDirectory(self.lease.run)
+        return str(run.find_record().get("birth", NO_BIRTH))
+
+    def _begin_generation(self, step: int) -> None:
+        self.keeper.generation = broadcast_object(partial(begin_generation, self.lease, step), self.mesh.axis("world"))
+
+    def _wait_until_staged(self) -> None:
+        with self.watch.waiting(), self.phases.within(Phase.SAVE):
+            self.saver.wait_until_staged()
+
+    def _end_save(self, step: int, is_committed: bool) -> None:
+        """In the saver's thread."""
+        self.watch.end_save(is_committed)
+        self.exports.end_save(step, is_committed)

@@ -1,0 +1,366 @@
+"""From a user's recipe to the run that a verification compares: the recipe made small, or with --strict as it is.
+
+The small version keeps the optimizer, groups, freezing, clipping, ZeRO, activation checkpointing, the schedule's shape, and the
+degrees but for dp, and for ep where few ranks or the small model's experts do not take it. `left_out.py` tells the user of every
+change. A strict verification keeps sizes, dtypes, ranks and `torch.compile`; only the data is random tokens, and only the first
+steps are run. Where that is impossible the recipe is refused with everything that would have to be left out.
+"""
+
+import math
+import os
+import re
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from framework.data.open_data import find_sequence_problems
+from framework.errors import RecipeError, TopologyError
+from framework.model.experts import count_experts, find_experts
+from framework.model.load import build_meta, layer_configs, load_config, load_config_file
+from framework.model.precision import DTYPES, compute_dtype
+from framework.model.shrink import MIN_LAYERS, shrink
+from framework.parallel.context.hook import refuse_uneven_heads
+from framework.parallel.fp8_layers import require_torchao
+from framework.plan.logits import keep_chunked_loss
+from framework.recipe.derive import context_degrees, count_expert_slices, count_virtual_stages, derive
+from framework.recipe.problem import render_problems
+from framework.recipe.schema import Batch, LearningRateSchedule, Model, Optim, Parallel, Recipe, Zero
+from framework.verify.left_out import ChangedValue, find_changes, find_config_changes, find_dropout, find_lots
+from framework.verify.sides import PRECISIONS, Sides
+
+MAX_RANKS = 4
+MAX_CONTEXT = 32
+MAX_SEQUENCES_PER_MICROBATCH = 2
+MAX_ACCUMULATION = 3
+# In fp32, bf16 and fp16. Adam divides a gradient by its own root mean square plus eps. Where the true gradient is zero (a key
+# bias: softmax does not see a shift) both are rounding noise, and with an eps of 1e-8 the update is noise of the size of a real
+# one.
+LEAST_EPS = 1e-3
+# Below it fp32 weights of 0.1 would hardly move in three steps, whatever the update.
+LEAST_LR = 1e-3
+
+CPU_ATTENTION = ("auto", "eager", "sdpa")
+CPU_EXPERTS = ("auto", "eager", "batched_mm", "grouped_mm")
+
+# --strict. A few minutes: a core does 1e10 to 1e11 floating-point operations a second, a GPU a thousand times as many.
+MAX_FLOPS = {"cpu": 3e13, "cuda": 1e16}
+MAX_STRICT_RANKS = 16
+# Bytes of a parameter on each side: weights, gradients, master, two moments, copies, all in fp32; activations come on top.
+BYTES_PER_PARAMETER = 32
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Options of `meshwright verify`."""
+
+    # A Hugging Face config.json in place of the recipe's model.
+    model_config: Path | None = None
+    # None: fp32; with `strict` the recipe's.
+    dtype: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] | None = None
+    steps: int = 3
+    # None: as many as the layout needs.
+    ranks: int | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
+    # Leave nothing of the recipe out.
+    strict: bool = False
+
+    def check(self) -> None:
+        """Raise RecipeError for options that cannot be met, before any rank starts."""
+        if self.steps < 1:
+            raise RecipeError(f"--steps {self.steps}: at least one step is needed to compare anything")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise RecipeError("--device cuda: torch sees no GPU here; leave it out to verify on CPU ranks")
+        given = {"--model-config": self.model_config, "--dtype": self.dtype, "--ranks": self.ranks}
+        contrary = [name for name, value in given.items() if value is not None]
+        if self.strict and contrary:
+            raise RecipeError(
+                f"--strict verifies the recipe as it is, and {', '.join(contrary)} would change it: set the recipe's own keys"
+                " instead (model.config, precision.compute, launch.ranks)"
+            )
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A verification that is ready to run: its two sides, and the values of the user's recipe that it changes."""
+
+    sides: Sides
+    changes: list[ChangedValue]
+    num_parameters: int
+
+
+def prepare(recipe: Recipe, options: VerifyOptions) -> Verification:
+    """Prepare a verification. Raises MeshwrightError where the recipe, the model or the machine has to be changed first."""
+    prepared = _choose_sides(recipe, options)
+    problems = list(find_sequence_problems(prepared.sides.recipe, prepared.sides.config))
+    if problems:
+        raise RecipeError(render_problems(problems))
+    if prepared.sides.recipe.precision.compute == "fp8":
+        require_torchao()
+    return prepared
+
+
+def _choose_sides(recipe: Recipe, options: VerifyOptions) -> Verification:
+    original, changes = _load(recipe.model, options.model_config)
+    if options.strict:
+        model = build_meta(original, recipe.model.attention)
+        kept = keep_whole(recipe, original, model, options)
+        return Verification(Sides(kept, original, options.steps), changes, _count(model))
+    recipe = keep_chunked_loss(recipe, original)
+    config = shrink(original, max(MIN_LAYERS, recipe.parallel.pp * count_virtual_stages(recipe.pipeline)))
+    model = build_meta(config)
+    names = [name for name, _ in model.named_parameters()]
+    experts = math.gcd(*(count_experts(each) for _, each, _ in find_experts(model)))
+    # Of the model as it is: that a small one has fewer heads is no fault of the recipe's.
+    refuse_uneven_heads(layer_configs(original), recipe.parallel)
+    if lots := find_lots(model, options.dtype or "fp32"):
+        raise RecipeError("\n".join(lots))
+    # What the heads of every layer are a multiple of; 0 in a model without.
+    heads = math.gcd(*(getattr(each.get_text_config(), "num_attention_heads", 0) for each in layer_configs(config)))
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions = limit if isinstance(limit, int) and limit > 0 else sys.maxsize
+    small, reasons = shrink_recipe(recipe, names, positions, options, experts, heads)
+    changes += find_config_changes(original, config) + find_changes(recipe, small, reasons)
+    return Verification(Sides(small, config, options.steps), changes, _count(model))
+
+
+def shrink_recipe(
+    recipe: Recipe,
+    parameters: Collection[str],
+    positions: int,
+    options: VerifyOptions,
+    experts: int = 0,
+    heads: int = 0,
+) -> tuple[Recipe, dict[str, str]]:
+    """A recipe that runs in seconds and takes the same paths, and by key the reasons of changes that are not for size.
+
+    parameters: names in the small model; positions: the longest sequence that it takes; experts: a divisor of every layer's
+    number of experts, 0 without experts; heads: likewise of its heads. TopologyError if the layout does not fit options.ranks.
+    """
+    derived = derive(recipe)
+    dtype = options.dtype or "fp32"
+    dp, ep = _choose_degrees(recipe, options.ranks, experts)
+    microbatch = min(derived.sequences_per_microbatch, MAX_SEQUENCES_PER_MICROBATCH)
+    accumulation = min(derived.accumulation, _most_microbatches(recipe))
+    # A length of which every rank of cp has tokens, if the small model takes so many.
+    context = min(recipe.batch.context, max(MAX_CONTEXT, 2 * recipe.parallel.cp), positions)
+    batch = Batch(dp * microbatch * accumulation, None, microbatch, context)
+    model, why_model = _simplify_model(recipe.model, parameters, options.device, dtype)
+    optim, why_optim = _simplify_optim(recipe.optim, parameters, dtype)
+    zero, why_zero = _shrink_shards(recipe.zero, derived.dp * derived.cp, dp * derived.cp)
+    own = recipe.precision
+    master = "none" if own.master == "none" and dtype == "bf16" else PRECISIONS[dtype].master
+    small = replace(
+        recipe,
+        train=replace(recipe.train, steps=options.steps),
+        batch=batch,
+        model=model,
+        parallel=_lower_ulysses(_lower_ep(recipe.parallel, dp, ep), heads),
+        pipeline=replace(recipe.pipeline, layers=None),
+        zero=zero,
+        memory=replace(recipe.memory, compile="never"),
+        precision=replace(PRECISIONS[dtype], master=master, fp8_scaling=own.fp8_scaling, moments=own.moments),
+        optim=optim,
+        launch=replace(recipe.launch, kind="local", ranks=dp * _inner(recipe), device=options.device),
+    )
+    reasons = {
+        "precision.compute": "--dtype chooses another",
+        "precision.master": "that of --dtype",
+        "precision.reduce": "that of --dtype",
+        "precision.loss_scale": "that of --dtype",
+        "parallel.dp": "--ranks sets another number",
+        "parallel.ep": "what few ranks and the small model's experts take",
+        "parallel.context": "the small model has fewer heads",
+        "pipeline.layers": "by cost instead, the small model has fewer layers",
+        "memory.compile": "it would take longer than all the rest",
+    }
+    return small, reasons | why_model | why_optim | why_zero
+
+
+def _most_microbatches(recipe: Recipe) -> int:
+    """Largest number of microbatches: a table has its own, and DualPipeV needs two for each rank."""
+    if recipe.pipeline.table is not None:
+        return derive(recipe).accumulation
+    return 2 * recipe.parallel.pp if recipe.pipeline.schedule == "dualpipe_v" else MAX_ACCUMULATION
+
+
+def _inner(recipe: Recipe) -> int:
+    """Ranks of one data-parallel replica that are not shared by context."""
+    return recipe.parallel.tp * recipe.parallel.pp * recipe.parallel.cp
+
+
+def _lower_ep(parallel: Parallel, dp: int, ep: int) -> Parallel:
+    # Where ep becomes 1, experts stay whole: what is not said would then mean slices.
+    return replace(
+        parallel, dp=dp, ep=ep, expert_tp=count_expert_slices(parallel) if ep < parallel.ep else parallel.expert_tp
+    )
+
+
+def _lower_ulysses(parallel: Parallel, heads: int) -> Parallel:
+    ulysses = context_degrees(parallel)[0]
+    fitting = math.gcd(ulysses, heads // parallel.tp)
+    return parallel if fitting == ulysses else replace(parallel, context=[fitting, parallel.cp // fitting])
+
+
+def _choose_degrees(recipe: Recipe, ranks: int | None, experts: int) -> tuple[int, int]:
+    """(dp, ep): the recipe's ep if few ranks and the experts take it, else a divisor of it, more than 1 if any fits.
+
+    dp is the largest that needs at most MAX_RANKS ranks, or else the smallest legal one; with `ranks`, the dp that fills them.
+    """
+    inner, parallel = _inner(recipe), recipe.parallel
+    per_dp, most = parallel.cp * parallel.tp // count_expert_slices(parallel), derive(recipe).dp
+    degrees = [each for each in range(parallel.ep, 0, -1) if parallel.ep % each == 0 and experts % each == 0]
+    if ranks is not None:
+        degree = next((each for each in degrees if ranks // inner * per_dp % each == 0), 1)
+        if ranks < 1 or ranks % inner or degree < min(parallel.ep, 2):
+            smallest = inner * next(dp for dp in range(1, parallel.ep + 1) if dp * per_dp % degrees[0] == 0)
+            raise TopologyError(
+                f"--ranks {ranks} does not fit tp * pp * cp = {inner} with ep = {parallel.ep}: use a multiple of {smallest}"
+            )
+        return ranks // inner, degree
+    legal = {ep: [dp for dp in range(1, most + 1) if dp * per_dp % ep == 0] for ep in degrees}
+    few = {ep: [dp for dp in legal[ep] if dp * inner <= MAX_RANKS] for ep in degrees}
+    fitting = [ep for ep in degrees if few[ep] and (ep > 1 or len(degrees) == 1)]
+    if not fitting:
+        ep = min(degrees[:-1], default=1)
+        return legal[ep][0], ep
+    # Where ranks share experts they still do, unless then no experts are divided.
+    shares = most * per_dp > parallel.ep and fitting[0] < parallel.ep
+    ep = next((ep for ep in fitting if shares and max(few[ep]) * per_dp > ep), fitting[0])
+    return max(few[ep]), ep
+
+
+def _shrink_shards(zero: Zero, batch: int, batch_small: int) -> tuple[Zero, dict[str, str]]:
+    """HSDP with both its axes, as far as the ranks go. batch: ranks of dp x cp, in the recipe and in the small one."""
+    within = zero.shard_within
+    if within is None or (isinstance(within, int) and (within == batch or batch_small % within == 0)):
+        return zero, {}
+    small = 2 if batch_small > 2 and batch_small % 2 == 0 else batch_small
+    replicas = batch_small // small
+    return replace(zero, shard_within=small), {"zero.shard_within": f"{replicas} replicas of {small} ranks"}
+
+
+def _simplify_model(model: Model, parameters: Collection[str], device: str, dtype: str) -> tuple[Model, dict[str, str]]:
+    runs_here = {
+        "attention": model.attention in CPU_ATTENTION or (device == "cuda" and dtype in ("bf16", "fp16")),
+        "experts": model.experts in CPU_EXPERTS and not (dtype == "fp64" and model.experts == "grouped_mm"),
+    }
+    why = {
+        f"model.{name}": f"it does not run on {device} in {dtype}: the model's own choice instead" for name in runs_here
+    }
+    why["model.weights"] = "not read: both sides start from seeded weights"
+    freeze = [pattern for pattern in model.freeze if _is_found(pattern, parameters)]
+    why["model.freeze"] = "what is missing is found in no parameter of the small model"
+    attention, experts = (getattr(model, name) if runs else "auto" for name, runs in runs_here.items())
+    return replace(model, weights=None, freeze=freeze, attention=attention, experts=experts), why
+
+
+def _simplify_optim(optim: Optim, parameters: Collection[str], dtype: str) -> tuple[Optim, dict[str, str]]:
+    why = {
+        "optim.eps": f"it would divide {dtype}'s rounding noise by itself where a gradient is zero",
+        "optim.lr": "so that a wrong update shows after few steps",
+        "optim.schedule.warmup_steps": "few steps see all of the schedule",
+        "optim.schedule.decay_steps": "few steps see all of the schedule",
+    }
+    groups = {name: each for name, each in optim.groups.items() if _is_found(each.pattern, parameters)}
+    for name in optim.groups.keys() - groups.keys():
+        why[f"optim.groups.{name}"] = "its pattern is found in no parameter of the small model"
+    eps = max(optim.eps, LEAST_EPS) if dtype != "fp64" and optim.name == "adamw" else optim.eps
+    small = replace(optim, groups=groups, schedule=_compress(optim.schedule), eps=eps, lr=max(optim.lr, LEAST_LR))
+    return small, why
+
+
+def _compress(schedule: LearningRateSchedule) -> LearningRateSchedule:
+    """The schedule with at most one step in each phase, so that few steps see all of them."""
+    decay = None if schedule.decay_steps is None else 1
+    return replace(schedule, warmup_steps=min(schedule.warmup_steps, 1), decay_steps=decay)
+
+
+def _is_found(pattern: str, parameters: Collection[str]) -> bool:
+    return any(re.search(pattern, name) for name in parameters)
+
+
+def keep_whole(recipe: Recipe, config: PretrainedConfig, model: nn.Module, options: VerifyOptions) -> Recipe:
+    """The recipe with its precision explicit, to run on this machine. model: of the config. Raises RecipeError that lists
+    everything against it."""
+    derived = derive(recipe)
+    compute = compute_dtype(recipe.precision, torch.device(options.device))
+    chosen = recipe.precision.compute
+    word = chosen if chosen != "auto" else next(name for name, dtype in DTYPES.items() if dtype == compute)
+    kept = replace(
+        recipe,
+        precision=replace(recipe.precision, compute=word),  # type: ignore[arg-type]
+        launch=replace(recipe.launch, kind="local", ranks=derived.world, device=options.device),
+    )
+    problems = [str(change) for change in find_dropout(config)]
+    problems += [str(change) for change in _find_absent(recipe, options, word)]
+    problems += find_lots(model, word)
+    problems += _find_too_large(recipe, sum(parameter.numel() for parameter in model.parameters()), options)
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise RecipeError(
+            f"--strict leaves nothing out, and this recipe cannot be verified whole here:\n{listed}\n"
+            "Change these keys, or verify without --strict, which names what it leaves out"
+        )
+    changes = [change for change in find_changes(recipe, kept, {}) if change.before != "auto"]
+    assert not changes, f"--strict has changed {', '.join(map(str, changes))}"
+    return kept
+
+
+def _find_absent(recipe: Recipe, options: VerifyOptions, dtype: str) -> list[ChangedValue]:
+    """Values of the recipe that a verification cannot run."""
+    model, on_cpu, master = recipe.model, options.device == "cpu", recipe.precision.master
+    within, needs_gpu = recipe.zero.shard_within, "it needs --device cuda"
+    found = (
+        (model.weights is not None, "model.weights", model.weights, None, "both sides start from seeded weights"),
+        (within == "node", "zero.shard_within", within, None, "all ranks are on this machine: state the degree"),
+        (on_cpu and model.attention not in CPU_ATTENTION, "model.attention", model.attention, "auto", needs_gpu),
+        (on_cpu and model.experts not in CPU_EXPERTS, "model.experts", model.experts, "auto", needs_gpu),
+        (
+            master == "fp64" != dtype,
+            "precision.master",
+            "fp64",
+            "fp32",
+            f"the oracle's masters are fp32 beside {dtype}",
+        ),
+    )
+    return [ChangedValue(*change) for is_absent, *change in found if is_absent]
+
+
+def _find_too_large(recipe: Recipe, num_parameters: int, options: VerifyOptions) -> list[str]:
+    derived = derive(recipe)
+    flops, most = 6.0 * num_parameters * derived.tokens_per_step * options.steps, MAX_FLOPS[options.device]
+    problems = []
+    if flops > most:
+        problems.append(
+            f"{num_parameters:,} parameters on {derived.tokens_per_step:,} tokens a step, {options.steps} steps: {flops:.0e}"
+            f" floating-point operations on each side, more than the {most:.0e} that --device {options.device} may take"
+        )
+    needed = num_parameters * BYTES_PER_PARAMETER * (derived.world + 1)
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > available:
+        gib = f"{needed / 2**30:.0f} GiB for {derived.world} ranks, of {available / 2**30:.0f} GiB here"
+        problems.append(f"about {gib}")
+    if derived.world > MAX_STRICT_RANKS:
+        problems.append(f"{derived.world} ranks, more than the {MAX_STRICT_RANKS} that one machine runs here")
+    return problems
+
+
+def _count(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _load(model: Model, model_config: Path | None) -> tuple[PretrainedConfig, list[ChangedValue]]:
+    """The full-size config. Pretrained weights are never downloaded, and only the config of a local folder is read."""
+    if model_config is not None:
+        return load_config_file(model_config), [
+            ChangedValue("model", model.family, str(model_config), "--model-config")
+        ]
+    if model.weights is None or Path(model.weights).is_dir():
+        return load_config(model), []
+    return load_config(replace(model, weights=None)), []
