@@ -84,12 +84,9 @@ def lay_out_ranks(recipe: Recipe, config: PretrainedConfig) -> Plan:
 
 def most_bytes(plan: Plan) -> int:
     """The most memory that a rank is planned to hold."""
-    return max(plan.memory(rank).total for rank in plan.topology.ranks("pp", 0))
+    return max(plan.memory(rank).reserved for rank in plan.topology.ranks("pp", 0))
 
 
 def describe_need(plan: Plan) -> str:
     """The model's size and the most memory that a rank is planned to hold, in a line."""
-    return (
-        f"{plan.size.total:,} parameters in {plan.recipe.precision.compute}, at most {show_bytes(most_bytes(plan))} a rank,"
-        " kernels not counted"
-    )
+    return f"{plan.size.total:,} parameters in {plan.recipe.precision.compute}, at most {show_bytes(most_bytes(plan))} a rank"

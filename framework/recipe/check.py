@@ -15,7 +15,7 @@ RULES: tuple[Rule, ...] = (*LAYOUT_RULES, *RUN_RULES, *LAUNCH_RULES)
 
 
 def check_recipe(recipe: Recipe, origins: Mapping[str, str], broken: Collection[str] = ()) -> list[Problem]:
-    """Everything that contradicts itself in a recipe whose single values are sound. broken: keys whose values are not."""
+    """Check a recipe by all rules. broken: keys whose single values are wrong already, whose rules are silent."""
     problems: list[Problem] = []
     is_open = recipe.parallel.layout == "auto"  # the rules of layouts are asked of the layout that is chosen
     for rule in RULES:

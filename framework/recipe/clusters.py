@@ -27,9 +27,8 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
 
 def find_cluster(recipe: Recipe) -> tuple[Cluster, bool]:
-    """(the recipe's cluster, whether it is assumed): the one that it names; else that of the GPU in launch.gres; else an H100's
-    nodes, which is an assumption. CPU ranks have a laptop's; those of this machine its own cores and memory, with a laptop's
-    rates."""
+    """(the recipe's cluster, whether it is assumed): the one that it names, else that of the GPU in launch.gres, else H100 nodes,
+    which is an assumption. CPU ranks have a laptop's rates, and on this machine its cores and memory."""
     if recipe.cluster.name is not None:
         return recipe.cluster, False
     if is_on_cpus(recipe.launch):

@@ -94,8 +94,8 @@ def compose(overrides: Iterable[str], recipe_dirs: Sequence[Path] = (), base: Pa
 
 
 def resolve(tree: DictConfig, origins: Mapping[str, str]) -> tuple[dict[str, Any], list[Problem]]:
-    """Plain dicts and lists with all interpolations resolved, but for launch.environment's references to the environment; a
-    key whose interpolation fails is left out and reported."""
+    """The tree as plain dicts and lists with all interpolations resolved, but for references to the environment in
+    launch.environment. A key whose interpolation fails is left out and reported."""
     problems: list[Problem] = []
     written = cast(dict[str, Any], OmegaConf.to_container(tree, resolve=False))
     return _resolve_group(tree, written, "", origins, problems), problems
@@ -131,14 +131,14 @@ def _resolve_value(tree: DictConfig, name: str, written: Any) -> Any:
 
 
 def compose_open(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Composition:
-    """The recipe of a search: its layout need not be legal."""
+    """Compose the recipe of a search, whose layout need not be legal."""
     return compose_for_nodes([*overrides, OPEN], recipe_dirs)
 
 
 def compose_for_nodes(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Composition:
-    """Compose for a forecast: a local launch has one machine, so nodes that the command line names, and ranks that one node has
-    no devices for, are SLURM's. Its ranks per node are the cluster's devices, where nothing says how many. Whatever must be given
-    (where the text lies, say) and is not is text that no forecast reads."""
+    """Compose the recipe of a forecast. A local launch has one machine, so it becomes a SLURM launch where the command line
+    names nodes, or where there are more ranks than devices; its ranks per node are then the cluster's devices, unless stated.
+    Keys that must be given (such as the path of the text) get a placeholder, since no forecast reads them."""
     composition = compose(overrides, recipe_dirs)
     if composition.problems and all(problem.value == MANDATORY for problem in composition.problems):
         overrides = [*overrides, *(f"{problem.key}=not-given" for problem in composition.problems)]
@@ -156,7 +156,9 @@ def compose_for_nodes(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> 
 
 
 def find_pins(composition: Composition, overrides: Iterable[str], recipe_dirs: Sequence[Path]) -> frozenset[str]:
-    """The keys of the layout that the command line sets; parallel.dp=null, which follows, fixes nothing."""
+    """Keys of the layout that the user has fixed on the command line: keys (parallel.tp=8), recipes of groups that make a
+    layout (zero=stage_1), files of layouts. An experiment's values are its author's guess for other machines, and free; null,
+    which follows, fixes nothing."""
     command = parse_overrides(overrides, search_path(recipe_dirs))
     groups = {choice.key_or_group for choice in command.choices} & set(LAYOUT_GROUPS)
     files = {label_of(file) for file in command.layouts}
@@ -171,7 +173,7 @@ def find_pins(composition: Composition, overrides: Iterable[str], recipe_dirs: S
 
 
 def change_pins(pins: frozenset[str], free: Sequence[str], keep: Sequence[str]) -> frozenset[str]:
-    """pins without the keys of `free` and with those of `keep`: keys or groups. RecipeError for what is no key of a layout."""
+    """Remove the keys of `free` from the pins, and add those of `keep`: keys or groups. RecipeError for others."""
     return frozenset((pins | _expand("--keep", keep)) - _expand("--free", free))
 
 

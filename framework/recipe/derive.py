@@ -49,7 +49,7 @@ class Derived:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The degrees as a run shows them: expert_tp only where it is not what ep and tp make of it by themselves."""
+        """The degrees for display: expert_tp only where it differs from its default beside ep and tp."""
         is_default = self.expert_tp == (1 if self.ep > 1 else self.tp)
         return {
             axis: getattr(self, axis) for axis in ("pp", "dp", "cp", "tp", "ep", *([] if is_default else ["expert_tp"]))
@@ -57,7 +57,7 @@ class Derived:
 
 
 def compiles(memory: Memory) -> bool:
-    """Whether layers are compiled. `auto` is never: on CPUs it is proved and does not pay, on GPUs nobody has run it."""
+    """Whether layers are compiled. `auto` is never: compiling does not pay on CPUs, and no GPU has run it."""
     return memory.compile == "always"
 
 
@@ -74,7 +74,7 @@ def derive(recipe: Recipe) -> Derived:
 
 
 def carry_derived(recipe: Recipe, changed: Recipe) -> Recipe:
-    """`changed` with what is known to follow from `recipe`, from which it differs in keys that nothing derived depends on."""
+    """`changed` with the derived numbers of `recipe`, from which it differs only in keys that they do not depend on."""
     if "derived" in vars(recipe):
         vars(changed)["derived"] = vars(recipe)["derived"]
     return changed
@@ -87,8 +87,8 @@ def _compute(recipe: Recipe) -> Derived:
     if problems:
         raise RecipeError(render_problems(problems))
     parallel, batch = recipe.parallel, recipe.batch
-    dp = _dp(recipe)
-    sequences = _sequences(batch)
+    dp = count_dp(recipe)
+    sequences = count_sequences(batch)
     return Derived(
         world=count_ranks(recipe),
         dp=dp,
@@ -144,14 +144,14 @@ def ulysses_degrees(cp: int, heads: int) -> list[int]:
 
 
 def count_expert_slices(parallel: Parallel) -> int:
-    """Ranks that slice each expert: parallel.expert_tp; where it is null one with ep > 1, else all of tp."""
+    """Ranks that slice each expert: parallel.expert_tp; else 1 with ep > 1, or all of tp."""
     if parallel.expert_tp is not None:
         return parallel.expert_tp
     return 1 if parallel.ep > 1 else parallel.tp
 
 
 def count_ranks(recipe: Recipe) -> int:
-    """Ranks of the world: launch.ranks; where it is null what the nodes hold, and without them what the degrees need."""
+    """Ranks of the world: launch.ranks, else nodes x ranks_per_node, else the product of the degrees."""
     launch, parallel = recipe.launch, recipe.parallel
     if launch.ranks is not None:
         return launch.ranks
@@ -161,7 +161,7 @@ def count_ranks(recipe: Recipe) -> int:
 
 
 def count_nodes(recipe: Recipe) -> int:
-    """Nodes of the run: launch.nodes, of a range the most; where it is null as few as hold the ranks. One on this machine."""
+    """Nodes of the run: launch.nodes, of a range the most; else as few as hold the ranks. One with launch.kind=local."""
     launch = recipe.launch
     if launch.kind == "local":
         return 1
@@ -171,7 +171,7 @@ def count_nodes(recipe: Recipe) -> int:
 
 
 def most_nodes(nodes: int | tuple[int, int]) -> int:
-    """launch.nodes, of a range the most: a recipe is planned for as many, and `elastic.at_nodes` makes it one of fewer."""
+    """launch.nodes, of a range the most: a recipe is planned for as many, and `at_nodes` makes it one for fewer."""
     return nodes if isinstance(nodes, int) else nodes[1]
 
 
@@ -234,7 +234,7 @@ def find_world_problems(recipe: Recipe) -> Iterator[Problem]:
             "parallel.expert_tp", slices, message, f"parallel.expert_tp={_listed(sorted({1, parallel.tp}))}, or null"
         )
         return
-    expert_ranks = _dp(recipe) * parallel.cp * parallel.tp // slices
+    expert_ranks = count_dp(recipe) * parallel.cp * parallel.tp // slices
     if expert_ranks % parallel.ep:
         message = f"ep divides dp * cp * tp / expert_tp = {expert_ranks}, and {parallel.ep} does not"
         yield Problem(
@@ -267,7 +267,7 @@ def find_statement_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _undivided(recipe: Recipe, key: str, amount: int, tokens_each: int) -> Iterator[Problem]:
     """`amount` in units of `tokens_each` is whole microbatches on every rank, or the ways to make it so."""
-    dp, microbatch = _dp(recipe), recipe.batch.sequences_per_microbatch
+    dp, microbatch = count_dp(recipe), recipe.batch.sequences_per_microbatch
     unit = dp * microbatch * tokens_each
     if amount % unit == 0:
         return
@@ -286,7 +286,7 @@ def _undivided(recipe: Recipe, key: str, amount: int, tokens_each: int) -> Itera
 
 def _ways_by_ranks(recipe: Recipe, microbatches: int) -> list[str]:
     """Numbers of ranks, or a range of nodes, among which so many microbatches can be divided."""
-    dp, nodes = _dp(recipe), recipe.launch.nodes
+    dp, nodes = count_dp(recipe), recipe.launch.nodes
     inner = count_ranks(recipe) // dp
     if isinstance(nodes, tuple):
         degrees = {count: count * recipe.launch.ranks_per_node // inner for count in range(nodes[0], nodes[1])}
@@ -296,12 +296,14 @@ def _ways_by_ranks(recipe: Recipe, microbatches: int) -> list[str]:
     return [f"launch.ranks={_listed(ranks)}" + (" with parallel.dp=null" if recipe.parallel.dp else "")]
 
 
-def _dp(recipe: Recipe) -> int:
+def count_dp(recipe: Recipe) -> int:
+    """Data-parallel degree; the degrees must fit the ranks."""
     parallel = recipe.parallel
     return parallel.dp or count_ranks(recipe) // (parallel.tp * parallel.pp * parallel.cp)
 
 
-def _sequences(batch: Batch) -> int:
+def count_sequences(batch: Batch) -> int:
+    """Sequences of one optimizer step."""
     if batch.sequences_per_step is not None:
         return batch.sequences_per_step
     assert batch.tokens_per_step is not None, "find_batch_problems lets no recipe without a batch pass"

@@ -93,8 +93,8 @@ class Form:
 
 
 def convert_command(file: Path, overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> int:
-    """Print the file's recipe as an experiment, checked, with what it leaves out. The exit code is that of a user's mistake where
-    the recipe is one that cannot be run."""
+    """Print the file's recipe as an experiment, with the values that it leaves out. RecipeError where that recipe cannot be
+    run."""
     form, reading = read_file(file, count_ranks_asked(overrides))
     problems = check_experiment(render(file, form, reading), overrides, recipe_dirs)
     missing = [problem for problem in problems if problem.missing or problem.value == MANDATORY]
@@ -107,7 +107,7 @@ def convert_command(file: Path, overrides: Sequence[str], recipe_dirs: Sequence[
 
 
 def check_experiment(text: str, overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> list[Problem]:
-    """Explain what is wrong with an experiment's file, together with the overrides."""
+    """Problems of an experiment's file together with the overrides."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "experiment").mkdir()
         (Path(folder) / "experiment" / "converted.yaml").write_text(text, encoding="utf-8")
@@ -115,7 +115,7 @@ def check_experiment(text: str, overrides: Sequence[str], recipe_dirs: Sequence[
 
 
 def count_ranks_asked(overrides: Sequence[str]) -> int:
-    """Ranks that the command line asks for: few files of others say how many there are."""
+    """Ranks that the command line states: few files of other systems do."""
     asked = [text.partition("=")[2] for text in overrides if text.startswith("launch.ranks=")]
     return int(asked[-1]) if asked and asked[-1].isdecimal() else 1
 
@@ -231,12 +231,12 @@ def _find(form: Form, name: str) -> Foreign | None:
 
 
 def _settle_trainer(reading: Reading) -> None:
-    """Hugging Face's TrainingArguments, and what builds on them."""
+    """Settle Hugging Face's TrainingArguments."""
     _settle_hugging_face(reading, "num_train_epochs", "per_device_train_batch_size", "lr_scheduler_type")
 
 
 def _settle_hugging_face(reading: Reading, epochs: str, microbatch: str, schedule: str) -> None:
-    """Names that differ between systems are given."""
+    """Settle the names of Hugging Face's Trainer; arguments are names that differ between systems."""
     _set_length(reading, reading.number("max_steps", -1), reading.number(epochs))
     inner = ("sequence_parallel_degree", "context_parallel_size", "tensor_parallel_size")
     dp = max(1, reading.ranks // prod(reading.values.get(name) or 1 for name in inner))
@@ -355,7 +355,7 @@ def _settle_nanotron(reading: Reading) -> None:
 
 
 def _set_nanotron_model(reading: Reading) -> None:
-    """The values of model_config are those of Hugging Face's Llama."""
+    """Set the values of model_config, which are those of Hugging Face's Llama."""
     prefix = "model.model_config."
     own = ("is_llama_config", "is_qwen2_config", "rope_interleaved", "use_cache", "pretraining_tp")
     reading.settings["model.family"] = "llama"
@@ -369,7 +369,7 @@ def _set_nanotron_model(reading: Reading) -> None:
 
 
 def _set_length(reading: Reading, steps: int, epochs: float | None) -> None:
-    """Steps of the run, or epochs; and the warm-up, which others state as a share of it."""
+    """Set the steps of the run, or epochs; and the warm-up, which others state as a share of it."""
     ratio, warmup = reading.number("warmup_ratio", 0.0), reading.number("warmup_steps", 0)
     if steps > 0:
         reading.settings["train.steps"] = steps
@@ -390,7 +390,7 @@ def _say_ranks(name: str, reading: Reading) -> str:
 
 
 def _set_trainer_schedule(reading: Reading, name: str) -> None:
-    """Hugging Face's schedules decay to 0, unless they are of a least rate."""
+    """Set the schedule. Hugging Face's decay to 0, unless they have a least rate."""
     ours = names_of("HF Trainer")["lr_scheduler_type"].values.get(str(name).lower())
     given = [each for each in reading.values if each.startswith("lr_scheduler_kwargs.")]
     more = {each.rpartition(".")[2]: reading.number(each) for each in given}
@@ -408,7 +408,7 @@ def _set_trainer_schedule(reading: Reading, name: str) -> None:
 
 
 def _set_shards_by_name(reading: Reading) -> None:
-    """ZeRO's stage, which a file of DeepSpeed's, or a word of FSDP's, has in its name."""
+    """Set ZeRO's stage by the name of a DeepSpeed file, or of an FSDP strategy."""
     stages = read_table()[STAGES]
     for name in [each for each in reading.values if each.partition(".")[0] in ("deepspeed", "fsdp")]:
         value = reading.values.pop(name)
@@ -427,7 +427,7 @@ def _set_shards_by_name(reading: Reading) -> None:
 
 
 def _refuse_counts(reading: Reading, name: str) -> None:
-    """A share of the data that is held out may be a number of records elsewhere."""
+    """Set the share of held-out data, which may be a number of records elsewhere."""
     held = reading.number(name, 0.0)
     if held > 0.5:
         reading.absent.append(f"{name}: {held}: data.validation is a share of documents from 0 to 0.5")

@@ -1,4 +1,4 @@
-"""The schema's keys as a flat list: what help prints, what suggestions search, what a wrong value is told."""
+"""The schema's keys as a flat list, for help, suggestions and errors; and the recipe as a tree of dotted keys."""
 
 import types
 import typing

@@ -5,10 +5,11 @@ from itertools import count, islice
 
 from framework.recipe.derive import (
     context_degrees,
+    count_dp,
     count_nodes,
     count_ranks,
+    count_sequences,
     count_virtual_stages,
-    derive,
     divisors,
     find_batch_problems,
     find_node_problems,
@@ -208,12 +209,10 @@ def stages(recipe: Recipe) -> Iterator[Problem]:
 @rule("parallel.pp", "pipeline.fill_bubbles", "train.validate_every_steps")
 def bubbles(recipe: Recipe) -> Iterator[Problem]:
     key = "pipeline.fill_bubbles"
-    if recipe.pipeline.fill_bubbles == "none":
-        return
     if recipe.parallel.pp == 1:
         message = "one stage is never idle: there are no bubbles with parallel.pp=1"
-        yield refuse(recipe, key, message, f"{key}=none")
-    elif recipe.train.validate_every_steps is None:
+        yield from refuse_useless(recipe, key, message, "parallel.pp=2 or more")
+    elif recipe.pipeline.fill_bubbles != "none" and recipe.train.validate_every_steps is None:
         message = "there is no validation: train.validate_every_steps=null"
         yield refuse(recipe, key, message, f"{key}=none; or train.validate_every_steps=100")
 
@@ -222,10 +221,10 @@ def bubbles(recipe: Recipe) -> Iterator[Problem]:
 def microbatches(recipe: Recipe) -> Iterator[Problem]:
     if recipe.pipeline.schedule != "dualpipe_v" or recipe.pipeline.table is not None:
         return
-    derived = derive(recipe)
-    needed, each = 2 * derived.pp, derived.dp * derived.sequences_per_microbatch
-    if derived.accumulation < needed:
-        message = f"dualpipe_v on {derived.pp} ranks needs {needed} microbatches in a step, and there are {derived.accumulation}"
+    pp, each = recipe.parallel.pp, count_dp(recipe) * recipe.batch.sequences_per_microbatch
+    needed, there = 2 * pp, count_sequences(recipe.batch) // each
+    if there < needed:
+        message = f"dualpipe_v on {pp} ranks needs {needed} microbatches in a step, and there are {there}"
         fix = f"batch.sequences_per_step={needed * each} or more; or pipeline.schedule=zbv"
         yield refuse(recipe, "pipeline.schedule", message, fix)
 
@@ -286,10 +285,8 @@ def activation_offload(recipe: Recipe) -> Iterator[Problem]:
 def _disk(recipe: Recipe) -> Iterator[Problem]:
     offload = recipe.memory.offload
     if offload.home == "host":
-        if offload.disk_path is not None:
-            message = "nothing is written there: memory.offload.home is host"
-            fix = "memory.offload.home=disk; or leave it out (~memory.offload.disk_path)"
-            yield refuse(recipe, "memory.offload.disk_path", message, fix)
+        message = "nothing is written there: memory.offload.home is host"
+        yield from refuse_useless(recipe, "memory.offload.disk_path", message, "memory.offload.home=disk")
         return
     host = "; or memory.offload.home=host"
     # On a CPU activations have no other home at all: `find_offload_to_device` reports that.
@@ -303,7 +300,7 @@ def _disk(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, "memory.offload.disk_path", message, fix)
     if not offload.optimizer:
         message = "no unit's states go to that disk: memory.offload.optimizer is 0"
-        yield refuse(recipe, "memory.offload.home", message, "memory.offload.optimizer=1; or home=host")
+        yield from refuse_useless(recipe, "memory.offload.home", message, "memory.offload.optimizer=1")
     if recipe.model.router_bias_rate:
         message = "biases of routers are moved in memory, and may be parameters whose masters are on the disk"
         yield refuse(recipe, "model.router_bias_rate", message, f"model.router_bias_rate=0{host}")
@@ -361,6 +358,8 @@ def compiled_fp8(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, "precision.compute", message, "memory.compile=never; or precision.compute=bf16")
 
 
+# Rules that find keys without an effect, beside others.
+USELESS_RULES = (experts, zero, sequence, checkpointing, bubbles, offload)
 # In the order in which one mistake hides another.
 LAYOUT_RULES = (
     *(context_method, context_length, context_heads, context_attention, experts, node_range),

@@ -36,6 +36,8 @@ class Problem:
     origin: str = ""
     # The key is not written anywhere.
     missing: bool = False
+    # The value has no effect beside the others: the key may as well be at its default.
+    is_useless: bool = False
 
 
 def find_width() -> int:
@@ -92,7 +94,7 @@ def show(value: Any) -> str:
 
 
 def _hide_private(problem: Problem) -> Problem:
-    """Without the value that no log may have, wherever the problem says it: a refused secret is still a secret."""
+    """The problem without its value in all texts, if no log may have it: a refused secret is still a secret."""
     key, equals, typed = problem.key.partition("=")
     value = typed if equals else problem.value
     if value is None or not is_private(key, value):
@@ -108,7 +110,7 @@ def _head(problem: Problem) -> str:
 
 
 def _explanation(problem: Problem, width: int) -> list[str]:
-    """On one line if that is short, else the fix on lines of its own."""
+    """Message and fix on one line if that is short, else the fix on lines of its own."""
     if not problem.fix:
         return _wrap(problem.message, width, "    ", "    ")
     together = f"    {problem.message} -> {problem.fix}"
@@ -124,7 +126,7 @@ def _wrap(text: str, width: int, first: str, rest: str) -> list[str]:
 
 
 def _place(origin: str) -> tuple[bool, str, int]:
-    """Sorts the command line first, then files, each by line."""
+    """Sort key of an origin: the command line first, then files, each by line."""
     file, _, line = origin.rpartition(":")
     return (origin != COMMAND_LINE, file, int(line)) if line.isdigit() else (origin != COMMAND_LINE, origin, 0)
 
@@ -157,7 +159,7 @@ def refuse(recipe: Recipe, key: str, message: str, fix: str = "") -> Problem:
 def refuse_useless(recipe: Recipe, key: str, message: str, way: str) -> Iterator[Problem]:
     """The problem that a key has no effect, if it is not at its default. way: values with which it has one."""
     if value_of(recipe, key) != _defaults()[key]:
-        yield refuse(recipe, key, message, f"leave it out (~{key}); or {way}")
+        yield replace(refuse(recipe, key, message, f"leave it out (~{key}); or {way}"), is_useless=True)
 
 
 @cache

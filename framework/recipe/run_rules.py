@@ -29,14 +29,14 @@ MAY_HAVE_LINES = ("train.sample",)
 # Files of transformers that list its automatic configurations.
 LISTS = ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py")
 NEAR = 3
-# Families that have been there as long as the lists: without them the lists lie elsewhere, and nothing can be said.
+# Families that have been there as long as the lists: without them the lists lie elsewhere, and the rule is silent.
 OLD = {"gpt2", "llama"}
 
 
 # --- model and optimizer
 
 
-@rule("model.family", "model.weights")
+@rule("model.family", "model.weights", "model.config_file")
 def family(recipe: Recipe) -> Iterator[Problem]:
     """A family that transformers does not have. Silent where weights or a config file state the model, and where the lists cannot
     be read: building the model then refuses it."""
@@ -355,7 +355,7 @@ def _write(entity: str, project: str) -> str:
 
 @rule()
 def texts(recipe: Recipe) -> Iterator[Problem]:
-    """No text looks like a secret, for recipe.yaml keeps it, and none has control characters, which a terminal obeys and which
+    """Texts that look like secrets, which recipe.yaml would keep, or have control characters, which a terminal obeys and which
     break a line of a log in two. `launch` has rules of its own."""
     for key, value in flatten(asdict(recipe)).items():
         texts = [key, *_texts_in(value)]

@@ -28,7 +28,10 @@ LAYOUT, CLUSTER = "layout", "cluster"
 LAYOUT_HEADER = "# @package _global_\n"
 ENDINGS = (".yaml", ".yml")
 # The command that makes such a file.
-MAKERS = {LAYOUT: "meshwright search --write FILE", CLUSTER: "meshwright doctor --measure FILE"}
+MAKERS = {
+    LAYOUT: "meshwright search --write FILE",
+    CLUSTER: "meshwright doctor --measure FILE",
+}
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -42,7 +45,7 @@ def load_recipe(path: Path) -> Recipe:
 
 def save_recipe(recipe: Recipe, path: Path) -> None:
     """Write the recipe as YAML such that `load_recipe` gives an equal one. The file is whole or not there, and the user's own:
-    whoever is to read it is let in with `chmod`."""
+    others read it after a `chmod`."""
     write_file(Path(path), to_yaml(recipe).encode(), PRIVATE)
 
 

@@ -43,7 +43,7 @@ Command = Callable[[Sequence[str]], int]
 # Models cast to fp32 in norms and softmax, also in fp64, and a run does nothing about it: what differs in order differs by 1e-7.
 TOLERANCE = 1e-5
 BASE = ("~model", "~data", "track=none")
-WHOLE = ("optim.groups", "data.sources")  # keys whose names are the user's: said in one piece
+WHOLE = ("optim.groups", "data.sources")  # keys with names of the user's: written as one override
 NUM_WORDS = 90
 
 

@@ -40,16 +40,13 @@ from framework.comm.connect import connect
 from framework.data.pack import Microbatch, cut_context
 from framework.errors import MeshwrightError
 from framework.model.load import load_config
-from framework.plan.cluster import Cluster
-from framework.plan.forecast_memory import forecast_memory
-from framework.plan.memory import KINDS
+from framework.optim.optimizers import state_names
+from framework.plan.memory import KINDS, measure_units, total_on_device
 from framework.plan.plan import Plan, make_plan
-from framework.plan.settings import Settings, chosen_counts, planned_candidate
-from framework.plan.shape import make_shape
 from framework.recipe.compose import compose
 from framework.recipe.schema import Batch, Launch, Memory, Model, Precision, Recipe
 from framework.train.build import build
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.verify.pool import RankPool
 from scripts.random_recipes import Drawn, draw, write
 
@@ -202,7 +199,7 @@ def _make_batch(plan: Plan, rank: int) -> list[Microbatch]:
     return [cut_context(Microbatch(each[:, :-1].clone(), each[:, 1:].clone(), positions), slices) for each in tokens]
 
 
-def count_states(run: Run) -> dict[str, int]:
+def count_states(run: TrainingRun) -> dict[str, int]:
     """Bytes of distinct memory; what two kinds share counts for the first of them."""
     states = [
         tensor
@@ -224,7 +221,7 @@ def count_states(run: Run) -> dict[str, int]:
     return totals
 
 
-def count_activations(run: Run, batch: Sequence[Microbatch]) -> list[int]:
+def count_activations(run: TrainingRun, batch: Sequence[Microbatch]) -> list[int]:
     """Bytes allocated when each forward of a step ends, without full parameters and gradients that have come since."""
     found: list[int] = []
     allocations = Allocations()
@@ -242,7 +239,7 @@ def count_activations(run: Run, batch: Sequence[Microbatch]) -> list[int]:
     return found
 
 
-def _storages_of_buffers(run: Run) -> set[int]:
+def _storages_of_buffers(run: TrainingRun) -> set[int]:
     return {each.untyped_storage()._cdata for buffer in run.buffers for each in (buffer.full, buffer.gradient)}
 
 
@@ -288,18 +285,15 @@ def _tensors(values: Any) -> list[Tensor]:
 def compare(recipe: Recipe, ranks: Sequence[Held]) -> Counted:
     """ranks: what each counted."""
     plan = make_plan(recipe, load_config(recipe.model))
-    shape, candidate = make_shape(plan.config, plan.recipe), planned_candidate(plan)
-    found = forecast_memory(
-        shape, candidate, Settings.of(plan.recipe), Cluster.from_recipe(recipe), chosen_counts(plan)
-    )
     firsts, rows = plan.topology.ranks("pp", 0), []
     for rank, (states, own) in enumerate(ranks):
         counted = max(_mean_of_place(plan, rank, ranks) if plan.mixtures else own)
-        stage = found.stages[plan.topology.index("pp", rank)]
+        stage = plan.memory(rank)
         phases = [stage.phases[name] for name in ("forward", "loss")]
         predicted = max(each["activations"] + each["logits"] + each["communication"] for each in phases)
         # What is foretold is of the first rank at a place. Others' moments of few bits may be cut into some blocks more or less.
-        planned = plan.memory(rank).held
+        names, moments = state_names(plan.recipe.optim), plan.recipe.precision.moments
+        planned = total_on_device(measure_units(plan.of_rank(rank).buffers, names, moments))
         foretold = stage.phases["backward"] if rank in firsts else planned
         are_equal = all(states[kind] == planned[kind] == foretold[kind] for kind in STATES)
         rows.append(Counted(plan.title, rank, are_equal, predicted, counted))

@@ -4,15 +4,14 @@ import pytest
 import torch
 
 from framework.checkpoint.commit import Retention, find_newest, step_of
-from framework.checkpoint.entry import Entry
 from framework.checkpoint.folder import LocalFolder
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.save import CPU, Saver
-from framework.checkpoint.staging import StagingMemory
+from framework.checkpoint.staging import Entry, StagingMemory
 from framework.comm.communicator import Communicator
 from framework.lease import Lease
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
+from framework.mesh.topology import Axis
 from tests.faults.power_loss import STATES, Disk, fresh
 
 ALONE = Communicator(Axis("world", 1, 0))

@@ -131,7 +131,7 @@ def find_budget(recipe: Recipe, config: PretrainedConfig) -> float | None:
         make_plan(replace(recipe, memory=replace(recipe.memory, activation_checkpointing=policy)), config)  # type: ignore[arg-type]
         for policy in ("none", "full")
     ]
-    return max(sum(plan.memory(rank).total for plan in plans) / len(plans) for rank in range(WORLD)) / GB
+    return max(sum(plan.memory(rank).reserved for plan in plans) / len(plans) for rank in range(WORLD)) / GB
 
 
 def may_meet(

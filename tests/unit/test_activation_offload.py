@@ -17,9 +17,9 @@ from transformers import PretrainedConfig
 
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
-from framework.comm.copy_stream import CudaCopyStream, LateCopies, open_copy_stream
+from framework.comm.transfer import CudaCopyStream, LateCopies, open_copy_stream
 from framework.errors import ModelError
-from framework.mesh.axis import Axis
+from framework.mesh.topology import Axis
 from framework.parallel.activation_offload import (
     ActivationOffload,
     HostPool,
@@ -31,7 +31,7 @@ from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Offload, Parallel, Recipe
 from framework.train.build import build
 from framework.train.profiler import name_unit
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
 from tests.families import build_config, family
@@ -371,7 +371,7 @@ def make_recipe(num_layers: int, checkpointing: str, fraction: float) -> tuple[R
     return replace(recipe, memory=memory, batch=replace(recipe.batch, context=CONTEXT)), config
 
 
-def make_run(num_layers: int, checkpointing: str, fraction: float) -> tuple[Run, list]:
+def make_run(num_layers: int, checkpointing: str, fraction: float) -> tuple[TrainingRun, list]:
     recipe, config = make_recipe(num_layers, checkpointing, fraction)
     mesh = connect(topology_of(recipe, config), CPU)
     (batch,) = make_batches(config, 1, SEQUENCES, CONTEXT, seed=11)
@@ -381,7 +381,7 @@ def make_run(num_layers: int, checkpointing: str, fraction: float) -> tuple[Run,
     return run, inputs
 
 
-def measure_kept(run: Run, inputs: list) -> int:
+def measure_kept(run: TrainingRun, inputs: list) -> int:
     """Bytes that a step has allocated and not freed where its forward ends and its backward begins, as torch's allocator tells.
     Blocks of the host are there already. What goes in this step and was there before it, does not count: the allocator tells of
     it where a former profile has seen it come, and else not."""
@@ -454,10 +454,9 @@ def test_the_plan_moves_what_is_offloaded_from_the_device_to_the_host() -> None:
     layer = make_plan(piped, config).activations.hidden_bytes
     for fraction, (num_layers, on_the_way) in {0.5: (4, 1), 1.0: (8, 2)}.items():
         (whole,), (before,) = memory[fraction, 1], memory[0.0, 1]
-        assert sum(whole.on_host.values()) == whole.on_host["activations"] == num_layers * layer
-        assert before.total - whole.total == (num_layers - on_the_way) * layer
+        assert whole.host == whole.on_host["activations"] == num_layers * layer
+        assert before.allocated - whole.allocated == (num_layers - on_the_way) * layer
         # Of two stages the first has two microbatches in flight, and the second one, of which it keeps what it has received.
-        assert [each.live for each in memory[fraction, 2]] == [2, 1]
         first, second = (each.on_host["activations"] for each in memory[fraction, 2])
         assert [first, second] == [num_layers * layer, (num_layers // 2 - 1) * layer]
     assert not any(memory[0.0, 1][0].on_host.values())
