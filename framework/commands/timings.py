@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from framework.comm.collectives import all_gather, all_reduce, all_to_all, barrier, gather_objects, reduce_scatter
+from framework.comm.collectives import all_gather, all_gather_object, all_reduce, all_to_all, barrier, reduce_scatter
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh
 from framework.comm.objects import broadcast_object
@@ -121,9 +121,9 @@ def measure(
     axis = mesh.axis("tp")
     say = partial(print, file=sys.stderr, flush=True) if mesh.rank == 0 else lambda _: None
     say(f"measuring with {axis.size} ranks of {threads} threads each: matmuls")
-    found: dict[str, Any] = combine(gather_objects(measure_compute(dtypes, amount, axis, mesh.device), axis))
+    found: dict[str, Any] = combine(all_gather_object(measure_compute(dtypes, amount, axis, mesh.device), axis))
     say("measuring collectives")
-    found["links"] = combine(gather_objects(measure_links(axis, mesh.device, amount), axis))
+    found["links"] = combine(all_gather_object(measure_links(axis, mesh.device, amount), axis))
     if mesh.rank == 0:
         say("measuring the disk")
         found["disk_rate"] = time_disk(folder, amount.disk_bytes)

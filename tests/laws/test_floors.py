@@ -71,7 +71,7 @@ BREACHES = [
 
 # (path, source that keeps every law)
 KEPT = [
-    ("comm/duals.py", "import torch.distributed as dist\nfrom framework.mesh.axis import Axis"),
+    ("comm/duals.py", "import torch.distributed as dist\nfrom framework.mesh.topology import Axis"),
     ("comm/connect.py", "import os\nimport torch.distributed as dist\nrank = os.environ['RANK']"),
     ("launch/agent.py", "from torch.distributed.launcher.api import elastic_launch\nimport os\nx = os.environ"),
     ("cli.py", "import os\nos.environ['A'] = 'b'\nfrom framework.train.build import build"),

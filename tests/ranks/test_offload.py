@@ -18,7 +18,7 @@ from framework.plan.plan import make_plan
 from framework.recipe.schema import Offload, Recipe, Zero
 from framework.train.build import build
 from framework.train.state import RunState, restore, saved_entries
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.train.update import UpdatedTogether
 from framework.verify.evidence import make_batches
 from framework.verify.layout import run_layout, share
@@ -90,7 +90,7 @@ def test_any_layout_with_states_on_the_host_is_the_same_run(pool: RankPool, name
     assert_homes_change_nothing(pool, [name])
 
 
-def count_by_home(run: Run) -> dict[str, dict[str, int]]:
+def count_by_home(run: TrainingRun) -> dict[str, dict[str, int]]:
     """Bytes of distinct memory by home and kind, between two steps; each object says where it lives."""
     kinds: dict[str, dict[str, list[Tensor]]] = {home: {kind: [] for kind in KINDS} for home in ("device", "host")}
     for buffer in run.buffers:
@@ -224,13 +224,13 @@ def leave_parameters_as_they_were() -> AbstractContextManager[Any]:
 
 def send_before_the_sum() -> AbstractContextManager[Any]:
     """A gradient is on its way to the host while replicas are still summed into it."""
-    start = GradientSync._start_replica_sums
+    sums = GradientSync._sum_replicas
 
-    def hasty(sync: GradientSync, buffer: UnitBuffer) -> None:
+    def hasty(sync: GradientSync, buffer: UnitBuffer) -> Any:
         buffer.start_delivery()
-        start(sync, buffer)
+        yield from sums(sync, buffer)
 
-    with_it = patch.object(GradientSync, "_start_replica_sums", hasty)
+    with_it = patch.object(GradientSync, "_sum_replicas", hasty)
     without = patch.object(GradientSync, "_sum_next", _sum_without_delivery)
     return _both(with_it, without)
 

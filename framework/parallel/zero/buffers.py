@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -379,50 +379,33 @@ class MainGradView:
         return self.deferred is not None
 
     def add(self, gradient: Tensor) -> None:
-        """Add a gradient of the parameter's local shape, cast to the master dtype. Raises LayoutError after its unit's
-        reduction."""
-        if self.deferred is not None:
-            self._defer(partial(self.add, gradient))
-            return
-        view, is_first = self._open()
-        view.copy_(gradient) if is_first else view.add_(gradient)
+        """Add a gradient of the parameter's local shape, cast to the master dtype. This and the others raise LayoutError after
+        the unit's reduction."""
+        self._write(lambda view, is_first: view.copy_(gradient) if is_first else view.add_(gradient))
 
     def add_matmul(self, left: Tensor, right: Tensor, accumulate: Accumulate = accumulate_matmul) -> None:
         """Add left^T @ right. left: [k, m], right: [k, n], compute dtype, any strides; the parameter's local shape: [m, n].
-        accumulate: computes it. Raises LayoutError after its unit's reduction."""
-        if self.deferred is not None:
-            self._defer(partial(self.add_matmul, left.detach(), right.detach(), accumulate))
-            return
-        view, is_first = self._open()
-        accumulate(view, left, right, is_first)
+        accumulate: computes it."""
+        left, right = left.detach(), right.detach()
+        self._write(lambda view, is_first: accumulate(view, left, right, is_first))
 
     def add_stacked_matmul(self, left: Tensor, right: Tensor, groups: RowGroups) -> None:
         """Add left^T @ right of each group's rows. left: [R, m], right: [R, n], compute dtype; the parameter's local shape:
-        [E, m, n]. Raises LayoutError after its unit's reduction."""
-        if self.deferred is not None:
-            self._defer(partial(self.add_stacked_matmul, left.detach(), right.detach(), groups))
-            return
-        view, is_first = self._open()
-        accumulate_stacked_matmul(view, left, right, groups, is_first)
+        [E, m, n]."""
+        left, right = left.detach(), right.detach()
+        self._write(lambda view, is_first: accumulate_stacked_matmul(view, left, right, groups, is_first))
 
     def add_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Add rows to those of the gradient that `ids` name. ids: [n], some perhaps more than once; rows: [n, k].
-        Raises LayoutError after its unit's reduction."""
-        if self.deferred is not None:
-            self._defer(partial(self.add_rows, ids, rows.detach()))
-            return
-        view, is_first = self._open()
-        if is_first:
-            view.zero_()
-        if view.is_cuda:
-            # There index_add_ adds in whatever order threads come, and two equal runs would differ in their last bits.
-            view.index_put_((ids,), rows.to(view.dtype), accumulate=True)
-        else:
-            view.index_add_(0, ids, rows.to(view.dtype))
+        """Add rows to those of the gradient that `ids` name. ids: [n], some perhaps more than once; rows: [n, k]."""
+        rows = rows.detach()
+        self._write(lambda view, is_first: _add_rows(view, ids, rows, is_first))
 
-    def _defer(self, add: Callable[[], None]) -> None:
-        assert self.deferred is not None
-        self.deferred.setdefault(self._buffer.unit, []).append(add)
+    def _write(self, write: Callable[[Tensor, bool], Any]) -> None:
+        """Write to the view now, or leave it to the backward of weights. write: takes the view, and whether this is the first."""
+        if self.deferred is None:
+            write(*self._open())
+        else:
+            self.deferred.setdefault(self._buffer.unit, []).append(partial(self._write, write))
 
     def _open(self) -> tuple[Tensor, bool]:
         """The view, and whether what it gets is the first: if not, it is added to."""
@@ -443,6 +426,16 @@ class MainGradView:
         if view is None:
             view = self._pooled[self._buffer.gradient_address] = self._make_view()
         return view, is_first
+
+
+def _add_rows(view: Tensor, ids: Tensor, rows: Tensor, is_first: bool) -> None:
+    if is_first:
+        view.zero_()
+    if view.is_cuda:
+        # There index_add_ adds in whatever order threads come, and two equal runs would differ in their last bits.
+        view.index_put_((ids,), rows.to(view.dtype), accumulate=True)
+    else:
+        view.index_add_(0, ids, rows.to(view.dtype))
 
 
 def make_buffers(plans: Iterable[BufferPlan]) -> list[UnitBuffer]:

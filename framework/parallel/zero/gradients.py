@@ -20,10 +20,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from framework.comm.algorithms import Pending
+from framework.comm.algorithms import ExposedCommunication, Pending
 from framework.comm.collectives import start_all_reduce, start_reduce_scatter
 from framework.parallel.zero.buffers import DeferredGradients, GradientState, MainGradView, UnitBuffer
-from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.plan_buffers import Slot
 from framework.parallel.zero.unit_buckets import find_unit_buckets
 
