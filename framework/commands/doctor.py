@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 
-from framework.checkpoint.place import is_url
+from framework.checkpoint.storage import is_url
 from framework.commands.arguments import compose_recipe
 from framework.errors import EXIT_DONE, EXIT_USER, MeshwrightError, RecipeError
 from framework.host import count_cores
