@@ -36,7 +36,7 @@ from framework.checkpoint.pieces import file_name
 from framework.checkpoint.place import Place
 from framework.comm.communicator import Communicator
 from framework.comm.objects import broadcast_object, gather_object, share_errors
-from framework.comm.streams import pass_bytes
+from framework.comm.p2p import pass_bytes
 from framework.errors import CheckpointError, StorageError
 
 Listing = dict[HeldName, frozenset[str]]

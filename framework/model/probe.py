@@ -31,16 +31,25 @@ LARGEST_LOSS_DIFFERENCE = 1e-5
 LENGTHS = (7, 12, 5)
 
 
+def set_value(config: PretrainedConfig, path: str, value: Any) -> None:
+    """Set a config's value by its dotted name."""
+    *parts, name = path.split(".")
+    for part in parts:
+        config = getattr(config, part)
+    setattr(config, name, value)
+
+
 @contextmanager
 def small_copy(config: PretrainedConfig, **changes: Any) -> Iterator[PreTrainedModel]:
     """A small model of the family with random weights: fp32, in eval mode, without gradients or a cache.
 
-    The caller's RNG stays as it is. changes: of the small config. Raises ModelError where there is no small copy.
+    The caller's RNG stays as it is. changes: of the small config, by dotted names. Raises ModelError where there is no small
+    copy.
     """
     small = shrink(config)
     # Hugging Face's load-balancing loss fails on a part of a model without a router.
     for name, value in ({"use_cache": False, "output_router_logits": False} | changes).items():
-        setattr(small, name, value)
+        set_value(small, name, value)
     small.get_text_config().use_cache = False
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         seed_rng(0)

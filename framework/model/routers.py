@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 from framework.comm.collectives import all_gather
 from framework.comm.communicator import Communicator
 from framework.comm.duals import reduce_from
-from framework.mesh.axis import Axis
 from framework.mesh.context import ContextSlices
 from framework.mesh.token_layout import TokenLayout
+from framework.mesh.topology import Axis
 from framework.model.precision import sums_dtype
 
 

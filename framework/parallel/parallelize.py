@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from framework.comm.algorithms import ExposedCommunication
 from framework.mesh.layout import Layout
 from framework.model.chunked_loss import make_loss
 from framework.model.kept_outputs import KeepsOutputs
@@ -36,7 +37,6 @@ from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import split_over_tp, uses_rng_in_training
 from framework.parallel.zero.buffers import MainGradView, UnitBuffer
 from framework.parallel.zero.direct_gradients import write_embedding_gradients, write_gradients_directly
-from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.hooks import UnitHooks
 from framework.parallel.zero.parameters import ParameterSync

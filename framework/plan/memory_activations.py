@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 from framework.errors import ModelError
-from framework.mesh.axis import Axis
 from framework.mesh.context import ContextSlices
 from framework.mesh.token_layout import TokenLayout
+from framework.mesh.topology import Axis
 from framework.model.logit_map import find_logit_map
 from framework.model.stage import StageBounds
 from framework.parallel.pipeline.lower import LiveMoment, live_moments

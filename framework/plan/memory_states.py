@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from framework.comm.communicator import Communicator
-from framework.mesh.axis import Axis
-from framework.mesh.topology import count_expert_shards
+from framework.mesh.topology import Axis, count_expert_shards
 from framework.model.stage import StageBounds
 from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.parallel.tensor import ranks_per_kv_head

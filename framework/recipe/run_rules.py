@@ -36,7 +36,7 @@ OLD = {"gpt2", "llama"}
 # --- model and optimizer
 
 
-@rule("model.family", "model.weights")
+@rule("model.family", "model.weights", "model.config_file")
 def family(recipe: Recipe) -> Iterator[Problem]:
     """A family that transformers does not have. Silent where weights or a config file state the model, and where the lists cannot
     be read: building the model then refuses it."""

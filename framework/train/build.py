@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from framework.comm.algorithms import ExposedCommunication
 from framework.comm.connect import Mesh
 from framework.mesh.token_layout import TokenLayout
 from framework.model.hub import find_folder
@@ -20,7 +21,6 @@ from framework.optim.disk_ring import DiskStates, DiskTensor
 from framework.parallel.parallelize import AttachedStage, attach
 from framework.parallel.pipeline.execute import ActivationSpec
 from framework.parallel.zero.buffers import UnitBuffer, make_buffers
-from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.load_parameters import initialize_parameters, load_pretrained
 from framework.plan.plan import Plan

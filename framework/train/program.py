@@ -13,8 +13,14 @@ from framework.errors import EXIT_INTERRUPTED
 from framework.faults.injector import FaultInjector
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
-from framework.launch.fingerprint import take_fingerprint
-from framework.launch.process import end_hung, limit_threads, rank_in_environment, report_error, run_process
+from framework.launch.process import (
+    end_hung,
+    limit_threads,
+    rank_in_environment,
+    report_error,
+    run_process,
+    take_fingerprint,
+)
 from framework.launch.task import adopt_task, check_node, check_place, count_nodes, describe_start, is_task, judge
 from framework.lease import Lease, read_lease
 from framework.monitor.phases import START_UP, PhaseBar, Phases, RankObserver

@@ -6,7 +6,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
-from framework.comm.collectives import gather_objects
+from framework.comm.collectives import all_gather_object
 from framework.comm.connect import (
     Mesh,
     choose_device,
@@ -297,7 +297,7 @@ def _find_prompt(recipe: Recipe, prepared: Prepared) -> str:
 
 def _draw_timeline(plan: Plan, loop: Loop, lease: Lease, observers: Observers) -> None:
     """Draw the last step's actions of this rank's pipeline; rank 0 draws its own pipeline."""
-    timeline = Timeline(tuple(gather_objects(loop.timed, loop.run.mesh.axis("pp"))))
+    timeline = Timeline(tuple(all_gather_object(loop.timed, loop.run.mesh.axis("pp"))))
     if loop.run.mesh.rank == 0:
         simulated = loop.run.pipeline.simulated(plan.derived.accumulation, timeline)
         observers.contain("timeline", partial(save_timeline, lease, plan.title, simulated, timeline))

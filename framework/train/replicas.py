@@ -25,7 +25,7 @@ from socket import gethostname
 import torch
 from torch import Tensor
 
-from framework.comm.collectives import all_reduce, gather_objects
+from framework.comm.collectives import all_gather_object, all_reduce
 from framework.comm.communicator import Communicator
 from framework.comm.transfer import upload
 from framework.errors import DriftError
@@ -102,7 +102,7 @@ def check_replicas(run: TrainingRun, step: int, parameters: Sequence[Hashed] = (
     if not count:
         return
     mine = Witness(_place_of(run), tuple(found), tuple(find_drift(run.buffers)))
-    witnesses = gather_objects(mine, world)
+    witnesses = all_gather_object(mine, world)
     named = list(dict.fromkeys(name for each in witnesses for name in each.parameters))
     shown = f" ({', '.join(named[:3])}{f' and {len(named) - 3} more' if len(named) > 3 else ''})" if named else ""
     raise DriftError(

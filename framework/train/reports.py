@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from framework.checkpoint.save import Saver
+from framework.comm.algorithms import ExposedWait
 from framework.comm.connect import Mesh
 from framework.comm.objects import gather_numbers
 from framework.comm.transfer import AsyncHostCopy
@@ -17,7 +18,6 @@ from framework.monitor.goodput import Goodput
 from framework.monitor.progress import name_coordinates
 from framework.monitor.stragglers import WINDOW, Stragglers
 from framework.monitor.watchdog import Watchdog
-from framework.parallel.zero.exposed_communication import ExposedWait
 from framework.plan.plan import Plan
 from framework.recipe.environment import describe_public
 from framework.recipe.overrides import write_resume

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from framework.comm.algorithms import ExposedCommunication
 from framework.comm.collectives import all_reduce, start_all_reduce
 from framework.comm.connect import Mesh
 from framework.comm.transfer import AsyncHostCopy, upload
@@ -19,7 +20,6 @@ from framework.parallel.pipeline.execute import ActivationSpec, StageLinks, exec
 from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.buffers import MainGradView, UnitBuffer
-from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.plan_buffers import Slot
 from framework.parallel.zero.replicas import BitHash, Hashed, hash_parameters
 from framework.train.loss_scale import LossScale

@@ -29,7 +29,7 @@ from transformers import AutoConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from framework.comm.communicator import Communicator
-from framework.mesh.axis import Axis
+from framework.mesh.topology import Axis
 from framework.model.experts import form_of
 from framework.model.matmul import RowGroups, accumulate_stacked_matmul, matmul_into
 from framework.model.routers import RoutedTokens

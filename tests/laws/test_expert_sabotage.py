@@ -22,7 +22,7 @@ from framework.parallel.experts import dispatch, exchange
 from framework.parallel.experts.dispatch import ExpertDispatch
 from framework.parallel.experts.exchange import DispatchedRows, ExpertRoute
 from framework.parallel.zero import gradients
-from framework.parallel.zero.buffers import MainGradView, UnitBuffer
+from framework.parallel.zero.buffers import GradientState, MainGradView, UnitBuffer
 from framework.recipe.schema import Parallel, Zero
 from framework.train.stage import RankStage
 from tests.families import family
@@ -116,7 +116,7 @@ def keep_the_last_microbatch() -> AbstractContextManager[Any]:
     add = MainGradView.add_stacked_matmul
 
     def overwrite(view: MainGradView, left: Tensor, right: Tensor, groups: Any) -> None:
-        view.is_written = False
+        view.state = GradientState.REDUCED
         add(view, left, right, groups)
 
     return patch.object(MainGradView, "add_stacked_matmul", overwrite)

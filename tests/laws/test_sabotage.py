@@ -20,7 +20,7 @@ from framework.model import initial, stage
 from framework.model.initial import draw_unit, seed_for
 from framework.model.loss import TokenLoss, count_loss_tokens, token_loss
 from framework.parallel.zero import gradients
-from framework.parallel.zero.buffers import MainGradView, UnitBuffer
+from framework.parallel.zero.buffers import GradientState, MainGradView, UnitBuffer
 from framework.recipe.schema import Zero
 from framework.train import step
 from framework.train.stage import RankStage
@@ -76,7 +76,7 @@ def keep_the_last_microbatch() -> Any:
     whole = MainGradView.add
 
     def overwrite(place: MainGradView, gradient: Tensor) -> None:
-        place.is_written = False
+        place.state = GradientState.REDUCED
         whole(place, gradient)
 
     return patch.object(MainGradView, "add", overwrite)

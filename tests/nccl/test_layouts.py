@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 import pytest
 
+from framework.comm.algorithms import ExposedCommunication
 from framework.comm.connect import Mesh
 from framework.errors import NumericsError
 from framework.parallel.pipeline.execute import StageLinks
 from framework.parallel.tensor.regions import RegionCall
-from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.hooks import UnitOrder
 from framework.parallel.zero.parameters import ParameterSync

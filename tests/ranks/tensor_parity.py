@@ -17,10 +17,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
-from framework.mesh.topology import Topology
+from framework.mesh.topology import Axis, Topology
 from framework.model.chunked_loss import ChunkedLoss
 from framework.model.load import build_meta, choose_experts
 from framework.model.logit_map import find_logit_map

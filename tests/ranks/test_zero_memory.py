@@ -11,8 +11,8 @@ from torch import Tensor
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.errors import LayoutError
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
+from framework.mesh.topology import Axis
 from framework.model.load import build_meta
 from framework.model.units import Unit, find_units
 from framework.optim.optimizers import FlatOptimizer

@@ -16,8 +16,8 @@ from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
-from framework.mesh.axis import Axis
 from framework.mesh.token_layout import TokenLayout
+from framework.mesh.topology import Axis
 from framework.model.flops import attention_masks
 from framework.model.stage import StageBounds
 from framework.parallel.pipeline.lower import live_moments

@@ -17,9 +17,9 @@ from transformers import PretrainedConfig
 
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
-from framework.comm.copy_stream import CudaCopyStream, LateCopies, open_copy_stream
+from framework.comm.transfer import CudaCopyStream, LateCopies, open_copy_stream
 from framework.errors import ModelError
-from framework.mesh.axis import Axis
+from framework.mesh.topology import Axis
 from framework.parallel.activation_offload import (
     ActivationOffload,
     HostPool,

@@ -29,8 +29,8 @@ from framework.comm.communicator import Communicator
 from framework.comm.transfer import Moment
 from framework.errors import CheckpointError
 from framework.lease import Lease
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, Shard
+from framework.mesh.topology import Axis
 from framework.optim import disk_chunks
 from framework.optim.disk_chunks import DiskShard, DiskState
 from framework.optim.disk_ring import DiskStates

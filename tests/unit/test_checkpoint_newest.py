@@ -19,8 +19,8 @@ from framework.checkpoint.save import save_checkpoint
 from framework.comm.communicator import Communicator
 from framework.errors import EXIT_FAILED, EXIT_USER, CheckpointError, StorageError
 from framework.lease import Lease
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
+from framework.mesh.topology import Axis
 
 ALONE = Communicator(Axis("world", 1, 0))
 NUMEL = 5_000

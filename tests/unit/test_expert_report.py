@@ -15,8 +15,8 @@ from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
 from framework.errors import ModelError
-from framework.mesh.axis import Axis
 from framework.mesh.token_layout import TokenLayout
+from framework.mesh.topology import Axis
 from framework.model.experts import ExpertsForm
 from framework.model.load import build_meta
 from framework.model.mixtures import ExpertLoad, Mixture, MixtureLoad, find_mixtures, read_loads

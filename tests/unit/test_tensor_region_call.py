@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from framework.comm.communicator import Communicator
-from framework.mesh.axis import Axis
 from framework.mesh.token_layout import TokenLayout
+from framework.mesh.topology import Axis
 from framework.parallel.tensor.async_tp import AsyncGather, AsyncGatherTensor
 from framework.parallel.tensor.borders import Border, ReplicatedBorder, ShardedBorder, ShardedTokens
 from framework.parallel.tensor.regions import Region

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from framework.comm.board import Board
 from framework.comm.communicator import Communicator, Operation
-from framework.mesh.axis import Axis
+from framework.mesh.topology import Axis
 from framework.monitor import watchdog as watchdog_module
 from framework.monitor.hang import RANKS_FILE, TRAINING, RankStatus, read_ranks, write_ranks
 from framework.monitor.phases import Phase, Phases

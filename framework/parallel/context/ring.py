@@ -86,6 +86,7 @@ class Ring:
 
     def forward(self, own: KeyValues, route: RingRoute, work: Attends) -> None:
         """Have `work` attend to the K/V of all ranks of the route."""
+        # The first message leaves before anything is computed.
         conveyor = _Conveyor(own, route, self.axis)
         for group in route.groups:
             work.start(group)
@@ -99,6 +100,7 @@ class Ring:
         conveyor = _Conveyor(own, route, self.axis)
         for group in route.groups:
             work.start(group)
+            # Sums whose last hop is under way to this rank: one portion's at most.
             homeward: list[tuple[Portion, _Shift]] = []
             for portion in group.portions:
                 last = self._sum_around(portion, route.steps, conveyor, work)
@@ -116,12 +118,14 @@ class Ring:
         """Add to the sums of others that come by. Returns the last hop, with which this rank's own come home."""
         sums: _Shift | None = None
         for step, following in zip(steps, (*steps[1:], self.axis.size), strict=False):
+            # By now the next rank's K/V are on their way under what is computed here.
             held = conveyor.take()
             contributions = work.differentiate(portion, self._source(step), held)
             # Waited for only now: the rank before added to them while this one was computing.
             so_far = held.new_message(sums_dtype(held.k.dtype)) if sums is None else sums.arrive()
             (so_far.set if sums is None else so_far.add)(contributions)
             del held, contributions  # before the next are received and computed
+            # As many ranks on as K/V go, so that sums and K/V of one rank meet at each rank; the last hop leads home.
             sums = _Shift(so_far, following - step, self.axis)
         return sums
 
@@ -135,6 +139,7 @@ class _Conveyor:
 
     def __init__(self, own: KeyValues, route: RingRoute, axis: Communicator):
         self._own, self._chunks, self._axis = own, route.chunks, axis
+        # The first hop goes from this rank to the first that needs its K/V; steps that nobody needs are jumped over.
         hops = [after - before for before, after in pairwise((0, *route.steps))]
         self._moves = iter(
             [
@@ -200,6 +205,7 @@ class Gather:
                 coming = _Gathered(own, portion, route.chunks, self.axis)
                 if portion == group.portions[0]:
                     work.start(group)
+                # Under the blocks of this rank's own keys, of the first portion; later ones wait for their message.
                 coming.wait()
                 for source in self._sources(route):
                     work.attend(portion, source, coming.of(source))
@@ -245,6 +251,7 @@ class _Gathered:
         self.everyone = own.k.new_empty(axis.size, views.k.numel() + views.v.numel())
         # Packed where the gather wants this rank's part, which it then need not copy.
         self.packed = portion.pack(own, chunks, self.everyone[axis.rank])
+        # Started at once, so that the caller computes with its own keys meanwhile.
         self._pending: Pending = start_all_gather(self.everyone, self.everyone[axis.rank], axis, "keys and values")
 
     def wait(self) -> None:

@@ -81,8 +81,9 @@ class Routing:
         if is_left_out is not None:
             # Sorted behind all experts, where nobody reads them.
             ids = ids.masked_fill(is_left_out.flatten(), num_experts)
-        # Not bincount: on a GPU it waits for the largest id.
+        # One place more than experts: for pairs that are not sent. Not bincount: on a GPU it waits for the largest id.
         counts = ids.new_zeros(num_experts + 1).scatter_add_(0, ids, torch.ones_like(ids))[:num_experts]
+        # Stable: pairs of one expert stay in the order of tokens, on every rank and in every recomputation.
         return cls((ids if keys is None else keys[ids]).argsort(stable=True), counts)
 
 
@@ -126,6 +127,7 @@ class ExpertDispatch:
         out = route(hidden_states, top_k_index, top_k_weights, left_out)
         if not self.local.keeps_tokens:
             return out
+        # A token that is routed to itself needs no expert: it comes back by its weight, with the gradient of both.
         kept = top_k_weights.masked_fill(top_k_index < self.num_experts, 0.0).sum(-1, keepdim=True)
         return out + (hidden_states * kept).to(out.dtype)
 
@@ -136,6 +138,7 @@ class ExpertDispatch:
         if missing and left_out is None:
             left_out = torch.zeros_like(index, dtype=torch.bool)
         own, own_weights = (duals.scatter(_fill_up(x, missing), tp, 0) for x in (hidden, weights))
+        # Indices and choices have no gradient, so each rank cuts its own.
         own_index = _fill_up(index, missing).chunk(tp.size)[tp.rank]
         own_left_out = None if left_out is None else _fill_up(left_out, missing, True).chunk(tp.size)[tp.rank]
         return duals.join(self._route(own, own_index, own_weights, own_left_out), tp, 0)[:num_rows]
@@ -148,6 +151,7 @@ class ExpertDispatch:
         if self.local.form.has_identity:
             masks.append(index >= self.num_experts)
         if self.local.form.is_expert_major:
+            # llama4's rows of tokens that were not routed to the expert.
             masks.append(~hidden.detach().any(-1, keepdim=True))
         if self.capacity is not None:
             # Weights that are computed again may differ in their last bit, and another pair would find no room.
@@ -165,7 +169,7 @@ class ExpertDispatch:
         bool, pairs that are sent to nobody; None: there are none."""
         keys = self.route.sort_keys(self.num_experts, index.device)
         parts = [
-            _Part(x, w, Routing.of(i, self.num_experts, out, keys))
+            _TokenPart(x, w, Routing.of(i, self.num_experts, out, keys))
             for x, w, i, out in zip(
                 *(each.tensor_split(self.num_parts) for each in (hidden, weights, index)),
                 [None] * self.num_parts if left_out is None else left_out.tensor_split(self.num_parts),
@@ -174,15 +178,17 @@ class ExpertDispatch:
         ]
         for part, plan in zip(parts, self.route.plan([part.routing.counts for part in parts]), strict=True):
             part.depart(plan)
+        # All parts are on their way by now: what is computed here hides the first hop of each.
         if self.shared is not None:
             self.shared.compute_ahead()
         for part in parts:
             part.visit(self.local)
+        # Only now: the first part travels back while the last one's experts compute.
         outputs = [part.combine() for part in parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-class _Part:
+class _TokenPart:
     """Some of a rank's tokens on their way. x: [T, H]; weights: [T, k]."""
 
     def __init__(self, x: Tensor, weights: Tensor, routing: Routing):

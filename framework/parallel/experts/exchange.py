@@ -54,17 +54,21 @@ class RowExchange:
 
 
 class _Depart(torch.autograd.Function):
+    """x: [sum(sent), H] -> memory for the rows that come, [sum(received), H], which nobody may read yet."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, transfer: RowExchange) -> Tensor:
         ctx.transfer = transfer
         out = x.new_empty(sum(transfer.received), *x.shape[1:])
         splits = transfer.received, transfer.sent
+        # Kept in the exchange and not in ctx: the wait belongs to `_Arrive`, another node of the graph.
         transfer.pending = start_all_to_all(out, x.contiguous(), transfer.axis, *splits, "rows of experts")
         return out
 
     @staticmethod
     def backward(ctx: Any, stand_in: Tensor) -> tuple[Tensor, None]:
         transfer: RowExchange = ctx.transfer
+        # By autograd's order `_Arrive.backward` has run: it starts the message whose end this is.
         dx, transfer.gradient = transfer.gradient, None
         assert dx is not None, "the gradient of rows that have not arrived"
         transfer.pending.wait()
@@ -72,6 +76,8 @@ class _Depart(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
+    """x: what `_Depart` returned -> the same rows, [sum(received), H], once they have come."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, transfer: RowExchange) -> Tensor:
         ctx.transfer = transfer
@@ -91,6 +97,8 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
+    """x: [T, H] -> [P, H]."""
+
     # Written out because autograd's own gradient of a gather adds into zeros row by row; here it is a gather again.
 
     @staticmethod
@@ -106,6 +114,8 @@ class _Spread(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
+    """y: [P, H], weights: [T, k] -> [T, H]."""
+
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor, order: Tensor) -> Tensor:
         ctx.save_for_backward(y, weights, order)
@@ -140,6 +150,9 @@ class _Combine(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
+    """x: [R, H] -> [R, H]."""
+
+    # Saves the inverse, so that the gradient is a gather, too.
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
@@ -237,6 +250,7 @@ class DispatchedRows:
         for index, (hop, transfer) in enumerate(zip(self.plan.hops, self._there, strict=True)):
             self._rows = permute(transfer.arrive(self._rows), hop.order, hop.inverse)
             if index < last:
+                # Not before all of this hop has come and is sorted: a rank of the next hop gets rows of all its ranks.
                 self._rows = self._there[index + 1].depart(self._rows)
         return self._take()
 
@@ -257,6 +271,7 @@ class DispatchedRows:
         return self._take()
 
     def _take(self) -> Tensor:
+        # Nothing may hold the rows that the caller frees: they are the largest activations of the layer.
         rows, self._rows = self._rows, torch.empty(0)
         return rows
 
@@ -275,6 +290,7 @@ class ExpertRoute:
         that is the order of the experts' numbers."""
         if self._outer == 1:
             return None
+        # Kept: they depend on the layout alone, and are asked for in every layer.
         if (keys := self._keys.get((num_experts, device))) is None:
             order = (
                 torch.arange(num_experts, device=device).view(self._outer, self._inner, -1).transpose(0, 1).flatten()
@@ -290,14 +306,17 @@ class ExpertRoute:
         waits for them here, once in a layer.
         """
         parts = len(counts)
+        # Parts go together: as many messages of numbers as with one part.
         sent = torch.stack(list(counts)).view(parts, self._outer, self._inner, -1).permute(2, 0, 1, 3).contiguous()
         numbers: list[tuple[Tensor, Tensor]] = []
         for axis in self.hops:
             received = torch.empty_like(sent)
             all_to_all(received, sent, axis)
             numbers.append((sent, received))
+            # What came is sorted by the rank of the next hop: its numbers are what that hop sends.
             sent = received.transpose(0, 2).contiguous()
-        # Of the last hop by expert, of the others by rank: all that the host has to know, in one copy.
+        # Of the last hop by expert, of the others by rank: all that the host has to know, in one copy. Each copy would be a wait
+        # for the device, in forward and again in each recomputation.
         sums = [each.sum((2, 3)).flatten() for pair in numbers for each in pair]
         by_expert = numbers[-1][1].sum((0, 2)).flatten()
         known = [int(each) for each in AsyncHostCopy(torch.cat([*sums, by_expert])).values()]
@@ -328,6 +347,8 @@ class ExpertRoute:
             # How many rows there are is told, or a GPU would be waited for to learn it.
             of_part = of[part::parts]
             arriving = labels.flatten().repeat_interleave(rows.flatten(), output_size=sum(of_part))
+            # Stable, so that an expert meets its rows in the order of ranks and tokens, whatever came first: sums are
+            # reproducible.
             ids, order = arriving.sort(stable=True)
             hops.append(Hop(axis, to[part::parts], of_part, order, invert(order)))
         return DispatchPlan(tuple(hops), ids, RowGroups.of(groups, ids.device))

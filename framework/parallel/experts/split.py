@@ -116,7 +116,8 @@ def _replace_forward(model: PreTrainedModel, name: str, form: ExpertsForm, plan:
         else [axes["ep"]]
     )
     parent, _, child = name.rpartition(".")
-    # Where slices of experts compute inside a region, it is the region that computes shared experts.
+    # Looked for on meta: the mixture's own code runs once, without memory. Where slices of experts compute inside a region, it is
+    # the region that computes shared experts.
     if axes["expert_tp"].size == 1:
         shared = stand_in(model.get_submodule(parent), child, model.config.get_text_config().hidden_size)
     experts.forward = ExpertDispatch(  # type: ignore[method-assign]

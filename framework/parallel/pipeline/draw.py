@@ -171,7 +171,7 @@ def describe_pipeline(pipeline: PipelinePlan, num_microbatches: int) -> str:
     lines += [
         "",
         f"rank 0 does   {shown}{' ...' if len(lowered) > 24 else ''}",
-        f"parameters    gathered once per {pipeline.unshard} (zero.stage, zero.keep_gathered)",
+        f"parameters    unsharded once per {pipeline.unshard} (zero.stage, zero.keep_gathered)",
         f"gradients     reduced once per {pipeline.reduce} (zero.stage, zero.accumulate)",
         "",
         *_compare(pipeline, schedule.num_ranks, num_microbatches),

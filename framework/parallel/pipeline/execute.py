@@ -61,10 +61,10 @@ class StageActions(Protocol):
         """The weight gradients that `backward_input` left out."""
 
     def unshard(self, is_forward: bool) -> None:
-        """Start to gather the parameters that the next forward, or backward, reads first."""
+        """Start to unshard the parameters that the next forward, or backward, reads first."""
 
     def reshard(self) -> None:
-        """Free the gathered parameters that the stage still holds."""
+        """Reshard the parameters that the stage still holds unsharded."""
 
     def wait_reduce(self) -> None:
         """Wait for the gradient reductions that have been started."""

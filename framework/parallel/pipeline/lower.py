@@ -7,8 +7,8 @@ for computations that wait for earlier messages, so no cycle of waits can close.
 
     SEND          right after the action that computes the content
     RECV          some actions ahead of its use, so that the data arrives while the rank computes
-    UNSHARD       starts to gather the stage's first units; hooks gather the others, and free them, as computation goes on
-    RESHARD       frees what is still gathered of the stage; left out between a forward and the same stage's backward after it
+    UNSHARD       starts to unshard the stage's first units; hooks unshard the others, and reshard them, as computation goes on
+    RESHARD       reshards what is still unsharded of the stage; left out between a forward and the same stage's backward after it
     WAIT_REDUCE   waits for the gradient reductions that a backward has started, as late as the memory of gradients allows
 """
 
@@ -33,15 +33,17 @@ Frequency = Literal["step", "microbatch"]
 
 @dataclass(frozen=True)
 class StageMessage:
-    """A message between two ranks: sent by `source` after its compute action number `after`, needed by `target` before its
-    number `before`. time: the simulated time at which the content is ready. send, receive: the actions of the two sides."""
+    """A message between two ranks."""
 
     time: float
+    """The simulated time at which the content is ready."""
     source: int
     after: int
+    """The number of the source's compute action behind which it is sent."""
     send: Action
     target: int
     before: int
+    """The number of the target's compute action that needs it."""
     receive: Action
 
 
@@ -61,7 +63,7 @@ class Lowered:
 def lower(schedule: Schedule, costs: Costs, unshard: Frequency = "step", reduce: Frequency = "step") -> Lowered:
     """The schedule with messages and lifetimes.
 
-    unshard: whether a stage's parameters are gathered once a step and kept until the update, or again for each forward and
+    unshard: whether a stage's parameters are unsharded once a step and kept until the update, or again for each forward and
     backward. reduce: whether gradients are summed over ranks once a step, or after each microbatch's backward.
     """
     # Rank and action break ties: each rank sorts for itself, and messages with equal times must have the same order everywhere,
@@ -134,17 +136,17 @@ def _place_lifetimes(
     """Pairs (number of the compute action before which it happens, UNSHARD, RESHARD or WAIT_REDUCE)."""
     # W reads no parameters, only saved factors of the weights' gradients: its stage may be resharded.
     reads = [index for index, action in enumerate(actions) if action.kind is not W]
-    gathered: set[int] = set()
+    unsharded: set[int] = set()
     for at, after in zip(reads, [*reads[1:], None], strict=True):
         stage, kind, microbatch = actions[at]
-        if stage not in gathered:
-            gathered.add(stage)
+        if stage not in unsharded:
+            unsharded.add(stage)
             yield at, Action(stage, ActionKind.UNSHARD, microbatch)
         # What a forward read last, a backward of the same stage reads first: a RESHARD between them would free it just to
-        # have it gathered again.
+        # have it unsharded again.
         turns = after is not None and kind is F and actions[after].kind in (B, I) and actions[after].stage == stage
         if unshard == "microbatch" and not turns:
-            gathered.discard(stage)
+            unsharded.discard(stage)
             yield at + 1, Action(stage, ActionKind.RESHARD, microbatch)
     pending: dict[int, Action] = {}
     for index, (stage, kind, microbatch) in enumerate(actions):
@@ -158,17 +160,17 @@ def _place_lifetimes(
 
 
 class LiveMoment(NamedTuple):
-    """What a rank has live while it computes: forward (else backward) of a stage, and (stage, whole, waiting) of each of its
-    stages: microbatches between their F and the end of their B or I, this one included, and those between I and W.
-
-    between: hidden states, or gradients of such, that wait for an action of this rank, arrive ahead of it, or are held until
-    their receiver shows that it has them; what the moment's own action gives to the next stage, or was given, included.
-    """
+    """The microbatches and hidden states that a rank holds while it computes."""
 
     is_forward: bool
+    """Forward of `stage`, else backward."""
     stage: int
     live: tuple[tuple[int, int, int], ...]
+    """(stage, whole, waiting) of each of the rank's stages: microbatches between their F and the end of their B or I, this one
+    included, and those between I and W."""
     between: int = 0
+    """Hidden states, or gradients of such, that wait for an action of this rank, arrive ahead of it, or are held until their
+    receiver shows that it has them; those that the action itself is given, or gives to the next stage, included."""
 
 
 def live_moments(lowered: Lowered, rank: int) -> list[LiveMoment]:
@@ -217,7 +219,7 @@ class _Between:
             self._leaving.append(self._messages[action])
 
     def take(self, action: Action) -> None:
-        """What a compute action was given by another stage."""
+        """Use up the tensors that another stage has given to a compute action."""
         if action.kind is W:
             return
         receive = action._replace(kind=RECEIVES[action.kind not in FORWARDS])
@@ -229,7 +231,7 @@ class _Between:
             self._leaving = [each for each in self._leaving if each.target != came.source or each.before > came.after]
 
     def hand_on(self, action: Action) -> None:
-        """What a compute action gives to a stage on the same rank waits there."""
+        """Keep the tensors that a compute action gives to a stage on the same rank."""
         stage, kind, microbatch = action
         is_forward = kind in FORWARDS
         to = stage + 1 if is_forward else stage - 1

@@ -20,19 +20,20 @@ from framework.recipe.derive import count_virtual_stages
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The plan of a run's pipeline; equal on all ranks.
-
-    stages: the layers of each stage. rank_of_stage: the rank of each. costs: simulated times, in FLOPs. make: the schedule with
-    a given number of microbatches. unshard, reduce: how often, see `lower`. known, rooms: results computed before.
-    """
+    """The plan of a run's pipeline; equal on all ranks."""
 
     stages: tuple[StageBounds, ...]
+    """The layers of each stage."""
     rank_of_stage: tuple[int, ...]
     costs: Costs
+    """Simulated times, in FLOPs."""
     make: Callable[[int], Schedule]
+    """The schedule with a given number of microbatches."""
     unshard: Frequency = "step"
     reduce: Frequency = "step"
+    """How often; see `lower`."""
     known: dict[tuple[int, int], Lowered] = field(default_factory=dict)
+    """Results computed before, as `rooms`."""
     rooms: dict[int, int] = field(default_factory=dict)
 
     def sends(self, index: int) -> bool:
@@ -108,7 +109,7 @@ def plan_pipeline(
         schedule.rank_of_stage,
         Costs(costs, costs, costs),
         make,
-        # Parameters that are not kept are gathered for each use. Gradients that accumulate as shards are reduced before those of
+        # Parameters that are not kept are unsharded for each use. Gradients that accumulate as shards are reduced before those of
         # the next microbatch come, which go into the same buffer.
         "microbatch" if zero.stage == 3 and not zero.keep_gathered else "step",
         "microbatch" if zero.stage >= 2 and zero.accumulate == "sharded" else "step",

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from framework.mesh.axis import Axis
+from framework.mesh.topology import Axis
 from framework.parallel.tensor.find_regions import RegionPlan
 from framework.parallel.tensor.partition import Counts
 from framework.parallel.tensor.regions import select_heads

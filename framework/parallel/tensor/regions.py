@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from framework.comm.collectives import Pending
 from framework.errors import ModelError
-from framework.mesh.axis import Axis
 from framework.mesh.layout import part
+from framework.mesh.topology import Axis
 from framework.model.matmul import MatmulLinear
 from framework.parallel.tensor.borders import Border, ShardedTokens
 from framework.parallel.tensor.rng import RngStreams

@@ -19,8 +19,9 @@ shards each parameter along dim 0 instead and pays for it with a copy into and o
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -247,7 +248,8 @@ class UnitBuffer:
         takes it returns it to the pool, unless it is kept for the whole step."""
         full = self.gradient
         for grad_view in self.grad_views.values():
-            grad_view.is_written = False
+            if grad_view.state is GradientState.WRITTEN:
+                grad_view.state = GradientState.REDUCED
         if not self.plan.lifetimes.keeps_gradients:
             # The next microbatch's backward must not write where a reduction still reads: it gets other memory.
             self.gradient, self.gradient_address = full[:0], 0
@@ -333,16 +335,24 @@ class UnitBuffer:
         return interval.layout, values[interval.start - first : interval.stop - first]
 
 
+class GradientState(Enum):
+    """The content of a parameter's main gradient in a step."""
+
+    UNREACHED = "no gradient of this step has come"
+    REDUCED = "gradients have come and been reduced: the next one is written"
+    WRITTEN = "gradients have come since the last reduction: the next one is added"
+
+
 class MainGradView:
     """One parameter's view of its buffer's main gradient: written first, then added to.
 
-    is_written: since the buffer was last started afresh; is_reached: in this step. deferred: while it is set, gradients do not
-    come here but, as calls that add them, into the list of their unit: a backward that leaves weights for later.
+    deferred: while it is set, gradients do not come here but, as calls that add them, into the list of their unit: a backward
+    that leaves weights for later.
     """
 
     def __init__(self, buffer: UnitBuffer, slot: Slot):
         self.parameter = buffer.parameters[slot.name]
-        self.is_written = self.is_reached = False
+        self.state = GradientState.UNREACHED
         self.deferred: DeferredGradients | None = None
         self._buffer, self._slot = buffer, slot
         self._shape = slot.layout.shape_local
@@ -359,55 +369,43 @@ class MainGradView:
         return self._buffer.gradient[self._slot.start : self._slot.stop].view(self._shape)
 
     @property
+    def is_reached(self) -> bool:
+        """Whether a gradient has come in this step."""
+        return self.state is not GradientState.UNREACHED
+
+    @property
     def is_deferred(self) -> bool:
         """Whether gradients of this backward come later."""
         return self.deferred is not None
 
     def add(self, gradient: Tensor) -> None:
-        """Add a gradient of the parameter's local shape, cast to the master dtype. Raises LayoutError after its unit's
-        reduction."""
-        if self.deferred is not None:
-            self._defer(partial(self.add, gradient))
-            return
-        view, is_first = self._open()
-        view.copy_(gradient) if is_first else view.add_(gradient)
+        """Add a gradient of the parameter's local shape, cast to the master dtype. This and the others raise LayoutError after
+        the unit's reduction."""
+        self._write(lambda view, is_first: view.copy_(gradient) if is_first else view.add_(gradient))
 
     def add_matmul(self, left: Tensor, right: Tensor, accumulate: Accumulate = accumulate_matmul) -> None:
         """Add left^T @ right. left: [k, m], right: [k, n], compute dtype, any strides; the parameter's local shape: [m, n].
-        accumulate: computes it. Raises LayoutError after its unit's reduction."""
-        if self.deferred is not None:
-            self._defer(partial(self.add_matmul, left.detach(), right.detach(), accumulate))
-            return
-        view, is_first = self._open()
-        accumulate(view, left, right, is_first)
+        accumulate: computes it."""
+        left, right = left.detach(), right.detach()
+        self._write(lambda view, is_first: accumulate(view, left, right, is_first))
 
     def add_stacked_matmul(self, left: Tensor, right: Tensor, groups: RowGroups) -> None:
         """Add left^T @ right of each group's rows. left: [R, m], right: [R, n], compute dtype; the parameter's local shape:
-        [E, m, n]. Raises LayoutError after its unit's reduction."""
-        if self.deferred is not None:
-            self._defer(partial(self.add_stacked_matmul, left.detach(), right.detach(), groups))
-            return
-        view, is_first = self._open()
-        accumulate_stacked_matmul(view, left, right, groups, is_first)
+        [E, m, n]."""
+        left, right = left.detach(), right.detach()
+        self._write(lambda view, is_first: accumulate_stacked_matmul(view, left, right, groups, is_first))
 
     def add_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Add rows to those of the gradient that `ids` name. ids: [n], some perhaps more than once; rows: [n, k].
-        Raises LayoutError after its unit's reduction."""
-        if self.deferred is not None:
-            self._defer(partial(self.add_rows, ids, rows.detach()))
-            return
-        view, is_first = self._open()
-        if is_first:
-            view.zero_()
-        if view.is_cuda:
-            # There index_add_ adds in whatever order threads come, and two equal runs would differ in their last bits.
-            view.index_put_((ids,), rows.to(view.dtype), accumulate=True)
-        else:
-            view.index_add_(0, ids, rows.to(view.dtype))
+        """Add rows to those of the gradient that `ids` name. ids: [n], some perhaps more than once; rows: [n, k]."""
+        rows = rows.detach()
+        self._write(lambda view, is_first: _add_rows(view, ids, rows, is_first))
 
-    def _defer(self, add: Callable[[], None]) -> None:
-        assert self.deferred is not None
-        self.deferred.setdefault(self._buffer.unit, []).append(add)
+    def _write(self, write: Callable[[Tensor, bool], Any]) -> None:
+        """Write to the view now, or leave it to the backward of weights. write: takes the view, and whether this is the first."""
+        if self.deferred is None:
+            write(*self._open())
+        else:
+            self.deferred.setdefault(self._buffer.unit, []).append(partial(self._write, write))
 
     def _open(self) -> tuple[Tensor, bool]:
         """The view, and whether what it gets is the first: if not, it is added to."""
@@ -417,8 +415,8 @@ class MainGradView:
                 f"{self._slot.name} received a gradient after backward had left its unit, {self._buffer.unit}, and reduced it:"
                 " the model computes with it elsewhere than its modules and ties tell"
             )
-        is_first = not self.is_written
-        self.is_written = self.is_reached = True
+        is_first = self.state is not GradientState.WRITTEN
+        self.state = GradientState.WRITTEN
         if self._kept is not None:
             return self._kept, is_first
         if not self._buffer.gradient_address:
@@ -428,6 +426,16 @@ class MainGradView:
         if view is None:
             view = self._pooled[self._buffer.gradient_address] = self._make_view()
         return view, is_first
+
+
+def _add_rows(view: Tensor, ids: Tensor, rows: Tensor, is_first: bool) -> None:
+    if is_first:
+        view.zero_()
+    if view.is_cuda:
+        # There index_add_ adds in whatever order threads come, and two equal runs would differ in their last bits.
+        view.index_put_((ids,), rows.to(view.dtype), accumulate=True)
+    else:
+        view.index_add_(0, ids, rows.to(view.dtype))
 
 
 def make_buffers(plans: Iterable[BufferPlan]) -> list[UnitBuffer]:

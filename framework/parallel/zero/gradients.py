@@ -20,10 +20,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from framework.comm.algorithms import Pending
+from framework.comm.algorithms import ExposedCommunication, Pending
 from framework.comm.collectives import start_all_reduce, start_reduce_scatter
-from framework.parallel.zero.buffers import DeferredGradients, MainGradView, UnitBuffer
-from framework.parallel.zero.exposed_communication import ExposedCommunication
+from framework.parallel.zero.buffers import DeferredGradients, GradientState, MainGradView, UnitBuffer
 from framework.parallel.zero.plan_buffers import Slot
 from framework.parallel.zero.unit_buckets import find_unit_buckets
 
@@ -79,7 +78,7 @@ class GradientSync:
     def start_step(self) -> None:
         """Forget the former step's gradients."""
         for _, _, grad_view in self.grad_views:
-            grad_view.is_written = grad_view.is_reached = False
+            grad_view.state = GradientState.UNREACHED
         self._has_reduced = set()
         self._complete.clear()
 
@@ -145,7 +144,7 @@ class GradientSync:
         """Start the reduce-scatter of a full gradient, [numel_padded] to [numel_part], over the shard axis."""
         buffer.open_gradient()
         for grad_view in buffer.grad_views.values():
-            if not grad_view.is_written:
+            if grad_view.state is not GradientState.WRITTEN:
                 # Pooled memory holds another unit's gradient. This rank takes part even if nothing here was written: others'
                 # data may have reached the parameter, and they wait in the same collective.
                 grad_view.view.zero_()

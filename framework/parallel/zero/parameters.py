@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from framework.comm.algorithms import Pending, then
+from framework.comm.algorithms import ExposedCommunication, Pending, then
 from framework.comm.collectives import start_all_gather
 from framework.comm.transfer import fetch, write_across
 from framework.parallel.zero.buffers import UnitBuffer
-from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.unit_buckets import find_unit_buckets, gathers_alone
 
@@ -149,7 +148,7 @@ def _gather_part(buffer: UnitBuffer, part: Tensor) -> Pending:
 
 
 def _find_fp8(units: Sequence[Sequence[UnitBuffer]]) -> "Fp8Gather | None":
-    """What gathers the weights that travel as fp8 numbers; None where none do."""
+    """The all-gather of weights that travel as fp8 numbers; None where none do."""
     buffers = [buffer for unit in units for buffer in unit if buffer.plan.dtypes.gathered is not None]
     if not buffers:
         return None
@@ -160,7 +159,7 @@ def _find_fp8(units: Sequence[Sequence[UnitBuffer]]) -> "Fp8Gather | None":
 
 
 def share_messages(buffers: Sequence[UnitBuffer]) -> list[list[UnitBuffer]]:
-    """The buffers as they are gathered: together where they have one shard axis and one dtype, and nothing stands between the
+    """The buffers as they are unsharded: together where they have one shard axis and one dtype, and nothing stands between the
     memory that is sent and the memory that is written."""
     messages: dict[Hashable, list[UnitBuffer]] = {}
     for buffer in buffers:

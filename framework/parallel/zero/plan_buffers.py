@@ -16,8 +16,8 @@ import torch
 
 from framework.comm.communicator import Communicator
 from framework.errors import LayoutError
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, Run, part
+from framework.mesh.topology import Axis
 from framework.model.units import Unit
 from framework.parallel.zero.lifetimes import Home, Lifetimes
 from framework.recipe.schema import Offload
@@ -67,8 +67,8 @@ class BufferDtypes:
 
     @property
     def gradient(self) -> torch.dtype:
-        """Of gradients, their sums and the optimizer's moments: the master's, but at least fp32. In bf16 a sum would stand still
-        once it is 256 times as large as what is added."""
+        """The dtype of gradients, their sums and the optimizer's moments: the master's, but at least fp32. In bf16 a sum would
+        stand still once it is 256 times as large as what is added."""
         return torch.promote_types(self.master, torch.float32)
 
     @property
@@ -78,19 +78,18 @@ class BufferDtypes:
 
 @dataclass(frozen=True)
 class BufferAxes:
-    """Axes of a buffer as one rank sees them.
-
-    shard: the ranks that hold its parts. update: the ranks that divide the update of one part, of size 1 where each holder makes
-    all of it. replicas: over which every rank owns the same elements, outermost first. partial: those over which the gradient is
-    still a sum to be made after the reduce-scatters over shard and update. reading: the ranks that divide the reading of what
-    all of them own, of size 1 where each owns something else.
-    """
+    """Axes of a buffer as one rank sees them."""
 
     shard: Communicator
+    """The ranks that hold its parts."""
     update: Communicator
+    """The ranks that divide the update of one part; of size 1 where each holder makes all of it."""
     replicas: tuple[Communicator, ...]
+    """Axes over which every rank owns the same elements, outermost first."""
     partial: tuple[Communicator, ...]
+    """Axes over which the gradient is still a sum to be made after the reduce-scatters over shard and update."""
     reading: Communicator
+    """The ranks that divide the reading of what all of them own; of size 1 where each owns something else."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class BufferPlan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank owns all of the buffer, and keeps it: nothing is ever gathered, nothing scattered."""
+        """Whether this rank owns all of the buffer, and keeps it: nothing is ever unsharded, nothing scattered."""
         return self.lifetimes.resident_parameters and self.axes.shard.size == self.axes.update.size == 1
 
     @property
@@ -359,8 +358,8 @@ class _Kind:
         return cls(dtype, group == FROZEN, *zero_axes, layout.replicated, layout.partial, layout.gathered_in)
 
     def lifetimes(self, axes: Mapping[str, Communicator], lifetimes: Lifetimes) -> Lifetimes:
-        """The recipe's, but for experts of which this rank has the only shard: what is never gathered need not come and go. Dense
-        parameters are left as they are: on one rank they show what many do."""
+        """The recipe's, but for experts of which this rank has the only shard: what is always unsharded need not come and go.
+        Dense parameters are left as they are: on one rank they show what many do."""
         if self.shard_axis != "expert_shard" or axes["expert_shard"].size > 1:
             return lifetimes
         return replace(lifetimes, keeps_gradients=True, keeps_parameters=True, resident_parameters=True)

@@ -44,8 +44,8 @@ class BitHash:
         self._multipliers: dict[torch.device, Tensor] = {}
 
     def hash(self, pieces: Iterable[Tensor]) -> Tensor:
-        """Of flat tensors, [n] each of any dtype, one behind another: an int64 scalar on the rank's device. Waits for nothing,
-        but for pieces on the host of a rank whose device is another."""
+        """Hash flat tensors, [n] each of any dtype, one behind another: an int64 scalar on the rank's device. Waits only for
+        pieces on the host of a rank whose device is another."""
         total, first = torch.zeros((), dtype=torch.int64, device=self._device), 0
         for piece in pieces:
             words = piece.detach().view(WORDS[piece.element_size()])
@@ -56,7 +56,7 @@ class BitHash:
         return total
 
     def _hash_block(self, words: Tensor, first: int) -> Tensor:
-        """Of words [n] from the place `first` on."""
+        """Hash words [n] from the place `first` on."""
         whole = len(words) // ROW * ROW
         rows, rest, multipliers = words[:whole].view(-1, ROW), words[whole:], self._multipliers_on(words.device)
         # The multipliers of a row are those of the first, and two more for each place between.
@@ -82,19 +82,21 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, eq=False)
 class Hashed:
-    """The hash of what is equal over `axes`, an int64 scalar. state, unit: what a user hears; key: the same on all replicas, and
-    no other's on this rank."""
+    """The hash of a state that is equal on all ranks of `axes`."""
 
     state: str
+    """With `unit`, the words that name it to a user."""
     unit: str
     key: str
+    """The same on all replicas, and no other's on this rank."""
     axes: tuple[Communicator, ...]
     hash: Tensor
+    """An int64 scalar."""
 
 
 def hash_parameters(parameters: ParameterSync, hashes: BitHash) -> Iterator[Hashed]:
-    """Of a stage's parameters that are there for the whole step. To be called before the update: behind it they are old until
-    the next gather."""
+    """Hashes of a stage's parameters that are unsharded for the whole step. Call it before the update: behind it they are old
+    until the next unshard."""
     for index in sorted(parameters.unsharded):
         parameters.unshard(index)  # one that was prefetched may still be on its way
         for buffer in parameters.units[index]:

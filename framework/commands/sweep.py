@@ -1,5 +1,5 @@
-"""`train -m`, a sweep on this machine: a folder that `meshwright status` reads, `runs/NAME-sweep-001`, and beside it those of
-its runs, each trained by a process of its own."""
+"""`train -m`: a sweep on this machine. It has a folder that `meshwright status` reads, `runs/NAME-sweep-001`, and beside it
+those of its runs, each trained by a process of its own."""
 
 import shlex
 import signal
@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from framework.commands.status import describe_sweep
 from framework.errors import EXIT_DONE, RecipeError
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
-from framework.launch.overview import describe_sweep
-from framework.launch.subject import find_saved, require_subject
+from framework.launch.resume import find_saved, require_subject
 from framework.plan.auto import require_layout
 from framework.recipe.compose import compose, expand_sweep
 from framework.recipe.environment import hide_override
@@ -61,8 +61,8 @@ def _refuse_shared_id(recipes: Sequence[Recipe]) -> None:
 
 
 def begin_sweep(recipes: Sequence[Recipe]) -> list[RunDirectory]:
-    """The runs, `NAME-sweep-001-0` and so on where the recipes give no id. Their folders are made, so that they are
-    told from mistyped ones, and are named in the sweep's run.json."""
+    """The runs, `NAME-sweep-001-0` and so on where the recipes give no id. Their folders are made, so that they differ from
+    mistyped ones, and the sweep's run.json names them."""
     name = f"{recipes[0].run.name}-sweep"
     sweep = RunDirectory.create(Path(recipes[0].run.root), None, name)
     ids = [recipe.run.id or f"{sweep.id}-{index}" for index, recipe in enumerate(recipes)]

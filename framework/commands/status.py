@@ -1,13 +1,16 @@
-"""`meshwright status`: how a run stands, read from its folder; SLURM is asked only for what nobody else knows.
+"""`meshwright status`: the state of a run, or of many with the best of them marked, read from their folders.
 
-Works for local runs, after the job is gone, and on machines without SLURM.
+It works for local runs, after the job is gone, and on machines without SLURM.
 """
 
+import argparse
+import json
 import math
 import re
 import shlex
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,19 +18,21 @@ from datetime import datetime
 from pathlib import Path
 
 from framework.errors import EXIT_DONE, MeshwrightError, RunError
-from framework.launch.directory import RunDirectory, list_runs
+from framework.launch.directory import RunDirectory, find_run, list_runs
 from framework.launch.identity import load_own_recipe
-from framework.launch.overview import describe_runs
-from framework.launch.request import find_jobs, is_running
+from framework.launch.jobs import WAITING_OR_RUNNING, JobState, find_jobs, is_running
 from framework.launch.resume import resume_command, saved_step
-from framework.launch.slurm import WAITING_OR_RUNNING, JobState
 from framework.monitor.hang import RankStatus, fold_ranks, read_ranks
 from framework.monitor.progress import LONG_S, LONG_STEPS
-from framework.recipe.schema import Recipe
-from framework.track.console import format_duration
+from framework.output import align
+from framework.recipe.compose import load_recipe
+from framework.recipe.schema import Recipe, Run
+from framework.track.console import format_count, format_duration
 from framework.track.goodput import read_account, summarize_goodput
-from framework.track.jsonl import METRICS_FILE, read_records
+from framework.track.jsonl import METRICS_FILE, decode, read_records
 
+WIDEST = 64  # of the last column, of words that the runs do not share
+HEAD = ("run", "state", "step", "loss", "validation", "tokens/s", "differs in")
 RECENT_STEPS = 50  # whose median is the pace
 RANKS_OLD_S = 30.0  # rank 0 writes what ranks do every few seconds
 _SAID_BY_SCRIPT = re.compile(r"\S+ \S+  job \d+: (?P<text>.*)")
@@ -47,8 +52,24 @@ class History:
     ends: tuple[tuple[int, int], ...]
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="a run's or a sweep's id or folder; several, or none for all: a line each",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the state of one run, or a line for each of several."""
+    paths = [find_run(name) for name in arguments.runs]
+    return status_command(paths[0]) if len(paths) == 1 else overview_command(paths, Path(Run().root))
+
+
 def status_command(path: Path) -> int:
-    """Print how the run, or each run of the sweep, at `path` stands. Raises RunError where there is none."""
+    """Print the state of the run, or of each run of the sweep, at `path`. Raises RunError where there is none."""
     sweep = RunDirectory(path)
     if not sweep.members:
         print(describe_run(RunDirectory.open(path)))
@@ -77,7 +98,7 @@ def _describe_member(run: RunDirectory) -> str:
 
 
 def describe_run(run: RunDirectory) -> str:
-    """The lines of one run, those that have nothing to say left out."""
+    """The lines of one run, without those that have nothing to say."""
     recipe, launch = load_own_recipe(run), run.last_launch
     jobs = find_jobs(run)
     history = read_history(run, launch.get("jobs", []))
@@ -104,7 +125,7 @@ def describe_run(run: RunDirectory) -> str:
 
 
 def read_history(run: RunDirectory, jobs: list[str]) -> History | None:
-    """What the newest jobs' script noted; None for a run that no job has started."""
+    """The notes of the newest jobs' script; None for a run that no job has started."""
     path = run.script.with_name("history")
     if not jobs or not path.is_file():
         return None
@@ -147,7 +168,7 @@ def _describe_job(job: str, state: JobState | None) -> str:
 
 
 def _describe_holder(run: RunDirectory) -> str:
-    """Who holds a local run's lock."""
+    """The holder of a local run's lock."""
     holder = run.find_holder()
     if holder is not None:
         return f"running: {holder}"
@@ -162,7 +183,8 @@ def _describe_history(history: History | None) -> str:
 
 
 def _describe_steps(run: RunDirectory, recipe: Recipe, now_s: float | None) -> str:
-    """now_s: the clock, of a run that runs: how long ago it reported its last step."""
+    """The last reported step, its loss and the time left. now_s: the clock, for a run that runs: the age of the report is
+    added."""
     metrics = run.path / METRICS_FILE
     records = list(read_records(metrics)) if metrics.is_file() else []
     total = recipe.train.steps
@@ -178,7 +200,7 @@ def _describe_steps(run: RunDirectory, recipe: Recipe, now_s: float | None) -> s
 
 
 def describe_ranks(unix_s: float, lines: Sequence[RankStatus], now_s: float) -> list[str]:
-    """What every rank does, ranks that do the same in one line. unix_s: when rank 0 wrote the lines."""
+    """The phase of every rank, ranks that do the same in one line. unix_s: when rank 0 wrote the lines."""
     alike: dict[tuple[str, str], list[RankStatus]] = {}
     for line in lines:
         alike.setdefault((line.doing, line.wait), []).append(line)
@@ -205,13 +227,13 @@ def _describe_goodput(run: RunDirectory, recipe: Recipe) -> str:
 
 
 def _describe_age(age_s: float, pace_s: float) -> str:
-    """How old the last report is, and whether that is long for reports which come every pace_s seconds."""
+    """The age of the last report, and whether that is long for reports which come every pace_s seconds."""
     hangs = age_s > max(LONG_S, LONG_STEPS * pace_s)
     return f", {format_duration(age_s)} ago" + (": it saves, validates, or hangs" if hangs else "")
 
 
 def _waits_for_the_clock(state: JobState) -> bool:
-    """Is it only SLURM's delay after a requeue that keeps the job? Other reasons have a start time that is a guess."""
+    """Whether only SLURM's delay after a requeue keeps the job. Other reasons have a start time that is a guess."""
     with suppress(ValueError):
         is_due = datetime.fromisoformat(state.start) <= datetime.now()
         return state.state == "PENDING" and state.reason in ("BeginTime", "None", "") and not is_due
@@ -229,3 +251,97 @@ def _next_command(run: RunDirectory, recipe: Recipe, jobs: list[tuple[str, JobSt
     if _waits_for_the_clock(state):
         return f"scontrol update JobId={job} StartTime=now    # instead of waiting until {state.start}"
     return f"scancel {' '.join(job for job, _ in active)}    # saves and stops"
+
+
+# --- many runs, one a line
+
+
+@dataclass(frozen=True)
+class RunLine:
+    """One run in numbers. loss: the last step's; validation: the lowest; None where nothing was measured."""
+
+    id: str
+    state: str
+    steps: str
+    loss: float | None
+    validation: float | None
+    tokens_per_s: float | None
+    overrides: tuple[str, ...]
+
+    @property
+    def score(self) -> tuple[bool, float]:
+        """Lower is better: a validation loss before a loss of training, which is of other data in each step."""
+        loss = self.loss if self.validation is None else self.validation
+        return self.validation is None, float("inf") if loss is None or loss != loss else loss
+
+
+def describe_runs(runs: Sequence[RunDirectory], marks_best: bool) -> str:
+    """A table of at least one run. marks_best: `*` is at the lowest validation loss, or at the lowest loss where no run has
+    validated; for runs that train on the same text."""
+    lines = [_read_line(run) for run in runs]
+    best = min(lines, key=lambda line: line.score) if marks_best else None
+    common = set.intersection(*(set(line.overrides) for line in lines))
+    return "\n".join(align([HEAD, *(_cells(line, line is best, common) for line in lines)]))
+
+
+def _cells(line: RunLine, is_best: bool, common: set[str]) -> tuple[str, ...]:
+    own = [word for word in line.overrides if word not in common and not word.startswith("run.id=")]
+    numbers = [f"{value:.4f}" if value is not None else "-" for value in (line.loss, line.validation)]
+    speed = format_count(line.tokens_per_s) if line.tokens_per_s is not None else "-"
+    differs = " ".join(own)
+    differs = differs if len(differs) <= WIDEST else differs[: WIDEST - 4] + " ..."
+    return line.id + (" *" if is_best else ""), line.state, line.steps, *numbers, speed, differs
+
+
+def _read_line(run: RunDirectory) -> RunLine:
+    try:
+        recipe = load_recipe(run.recipe)
+    except MeshwrightError:
+        return RunLine(run.id, "unreadable", "-", None, None, None, _overrides(run))
+    step, loss, tokens_per_s, validation = read_curve_end(run.path / METRICS_FILE)
+    steps = f"{step:,}/{recipe.train.steps:,}"
+    return RunLine(run.id, _find_state(run, recipe.train.steps), steps, loss, validation, tokens_per_s, _overrides(run))
+
+
+def read_curve_end(metrics: Path) -> tuple[int, float | None, float | None, float | None]:
+    """(last step, its loss, its tokens/s, the lowest validation loss but NaN), without decoding what is in between."""
+    if not metrics.is_file():
+        return 0, None, None, None
+    last, validations = None, []
+    with metrics.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            last = line
+            if '"validation_loss": null' not in line and (record := decode(line)):
+                validations.append(record["validation_loss"])
+    # A crash may have torn the last line; which one is then the last is worth a second reading.
+    record = decode(last or "") or next(iter(deque(read_records(metrics), maxlen=1)), None)
+    record = record or {"step": 0, "loss": None, "tokens_per_s": None}
+    lowest = min(validations, key=lambda loss: (math.isnan(loss), loss), default=None)
+    return record["step"], record["loss"], record["tokens_per_s"], lowest
+
+
+def _find_state(run: RunDirectory, total: int) -> str:
+    job = next((state for _, state in find_jobs(run) if state and state.state in WAITING_OR_RUNNING), None)
+    if job is not None:
+        return job.state.lower()
+    if run.find_holder() is not None:
+        return "running"
+    with suppress(MeshwrightError):
+        step = saved_step(run)
+        return "done" if step >= total else f"ended at {step:,}" if step else "no checkpoint"
+    return "damaged"
+
+
+def _overrides(run: RunDirectory) -> tuple[str, ...]:
+    with suppress(MeshwrightError, json.JSONDecodeError):
+        return tuple(run.last_launch.get("overrides", ()))
+    return ()
+
+
+def describe_sweep(runs: Sequence[RunDirectory]) -> Iterator[str]:
+    """The table of those of a sweep's runs that have begun, if one has."""
+    begun = [run for run in runs if run.recipe.is_file()]
+    if begun:
+        yield f"\n{describe_runs(begun, marks_best=True)}"
+        if len(begun) > 1:
+            yield f"compare  meshwright diff {begun[0].path} {begun[1].path}"

@@ -1,31 +1,42 @@
-"""`meshwright save` and `meshwright stop`: what is asked of a run that runs, on this machine or in a job.
+"""`meshwright save` and `meshwright stop`: requests to a run that runs, on this machine or in a job.
 
-A file in the run's folder, which rank 0 looks for: it needs no signal that reaches every rank, and no KillWait of SLURM's ends
-a save that takes long.
+A request is a file in the run's folder, which rank 0 looks for: it needs no signal that reaches every rank, and no KillWait of
+SLURM's ends a save that takes long.
 """
 
+import argparse
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from framework.commands.arguments import add_run
 from framework.errors import EXIT_DONE, EXIT_FAILED, RunError
-from framework.launch.directory import RunDirectory
+from framework.launch.directory import RunDirectory, find_run
+from framework.launch.jobs import find_jobs, find_starting, has_ended, is_running
 from framework.launch.places import explain_errors
 from framework.launch.resume import resume_command, saved_step
-from framework.launch.slurm import WAITING_OR_RUNNING, JobState, find_job
 from framework.monitor.stop import SAVE_FILE, STOP_FILE
 from framework.recipe.compose import load_recipe
 from framework.start import slurm_environment
 
-# So long the commands wait for the run to answer: a step, a save, and what a network file system takes to show a file.
+# Wait for an answer: a step, a save, and the time of a network file system to show a file.
 ANSWER_S = 600.0
 POLL_S = 0.2
-# How often they ask whether anybody is left to answer, which asks SLURM's controller.
+# Seconds between two questions whether anybody is left to answer, which go to SLURM's controller.
 ENDED_POLL_S = 5.0
-# A job in one of these has nodes, or had them a moment ago and is requeued: its ranks will see a request.
-HAS_NODES = frozenset(WAITING_OR_RUNNING) - {"PENDING"}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_run(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Stop the run, or have it save."""
+    path = find_run(arguments.run)
+    return save_command(path) if arguments.command == "save" else stop_command(path)
 
 
 def save_command(path: Path, answer_s: float = ANSWER_S) -> int:
@@ -54,29 +65,9 @@ def stop_command(path: Path, answer_s: float = ANSWER_S) -> int:
     return EXIT_DONE
 
 
-def find_jobs(run: RunDirectory) -> list[tuple[str, JobState | None]]:
-    """The jobs of the newest launch, with what SLURM knows of them."""
-    return [(job, find_job(job)) for job in run.last_launch.get("jobs", [])]
-
-
-def is_running(run: RunDirectory, jobs: list[tuple[str, JobState | None]]) -> bool:
-    """Whether a job of the run runs, or a process holds it."""
-    return any(state and state.state == "RUNNING" for _, state in jobs) or run.find_holder() is not None
-
-
-def find_starting(jobs: list[tuple[str, JobState | None]]) -> list[str]:
-    """`job ID is STATE` of those whose ranks will see a request, though they may not train now."""
-    return [f"job {job} is {state.state}" for job, state in jobs if state and state.state in HAS_NODES]
-
-
-def has_ended(run: RunDirectory) -> bool:
-    """Whether nothing runs or will run that could answer. False while SLURM does not tell."""
-    states = [state and state.state for _, state in find_jobs(run)]
-    return not run.find_holder() and all(state is not None and state not in WAITING_OR_RUNNING for state in states)
-
-
 def _wait_until_taken(run: RunDirectory, file: Path, answer_s: float) -> bool:
-    """Whether the request was taken away in time. That of a run which has ended goes here: its next start must not find it."""
+    """Wait for the request to be removed; returns whether it was in time. If the run has ended, it is removed here: the
+    next start must not find it."""
     now = time.monotonic()
     deadline, look = now + answer_s, now + ENDED_POLL_S
     while file.exists() and time.monotonic() < deadline:
@@ -89,7 +80,7 @@ def _wait_until_taken(run: RunDirectory, file: Path, answer_s: float) -> bool:
 
 
 def _ask(run: RunDirectory, name: str, answer: str, answer_s: float) -> int:
-    """Leave the request, wait until it has been taken away, and say what came of it."""
+    """Leave the request, wait until it has been removed, and print the outcome."""
     file, before = run.path / name, saved_step(run)
     with explain_errors(run.path):
         file.touch()

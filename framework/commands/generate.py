@@ -1,24 +1,47 @@
 """`meshwright generate`: a text continued by a run's newest checkpoint, or by an exported folder."""
 
+import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from framework.checkpoint.commit import newest_checkpoint
-from framework.data.tokenize import load_tokenizer
 from framework.errors import EXIT_DONE, ModelError
-from framework.launch.directory import RunDirectory
-from framework.launch.export import load_model
-from framework.model.generate import generate, load_folder
+from framework.imports import loading_libraries
+from framework.launch.directory import RunDirectory, find_run
 
 EXPORT_FOLDER = "export"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("run", metavar="RUN", help="a run's id or folder, or an exported folder")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=100, metavar="N", help="at most so many tokens (default: 100)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0: always the likeliest token (default: 0.8)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the prompt and its continuation."""
+    names = ("prompt", "max_new_tokens", "temperature", "seed")
+    return generate_command(find_run(arguments.run), **{name: getattr(arguments, name) for name in names})
 
 
 def generate_command(
     run_or_folder: Path, prompt: str, *, max_new_tokens: int = 100, temperature: float = 0.8, seed: int = 0
 ) -> int:
     """Print `prompt` and a continuation by the newest checkpoint of a run, or by a Hugging Face folder."""
+    with loading_libraries():
+        import torch
+
+        from framework.commands.trained_model import load_model
+        from framework.data.tokenize import load_tokenizer
+        from framework.model.generate import generate, load_folder
+
     model: Any
     folder = _find_folder(run_or_folder)
     if folder is None:

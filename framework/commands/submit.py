@@ -1,49 +1,66 @@
 """`meshwright submit`: a run, or a sweep of runs, from the recipe into SLURM's queue.
 
-check -> data -> run directory: recipe.yaml, code/, slurm/job.sh -> sbatch -> what to type next
+check -> data -> run directory: recipe.yaml, code/, slurm/job.sh -> sbatch -> the commands for the run
 """
 
+import argparse
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TextIO
 
 import framework
-from framework.data.prepare import prepare, summarize_data
+from framework.commands.arguments import add_multirun
+from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.files import PRIVATE, write_file
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
-from framework.launch.elastic import NodeCount, describe_counts, legal_counts, plan_counts
-from framework.launch.epochs import settle_length, settle_steps
-from framework.launch.identity import describe_identity, keep_tokenizer
-from framework.launch.local import (
+from framework.launch.elastic import describe_counts, legal_counts, plan_counts
+from framework.launch.identity import describe_identity
+from framework.launch.jobs import WAITING_OR_RUNNING, find_job, require_sbatch, submit_script
+from framework.launch.parts import (
+    CheckedLayout,
+    RunPart,
     claim,
+    create_run,
+    decide_new,
+    decide_next,
     refuse_begun,
     refuse_leftovers,
     summarize,
 )
 from framework.launch.places import explain_errors, refuse_unreachable, refuse_unwritable
 from framework.launch.record import describe_software
-from framework.launch.resume import Change, resume_command, resume_recipe, saved_step
-from framework.launch.settle import keep_pretrained, settle, settle_tokens
-from framework.launch.slurm import (
-    WAITING_OR_RUNNING,
-    Script,
-    find_job,
-    find_script_problems,
-    render,
-    require_sbatch,
-    submit_script,
-)
+from framework.launch.resume import compose_run, resume_command, resume_recipe
+from framework.launch.settle import settle, settle_steps, settle_tokens
+from framework.launch.slurm import Script, find_script_problems, render
 from framework.lease import Lease
-from framework.recipe.compose import load_recipe, save_recipe
+from framework.recipe.compose import load_recipe
 from framework.recipe.problem import Problem, render_problems
 from framework.recipe.schema import Recipe
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the script that would be submitted; change nothing"
+    )
+    add_multirun(parser, "as one job array of at most launch.at_once runs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Queue the run or the sweep."""
+    if arguments.multirun:
+        from framework.commands.sweep import compose_sweep
+
+        recipes, combinations = compose_sweep(arguments.overrides, arguments.recipes)
+        return submit_sweep(recipes, combinations, dry_run=arguments.dry_run)
+    recipe = compose_run(arguments.overrides, arguments.recipes)
+    return submit(recipe, arguments.overrides, arguments.recipes, dry_run=arguments.dry_run)
 
 
 def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], *, dry_run: bool) -> int:
@@ -54,24 +71,29 @@ def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], *, dry
     check_machine(recipe, dry_run)
     root = Path(recipe.run.root)
     run = RunDirectory(root / (recipe.run.id or RunDirectory.next_id(root, recipe.run.name)))
-    if recipe.run.id is not None and run.recipe.exists():
-        return _resume(run, overrides, recipe_dirs, dry_run)
+    goes_on = recipe.run.id is not None and run.recipe.exists()
     if dry_run:
-        return _show_run(run, recipe)
-    recipe = settle(recipe)
-    model_type, need = _check_layouts([recipe])
-    counts = plan_counts(recipe)
-    recipe, prepared = settle_steps(recipe)
-    print(f"{summarize(recipe, model_type)}\n{need}")
-    _say_counts(recipe, counts, sys.stdout)
-    prepared = prepared or prepare(recipe)
-    print(summarize_data(prepared, recipe.data.validation))
-    recipe = settle_tokens(recipe, prepared.tokenizer)
-    run = RunDirectory.create(root, recipe.run.id, recipe.run.name)
-    recipe = replace(recipe, run=replace(recipe.run, id=run.id))
+        return _show_run(run, resume_recipe(run, overrides, recipe_dirs)[0] if goes_on else recipe)
+    if goes_on:
+        return _resume(run, overrides, recipe_dirs)
+    run, part = create_run(decide_new(recipe, _check_layout))
     with run.lock(partial(claim, run, recipe.checkpoint.root)) as lease:
-        _write(run, lease, recipe, prepared.tokenizer, legal_counts(recipe, counts))
-        return _queue(run, lease, recipe, overrides, [])
+        _write(run, lease, part)
+        return _queue(run, lease, part, overrides)
+
+
+def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> int:
+    """Queue the next part of a run, under the saved recipe and the changes that it allows."""
+    _refuse_busy(run)
+
+    @cache
+    def decide() -> RunPart:
+        _refuse_busy(run)  # once more under the lock: another `submit` may have queued a job since
+        return decide_next(run, overrides, recipe_dirs, _check_layout)
+
+    with run.lock(decide) as lease:
+        _write(run, lease, decide())
+        return _queue(run, lease, decide(), overrides)
 
 
 def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], *, dry_run: bool) -> int:
@@ -98,16 +120,13 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], *
             " over other keys than those of launch and parallel, or submit the runs one by one"
         )
     if dry_run:
-        _say_counts(first, counts[0], sys.stderr)
-        return _show(recipes, scripts[0])
+        return _show(recipes, scripts[0], describe_counts(first, counts[0]))
     recipes = [settle(recipe) for recipe in recipes]
-    model_type, need = _check_layouts(recipes)
-    settled = [settle_steps(recipe) for recipe in recipes]
-    recipes = [recipe for recipe, _ in settled]
-    print(f"{summarize(recipes[0], model_type)}\n{need}")
-    _say_counts(first, counts[0], sys.stdout)
-    tokenizers = [(prepared or prepare(recipe)).tokenizer for recipe, prepared in settled]
-    recipes = [settle_tokens(recipe, tokenizer) for recipe, tokenizer in zip(recipes, tokenizers, strict=True)]
+    checked = _check_layouts(recipes)
+    lengths = [settle_steps(recipe) for recipe in recipes]
+    print("\n".join([summarize(lengths[0][0], checked.model_type), *checked.lines]))
+    tokenizers = [(prepared or prepare(recipe)).tokenizer for recipe, prepared in lengths]
+    recipes = [settle_tokens(each[0], tokenizer) for each, tokenizer in zip(lengths, tokenizers, strict=True)]
     sweep = RunDirectory.create(root, first.run.id, name)
     runs = [RunDirectory.create(root, f"{sweep.id}-{index}", name) for index in range(len(recipes))]
     for run in (sweep, *runs):  # none is begun where one cannot be
@@ -121,7 +140,7 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], *
         wandb = replace(recipe.track.wandb, group=recipe.track.wandb.group or sweep.id)
         recipe = replace(recipe, run=replace(recipe.run, id=run.id), track=replace(recipe.track, wandb=wandb))
         with run.lock(partial(claim, run, recipe.checkpoint.root)) as lease:
-            _write(run, lease, recipe, tokenizers[index], legal[index])
+            _write(run, lease, RunPart(recipe, 0, tokenizers[index], legal[index]))
     with sweep.lock() as lease:
         job = submit_script(sweep.script)
         sweep.note_launch([], {}, lease, jobs=[job], runs=[run.id for run in runs], **describe_software())
@@ -133,9 +152,14 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], *
     return EXIT_DONE
 
 
-def _check_layouts(recipes: Sequence[Recipe], is_new: bool = True) -> tuple[str, str]:
-    """Raise now what the ranks of a job would raise after the queue. Returns the model's type, and a line on memory. is_new: they
-    begin with their pretrained weights, if they have any, and not with a checkpoint."""
+def _check_layout(recipe: Recipe, is_new: bool) -> CheckedLayout:
+    return _check_layouts([recipe], is_new)
+
+
+def _check_layouts(recipes: Sequence[Recipe], is_new: bool = True) -> CheckedLayout:
+    """Raise now what the ranks of a job would raise after the queue. The result is the first recipe's, but for the line on
+    memory, which is the largest layout's. is_new: the runs begin with their pretrained weights, if they have any, and not with a
+    checkpoint."""
     with loading_libraries():  # they take seconds, which only what is queued pays
         from framework.plan.advice import caution_of_fit
         from framework.plan.check import check_layouts, check_weights, describe_need
@@ -145,12 +169,14 @@ def _check_layouts(recipes: Sequence[Recipe], is_new: bool = True) -> tuple[str,
         print(f"caution  {caution}", file=sys.stderr)
     if is_new:
         check_weights(plan)
-    return plan.config.model_type, f"plan     {describe_need(plan)}"
+    counts = plan_counts(recipes[0])
+    lines = [f"plan     {describe_need(plan)}", *filter(None, [describe_counts(recipes[0], counts)])]
+    return CheckedLayout(plan.config.model_type, lines, legal_counts(recipes[0], counts))
 
 
 def check_machine(recipe: Recipe, dry_run: bool) -> None:
-    """What the recipe alone does not tell: is this a recipe for SLURM, is there an sbatch, are named files there, can runs be
-    written? All but sbatch is asked for a dry run, too."""
+    """Raises RecipeError or RunError where this is no recipe for SLURM, named files are not there, there is no sbatch, or runs
+    cannot be written. A dry run needs no sbatch and no folder."""
     if recipe.launch.kind != "slurm":
         raise RecipeError("launch.kind=local has nothing to submit: choose launch=slurm, or `meshwright train`")
     container = recipe.launch.container
@@ -190,60 +216,9 @@ def _refuse_busy(run: RunDirectory) -> None:
         raise RunError(f"{run.path} has job {busy}, which waits or runs: let it, or first `meshwright stop {run.path}`")
 
 
-@dataclass(frozen=True)
-class NextJobs:
-    """The next part of a run. tokenizer: that of its data; counts: so many nodes it may start on."""
-
-    recipe: Recipe
-    changes: list[Change]
-    tokenizer: Path
-    counts: Sequence[int]
-
-
-def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path], dry_run: bool) -> int:
-    """Queue the next part of a run, under the saved recipe and the changes that it allows. All that may refuse this comes before
-    a new epoch, which would end a start that runs."""
-    if dry_run:
-        return _show_run(run, resume_recipe(run, overrides, recipe_dirs)[0])
-    _refuse_busy(run)
-    decide = cache(partial(_decide, run, overrides, recipe_dirs))
-    with run.lock(decide) as lease:
-        part = decide()
-        _write(run, lease, part.recipe, part.tokenizer, part.counts)
-        return _queue(run, lease, part.recipe, overrides, part.changes)
-
-
-def _decide(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> NextJobs:
-    """The next part, which is said; raises all that speaks against it. Under the lock: another `submit` may have queued a job
-    since, or another start may have changed the recipe."""
-    _refuse_busy(run)
-    recipe, changes, prepared = settle_length(run, *resume_recipe(run, overrides, recipe_dirs))
-    step = saved_step(run)
-    if step >= recipe.train.steps:
-        more = resume_command(run, recipe, f"train.steps={2 * step}")
-        raise RunError(f"{run.path} is finished: all {step:,} steps are done. To train on: {more}")
-    recipe = settle(recipe)
-    model_type, need = _check_layouts([recipe], is_new=step == 0)
-    counts = plan_counts(recipe)
-    print(f"{summarize(recipe, model_type)}\n{need}")
-    _say_counts(recipe, counts, sys.stdout)
-    for change in changes:
-        print(f"changed  {change.key}: {change.was} -> {change.now}")
-    prepared = prepared or prepare(recipe)
-    if not run.has_trained:
-        recipe = settle_tokens(recipe, prepared.tokenizer)
-    return NextJobs(recipe, changes, prepared.tokenizer, legal_counts(recipe, counts))
-
-
-def _say_counts(recipe: Recipe, counts: Sequence[NodeCount], place: TextIO) -> None:
-    if text := describe_counts(recipe, counts):
-        print(text, file=place)
-
-
-def _write(run: RunDirectory, lease: Lease, recipe: Recipe, tokenizer: Path, counts: Sequence[int]) -> None:
-    """All that the job reads. counts: so many nodes the run may start on."""
-    keep_tokenizer(run, lease, tokenizer)
-    keep_pretrained(run, lease, recipe.model)
+def _write(run: RunDirectory, lease: Lease, part: RunPart) -> None:
+    """Write all that the job reads."""
+    part.write(run, lease)
     with explain_errors(run.path):
         with lease.replacing(
             run.code
@@ -252,23 +227,19 @@ def _write(run: RunDirectory, lease: Lease, recipe: Recipe, tokenizer: Path, cou
             shutil.copytree(package, made / package.name, ignore=shutil.ignore_patterns("__pycache__"))
         run.script.parent.mkdir(exist_ok=True)
         with lease.replacing(run.script) as made:
-            script = render(recipe, run.path.absolute(), Path.cwd(), counts=counts)
+            script = render(part.recipe, run.path.absolute(), Path.cwd(), counts=part.counts)
             write_file(made, script.text.encode(), PRIVATE)
-        with lease.replacing(run.recipe) as made:
-            save_recipe(recipe, made)
 
 
-def _queue(run: RunDirectory, lease: Lease, recipe: Recipe, overrides: list[str], changes: list[Change]) -> int:
+def _queue(run: RunDirectory, lease: Lease, part: RunPart, overrides: list[str]) -> int:
     jobs: list[str] = []
     # For the script, which ends or awaits what is left of its chain: another run's jobs may bear the same name.
     with explain_errors(run.path), run.jobs.open("w") as ids:
-        for _ in range(recipe.launch.chain):
+        for _ in range(part.recipe.launch.chain):
             jobs.append(submit_script(run.script, after=jobs[-1] if jobs else None))
             print(jobs[-1], file=ids, flush=True)
-    identity = describe_identity(run, recipe)
-    changed = {change.key: change.now for change in changes}
-    run.note_launch(overrides, changed, lease, **identity, jobs=jobs, **describe_software())
-    print(_next_steps(run, jobs, [f"log      {run.job_log}", f"resume   {resume_command(run, recipe)}"]))
+    part.note(run, lease, overrides, jobs=jobs, **describe_software())
+    print(_next_steps(run, jobs, [f"log      {run.job_log}", f"resume   {resume_command(run, part.recipe)}"]))
     return EXIT_DONE
 
 
@@ -287,12 +258,14 @@ def _next_steps(run: RunDirectory, jobs: list[str], more: list[str]) -> str:
 
 def _show_run(run: RunDirectory, recipe: Recipe) -> int:
     counts = plan_counts(recipe)
-    _say_counts(recipe, counts, sys.stderr)
-    return _show([recipe], render(recipe, run.path.absolute(), Path.cwd(), counts=legal_counts(recipe, counts)))
+    script = render(recipe, run.path.absolute(), Path.cwd(), counts=legal_counts(recipe, counts))
+    return _show([recipe], script, describe_counts(recipe, counts))
 
 
-def _show(recipes: Sequence[Recipe], script: Script) -> int:
-    """A dry run: on stdout the script and nothing else, so that it can be kept; the line that matters on stderr."""
+def _show(recipes: Sequence[Recipe], script: Script, counts: str) -> int:
+    """Print a dry run: on stdout the script and nothing else, so that it can be kept; the lines that matter on stderr."""
+    if counts:
+        print(counts, file=sys.stderr)
     _check_layouts(recipes)
     print(script.text, end="")
     print(f"\nwould submit this script; its ranks start with\n  {script.srun}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`meshwright export`: the weights of a run's checkpoint as a folder that Hugging Face's `from_pretrained` loads."""
+"""The model of a run's checkpoint: loaded here, or exported as a folder that Hugging Face's `from_pretrained` loads."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from framework.checkpoint.entry import Entry
 from framework.checkpoint.load import Reader
 from framework.checkpoint.place import Place
 from framework.data.tokenize import load_tokenizer
-from framework.errors import EXIT_DONE, RunError
+from framework.errors import RunError
 from framework.launch.directory import RunDirectory
 from framework.launch.identity import verify_identity
 from framework.mesh.layout import Layout
@@ -27,14 +27,12 @@ from framework.recipe.compose import load_recipe
 from framework.recipe.schema import Model
 
 
-def export_command(
-    run: Path, to: Path, *, best: bool = False, step: int | None = None, name: Path | None = None
-) -> int:
+def export_model(run: Path, to: Path, *, best: bool = False, step: int | None = None, name: Path | None = None) -> None:
     """Write the newest checkpoint of `run`, or the best, or that of a step, to the folder `to`, with its tokenizer. Needs memory
     for one unit.
 
     Weights keep the dtype in which the optimizer updated them, so nothing is lost. The folder appears whole or not at all. name:
-    what `to` is called afterwards, if otherwise. Raises RunError when the run has no such checkpoint, ModelError when `to` has
+    the name of `to` afterwards, if it is renamed. Raises RunError when the run has no such checkpoint, ModelError when `to` has
     content already, CheckpointError when the checkpoint is damaged.
     """
     directory = RunDirectory.open(run)
@@ -45,13 +43,12 @@ def export_command(
     beside = [*_tokenizer_files(directory), *list_processors(directory.pretrained)]
     write_weights(to, model, _read_units(reader, model, units), dtype, beside)
     print(f"exported step {reader.manifest.step:,} of {run} to {name or to}")
-    return EXIT_DONE
 
 
 def load_model(run: Path) -> tuple[PreTrainedModel, int]:
     """The model of the newest checkpoint of `run`, on the CPU and in the dtype of its weights, and the checkpoint's step.
 
-    Raises what `export_command` raises.
+    Raises what `export_model` raises.
     """
     directory = RunDirectory.open(run)
     settings, reader = _read_settings(directory, _choose_checkpoint(directory))

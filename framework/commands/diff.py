@@ -1,14 +1,15 @@
 """`meshwright diff`: two runs beside one another: recipe, code, environment, curves."""
 
+import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from framework.errors import EXIT_DONE
-from framework.launch.directory import RunDirectory
+from framework.launch.directory import RunDirectory, find_run
 from framework.launch.identity import load_own_recipe
+from framework.output import align
 from framework.recipe.environment import HIDDEN, hide_in, is_private
 from framework.recipe.keys import flatten, plain
 from framework.recipe.problem import show
@@ -16,21 +17,27 @@ from framework.track.jsonl import METRICS_FILE, read_records
 
 # Lines of the curves' table: enough to see where two runs part.
 CURVE_ROWS = 12
-# What says where a run lies and not what it is.
+# Keys that say where a run lies.
 OWN_KEYS = ("run.id",)
 
 Row = tuple[str, str, str]
 
 
-def diff_command(first: Path, second: Path) -> int:
-    """Print in what two runs differ. Raises RunError where one of them is none."""
-    runs = RunDirectory.open(first), RunDirectory.open(second)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("first", metavar="RUN", help="a run's id or folder")
+    parser.add_argument("second", metavar="RUN", help="another one's")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the differences. Raises RunError where one of the two is no run."""
+    runs = [RunDirectory.open(find_run(name)) for name in (arguments.first, arguments.second)]
     print("\n".join(describe_difference(*runs)))
     return EXIT_DONE
 
 
 def describe_difference(first: RunDirectory, second: RunDirectory) -> Iterator[str]:
-    """The page, in lines: what is equal is said in a word."""
+    """The lines of the page; one word on a section that is equal."""
     yield f"runs: {first.path} and {second.path}"
     for name, read in (("recipe", _read_recipe), ("code", _read_code), ("environment", _read_environment)):
         values = read(first), read(second)
@@ -110,6 +117,4 @@ def _section(name: str, rows: Sequence[tuple[str, ...]], otherwise: str) -> Iter
         yield f"{name}: {otherwise}"
         return
     yield f"{name}:"
-    widths = [min(48, max(len(row[column]) for row in rows)) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield from (f"  {line}" for line in align(rows, widest=48))
