@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 
-from framework.checkpoint.place import is_url
+from framework.checkpoint.storage import is_url
 from framework.commands.arguments import compose_recipe
 from framework.errors import EXIT_DONE, EXIT_USER, MeshwrightError, RecipeError
 from framework.host import count_cores
@@ -51,10 +51,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="FILE",
-        help="measure this machine in under two minutes and write what plan and search need of it, for cluster=FILE"
+        help="measure this machine in under two minutes and write its rates for plan and search, as cluster=FILE"
         " (default: measured.yaml)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="with --measure: also a file of another machine")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="with --measure: replace the file of another machine, too"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

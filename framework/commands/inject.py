@@ -91,7 +91,7 @@ def list_command(path: Path | None) -> int:
 
 
 def inject_command(path: Path, words: Sequence[str], *, here: bool = False) -> int:
-    """Inject the fault. Raises RunError where it cannot. here: signal processes of this machine only."""
+    """Inject a fault into a run. Raises RunError where that is impossible. here: signal processes of this machine only."""
     run = RunDirectory.open(path)
     recipe, fault = load_recipe(run.recipe), parse_fault(words, SAVE_POINTS)
     if here:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from framework.checkpoint.place import is_url, open_place
+from framework.checkpoint.storage import is_url, open_place
 from framework.launch.directory import find_run
 
 

@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="*",
         metavar="RUN",
-        help="a run's or a sweep's id or folder; several, or none for all: a line each",
+        help="id or folder of a run or a sweep; a line each for several, or for all runs where none is given",
     )
 
 

@@ -9,9 +9,9 @@ from torch.nn import Parameter
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from framework.checkpoint.commit import list_checkpoints, locate, newest_checkpoint, step_of
-from framework.checkpoint.entry import Entry
 from framework.checkpoint.load import Reader
-from framework.checkpoint.place import Place
+from framework.checkpoint.staging import Entry
+from framework.checkpoint.storage import Place
 from framework.data.tokenize import load_tokenizer
 from framework.errors import RunError
 from framework.launch.directory import RunDirectory

@@ -21,7 +21,7 @@ import torch
 
 from framework.checkpoint.commit import list_checkpoints, step_of
 from framework.checkpoint.folder import committed_name, report
-from framework.checkpoint.place import checkpoints_of
+from framework.checkpoint.storage import checkpoints_of
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.errors import MeshwrightError

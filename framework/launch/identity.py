@@ -17,7 +17,7 @@ from typing import Any
 
 from framework.checkpoint.commit import find_newest
 from framework.checkpoint.folder import report
-from framework.checkpoint.place import KEY
+from framework.checkpoint.storage import KEY
 from framework.data.tokenize import INFO_FILE, hash_file, read_info
 from framework.errors import CheckpointError, DamagedStore, RunError
 from framework.files import sync_tree

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from framework.checkpoint.commit import list_checkpoints
-from framework.checkpoint.place import ObjectPath, checkpoints_of
 from framework.checkpoint.staging import free_bytes
+from framework.checkpoint.storage import ObjectPath, checkpoints_of
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh, node_name, ranks_per_node

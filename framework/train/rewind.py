@@ -1,7 +1,7 @@
 """Rewind: where spikes persist, all ranks go back to a checkpoint from before them and leave out the data since.
 
     settle      the save that is under way comes to its end
-    retire      rank 0 takes their names from the checkpoints that are newer than `first spike - MARGIN`      retire.py
+    retire      rank 0 takes their names from the checkpoints that are newer than `first spike - MARGIN`      commit.py
     restore     all ranks load the newest that is left, as a resume does
     record      the samples from there to the step that completed the spikes join RunState.skipped_samples, in that checkpoint
     go on       at the step and the cursor of the checkpoint; the cursor's samples are now those behind the ones left out
@@ -14,11 +14,10 @@ from functools import partial
 
 import numpy as np
 
-from framework.checkpoint.commit import locate
+from framework.checkpoint.commit import amend, has_whole, locate, retire_newer
 from framework.checkpoint.folder import report
-from framework.checkpoint.place import Place, checkpoints_of
-from framework.checkpoint.retire import amend, has_whole, retire_newer
 from framework.checkpoint.save import Saver
+from framework.checkpoint.storage import Place, checkpoints_of
 from framework.comm.objects import broadcast_object
 from framework.data.order import Skipped, add_skipped, index_samples
 from framework.errors import NumericsError

@@ -4,8 +4,7 @@ import math
 import time
 from functools import partial
 
-from framework.checkpoint.interval import find_interval_s
-from framework.checkpoint.save import Goal, Saver
+from framework.checkpoint.save import Goal, Saver, find_interval_s
 from framework.comm.communicator import Communicator
 from framework.comm.objects import broadcast_object
 from framework.recipe.schema import Checkpoint

@@ -3,7 +3,7 @@ memory of nodes, and rewinds.
 
     find       saves.start              in the nodes' memory, else in a checkpoint, else the beginning
     restore    saves.restore(run)       fill the run with it
-    open       saves.open(step)         a new generation (lineage.py), the saver's thread, exports
+    open       saves.open(step)         a new generation (held.py), the saver's thread, exports
     save       saves.save(loop, ...)    at the end of a step; the next update waits until its tensors are staged
     rewind     saves.rewind_if_due(loop)
     end        saves.finish(loop, ...), then saves.end()
@@ -15,15 +15,13 @@ from functools import cached_property, partial
 from typing import Any
 
 from framework.checkpoint.commit import Retention, explain, folder_of
-from framework.checkpoint.entry import Entry
 from framework.checkpoint.folder import report
-from framework.checkpoint.held import HeldSteps, Start
-from framework.checkpoint.lineage import begin_generation
+from framework.checkpoint.held import HeldSteps, StartPoint, begin_generation
 from framework.checkpoint.neighbors import CopyKeeper, Neighbours, meet_neighbours
 from framework.checkpoint.node_memory import NO_BIRTH, memory_of
-from framework.checkpoint.place import Place, checkpoints_of
 from framework.checkpoint.save import Goal, Saver
-from framework.checkpoint.staging import StagingMemory
+from framework.checkpoint.staging import Entry, StagingMemory
+from framework.checkpoint.storage import Place, checkpoints_of
 from framework.comm.connect import Mesh, connect_beside, node_name, ranks_per_node
 from framework.comm.objects import broadcast_object
 from framework.launch.directory import RunDirectory
@@ -75,7 +73,7 @@ class Saves:
         return HeldSteps(memory, self.neighbours, self.mesh.axis("world"))
 
     @cached_property
-    def start(self) -> Start:
+    def start(self) -> StartPoint:
         """The step from which this start goes on. Rank 0 decides: ranks may see the folder in two states (NFS), and some would
         start over while others resume."""
         # First: a checkpoint that a former start commits from here on must not count.

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from framework.checkpoint.commit import FoundCheckpoints
-from framework.checkpoint.entry import Entry
 from framework.checkpoint.load import load_newest
-from framework.checkpoint.place import Place
+from framework.checkpoint.staging import Entry
+from framework.checkpoint.storage import Place
 from framework.errors import StorageError
 from framework.lease import Lease
 from framework.mesh.layout import Layout

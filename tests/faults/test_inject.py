@@ -20,7 +20,8 @@ import torch
 
 from framework.checkpoint.commit import SAVE_POINTS, newest_checkpoint
 from framework.checkpoint.index import DamagedCheckpoint, read_manifest
-from framework.checkpoint.load import Reader, verify_files
+from framework.checkpoint.inspect import verify_files
+from framework.checkpoint.load import Reader
 from framework.cli import main
 from framework.commands.inject import find_ranks
 from framework.commands.trained_model import _read

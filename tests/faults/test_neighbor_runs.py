@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from framework.checkpoint.lineage import newest_listed
+from framework.checkpoint.held import newest_listed
 from framework.checkpoint.load import Reader
 from framework.checkpoint.node_memory import memory_of
 from framework.comm.connect import connect

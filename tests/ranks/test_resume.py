@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from framework.checkpoint import storage
-from framework.checkpoint.entry import Entry
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.save import save_checkpoint
+from framework.checkpoint.staging import Entry
 from framework.comm.connect import connect
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, MeshwrightError

@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 
 from framework.checkpoint.commit import list_checkpoints, step_of
-from framework.checkpoint.entry import Entry
 from framework.checkpoint.load import read_state
+from framework.checkpoint.staging import Entry
 from framework.errors import EXIT_DONE, EXIT_NUMERICS
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from framework.train import rank as train

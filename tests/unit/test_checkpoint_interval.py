@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from framework.checkpoint.interval import ASSUMED_COST_S, SPARED, daly_interval_s, find_interval_s
-from framework.checkpoint.save import Goal
+from framework.checkpoint.save import ASSUMED_COST_S, SPARED, Goal, daly_interval_s, find_interval_s
 from framework.recipe.schema import Checkpoint
 from framework.train.loop import Loop
 from framework.train.sums import Flags

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.checkpoint.lineage import RECORD, Lineage
+from framework.checkpoint.held import LINEAGE_FILE, RunLineage
 from framework.checkpoint.node_memory import run_memory
 from framework.commands import submit
 from framework.launch.directory import RunDirectory
@@ -74,8 +74,8 @@ def test_a_start_from_what_nodes_held_is_progress_of_a_run_that_keeps_copies(tmp
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}")
     assert call("copies=1; newest_step", tmp_path) == "20"
-    lineage = Lineage().begin(0, "a", 0, 0).begin(50, "b", 20, 20)
-    (tmp_path / RECORD).write_text(json.dumps(asdict(lineage)))
+    lineage = RunLineage().begin(0, "a", 0, 0).begin(50, "b", 20, 20)
+    (tmp_path / LINEAGE_FILE).write_text(json.dumps(asdict(lineage)))
     assert call("copies=1; newest_step", tmp_path) == "50"
     assert call("copies=0; newest_step", tmp_path) == "20"
 
