@@ -1,12 +1,12 @@
-"""Files that are verified block by block: a tree of hashes follows the data, and one number vouches for all of it.
+"""Files that are verified block by block: a tree of hashes follows the data, and its root verifies all of it.
 
     level 0     the data, in blocks of `block_bytes`; the last may be shorter
     level 1     the xxh3 of each block of level 0, 8 bytes little-endian each
     level 2     the xxh3 of each block of level 1, and so on, until a level is one block
     root        the xxh3 of that block; kept elsewhere
 
-Who reads a part reads its blocks and the blocks of hashes above them, and nothing else. With blocks of 1 MiB one block of hashes
-is enough for 128 GB; with blocks of 4 KiB each level is 1/512 of the one below.
+A reader of a range reads its blocks and the blocks of hashes above them, and nothing else. With blocks of 1 MiB one block of
+hashes is enough for 128 GB; with blocks of 4 KiB each level is 1/512 of the one below.
 """
 
 import errno
@@ -21,8 +21,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from framework.checkpoint.place import ObjectPath, ObjectReader, Place
-from framework.checkpoint.storage import read
+from framework.checkpoint.storage import ObjectPath, ObjectReader, Place, read
 from framework.errors import CheckpointError
 
 HASH = np.dtype("<u8")
@@ -32,19 +31,19 @@ Key = tuple[Place, int, int]
 
 GONE_HERE = "the rank that opened the checkpoint has seen the file whole"
 
-# So much of what is to be read is asked of the disk before it is needed, in calls of which the kernel takes each in one piece. A
-# reader of single blocks waits for each one's way to the disk and back.
+# Bytes that the disk is asked for ahead of the reader, in calls that the kernel handles as one request each. A reader of single
+# blocks waits for a round trip to the disk for each.
 AHEAD_BYTES = 16 << 20
 ADVISED_BYTES = 1 << 20
 
-# Open at once, of all files: the index and what is read with its help.
+# Files open at once: the index and the files that are read with it.
 MAX_DESCRIPTORS = 4
 
 
 class DamagedCheckpoint(CheckpointError):
     """The files are not those that were saved: missing, cut or changed. An older checkpoint may still be whole.
 
-    block: whose hash is wrong, for damage that one reader has met and another can confirm.
+    block: the block whose hash is wrong, by which another reader can confirm the damage.
     """
 
     block: Key | None = None
@@ -69,17 +68,17 @@ class BlockHashes:
         self._block = xxhash.xxh3_64()
 
     def add(self, view: memoryview) -> None:
-        """The stream goes on with these bytes."""
+        """Append these bytes to the stream."""
         while view:
-            part = view[: self._block_bytes - self.size % self._block_bytes]
-            self._block.update(part)
-            self.size += len(part)
+            chunk = view[: self._block_bytes - self.size % self._block_bytes]
+            self._block.update(chunk)
+            self.size += len(chunk)
             if self.size % self._block_bytes == 0:
                 self._cut()
-            view = view[len(part) :]
+            view = view[len(chunk) :]
 
     def finish(self) -> tuple[bytes, int]:
-        """End the stream. Returns the tree of hashes, which follows it in its file, and the root."""
+        """End the stream. Returns the tree of hashes, which follows the stream in its file, and the root."""
         if self.size % self._block_bytes or self.size == 0:
             self._cut()
         if len(self._done) == 1:
@@ -96,9 +95,9 @@ class BlockHashes:
 
 
 class BlockCache:
-    """The blocks that a reader has read last, of all its files: at most `max_bytes` of them, or one block if that is more.
+    """A cache of the blocks that a reader has read last, of all its files: at most `max_bytes`, or one block if that is more.
 
-    num_bytes: held now; most_bytes: ever held. sleep: for the pauses between attempts on a file system that fails.
+    num_bytes: held now; most_bytes: ever held. sleep: for the pauses between attempts on storage that fails.
     """
 
     def __init__(self, max_bytes: int, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -108,18 +107,18 @@ class BlockCache:
         self._blocks: OrderedDict[Key, np.ndarray] = OrderedDict()
 
     def find(self, key: Key) -> np.ndarray | None:
-        """A block that is still held."""
+        """The block of a key, if it is still held."""
         if key in self._blocks:
             self._blocks.move_to_end(key)
         return self._blocks.get(key)
 
     def hold(self, key: Key, num_bytes: int, fill: Callable[[np.ndarray], None]) -> np.ndarray:
-        """A new block of uint8 that `fill` has filled; where it raises, the block is not held."""
+        """Hold a new block, uint8 [num_bytes], once `fill` has filled it."""
         spare = None
         while self._blocks and self.num_bytes + num_bytes > self._max_bytes:
             spare = self._blocks.popitem(last=False)[1]
             self.num_bytes -= spare.nbytes
-        # New memory would cost a page fault every 4 KiB.
+        # A dropped block is reused: new memory would cost a page fault every 4 KiB.
         block = spare if spare is not None and spare.nbytes == num_bytes else np.empty(num_bytes, np.uint8)
         fill(block)
         self._blocks[key] = block
@@ -129,7 +128,7 @@ class BlockCache:
 
 
 class OpenFiles:
-    """The few files that were read last, kept open: opening is what costs a file server most."""
+    """The few files that were read last, kept open: opening a file is what costs a file server most."""
 
     def __init__(self, sleep: Callable[[float], None]) -> None:
         self._sleep = sleep
@@ -137,13 +136,13 @@ class OpenFiles:
         self._expected: dict[Place, deque[tuple[int, int]]] = {}
 
     def expect(self, path: Place, ranges: Iterable[tuple[int, int]]) -> None:
-        """Bytes [start, stop) of a file will be read soon, in this order: ask the disk for them ahead of the reader."""
+        """Announce that bytes [start, stop) of a file will be read soon, in this order: the disk is asked for them ahead."""
         self._expected[path] = deque(ranges)
 
     def read(self, path: Place, into: np.ndarray, start: int, *, afresh: bool = False) -> None:
         """Fill `into` from byte `start` of a file on. afresh: not from the system's page cache.
 
-        Raises StorageError for what the file system refuses and goes on refusing.
+        Raises StorageError if the storage keeps failing.
         """
         read(partial(self._read, path, into, start, afresh), path, self._sleep)
 
@@ -161,7 +160,7 @@ class OpenFiles:
 
     def _ask_ahead(self, path: Place, descriptor: "_Descriptor | ObjectReader", start: int) -> None:
         expected = self._expected.get(path)
-        # A block of hashes lies behind all data: that it is read says nothing of how far the reader has come.
+        # A block of hashes lies behind all data: reading one says nothing about how far the reader has come.
         if not expected or start > expected[0][0]:
             return
         while expected and expected[0][0] < start + AHEAD_BYTES:
@@ -182,9 +181,9 @@ class OpenFiles:
 class BlockFile:
     """The data of a file with a hash tree, each block verified when it is read.
 
-    root: of the tree. Raises DamagedCheckpoint for bytes that are not those that were saved. Presence and size are for whoever
-    opens the checkpoint (`verify_sizes`): a file that is gone or short *here* is an error of the file system, because another
-    node has just seen it whole.
+    root: of the tree. Raises DamagedCheckpoint for bytes that are not those that were saved. Presence and size were checked when
+    the checkpoint was opened (`verify_sizes`): a file that is gone or short *here* is an error of the file system, because
+    another node has just seen it whole.
     """
 
     def __init__(self, path: Place, num_bytes: int, block_bytes: int, root: int, cache: BlockCache) -> None:
@@ -198,8 +197,8 @@ class BlockFile:
         return sum(self._sizes)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Bytes [start, stop) of the data as uint8: a view of a cached block, good until the next read; a copy if they lie
-        in several."""
+        """Bytes [start, stop) of the data as uint8: a view of a cached block, valid until the next read; a copy if they lie in
+        several blocks."""
         first, last = start // self.block_bytes, _num_blocks(stop, self.block_bytes) - 1
         if first >= last:
             return self.block(0, first)[start - first * self.block_bytes : stop - first * self.block_bytes]
@@ -209,28 +208,28 @@ class BlockFile:
         return data
 
     def read_into(self, start: int, into: np.ndarray) -> None:
-        """Fill `into`, uint8 and contiguous, from byte `start` of the data on: whole blocks land there at once and are verified
-        where they lie, of the others a part is copied. Where this raises, some of `into` is filled."""
+        """Fill `into`, uint8 [n] and contiguous, from byte `start` of the data on. Whole blocks are read into it and verified
+        there, others are copied from the cache. After an error, some of `into` is filled."""
         for low, high in blocks_between(start, start + len(into), self.block_bytes):
-            index, part = low // self.block_bytes, into[low - start : high - start]
+            index, target = low // self.block_bytes, into[low - start : high - start]
             key = (self.path, 0, index)
-            if len(part) == self._block_size(0, index) and self._cache.find(key) is None:
-                self._fill(key, low, self._expected(0, index), part)
+            if len(target) == self._block_size(0, index) and self._cache.find(key) is None:
+                self._fill(key, low, self._expected(0, index), target)
             else:
-                part[:] = self.read(low, high)
+                target[:] = self.read(low, high)
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Bytes [start, stop) of the data, in order, will be read soon."""
+        """Announce that bytes [start, stop) of the data will be read soon, in this order."""
         self._cache.files.expect(self.path, ranges)
 
     def verify(self) -> None:
-        """Read all of it."""
+        """Read and verify all data."""
         self.expect([(0, self.num_bytes)])
         for index in range(_num_blocks(self.num_bytes, self.block_bytes)):
             self.block(0, index)
 
     def block(self, level: int, index: int) -> np.ndarray:
-        """A block of a level of the tree, verified."""
+        """A verified block of a level of the tree."""
         key = (self.path, level, index)
         block = self._cache.find(key)
         if block is not None:
@@ -243,7 +242,7 @@ class BlockFile:
         return min(self.block_bytes, self._sizes[level] - index * self.block_bytes)
 
     def _fill(self, key: Key, place: int, expected: int, block: np.ndarray) -> None:
-        # Read twice before it is called damage: what a page cache or a network has spoilt is whole on the disk.
+        # Read twice before it is called damage: bytes that a page cache or a network has spoilt are whole on the disk.
         for afresh in (False, True):
             self._cache.files.read(self.path, block, place, afresh=afresh)
             if xxhash.xxh3_64_intdigest(block.data) == expected:
@@ -261,7 +260,7 @@ class BlockFile:
 
 
 def blocks_between(start: int, stop: int, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) cut where blocks end."""
+    """Cut [start, stop) at the ends of blocks."""
     while start < stop:
         end = min(stop, (start // block_bytes + 1) * block_bytes)
         yield start, end
@@ -273,7 +272,7 @@ def _num_blocks(num_bytes: int, block_bytes: int) -> int:
 
 
 class _Descriptor:
-    """A file that is open for reading while this object lives."""
+    """A file, open for reading while this object lives."""
 
     def __init__(self, path: Path) -> None:
         self._number: int | None = None
@@ -284,14 +283,14 @@ class _Descriptor:
             os.close(self._number)
 
     def ask(self, start: int, num_bytes: int) -> None:
-        """Have the system read these bytes into its cache, and do not wait. Where it cannot, nothing is lost."""
+        """Ask the system to read these bytes into its cache, and do not wait. Errors do no harm."""
         assert self._number is not None
         if hasattr(os, "posix_fadvise"):
             with suppress(OSError):
                 os.posix_fadvise(self._number, start, num_bytes, os.POSIX_FADV_WILLNEED)
 
     def read(self, into: memoryview, start: int, afresh: bool) -> None:
-        """Fill `into` from byte `start` on. OSError where the file ends before that."""
+        """Fill `into` from byte `start` on. OSError if the file ends before that. afresh: not from the page cache."""
         assert self._number is not None
         if afresh and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._number, start, len(into), os.POSIX_FADV_DONTNEED)

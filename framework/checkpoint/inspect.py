@@ -1,4 +1,4 @@
-"""Contents of a checkpoint or a token store, for people: `meshwright inspect PATH`."""
+"""The contents of a checkpoint or a token store, printed and verified: `meshwright inspect PATH`."""
 
 from collections import Counter
 from math import prod
@@ -7,21 +7,31 @@ from typing import Any
 
 import torch
 
+from framework.checkpoint.blocks import BlockCache
 from framework.checkpoint.commit import newest_checkpoint
-from framework.checkpoint.index import MANIFEST, EntryRecord, Manifest, read_manifest
-from framework.checkpoint.load import verify_files
-from framework.checkpoint.place import Place, checkpoints_of
+from framework.checkpoint.index import (
+    MANIFEST,
+    DamagedCheckpoint,
+    EntryRecord,
+    Index,
+    Manifest,
+    read_manifest,
+    verify_sizes,
+)
+from framework.checkpoint.load import BUFFER_BYTES
+from framework.checkpoint.storage import Place, checkpoints_of
 from framework.data.store import inspect_store
 from framework.errors import EXIT_DONE, EXIT_USER, CheckpointError
 
-LONGEST = 64  # characters of a value that are shown
-MOST_SHOWN = 8  # values of a group, such as the recipe's
+# Characters shown of a value, and values shown of a group, such as the recipe's.
+LONGEST = 64
+MOST_SHOWN = 8
 
 
 def inspect_command(path: Place) -> int:
     """Print the checkpoint or the token store at `path` and verify every byte of it; for a run directory, its newest checkpoint.
 
-    Returns 0, or 86 when something is damaged. Raises CheckpointError when there is nothing to look at.
+    Returns 0, or 86 if something is damaged. Raises CheckpointError if there is neither.
     """
     if isinstance(path, Path) and (path / "store.json").exists():
         return inspect_store(path)
@@ -36,8 +46,25 @@ def inspect_command(path: Place) -> int:
     return EXIT_USER if damages else EXIT_DONE
 
 
+def verify_files(path: Place, manifest: Manifest) -> list[DamagedCheckpoint]:
+    """Read everything and compare with the hashes: one error per file that is not as it was saved. Only the first if a file is
+    missing or short, or if the index is damaged, without which nothing is known of the others."""
+    damages: list[DamagedCheckpoint] = []
+    try:
+        verify_sizes(path, manifest)
+        for file in Index(path, manifest, BlockCache(BUFFER_BYTES)).all_files():
+            try:
+                file.verify()
+            except DamagedCheckpoint as error:
+                damages.append(error)
+    except DamagedCheckpoint as error:
+        damages = damages or [error]
+    return damages
+
+
 def find_checkpoint(path: Place) -> Place:
-    """`path` itself if it is a checkpoint, else the newest one of the run directory, or of the folder of checkpoints, `path`."""
+    """`path` itself if it is a checkpoint, else the newest checkpoint of the run directory, or the folder of checkpoints,
+    `path`."""
     if path.name.startswith("step-") and path.is_dir():
         return path
     for root in (*([checkpoints_of(path)] if isinstance(path, Path) else []), path):
@@ -48,7 +75,7 @@ def find_checkpoint(path: Place) -> Place:
 
 
 def describe(path: Place, manifest: Manifest) -> list[str]:
-    """The lines of the table: state, files, and entries by kind (what stands before the first slash of their names)."""
+    """The lines of the table: state, files, and entries by kind (the first component of their names)."""
     lines = [f"path          {path}", f"step          {manifest.step:,}"]
     lines += [
         f"{name:<13} {_shorten(value)}"
@@ -70,7 +97,7 @@ def describe(path: Place, manifest: Manifest) -> list[str]:
 
 
 def _shorten(value: Any) -> str:
-    """A value of the state; what is long, such as the norms of the last steps, by the numbers of its entries."""
+    """A value of the state. A long one, such as the norms of the last steps, is given by its number of entries."""
     if len(text := str(value)) <= LONGEST:
         return text
     if isinstance(value, dict) and len(value) > MOST_SHOWN:

@@ -1,16 +1,16 @@
-"""Files in a node's memory that outlive its ranks: a folder of tmpfs for each run and node, which only its user may enter.
+"""Node memory: files that outlive a node's ranks, in a tmpfs folder for each run and node, private to the user.
 
     /dev/shm/meshwright-UID/RUN-HASH/NODE/BIRTH/epoch-7/
         step-00000070-GENERATION/        files as in a checkpoint's folder: of this node's ranks, and copies
         step-00000080-GENERATION.tmp/    a step that is being copied
 
-HASH tells runs of one name in two places apart, BIRTH those that came after one another in one place: a run folder may be removed
-and begun anew, and what nodes hold of the former run is a stranger's, whatever its epoch. NODE is in the path because the nodes
-of a cluster on one machine share its memory. All goes when the node loses its power, and when the run has come to its end.
+HASH separates runs of one name in two places, BIRTH runs that followed one another in one place: a run folder may be removed and
+begun anew, and steps of the former run are another run's, whatever their epoch. NODE is in the path because the nodes of a
+cluster on one machine share its memory. Everything is lost with the node's power, and removed when the run has ended.
 
-The epoch is that of the start's lease (lease.py), and a fence as the lease's workplaces are: whatever a start does here it does
-below the folder of its epoch, and the next start renames that to its own before it looks. One that was frozen, held for dead, and
-wakes up finds none of the names that it knew.
+The epoch is that of the start's lease (lease.py), and it fences as the lease's workplaces do: a start changes files only below
+the folder of its epoch, and the next start renames that to its own before it looks. A start that was frozen, taken for dead,
+and wakes up finds none of the names that it knew.
 """
 
 import hashlib
@@ -30,15 +30,15 @@ from framework.checkpoint.folder import report
 from framework.errors import CheckpointError
 from framework.plan.host_memory import MEMORY
 
-# In the name of a start's folder, before the number of its epoch.
+# Prefix of the name of a start's folder, before its epoch.
 EPOCH = "epoch-"
-# Of a run that has no birth: one that an older version has begun, or nobody.
+# The birth of a run without one, such as a test's.
 NO_BIRTH = "0"
 
 
 @dataclass(frozen=True, order=True)
 class HeldName:
-    """The files of one step that nodes hold. generation: the start of the run that has trained it (lineage.py)."""
+    """The name of a step that nodes hold. generation: the start of the run that has trained it (held.py)."""
 
     step: int
     generation: str
@@ -49,47 +49,48 @@ class HeldName:
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """A run's folder in the memory of this node. Nothing is made before `make`. epoch: of the start, 0 where nobody launches.
-    birth: of the run, a name that no other run at its path has; births sort in the order of time."""
+    """A run's folder in the memory of this node. Nothing is created before `make`."""
 
     path: Path
     epoch: int = 0
+    """Of the start's lease; 0 without a launcher."""
     birth: str = NO_BIRTH
+    """Unique among the runs at one path. Births sort in the order of time."""
 
     @property
     def top(self) -> Path:
-        """The user's folder, which nobody else may have made."""
+        """The user's folder, which no other user may have made."""
         return self.path.parent.parent
 
     @property
     def home(self) -> Path:
-        """Of all starts of this run."""
+        """The folder of all starts of this run."""
         return self.path / self.birth
 
     @property
     def place(self) -> Path:
-        """Below which this start does all that it does here."""
+        """The folder of this start, below which it changes files."""
         return self.home / f"{EPOCH}{self.epoch}"
 
     def folder(self, name: HeldName) -> Path:
-        """Where the files of a step lie."""
+        """The folder of a step's files."""
         return self.place / str(name)
 
     def unfinished(self, name: HeldName) -> Path:
-        """Where they lie until all nodes have theirs."""
+        """The folder of a step's files until all nodes have theirs."""
         return self.place / f"{name}.tmp"
 
     def enter(self) -> None:
-        """Take over what the last start has left here, and remove what older starts have left, and older runs at this path.
-        Once, for one rank of the node, before anybody looks."""
+        """Take over the files of the last start, and remove those of older starts and of older runs at this path. Once, on one
+        rank of the node, before any rank looks."""
         former = self._former_epochs()
         if former and not self.place.exists():
-            with suppress(FileNotFoundError):  # a newer start was faster: this one finds nothing
+            with suppress(FileNotFoundError):  # a newer start was faster; this one finds nothing
                 (self.home / f"{EPOCH}{former[-1]}").rename(self.place)
         self._remove_former()
 
     def make(self, folder: Path) -> None:
-        """Make a folder in here. Raises CheckpointError where the user's folder is somebody else's, or there is no tmpfs."""
+        """Make a folder. CheckpointError if the user's folder is another user's, or there is no tmpfs."""
         try:
             self.top.mkdir(mode=0o700, exist_ok=True)
             if not self._is_ours():
@@ -102,25 +103,25 @@ class NodeMemory:
             ) from error
 
     def list(self) -> dict[HeldName, frozenset[str]]:
-        """The names of the files of each step that this node holds. What another user has put there is not looked at."""
+        """The names of the files of each step that this node holds. Files of another user are ignored."""
         if not self._is_ours():
             return {}
         found = {name: self.folder(name) for name in map(_parse, _names(self.place)) if name is not None}
         return {name: frozenset(_names(folder)) for name, folder in found.items()}
 
     def clear(self, keep: HeldName | None = None) -> None:
-        """Remove all but one step."""
+        """Remove all steps but one."""
         for each in _names(self.place) if self._is_ours() else ():
             if keep is None or each != str(keep):
                 _remove(self.place / each)
 
     def leave(self) -> None:
-        """Remove all that this start, and former ones, hold here."""
+        """Remove everything that this start and former ones hold here."""
         self.clear()
         self._remove_former()
-        # Not the user's own: another run of the user may be about to make its folder in there.
+        # Not the user's folder: another run of the user may be about to make its own in there.
         for folder in (self.place, self.home, self.path, self.path.parent) if self._is_ours() else ():
-            with suppress(OSError):  # not empty: of other nodes, or of a newer start
+            with suppress(OSError):  # not empty: other nodes or a newer start have files there
                 folder.rmdir()
 
     def _former_epochs(self) -> Sequence[int]:
@@ -131,13 +132,13 @@ class NodeMemory:
     def _remove_former(self) -> None:
         for epoch in self._former_epochs():
             _remove(self.home / f"{EPOCH}{epoch}")
-        # Not those of a later birth: then this is a start of a run that is gone, which was frozen, and thaws.
+        # Not those of a later birth: then this is a frozen start of a removed run, which has woken up.
         for birth in _names(self.path) if self._is_ours() else ():
             if birth < self.birth:
                 _remove(self.path / birth)
 
     def _is_ours(self) -> bool:
-        """Whether the user's folder is there, and nobody else can have written into it."""
+        """Whether the user's folder exists, and no other user can have written into it."""
         try:
             status = self.top.lstat()
         except OSError:
@@ -146,25 +147,27 @@ class NodeMemory:
 
 
 def memory_of(run_dir: Path, node: str, memory: Path = MEMORY, epoch: int = 0, birth: str = NO_BIRTH) -> NodeMemory:
-    """The memory of a node for a start of a run. memory: a tmpfs; epoch: of the start's lease; birth: the run's."""
+    """The memory of a node for a start of a run. memory: a tmpfs; epoch: of the start's lease; birth: of the run."""
     return NodeMemory(run_memory(run_dir, memory) / re.sub(r"[^\w.-]", "_", node), epoch, birth)
 
 
 def run_memory(run_dir: Path, memory: Path = MEMORY) -> Path:
-    """The folder of a run, on any node: a function of the run's path, which all nodes see alike. slurm/job.sh knows it too."""
+    """The folder of a run, on any node: a function of the run's path, which is the same on all nodes. slurm/job.sh knows it
+    too."""
     place = run_dir.absolute()
     return memory / f"meshwright-{os.getuid()}" / f"{place.name}-{hashlib.sha256(str(place).encode()).hexdigest()[:8]}"
 
 
 def map_file(path: Path, num_bytes: int) -> Tensor:
-    """The bytes of a file that is there in this size, uint8 [num_bytes]: its memory, not a copy."""
-    # An empty file cannot be mapped.
-    return torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8) if num_bytes else _NO_BYTES
+    """The bytes of an existing file of this size, uint8 [num_bytes]: its memory, not a copy."""
+    if not num_bytes:  # an empty file cannot be mapped
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
 
 
 def make_file(path: Path, num_bytes: int) -> Tensor:
-    """The memory of a new file, uint8 [num_bytes]. Raises OSError where the node has not so much: a write into a mapped file for
-    which there is no memory would kill the process."""
+    """Allocate a new file and map it: uint8 [num_bytes]. OSError if the node lacks the memory: a write into a mapped file without
+    memory would kill the process."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -173,9 +176,6 @@ def make_file(path: Path, num_bytes: int) -> Tensor:
     finally:
         os.close(descriptor)
     return map_file(path, num_bytes)
-
-
-_NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 def _remove(folder: Path) -> None:
@@ -187,7 +187,7 @@ def _remove(folder: Path) -> None:
 def _names(folder: Path) -> Iterator[str]:
     try:
         yield from sorted(os.listdir(folder))
-    except OSError:  # not there
+    except OSError:  # it does not exist
         return
 
 

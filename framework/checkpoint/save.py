@@ -1,6 +1,6 @@
-"""Save: each rank writes the elements that are its own into one file; rank 0 commits. Behind training, in a thread of each rank.
+"""Save: each rank writes the elements that it owns into one file, and rank 0 commits; in a thread of each rank, behind training.
 
-    once, and when a layout has changed:
+    once, and when a layout has changed (save_plan.py):
     every rank    claims (48 bytes an entry)                          -> rank 0
     rank 0        divides the claims; flags                           -> each rank
     every rank    offsets, names                                      -> rank 0
@@ -12,13 +12,21 @@
     every rank    writes its file; root                               -> rank 0
     rank 0        writes the index and the manifest, renames; path    -> every rank
 
-What several ranks own alike is written by one of them, the one with the least to write so far: replicas divide the checkpoint
-among themselves. No rank but rank 0 hears of the others' tensors.
+Elements that several ranks own are written by the one of them with the least to write so far: replicas divide the checkpoint
+among themselves. Only rank 0 learns of other ranks' tensors.
 
-The ranks' threads agree over a group of their own, so nothing that training sends comes between. Saves go one after another, on
-all ranks in the order in which their loops asked: a save that is due while one is under way waits for its end. So all ranks know
-alike how the last one ended, without a word more. A rank that dies wakes the others' threads by its closed connections, and
-their loops by the same; what was not committed is not there.
+The ranks' threads communicate over a group of their own, so their messages cannot mix with training's. Saves run one after
+another, on all ranks in the order in which their loops ask: a save that is due during another waits for its end. So all ranks
+know how the last one ended, without a further message. If a rank dies, its closed connections wake the others' threads and
+loops; a checkpoint that was not committed does not exist.
+
+How often to save: too seldom loses work at a failure, too often loses time to saving. Daly (2006, "A higher order estimate of the
+optimum checkpoint interval for restart dumps", equation 37), whose first term is Young's (1974):
+
+    T = sqrt(2 cost MTBF) (1 + sqrt(cost / (2 MTBF)) / 3 + cost / (18 MTBF)) - cost      if cost < 2 MTBF, else T = MTBF
+
+cost: seconds of training that a save takes. For a save behind training that is how long it stalls the loop, not how long it
+takes.
 """
 
 import errno
@@ -29,23 +37,26 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from enum import Flag, auto
 from functools import partial
+from math import sqrt
 from typing import Any, TypeVar
 
 import torch
 
 from framework.checkpoint.blocks import BlockHashes
 from framework.checkpoint.commit import Retention, begin, explain, finish, folder_of, give_up, locate, retain, unleased
-from framework.checkpoint.divide import (
-    owned_entries,
-)
-from framework.checkpoint.entry import Entry
 from framework.checkpoint.folder import Fault, no_fault, report
-from framework.checkpoint.index import BLOCK_BYTES, Manifest
-from framework.checkpoint.pieces import INDEX, INDEX_BLOCK_BYTES, FileRecord, encode_index, file_name
-from framework.checkpoint.place import Place
-from framework.checkpoint.save_plan import IndexPlan, SavePlan, plan_save
-from framework.checkpoint.staging import StagedFile, StagingMemory
-from framework.checkpoint.storage import retry
+from framework.checkpoint.index import (
+    BLOCK_BYTES,
+    INDEX,
+    INDEX_BLOCK_BYTES,
+    FileRecord,
+    Manifest,
+    encode_index,
+    file_name,
+)
+from framework.checkpoint.save_plan import IndexPlan, SavePlan, owned_entries, plan_save
+from framework.checkpoint.staging import Entry, StagedFile, StagingMemory
+from framework.checkpoint.storage import Place, retry
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.comm.objects import broadcast_object, gather_object, share_errors
@@ -57,40 +68,59 @@ T = TypeVar("T")
 
 CPU = torch.device("cpu")
 
+# The cost of a save until one has been measured.
+ASSUMED_COST_S = 1.0
+# A save also takes cores, network and disk from others, so at most one in this many seconds is spent saving.
+SPARED = 4.0
+
+
+def find_interval_s(mtbf_s: float, num_saves: int, stalled_s: float, longest_s: float) -> float:
+    """Seconds from the beginning of one save to that of the next. stalled_s: how long `num_saves` have stalled training so far;
+    longest_s: how long the longest took."""
+    cost_s = stalled_s / num_saves if num_saves else ASSUMED_COST_S
+    return max(daly_interval_s(cost_s, mtbf_s), SPARED * longest_s)
+
+
+def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
+    """The interval that loses the least time, by Daly."""
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    share = cost_s / (2 * mtbf_s)
+    return sqrt(2 * cost_s * mtbf_s) * (1 + sqrt(share) / 3 + share / 9) - cost_s
+
 
 class Goal(Flag):
-    """Where a save puts what it has staged: into a checkpoint, into the nodes' memory (neighbors.py), or both."""
+    """The destination of a save: a checkpoint, the nodes' memory (neighbors.py), or both."""
 
     DISK = auto()
     MEMORY = auto()
 
 
-# Has the nodes hold what is staged, with rank 0's plan of the index, the step and the state; whether they do. Never raises what a
-# save that goes on could ignore.
+# Makes the nodes hold what is staged, given rank 0's plan of the index, the step and the state; returns whether they do. Raises
+# no error that a save could ignore.
 Hold = Callable[[StagedFile, IndexPlan | None, int, dict[str, Any]], bool]
 
 
 @dataclass(eq=False)
 class PendingSave:
-    """A save that is under way on this rank.
-
-    moment: when the entries had the values to be saved. is_staged: set when nobody needs the tensors any more, but for copies
-    before `arrival`, or when the save has ended otherwise. is_last: no other comes after it. ended: the checkpoint's path, None
-    where it was no goal; or its error.
-    """
+    """A save that is under way on this rank."""
 
     step: int
     entries: list[Entry]
     state: dict[str, Any]
     moment: Moment
+    """When the entries had the values to be saved."""
     is_staged: threading.Event = field(default_factory=threading.Event)
+    """Set when only copies before `arrival` still need the tensors, or when the save has ended."""
     is_last: bool = False
+    """Whether the run ends with it."""
     goal: Goal = Goal.DISK
     arrival: Arrival = field(default_factory=Arrival)
     ended: "Future[Place | None]" = field(default_factory=Future)
+    """The checkpoint's path, None for a save to memory alone; or the error."""
 
     def release(self, arrival: Arrival) -> None:
-        """The tensors may change behind `arrival`."""
+        """Allow the tensors to change after `arrival`."""
         self.arrival = arrival
         self.is_staged.set()
 
@@ -103,13 +133,8 @@ class PendingSave:
 class Saver:
     """The saves of a run under `root`, one at a time, each behind the loop: `start` returns at once.
 
-    world: over which the ranks' threads agree; nobody else uses it meanwhile. retention: which checkpoints stay. memory:
-    what bytes are staged in. is_async: whether `start` returns before the save has ended. max_failures: so many saves in a
-    row that fail end the run. on_end: is told in the save's thread that one has ended: its step, and whether it was
-    committed. fault: for tests. lease: of the run, which every rank checks before it writes; None for a folder that nobody
-    launches. hold: keeps copies in the nodes' memory. stalled_s: how long the loop was held up so far, and of it disk_stalled_s
-    by checkpoints. started: how many checkpoints were; longest_s: how long one took at most. failures: those that have failed;
-    failures_in_a_row: the last ones.
+    stalled_s: how long saves have stalled the loop so far; disk_stalled_s: of it, checkpoints. started: number of checkpoints;
+    longest_s: the longest time one took. failures, failures_in_a_row: number of saves that failed, in all and lately.
     """
 
     def __init__(
@@ -125,6 +150,10 @@ class Saver:
         lease: Lease | None = None,
         hold: Hold | None = None,
     ) -> None:
+        """world: the group of the ranks' threads, used for nothing else. memory: staging memory. is_async: whether `start`
+        returns before the save has ended. max_failures: this many failed saves in a row end the run. on_end: called in the
+        save's thread when one has ended, with its step and whether it was committed. fault: for tests. lease: of the run,
+        checked by every rank before it writes; None for a run without a launcher. hold: keeps copies in the nodes' memory."""
         self.stalled_s = self.disk_stalled_s = self.longest_s = 0.0
         self.started = 0
         self.failures = self.failures_in_a_row = 0
@@ -135,7 +164,7 @@ class Saver:
         self._hold = hold
         self._plan: SavePlan | None = None
         self._pending: PendingSave | None = None
-        self._has_said_wait = self._has_said_memory = False
+        self._has_reported_wait = self._has_reported_memory = False
         self._thread = ThreadPoolExecutor(1, "save")
 
     def start(
@@ -147,14 +176,15 @@ class Saver:
         is_last: bool = False,
         goal: Goal = Goal.DISK,
     ) -> None:
-        """Start to save what the entries hold now. Collective in the order of the ranks' calls, but nobody waits for others.
+        """Start to save the entries' current values. Collective in the order of the ranks' calls, but no rank waits for another.
 
-        Nothing of the entries may change before `wait_until_staged` returns. Waits for a save that is under way. Raises, on all
-        ranks, the error of the last of `max_failures` saves in a row, and without is_async of this one if it is that. device: of
-        the entries that are not on the host. is_last: the run ends with it.
+        No entry may change before `wait_until_staged` returns. Waits for a save that is under way. Raises, on all ranks, the
+        error of the last of `max_failures` saves in a row (of this one as well, without is_async). device: of the entries that
+        are not on the host. is_last: whether the run ends with it.
         """
         started = time.monotonic()
-        self._say_wait(step)
+        # One save at a time: their messages share a group, and staging memory is that of one save.
+        self._report_wait(step)
         self._conclude()
         self.started += Goal.DISK in goal
         pending = PendingSave(step, owned_entries(list(entries)), state, Moment(device), is_last=is_last, goal=goal)
@@ -166,7 +196,7 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way on this rank: others may end theirs sooner or later."""
+        """Whether a save is under way on this rank. Other ranks may end theirs sooner or later."""
         return self._pending is not None and not self._pending.ended.done()
 
     def wait_until_staged(self) -> None:
@@ -188,7 +218,7 @@ class Saver:
         self._thread.shutdown()
 
     def abandon(self, patience_s: float) -> None:
-        """Let a save that is under way come to its end, but for no longer than this: the run ends with an error of its own."""
+        """Wait at most `patience_s` for a save that is under way, when another error ends the run."""
         self._thread.shutdown(wait=False)
         if self._pending is not None:
             wait([self._pending.ended], patience_s)
@@ -198,21 +228,21 @@ class Saver:
         self.stalled_s += seconds
         self.disk_stalled_s += seconds if Goal.DISK in goal else 0.0
 
-    def _say_wait(self, step: int) -> None:
+    def _report_wait(self, step: int) -> None:
         pending = self._pending
-        if pending is None or pending.ended.done() or self._has_said_wait or self._world.rank:
+        if pending is None or pending.ended.done() or self._has_reported_wait or self._world.rank:
             return
         if Goal.DISK not in pending.goal:
             return
-        self._has_said_wait = True
+        self._has_reported_wait = True
         report(
             f"the checkpoint of step {step:,} is due while that of step {pending.step:,} is still being written: training waits"
             " for it, and will wait each time (this is said once). Save less often, or to a faster disk"
         )
 
-    def _say_memory(self, num_bytes: int) -> None:
-        if self._is_async and not self._has_said_memory and not self._world.rank:
-            self._has_said_memory = True
+    def _report_memory(self, num_bytes: int) -> None:
+        if self._is_async and not self._has_reported_memory and not self._world.rank:
+            self._has_reported_memory = True
             report(
                 f"this node has not the memory to stage {num_bytes:,} bytes of each rank at once, or states are on a disk:"
                 " updates wait until a checkpoint is written (this is said once)"
@@ -234,27 +264,28 @@ class Saver:
                 raise
 
     def _save(self, pending: PendingSave) -> Place | None:
-        """In the thread."""
+        """Save, in the thread."""
         began, path = time.monotonic(), None
         try:
+            # Copies run on a stream of their own, behind the kernels that made the values.
             with pending.moment.copies():
                 path = self._write(pending)
             return path
         except MeshwrightError as error:
-            self._say_failure(pending, error)
+            self._report_failure(pending, error)
             raise
         finally:
+            # Also after an error: the loop waits for this, and the tensors are referenced until here.
             pending.release(pending.arrival)
             pending.entries = []
             if Goal.DISK in pending.goal:
                 self.longest_s = max(self.longest_s, time.monotonic() - began)
                 self._on_end(pending.step, path is not None)
 
-    def _say_failure(self, pending: PendingSave, error: MeshwrightError) -> None:
+    def _report_failure(self, pending: PendingSave, error: MeshwrightError) -> None:
         in_a_row = self.failures_in_a_row + 1
-        if isinstance(error, LeaseLost):
-            return  # it ends the run
-        if self._world.rank == 0 and in_a_row < self._max_failures and not pending.is_last:
+        ends_run = isinstance(error, LeaseLost) or pending.is_last
+        if self._world.rank == 0 and not ends_run and in_a_row < self._max_failures:
             report(
                 f"the checkpoint of step {pending.step:,} was not saved ({in_a_row} in a row, {self._max_failures} end the run);"
                 f" training goes on, and the next save tries again: {error}"
@@ -270,14 +301,14 @@ class Saver:
             pending.release(arrival)
             self._fault("staged")
         else:
-            self._say_memory(staged.num_bytes)
-        # Memory first: it takes less time than a disk, and is there should the disk fail.
+            self._report_memory(staged.num_bytes)
+        # Memory first: it takes less time than a disk, and is useful if the disk fails.
         if Goal.MEMORY in pending.goal and self._hold is not None:
             self._hold(staged, plan.index, pending.step, pending.state)
         return self._commit(pending, plan, staged) if Goal.DISK in pending.goal else None
 
     def _commit(self, pending: PendingSave, plan: SavePlan, staged: StagedFile) -> Place:
-        """Write what is staged, and commit the checkpoint."""
+        """Write the staged file, and commit the checkpoint."""
         world, fault = self._world, self._fault
         root, lease = self._root, self._lease
         explained = partial(_explained, root, lease, plan.bytes_needed)
@@ -294,11 +325,13 @@ class Saver:
                 lease.check()
                 write_file(path, staged, fault)
 
+            # Every rank learns of a failure here: else rank 0 would wait for a rank that has given up.
             share_errors(lambda: explained(lambda: retry(write, "write", path)), world)
             written = gather_object(FileRecord(staged.num_bytes, BLOCK_BYTES, staged.root or 0), world)
             fault("gathered")
             committed = broadcast_object(lambda: explained(lambda: self._finish(folder, pending, plan, written)), world)
         except MeshwrightError:
+            # share_errors and the broadcasts raise on all ranks alike, so no rank is still writing into the folder.
             if world.rank == 0:
                 give_up(root, lease, folder)
             raise
@@ -307,7 +340,7 @@ class Saver:
         return committed
 
     def _finish(self, folder: Place, pending: PendingSave, plan: SavePlan, written: Sequence[FileRecord]) -> Place:
-        """Write the index and commit, on rank 0, when all ranks have written. Returns the checkpoint's folder."""
+        """Write the index and commit, on rank 0, once all ranks have written. Returns the checkpoint's folder."""
         assert plan.index is not None, "only rank 0 commits"
         index, lease = plan.index, self._lease
 
@@ -320,8 +353,9 @@ class Saver:
         return finish(self._root, lease, folder, manifest, self._fault)
 
     def _find_plan(self, entries: Sequence[Entry]) -> SavePlan:
-        """The plan of the last save, where no rank's layout has changed since. Collective."""
+        """The plan of the last save, unless a rank's layout has changed since. Collective."""
         keys = [(entry.name, entry.layout, entry.data.dtype) for entry in entries]
+        # A plan holds for all ranks or for none, and no rank knows another's layouts.
         is_same = torch.tensor(int(self._plan is not None and keys == self._plan.keys))
         all_reduce(is_same, self._world, "min", label="has a layout changed?")
         if self._plan is None or not is_same:
@@ -338,14 +372,14 @@ def save_checkpoint(
     keep: int,
     fault: Fault = no_fault,
 ) -> Place:
-    """Commit `step-N` under `root`; the newest `keep` stay, and that of `state["best_step"]`. Collective over `world`. Returns
-    the new folder.
+    """Save and commit `step-N` under `root`, and return its folder; the newest `keep` checkpoints stay, and that of
+    `state["best_step"]`. Collective over `world`.
 
     The entries of all ranks together cover every tensor. `state` is JSON-able and equal on all ranks; rank 0's is kept.
     Needs host memory for two segments of 16 MiB; on rank 0 also some 250 bytes for each entry of each rank. Raises on *every*
-    rank when one fails: CheckpointError where the user must act (no space, no permission), StorageError for what may pass.
-    Former checkpoints are then intact, of the new one nothing is left. A step that is committed already, with the same state, is
-    not written again.
+    rank if one fails: CheckpointError if the user must act (no space, no permission), StorageError for errors that may pass.
+    Former checkpoints are then intact, and nothing is left of the new one. A step that is committed already, with the same
+    state, is not written again.
     """
     saver = Saver(root, world, Retention(keep), is_async=False, fault=fault)
     entries = list(entries)
@@ -358,7 +392,7 @@ def save_checkpoint(
 
 
 def write_file(path: Place, staged: StagedFile, fault: Fault = no_fault) -> None:
-    """Write what is staged and the tree of its hashes; durable on return."""
+    """Write the staged bytes and the tree of their hashes; durable on return."""
     with folder_of(path.parent).create(path, staged.num_bytes) as file:
         for view in staged.views():
             file.write(view)
@@ -375,8 +409,8 @@ def write_index(
     written: Sequence[FileRecord],
     index_block_bytes: int = INDEX_BLOCK_BYTES,
 ) -> Manifest:
-    """Write the index of what the ranks wrote; durable on return. Returns the manifest."""
-    data = encode_index([(each.num_bytes, each.root) for each in written], plan.pieces)
+    """Write the index of the ranks' files, durable on return, and return the manifest."""
+    data = encode_index(written, plan.chunks)
     hashes = BlockHashes(index_block_bytes)
     hashes.add(memoryview(data))
     tree, root = hashes.finish()
@@ -386,10 +420,10 @@ def write_index(
 
 
 def _explained(root: Place, lease: Lease, bytes_needed: int, work: Callable[[], T]) -> T:
-    """The result of `work`, its OSError in words."""
+    """The result of `work`, with an OSError explained."""
     try:
         return work()
     except OSError as error:
         if error.errno == errno.ENOENT:
-            lease.check()  # the folder is gone, because another start has taken it away
+            lease.check()  # the folder may be gone because another start has taken it away
         raise explain(error, root, bytes_needed) from error

@@ -17,9 +17,9 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any
 
+from framework.commands.measure import check_measured
 from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.imports import loading_libraries
-from framework.launch.machine import check_measured
 from framework.recipe.compose import change_pins, compose_open, find_pins, load_recipe
 from framework.recipe.layout_keys import LAYOUT_KEYS
 from framework.recipe.saved import write_layout
@@ -61,7 +61,7 @@ class SearchRequest:
     options: argparse.Namespace
 
 
-def add_search_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command. Keys of a layout that the command line sets are fixed, so that needs no option."""
     parser.add_argument("--by", choices=["time", "memory"], default="time", help="rank by step time or by memory")
     parser.add_argument("--best", type=int, default=10, metavar="N", help="show the best N layouts (default: 10)")
@@ -101,7 +101,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def search_command(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     request = compose_request(arguments)
     check_measured(request.recipe)
@@ -213,9 +213,9 @@ def write_best(file: Path, values: dict[str, Any], comment: str) -> None:
 
 def try_layouts(request: SearchRequest) -> int:
     """Rank, train the best of as many meshes as are wanted, correct and rank again; under SLURM queue the runs."""
+    from framework.commands.submit import submit_sweep
+    from framework.commands.sweep import compose_sweep, train_sweep
     from framework.launch.directory import RunDirectory
-    from framework.launch.submit import submit_sweep
-    from framework.launch.sweep import compose_sweep, train_sweep
 
     result, options = find(request), request.options
     is_queued = request.recipe.launch.kind == "slurm"

@@ -139,11 +139,7 @@ def _join_split(folder: Path, plan: JoinPlan, split: Split, bar: Any) -> None:
         written: list[ShardSplit] = []
         for each in plan.place(split):
             with name_errors(tokens_path):
-                _copy(
-                    shard_path(folder, each.shard, tokens_path.name),
-                    files[tokens_path],
-                    each.start_token * each.dtype.itemsize,
-                )
+                _copy_tokens(shard_path(folder, each.shard, tokens_path.name), files[tokens_path], each)
             with name_errors(ends_path):
                 _copy_ends(shard_path(folder, each.shard, ends_path.name), files[ends_path], each)
             written.append(each)
@@ -153,16 +149,17 @@ def _join_split(folder: Path, plan: JoinPlan, split: Split, bar: Any) -> None:
         _remove_written(folder, files, written)
 
 
-def _copy(path: Path, into: int, offset: int) -> None:
-    """Write the bytes of a shard's file at their place, if it is still there."""
+def _copy_tokens(path: Path, into: int, shard: ShardSplit) -> None:
+    """Write the tokens of a shard at their place, if its file is still there."""
     if path.exists():
+        offset = shard.start_token * shard.dtype.itemsize
         with open(path, "rb", buffering=0) as file:
             while data := file.read(COPY_BYTES):
                 offset = _write_at(into, data, offset)
 
 
 def _copy_ends(path: Path, into: int, shard: ShardSplit) -> None:
-    """The same for document ends, which count from the start of the joined file instead of the shard's."""
+    """Write the document ends of a shard, counted from the start of the joined file, if its file is still there."""
     if path.exists():
         ends = np.fromfile(path, dtype=ENDS_DTYPE) + shard.start_token
         _write_at(into, ends.tobytes(), shard.start_document * ENDS_DTYPE.itemsize)
@@ -178,6 +175,7 @@ def _write_at(file: int, data: bytes, offset: int) -> int:
 
 
 def _remove_written(folder: Path, files: dict[Path, int], written: list[ShardSplit]) -> None:
+    """Sync the joined files, and only then remove the shards that are in them."""
     for path, file in files.items():
         with name_errors(path):
             os.fsync(file)

@@ -139,20 +139,22 @@ def add_skipped(skipped: Skipped, first: int, stop: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order of all samples of all epochs, built by `SampleOrder.of`.
-
-    sizes: [sources] samples per epoch; keys: [sources]; slot_source, slot_rank: one period of the blend.
-    """
+    """The order of all samples of all epochs, built by `SampleOrder.of`."""
 
     sizes: np.ndarray
+    """[sources] int64: samples per epoch."""
     keys: np.ndarray
+    """[sources] uint64: of the sources' permutations."""
     shares: np.ndarray
+    """[sources] int64: samples in one period of the blend."""
     slot_source: np.ndarray
+    """[period] uint16: the source in each slot."""
     slot_rank: np.ndarray
+    """[period] int64: the number of earlier slots of the same source."""
 
     @classmethod
     def of(cls, seed: int, sources: Mapping[str, tuple[float, int]]) -> "SampleOrder":
-        """`sources`: name -> (weight > 0, samples per epoch >= 1). A source's order does not depend on the others."""
+        """Build the order. sources: name -> (weight > 0, samples per epoch >= 1). A source's order does not depend on others."""
         shares = count_shares([weight for weight, _ in sources.values()])
         slot_source, slot_rank = interleave(shares)
         return cls(

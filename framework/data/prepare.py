@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -30,7 +31,7 @@ from framework.data.prepared import (
     locate,
     open_found,
 )
-from framework.data.records import FileSpan, plan_shards, read_records
+from framework.data.records import plan_shards, read_records
 from framework.data.shard import (
     LARGEST_SHARE,
     BadRecord,
@@ -221,8 +222,20 @@ def _build(recipe: Recipe, places: DataPlaces, absent: Sequence[StorePlace], wor
     for place in absent:
         files = _get_files(place)
         place.folder.mkdir(exist_ok=True)
+        make_job = partial(
+            ShardJob,
+            source=place.name,
+            source_bytes=sum(file.num_bytes for file in files),
+            folder=place.folder,
+            field=place.source.field,
+            tokenizer_folder=folder,
+            tokenizer=tokenizer,
+            threshold=_initial_threshold(recipe),
+            validation=recipe.data.validation,
+            max_bad_records=recipe.data.bad_records,
+        )
         shards = enumerate(plan_shards(files, progress))
-        jobs = [_make_job(recipe, place, files, shard, tuple(spans), folder, tokenizer) for shard, spans in shards]
+        jobs = [make_job(shard=shard, spans=tuple(spans)) for shard, spans in shards]
         stores.append((place, files, jobs))
     _run(recipe, [job for _, _, jobs in stores for job in jobs], workers, progress)
     for place, files, jobs in stores:
@@ -262,30 +275,6 @@ def is_moved(report: ShardReport, threshold: int) -> bool:
         return False  # it has no documents
     low, high = sorted((report.threshold, threshold))
     return report.lowest_hash < high and report.highest_hash >= low and low != high
-
-
-def _make_job(
-    recipe: Recipe,
-    place: StorePlace,
-    files: Sequence[SourceFile],
-    shard: int,
-    spans: tuple[FileSpan, ...],
-    folder: Path,
-    tokenizer: TokenizerInfo,
-) -> ShardJob:
-    return ShardJob(
-        source=place.name,
-        source_bytes=sum(file.num_bytes for file in files),
-        folder=place.folder,
-        shard=shard,
-        spans=spans,
-        field=place.source.field,
-        tokenizer_folder=folder,
-        tokenizer=tokenizer,
-        threshold=_initial_threshold(recipe),
-        validation=recipe.data.validation,
-        max_bad_records=recipe.data.bad_records,
-    )
 
 
 def _run(recipe: Recipe, jobs: list[ShardJob], workers: int, progress: bool) -> None:

@@ -49,7 +49,7 @@ ROWS_PER_READ = 1024
 LONGEST_LINE_BYTES = 256 << 20
 SKIPPED_AT_ONCE = 1 << 20
 JSON_BLANKS = re.compile(r"[ \t\n\r]*")
-# Finds where a value ends that `json` refuses for an integer of more digits than Python converts.
+# Finds where a value ends, also one that `json` refuses for an integer of more digits than Python converts.
 LENIENT_JSON = json.JSONDecoder(parse_int=float)
 DIALECTS = {"csv": csv.excel, "tsv": csv.excel_tab}
 # What libraries raise for a truncated, corrupt or unreadable file.
@@ -280,33 +280,18 @@ def _read_json(span: FileSpan, field: str) -> Iterator[Record]:
     index, position = 0, _skip_blanks(text, 0) + 1  # behind the [
     closed = text[(position := _skip_blanks(text, position)) : position + 1] == "]"
     while not closed:
-        start = position
         try:
-            record, position = _parse_element(index, text, start, field)
+            _, stop = LENIENT_JSON.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             raise _broken_array(span.file, index, _explain_json(error)) from error
-        yield record
-        position = _skip_blanks(text, position)
+        yield _parse(index, text[position:stop], field)
+        position = _skip_blanks(text, stop)
         closed = text[position : position + 1] == "]"
         if not closed and text[position : position + 1] != ",":
             raise _broken_array(span.file, index, "neither , nor ] behind it")
         index, position = index + 1, position if closed else _skip_blanks(text, position + 1)
     if text[position + 1 :].strip():
         raise _broken_array(span.file, max(0, index - 1), "text behind the ] of the array")
-
-
-def _parse_element(index: int, text: str, start: int, field: str) -> tuple[Record, int]:
-    """The record of the JSON value at `start`, and where the value ends."""
-    try:
-        value, stop = json.JSONDecoder().raw_decode(text, start)
-    except json.JSONDecodeError:
-        raise
-    except ValueError as error:
-        _, stop = LENIENT_JSON.raw_decode(text, start)
-        return Record(index, None, _explain_json(error)), stop
-    if text.count(json.dumps(field), start, stop) > 1:
-        return _parse(index, text[start:stop], field), stop
-    return _take_field(index, value, field), stop
 
 
 def _skip_blanks(text: str, position: int) -> int:

@@ -1,7 +1,7 @@
 """Tokenizing: the text of a source becomes the shards of its store, on all cores.
 
-    00000.train.tokens  .ends         tokens and document ends of shard 0 as in the store (store.py), ends from the start of
-    this file 00000.validation.tokens  .ends    the same of its held-out documents; a split without documents has no files
+    00000.train.tokens  .ends         tokens and document ends of shard 0 as in the store (store.py); ends count from its start
+    00000.validation.tokens  .ends    the same of its held-out documents; a split without documents has no files
     00000.json                        the report of shard 0; its presence means that the shard is complete
 
 A shard is a function of its job alone, so any process may write it, at any time and any number of times. Every file appears by an
@@ -46,7 +46,7 @@ LARGEST_SHARE = 0.1
 REASON_CHARS = 1000
 
 # Usual names of the field with the text, and of chats, most common first.
-TEXT_FIELDS = [
+TEXT_FIELDS = (
     "text",
     "content",
     "contents",
@@ -57,7 +57,7 @@ TEXT_FIELDS = [
     "raw_content",
     "completion",
     "story",
-]
+)
 CHAT_FIELDS = {"messages", "conversations", "conversation", "instruction", "chosen"}
 
 
@@ -81,13 +81,15 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class ShardReport:
-    """The contents of a finished shard. lowest_hash, highest_hash: of its documents; None if it has none."""
+    """The contents of a finished shard."""
 
     threshold: int
+    """Documents with a hash below it are held out."""
     splits: dict[str, SplitReport]
     num_source_bytes: int
     bad_records: tuple[BadRecord, ...]
     lowest_hash: int | None
+    """Of the shard's documents; None without any."""
     highest_hash: int | None
 
     @classmethod

@@ -59,14 +59,16 @@ NOTES = (
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a source. name: relative to the source's folder. stated: whether the recipe states its format."""
+    """A file of a source."""
 
     name: str
+    """Relative to the source's folder."""
     path: Path
     kind: Kind
     num_bytes: int
     mtime_ns: int
     stated: bool = False
+    """Whether the recipe states its format."""
 
 
 class SourceMissing(DataError):

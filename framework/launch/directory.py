@@ -27,7 +27,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
-from framework.checkpoint.place import CHECKPOINTS, Place, checkpoints_of
+from framework.checkpoint.storage import CHECKPOINTS, Place, checkpoints_of
 from framework.errors import LeaseLost, RunError, RunInUse
 from framework.launch.places import explain_errors
 from framework.launch.record import begin_anew, first_record, now, read_record, write_record

@@ -6,8 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from framework.checkpoint.place import CHECKPOINTS, KEY, POINTER, ObjectPath, find_probe_error, open_place
-from framework.checkpoint.storage import LASTING, storage_error
+from framework.checkpoint.storage import (
+    CHECKPOINTS,
+    KEY,
+    LASTING,
+    POINTER,
+    ObjectPath,
+    find_probe_error,
+    open_place,
+    storage_error,
+)
 from framework.errors import RunError
 from framework.files import PRIVATE, write_file
 

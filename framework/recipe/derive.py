@@ -87,8 +87,8 @@ def _compute(recipe: Recipe) -> Derived:
     if problems:
         raise RecipeError(render_problems(problems))
     parallel, batch = recipe.parallel, recipe.batch
-    dp = _dp(recipe)
-    sequences = _sequences(batch)
+    dp = count_dp(recipe)
+    sequences = count_sequences(batch)
     return Derived(
         world=count_ranks(recipe),
         dp=dp,
@@ -234,7 +234,7 @@ def find_world_problems(recipe: Recipe) -> Iterator[Problem]:
             "parallel.expert_tp", slices, message, f"parallel.expert_tp={_listed(sorted({1, parallel.tp}))}, or null"
         )
         return
-    expert_ranks = _dp(recipe) * parallel.cp * parallel.tp // slices
+    expert_ranks = count_dp(recipe) * parallel.cp * parallel.tp // slices
     if expert_ranks % parallel.ep:
         message = f"ep divides dp * cp * tp / expert_tp = {expert_ranks}, and {parallel.ep} does not"
         yield Problem(
@@ -267,7 +267,7 @@ def find_statement_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _undivided(recipe: Recipe, key: str, amount: int, tokens_each: int) -> Iterator[Problem]:
     """`amount` in units of `tokens_each` is whole microbatches on every rank, or the ways to make it so."""
-    dp, microbatch = _dp(recipe), recipe.batch.sequences_per_microbatch
+    dp, microbatch = count_dp(recipe), recipe.batch.sequences_per_microbatch
     unit = dp * microbatch * tokens_each
     if amount % unit == 0:
         return
@@ -286,7 +286,7 @@ def _undivided(recipe: Recipe, key: str, amount: int, tokens_each: int) -> Itera
 
 def _ways_by_ranks(recipe: Recipe, microbatches: int) -> list[str]:
     """Numbers of ranks, or a range of nodes, among which so many microbatches can be divided."""
-    dp, nodes = _dp(recipe), recipe.launch.nodes
+    dp, nodes = count_dp(recipe), recipe.launch.nodes
     inner = count_ranks(recipe) // dp
     if isinstance(nodes, tuple):
         degrees = {count: count * recipe.launch.ranks_per_node // inner for count in range(nodes[0], nodes[1])}
@@ -296,12 +296,14 @@ def _ways_by_ranks(recipe: Recipe, microbatches: int) -> list[str]:
     return [f"launch.ranks={_listed(ranks)}" + (" with parallel.dp=null" if recipe.parallel.dp else "")]
 
 
-def _dp(recipe: Recipe) -> int:
+def count_dp(recipe: Recipe) -> int:
+    """Data-parallel degree; the degrees must fit the ranks."""
     parallel = recipe.parallel
     return parallel.dp or count_ranks(recipe) // (parallel.tp * parallel.pp * parallel.cp)
 
 
-def _sequences(batch: Batch) -> int:
+def count_sequences(batch: Batch) -> int:
+    """Sequences of one optimizer step."""
     if batch.sequences_per_step is not None:
         return batch.sequences_per_step
     assert batch.tokens_per_step is not None, "find_batch_problems lets no recipe without a batch pass"

@@ -5,10 +5,11 @@ from itertools import count, islice
 
 from framework.recipe.derive import (
     context_degrees,
+    count_dp,
     count_nodes,
     count_ranks,
+    count_sequences,
     count_virtual_stages,
-    derive,
     divisors,
     find_batch_problems,
     find_node_problems,
@@ -220,10 +221,10 @@ def bubbles(recipe: Recipe) -> Iterator[Problem]:
 def microbatches(recipe: Recipe) -> Iterator[Problem]:
     if recipe.pipeline.schedule != "dualpipe_v" or recipe.pipeline.table is not None:
         return
-    derived = derive(recipe)
-    needed, each = 2 * derived.pp, derived.dp * derived.sequences_per_microbatch
-    if derived.accumulation < needed:
-        message = f"dualpipe_v on {derived.pp} ranks needs {needed} microbatches in a step, and there are {derived.accumulation}"
+    pp, each = recipe.parallel.pp, count_dp(recipe) * recipe.batch.sequences_per_microbatch
+    needed, there = 2 * pp, count_sequences(recipe.batch) // each
+    if there < needed:
+        message = f"dualpipe_v on {pp} ranks needs {needed} microbatches in a step, and there are {there}"
         fix = f"batch.sequences_per_step={needed * each} or more; or pipeline.schedule=zbv"
         yield refuse(recipe, "pipeline.schedule", message, fix)
 

@@ -14,14 +14,12 @@ import pytest
 import torch
 
 from framework.checkpoint.commit import Retention
-from framework.checkpoint.entry import Entry
-from framework.checkpoint.held import HeldSteps
-from framework.checkpoint.lineage import begin_generation
+from framework.checkpoint.held import HeldSteps, begin_generation
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.neighbors import COPY_POINTS, CopyKeeper, meet_neighbours
 from framework.checkpoint.node_memory import memory_of, run_memory
 from framework.checkpoint.save import CPU, Goal, Saver
-from framework.checkpoint.staging import StagingMemory
+from framework.checkpoint.staging import Entry, StagingMemory
 from framework.comm.collectives import all_reduce
 from framework.comm.connect import connect, connect_beside
 from framework.comm.objects import broadcast_object

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from framework.checkpoint.commit import Retention
-from framework.checkpoint.entry import Entry
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.save import CPU, Saver
-from framework.checkpoint.staging import StagingMemory
+from framework.checkpoint.staging import Entry, StagingMemory
 from framework.comm.collectives import all_reduce
 from framework.comm.connect import connect, connect_beside
 from framework.mesh.layout import Layout

@@ -25,13 +25,12 @@ import torch
 
 from framework import lease as lease_module
 from framework.checkpoint.commit import Retention, find_newest, set_aside, step_of
-from framework.checkpoint.entry import Entry
 from framework.checkpoint.held import HeldSteps
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.neighbors import CopyKeeper, Neighbours
 from framework.checkpoint.node_memory import HeldName, NodeMemory, memory_of
 from framework.checkpoint.save import CPU, Goal, Saver
-from framework.checkpoint.staging import StagingMemory
+from framework.checkpoint.staging import Entry, StagingMemory
 from framework.comm.communicator import Communicator
 from framework.errors import EXIT_USER, LeaseLost, MeshwrightError
 from framework.launch.directory import RunDirectory

@@ -6,9 +6,9 @@ import pytest
 
 from framework.checkpoint import held, neighbors
 from framework.checkpoint.commit import list_checkpoints
-from framework.checkpoint.lineage import Lineage
+from framework.checkpoint.held import RunLineage
+from framework.checkpoint.index import INDEX
 from framework.checkpoint.neighbors import COPY_POINTS, HELD_POINTS
-from framework.checkpoint.pieces import INDEX
 from tests.faults.copying_ranks import Ranks, copy_place, cut_power, held_on, run, spoil_disk
 from tests.grid import few_of
 
@@ -284,7 +284,7 @@ def test_a_step_of_a_branch_that_was_left_is_not_taken(branched, capfd):
 
 def test_sabotaged_a_lineage_that_nobody_asks_is_noticed(branched):
     with pytest.raises(AssertionError):
-        check_goes_on(branched, 6, Ranks(patches={(Lineage, "has_trained"): lambda *_: True}), is_held=False)
+        check_goes_on(branched, 6, Ranks(patches={(RunLineage, "has_trained"): lambda *_: True}), is_held=False)
 
 
 @pytest.mark.grid

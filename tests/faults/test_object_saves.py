@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from framework.checkpoint.commit import folder_of, list_checkpoints, locate, step_of
-from framework.checkpoint.entry import Entry
 from framework.checkpoint.load import load_newest
-from framework.checkpoint.place import ObjectPath
+from framework.checkpoint.staging import Entry
+from framework.checkpoint.storage import ObjectPath
 from framework.mesh.layout import Layout
 from tests.faults.meshwright import losses, run_meshwright
 from tests.faults.saving_ranks import EVERY, NUMEL, STEPS, Death, state_at

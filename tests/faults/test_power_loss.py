@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from framework.checkpoint.commit import Retention, find_newest, step_of
-from framework.checkpoint.entry import Entry
 from framework.checkpoint.folder import LocalFolder
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.save import CPU, Saver
-from framework.checkpoint.staging import StagingMemory
+from framework.checkpoint.staging import Entry, StagingMemory
 from framework.comm.communicator import Communicator
 from framework.lease import Lease
 from framework.mesh.layout import Layout

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from framework.checkpoint.commit import COMMITTED_POINTS, SAVE_POINTS, Retention, list_checkpoints
-from framework.checkpoint.entry import Entry
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.save import CPU, Saver, save_checkpoint
-from framework.checkpoint.staging import StagingMemory
+from framework.checkpoint.staging import Entry, StagingMemory
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.errors import CheckpointError

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from framework.checkpoint import storage
-from framework.checkpoint.entry import Entry
 from framework.checkpoint.load import Reader, load_checkpoint, load_newest
 from framework.checkpoint.save import save_checkpoint
+from framework.checkpoint.staging import Entry
 from framework.comm.connect import connect
 from framework.errors import EXIT_FAILED, CheckpointError, MeshwrightError
 from framework.mesh.layout import Layout, Shard

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from framework.checkpoint.folder import committed_name
 from framework.checkpoint.load import Reader
 from framework.comm.connect import connect
-from framework.launch.export import _read, _read_units
+from framework.commands.trained_model import _read, _read_units
 from framework.model import mixtures
 from framework.model.load import build_meta
 from framework.model.mixtures import ExpertLoad, find_mixtures

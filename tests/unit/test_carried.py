@@ -10,9 +10,9 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from framework.cli import main
+from framework.commands.trained_model import load_model
 from framework.data.tokenize import save_tokenizer, train_bpe
 from framework.errors import EXIT_DONE, DataError, ModelError
-from framework.launch.export import load_model
 from framework.launch.settle import settle_tokens
 from framework.model.generate import add_end
 from framework.model.load import build_meta, load_config

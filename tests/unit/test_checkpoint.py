@@ -13,18 +13,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.checkpoint.commit import begin, finish, list_checkpoints
-from framework.checkpoint.divide import WRITES, describe, divide, owned_entries, pack_claims
-from framework.checkpoint.entry import Entry
+from framework.checkpoint.commit import begin, finish, list_checkpoints, newest_checkpoint
 from framework.checkpoint.folder import committed_name
-from framework.checkpoint.index import DamagedCheckpoint, Manifest, read_manifest
+from framework.checkpoint.index import DamagedCheckpoint, FileRecord, Manifest, file_name, read_manifest
 from framework.checkpoint.inspect import describe as describe_contents
 from framework.checkpoint.inspect import inspect_command
-from framework.checkpoint.load import load_checkpoint, load_newest, newest_checkpoint, read_state
-from framework.checkpoint.pieces import FileRecord, file_name
+from framework.checkpoint.load import load_checkpoint, load_newest, read_state
 from framework.checkpoint.save import CPU, save_checkpoint, write_file, write_index
-from framework.checkpoint.save_plan import _raise_disagreement, plan_file, plan_index
-from framework.checkpoint.staging import StagedFile, StagingMemory
+from framework.checkpoint.save_plan import (
+    WRITES,
+    _raise_disagreement,
+    describe,
+    divide,
+    owned_entries,
+    pack_claims,
+    plan_file,
+    plan_index,
+)
+from framework.checkpoint.staging import Entry, StagedFile, StagingMemory
 from framework.comm.communicator import Communicator
 from framework.comm.transfer import Moment
 from framework.errors import CheckpointError

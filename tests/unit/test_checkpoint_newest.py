@@ -11,11 +11,19 @@ import pytest
 import torch
 
 from framework.checkpoint import commit, storage
-from framework.checkpoint.commit import explain, find_newest, list_checkpoints, newest_checkpoint, note_of, step_of
-from framework.checkpoint.entry import Entry
+from framework.checkpoint.commit import (
+    amend,
+    explain,
+    find_newest,
+    list_checkpoints,
+    newest_checkpoint,
+    note_of,
+    retire_newer,
+    step_of,
+)
 from framework.checkpoint.load import load_newest
-from framework.checkpoint.retire import amend, retire_newer
 from framework.checkpoint.save import save_checkpoint
+from framework.checkpoint.staging import Entry
 from framework.comm.communicator import Communicator
 from framework.errors import EXIT_FAILED, EXIT_USER, CheckpointError, StorageError
 from framework.lease import Lease

@@ -17,11 +17,10 @@ import xxhash
 
 from framework.checkpoint import blocks, load, storage
 from framework.checkpoint.blocks import BlockCache, BlockFile, BlockHashes
-from framework.checkpoint.entry import Entry
-from framework.checkpoint.index import DamagedCheckpoint
+from framework.checkpoint.index import INDEX_BLOCK_BYTES, DamagedCheckpoint, narrow
 from framework.checkpoint.inspect import inspect_command
 from framework.checkpoint.load import Reader, load_checkpoint, load_newest
-from framework.checkpoint.pieces import INDEX_BLOCK_BYTES, narrow
+from framework.checkpoint.staging import Entry
 from framework.errors import EXIT_FAILED, StorageError
 from framework.mesh.layout import Layout, Shard, part
 from tests.unit.test_checkpoint import (

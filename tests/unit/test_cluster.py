@@ -12,7 +12,7 @@ from framework.recipe.clusters import BY_GPU, KINDS, find_cluster, find_cluster_
 from framework.recipe.compose import compose
 from framework.recipe.schema import Cluster as Described
 from framework.recipe.schema import Launch, Recipe
-from framework.track.flops import PEAK_BF16_FLOPS, find_peak, peak_flops
+from framework.track.device import PEAK_BF16_FLOPS, find_peak, peak_flops
 
 SHIPPED = ("h100_ib", "h100_efa", "h200_ib", "a100_ib", "b200_ib", "laptop")
 # Published with the issue: bus bandwidth in GB/s at 256 MB, of eight GPUs on each node.
@@ -275,10 +275,10 @@ def test_measured_collectives_take_what_was_measured():
 
 
 def test_a_run_may_go_on_with_another_cluster_and_keeps_it_in_its_recipe(tmp_path):
-    from framework.launch.resume import Change
+    from framework.launch.resume import RecipeChange
     from framework.recipe.compose import load_recipe, save_recipe
 
-    assert Change("cluster.matmul.bf16.share", 0.7, 0.8).is_allowed
+    assert RecipeChange("cluster.matmul.bf16.share", 0.7, 0.8).is_allowed
     recipe = compose(["experiment=quickstart", "cluster=h100_efa"]).require()
     save_recipe(recipe, tmp_path / "recipe.yaml")
     assert load_recipe(tmp_path / "recipe.yaml") == recipe

@@ -15,8 +15,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from framework.commands.train import check_model
 from framework.errors import ModelError
-from framework.launch.local import check_model
 from framework.model import fp8
 from framework.model.fp8 import E4M3, E5M2, Fp8Matmul, Scaling, multiply
 from framework.model.load import build_meta

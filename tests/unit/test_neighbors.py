@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.checkpoint.lineage import RECORD, Generation, Lineage, begin_generation, read_lineage, was_rewound
+from framework.checkpoint.held import LINEAGE_FILE, Generation, RunLineage, begin_generation, read_lineage, was_rewound
 from framework.checkpoint.neighbors import Neighbours
 from framework.checkpoint.node_memory import HeldName, NodeMemory, make_file, map_file, memory_of
 from framework.errors import CheckpointError
@@ -40,7 +40,7 @@ def test_ranks_of_equal_number_keep_for_one_another():
 
 
 def test_a_start_ends_what_was_trained_beyond_it():
-    lineage = Lineage().begin(0, "a", 0, 0).begin(50, "b", 50, 50)
+    lineage = RunLineage().begin(0, "a", 0, 0).begin(50, "b", 50, 50)
     assert lineage.generations == (Generation("a", 0, 50), Generation("b", 50))
     assert lineage.has_trained(HeldName(50, "a"))
     assert lineage.has_trained(HeldName(60, "b"))
@@ -51,7 +51,7 @@ def test_a_start_ends_what_was_trained_beyond_it():
 
 
 def test_a_start_that_trained_nothing_leaves_no_trace():
-    lineage = Lineage().begin(0, "a", 0, 0).begin(70, "b", 50, 50).begin(70, "c", 50, 50)
+    lineage = RunLineage().begin(0, "a", 0, 0).begin(70, "b", 50, 50).begin(70, "c", 50, 50)
     assert lineage.generations == (Generation("a", 0, 70), Generation("c", 70))
     many = lineage
     for step in range(71, 200):
@@ -61,13 +61,13 @@ def test_a_start_that_trained_nothing_leaves_no_trace():
 
 def test_the_record_is_read_as_it_was_written_and_a_spoilt_one_says_nothing(tmp_path):
     checkpoints = tmp_path / "checkpoints"
-    assert read_lineage(tmp_path) == Lineage()
+    assert read_lineage(tmp_path) == RunLineage()
     first = begin_generation(Lease(tmp_path), 0)
     (checkpoints / "step-00000040").mkdir(parents=True)
     second = begin_generation(Lease(tmp_path), 40)
-    assert read_lineage(tmp_path) == Lineage((Generation(first, 0, 40), Generation(second, 40)), 40, 0)
-    (tmp_path / RECORD).write_text("{")
-    assert read_lineage(tmp_path) == Lineage()
+    assert read_lineage(tmp_path) == RunLineage((Generation(first, 0, 40), Generation(second, 40)), 40, 0)
+    (tmp_path / LINEAGE_FILE).write_text("{")
+    assert read_lineage(tmp_path) == RunLineage()
 
 
 def test_a_checkpoint_that_was_taken_away_is_told_from_one_that_was_set_aside(tmp_path):
@@ -75,12 +75,12 @@ def test_a_checkpoint_that_was_taken_away_is_told_from_one_that_was_set_aside(tm
     for step in (20, 40):
         (checkpoints / f"step-{step:08d}").mkdir(parents=True)
     (tmp_path / "checkpoints.json").write_text('{"committed_step": 40}')
-    lineage = Lineage((), saved_step=40, noted_step=40)
+    lineage = RunLineage((), saved_step=40, noted_step=40)
     assert not was_rewound(lineage, checkpoints)
     (checkpoints / "step-00000040").rename(checkpoints / "step-00000040.bad")
     assert was_rewound(lineage, checkpoints)
     # The start that set it aside knows of no newer one, and the note says what it said.
-    lineage = Lineage((), saved_step=20, noted_step=40)
+    lineage = RunLineage((), saved_step=20, noted_step=40)
     assert not was_rewound(lineage, checkpoints)
     (tmp_path / "checkpoints.json").write_text('{"committed_step": 30}')
     assert was_rewound(lineage, checkpoints)

@@ -10,20 +10,21 @@ from framework.checkpoint import storage
 from framework.checkpoint.commit import (
     SAVE_POINTS,
     Retention,
+    amend,
     find_newest,
     folder_of,
     list_checkpoints,
     locate,
+    retire_newer,
     step_of,
 )
-from framework.checkpoint.entry import Entry
 from framework.checkpoint.index import DamagedCheckpoint
-from framework.checkpoint.load import Reader, load_checkpoint, load_newest, verify_files
+from framework.checkpoint.inspect import verify_files
+from framework.checkpoint.load import Reader, load_checkpoint, load_newest
 from framework.checkpoint.object_folder import ObjectFolder
-from framework.checkpoint.place import ObjectPath, checkpoints_of, find_probe_error, open_place
-from framework.checkpoint.retire import amend, retire_newer
 from framework.checkpoint.save import CPU, Saver
-from framework.checkpoint.staging import StagingMemory
+from framework.checkpoint.staging import Entry, StagingMemory
+from framework.checkpoint.storage import ObjectPath, checkpoints_of, find_probe_error, open_place
 from framework.comm.communicator import Communicator
 from framework.errors import CheckpointError, LeaseLost, StorageError
 from framework.launch.directory import RunDirectory

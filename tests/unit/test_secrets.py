@@ -10,9 +10,9 @@ from transformers import LlamaConfig
 
 from framework.cli import main
 from framework.comm.connect import connect
+from framework.commands.train import train
 from framework.errors import EXIT_USER, RecipeError
 from framework.launch.directory import RunDirectory
-from framework.launch.local import train
 from framework.launch.resume import resume_recipe
 from framework.mesh.topology import Topology
 from framework.plan.plan import make_plan
@@ -21,8 +21,8 @@ from framework.recipe.compose import compose, load_recipe, save_recipe
 from framework.recipe.environment import describe_public, fill, hide_secrets, is_secret, looks_secret, secret_in
 from framework.recipe.saved import to_yaml
 from framework.recipe.schema import Launch, Model, Recipe
-from framework.track.run_info import describe_run
 from framework.train import program
+from framework.train.reports import describe_run
 
 SECRET = "hf_sEcReTsEcReT"
 REFERENCE = "${oc.env:HF_TOKEN}"
