@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from framework.errors import MeshwrightError, OutOfMemory, RecipeError
-from framework.plan.cluster import Cluster
+from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import Forecast, MemoryForecast
 from framework.plan.forecast_memory import forecast_memory
 from framework.plan.forecast_plan import PlanForecast, forecast_plan
@@ -121,7 +121,7 @@ class FittingChange:
         return _write(self.settings)
 
 
-def describe_verdict(memory: MemoryForecast, cluster: Cluster) -> str:
+def describe_verdict(memory: MemoryForecast, cluster: ClusterRates) -> str:
     """Say whether a layout fits, such as `fits the 79.6 GiB of h100_ib with 9.1 GiB to spare`."""
     limit = f"{show_bytes(memory.limit)} of {cluster.name}{', which is assumed,' if cluster.is_assumed else ''}"
     shortages = list(describe_shortages(memory.node))

@@ -15,15 +15,13 @@ on microbatches, and activations (`memory_activations.py`), for which it is the 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from framework.parallel.pipeline.pipeline import PipelinePlan
-from framework.plan.activation_peaks import representative
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import Cluster
+from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import MemoryForecast, NodeForecast, StageMemory
 from framework.plan.memory import USABLE, ranks_on_nodes, sum_fullest_node
 from framework.plan.memory_activations import ActivationBytes
@@ -50,7 +48,7 @@ def forecast_memory(
     shape: ModelShape,
     candidate: Candidate,
     settings: Settings | Recipe,
-    cluster: Cluster,
+    cluster: ClusterRates,
     chosen: Mapping[int, Counts] | None = None,
 ) -> MemoryForecast:
     """The memory of a rank at each place of the pipeline: of the first one along all other axes, as `Plan.memory`.
@@ -63,7 +61,7 @@ def forecast_memory(
 
 
 def _forecast_node(
-    shape: ModelShape, candidate: Candidate, settings: Settings, cluster: Cluster, stages: Sequence[StageMemory]
+    shape: ModelShape, candidate: Candidate, settings: Settings, cluster: ClusterRates, stages: Sequence[StageMemory]
 ) -> NodeForecast:
     """Forecast of the resources that the ranks of the fullest node share."""
     world, here = candidate.world, cluster.ranks_per_node
@@ -101,21 +99,8 @@ def describe_estimate(shape: ModelShape, candidate: Candidate) -> str | None:
     )
 
 
-def spare_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe, cluster: Cluster) -> int:
-    """`forecast_memory(...).spare` alone, for a search; negative where the fullest rank lacks bytes."""
-    states, activations = memory_model(shape, settings).parts(candidate, None)
-    return cluster.memory_bytes - max(map(_most, states, activations))
-
-
-def spare_of_options(
-    shape: ModelShape, stages: Candidate, options: StateOptions, settings: Settings | Recipe, cluster: Cluster
-) -> np.ndarray:
-    """`spare_bytes` of all options at once: `stages` with states in other places."""
-    return memory_model(shape, settings).spare(stages, options, cluster.memory_bytes)
-
-
 def host_spare_of_options(
-    shape: ModelShape, stages: Candidate, options: StateOptions, settings: Settings | Recipe, cluster: Cluster
+    shape: ModelShape, stages: Candidate, options: StateOptions, settings: Settings | Recipe, cluster: ClusterRates
 ) -> np.ndarray:
     """Bytes of the host's memory that each option leaves on the fullest node, for a search: as `NodeForecast.spare`, but for
     copies of steps, which depend little on the layout."""
@@ -157,7 +142,6 @@ class MemoryModel:
     pipelines: Pipelines
     states: StateBytes
     activations: ActivationBytes
-    _known: dict[Any, list[int]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, shape: ModelShape, settings: Settings, pipeline: PipelinePlan | None = None) -> "MemoryModel":
@@ -165,7 +149,9 @@ class MemoryModel:
         pipelines = Pipelines(shape, settings, pipeline)
         return cls(pipelines, StateBytes(pipelines), ActivationBytes(pipelines))
 
-    def forecast(self, each: Candidate, cluster: Cluster, chosen: Mapping[int, Counts] | None = None) -> MemoryForecast:
+    def forecast(
+        self, each: Candidate, cluster: ClusterRates, chosen: Mapping[int, Counts] | None = None
+    ) -> MemoryForecast:
         """The memory of devices and of a node, on a cluster. chosen: as of `stages`."""
         shape, settings, stages = self.pipelines.shape, self.pipelines.settings, self.stages(each, chosen)
         return MemoryForecast(stages, cluster.memory_bytes, _forecast_node(shape, each, settings, cluster, stages))
@@ -214,39 +200,16 @@ class MemoryModel:
 
     def spare(self, stages: Candidate, options: StateOptions, limit: int) -> np.ndarray:
         """Bytes that each option leaves of a limit, on its fullest rank. options: the same layout with states elsewhere."""
-        table, ranks = self.states.of_options(stages, options), self._deciding_ranks(stages)
-        beside = [self.activations.of_rank(stages, rank) for rank in ranks]
-        moving = table.moving[:, ranks] + np.array([part.moving for part in beside], dtype=np.int64)
-        totals = table.totals[:, ranks] + np.array([part.totals for part in beside], dtype=np.int64)
+        table, beside = self.states.of_options(stages, options), self.activations.of_ranks(stages, None)
+        moving = table.moving + np.array([part.moving for part in beside], dtype=np.int64)
+        totals = table.totals + np.array([part.totals for part in beside], dtype=np.int64)
         reserved = totals + (FRAGMENTATION * moving).astype(np.int64)
         found: np.ndarray = limit - table.outside - reserved.max(axis=(1, 2))
         return found
 
     def offloaded(self, stages: Candidate, options: StateOptions, here: int) -> np.ndarray:
         """Bytes of the host's memory that each option takes on the fullest node of `here` ranks."""
-        beside = np.array([self.activations.of_rank(stages, rank).host for rank in range(stages.pp)], dtype=np.int64)
+        beside = np.array([part.host for part in self.activations.of_ranks(stages, None)], dtype=np.int64)
         counts = np.array(ranks_on_nodes(stages.world, stages.pp, here), dtype=np.int64)
         found: np.ndarray = ((self.states.of_options(stages, options).host + beside) @ counts.T).max(axis=1)
         return found
-
-    def _deciding_ranks(self, each: Candidate) -> list[int]:
-        """Ranks of the pipeline of which one is the fullest: without those that hold equal stages and at no moment more than
-        another one has at one of its own, as most ranks in the middle."""
-        microbatches = representative(each.schedule, each.pp, each.accumulation)
-        key = "deciding", each.schedule, each.pp, each.virtual, each.context, microbatches
-        if key not in self._known:
-            self._known[key] = self._find_deciding_ranks(each)
-        return self._known[key]
-
-    def _find_deciding_ranks(self, each: Candidate) -> list[int]:
-        kept: dict[Any, list[int]] = {}
-        tables = [self.activations.moments(each, rank)[1] for rank in range(each.pp)]
-        for rank, stages in enumerate(self.pipelines.places(each).of_ranks):
-            forms = [
-                (stage.is_first, stage.is_last, self.pipelines.shape.kinds[stage.start : stage.stop])
-                for stage in stages
-            ]
-            others = kept.setdefault(tuple(forms), [])
-            if not any(tables[other].covers(tables[rank]) for other in others):
-                others.append(rank)
-        return sorted(rank for ranks in kept.values() for rank in ranks)

@@ -76,7 +76,7 @@ def recipe_of(candidate: Candidate, base: Recipe, pinned: frozenset[str] = froze
 
 
 def values_of(recipe: Recipe, base: Recipe) -> dict[str, Any]:
-    """What a file states so that `base` with it is `recipe`: all keys of the layout, and of what follows that which differs."""
+    """The keys of a file that make `base` into `recipe`: those of the layout, and those that follow from it and differ."""
     stated = {"parallel.layout": "stated"} if base.parallel.layout != "stated" else {}
     followers = {key: value_of(recipe, key) for key in FOLLOWING_KEYS if value_of(recipe, key) != value_of(base, key)}
     return stated | {key: value_of(recipe, key) for key in LAYOUT_KEYS} | followers
@@ -94,7 +94,7 @@ def method_of(candidate: Candidate) -> Any:
 
 
 def count_shards(recipe: Recipe, derived: Derived) -> int:
-    """Ranks over which ZeRO shards, as the Plan's topology has it."""
+    """Ranks over which ZeRO shards, as in the Plan's topology."""
     batch, within = derived.dp * derived.cp, recipe.zero.shard_within
     if recipe.zero.stage == 0:
         return 1

@@ -1,8 +1,8 @@
-"""Operators: what a layer, the embedding and the head compute, and how long that takes on one rank for one microbatch.
+"""Operators of a layer, the embedding and the head, and their seconds on one rank for one microbatch.
 
 A layer is read off the model on meta: its linear layers with their roles under tensor parallelism, its attention, its stacked
-experts, its norms. What it multiplies beyond these (a convolution, a state-space scan) is counted by the FLOPs of its unit and
-told as one matmul: `estimated` is the share of the layer's FLOPs that is so.
+experts, its norms. What it multiplies beyond these (a convolution, a state-space scan) is counted by the FLOPs of its unit
+as one matmul: `estimated` is the share of the layer's FLOPs that is so.
 
     forward            Y = X W^T, attention, elementwise
     input gradient     dX = dY W, attention's backward, elementwise backward
@@ -24,11 +24,11 @@ from framework.model.flops import experts_per_token, flops_per_token, unit_flops
 from framework.model.units import Unit
 from framework.parallel.tensor.rules import FAMILIES, ROLES
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import Cluster
+from framework.plan.cluster import ClusterRates
 from framework.plan.context import AttentionShape, attention_shapes
 from framework.plan.profile import Kernels, Profile
 
-# Below this share of a layer's FLOPs what is told by FLOPs alone (a router) is not worth a word.
+# Below this share of a layer's FLOPs, FLOPs without shapes (a router) are not reported.
 NEGLIGIBLE = 0.02
 
 
@@ -86,7 +86,7 @@ class LayerOperators:
 
     @property
     def estimated(self) -> float:
-        """Share of the FLOPs that is told without shapes."""
+        """Share of the FLOPs that is counted without shapes."""
         rest = (self.flops - self.known) / self.flops if self.flops else 0.0
         return rest if rest > NEGLIGIBLE else 0.0
 
@@ -105,7 +105,7 @@ class ModelOperators:
 
     @property
     def estimated(self) -> float:
-        """Share of the layers' FLOPs that is told without shapes."""
+        """Share of the layers' FLOPs that is counted without shapes."""
         total = sum(each.flops for each in self.layers)
         return sum(each.estimated * each.flops for each in self.layers) / total if total else 0.0
 
@@ -213,7 +213,7 @@ class Work:
 
     @property
     def total(self) -> float:
-        """Of all kinds."""
+        """Seconds of all kinds."""
         return self.matmuls + self.attention + self.elementwise
 
     def __add__(self, other: "Work") -> "Work":
@@ -222,7 +222,7 @@ class Work:
         )
 
     def times(self, factor: float) -> "Work":
-        """So often."""
+        """The work, repeated."""
         return Work(self.matmuls * factor, self.attention * factor, self.elementwise * factor)
 
 
@@ -256,9 +256,9 @@ class UnitWork:
 
 @dataclass(frozen=True)
 class Rates:
-    """How long kernels take: of a cluster, by a profile. dtype: of the matmuls; itemsize: of an activation."""
+    """Seconds of kernels on a cluster, by a profile. dtype: of the matmuls; itemsize: of an activation."""
 
-    cluster: Cluster
+    cluster: ClusterRates
     profile: Profile
     dtype: str
     itemsize: int
@@ -306,7 +306,7 @@ class Rates:
 
 
 class LayerTimes:
-    """Seconds of units of one model on one cluster by one profile. They are remembered by the numbers of a candidate that they
+    """Seconds of units of one model on one cluster by one profile. Memoized by the numbers of a candidate that they
     depend on, because a search asks for the same layer in thousands of layouts."""
 
     def __init__(self, operators: ModelOperators, rates: Rates, kept: frozenset[str]):
@@ -314,7 +314,7 @@ class LayerTimes:
         self._layers: dict[tuple[object, ...], UnitWork] = {}
 
     def layer(self, layer: LayerOperators, candidate: Candidate) -> UnitWork:
-        """Of one layer. What sqrt computes beside the layer itself is not in it: see `again_of_groups`."""
+        """Seconds of one layer, without what sqrt computes of other layers (`UnitTime.grouped`)."""
         c = candidate
         # Of sequences and cp only what attention reads: how many sequences' work a rank has.
         sizes = (c.tokens, c.sequences / c.cp, c.cp // c.ulysses, c.tp, c.sequence, c.ep, c.expert_tp)
@@ -366,7 +366,7 @@ class LayerTimes:
         return self.rates.gradient(rows, inner, columns, added, narrow)
 
     def _attention_flops(self, layer: LayerOperators, c: Candidate) -> float:
-        """Of a rank's attention in forward."""
+        """FLOPs of a rank's attention in forward."""
         shape = layer.attention
         if shape is None:
             return 0.0
@@ -419,8 +419,8 @@ class LayerTimes:
     def _again(
         self, layer: LayerOperators, forward: Work, matmuls: Mapping[str, float], experts: float, policy: str
     ) -> Work:
-        """What a checkpointed layer computes once more: its forward but for the last matmul, whose output backward does not read;
-        with selective, without the operations that are kept."""
+        """Recomputation of a checkpointed layer: its forward but for the last matmul, whose output backward does not read; with
+        selective, without the operations that are kept."""
         if policy == "none":
             return Work()
         kept = self.kept if policy == "selective" else frozenset()

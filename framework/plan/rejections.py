@@ -1,4 +1,4 @@
-"""Why layouts are refused: by the rules that recipes obey, by the model, by a device's memory. Each reason in a line.
+"""Rejections: reasons why layouts are refused, by the rules of recipes, by the model, by a device's memory.
 
 A rule of `recipe/check.py` says which keys it reads. So it is asked once for all layouts that agree in these, as soon as a search
 has chosen them, of a real recipe: nothing here knows what is legal.
@@ -23,7 +23,7 @@ from framework.recipe.problem import Problem
 from framework.recipe.schema import Recipe
 
 Kind = Literal["rule", "model", "memory", "node"]
-# Kinds of what some memory or disk has no room for.
+# Rejections for lack of memory or disk.
 SIZES = ("memory", "node")
 _NUMBERS = re.compile(r"\d+(\.\d+)?|=\[.*?\]|=[a-z_]+")
 
@@ -47,8 +47,8 @@ FIELDS_OF_KEYS: dict[str, tuple[str, ...]] = {
 }
 
 
-class Model(Protocol):
-    """What a model's shape says of degrees: why it cannot have them, in one line, or None."""
+class RefusesDegrees(Protocol):
+    """A model's refusals of degrees: the reason in one line, or None."""
 
     def refusal_of_tp(
         self, tp: int, sequence: bool = False, ep: int = 1, expert_tp: int | None = None
@@ -76,18 +76,18 @@ class Rejection:
 
     @property
     def layout(self) -> str:
-        """What was chosen, in words."""
+        """The choices so far, in words."""
         return describe(self.candidate, self.choice)
 
     @property
     def line(self) -> str:
-        """All in a line."""
+        """Layout and reason in a line."""
         return f"{self.layout}: {self.reason}"
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """Something that refuses layouts. fields: of the candidate, all that its answer depends on; ask: the reason, or None."""
+    """A rule that refuses layouts. fields: of the candidate, all that its answer depends on; ask: the reason, or None."""
 
     kind: Kind
     fields: tuple[str, ...]
@@ -110,7 +110,7 @@ class Constraint:
 
 @dataclass(frozen=True)
 class Constraints:
-    """All of them, by the choice behind which they can be asked."""
+    """All constraints, by the choice behind which they can be asked."""
 
     by_choice: dict[str, tuple[Constraint, ...]]
 
@@ -123,8 +123,8 @@ class Constraints:
         return None
 
 
-def collect_constraints(space: Space, model: Model) -> Constraints:
-    """Those of recipes and those of the model, each as early as all that it reads is chosen."""
+def collect_constraints(space: Space, model: RefusesDegrees) -> Constraints:
+    """Collect the constraints of recipes and of the model, each at the choice behind which it can be asked."""
     recipes = _Recipes(space)
     rules = [
         Constraint("rule", fields_read(reads), partial(_ask_rule, rule, recipes)) for reads, rule in layout_rules()
@@ -164,7 +164,7 @@ class _Recipes:
     _last: tuple[Candidate, Recipe] | None = None
 
     def of(self, c: Candidate) -> Recipe:
-        """That of a candidate, the space's base with its layout."""
+        """The space's base recipe with the candidate's layout."""
         if self._last is None or self._last[0] is not c:
             self._last = c, recipe_of(c, self.space.base, self.space.pinned)
         return self._last[1]
@@ -178,7 +178,7 @@ def _ask_rule(rule: Callable[[Recipe], Iterable[Problem]], recipes: _Recipes, c:
     return problem.key, f"{problem.key}{value}: {problem.message}"
 
 
-def _model_constraints(model: Model) -> list[Constraint]:
+def _model_constraints(model: RefusesDegrees) -> list[Constraint]:
     def ask(refusal: Callable[[Candidate], str | None], c: Candidate) -> tuple[str, str] | None:
         reason = refusal(c)
         return None if reason is None else ("", reason)
@@ -248,8 +248,8 @@ _WORDS: dict[str, Callable[[Candidate], list[str]]] = {
 
 
 def too_large(c: Candidate, missing: int, limit: int, choice: str = "states", count: int = 1) -> Rejection:
-    """Of a layout whose fullest rank needs more than it may use. Up to another choice than the last, whatever the later ones
-    are, and of several layouts, of which it is the nearest: at least so much."""
+    """Rejection of layouts whose fullest rank needs more than it may use: by at least so much where later choices are open, or
+    for several layouts, of which `c` is the nearest."""
     least = "" if choice == "states" and count == 1 else "at least "
     reason = f"does not fit: {least}{show_bytes(missing)} over the {show_bytes(limit)} of a device"
     return Rejection("memory", c, choice, reason, missing=missing, count=count)

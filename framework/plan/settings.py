@@ -1,4 +1,4 @@
-"""Settings: what of a recipe memory depends on and no search changes; and the candidate of a planned recipe."""
+"""Settings: the keys of a recipe that memory depends on and no search changes; and the candidate of a planned recipe."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -27,7 +27,7 @@ class Settings:
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Settings":
-        """Those of a recipe, with the device and the dtype of where it will run."""
+        """The settings of a recipe, with the device and the dtype of where it will run."""
         return cls(resolve_target(recipe))
 
     @cached_property
@@ -46,7 +46,7 @@ class Settings:
         return state_names(self.recipe.optim)
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` returns, made once for each key."""
+        """The result of `make`, made once for each key."""
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]

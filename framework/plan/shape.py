@@ -1,4 +1,4 @@
-"""ModelShape: a model as numbers, read once from one model on meta, for forecasts of thousands of layouts.
+"""ModelShape: the sizes of a model, read once from one model on meta, for forecasts of thousands of layouts.
 
 Layers of one kind (equal modules, parameters and heads) are laid out once for each set of degrees, by the transforms that lay out
 a run: what they leave a rank of a layer's parameters is what it will have of all layers of that kind. So a model of 80 equal
@@ -49,7 +49,7 @@ DEFAULT = Recipe(precision=Precision(compute="bf16"), launch=Launch(device="cuda
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """What parameters of a rank depend on before ZeRO. expert_tp: ranks that slice each expert."""
+    """Degrees that a rank's parameters depend on before ZeRO. expert_tp: ranks that slice each expert."""
 
     tp: int = 1
     ep: int = 1
@@ -70,7 +70,7 @@ class RankUnit:
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
-        """Of its parameters, by name."""
+        """Layouts of its parameters, by name."""
         return {name: self.local.layouts[name] for name in self.unit.parameters}
 
     @cached_property
@@ -101,7 +101,7 @@ class StageUnits:
 
     @property
     def counted(self) -> tuple[tuple[RankUnit, int], ...]:
-        """All, with how many are alike."""
+        """All units, with how many are alike."""
         return (*((each, 1) for each in self.ends), *self.layers)
 
     @property
@@ -188,7 +188,7 @@ class ModelShape:
         return self._remember(("flops", context), lambda: unit_flops(self.whole, self.units, context))
 
     def layer_flops(self, context: int) -> Sequence[float]:
-        """Those of each layer."""
+        """FLOPs of a token in the forward of each layer."""
         found = self.flops(context)
         return [found[unit.name] for unit in self.units if unit.is_layer]
 
@@ -230,7 +230,7 @@ class ModelShape:
     # --- parameters
 
     def stage_units(self, bounds: StageBounds, degrees: Degrees) -> StageUnits:
-        """What a rank with such degrees holds of a stage. Raises what the transforms raise for degrees that do not fit."""
+        """The units of a stage on a rank with such degrees. Raises what the transforms raise for degrees that do not fit."""
         ends = bounds.is_first, bounds.is_last
         kinds = self.kinds[bounds.start : bounds.stop]
         return self._remember((ends, kinds, degrees), lambda: self._find_stage_units(bounds, degrees))
@@ -285,7 +285,7 @@ class ModelShape:
         )
 
     def _lay_out(self, bounds: StageBounds, degrees: Degrees) -> Mapping[str, RankUnit]:
-        """By name, the units of such a stage that have parameters."""
+        """Lay out a stage: its units that have parameters, by name."""
 
         def lay_out() -> Mapping[str, RankUnit]:
             plan = self._stage_plan(bounds, degrees)
@@ -318,8 +318,8 @@ class ModelShape:
     # --- legality
 
     def refusal(self, candidate: Candidate) -> str | None:
-        """Why the model cannot have a candidate's degrees, in one line; None where it can. What recipes are refused for whatever
-        the model (degrees that do not multiply to the world, batches that do not divide) is not asked here."""
+        """The reason why the model cannot have a candidate's degrees, in one line; None where it can. Rules of recipes (degrees
+        that do not multiply to the world, batches that do not divide) are not asked here."""
         return (
             self.refusal_of_pp(candidate.pp, candidate.schedule, candidate.virtual, candidate.context)
             or self.refusal_of_experts(candidate.ep, candidate.expert_tp, candidate.tp)
@@ -328,7 +328,7 @@ class ModelShape:
         )
 
     def refusal_of_tp(self, tp: int, sequence: bool = False, ep: int = 1, expert_tp: int | None = None) -> str | None:
-        """Of a tensor-parallel degree, whose layers are laid out to know it. expert_tp: None for what ep makes it."""
+        """Refusal of a tensor-parallel degree: layers are laid out to find it. expert_tp: None for the default with ep."""
         slices = (1 if ep > 1 else tp) if expert_tp is None else expert_tp
         degrees = Degrees(tp, ep, slices, sequence and tp > 1)
 
@@ -339,14 +339,14 @@ class ModelShape:
         return self._ask(("tp", degrees), check)
 
     def refusal_of_experts(self, ep: int, expert_tp: int = 1, tp: int = 1) -> str | None:
-        """Of an expert-parallel degree. A dense model has nothing that expert_tp could divide."""
+        """Refusal of an expert-parallel degree. A dense model has nothing that expert_tp could divide."""
         if ep == 1 and not self.mixtures:
             return None
         capacity, is_whole = self.recipe.model.expert_capacity, expert_tp < tp
         return self._ask(("ep", ep, is_whole), lambda: check_experts(self.whole, ep, capacity, is_whole))
 
     def refusal_of_pp(self, pp: int, schedule: str = "1f1b", virtual: int = 1, context: int = 4096) -> str | None:
-        """Of a number of stages."""
+        """Refusal of a number of stages."""
         owners = self.owners(pp, schedule, virtual)
 
         def check() -> None:
@@ -360,7 +360,7 @@ class ModelShape:
         return self._ask(("pp", owners, context), check)
 
     def refusal_of_cp(self, candidate: Candidate) -> str | None:
-        """Of a context-parallel degree and its method. A small copy of the model is run to know it."""
+        """Refusal of a context-parallel degree and its method: a small copy of the model is run to find it."""
         cp, ulysses, context = candidate.cp, candidate.ulysses, candidate.context
         has_documents = self.recipe.data.pack == "documents"
 
@@ -445,7 +445,7 @@ def _describe_layers(
     ties: Mapping[str, tuple[str, ...]],
     groups: Mapping[str, str],
 ) -> Iterator[Any]:
-    """Of each layer all that its layout on a rank may depend on."""
+    """All that a layer's layout on a rank may depend on, for each layer."""
     # Two layers of equal shapes may still be cut differently: by the heads that their configs say, and by a recipe's tp_plan,
     # whose patterns may name one layer.
     config = whole.config.get_text_config()

@@ -23,7 +23,7 @@ from framework.parallel.activation_checkpointing import count_groups
 from framework.parallel.pipeline.simulate import Costs
 from framework.plan.bubble import Lengths, least_length
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import Cluster, Collective
+from framework.plan.cluster import ClusterRates, Collective
 from framework.plan.exposure import (
     NOTHING,
     Exposure,
@@ -151,7 +151,7 @@ class StageTime:
 
 
 @dataclass(frozen=True)
-class RankTimes:
+class PipelineTimes:
     """All ranks of a pipeline. stages: in order; by rank: seconds of its microbatches (busy), of what comes once a step (late),
     the update's parts, elements that it updates."""
 
@@ -172,7 +172,7 @@ class TimeModel:
     """Step-time forecasts of one model with one recipe's choices on one cluster. profile: of the implementation, by default ours.
     What layouts share is memoized. For one thread."""
 
-    def __init__(self, shape: ModelShape, settings: Recipe, cluster: Cluster, profile: Profile | None = None):
+    def __init__(self, shape: ModelShape, settings: Recipe, cluster: ClusterRates, profile: Profile | None = None):
         compute = settings.precision.compute
         dtype = "bf16" if compute == "auto" else compute
         itemsize = {"fp32": 4, "fp64": 8}.get(dtype, 2)
@@ -213,7 +213,7 @@ class TimeModel:
         parts["host"] += self.profile.step_s
         return self._conclude(c, parts, hidden, max(ranks.owned))
 
-    def ranks(self, c: Candidate, groups: Groups) -> RankTimes:
+    def ranks(self, c: Candidate, groups: Groups) -> PipelineTimes:
         """The stages and the work of each rank of the pipeline."""
         forms, order, owners = self.stages(c)
         found = [self.stage(form, c, groups) for form in forms]
@@ -225,7 +225,7 @@ class TimeModel:
             owned[owner] += stage.owned
         updates = [self.update.seconds(elements, c) for elements in owned]
         late = [once + sum(update.values()) for once, update in zip(late, updates, strict=True)]
-        return RankTimes(stages, busy, late, updates, owned)
+        return PipelineTimes(stages, busy, late, updates, owned)
 
     def costs(self, candidate: Candidate) -> Costs:
         """Seconds of each stage's actions for one microbatch, and of a message: the simulator's costs of a step's timeline."""
@@ -268,7 +268,7 @@ class TimeModel:
             self.times(c.context).operators.estimated,
         )
 
-    def _length(self, c: Candidate, groups: Groups, ranks: RankTimes) -> float:
+    def _length(self, c: Candidate, groups: Groups, ranks: PipelineTimes) -> float:
         """Seconds of the pipeline's actions, from the first to the last of all ranks."""
         if c.pp == 1:
             return ranks.busy[0]
@@ -447,7 +447,7 @@ class TimeModel:
 
 
 def forecast_time(
-    shape: ModelShape, candidate: Candidate, settings: Recipe, cluster: Cluster, profile: Profile | None = None
+    shape: ModelShape, candidate: Candidate, settings: Recipe, cluster: ClusterRates, profile: Profile | None = None
 ) -> TimeForecast:
     """The step time of one candidate; for many keep a `TimeModel`."""
     return TimeModel(shape, settings, cluster, profile).forecast(candidate)

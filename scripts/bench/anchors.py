@@ -17,7 +17,7 @@ from profiles import AUTOMODEL, DEEPSEEK, MEGATRON, TORCHTITAN, TORCHTITAN_ASYNC
 from transformers import AutoConfig, PretrainedConfig
 
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import Cluster
+from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import TimeForecast
 from framework.plan.profile import Profile
 from framework.plan.shape import DEFAULT, ModelShape, make_shape
@@ -25,7 +25,7 @@ from framework.plan.time import forecast_time
 from framework.recipe.clusters import read_shipped
 from framework.recipe.schema import Memory, Recipe, Zero
 
-H100 = Cluster.from_group(read_shipped("h100_ib"))
+H100 = ClusterRates.from_group(read_shipped("h100_ib"))
 # Meta's nodes, as torchtitan's page describes them: HBM2e at 2.4 TB/s, of which large copies reach as much as of HBM3, and a
 # limit of 500 W in place of 700. Power goes with the clock and the square of the voltage, and near its limit the voltage with
 # the clock's root at least: the clock falls by the square root of the power.
@@ -42,7 +42,7 @@ GRAND_TETON = replace(
 NVLINK_OF_H800 = 160 / 450
 
 
-def h800() -> Cluster:
+def h800() -> ClusterRates:
     """DeepSeek's nodes: H100s whose NVLinks are slower."""
     links = {
         kind: replace(
@@ -146,7 +146,7 @@ class Anchor:
     model: str
     printed: float
     candidate: Candidate
-    cluster: Cluster
+    cluster: ClusterRates
     profile: Profile
     settings: Recipe = DEFAULT
     assumed: str = ""

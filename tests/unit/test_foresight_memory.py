@@ -13,8 +13,8 @@ from framework.parallel.pipeline.lower import LiveMoment, live_moments, lower
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import unit_costs
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import Cluster
-from framework.plan.forecast_memory import describe_estimate, forecast_memory, spare_bytes
+from framework.plan.cluster import ClusterRates
+from framework.plan.forecast_memory import describe_estimate, forecast_memory
 from framework.plan.memory import KINDS, measure_units, total_on_disk, total_on_host
 from framework.plan.memory_states import CONTEXT_BYTES, FRAGMENTATION
 from framework.plan.plan import Plan, make_plan
@@ -95,8 +95,8 @@ def plans(family: Family, seed: int, count: int) -> Iterator[Plan]:
         yield plan
 
 
-def cluster_of(num_bytes: int) -> Cluster:
-    return replace(Cluster.from_group(read_shipped("h100_ib")), memory_bytes=num_bytes)
+def cluster_of(num_bytes: int) -> ClusterRates:
+    return replace(ClusterRates.from_group(read_shipped("h100_ib")), memory_bytes=num_bytes)
 
 
 def assert_is_planned(plan: Plan) -> None:
@@ -114,7 +114,6 @@ def assert_is_planned(plan: Plan) -> None:
         disk, ring = total_on_disk(plan.of_rank(rank).buffers, names)
         assert stage.host - stage.on_host["activations"] == sum(on_host.values()) + ring, title
         assert stage.disk == disk, title
-    assert spare_bytes(shape, candidate, settings, cluster_of(0)) == found.spare
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])

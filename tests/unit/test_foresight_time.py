@@ -13,7 +13,7 @@ from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Costs, simulate
 from framework.plan.bubble import Lengths, least_length
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import Cluster, Grid, Link, LinkSpan
+from framework.plan.cluster import ClusterRates, Grid, Link, LinkSpan
 from framework.plan.exposure import place_group, place_groups
 from framework.plan.forecast import TimeForecast
 from framework.plan.profile import Kernels, Profile
@@ -36,7 +36,7 @@ BARE = Profile(
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
 
-def machine(rate: float = HUGE, ranks_per_node: int = 8, **changes: Any) -> Cluster:
+def machine(rate: float = HUGE, ranks_per_node: int = 8, **changes: Any) -> ClusterRates:
     """A cluster of 1 TFLOP/s in every matmul, whose links carry `rate` bytes a second without latency. No kernel takes time to
     launch, and memory none to read."""
     links: Any = {kind: Link(0.0, (LinkSpan(1, rate, 0.0),)) for kind in KINDS}
@@ -50,7 +50,7 @@ def machine(rate: float = HUGE, ranks_per_node: int = 8, **changes: Any) -> Clus
     }
     values |= dict.fromkeys(("memory_rate", "host_rate", "disk_rate"), HUGE)
     values |= {"overhead_s": 0.0, "processors": 1, "tile": (1, 1), "ramp": 0}
-    shipped = Cluster.from_group(read_shipped("h100_ib"))
+    shipped = ClusterRates.from_group(read_shipped("h100_ib"))
     return replace(shipped, ranks_per_node=ranks_per_node, links=links, **(values | changes))
 
 
