@@ -31,7 +31,7 @@ $(BIN)/python:
 # once, nor by each anew where the environment forbids Python to keep what it has compiled.
 .venv/compiled: .venv/installed
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m compileall -q framework
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import framework.launch.local, framework.train.rank, framework.launch.generate, framework.track.summary, matplotlib.pyplot"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import framework.commands.train, framework.launch.agent, framework.train.rank, framework.commands.trained_model, framework.model.generate, framework.track.summary, matplotlib.pyplot"
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "from transformers import LlamaForCausalLM, PreTrainedTokenizerFast"
 	touch $@
 

@@ -1,6 +1,6 @@
-"""Typed errors. A user's mistake says what was found, why it cannot work and how to fix it; `exit_code` tells a
-launcher what to do next (0 done; 85 saved, run me again; 86 the user's mistake, do not retry; 87 bad node; 88 numerics; 89
-out of memory)."""
+"""Typed errors. The message of a user's mistake has what was found, why it cannot work and how to fix it. `exit_code` tells a
+launcher what to do next: 0 done; 85 saved, run me again; 86 the user's mistake, do not retry; 87 bad node; 88 numerics; 89 out
+of memory."""
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -98,8 +98,8 @@ class RunInUse(RunError):
 
 
 class LeaseLost(RunError):
-    """Another start has taken the run, because this one was held for dead. It goes on there: to start this one again, or to leave
-    its node out, would be wrong, so the code is that of what is not tried again."""
+    """Another start has taken the run, because this one was thought dead. The run goes on there, so the exit code is one that
+    is not tried again and leaves no node out."""
 
 
 class DriftError(MeshwrightError):

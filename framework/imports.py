@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def loading_libraries() -> Iterator[None]:
-    """Around imports of torch and transformers: the garbage collector pauses, and what they have made is left alone from then on.
+    """Context for imports of torch and transformers: the garbage collector pauses, and leaves their objects alone from then on.
 
     They make 360,000 objects that stay until the process ends. The collector would look through them 900 times while they load
     (0.65 of 3.0 s of CPU; one core of a shared EPYC), once more in each of its full rounds, and again at the end of the process
     (0.7 s). Frozen they cost 8 MB more, which is the garbage among them. Nothing happens where transformers is loaded already:
-    what is alive by then is not a library's.
+    objects alive by then are not a library's.
     """
     if "transformers" in sys.modules:
         yield

@@ -44,7 +44,7 @@ EVIDENCE = ".bad"
 
 @dataclass(frozen=True)
 class Holder:
-    """Who took an epoch. job, restart, step: of SLURM, whose starts of one job are in the order of (restart, step)."""
+    """The process that took an epoch. job, restart, step: SLURM's, whose starts of one job are ordered by (restart, step)."""
 
     host: str
     pid: int
@@ -59,7 +59,7 @@ class Holder:
         return f"process {self.pid} on {self.host} since {self.since}{job}"
 
     def is_older_start(self, other: "Holder") -> bool:
-        """Whether SLURM has started `other` after this one, as the same job: it does so once it holds this one for ended."""
+        """Whether SLURM has started `other` after this one, as the same job: it does so once it takes this one for ended."""
         return bool(self.job) and self.job == other.job and self._order < other._order
 
     @property
@@ -69,19 +69,19 @@ class Holder:
 
 @dataclass(frozen=True)
 class Lease:
-    """The right of one start to write into `run`. epoch 0: of a folder that nobody launches, such as a test's."""
+    """The right of one start to write into `run`. epoch 0: a folder that nobody launches, such as a test's."""
 
     run: Path
     epoch: int = 0
 
     def check(self) -> None:
-        """Raises LeaseLost where another start has taken the run since. An open and a read of some 150 bytes."""
+        """Raises LeaseLost where another start has taken the run since. Costs an open and a read of some 150 bytes."""
         epoch, holder = read_lease(self.run)
         if epoch != self.epoch:
             raise LeaseLost(self._explain(holder))
 
     def workplace(self, folder: Path | None = None) -> Path:
-        """Where to make what is then published in `folder`, the run's own where it is None. Raises LeaseLost."""
+        """The folder in which files for `folder` (None: the run's own) are made before they are published. Raises LeaseLost."""
         self.check()
         path = self._place(folder or self.run)
         if self.epoch == 0:
@@ -145,13 +145,13 @@ class Lease:
             raise LeaseLost(self._explain(None))
 
     def tidy(self, folder: Path | None = None) -> None:
-        """Leave no workplace where there is no lease."""
+        """Remove the workplace of a folder without a lease."""
         if self.epoch == 0:
             with suppress(OSError):
                 self._place(folder or self.run).rmdir()
 
     def release(self) -> None:
-        """Nobody writes any more under this lease."""
+        """Remove the workplaces: nobody writes any more under this lease."""
         for name in FOLDERS if self.epoch else ():
             with suppress(OSError):  # a process that was killed has left something; the next start clears it
                 self._place(self.run / name).rmdir()
@@ -169,7 +169,7 @@ class Lease:
 
 
 def read_lease(run: Path) -> tuple[int, Holder | None]:
-    """The epoch of a run and who took it; (0, None) where nobody ever did. One that cannot be understood is nobody's, -1."""
+    """The epoch of a run and its holder; (0, None) where nobody ever took it, epoch -1 where the file cannot be understood."""
     try:
         with open(run / LEASE_FILE) as file:
             text = file.read()
@@ -210,7 +210,7 @@ def discard(path: Path) -> None:
 
 
 def _claim(run: Path) -> Lease:
-    """The workplaces of an epoch above all that were taken, which nobody else takes: mkdir makes a folder once."""
+    """Take an epoch above all former ones by making its workplaces: mkdir makes a folder once."""
     while True:
         epoch = 1 + max(0, read_lease(run)[0], *_epochs_of(run))
         try:
@@ -235,7 +235,7 @@ def _write_lease(lease: Lease, text: str) -> None:
 
 
 def _fence_older(folder: Path, lease: Lease) -> None:
-    """Rename the workplaces of all former epochs away; then, with time, remove what was in them."""
+    """Rename the workplaces of all former epochs away, then remove their content."""
     mine = folder / f"{WORKPLACE}{lease.epoch}"
     # All numbers below, and not only those that are listed: a network file system may list a folder as it was a while ago.
     former = {*_epochs_of(folder), *range(max(0, lease.epoch - 8), lease.epoch)}

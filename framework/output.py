@@ -13,6 +13,7 @@ import os
 import re
 import select
 import sys
+from collections.abc import Sequence
 
 # C0 but for tab and newline, DEL, C1, the line and paragraph separators, and the marks that turn the direction of a text.
 # A carriage return is a progress bar's where a text begins or ends with it, and half a line's end in front of a newline.
@@ -31,8 +32,14 @@ def in_a_line(text: str) -> str:
     return show_controls(text).replace("\r", r"\r").replace("\n", r"\n")
 
 
+def align(rows: Sequence[Sequence[str]], widest: int | None = None) -> list[str]:
+    """Lines of a table with its columns aligned. widest: the most characters by which a column moves the next one."""
+    widths = [min(widest or size, size) for size in (max(map(len, column)) for column in zip(*rows, strict=True))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 class Descriptor(io.FileIO):
-    """A file descriptor that takes every write: what the system refuses is dropped. failure: the first error."""
+    """A file descriptor that takes every write: refused bytes are dropped. failure: the first error."""
 
     failure: OSError | None = None
 
@@ -55,7 +62,7 @@ class Descriptor(io.FileIO):
 
 
 class Output(io.TextIOWrapper):
-    """A text stream upon a `Descriptor`. former: the stream that it replaces, whose encoding and buffering it has; None where the
+    """A text stream upon a `Descriptor`. former: the stream that it replaces, with its encoding and buffering; None where the
     process was started without."""
 
     def __init__(self, number: int, former: io.TextIOWrapper | None) -> None:
@@ -84,7 +91,7 @@ def keep_streams() -> None:
 
 def open_standard_descriptors() -> None:
     """Give descriptors 0, 1 and 2 to /dev/null where they are closed (`train >&-`): the next file that is opened would get the
-    number, and what libraries print would be written into it."""
+    number, and the prints of libraries."""
     for number, mode in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
         try:
             os.fstat(number)
@@ -95,7 +102,7 @@ def open_standard_descriptors() -> None:
 
 
 def find_loss() -> OSError | None:
-    """The first error of what was printed to stdout; None if all went out, or up to where its reader left."""
+    """The first error of printing to stdout; None if all went out, or up to where its reader left."""
     if not isinstance(sys.stdout, Output):
         return None
     sys.stdout.flush()

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from framework.cli import main
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, MeshwrightError, ModelError, RecipeError, TopologyError
-from framework.launch import local
+from framework.launch import agent
 from framework.launch.agent import Outcome
 from framework.lease import Lease
 from framework.plan.check import check_layout
@@ -262,7 +262,7 @@ def run_in_pool(pool: RankPool, arguments: Sequence[str], num_ranks: int, *_: An
 def judge_end_to_end(prepared: Verification) -> int:
     """Compare a draw's whole run with the reference's; 0 where they are equal."""
     assert prepared.sides.pool is not None, "a campaign has a pool"
-    with patch.object(local, "run_ranks", partial(run_in_pool, prepared.sides.pool)):
+    with patch.object(agent, "run_ranks", partial(run_in_pool, prepared.sides.pool)):
         rows = compare_runs(prepared.sides, main)
     print(render(rows, TOLERANCE))
     return EXIT_FAILED if exceeds(rows, TOLERANCE) else EXIT_DONE

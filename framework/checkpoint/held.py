@@ -45,7 +45,7 @@ from framework.checkpoint.staging import Entry
 from framework.checkpoint.storage import Place, checkpoints_of, read, retry, storage_error
 from framework.comm.communicator import Communicator
 from framework.comm.objects import broadcast_object, gather_object, share_errors
-from framework.comm.streams import pass_bytes
+from framework.comm.p2p import pass_bytes
 from framework.errors import CheckpointError, StorageError
 from framework.lease import Lease
 

@@ -39,7 +39,7 @@ from framework.checkpoint.save_plan import IndexPlan
 from framework.checkpoint.staging import StagedFile, free_bytes
 from framework.comm.communicator import Communicator
 from framework.comm.objects import broadcast_object, gather_object, scatter_object, share_errors
-from framework.comm.streams import pass_bytes
+from framework.comm.p2p import pass_bytes
 from framework.errors import CheckpointError, MeshwrightError
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from framework.checkpoint.blocks import BlockHashes
 from framework.checkpoint.index import ALIGNMENT, BLOCK_BYTES
 from framework.comm.transfer import Arrival, Moment, segment_on_host
 from framework.mesh.layout import Layout
-from framework.parallel.zero.stored import StoredTensor
+from framework.parallel.zero.buffers import StoredTensor
 
 # A power of two, which is what torch's cache of pinned memory rounds up to; large enough that Python is asked rarely.
 SEGMENT_BYTES = 16 << 20

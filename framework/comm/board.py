@@ -20,7 +20,7 @@ from framework.comm.sealed import seal_text, unseal_text
 
 class Board:
     """The board of the ranks 0 .. world-1, for one thread of each. secret: of the run's start. All texts are sealed with it, and
-    one that is not is not there: whoever reaches the store could else end all ranks with an alarm."""
+    others are ignored: else any process that reaches the store could end all ranks with an alarm."""
 
     def __init__(self, store: dist.Store, rank: int, world: int, secret: bytes = b"") -> None:
         self._store, self._rank, self._world, self._secret = store, rank, world, secret
@@ -52,11 +52,11 @@ class Board:
         return self._store.add("answers", 0) >= self._world
 
     def read_answers(self) -> list[str | None]:
-        """Of all ranks."""
+        """The answers of all ranks."""
         return self._read([f"answer {rank}" for rank in range(self._world)])
 
     def claim(self) -> bool:
-        """Is this the first rank that offers to write the verdict?"""
+        """Whether this is the first rank that offers to write the verdict."""
         return self._store.add("judges", 1) == 1
 
     def conclude(self, text: str) -> None:
@@ -64,7 +64,7 @@ class Board:
         self._store.set("verdict", self._seal(text))
 
     def find_verdict(self) -> str | None:
-        """What `conclude` wrote."""
+        """The verdict that `conclude` wrote."""
         return self._read(["verdict"])[0]
 
     def _read(self, keys: Sequence[str]) -> list[str | None]:
@@ -83,8 +83,8 @@ class Board:
 
 
 def dump_flight_records() -> dict[str, bytes]:
-    """What torch's flight recorder has of the last collectives, by the library that carried them: pickled dicts with sizes,
-    states and Python frames. That of NCCL, which only a build for GPUs has, was not run on one."""
+    """Records of the last collectives by torch's flight recorder, by the library that carried them: pickled dicts with sizes,
+    states and Python frames. NCCL's, which only a build for GPUs has, was not run on one."""
     names = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
     found = {library: getattr(_distributed_c10d, name, None) for library, name in names.items()}
     return {library: dump() for library, dump in found.items() if dump is not None}

@@ -211,20 +211,20 @@ def _all_reduce(x: Tensor, axis: Communicator, op: Reduction) -> Pending:
 
 
 @torch.compiler.disable
-def gather_objects(obj: Any, axis: Communicator) -> list[Any]:
+def all_gather_object(obj: Any, axis: Communicator) -> list[Any]:
     """Every rank's picklable object, in the axis's order. For a few names and numbers, not for tensors.
 
     Bytes: this rank's object to each other rank. The axis must carry tensors of the CPU.
     """
     if axis.size == 1:
         return [obj]
-    check_agreement(axis, "gather_objects", "", None)
+    check_agreement(axis, "all_gather_object", "", None)
     mine = seal(obj, axis.secret)
     # Over NCCL alone the bytes go by way of the GPU.
     device = torch.device("cpu" if torch.device("cpu") in axis.group._device_types else "cuda")
     size = torch.tensor([len(mine)], device=device)
     sizes = [torch.empty_like(size) for _ in range(axis.size)]
-    with axis.waiting(axis.record("gather_objects", (axis.size - 1) * len(mine))):
+    with axis.waiting(axis.record("all_gather_object", (axis.size - 1) * len(mine))):
         dist.all_gather(sizes, size, group=axis.group)
         lengths = [int(each) for each in sizes]
         # Sizes differ between ranks, and every object is padded to the largest: hence only for what is small.

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.profiler import record_function
 
-from framework.mesh.axis import Axis
+from framework.mesh.topology import Axis
 
 
 class Traffic:
-    """What one rank has sent along one axis since the start, by operation: calls and bytes.
+    """Calls and bytes that one rank has sent along one axis since the start, by operation.
 
     `comm/` records and nobody resets: a step's traffic is a difference. Bytes are what this rank sends to the others
     by the operation's bandwidth-optimal algorithm (2 (n-1)/n of the tensor for an all-reduce of n ranks), so that

@@ -1,4 +1,4 @@
-"""Connect: from a Topology to a Mesh whose axes have process groups; and what the launcher's environment says of this rank.
+"""Connect: from a Topology to a Mesh whose axes have process groups; and the launcher's environment of this rank.
 
 store     ranks meet there: over TCP in rank 0's process, or in a file
 compare   fingerprints, before anything is made that would have to be closed
@@ -6,16 +6,17 @@ world     the first group; then one for each other distinct set of ranks that th
 start     NCCL, group by group, in one order on all ranks
 """
 
-import json
 import os
 import platform
+import resource
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from math import ceil, log2
 from typing import Any, Literal
 
 import torch
@@ -25,23 +26,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout, _world
 
 from framework.comm.communicator import Communicator, Waits
-from framework.errors import ConnectionFailed, NodeError, RanksDiffer, TopologyError
-from framework.mesh.descriptors import allow_descriptors, count_group_sockets, count_sockets
-from framework.mesh.fingerprint import describe_difference, explain_differences
+from framework.comm.meeting import compare_fingerprints, connect_limit_s, persist
+from framework.errors import ConnectionFailed, NodeError, RecipeError, TopologyError
 from framework.mesh.topology import AXIS_NAMES, Topology
 
-# gloo now and then hangs while it connects ranks that are all there (once in some ten thousand times on one machine). So all
-# ranks first arrive, however late; connecting then may take so long, and is tried again from the start so many times.
-CONNECT_S = 60.0
-# And so much longer for each rank: the store and NCCL's root answer ranks one after another, in some milliseconds each.
-CONNECT_S_PER_RANK = 0.02
-CONNECT_ATTEMPTS = 3
 # Over these tokens go to experts and back: over NCCL they have communicators of their own.
 TOKEN_AXES = ("ep", "ep_inner", "ep_outer")
-# How a meeting of all ranks has ended: the first word of what the store says of it.
-MET, GIVEN_UP = "met ", "given up "
-# Explanations that the last rank to be compared reads from the store.
-DIFFERENCES_SHOWN = 8
 # The variable in which a launcher gives each rank the secret of this start.
 SECRET = "MESHWRIGHT_SECRET"
 # Where ranks of one machine meet: nobody else reaches them there. gloo and NCCL would listen where the name of the machine leads.
@@ -73,7 +63,7 @@ class Mesh:
 
     @property
     def waits(self) -> Waits:
-        """What holds up the thread that communicates over the mesh."""
+        """The operation, if any, that the thread that communicates over the mesh waits for."""
         return self.axes["world"].waits
 
     def close(self) -> None:
@@ -98,18 +88,18 @@ def disconnect() -> None:
 
 @dataclass(frozen=True)
 class Backends:
-    """What carries messages between ranks: torch's names of backends for the world's group and for those of other axes.
-
-    scatter: that of second groups over axes of shards, for their reduce-scatters, and of those over TOKEN_AXES; None where
-    operations do not queue. is_lazy: gloo connects two ranks when they first talk, and not every pair at once. is_staged:
-    tensors of a GPU go through host memory.
-    """
+    """Backends that carry messages between ranks, by torch's names."""
 
     world: str
     axes: str
+    """Of the groups of all axes but the world's."""
     scatter: str | None = None
+    """Of second groups over axes of shards, for their reduce-scatters, and of those over TOKEN_AXES; None where operations do not
+    queue."""
     is_lazy: bool = False
+    """gloo connects two ranks when they first talk, and not every pair at once."""
     is_staged: bool = False
+    """Tensors of a GPU go through host memory."""
 
 
 def choose_backends(device_type: str, is_debug: bool, backend: Backend | None = None) -> Backends:
@@ -186,7 +176,7 @@ def connect_beside(mesh: Mesh, name: str) -> Communicator:
     is_lazy = mesh.device.type == "cuda"
     sockets = count_sockets(mesh.topology, mesh.rank, is_lazy)
     allow_descriptors(sockets + count_group_sockets(world.size, mesh.rank, is_lazy))
-    connect_s = CONNECT_S + CONNECT_S_PER_RANK * world.size
+    connect_s = connect_limit_s(world.size)
     create = partial(_create_subgroup, name, world.ranks, mesh.rank, "gloo", timedelta(seconds=connect_s))
     with _gloo_connects_lazily(is_lazy):
         group = persist(create, dist.PrefixStore(name, mesh.store), world.size, world.timeout, connect_s)
@@ -250,36 +240,10 @@ def _open_store(url: str, rank: int, world: int, timeout: timedelta) -> dist.Sto
 
 
 def _share_secret(store: dist.FileStore, rank: int) -> bytes:
-    """A secret of rank 0's making. Who may read the file knows it."""
+    """A secret that rank 0 makes. Every process that may read the file knows it."""
     if rank == 0:
         store.set("secret", secrets.token_hex(16))
     return store.get("secret")
-
-
-def compare_fingerprints(store: dist.Store, mine: Mapping[str, str], rank: int, world: int, timeout: timedelta) -> None:
-    """Return when every rank's fingerprint is seen to be rank 0's. Collective. Else RanksDiffer, the same on all ranks.
-
-    Each rank reads one fingerprint and one verdict, whatever the world's size.
-    """
-    if rank == 0:
-        store.set("first", json.dumps(dict(mine)))
-    _meet(store, "arrived", world, timeout)
-    # The meeting is over, so rank 0's is there: `get` of a key that is not would wait for it.
-    difference = describe_difference(mine, json.loads(store.get("first")))
-    if difference:
-        number = store.add("number that differ", 1)
-        if number <= DIFFERENCES_SHOWN:
-            store.set(f"differs {number}", f"rank {rank} on {platform.node()}: {difference}")
-
-    # The last rank to come counts for all: each then reads one verdict, and not what thousands have to say.
-    def conclude() -> str:
-        count = store.add("number that differ", 0)
-        shown = [store.get(f"differs {number + 1}").decode() for number in range(min(count, DIFFERENCES_SHOWN))]
-        return json.dumps([count, shown])
-
-    count, shown = json.loads(_meet(store, "compared", world, timeout, conclude))
-    if count:
-        raise RanksDiffer(explain_differences(shown, count, world))
 
 
 def join_axes(
@@ -300,7 +264,7 @@ def join_axes(
     groups: dict[tuple[int, ...], Any] = {}
 
     def join(name: str, ranks: tuple[int, ...], backend: str) -> Any:
-        connect_s = CONNECT_S + CONNECT_S_PER_RANK * len(ranks)
+        connect_s = connect_limit_s(len(ranks))
         create = _create_subgroup if groups else _create_world  # `world` is the first axis
         build = partial(create, f"{name} {ranks[0]}", ranks, rank, backend, timedelta(seconds=connect_s))
         attempts = dist.PrefixStore(f"{name} {ranks[0]}", store)
@@ -384,85 +348,6 @@ def _gloo_connects_lazily(is_lazy: bool) -> Iterator[None]:
             os.environ[name] = former
 
 
-def persist(
-    create: Callable[[dist.Store], Any], store: dist.Store, num_ranks: int, timeout: timedelta, connect_s: float
-) -> Any:
-    """The process group that `create` makes with a fresh store, once it has succeeded on all of `num_ranks` ranks; on all of
-    them anew if on one it has not. Collective. Raises ConnectionFailed when a rank does not come within `timeout`, or when
-    the last attempt fails. connect_s: how long the slowest may take once all have come."""
-    for number in range(CONNECT_ATTEMPTS):
-        # A store of its own for each attempt: what a failed one has left there would be taken for the other ranks' addresses.
-        attempt = dist.PrefixStore(str(number), store)
-        _meet(attempt, "arrived", num_ranks, timeout)
-        group, reason = None, None
-        try:
-            group = create(attempt)
-            _greet(group)
-            # A rank whose own group is made may not go on by itself: another may have failed, and would start anew alone.
-            _meet(attempt, "connected", num_ranks, timedelta(seconds=connect_s))
-            return group
-        except (RuntimeError, ConnectionFailed) as error:
-            reason = error
-            with suppress(RuntimeError):  # a store that is gone is said when ranks meet for the next attempt
-                _decide(attempt, "connected", f"{GIVEN_UP}{error}")  # the others need not wait for this rank
-            if group is not None:
-                dist.destroy_process_group(group)
-    raise ConnectionFailed(
-        f"{num_ranks} ranks could not be connected in {CONNECT_ATTEMPTS} attempts: {reason}. Where nodes have several"
-        " networks, name the one to use: launch.environment.GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-    )
-
-
-def _greet(group: Any) -> None:
-    """Use gloo for the first time, where the group has it. Lazy pairs of a barrier (2 log2 n of a rank's n-1, all of up to 5
-    ranks') are connected now, where failure means another attempt. NCCL is started later, in `_start_nccl`."""
-    # Only asked of gloo: a barrier over NCCL would start it here, inside of an attempt that may be thrown away.
-    if torch.device("cpu") in group._device_types:
-        dist.barrier(group=group)
-
-
-def _meet(
-    store: dist.Store, place: str, num_ranks: int, timeout: timedelta, conclude: Callable[[], str] = lambda: ""
-) -> str:
-    """Return on all ranks once all have come to the place, with what the last to come concludes; else ConnectionFailed on all.
-
-    The first that has waited for `timeout` gives up for all: else a rank that comes at that moment would go on alone.
-    """
-    try:
-        # `add` is atomic: exactly one rank is the last to come.
-        if store.add(f"{place} number", 1) == num_ranks:
-            _decide(store, place, MET + conclude())
-        if not _is_there(store, place, timeout):
-            count = store.add(f"{place} number", 0)
-            late = f"only {count} of {num_ranks} ranks have {place} within {timeout.total_seconds():.0f} s"
-            _decide(store, place, f"{GIVEN_UP}{late}: see the logs of the others")
-            store.wait([place], timedelta(seconds=CONNECT_S))  # for what another rank decides at this moment
-        decided = store.get(place).decode()
-    except RuntimeError as error:
-        raise ConnectionFailed(
-            f"the store in which ranks meet is gone: see the logs of the others ({error})"
-        ) from error
-    if decided.startswith(GIVEN_UP):
-        raise ConnectionFailed(decided.removeprefix(GIVEN_UP))
-    return decided.removeprefix(MET)
-
-
-def _is_there(store: dist.Store, key: str, timeout: timedelta) -> bool:
-    """Has the key been set within the time? A store that is gone answers the next question with an error."""
-    try:
-        store.wait([key], timeout)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _decide(store: dist.Store, place: str, decision: str) -> None:
-    """Settle how the meeting at the place ends, for all ranks, unless another one has done so."""
-    # Between two that decide at one moment, the last to come and one that gives up, the counter chooses.
-    if store.add(f"{place} decided", 1) == 1:
-        store.set(place, decision)
-
-
 def _start_nccl(axes: Iterable[Communicator], device: torch.device) -> None:
     """Make NCCL build each communicator now, in one order: built lazily inside a point-to-point call it would wait for
     ranks that take no part in that call."""
@@ -485,7 +370,7 @@ def choose_device(kind: str) -> torch.device:
 
 
 def _gpu_index(local_rank: int, count: int, is_bound: bool) -> int:
-    """Which of the node's `count` visible GPUs. is_bound: SLURM shows each rank its own only."""
+    """The index of a rank's GPU among the node's `count` visible ones. is_bound: SLURM shows each rank its own only."""
     if count == 1 and is_bound:
         return 0
     if local_rank >= count:
@@ -517,3 +402,45 @@ def node_name() -> str:
 def ranks_per_node() -> int:
     """Ranks on this machine, as the launcher says; 1 without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1")))
+
+
+# Files of data, logs and libraries, and NCCL's own sockets, beside those that are counted here.
+OTHERS = 256
+# A soft limit is raised so far where the hard one allows it. Some programs visit every possible descriptor when they start.
+ENOUGH = 65_536
+
+
+def count_sockets(topology: Topology, rank: int, is_lazy: bool) -> int:
+    """Number of sockets that a rank opens for the store and for gloo. is_lazy: gloo is on the world only, for Python objects, and
+    connects pairs as they talk.
+
+    Rank 0 keeps the store, to which everyone connects, and everyone's objects are gathered there.
+    """
+    world = topology.world
+    own = world if rank == 0 else 1
+    if is_lazy:
+        return own + count_group_sockets(world, rank, is_lazy)
+    groups = {axis.ranks for axis in topology.axes(rank).values() if axis.size > 1}
+    return own + sum(count_group_sockets(len(ranks), rank, is_lazy) for ranks in groups)
+
+
+def count_group_sockets(size: int, rank: int, is_lazy: bool) -> int:
+    """Number of sockets of a gloo group of `size` ranks: a listener, and one for each rank that it talks to. rank: within a lazy
+    group."""
+    # Of a barrier's and a broadcast's tree 2 log2 n pairs; rank 0's gathers need them all.
+    return 1 + (min(size - 1, 2 * ceil(log2(size))) if is_lazy and rank else size - 1)
+
+
+def allow_descriptors(num_sockets: int) -> None:
+    """Raise this process's soft limit on open files, as far as is enough. RecipeError where the hard limit is too low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    needed = num_sockets + OTHERS
+    if hard != unlimited and hard < needed:
+        raise RecipeError(
+            f"a rank of this layout opens {num_sockets} sockets, and this process may have {hard} files open (`ulimit -Hn`):"
+            f" have the limit raised to {max(ENOUGH, needed)} (LimitNOFILE of slurmd, or limits.conf), or use fewer ranks"
+        )
+    enough = max(ENOUGH, needed) if hard == unlimited else min(hard, max(ENOUGH, needed))
+    if soft != unlimited and soft < enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))

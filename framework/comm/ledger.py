@@ -1,4 +1,4 @@
-"""Ledger: what each axis of a mesh has carried, and what it carried between two moments.
+"""Ledger: the traffic of each axis of a mesh, in total and between two moments.
 
 A reading is {axis: {operation: (calls, bytes)}}, bytes as `collectives` defines them.
 """
@@ -17,7 +17,7 @@ def snapshot(mesh: Mesh) -> Reading:
 
 
 def difference(after: Reading, before: Reading) -> Reading:
-    """What was carried between two snapshots; operations and axes without a call are left out."""
+    """Calls and bytes between two snapshots; operations and axes without a call are left out."""
     # Counters only grow, and an operation may appear between the readings: what is missing before counts as 0.
     changed: Reading = {}
     for axis, operations in after.items():

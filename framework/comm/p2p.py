@@ -65,7 +65,7 @@ def exchange_apart(
 def _name(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator, label: str
 ) -> Operation:
-    """What a wait for the messages is a wait for."""
+    """The operation that a wait for the messages shows."""
     what = "send" if not receives else "send and receive" if sends else "receive"
     # 0: the two sides of a message count differently, so no number says whether a peer has come to it.
     return Operation(axis.axis, what, label, 0, tuple({axis.ranks[peer]: None for _, peer in (*receives, *sends)}))
@@ -114,7 +114,7 @@ def _start_batch(
     receives: Sequence[tuple[Tensor, int]],
     axis: Communicator,
 ) -> Sequence[Any]:
-    """What is waited for: receives first, then sends, each in the caller's order, which is how messages of one pair match; or one
+    """Works to wait for: receives first, then sends, each in the caller's order, in which messages of one pair match; or one work
     for all. leaving, arriving: the tensors of `sends` and `receives`, or host copies."""
     if all(x.device.type == "cpu" for x in (*leaving, *arriving)):
         # gloo knows no batches. What torch's does for each of its messages takes the host as long as the message: 20 us.
@@ -126,3 +126,34 @@ def _start_batch(
         for x, (_, peer) in zip(tensors, messages, strict=True)
     ]
     return dist.batch_isend_irecv(operations)
+
+
+# Apart from the tags of `algorithms`, `agreement` and `objects`: streams may follow one of their messages at once.
+STREAM_TAG = 5
+# As much as staging fills at once: large enough that the time between two segments does not show.
+SEGMENT_BYTES = 16 << 20
+
+
+def pass_bytes(
+    sends: Sequence[tuple[Tensor, int]],
+    receives: Sequence[tuple[Tensor, int]],
+    axis: Communicator,
+    segment_bytes: int = SEGMENT_BYTES,
+) -> None:
+    """Send each (bytes, to) and fill each (bytes, source); returns when all have come and gone.
+
+    Tensors: uint8 [n] of the host, contiguous; sender and receiver know n. Peers are indices in the axis, others than this rank.
+    Between two ranks messages of one direction match in the order of the calls. Every rank that sends or receives calls it;
+    those that do neither need not. Recorded in the axis's traffic: the bytes sent.
+    """
+    for x, _ in sends:
+        axis.traffic.record("send bytes", x.nbytes)
+    rounds = max((-(-len(x) // segment_bytes) for x, _ in (*sends, *receives)), default=0)
+    for number in range(rounds):
+        part = slice(number * segment_bytes, (number + 1) * segment_bytes)
+        # Receives first, so that a segment finds its place when it comes. A peer with longer messages waits in its own round for
+        # nobody but those that have as many: the rank with the lowest round can always go on, so there is no cycle.
+        works = [axis.receive(x[part], peer, STREAM_TAG) for x, peer in receives if part.start < len(x)]
+        works += [axis.send(x[part], peer, STREAM_TAG) for x, peer in sends if part.start < len(x)]
+        for work in works:
+            work.wait()

@@ -12,6 +12,8 @@ memory to memory, at once, so that offload can be proved without a GPU.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -124,8 +126,8 @@ def segment_on_host(num_bytes: int, device: torch.device) -> Tensor:
 
 
 class Moment:
-    """What the device has computed by now, for another thread to copy to the host beside what is computed later. On a CPU there
-    is nothing to wait for: who changes what is copied waits until it is."""
+    """A point in the device's work, up to which another thread copies results to the host beside later work. On a CPU there is
+    nothing to wait for: whoever changes a source waits until it is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -135,7 +137,7 @@ class Moment:
 
     @contextmanager
     def copies(self) -> Iterator[None]:
-        """What this thread queues meanwhile runs behind all that was computed at the moment, and beside what comes later."""
+        """A context in which this thread's copies run behind all that was computed at the moment, and beside what comes later."""
         if self._device.type != "cuda":
             yield
             return
@@ -165,7 +167,7 @@ class HomeTransfers:
 
     @contextmanager
     def queue(self, device: torch.device) -> Iterator[Arrival]:
-        """What is queued meanwhile runs behind all that is on the current stream now, and beside what comes there later."""
+        """A context in which copies run behind all that is on the current stream now, and beside what comes there later."""
         arrival = Arrival()
         if device.type != "cuda":
             yield arrival
@@ -202,3 +204,88 @@ class Download:
         if not self._source.is_cuda:
             same = torch.equal(self._source.view(torch.uint8), self._target.view(torch.uint8))
             assert same, f"{tuple(self._source.shape)} was written to while it was on its way to the host"
+
+
+# What memory holds that nobody has copied to yet: as a float of any width it is NaN.
+NO_VALUE = 0xFF
+
+# (target, source), of equal numbers of elements and equal dtypes.
+CopyPair = tuple[Tensor, Tensor]
+
+
+class Copies(Protocol):
+    """Copies under way."""
+
+    def wait(self) -> None:
+        """Make the current stream wait for them. Any number of times."""
+
+
+class CopyStream(Protocol):
+    """A stream that does nothing but copy."""
+
+    def start(self, pairs: Sequence[CopyPair]) -> Copies:
+        """Start the copies, in this order, behind what the current stream has been given so far."""
+
+
+def open_copy_stream(device: torch.device) -> CopyStream:
+    """A new stream for copies to or from the device."""
+    return CudaCopyStream(device) if device.type == "cuda" else LateCopyStream()
+
+
+def make_host_block(num_bytes: int, device: torch.device) -> Tensor:
+    """Host memory, uint8 [num_bytes] of any content, that the device copies to and from without the host."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+class CudaCopyStream:
+    """A CUDA stream of its own: PCIe carries both directions at once, so each direction has one."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def start(self, pairs: Sequence[CopyPair]) -> "CudaCopies":
+        """See `CopyStream`. The host's side of each pair is pinned."""
+        # A source is complete, and nobody reads a target's former content any more, when the computation has come this far.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            return CudaCopies(self._device, self._stream.record_event())
+
+
+class CudaCopies:
+    """done: the event behind the last copy."""
+
+    def __init__(self, device: torch.device, done: torch.cuda.Event):
+        self._device, self._done = device, done
+
+    def wait(self) -> None:
+        """See `Copies`."""
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+
+
+class LateCopyStream:
+    """The form for CPUs, which checks its callers."""
+
+    def start(self, pairs: Sequence[CopyPair]) -> "LateCopies":
+        """See `CopyStream`."""
+        for target, _ in pairs:
+            target.view(torch.uint8).fill_(NO_VALUE)
+        return LateCopies(pairs)
+
+
+class LateCopies:
+    """Copies that are made in the wait."""
+
+    def __init__(self, pairs: Sequence[CopyPair]):
+        # Weak: whoever starts copies keeps both sides until the wait, as a device would need it.
+        self._pairs = [(ref(target), ref(source)) for target, source in pairs]
+
+    def wait(self) -> None:
+        """See `Copies`."""
+        pairs, self._pairs = self._pairs, []
+        for to, of in pairs:
+            target, source = to(), of()
+            assert target is not None, "the target of a copy was given up before anybody waited for the copy"
+            assert source is not None, "the source of a copy was given up before anybody waited for the copy"
+            target.copy_(source)

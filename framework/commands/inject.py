@@ -6,6 +6,7 @@ signals to its processes, on their node through srun, and damage to its files. T
 steps late.
 """
 
+import argparse
 import os
 import re
 import subprocess
@@ -30,9 +31,9 @@ from framework.faults.plan import (
     read_log,
     read_plan,
 )
-from framework.launch.directory import RunDirectory
+from framework.launch.directory import RunDirectory, find_run
+from framework.launch.jobs import find_jobs, has_ended, is_running
 from framework.launch.places import explain_errors
-from framework.launch.request import find_jobs, has_ended, is_running
 from framework.launch.slurm import RANK_PROGRAM
 from framework.mesh.placement import place
 from framework.recipe.compose import load_recipe
@@ -46,6 +47,27 @@ POLL_S = 0.05
 # Between attempts to find a rank's process: ranks that are started again are gone for seconds.
 FIND_S, FIND_POLL_S = 60.0, 0.5
 PLACES = {"phase": tuple(PHASES), "point": SAVE_POINTS}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("run", nargs="?", metavar="RUN", help="a run's id or folder")
+    parser.add_argument(
+        "words", nargs="*", metavar="FAULT", help="a fault and where it acts, such as: kill rank=1 step=30"
+    )
+    parser.add_argument("--list", action="store_true", help="explain the faults, or list those of RUN")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Inject the fault, or list what there is."""
+    if arguments.list or not arguments.run:
+        return list_command(find_run(arguments.run) if arguments.run else None)
+    if not arguments.words:
+        raise RunError(
+            "inject RUN FAULT: say which fault, such as kill rank=1 step=30; `meshwright inject --list` explains them"
+        )
+    return inject_command(find_run(arguments.run), words=arguments.words, here=arguments.here)
 
 
 def list_command(path: Path | None) -> int:
@@ -69,7 +91,7 @@ def list_command(path: Path | None) -> int:
 
 
 def inject_command(path: Path, words: Sequence[str], *, here: bool = False) -> int:
-    """Have the run suffer a fault. Raises RunError where it cannot. here: signal processes of this machine, no others."""
+    """Inject the fault. Raises RunError where it cannot. here: signal processes of this machine only."""
     run = RunDirectory.open(path)
     recipe, fault = load_recipe(run.recipe), parse_fault(words, SAVE_POINTS)
     if here:

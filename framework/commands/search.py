@@ -17,13 +17,12 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any
 
+from framework.commands.measure import check_measured
 from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.imports import loading_libraries
-from framework.launch.machine import check_measured
-from framework.recipe.compose import load_recipe
-from framework.recipe.layout_file import write_layout
+from framework.recipe.compose import change_pins, compose_open, find_pins, load_recipe
 from framework.recipe.layout_keys import LAYOUT_KEYS
-from framework.recipe.layout_pins import change_pins, compose_open, find_pins
+from framework.recipe.saved import write_layout
 from framework.recipe.schema import Recipe
 from framework.track.jsonl import METRICS_FILE, read_records
 
@@ -62,7 +61,7 @@ class SearchRequest:
     options: argparse.Namespace
 
 
-def add_search_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command. Keys of a layout that the command line sets are fixed, so that needs no option."""
     parser.add_argument("--by", choices=["time", "memory"], default="time", help="rank by step time or by memory")
     parser.add_argument("--best", type=int, default=10, metavar="N", help="show the best N layouts (default: 10)")
@@ -102,7 +101,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def search_command(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     request = compose_request(arguments)
     check_measured(request.recipe)
@@ -214,9 +213,9 @@ def write_best(file: Path, values: dict[str, Any], comment: str) -> None:
 
 def try_layouts(request: SearchRequest) -> int:
     """Rank, train the best of as many meshes as are wanted, correct and rank again; under SLURM queue the runs."""
+    from framework.commands.submit import submit_sweep
+    from framework.commands.sweep import compose_sweep, train_sweep
     from framework.launch.directory import RunDirectory
-    from framework.launch.submit import submit_sweep
-    from framework.launch.sweep import compose_sweep, train_sweep
 
     result, options = find(request), request.options
     is_queued = request.recipe.launch.kind == "slurm"
@@ -297,8 +296,8 @@ def _rank_again(request: SearchRequest, folder: Path) -> int:
     from framework.plan.correction import Tried, correct, describe_factors, fit_factors, write_text
     from framework.plan.find import foretell, resolved
     from framework.plan.rejections import describe
-    from framework.recipe.cluster_file import write_cluster_file
     from framework.recipe.clusters import find_cluster
+    from framework.recipe.saved import write_cluster_file
 
     measured = dict(_read_measured(folder))
     if not measured:

@@ -49,7 +49,7 @@ from framework.data.store import STORE_VERSION, StoreMeta, choose_dtype, open_wi
 from framework.data.tokenize import TokenizerInfo, cut_at_spaces, load_tokenizer, read_info, save_tokenizer, train_bpe
 from framework.errors import EXIT_DONE, DamagedStore, DataError
 from framework.files import write_atomically, write_json
-from framework.recipe.host import count_cores
+from framework.host import count_cores
 from framework.recipe.schema import Recipe
 
 # A note is printed if more than this many times more or less tokens are held out than asked for.

@@ -1,8 +1,8 @@
-"""Several ranks on this machine under torch's elastic agent, and what their deaths mean.
+"""Several ranks on this machine under torch's elastic agent, and the causes of their deaths.
 
-The agent is the one that `torchrun` runs. It is held here directly rather than through `elastic_launch`, because it knows
-the ranks' process ids and so lets signals be forwarded: on a signal of its own it would give the ranks 30 s to save, kill
-them, and forget their exit codes.
+The agent is the one that `torchrun` runs. It is held here directly rather than through `elastic_launch`, because it knows the
+ranks' process ids, so that signals can be forwarded: on a signal of its own it would give the ranks 30 s to save, kill them,
+and forget their exit codes.
 """
 
 import logging
@@ -32,7 +32,7 @@ from framework.comm.connect import INTERFACES, LOOPBACK, SECRET
 from framework.errors import EXIT_DONE, EXIT_INTERRUPTED
 from framework.monitor.stop import STOPPING, heard_signals, say_from_handler
 
-# How a rank fails when another one has gone: gloo's sockets, NCCL's and c10d's messages, and ours.
+# Marks of an error that another rank's end has caused: gloo's sockets, NCCL's and c10d's messages, and ours.
 LOST_PEER = (
     "gloo/transport",
     "Connection closed by peer",
@@ -44,10 +44,9 @@ LOST_PEER = (
 
 HOST = "127.0.0.1"
 
-# The agent kills what has not ended 30 s after the first failure; what dies of itself is noticed within a second.
+# The agent kills ranks that have not ended 30 s after the first failure; a rank that dies of itself is noticed within a second.
 LATE_S = 15
-# Once a rank has ended the agent sends the others SIGTERM, of which one that is stopped hears nothing: how often such are
-# looked for.
+# Seconds between two looks for stopped ranks: the agent's SIGTERM, once a rank has ended, does not reach them.
 LOOK_EVERY_S = 0.5
 _SIGNAL_HINTS = {
     signal.SIGKILL: ": out of memory? `dmesg` knows",
@@ -57,14 +56,14 @@ _SIGNAL_HINTS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks ended: the exit code of the run, and what to tell the user if a rank failed."""
+    """Exit code of the run, and the message for the user if a rank failed."""
 
     code: int
     message: str = ""
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """The only agent's rendezvous, and the store in which its ranks meet: in this process, on a port of the loopback interface
+    """Rendezvous of the only agent, and the store in which its ranks meet: in this process, on a port of the loopback interface
     that the operating system chooses. Torch's own listen on all interfaces, and its c10d rendezvous reads pickles there."""
 
     def __init__(self) -> None:
@@ -78,10 +77,10 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
 
 class Forwarding:
-    """While it is entered, signals to this process go to the ranks, and this process waits for what they make of it.
+    """Context in which signals to this process go to the ranks, and this process waits for their end.
 
-    Ctrl-C reaches only the launching process: the agent gives each rank a session of its own. The first asks the ranks to
-    save and stop, the second kills them.
+    Ctrl-C reaches only the launching process: the agent gives each rank a session of its own. The first asks the ranks to save
+    and stop, the second kills them.
     """
 
     def __init__(self, agent: LocalElasticAgent) -> None:
@@ -113,8 +112,8 @@ class Forwarding:
 
 
 class StoppedRanks:
-    """While it is entered, a thread kills ranks that are stopped once another one has ended: SIGTERM does not reach them, and the
-    agent would wait half a minute for their end. killed: their process ids."""
+    """Context in which a thread kills ranks that are stopped (state T) once another rank has ended: SIGTERM does not reach
+    them, and the agent would wait half a minute for their end. killed: their process ids."""
 
     def __init__(self, agent: LocalElasticAgent) -> None:
         self.killed: set[int] = set()
@@ -143,7 +142,7 @@ class StoppedRanks:
 
 
 def read_state(pid: int) -> str:
-    """What /proc says a process is: R runs, S and D sleep, T is stopped, Z has ended and nobody has asked how; empty where it is
+    """State of a process by /proc: R runs, S and D sleep, T is stopped, Z has ended and was not waited for; empty where it is
     gone. S where there is no /proc."""
     if not os.path.isdir("/proc/self"):
         return "S"
@@ -163,7 +162,11 @@ def run_ranks(
     Returns when all have ended; when one fails, the agent ends the others. `log` gets one error file per failed rank.
     """
     rendezvous = LoopbackRendezvous()
-    own = {SECRET: secrets.token_hex(16)} | {name: LOOPBACK for name in INTERFACES if name not in os.environ}
+    own = {
+        SECRET: secrets.token_hex(16),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
+    }  # the other signals are forwarded
+    own |= {name: LOOPBACK for name in INTERFACES if name not in os.environ}
     spec = WorkerSpec(
         role="rank",
         local_world_size=num_ranks,
@@ -175,7 +178,7 @@ def run_ranks(
     )
     agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(log)))
     stopped = StoppedRanks(agent)
-    with _quiet_agent(), _variables_set({**own, **variables}), Forwarding(agent) as forwarding, stopped:
+    with _silent_agent(), _variables_set({**own, **variables}), Forwarding(agent) as forwarding, stopped:
         try:
             result = agent.run()
         except KeyboardInterrupt:
@@ -190,8 +193,8 @@ def run_ranks(
 
 
 def judge(failures: Mapping[int, ProcessFailure], killed: Collection[int] = ()) -> Outcome:
-    """The run's exit code and the one message that matters, from the failures of its ranks by rank. killed: process ids of those
-    that were stopped and that this launcher has killed.
+    """Exit code of the run and the one message that matters, from the failures of its ranks by rank. killed: process ids of
+    stopped ranks that this launcher has killed.
 
     The first rank that failed of itself is the cause. The others fail because it is gone, or are ended by the agent, first by
     SIGTERM and half a minute later by SIGKILL: a death so long after the first failure says that the rank hung, not why.
@@ -210,8 +213,8 @@ def judge(failures: Mapping[int, ProcessFailure], killed: Collection[int] = ()) 
 
 
 def _precedence(failure: ProcessFailure, first_s: float) -> tuple[int, float]:
-    """Lower is nearer to the cause: own errors by the time they were recorded, deaths, lost peers and hung steps, the agent's
-    SIGTERM and SIGKILL. first_s: when the first rank failed."""
+    """Sort key, lowest nearest to the cause: a rank's own errors by the time they were recorded, deaths, lost peers and hung
+    steps, the agent's SIGTERM and SIGKILL. first_s: time of the first failure."""
     if _has_error(failure):
         return (2 if _has_lost_peer(failure) or _is_hung(failure) else 0), os.stat(failure.error_file).st_mtime_ns
     is_ended = failure.exitcode == -signal.SIGTERM or _is_killed_late(failure, first_s)
@@ -219,7 +222,7 @@ def _precedence(failure: ProcessFailure, first_s: float) -> tuple[int, float]:
 
 
 def _say_hung(failure: ProcessFailure, first_s: float, killed: Collection[int]) -> str:
-    """A word on a rank that did not end by itself once another had failed; empty for others."""
+    """A note on a rank that did not end by itself once another had failed; empty for others."""
     if failure.pid in killed:
         return f"process {failure.pid} was stopped (state T), and was killed"
     if _is_killed_late(failure, first_s):
@@ -241,7 +244,7 @@ def _has_error(failure: ProcessFailure) -> bool:
 
 
 def _read_error(failure: ProcessFailure) -> str:
-    """An error that Meshwright explains as its message, anything else as the traceback that the rank recorded."""
+    """Message of an error that Meshwright explains; for any other the traceback that the rank recorded."""
     message: Any = failure.message
     name, _, text = message["message"].partition(": ")
     kind = getattr(errors, name, None)
@@ -256,7 +259,7 @@ def _has_lost_peer(failure: ProcessFailure) -> bool:
 
 @contextmanager
 def _variables_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """The agent's ranks inherit this process's environment: there is no other way to give them variables."""
+    """Set variables in this process's environment, which the agent's ranks inherit: there is no other way to give them any."""
     former = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -269,19 +272,14 @@ def _variables_set(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """The agent neither logs (what it knows is in the outcome) nor takes over the signals that are forwarded."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    silent, key = logging.NullHandler(), "TORCHELASTIC_SIGNALS_TO_HANDLE"
-    former = logger.propagate, os.environ.get(key)
+def _silent_agent() -> Iterator[None]:
+    """Keep the agent from logging: the outcome has all that it knows."""
+    logger, silent = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
+    former = logger.propagate
     logger.addHandler(silent)
     logger.propagate = False
-    os.environ[key] = "SIGQUIT"
     try:
         yield
     finally:
         logger.removeHandler(silent)
-        logger.propagate = former[0]
-        os.environ.pop(key)
-        if former[1] is not None:
-            os.environ[key] = former[1]
+        logger.propagate = former

@@ -1,4 +1,5 @@
-"""The numbers of nodes that a run with `launch.nodes: [least, most]` can be laid out on: each is planned before the job waits."""
+"""Numbers of nodes on which a run with `launch.nodes: [least, most]` can be laid out. Each is planned before the job waits in
+the queue."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,20 +7,21 @@ from dataclasses import dataclass
 from framework.errors import MeshwrightError, RecipeError
 from framework.imports import loading_libraries
 from framework.recipe.check import check_recipe
-from framework.recipe.elastic import at_nodes, has_range, node_counts
+from framework.recipe.derive import at_nodes, has_range, node_counts
 from framework.recipe.schema import Recipe
 
-# Keys that ask for nodes or ranks which a start on fewer lacks: it keeps as many copies as it can and says so, and profiles the
-# ranks that there are.
+# Keys that may name more nodes or ranks than a start on fewer nodes has: it keeps as many copies as it can, with a note, and
+# profiles the ranks that there are.
 MADE_SMALLER = ("checkpoint.neighbor_copies", "track.profile_ranks")
 
 
 @dataclass(frozen=True)
 class NodeCount:
-    """One number of nodes: `layout` is what the run would look like there, `refusal` why it cannot, and is empty where it can."""
+    """One number of nodes, with the layout of the run there, or the reason why there is none."""
 
     nodes: int
     layout: str
+    # Empty where the run can be laid out.
     refusal: str = ""
 
     def describe(self) -> str:
@@ -27,9 +29,9 @@ class NodeCount:
 
 
 def plan_counts(recipe: Recipe) -> list[NodeCount]:
-    """Each number of nodes of a range, none for a recipe without one.
+    """All numbers of nodes of a range; none for a recipe without one.
 
-    RecipeError, ModelError and others where the most cannot be laid out: it is what the recipe is planned for.
+    Raises RecipeError, ModelError and others where the most cannot be laid out: the recipe is planned for it.
     """
     if not has_range(recipe.launch):
         return []
@@ -42,7 +44,7 @@ def legal_counts(recipe: Recipe, counts: Sequence[NodeCount]) -> tuple[int, ...]
 
 
 def describe_counts(recipe: Recipe, counts: Sequence[NodeCount]) -> str:
-    """Lines for people: what SLURM is asked for, and each layout. Empty where the job has exactly the nodes that train."""
+    """Lines on the nodes that SLURM is asked for, and on each layout. Empty where the job has exactly the nodes that train."""
     spares, legal = recipe.launch.spares, legal_counts(recipe, counts)
     if not counts and not spares:
         return ""
@@ -79,7 +81,7 @@ def _plan_count(recipe: Recipe, nodes: int, is_most: bool) -> NodeCount:
 
 
 def _bytes_of_rank(recipe: Recipe) -> int | None:
-    """What a rank's device has at the most, where the recipe tells: of a CPU what the job asks for, of a GPU by its name."""
+    """Memory of a rank's device where the recipe tells: on a CPU the job's request, on a GPU by its name."""
     from framework.plan.cluster import Cluster
     from framework.plan.target import target_device
 

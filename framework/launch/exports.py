@@ -65,7 +65,7 @@ class Exports:
         return step in (self._waiting, self._reading)
 
     def end_save(self, step: int, is_committed: bool) -> None:
-        """A save has ended. In the save's thread: returns at once."""
+        """Ask for the export of a step whose save was committed. Called in the save's thread; returns at once."""
         if is_committed and self._is_due(step):
             self._ask_for(step)
 
@@ -118,7 +118,7 @@ class Exports:
             self._changed.notify_all()
 
     def _work(self) -> None:
-        """In the thread."""
+        """Make one export after another, in the thread."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting is not None or self._has_ended)

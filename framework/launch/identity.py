@@ -1,8 +1,9 @@
-"""Identity of a run: the recipe's values that have shaped its weights, and its tokenizer, recorded where rot and edits of the
-run's folder do not reach them: in the state of each checkpoint, which is hashed. run.json records the whole recipe, of which a
-part may change from launch to launch.
+"""Identity of a run: the values of the recipe that shaped its weights, and its tokenizer.
 
-A recipe.yaml that says otherwise was edited: it is refused, with the true values. A tokenizer that is not the recorded one is
+Both are recorded in the state of each checkpoint, which is hashed, so that rot and edits of the run's folder do not reach them.
+run.json records the whole recipe, of which a part may change from launch to launch.
+
+A recipe.yaml that differs was edited: it is refused, with the recorded values. A tokenizer that is not the recorded one is
 copied anew from the token stores, where those have it, and refused where an export would carry it.
 """
 
@@ -24,9 +25,8 @@ from framework.launch.directory import RunDirectory
 from framework.launch.places import explain_errors
 from framework.lease import Lease
 from framework.recipe.compose import load_recipe
-from framework.recipe.keys import NAME, flatten, list_keys
+from framework.recipe.keys import NAME, flatten, list_keys, plain
 from framework.recipe.problem import show
-from framework.recipe.saved import plain
 from framework.recipe.schema import Recipe
 
 # Patterns of the keys that a resume may change, each with the reason why the run stays the same run.
@@ -44,14 +44,14 @@ MAY_CHANGE = (
     ("zero.*", "every layout is the same training run"),
     ("memory.*", "the same values in other memory"),
     ("launch.*", "where it runs"),
-    ("cluster.*", "what is foretold of it"),
+    ("cluster.*", "the machine of its forecasts"),
     ("checkpoint.*", "how often it saves; not checkpoint.root: that is noted in the run's folder"),
     ("track.*", "who watches"),
     ("data.root", "where the token stores lie; their fingerprints say what is in them"),
     ("run.*", "the directory, which names itself"),
 )
 ABSENT = "(not set)"
-# Of no run: where its folder is, and what may be secret.
+# Keys that are not recorded: the place of the folder, and values that may be secret.
 UNRECORDED = ("run.*", "launch.environment", "launch.environment.*")
 
 Values = Mapping[str, Any]
@@ -63,13 +63,13 @@ def may_change(key: str) -> bool:
 
 
 def values_of(recipe: Recipe) -> dict[str, Any]:
-    """The values of a recipe as they are recorded, by key."""
+    """Values of a recipe by key, in the form in which they are recorded."""
     values = flatten(plain(asdict(recipe)))
     return {key: each for key, each in values.items() if not any(fnmatch(key, pattern) for pattern in UNRECORDED)}
 
 
 def fixed(values: Values) -> dict[str, Any]:
-    """The keys that cannot change within a run."""
+    """Values of keys that cannot change within a run."""
     return {key: value for key, value in values.items() if not may_change(key) and key != KEY}
 
 
@@ -85,8 +85,8 @@ def describe_identity(run: RunDirectory, recipe: Recipe) -> dict[str, Any]:
 
 
 def read_recorded(run: RunDirectory, state: Values | None = None) -> dict[str, Any]:
-    """{recipe, tokenizer} as run.json has them, and as the state of a checkpoint has, which counts for more; None: that of the
-    newest whole one, if there is one. Raises StorageError."""
+    """{recipe, tokenizer} as recorded in run.json and in the state of a checkpoint, which wins. state None: the newest whole
+    checkpoint's, if there is one. Raises StorageError."""
     if state is None:
         state = {}
         with suppress(CheckpointError):  # `saved_step` says so
@@ -100,8 +100,8 @@ def read_recorded(run: RunDirectory, state: Values | None = None) -> dict[str, A
 
 
 def find_edits(recorded: Values, now: Values) -> dict[str, tuple[Any, Any]]:
-    """(value now, value that was recorded) of the keys in which they differ; nothing where nothing was recorded. A key that was
-    not recorded is of a later version, if it has its default."""
+    """(value now, recorded value) of the keys in which they differ; nothing where nothing was recorded. A key without a record
+    belongs to a later version, if it has its default."""
     kinds = {may_change(key) for key in recorded}  # a checkpoint records one of the two
     added = [key for key in now if key not in recorded and may_change(key) in kinds and not _is_default(key, now[key])]
     keys = [*recorded, *added]
@@ -110,7 +110,7 @@ def find_edits(recorded: Values, now: Values) -> dict[str, tuple[Any, Any]]:
 
 
 def refuse_edits(run: RunDirectory, edits: Mapping[str, tuple[Any, Any]]) -> None:
-    """RunError where there are any, with the true values."""
+    """Raises RunError, with the recorded values, where there are edits."""
     if not edits:
         return
     table = [
@@ -130,23 +130,22 @@ def refuse_edits(run: RunDirectory, edits: Mapping[str, tuple[Any, Any]]) -> Non
 
 
 def load_own_recipe(run: RunDirectory) -> Recipe:
-    """The recipe of a run, as its launches have written it. RunError where it was edited since."""
+    """The recipe of a run as its launches wrote it. Raises RunError where it was edited since."""
     recipe = load_recipe(run.recipe)
     refuse_edits(run, find_edits(run.find_record().get("recipe", {}), values_of(recipe)))
     return recipe
 
 
 def verify_identity(run: RunDirectory, recipe: Recipe, state: Values) -> None:
-    """RunError or DamagedStore where the recipe or the tokenizer is not that of a checkpoint with this state: for those who only
-    read the run, such as an export."""
+    """Raises RunError or DamagedStore where the recipe or the tokenizer is not that of a checkpoint with this state. For
+    readers of a run, such as an export."""
     recorded = read_recorded(run, state)
     refuse_edits(run, find_edits(fixed(recorded["recipe"]), fixed(values_of(recipe))))
     refuse_other_tokenizer(run, recorded["tokenizer"])
 
 
 def refuse_other_tokenizer(run: RunDirectory, recorded: str) -> None:
-    """DamagedStore where the run's tokenizer has changed since it was copied; that of an older run is judged by what it says of
-    itself."""
+    """Raises DamagedStore where the run's tokenizer has changed since it was copied, by the record or, without one, by itself."""
     if (read_info(run.tokenizer) is None and recorded) or (recorded and hash_tokenizer(run.tokenizer) != recorded):
         raise DamagedStore(
             f"{run.tokenizer / INFO_FILE} is missing, or is not that of the tokenizer which the run has trained with: put that"
@@ -155,9 +154,9 @@ def refuse_other_tokenizer(run: RunDirectory, recorded: str) -> None:
 
 
 def settle_identity(run: RunDirectory, lease: Lease, recipe: Recipe, state: Values, source: Path) -> dict[str, Any]:
-    """The record of a start in its checkpoints; for rank 0. state: that of the checkpoint which it goes on from, or empty.
-    source: the tokenizer of the token stores. RunError where recipe.yaml was edited; a damaged tokenizer is copied anew,
-    or refused."""
+    """Record of a start in its checkpoints; called on rank 0. state: the state of the checkpoint from which it goes on, or
+    empty. source: the tokenizer of the token stores. Raises RunError where recipe.yaml was edited. A damaged tokenizer is
+    copied anew, or refused."""
     recorded = read_recorded(run, state)
     if run.recipe.is_file():
         refuse_edits(run, find_edits(recorded["recipe"], values_of(load_recipe(run.recipe))))
@@ -172,7 +171,7 @@ def settle_identity(run: RunDirectory, lease: Lease, recipe: Recipe, state: Valu
 
 
 def keep_tokenizer(run: RunDirectory, lease: Lease, tokenizer: Path) -> None:
-    """The run's own copy of the tokenizer, in the place of that of a recipe which never trained."""
+    """Copy the tokenizer into the run's folder, in place of one that never trained."""
     with explain_errors(run.path), lease.replacing(run.tokenizer) as made:
         shutil.copytree(tokenizer, made)
         sync_tree(made)

@@ -1,4 +1,4 @@
-"""The process of a rank: its threads, its errors and its end. What a rank does in between is `train/program.py`.
+"""The process of a rank: its threads, its fingerprint, its errors and its end. Its work is `train/program.py`.
 
 Nothing here imports torch, which reads from the environment how many threads it may use.
 """
@@ -6,20 +6,25 @@ Nothing here imports torch, which reads from the environment how many threads it
 import ctypes
 import faulthandler
 import os
+import platform
 import re
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
+import xxhash
+
+import framework
 from framework.errors import EXIT_FAILED, HungError, MeshwrightError
+from framework.host import count_cores
 from framework.launch.task import claim_outcome, is_task
 from framework.output import keep_streams
-from framework.recipe.host import count_cores
-from framework.recipe.schema import Launch
+from framework.recipe.schema import Launch, Recipe
 
 _PACKAGE = Path(__file__).parents[1]
 # Device files of the drivers of NVIDIA and AMD, and of NVIDIA inside Windows.
@@ -101,6 +106,33 @@ def let_threads_sleep() -> None:
     Threads that spin between two small operations take the cores that other ranks need.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def take_fingerprint(recipe: Recipe) -> dict[str, str]:
+    """Values that must be equal on all ranks of a run (mesh/fingerprint.py), by name. Torch is imported already."""
+    import torch
+
+    found = {
+        "recipe": xxhash.xxh3_64_hexdigest(repr(recipe).encode()),
+        "code": hash_code(Path(framework.__file__ or "").parent),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "device": recipe.launch.device,
+        "compute": recipe.precision.compute,
+    }
+    if recipe.launch.device == "cuda":
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def hash_code(package: Path) -> str:
+    """A hash of the names and the texts of a package's Python files."""
+    digest = xxhash.xxh3_64()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(file.relative_to(package).as_posix().encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def run_process(work: Callable[[], int]) -> NoReturn:

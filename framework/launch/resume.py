@@ -1,36 +1,48 @@
-"""Resume: the saved recipe goes on, with what the command line may change and nothing else.
+"""The recipe of a command line: that of a new run, or the saved one of a run that goes on, with the changes that are allowed.
 
-Every value of a run's recipe has shaped its weights, so a run whose recipe changes is another run. What may change is what
-does not touch the training run itself (layouts, places, rhythms), or what only adds to it (more steps).
+Every value of a run's recipe has shaped its weights, so a run whose recipe changes is another run. A resume may change values
+that do not touch the training run itself (layouts, places, rhythms), or that only add to it (more steps).
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hydra.core.override_parser.types import Override
+
 from framework.checkpoint.commit import newest_checkpoint, step_of
-from framework.errors import RunError
+from framework.errors import RecipeError, RunError
 from framework.launch.directory import RunDirectory, list_runs
 from framework.launch.identity import ABSENT, MAY_CHANGE, find_edits, may_change, read_recorded, refuse_edits, values_of
 from framework.launch.settle import keep_settled
+from framework.output import align
 from framework.plan.auto import require_layout
 from framework.recipe.compose import compose, load_recipe
+from framework.recipe.describe import describe_experiments
 from framework.recipe.environment import HIDDEN, is_secret
 from framework.recipe.files import search_path
 from framework.recipe.keys import flatten
 from framework.recipe.layout_keys import with_layout_of
 from framework.recipe.overrides import parse_overrides, write_resume
-from framework.recipe.problem import show
+from framework.recipe.problem import render_problems, show
+from framework.recipe.run_rules import find_run_root_problems
 from framework.recipe.schema import Recipe, Run
 from framework.recipe.suggest import nearest
 
 SHOWN_RUNS = 10
-# Where the run lies, which its folder says.
+# Keys that the run's folder states.
 OWN_KEYS = ("run.root", "run.id", "run.name")
 
 
+# A command line that has a recipe of these groups, or a value below these keys, says what to train. The place of data, or the way
+# in which a model computes, does not.
+SUBJECT_GROUPS = ("experiment", "model", "data")
+SUBJECT_KEYS = ("model.family", "model.weights", "model.config_file", "model.config", "data.sources")
+
+
 @dataclass(frozen=True)
-class Change:
+class RecipeChange:
     """A key whose value differs from the saved recipe's."""
 
     key: str
@@ -42,7 +54,64 @@ class Change:
         return may_change(self.key)
 
 
-def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> tuple[Recipe, list[Change]]:
+def compose_run(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Recipe:
+    """The recipe to train. `train run.id=X train.steps=500` goes on with the saved recipe of run X rather than with
+    config.yaml's defaults, so its values are checked beside those. A command that chooses recipes composes anew."""
+    composition = compose(overrides, recipe_dirs)
+    run = composition.draft.run
+    if problems := list(find_run_root_problems(composition.draft)):  # before anybody looks for the run there
+        raise RecipeError(render_problems(problems))
+    if (saved := find_saved(run)) is None:
+        if run.id is not None and not recipe_dirs and not has_subject(overrides):
+            refuse_missing(run)
+        composition.require()
+        require_subject(overrides, recipe_dirs)
+        return require_layout(composition, overrides, recipe_dirs)
+    if not parse_overrides(overrides, search_path(recipe_dirs)).choices:
+        composition = compose(overrides, recipe_dirs, base=saved)
+    return composition.require()
+
+
+def find_saved(run: Run) -> Path | None:
+    """The recipe of the run that run.id names, None where there is none. A sweep's folders have none before they begin."""
+    if run.id is None:
+        return None
+    saved = RunDirectory(Path(run.root, run.id)).recipe
+    return saved if saved.is_file() else None
+
+
+def require_subject(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> None:
+    """Raises RecipeError where no override says what to train: config.yaml's own model is no first run, it takes hours. A
+    user's own recipes may have a config.yaml that says it."""
+    if not recipe_dirs and not has_subject(overrides):
+        raise RecipeError(
+            "nothing says what to train: choose an experiment, or a model and data. The first run, of a minute or so, is\n\n"
+            f"  meshwright train experiment=quickstart\n\nexperiments:\n{describe_experiments(search_path())}\n\n"
+            "`meshwright train --help-recipe` lists all recipes."
+        )
+
+
+def has_subject(overrides: Sequence[str]) -> bool:
+    """Whether overrides of one run say what to train. True for overrides with a mistake: composing explains it."""
+    command = parse_overrides(overrides, search_path())
+    if command.problems or any(choice.key_or_group in SUBJECT_GROUPS for choice in command.choices if _sets(choice)):
+        return True
+    keys = [key for value in command.values if _sets(value) for key in _list_keys(value)]
+    return any(key == subject or key.startswith(f"{subject}.") for key in keys for subject in SUBJECT_KEYS)
+
+
+def _sets(override: Override) -> bool:
+    return not override.is_delete()
+
+
+def _list_keys(override: Override) -> list[str]:
+    """The keys that a value sets: `data={root: x}` sets data.root, and no sources."""
+    return list(flatten({override.key_or_group: override.value()}))
+
+
+def resume_recipe(
+    run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]
+) -> tuple[Recipe, list[RecipeChange]]:
     """The recipe that the run goes on with, and what it changes. Raises RunError for a change that makes another run.
 
     Values of the command line are set in the saved recipe. Its group choices (`experiment=quickstart`) were made when the
@@ -86,29 +155,29 @@ def _compose_settled(saved: Recipe, overrides: list[str], dirs: list[Path], base
 
 
 def name_run(path: Path, saved: Run) -> Run:
-    """`run.*` of the run in a folder, which may be a copy of the one that the recipe was saved in: its id is the folder's name.
-    run.root stays as it is written where it is the folder's."""
+    """`run.*` of the run in a folder, which may be a copy of the folder in which the recipe was saved: its id is the folder's
+    name. run.root keeps its spelling where it names the same folder."""
     keys = RunDirectory(path).keys
     is_own = Path(saved.root).absolute() == Path(keys.root).absolute()
     return replace(saved, id=keys.id, root=saved.root if is_own else keys.root)
 
 
 def resume_command(run: RunDirectory, recipe: Recipe, *more: str) -> str:
-    """What a user types to go on with the run."""
+    """The command that goes on with the run."""
     return write_resume(recipe.launch.kind, run.keys, *more)
 
 
 def saved_step(run: RunDirectory) -> int:
-    """The step from which the run goes on: that of its newest whole checkpoint, 0 if it has never saved.
+    """Step of the newest whole checkpoint, from which the run goes on; 0 if it has never saved.
 
-    Raises CheckpointError when it has and no checkpoint is whole, StorageError when that cannot be found out now.
+    Raises CheckpointError when it has saved and no checkpoint is whole, StorageError when that cannot be found out now.
     """
     newest = newest_checkpoint(run.checkpoints)
     return step_of(newest) if newest else 0
 
 
 def refuse_missing(run: Run) -> NoReturn:
-    """Raises RunError for a command line that can only mean a resume and names a run that is not there, or has not begun."""
+    """Raises RunError for a command line that can only be a resume, of a run that is not there or has not begun."""
     folder = Path(run.root, str(run.id))
     if (folder / "run.json").is_file():
         raise RunError(
@@ -125,26 +194,23 @@ def refuse_missing(run: Run) -> NoReturn:
     )
 
 
-def find_changes(saved: Recipe, other: Recipe) -> list[Change]:
+def find_changes(saved: Recipe, other: Recipe) -> list[RecipeChange]:
     """All keys whose values differ, ABSENT where one of the two has no such key."""
     was, now = flatten(asdict(saved)), flatten(asdict(other))
     keys = [*was, *(key for key in now if key not in was)]
     pairs = [(key, was.get(key, ABSENT), now.get(key, ABSENT)) for key in keys]
-    return [Change(key, _shown(key, one), _shown(key, other)) for key, one, other in pairs if one != other]
+    return [RecipeChange(key, _shown(key, one), _shown(key, other)) for key, one, other in pairs if one != other]
 
 
 def _shown(key: str, value: Any) -> Any:
-    """A change is printed and kept in run.json: a secret of a run from before they were refused is in neither."""
+    """A value as it is printed and kept in run.json: without a secret of a run from before secrets were refused."""
     return HIDDEN if is_secret(key.rpartition(".")[2], value) and key.startswith("launch.environment") else value
 
 
-def explain_refusal(run: RunDirectory, refused: list[Change], kind: str) -> str:
-    """The difference as a table, and the ways out."""
+def explain_refusal(run: RunDirectory, refused: list[RecipeChange], kind: str) -> str:
+    """Table of the refused changes, and the ways out."""
     rows = [("key", "was", "now"), *((change.key, show(change.was), show(change.now)) for change in refused)]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    table = [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    table = [f"  {line}" for line in align(rows)]
     return "\n".join(
         [
             f"{run.path} was begun with another recipe, and these keys cannot change within a run:",

@@ -1,9 +1,10 @@
-"""Settle: what a recipe leaves open and ranks must not decide each for itself, decided once by the launching process.
+"""Settle: the launching process decides once what a recipe leaves open, so that ranks do not decide each for itself.
 
 A node whose GPUs are dead would else train on its CPUs among GPU ranks, two kinds of CPU compute in two dtypes, and each rank
-ask the hub for the newest weights. recipe.yaml holds what was decided; no rank ever sees `auto`.
+ask the hub for the newest weights. recipe.yaml holds the decisions; no rank ever sees `auto`.
 """
 
+import math
 import os
 import shutil
 import subprocess
@@ -13,15 +14,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from framework.data.prepare import prepare
+from framework.data.prepared import Prepared
 from framework.errors import RecipeError
 from framework.launch.directory import RunDirectory
 from framework.launch.places import explain_errors
 from framework.lease import Lease
 from framework.plan.target import resolve_precision, target_device
+from framework.recipe.check import check_recipe
 from framework.recipe.derive import compiles, derive
 from framework.recipe.environment import fill
 from framework.recipe.keys import TOKEN_IDS
-from framework.recipe.memory_rules import find_offload_to_device
+from framework.recipe.layout_rules import find_offload_to_device
 from framework.recipe.problem import COMMAND_LINE, render_problems
 from framework.recipe.schema import Launch, Model, Recipe
 
@@ -29,7 +33,7 @@ from framework.recipe.schema import Launch, Model, Recipe
 def settle(recipe: Recipe) -> Recipe:
     """The recipe with a device, a compute dtype and a commit of hub weights. Fetches those weights if they are not here.
 
-    RecipeError where this machine has too few GPUs for what is to be trained here, or no compiler for what is to be compiled.
+    Raises RecipeError where this machine has too few GPUs for the ranks, or no compiler for memory.compile.
     """
     launch = settle_device(recipe.launch, derive(recipe).world, partial(_count_gpus, recipe.launch))
     refuse_offload_to_device(replace(recipe, launch=launch))
@@ -78,12 +82,12 @@ def settle_device(launch: Launch, world: int, count_gpus: Callable[[], int]) -> 
 
 
 def settle_tokens(recipe: Recipe, tokenizer_folder: Path) -> Recipe:
-    """The recipe whose model.config has the special tokens of the tokenizer that made the data, whatever the family's are. Raises
-    DataError where the model has fewer entries than the tokenizer."""
+    """The recipe whose model.config has the special tokens of the tokenizer that made the data. Raises DataError where the
+    model has fewer entries than the tokenizer."""
     from framework.data.prepared import check_vocabulary
     from framework.data.tokenize import load_tokenizer, read_info
+    from framework.model.generate import find_token_ids
     from framework.model.load import load_config
-    from framework.model.special_tokens import find_token_ids
 
     model, config = recipe.model, load_config(recipe.model)
     if (info := read_info(tokenizer_folder)) is not None:
@@ -98,19 +102,54 @@ def settle_tokens(recipe: Recipe, tokenizer_folder: Path) -> Recipe:
     return replace(recipe, model=replace(model, config={**model.config, **ids}))
 
 
+def settle_steps(recipe: Recipe) -> tuple[Recipe, Prepared | None]:
+    """The recipe with `train.steps` for its `train.epochs`, which is null then: recipe.yaml states the run's length once; and the
+    data, which is prepared for that. A recipe that states its steps comes back as it is, and nothing is prepared.
+
+    Prints the passes over each source, for weights repeat some and cut others short. Raises RecipeError where the schedule does
+    not fit so many steps.
+    """
+    if recipe.train.epochs is None:
+        return recipe, None
+    prepared = prepare(recipe)
+    steps, passes = count_steps(recipe, prepared)
+    settled = replace(recipe, train=replace(recipe.train, steps=steps, epochs=None))
+    problems = check_recipe(settled, {})
+    if problems:
+        raise RecipeError(f"train.epochs={recipe.train.epochs:g} sets train.steps={steps}\n{render_problems(problems)}")
+    each = ", ".join(f"{count:.2f} of {name}" for name, count in passes.items())
+    print(f"epochs   {recipe.train.epochs:g} are {steps:,} steps: passes {each}")
+    return settled, prepared
+
+
+def count_steps(recipe: Recipe, prepared: Prepared) -> tuple[int, dict[str, float]]:
+    """(steps, passes over each source) for `train.epochs` passes over as many sequences as all sources have together."""
+    from framework.data.pack import count_samples  # imports torch
+
+    assert recipe.train.epochs is not None, "called for recipes with train.epochs"
+    derived, weights = derive(recipe), sum(source.weight for source in prepared.sources)
+    sizes = {
+        source.name: count_samples(source.streams["train"].num_tokens, derived.context) for source in prepared.sources
+    }
+    steps = max(1, math.ceil(recipe.train.epochs * sum(sizes.values()) / derived.sequences_per_step))
+    read = steps * derived.sequences_per_step
+    return steps, {
+        source.name: read * source.weight / weights / max(1, sizes[source.name]) for source in prepared.sources
+    }
+
+
 def keep_pretrained(run: RunDirectory, lease: Lease, model: Model) -> None:
-    """Copy the small files of the pretrained weights to the run, whose exports are of them: the folder may be gone by then."""
+    """Copy the small files of the pretrained weights to the run, for its exports: their folder may be gone by then."""
     if model.weights is None:
         return
-    from framework.model.carried import keep_files
-    from framework.model.hub import find_folder
+    from framework.model.hub import find_folder, keep_files
 
     with explain_errors(run.path), lease.replacing(run.pretrained) as made:
         keep_files(find_folder(model.weights, model.revision), made)
 
 
 def _require_compiler(launch: Launch) -> None:
-    """Inductor's kernels for CPUs are C++: without a compiler the first step would fail."""
+    """Raises RecipeError where there is no C++ compiler, which Inductor's kernels for CPUs need."""
     variables = {**os.environ, **fill(launch.environment, os.environ)}
     compiler = variables.get("CXX", "g++")
     if shutil.which(compiler, path=variables.get("PATH")) is None:
@@ -121,10 +160,10 @@ def _require_compiler(launch: Launch) -> None:
 
 
 def keep_settled(saved: Recipe, other: Recipe, origins: Mapping[str, str] | None = None) -> Recipe:
-    """`other` with what the run's beginning has settled, where it leaves that open: it is part of the run.
+    """`other` with the values that the run's beginning has settled, where it leaves them open.
 
-    origins: where each value of `other` was written. The token ids of a file may be those that the beginning has corrected;
-    those that are typed are the user's.
+    origins: where each value of `other` was written. Token ids of a file may be those that the beginning has corrected; typed
+    ones are the user's.
     """
     precision, model = other.precision, other.model
     if precision.compute == "auto":
@@ -138,8 +177,8 @@ def keep_settled(saved: Recipe, other: Recipe, origins: Mapping[str, str] | None
 
 
 def _count_gpus(launch: Launch) -> int:
-    """The GPUs that ranks on this machine see. Where launch.environment tells CUDA which, another process counts them: CUDA
-    reads its variables once in the life of a process."""
+    """Number of GPUs that ranks on this machine see. Where launch.environment sets variables of CUDA, another process counts:
+    CUDA reads them once in the life of a process."""
     if any(name.startswith("CUDA_") for name in launch.environment):
         program = "import torch; print(torch.cuda.device_count())"
         variables = {**os.environ, **fill(launch.environment, os.environ)}

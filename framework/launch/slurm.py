@@ -1,14 +1,12 @@
-"""SLURM from outside a job: the script that is submitted, and the few commands that are asked.
+"""The script of a job.
 
-The script is rendered from a template of `slurm/` and written into the run directory; that file, byte for byte, is what
-sbatch gets. Nothing of a site is in the templates: it comes from the recipe's `launch` keys.
+It is rendered from a template of `slurm/` and written into the run directory; sbatch gets that file, byte for byte. Nothing of
+a site is in the templates: it comes from the recipe's `launch` keys.
 """
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,14 +16,12 @@ from typing import Any
 import jinja2
 
 from framework.checkpoint.storage import open_place
-from framework.errors import RunError
-from framework.recipe.derive import Derived, derive
-from framework.recipe.elastic import can_move, has_range, node_counts
+from framework.launch.jobs import call
+from framework.recipe.derive import Derived, can_move, derive, has_range, node_counts
 from framework.recipe.environment import names_in, shell_word
 from framework.recipe.overrides import write_resume
 from framework.recipe.problem import Problem
 from framework.recipe.schema import Launch, Recipe
-from framework.start import slurm_environment
 
 RANK_PROGRAM = "framework.train.program"
 TEMPLATES = {"none": "bare.sh", "apptainer": "apptainer.sh", "pyxis": "pyxis.sh"}
@@ -35,17 +31,6 @@ _CONTROL = r"\x00-\x1f\x7f"
 _UNFIT_TO_MOUNT = {"none": "", "apptainer": r":,\\", "pyxis": r":,\\\s"}
 # How long srun waits for the other ranks once the first has ended: rank 0 still closes what it writes.
 WAIT_S = 180
-# States in which a job may still train.
-WAITING_OR_RUNNING = (
-    "PENDING",
-    "RUNNING",
-    "COMPLETING",
-    "CONFIGURING",
-    "REQUEUED",
-    "SUSPENDED",
-    "RESIZING",
-    "STAGE_OUT",
-)
 
 
 @dataclass(frozen=True)
@@ -54,18 +39,6 @@ class Script:
 
     text: str
     srun: str
-
-
-@dataclass(frozen=True)
-class JobState:
-    """What SLURM knows of a job now. `restarts`: how often it was requeued."""
-
-    job_id: str
-    state: str
-    reason: str = ""
-    restarts: int = 0
-    nodes: str = ""
-    start: str = ""
 
 
 def render(
@@ -117,25 +90,25 @@ def render(
 
 
 def find_script_problems(recipe: Recipe, here: Path) -> Iterator[Problem]:
-    """What cannot be a part of the script, beyond what the recipe's rules say. here: as for `render`."""
+    """Parts of the recipe that cannot be in the script, beyond the recipe's rules. here: as for `render`."""
     yield from _find_folder_problems(recipe, here)
     if recipe.launch.set_up and shutil.which("bash"):
         yield from _find_open_lines(recipe.launch.set_up)
 
 
 def _find_open_lines(lines: list[str]) -> Iterator[Problem]:
-    """A quote or a here-document that is not closed would swallow the script: the job would end well without a rank."""
-    reason = _call(["bash", "-n", "-c", "\n".join(lines)]).stderr.strip()
+    """Quotes and here-documents that are not closed, which would swallow the script: the job would end well without a rank."""
+    reason = call(["bash", "-n", "-c", "\n".join(lines)]).stderr.strip()
     if reason:
         reason = re.sub(r"^.*?line \d+: ", "", reason.splitlines()[0])
         yield Problem("launch.set_up", None, f"bash cannot read these lines: {reason}", "close what they open")
 
 
 def _find_folder_problems(recipe: Recipe, here: Path) -> Iterator[Problem]:
-    """Folders with characters that do not get through. Spaces, quotes and % do.
+    """Folders whose path has characters that do not get through. Spaces, quotes and % do.
 
-    A run's folder: sbatch leaves the %-patterns of `--output` after a backslash, and PYTHONPATH, which has the run's code, is
-    split at colons. In a container: see `_UNFIT_TO_MOUNT`.
+    For a run's folder: sbatch leaves the %-patterns of `--output` after a backslash, and PYTHONPATH, which has the run's code,
+    is split at colons. In a container: see `_UNFIT_TO_MOUNT`.
     """
     kind = recipe.launch.container.kind
     for key, folder in (("run.root", here / recipe.run.root), ("data.root", here / recipe.data.root), ("chdir", here)):
@@ -148,69 +121,12 @@ def _find_folder_problems(recipe: Recipe, here: Path) -> Iterator[Problem]:
             yield Problem(key, None, message, f"{way}; a link to this one will do")
 
 
-def submit_script(script: Path, after: str | None = None) -> str:
-    """Queue a script; returns the job's id. after: the job whose end it waits for. Raises RunError with sbatch's reason."""
-    require_sbatch()
-    if ignored := sorted(name for name in os.environ if name.startswith("SBATCH_")):
-        fix = (
-            "what a job is asked for with is in the recipe: launch.partition, launch.account, launch.sbatch and others"
-        )
-        print(f"note     sbatch does not get {', '.join(ignored)} of this shell: {fix}", file=sys.stderr)
-    dependency = [f"--dependency=afterany:{after}"] if after else []
-    result = _call(["sbatch", "--parsable", *dependency, str(script)])
-    if result.returncode:
-        raise RunError(f"sbatch refused the job: {_reason(result)}\nThe script is {script}")
-    return result.stdout.strip().partition(";")[0]
-
-
-def require_sbatch() -> None:
-    """Raises RunError where this machine has no sbatch."""
-    if shutil.which("sbatch") is None:
-        raise RunError(
-            "there is no sbatch on the path: submit on a login node of your cluster. To try it on this machine:"
-            " scripts/local_cluster.sh (docs/slurm.md); to train here without SLURM: launch=local"
-        )
-
-
-def find_job(job_id: str) -> JobState | None:
-    """The job as the controller knows it, else as accounting does; None if neither does, or there is no SLURM here.
-
-    For an array the task that is least advanced stands for all.
-    """
-    if shutil.which("scontrol") is None:
-        return None
-    result = _call(["scontrol", "--oneliner", "show", "job", job_id])
-    records = [_fields(line) for line in result.stdout.splitlines()]
-    if result.returncode == 0 and records and "JobState" in records[0]:
-        fields = min(records, key=lambda each: each["JobState"] not in WAITING_OR_RUNNING)
-        return JobState(
-            job_id,
-            fields["JobState"],
-            fields.get("Reason", ""),
-            int(fields.get("Restarts", "0")),
-            fields.get("NodeList", "").replace("(null)", ""),
-            fields.get("StartTime", ""),
-        )
-    return _find_in_accounting(job_id)
-
-
-def reach() -> str | None:
-    """Why the controller cannot be asked; None if it answers."""
-    result = _call(["scontrol", "ping"])
-    return None if result.returncode == 0 and "UP" in result.stdout else _reason(result)
-
-
-def partitions() -> str:
-    """A word on each partition: name, nodes that are up, GPUs of a node."""
-    result = _call(["sinfo", "--noheader", "--format=%R %D nodes %G"])
-    return "; ".join(line.strip() for line in result.stdout.splitlines())
-
-
 def _srun(launch: Launch, derived: Derived, moves: bool) -> str:
-    """Every rank as one task, nodes filled in order: the numbering of `mesh/placement.py`. A rank that fails ends all.
+    """The srun line: every rank is a task, and nodes are filled in order, as `mesh/placement.py` numbers them. A rank that
+    fails ends all.
 
-    moves: the script chooses the nodes. SLURM takes a step for running until all of its nodes have said that it is over, which a
-    lost one never does: the next step overlaps it.
+    moves: the script chooses the nodes. SLURM takes a step for running until all of its nodes have said that it is over, which
+    a lost one never does: the next step overlaps it.
     """
     is_direct = launch.starter == "srun"
     each = derived.ranks_per_node if is_direct else 1
@@ -255,7 +171,7 @@ def _options(
     array: int | None,
     counts: Sequence[int],
 ) -> list[str]:
-    """sbatch's options, in the order of a reader's questions: what, how much, where, how long, and what then."""
+    """sbatch's options: resources, places, times, and restarts."""
     launch = recipe.launch
     is_direct = launch.starter == "srun"
     tasks: int | None = derived.ranks_per_node if is_direct else 1
@@ -292,7 +208,7 @@ def _options(
 
 
 def _sbatch_word(text: str) -> str:
-    """A value in a line of sbatch's, which is no shell: a backslash takes the next character as it is, in any quotes."""
+    """A value in an `#SBATCH` line, which no shell reads: a backslash takes the next character as it is, in any quotes."""
     return text if _PLAIN.fullmatch(text) else '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
 
 
@@ -310,7 +226,7 @@ def _assignments(launch: Launch) -> list[str]:
 
 
 def _go_on(recipe: Recipe, run_dir: Path, array: int | None) -> str:
-    """A word of the script: the command that goes on with the run."""
+    """The command that goes on with the run, as a word of the script."""
     command = write_resume(recipe.launch.kind, replace(recipe.run, id=run_dir.name))
     if not array:
         return shlex.quote(command)
@@ -319,7 +235,7 @@ def _go_on(recipe: Recipe, run_dir: Path, array: int | None) -> str:
 
 
 def _mounts(recipe: Recipe, run_dir: Path, here: Path) -> list[str]:
-    """Folders that a container needs from outside: the place of the recipe's relative paths, runs, token stores, checkpoints."""
+    """Folders that a container needs: the folder of the recipe's relative paths, runs, token stores, checkpoints."""
     folders = [here, run_dir.parent, (here / recipe.data.root).resolve()]
     checkpoints = open_place(recipe.checkpoint.root or ".")
     if isinstance(checkpoints, Path):
@@ -342,34 +258,3 @@ def _templates() -> jinja2.Environment:
     )
     environment.filters["quote"] = shlex.quote
     return environment
-
-
-def _find_in_accounting(job_id: str) -> JobState | None:
-    if shutil.which("sacct") is None:
-        return None
-    result = _call(
-        ["sacct", "--noheader", "--parsable2", "--allocations", "--format=State,NodeList", f"--jobs={job_id}"]
-    )
-    first = result.stdout.splitlines()[0] if result.returncode == 0 and result.stdout.strip() else None
-    if first is None:
-        return None
-    state, _, nodes = first.partition("|")
-    return JobState(job_id, state.split()[0], nodes=nodes)
-
-
-def _fields(line: str) -> dict[str, str]:
-    return dict(re.findall(r"(\S+?)=(\S*)", line))
-
-
-def _call(command: list[str]) -> "subprocess.CompletedProcess[str]":
-    try:
-        return subprocess.run(
-            command, env=slurm_environment(os.environ), check=False, capture_output=True, text=True, timeout=60
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return subprocess.CompletedProcess(command, 1, "", str(error))
-
-
-def _reason(result: "subprocess.CompletedProcess[str]") -> str:
-    text = (result.stderr or result.stdout).strip()
-    return re.sub(r"^\w+: error: ", "", text, flags=re.MULTILINE) or f"{result.args[0]} ended with {result.returncode}"

@@ -1,4 +1,4 @@
-"""A rank as a task of SLURM: who it is, whether it is where the plan says, and how it tells the job's script why it ended."""
+"""A rank as a task of SLURM: its number, its node, and its word to the job's script on why the ranks end."""
 
 import os
 import re
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from framework.errors import LeaseLost, NodeError, TopologyError
 from framework.launch.directory import HolderState, describe_self
+from framework.launch.jobs import WAITING_OR_RUNNING, find_job
 from framework.lease import Holder, read_lease
 from framework.mesh.placement import place
 from framework.recipe.derive import Derived
@@ -23,7 +24,7 @@ _LEFT_OUT = re.compile(r"\S+ job=\d+ restart=\d+ left out .*")
 
 
 def is_task() -> bool:
-    """Was this process started inside a job of ours?"""
+    """Whether this process was started inside a job of ours."""
     return OUTCOME in os.environ and "SLURM_PROCID" in os.environ
 
 
@@ -33,7 +34,7 @@ def count_nodes() -> int:
 
 
 def adopt_task() -> None:
-    """Say in the words of torch's launchers what SLURM says in its own. Where torchrun started the rank it has done so."""
+    """Set the variables of torch's launchers from those of SLURM. Where torchrun started the rank, it has done so."""
     if "RANK" not in os.environ:
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]
@@ -48,16 +49,12 @@ def describe_start() -> Holder:
 
 
 def judge(holder: Holder, me: Holder) -> HolderState:
-    """Is the holder of a run over, by SLURM's word? It starts a job again only once it holds the former start for ended."""
+    """Whether the holder of a run is over, by SLURM's word. SLURM starts a job again only once it takes the former start for
+    ended."""
     if holder.is_older_start(me):
         return HolderState.OVER
     if not holder.job or holder.job == me.job:
         return HolderState.UNKNOWN
-    from framework.launch.slurm import (
-        WAITING_OR_RUNNING,
-        find_job,
-    )  # takes a while, and is needed for a chain's next job only
-
     state = find_job(holder.job)
     if state is None:
         return HolderState.UNKNOWN
@@ -88,8 +85,8 @@ def check_place(derived: Derived) -> None:
 
 
 def check_node(run_dir: Path, device: str, began_at: int) -> None:
-    """Raises NodeError where this node shows too few GPUs for its ranks, and has it left out from now on. It never trains on
-    something else: a CPU rank among GPU ranks would hold up all of them."""
+    """Raises NodeError where this node shows too few GPUs for its ranks, and has it left out from now on. It never falls back
+    to CPUs: a CPU rank among GPU ranks would hold up all of them."""
     from framework.comm.connect import choose_device
 
     try:
@@ -107,9 +104,9 @@ def leave_out(run_dir: Path, nodes: Sequence[str]) -> None:
 
 
 def claim_outcome(code: int) -> bool:
-    """Is this the first rank that knows why the ranks end? Then `code` is what the script acts upon. The others end because
-    it has, and srun's own code may be that of a rank it killed. A start that was held for dead says what it has to say: nobody
-    waits for its code."""
+    """Write `code` for the script, if this rank is the first to end; returns whether it is. The others end because it has, and
+    srun's own code may be that of a rank it killed. A start that was thought dead gets True and writes nothing: nobody waits
+    for its code."""
     path = Path(os.environ[OUTCOME])
     with suppress(OSError):
         _, holder = read_lease(path.parent.parent)
@@ -123,13 +120,14 @@ def claim_outcome(code: int) -> bool:
 
 
 def describe_job(run_dir: Path) -> Job:
-    """When the job of this start was submitted and began, and how the start before it ended; nothing outside of a job."""
+    """Times at which the job of this start was submitted and began, and the end of the start before it; nothing outside of a
+    job."""
     return read_job(run_dir / "slurm" / "history", os.environ.get(QUEUED, "")) if is_task() else Job()
 
 
 def read_job(history: Path, queued: str) -> Job:
-    """The times that a job's script knows. queued: when the job was submitted and began, empty where SLURM does not say. history:
-    the script's record of starts and ends, which lacks the end of a node that was lost."""
+    """Times from the job's script. queued: when the job was submitted and began, empty where SLURM does not say. history: the
+    script's record of starts and ends, which lacks the end of a node that was lost."""
     noted = history.read_text().splitlines() if history.is_file() else []
     lines = [line for line in noted if not _LEFT_OUT.fullmatch(line)]  # between an end and the start that follows it
     starts = [index for index, line in enumerate(lines) if _START.fullmatch(line)]

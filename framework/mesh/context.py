@@ -67,7 +67,7 @@ class ContextSlices:
 
     @property
     def valid_local(self) -> int:
-        """Those of `tokens_local`, in front, that are tokens of the sequence; the rest is padding."""
+        """Number of this rank's tokens that are no padding; they lie in front."""
         return sum(max(0, min(stop, self.context) - start) for start, stop in self.intervals)
 
     @property
@@ -111,7 +111,7 @@ class ContextSlices:
         return own
 
     def join(self, parts: Any) -> Any:
-        """What all ranks of `cp` hold, in order of the sequence: a tensor [cp, n, tokens_local, ...] -> [n, context, ...]. Not
+        """Join the tokens of all ranks of `cp` in the order of the sequence: [cp, n, tokens_local, ...] -> [n, context, ...]. Not
         differentiable."""
         assert parts.shape[0] == self.ranks, f"parts of {parts.shape[0]} ranks, not of {self.ranks}"
         if self.ranks == 1:

@@ -40,26 +40,26 @@ class Shard:
 class Layout:
     """The place of one rank's part of one tensor of global `shape`. Raises LayoutError when it cannot be laid out so.
 
-    `replicated`: axes along which every rank holds the same elements. `partial`: axes over which the gradient is a
-    sum of the ranks' parts, still to be reduced. `interval`: the [start, stop) of the row-major flattened *local*
-    tensor that this rank owns, None for all of it; the owners' intervals partition the local tensor.
-
     ZeRO divides the local tensor among ranks that compute with all of it on different data: `shard_axis` names who holds
     the parts of its buffer, `replica_axis` who holds equal parts. They are a pair: together, all ranks that share the
     parameter's data-parallel gradient, which is partial over both without `partial` saying so. `replicated` and `partial`
     are what tensor parallelism and ties add to that. A dense parameter says "shard", "replica"; an expert, whose gradient
-    fewer ranks share, "expert_shard", "expert_replica". Empty: not laid out by ZeRO. `gathered_in`: "fp8" where its parts
-    travel as fp8 numbers, "" where in the dtype that forward reads.
+    fewer ranks share, "expert_shard", "expert_replica". Empty: not laid out by ZeRO.
     """
 
     shape: tuple[int, ...]
     shards: tuple[Shard, ...] = ()
     replicated: tuple[str, ...] = ()
+    """Axes along which every rank holds the same elements."""
     partial: tuple[str, ...] = ()
+    """Axes over which the gradient is a sum of the ranks' parts, still to be reduced."""
     interval: tuple[int, int] | None = None
+    """The [start, stop) of the row-major flattened *local* tensor that this rank owns, None for all of it; the owners' intervals
+    partition the local tensor."""
     shard_axis: str = ""
     replica_axis: str = ""
     gathered_in: str = ""
+    """The dtype in which its parts travel: "fp8", or "" for the dtype that forward reads."""
 
     def __post_init__(self) -> None:
         numel_local = self.numel_local

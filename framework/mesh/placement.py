@@ -38,7 +38,7 @@ class Placement:
         return max(len({self.node(rank) for rank in self.topology.ranks(axis, first)}) for first in firsts)
 
     def advise_experts(self) -> str:
-        """What to change where tokens leave their node on the way to experts; empty where they do not, or no degree helps."""
+        """Advice where tokens leave their node on the way to experts; empty where they do not, or no degree helps."""
         ep, slices = self.topology.size("ep"), self.topology.size("expert_tp")
         nodes = self.nodes_spanned("ep")
         inner = [each for each in range(2, ep) if ep % each == 0 and self.ranks_per_node % (each * slices) == 0]

@@ -15,8 +15,8 @@ padding of the slices lies behind a rank's tokens and goes through the layers as
 
 from dataclasses import dataclass
 
-from framework.mesh.axis import Axis
 from framework.mesh.context import ContextSlices
+from framework.mesh.topology import Axis
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class TokenLayout:
 
     @property
     def valid_local(self) -> int:
-        """Those of `tokens_local` that are tokens of the sequence; the rest, behind them, is padding."""
+        """Number of this rank's tokens between regions that are no padding; padding lies behind them."""
         first = self.tp.rank * self.tokens_local if self.is_sharded else 0
         return max(0, min(self.tokens_local, self.valid_inside - first))
 
     @property
     def valid_inside(self) -> int:
-        """Those of `context` that are tokens of the sequence; the rest, behind them, is padding of the slices."""
+        """Number of tokens of `context` that are no padding of the slices, which lies behind them."""
         return self.context if self.slices is None else self.slices.valid_local
 
     @property

@@ -29,7 +29,21 @@ Experts divide the dp x cp x tp ranks of a stage in a way of their own, from the
 from dataclasses import dataclass
 
 from framework.errors import TopologyError
-from framework.mesh.axis import Axis
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks that differ in one coordinate only. Size 1 is the identity: nobody to talk to.
+
+    `rank` is the index of this process along the axis; `ranks` are the world ranks of the axis, in order. Planning may leave
+    `ranks` out where nobody asks for them.
+    """
+
+    name: str
+    size: int
+    rank: int
+    ranks: tuple[int, ...] = (0,)
+
 
 AXIS_NAMES = (
     *("world", "pp", "batch", "dp", "cp", "tp", "shard", "replica", "kv", "embedding"),
@@ -40,12 +54,7 @@ AXIS_NAMES = (
 
 @dataclass(frozen=True)
 class Topology:
-    """The degrees of the parallelisms. Raises TopologyError when they cannot form a mesh.
-
-    embedding_ranks: the positions along `pp` of the first and of the last stage; None: the first rank and the last. Schedules
-    that go through the ranks and back (zbv, dualpipe_v) have both stages on one rank. expert_tp: ranks that slice an expert, 1 or
-    tp; None: tp. ulysses: ranks of cp that exchange heads; the others are the ring.
-    """
+    """The degrees of the parallelisms. Raises TopologyError when they cannot form a mesh."""
 
     pp: int = 1
     dp: int = 1
@@ -54,11 +63,16 @@ class Topology:
     ep: int = 1
     shard: int = 1
     kv: int = 1
+    """Ranks of `tp` that hold the same key-value heads."""
     expert_tp: int | None = None
+    """Ranks that slice an expert, 1 or tp; None: tp."""
     expert_shard: int = 1
     ep_inner: int | None = None
     embedding_ranks: tuple[int, int] | None = None
+    """Positions along `pp` of the first and of the last stage; None: the first rank and the last. Schedules that go through the
+    ranks and back (zbv, dualpipe_v) have both stages on one rank."""
     ulysses: int = 1
+    """Ranks of cp that exchange heads; the others are the ring."""
 
     def __post_init__(self) -> None:
         for name in ("pp", "dp", "cp", "tp", "ep"):

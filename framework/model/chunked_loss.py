@@ -26,12 +26,12 @@ from framework.comm.communicator import Communicator
 from framework.mesh.layout import part
 from framework.model.logit_map import LogitMap
 from framework.model.loss import IGNORE, LocalSums, Loss, TokenLoss, chunk_size, logits_gradient
-from framework.model.matmul import GradView, InputCall, Matmul, MatmulLinear
+from framework.model.matmul import InputCall, MainGradient, Matmul, MatmulLinear
 
 
 def make_loss(
     model: PreTrainedModel,
-    grad_views: Iterable[GradView],
+    grad_views: Iterable[MainGradient],
     logit_map: LogitMap | None,
     axis: Communicator,
     vocabulary: int,
@@ -53,7 +53,7 @@ class ChunkedLoss:
     def __init__(
         self,
         head: nn.Linear,
-        grad_views: Iterable[GradView],
+        grad_views: Iterable[MainGradient],
         logit_map: LogitMap,
         axis: Communicator,
         vocabulary: int,
@@ -99,7 +99,7 @@ class ChunkedLoss:
         return args[0].new_empty(*args[0].shape[:-1], 0)
 
 
-def _make_matmul(head: nn.Linear, grad_views: Iterable[GradView]) -> Matmul:
+def _make_matmul(head: nn.Linear, grad_views: Iterable[MainGradient]) -> Matmul:
     matmul = Matmul(head, is_transposed=False)
     for view in grad_views:
         if view.parameter is head.weight:

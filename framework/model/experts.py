@@ -1,41 +1,50 @@
-"""Stacked experts: the modules in which Hugging Face keeps all experts of a layer as tensors [E, ...], one matrix per expert.
+"""Stacked experts, which Hugging Face keeps as tensors [E, ...] with one matrix per expert: their forms and their capacity.
 
-    form        experts(...)                                          weights
-    routed      (hidden [T, H], index [T, k], weights [T, k]) -> [T, H]   gate_up_proj or up_proj, down_proj, biases
-    expert-major  (hidden [E * T, H]) -> [E * T, H]                       gate_up_proj [E, H, 2I], down_proj [E, I, H]
+    form          call                                                  weights
+    routed        (x [T, H], index [T, k], weights [T, k]) -> [T, H]    gate_up_proj or up_proj, down_proj, biases
+    expert-major  (x [E * T, H]) -> [E * T, H]                          gate_up_proj [E, H, 2I], down_proj [E, I, H]
 
-The first is that of all families whose experts transformers lets choose among several kernels; they say by attributes how their
-weights lie. longcat_flash's do not and are read off their shapes; a number beyond its experts' means the token itself. The second
-is llama4's: every expert is given every token, times its score, which is zero where it was not chosen.
+All families whose experts transformers lets choose among several kernels have the first form; attributes tell how their weights
+lie. longcat_flash's have none and are read off their shapes; an index beyond its experts means the token itself. llama4 has the
+second: every expert is given every token, times its score, which is zero where it was not chosen.
 
-    T tokens, k experts per token, E experts, H hidden features, I features inside an expert
+    C = ceil(factor * S k / E)        tokens of one sequence that an expert takes, of S tokens with k experts each of E
+
+Capacity is counted by sequence and not by microbatch or rank, so that every layout drops the same pairs of a token and an expert.
+A dropped pair adds nothing to its token, and the weights of the others stay as the router gave them. By default nothing is
+dropped.
+
+    B sequences of S tokens, T tokens in all, k experts per token, E experts, H hidden features, I features inside an expert
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from math import ceil
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from framework.recipe.schema import Model
+
 
 @dataclass(frozen=True)
 class ExpertsForm:
-    """How a module of stacked experts holds its weights and how it is called.
+    """The form of a module of stacked experts: how it holds its weights, and how it is called."""
 
-    first: the name of the weight that reads hidden states; its outputs are gate and up if it `has_gate`, in halves if
-    `is_concatenated`, else in turn. is_transposed: weights are [E, inputs, outputs]. is_expert_major: called as llama4's.
-    has_identity: an index of E or more means the token itself; the first weight has unused matrices behind its E.
-    has_kernels: transformers chooses its kernel, and it says how gate and up become one.
-    """
-
+    # Name of the weight that reads hidden states. Its outputs are gate and up if it `has_gate`, in halves if `is_concatenated`,
+    # else in turn.
     first: str
     has_gate: bool
     is_concatenated: bool
+    # Weights are [E, inputs, outputs].
     is_transposed: bool
+    # Called as llama4's.
     is_expert_major: bool = False
+    # An index of E or more means the token itself; the first weight has unused matrices behind its E.
     has_identity: bool = False
+    # transformers chooses the kernel, and the module says how gate and up become one.
     has_kernels: bool = True
 
     @property
@@ -44,7 +53,7 @@ class ExpertsForm:
         return "down_proj"
 
     def activate(self, experts: Any, x: Tensor) -> Tensor:
-        """What stands between the two matmuls: [R, 2I], or [R, I] without a gate -> [R, I]."""
+        """The activation between the two matmuls.  x: [R, 2I], or [R, I] without a gate -> [R, I]."""
         if not self.has_kernels:
             gate, up = x.chunk(2, dim=-1)
             return up * experts.act_fn(gate)
@@ -104,3 +113,44 @@ def find_unknown_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def count_experts(experts: nn.Module) -> int:
     """The number of experts in the module: of all, or of those that a rank holds."""
     return experts.get_parameter("down_proj").shape[0]
+
+
+Priority = Literal["weight", "position"]
+# Weights are compared in units of 2^-16. Equal first tokens of a sequence have equal hidden states and so equal weights, and
+# rounding, which differs between layouts, must not decide which of them is dropped.
+UNITS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """factor: at least 1, where 1 is room for exactly an even load. priority: which pairs an expert takes first: those with the
+    largest weights, or the sequence's first."""
+
+    factor: float
+    priority: Priority
+
+    def room(self, tokens: int, top_k: int, num_experts: int) -> int:
+        """C of a sequence of so many tokens."""
+        return ceil(self.factor * tokens * top_k / num_experts)
+
+    def find_dropped(self, index: Tensor, weights: Tensor, num_experts: int) -> Tensor:
+        """[B, S, k] bool: the pairs that find no room.  index, weights: [B, S, k], the router's."""
+        tokens, top_k = index.shape[1:]
+        experts = index.flatten(1)
+        pairs = torch.arange(experts.shape[1], device=index.device).expand_as(experts)
+        if self.priority == "weight":
+            # Stable: of equal weights the first in the sequence.
+            units = (weights.detach().flatten(1).to(torch.float64) * UNITS).round()
+            pairs = units.argsort(dim=1, descending=True, stable=True)
+        # By expert, and within each by priority; then a pair's place within its expert's run is its number less the run's first.
+        by_expert, order = experts.gather(1, pairs).sort(dim=1, stable=True)
+        first = torch.searchsorted(by_expert, by_expert)
+        place = torch.arange(experts.shape[1], device=index.device) - first
+        is_dropped = torch.empty_like(experts, dtype=torch.bool)
+        is_dropped.scatter_(1, pairs.gather(1, order), place >= self.room(tokens, top_k, num_experts))
+        return is_dropped.view_as(index)
+
+
+def capacity_of(model: Model) -> Capacity | None:
+    """The capacity that the recipe states; None where nothing is dropped."""
+    return None if model.expert_capacity is None else Capacity(model.expert_capacity, model.expert_drop)

@@ -94,8 +94,10 @@ def _quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[Tensor, 
 
 
 def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """What takes these absolute values to the end of fp8's range, or half way there: a power of two, fp32. Multiplying by it
-    rounds nothing, and what is cast by row and by column gives the same number but where it is among the smallest."""
+    """The power of two, fp32, that takes these absolute values to the end of fp8's range, or half way there.
+
+    Multiplying by it rounds nothing. A number that is cast by row and by column is the same but for the smallest ones.
+    """
     return amax_to_scale(largest, dtype, round_scales_to_power_of_2=True)
 
 
@@ -111,7 +113,7 @@ def _dequantize(x: Tensor, scale: Tensor) -> Tensor:
 def _accumulate(
     dtypes: tuple[torch.dtype, torch.dtype], scaling: Scaling, view: Tensor, left: Tensor, right: Tensor, is_first: bool
 ) -> None:
-    """As `accumulate_matmul`: view = left^T right if it is the first, else it is added."""
+    """`accumulate_matmul` in fp8.  view: [M, N]; left: [K, M]; right: [K, N]."""
     gradient = multiply(left.t(), right.t(), dtypes, scaling, view.dtype)
     view.copy_(gradient) if is_first else view.add_(gradient)
 

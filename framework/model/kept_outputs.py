@@ -113,7 +113,7 @@ class KeptOutputs:
         return self.compute_once(compute)
 
     def compute_once(self, compute: Callable[[], Any]) -> Any:
-        """As `compute`, of an operation that is kept whatever is named."""
+        """`compute` of an operation that is always kept."""
         if self._call is None:
             return compute()
         return self._call.take(compute) if self._is_recomputing else self._call.keep(compute())

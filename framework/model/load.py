@@ -255,7 +255,7 @@ def _refuse_uneven_heads_of(config: PretrainedConfig) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What Hugging Face says, without the name of its validator in the line above, and of the kind of error."""
+    """Hugging Face's message, without the kind of the error and the name of its validator in the line above."""
     if isinstance(error, KeyError):
         return f"{error} is not known"
     if isinstance(error, StrictDataclassError):

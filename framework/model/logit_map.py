@@ -1,4 +1,4 @@
-"""LogitMap: what a model computes between its head and its logits, found by running its own code without memory.
+"""LogitMap: the operations of a model between its head and its logits, found by running its own code without memory.
 
     hidden states --head--> y = X W^T + b --map--> logits
 
@@ -44,8 +44,11 @@ class LogitMap:
 
 
 def find_logit_map(model: PreTrainedModel, dtype: torch.dtype) -> LogitMap:
-    """What stands between the head and the logits of a model on meta, computing in `dtype`. Nothing is allocated, and the model
-    stays as it is. Raises ModelError for a family whose logits are no elementwise function of its linear head's output."""
+    """The map from the head's output to the logits of a model on meta, computing in `dtype`.
+
+    Nothing is allocated, and the model stays as it is. Raises ModelError for a family whose logits are no elementwise function of
+    its linear head's output.
+    """
     head, found = model.get_output_embeddings(), find_layers(model)
     if type(head) is not nn.Linear or found is None:
         raise _refuse(model, f"its head is no plain linear layer ({type(head).__name__})")
@@ -91,7 +94,7 @@ def _answering(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
 
 
 class _Outputs(tuple):
-    """What a backbone returns, by index as by name. Of all that families ask for there are hidden states only."""
+    """The output of a backbone, by index and by name. Of all that families ask for it has hidden states only."""
 
     def __getattr__(self, name: str) -> Any:
         return self[0] if name == "last_hidden_state" else None

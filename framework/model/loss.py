@@ -83,13 +83,13 @@ class _WholeCrossEntropy(torch.autograd.Function):
 
 
 class Loss(Protocol):
-    """How a stage with a head gets its loss: `expect` before the model's forward, then the call with what it has returned."""
+    """The loss of a stage with a head: call `expect` before the model's forward, and the loss with the logits that it returns."""
 
     def expect(self, labels: Tensor) -> None:
         """The labels [B, T] of the forward that comes next."""
 
     def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
-        """As `token_loss`."""
+        """`token_loss` of this microbatch."""
 
 
 @dataclass(frozen=True)
@@ -139,18 +139,14 @@ class _CrossEntropy(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LocalSums:
-    """What the loss of N tokens needs of one rank's logits; of its dtype, at least fp32.
+    """The numbers that the loss of N tokens needs from one rank's logits, in at least fp32; each is [N]."""
 
-    maxima, sums: [N] max z_r and sum exp(z_r - max z_r); targets: [N] the label's logit, of any value if it is another rank's.
-    labels: [N]; places, is_mine: where a label is in this rank's part of the vocabulary, and whether it is there.
-    """
-
-    maxima: Tensor
-    sums: Tensor
-    targets: Tensor
+    maxima: Tensor  # max z_r
+    sums: Tensor  # sum exp(z_r - max z_r)
+    targets: Tensor  # the label's logit, of any value if another rank has it
     labels: Tensor
-    places: Tensor
-    is_mine: Tensor
+    places: Tensor  # index of the label in this rank's part of the vocabulary
+    is_mine: Tensor  # whether the label is in this part
 
     @classmethod
     def make(cls, labels: Tensor, start: int, vocabulary_local: int, like: Tensor) -> "LocalSums":

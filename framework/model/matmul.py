@@ -1,4 +1,4 @@
-"""The matmuls of a linear layer: one object per layer, `Matmul`.
+"""The three matmuls of a linear layer: one `Matmul` per layer, one `StackedMatmul` per stack of experts.
 
     Y = X W^T + b        dX = dY W        dW += dY^T X        db = sum dY
 
@@ -23,7 +23,7 @@ from framework.model.kept_outputs import KeptOutputs
 Accumulate = Callable[[Tensor, Tensor, Tensor, bool], None]
 
 
-class GradView(Protocol):
+class MainGradient(Protocol):
     """The main gradient of one weight: a view of the buffer in which it is summed over microbatches."""
 
     parameter: nn.Parameter
@@ -36,8 +36,10 @@ class GradView(Protocol):
         """Add a gradient of the weight's own shape."""
 
     def add_matmul(self, left: Tensor, right: Tensor, accumulate: Accumulate = ...) -> None:
-        """Add left^T @ right.  left: [k, m]; right: [k, n]; any strides; the view: [m, n] of the master dtype. accumulate:
-        computes it; `accumulate_matmul` where nothing is said."""
+        """Add left^T @ right.  left: [k, m]; right: [k, n]; any strides; the view: [m, n] of the master dtype.
+
+        accumulate: computes it; `accumulate_matmul` by default.
+        """
 
     def add_stacked_matmul(self, left: Tensor, right: Tensor, groups: "RowGroups") -> None:
         """Add left^T @ right of each group's rows.  left: [R, m]; right: [R, n]; the view: [E, m, n] of the master dtype."""
@@ -52,7 +54,7 @@ class LayerWeight:
     def __init__(self, layer: nn.Module, name: str, is_transposed: bool) -> None:
         self.name, self.is_transposed = name, is_transposed
         self._layer = layer
-        self.grad_view: GradView | None = None
+        self.grad_view: MainGradient | None = None
         self.tick: Tensor | None = None
         self.kept: KeptOutputs | None = None
         self._operation = ""
@@ -75,7 +77,7 @@ class LayerWeight:
             return compute(*args)
         return self.kept.compute(self._operation, partial(compute, *args))
 
-    def write_gradient_to(self, grad_view: GradView) -> None:
+    def write_gradient_to(self, grad_view: MainGradient) -> None:
         """From now on `weight_gradient` adds to the main gradient, and autograd gets none."""
         self.grad_view = grad_view
         # One scalar for the whole run: a new one in each call would cost an allocation, and nothing reads its value.
@@ -89,8 +91,10 @@ class LayerWeight:
 
     @property
     def graph_input(self) -> Tensor:
-        """What stands for the weight in autograd's graph: itself, or, where its gradient is written directly, a scalar that asks
-        for a gradient. With it backward runs even where nothing else does."""
+        """The stand-in for the weight in autograd's graph: the weight, or, where its gradient is written directly, a scalar.
+
+        The scalar requires a gradient, so that backward runs even where nothing else does.
+        """
         return self.weight if self.tick is None else self.tick
 
 
@@ -259,17 +263,17 @@ class InputCall(Protocol):
     """One passage of an input that a layer need not keep whole for backward, such as that of a tensor-parallel region."""
 
     def find_kept(self, x: Tensor) -> Tensor | None:
-        """What to keep in the place of x; None: x itself."""
+        """Return the tensor to keep instead of x, or None to keep x."""
 
     def start_gather(self, kept: Tensor) -> None:
-        """Start to bring x back from what was kept."""
+        """Start to gather x from the tensor that was kept."""
 
     def gathered(self) -> Tensor:
-        """x, brought back."""
+        """Wait for x, and return it."""
 
 
 class MatmulLinear(nn.Linear):
-    """A linear layer of ours, whose forward goes through its `matmul`: who gives main gradients to layers gives one to that.
+    """A linear layer whose forward goes through its `matmul`, which also gets the layer's main gradient.
 
     weight: [N, K], or [K, N] if it is_transposed; bias: [N].
     """

@@ -1,4 +1,4 @@
-"""Dtypes by the recipe's words for them."""
+"""Dtypes by their names in recipes."""
 
 import re
 from pathlib import Path
@@ -29,5 +29,5 @@ def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What numbers of `dtype` are summed in, where each partial sum would be rounded once more: at least fp32."""
+    """The dtype for partial sums of numbers of `dtype`, which would each be rounded once more: at least fp32."""
     return torch.promote_types(dtype, torch.float32)

@@ -23,17 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
 from framework.model.initial import seed_for, seed_rng
-from framework.model.load import FORWARD_ERRORS
-from framework.model.load_balancing import Routers
-from framework.model.shrink import shrink
-from framework.model.units import Unit, find_units
-
-# Relative to the largest logit: above the rounding of fp32, below the difference that anything missing makes.
-LARGEST_DIFFERENCE = 1e-4
+from framework.model.routers import Routers
+from framework.model.units import Unit
 
 
 @dataclass(frozen=True)
@@ -109,7 +104,7 @@ def copy_stage(
     Embedding, final norm and head are copied whole, with their ties, whoever owns them: tensor parallelism asks for their
     shapes, and `hollow_out` replaces them afterwards. With one stage it is a plain deep copy. Nothing is allocated.
 
-    units: of the whole model. returns_tuple: whether its layers return tuples (`find_layer_outputs`).
+    units: of the whole model. returns_tuple: whether its layers return tuples (`probe.find_layer_outputs`).
     """
     # deepcopy takes what its memo has for an object's id instead of copying it: a layer that is not needed costs nothing.
     memo: dict[int, Any] = {
@@ -298,59 +293,6 @@ def _holder(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def find_layer_outputs(config: PretrainedConfig) -> bool:
-    """Whether the family's layers return tuples, found by running a small copy of the model, whole and in two stages.
-
-    Raises ModelError for a family that cannot be split: its layers pass on more than hidden states, or are shared.
-    """
-    small = shrink(config)
-    small.use_cache = small.get_text_config().use_cache = False
-    small.output_router_logits = False  # Hugging Face's load-balancing loss fails on a stage without a router
-    returns_tuple: list[bool] = []
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        seed_rng(0)
-        whole = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
-        units = find_units(whole)
-        layers = [unit for unit in units if unit.is_layer]
-        tokens = torch.randint(0, small.get_text_config().vocab_size, (2, 6))
-        for unit in layers:
-            whole.get_submodule(unit.root).register_forward_hook(partial(_note_type, returns_tuple))
-        try:
-            expected = whole(input_ids=tokens).logits
-        except FORWARD_ERRORS as error:
-            raise _refuse(config, f"it does not run on token ids alone ({error})") from error
-        if len(layers) < 2 or len(returns_tuple) != len(layers) or len(set(returns_tuple)) != 1:
-            raise _refuse(config, "its layers are not called one after another")
-        try:
-            found = _run_in_parts(whole, small, units, len(layers), returns_tuple[0], tokens)
-        except FORWARD_ERRORS as error:
-            raise _refuse(config, f"a part of it does not run alone ({error})") from error
-    if (found - expected).abs().max() > LARGEST_DIFFERENCE * expected.abs().max():
-        raise _refuse(config, "its layers hand on more than hidden states, or share what they compute")
-    return returns_tuple[0]
-
-
-def _note_type(types: list[bool], layer: nn.Module, args: Any, output: Any) -> None:
-    types.append(isinstance(output, tuple))
-
-
-def _run_in_parts(
-    whole: PreTrainedModel,
-    config: PretrainedConfig,
-    units: Sequence[Unit],
-    num_layers: int,
-    returns_tuple: bool,
-    tokens: Tensor,
-) -> Tensor:
-    hidden: tuple[Any, ...] = ()
-    for bounds in split_stages((1, num_layers - 1)):
-        part = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        part.load_state_dict(whole.state_dict())
-        hollow_out(part, units, bounds, returns_tuple, torch.float32)
-        hidden = StageModel(part, units, bounds)(hidden, input_ids=tokens)
-    return hidden[0].logits
-
-
 def refuse_shared_layers(config: PretrainedConfig, units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]]) -> None:
     """Raises ModelError where layers share weights (zamba's attention): stages would have to hold them together.
 
@@ -361,8 +303,9 @@ def refuse_shared_layers(config: PretrainedConfig, units: Sequence[Unit], ties: 
             continue
         sharing = {layer for root, layer in layers.items() for name in names if name.startswith(f"{root}.")}
         if len(sharing) > 1:
-            raise _refuse(config, f"{' and '.join(sorted(sharing))} share {names[0]}")
+            raise refuse_split(config, f"{' and '.join(sorted(sharing))} share {names[0]}")
 
 
-def _refuse(config: PretrainedConfig, reason: str) -> ModelError:
+def refuse_split(config: PretrainedConfig, reason: str) -> ModelError:
+    """The error for a family that cannot be cut into stages."""
     return ModelError(f"{config.model_type} models cannot be cut into pipeline stages: {reason}. Use parallel.pp=1")

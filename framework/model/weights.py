@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from framework.errors import ModelError
 from framework.files import sync
 from framework.mesh.box import Box
-from framework.model.carried import GENERATION
 from framework.model.conversions import Assembly, assemble, dropped_on_save, kept_dtype, match_keys, to_checkpoint
+from framework.model.hub import GENERATION
 from framework.model.safetensors_files import FilePosition, LazyFiles, plan_files
 
 # Names shown per kind of difference: an error stays on one screen even when not one of 40,000 experts' keys matches.

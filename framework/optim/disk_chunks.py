@@ -1,4 +1,4 @@
-"""Where offloaded states lie in the file of a rank: shards, cut into chunks that hold all states of their elements side by side.
+"""The layout of a rank's file of offloaded states: shards, cut into chunks that hold all states of their elements side by side.
 
     file     [ shard 0: chunk 0 | chunk 1 | ... ][ shard 1: ... ]
     chunk    [ master | exp_avg | exp_avg_sq | stamp ]              each part begins at a page
@@ -22,32 +22,26 @@ NUM_BUFFERS = 6
 
 
 @dataclass(frozen=True)
-class StateKind:
-    """A state of a shard: one value for each `block` elements, ceil(n / block) for n (block-wise scales have more than 1)."""
+class DiskState:
+    """A state of a shard, such as its master: one value for each element."""
 
     name: str
     dtype: torch.dtype
-    block: int = 1
-
-    def values(self, numel: int) -> int:
-        """How many values belong to `numel` elements that begin at a block."""
-        return -(-numel // self.block)
 
 
 @dataclass(frozen=True)
 class DiskShard:
-    """What is updated at once: `numel` elements with these states. cuts: elements at which a chunk begins whatever its size."""
+    """`numel` elements that are updated at once, and their states. cuts: elements at which a chunk begins whatever its size."""
 
     numel: int
-    kinds: tuple[StateKind, ...]
+    states: tuple[DiskState, ...]
     cuts: tuple[int, ...] = ()
 
     @property
     def chunk_numel(self) -> int:
-        """Elements of a full chunk: their states fill whole pages, but for those with blocks."""
-        bytes_each = sum(kind.dtype.itemsize / kind.block for kind in self.kinds)
-        unit = max(PAGE_BYTES, *(kind.block for kind in self.kinds))
-        return max(1, int(CHUNK_BYTES / bytes_each / unit)) * unit
+        """Elements of a full chunk: their states fill whole pages."""
+        bytes_each = sum(state.dtype.itemsize for state in self.states)
+        return max(1, CHUNK_BYTES // (bytes_each * PAGE_BYTES)) * PAGE_BYTES
 
     def bounds(self) -> Iterator[tuple[int, int]]:
         """The elements [start, stop) of each chunk."""
@@ -58,16 +52,15 @@ class DiskShard:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements [start, stop) of a shard. number: among all chunks; offset, num_bytes: in the file, with the stamp; parts: where
-    each state begins in the chunk."""
+    """Elements [start, stop) of a shard."""
 
-    number: int
+    number: int  # among all chunks
     shard: int
     start: int
     stop: int
-    offset: int
-    num_bytes: int
-    parts: dict[str, int]
+    offset: int  # in the file
+    num_bytes: int  # in the file, with the stamp
+    parts: dict[str, int]  # where each state begins in the chunk
 
     @property
     def stamp(self) -> int:
@@ -83,9 +76,9 @@ def place_chunks(shards: Sequence[DiskShard]) -> list[list[Chunk]]:
         placed.append([])
         for start, stop in shard.bounds():
             parts, size = {}, 0
-            for kind in shard.kinds:
-                parts[kind.name] = size
-                size += whole_pages(kind.values(stop - start) * kind.dtype.itemsize)
+            for state in shard.states:
+                parts[state.name] = size
+                size += whole_pages((stop - start) * state.dtype.itemsize)
             placed[-1].append(Chunk(number, index, start, stop, offset, size + PAGE_BYTES, parts))
             number, offset = number + 1, offset + size + PAGE_BYTES
     return placed
@@ -102,17 +95,17 @@ def ring_bytes(chunks: Sequence[Sequence[Chunk]]) -> int:
 
 
 @dataclass(frozen=True)
-class Part:
+class ChunkPart:
     """Values [first, last) of a state in a chunk, and the whole pages of the file that they are on."""
 
     chunk: Chunk
-    kind: StateKind
+    state: DiskState
     first: int
     last: int
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.kind.dtype
+        return self.state.dtype
 
     @property
     def count(self) -> int:
@@ -125,12 +118,12 @@ class Part:
 
     @property
     def offset(self) -> int:
-        """Of the first page in the file."""
-        return self.chunk.offset + self.chunk.parts[self.kind.name] + self.first * self.dtype.itemsize - self.skipped
+        """Where the first page begins in the file."""
+        return self.chunk.offset + self.chunk.parts[self.state.name] + self.first * self.dtype.itemsize - self.skipped
 
     @property
     def num_bytes(self) -> int:
-        """Of all its pages."""
+        """Bytes of all its pages."""
         return whole_pages(self.skipped + self.count * self.dtype.itemsize)
 
 

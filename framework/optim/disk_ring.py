@@ -37,9 +37,9 @@ from framework.errors import StorageError
 from framework.optim.disk_chunks import (
     NUM_BUFFERS,
     Chunk,
+    ChunkPart,
     DiskShard,
-    Part,
-    StateKind,
+    DiskState,
     file_bytes,
     place_chunks,
     ring_bytes,
@@ -70,9 +70,9 @@ class DiskStates:
         self._broken = False
 
     def tensor(self, shard: int, name: str) -> "DiskTensor":
-        """A state of a shard: [n], or [ceil(n / block)]."""
-        kind = next(kind for kind in self.shards[shard].kinds if kind.name == name)
-        return DiskTensor(self, shard, kind, 0, kind.values(self.shards[shard].numel))
+        """A state of a shard: [n]."""
+        state = next(state for state in self.shards[shard].states if state.name == name)
+        return DiskTensor(self, shard, state, 0, self.shards[shard].numel)
 
     def update(self, shards: Iterable[int], function: Update) -> None:
         """Call `function` for every chunk of the shards, in order, and write what it leaves in the states' tensors.
@@ -85,12 +85,12 @@ class DiskStates:
         with self._alone(), ThreadPoolExecutor(1, "disk-read") as reader, ThreadPoolExecutor(1, "disk-write") as writer:
             self._turn(chunks, function, reader, writer)
 
-    def read_part(self, part: Part) -> Tensor:
+    def read_part(self, part: ChunkPart) -> Tensor:
         """The values of a part of a chunk, in the memory of the ring."""
         with self._alone():
             return self._read_part(part)
 
-    def write_part(self, part: Part, values: Tensor) -> None:
+    def write_part(self, part: ChunkPart, values: Tensor) -> None:
         """Set the values of a part of a chunk. Pages that it shares with other values are read before."""
         with self._alone():
             self._read_part(part).copy_(values)
@@ -134,13 +134,13 @@ class DiskStates:
 
     def _tensors(self, chunk: Chunk, buffer: mmap) -> dict[str, Tensor]:
         return {
-            kind.name: torch.frombuffer(
-                buffer, dtype=kind.dtype, count=kind.values(chunk.stop - chunk.start), offset=chunk.parts[kind.name]
+            state.name: torch.frombuffer(
+                buffer, dtype=state.dtype, count=chunk.stop - chunk.start, offset=chunk.parts[state.name]
             )
-            for kind in self.shards[chunk.shard].kinds
+            for state in self.shards[chunk.shard].states
         }
 
-    def _read_part(self, part: Part) -> Tensor:
+    def _read_part(self, part: ChunkPart) -> Tensor:
         self.file.read(memoryview(self._page), part.chunk.offset + part.chunk.stamp)
         self._check_stamp(part.chunk, memoryview(self._page))
         self.file.read(memoryview(self._buffers[0])[: part.num_bytes], part.offset)
@@ -185,13 +185,13 @@ class DiskTensor:
 
     states: DiskStates
     shard: int
-    kind: StateKind
+    state: DiskState
     start: int
     stop: int
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.kind.dtype
+        return self.state.dtype
 
     @property
     def shape(self) -> torch.Size:
@@ -202,12 +202,12 @@ class DiskTensor:
 
     @property
     def nbytes(self) -> int:
-        return self.numel() * self.kind.dtype.itemsize
+        return self.numel() * self.dtype.itemsize
 
     def __getitem__(self, where: slice) -> "DiskTensor":
         first, last, step = where.indices(self.numel())
         assert step == 1, where
-        return DiskTensor(self.states, self.shard, self.kind, self.start + first, self.start + max(first, last))
+        return DiskTensor(self.states, self.shard, self.state, self.start + first, self.start + max(first, last))
 
     def pieces(self) -> Iterator[Tensor]:
         """The values from first to last, a chunk's at a time: in the memory of the ring, so each only until the next is asked for
@@ -232,13 +232,11 @@ class DiskTensor:
             self.states.write_part(part, values[first : first + part.count])
             first += part.count
 
-    def _parts(self) -> Iterator[Part]:
-        block = self.kind.block
+    def _parts(self) -> Iterator[ChunkPart]:
         for chunk in self.states.chunks[self.shard]:
-            low, high = chunk.start // block, chunk.start // block + self.kind.values(chunk.stop - chunk.start)
-            first, last = max(self.start, low), min(self.stop, high)
+            first, last = max(self.start, chunk.start), min(self.stop, chunk.stop)
             if first < last:
-                yield Part(chunk, self.kind, first - low, last - low)
+                yield ChunkPart(chunk, self.state, first - chunk.start, last - chunk.start)
 
 
 def _aligned(num_bytes: int) -> mmap:

@@ -1,18 +1,27 @@
-"""Which learning rate and which decay each parameter gets: a pure function from names and shapes.
+"""Learning rate and weight decay of each parameter: pure functions of names and shapes, and of the step.
 
 The first pattern of `optim.groups` that is found in a name wins; what no pattern takes is in the group "default". Where
 a group does not state its decay it is `optim.weight_decay`, and 0 for norms, biases, A_log and D of state-space layers, and
 what the model marks: decay pulls towards zero, which is not where a scale of one, an offset or the logarithm of a rate
 belongs. Embeddings do decay.
+
+The schedule is a function of s, the 0-based index of an optimizer step, so that a resume has nothing to restore. With
+w = warmup_steps and n = total_steps:
+
+    warm-up   s < w :  peak * (s + 1) / (w + 1)      no step runs at rate zero; index w has the peak
+    decay     s >= w:  peak * shape(s), from 1 towards final_ratio, which it reaches at index n, one after the last step
+
+Both ends are open in the same way: neither the first nor the last step of a run that starts or ends at zero is wasted.
 """
 
 import difflib
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from framework.errors import RecipeError
-from framework.recipe.schema import Optim
+from framework.recipe.schema import LearningRateSchedule, Optim
 
 DEFAULT_GROUP = "default"
 
@@ -126,3 +135,33 @@ def _near(pattern: str, names: list[str], count: int = 3) -> list[str]:
         return sum(max(difflib.SequenceMatcher(None, word, part).ratio() for part in parts) for word in words)
 
     return sorted(shapes_of_names, key=likeness, reverse=True)[:count]
+
+
+def learning_rate(step: int, schedule: LearningRateSchedule, peak: float, total_steps: int) -> float:
+    """The rate used by the optimizer step of 0-based index `step`; beyond `total_steps` it stays at its last value."""
+    warmup_steps = schedule.warmup_steps
+    if step < warmup_steps:
+        return peak * (step + 1) / (warmup_steps + 1)
+    match schedule.name:
+        case "constant":
+            return peak
+        case "linear":
+            shape = 1 - _progress(step, warmup_steps, total_steps)
+        case "cosine":
+            shape = (1 + math.cos(math.pi * _progress(step, warmup_steps, total_steps))) / 2
+        case "wsd":
+            shape = 1 - _progress(step, wsd_decay_start(schedule, total_steps), total_steps)
+    return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * shape)
+
+
+def wsd_decay_start(schedule: LearningRateSchedule, total_steps: int) -> int:
+    """Index of the last step at the peak; a linear decay of `decay_steps` follows (null: of a tenth of the run)."""
+    decay_steps = schedule.decay_steps if schedule.decay_steps is not None else math.ceil(total_steps / 10)
+    return max(schedule.warmup_steps, total_steps - decay_steps)
+
+
+def _progress(step: int, start: int, stop: int) -> float:
+    """The share of the way from `start` to `stop` that is done at `step`: 0 before, 1 after."""
+    if step >= stop:
+        return 1.0
+    return max(0.0, (step - start) / (stop - start))

@@ -30,7 +30,7 @@ SIGN = -(1 << 31)
 
 @dataclass(frozen=True)
 class CodeRange:
-    """What 8 bits are spent on. count: magnitudes, 0 included; dtype: of codes."""
+    """The numbers that 8 bits can have. count: magnitudes, 0 included; dtype: of codes."""
 
     count: int
     mantissa_bits: int
@@ -42,7 +42,7 @@ class CodeRange:
         return FP32_MANTISSA_BITS - self.mantissa_bits
 
     def base(self, exponents: Tensor) -> Tensor:
-        """What is added to the codes of each block: int32 [blocks, 1]. exponents: biased, uint8 [blocks]."""
+        """Offset of the codes of each block: int32 [blocks, 1]. exponents: biased, uint8 [blocks]."""
         return (((exponents.int() + 1) << self.mantissa_bits) - self.count).clamp_(min=0)[:, None]
 
 

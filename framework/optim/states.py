@@ -1,20 +1,25 @@
-"""An optimizer's states per element, its moments: in the master's dtype, in bf16, or in int8 by blocks (`precision.moments`).
+"""States of an optimizer in few bits (`precision.moments`), and values in bf16 without a master (`precision.master=none`).
 
-A kernel updates moments in the master's dtype. Those of fewer bits are decoded for one chunk after the other, updated there by
-the same kernel, and encoded again: only one chunk's moments ever exist in full. They are rounded stochastically where they would
-else stall (`stochastic_rounding.is_needed`).
+A kernel updates moments and values in the master's dtype. Those of fewer bits are decoded for one chunk after the other, updated
+there by the same kernel, and encoded again: only one chunk ever exists in full.
+
+    state (bf16, int8 blocks) or value (bf16) -> scratch -> the optimizer's kernel -> round(scratch, bits of the element) -> back
+
+Moments are rounded stochastically where they would else stall (`stochastic_rounding.is_needed`), values always: to nearest, a
+weight would stay where it is while updates are below 1/512 of it, as most are. The bits are a function of (seed, step, parameter,
+element), so replicas round alike, and so does every layout. A step that is skipped leaves in the scratch numbers that no bits
+round to others.
 
     storage   [ run | run | pad ][ run ...      one run for each piece of a parameter; blocks begin at multiples of BLOCK of the
               | chunk            | chunk        parameter's local elements, so a piece that begins within a block is padded
 
-An element's rounding is a function of (seed, step, parameter, element). Which elements share a block depends on where a layout
-cuts the parameter: see `low_bit` for how little that changes.
+Which elements share a block depends on where a layout cuts the parameter: see `low_bit` for how little that changes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,9 +27,9 @@ from torch import Tensor
 from framework.mesh.box import Box
 from framework.mesh.layout import Run
 from framework.optim import low_bit
-from framework.optim.contract import FlatShard
 from framework.optim.low_bit import BLOCK, SIGNED, UNSIGNED
 from framework.optim.stochastic_rounding import ROUNDING_BITS, draw_bits, is_needed, round_to_bf16
+from framework.optim.update_rules import FlatShard
 
 MomentsDtype = Literal["fp32", "bf16", "int8"]
 
@@ -72,81 +77,43 @@ class StateChunk:
     blocks: Run = (0, 0)
 
 
-class States(Protocol):
-    """The states of a group of shards, by name. A kernel finds those of a run in `views` between `load` and `store`."""
+class States:
+    """The states of a group of shards, by name, in the gradient's dtype: a kernel updates them where they are.
 
-    @property
-    def chunks(self) -> Sequence[StateChunk]:
-        """In the order in which they are updated."""
-
-    def views(self, chunk: StateChunk, run: StateRun) -> dict[str, Tensor]:
-        """The run's states as a kernel updates them, [numel] each in the master's dtype."""
-
-    def load(self, chunk: StateChunk) -> None:
-        """Bring the chunk's states to its views."""
-
-    def store(self, chunk: StateChunk, step: int) -> None:
-        """Keep what is in the chunk's views; step: what the random bits of this step are drawn for."""
-
-    def values(self, shard: FlatShard, name: str) -> Tensor:
-        """A shard's state as a checkpoint keeps it, [n]: its memory, or a copy in bf16, which `close` takes if `open` made it."""
-
-    def memory(self, shard: FlatShard, start: int, stop: int) -> Iterator[Tensor]:
-        """All memory of the states of elements [start, stop), which are whole runs."""
-
-    def open(self) -> None:
-        """Have `values` return what may be written."""
-
-    def close(self) -> None:
-        """Take what was written since `open`."""
-
-
-class FullStates:
-    """States in the gradient's dtype: a kernel updates them where they are."""
+    A kernel finds the states of a run in `views` between `load` and `store`. chunks: in the order in which they are updated.
+    """
 
     def __init__(self, names: Sequence[str], shards: Sequence[FlatShard], chunks: Sequence[StateChunk]):
         self.chunks = chunks
         self._states = {shard: {name: torch.zeros_like(shard.gradient) for name in names} for shard in shards}
 
     def views(self, chunk: StateChunk, run: StateRun) -> dict[str, Tensor]:
+        """The run's states as a kernel updates them, [numel] each in the master's dtype."""
         return {name: state[run.start : run.stop] for name, state in self._states[run.shard].items()}
 
     def load(self, chunk: StateChunk) -> None:
-        """They are there."""
+        """Bring the chunk's states to its views."""
 
     def store(self, chunk: StateChunk, step: int) -> None:
-        """They are kept as they are."""
+        """Keep what is in the chunk's views; step: of the run, for which random bits are drawn."""
 
     def values(self, shard: FlatShard, name: str) -> Tensor:
+        """A shard's state as a checkpoint keeps it, [n]: its memory, or a copy in bf16, which `close` takes if `open` made it."""
         return self._states[shard][name]
 
     def memory(self, shard: FlatShard, start: int, stop: int) -> Iterator[Tensor]:
+        """All memory of the states of elements [start, stop), which are whole runs."""
         return (state[start:stop] for state in self._states[shard].values())
 
     def open(self) -> None:
-        """`values` returns their memory."""
+        """Have `values` return memory that may be written."""
 
     def close(self) -> None:
-        """`values` has returned their memory."""
-
-
-class Storage(Protocol):
-    """One state of all elements, in few bits."""
-
-    is_stochastic: bool
-
-    def decode(self, blocks: Run) -> Tensor:
-        """The numbers of blocks [first, last): flat."""
-
-    def encode(self, blocks: Run, values: Tensor, bits: Tensor) -> None:
-        """Keep `values`, fp32, rounded by the lowest 16 of `bits`, int32: both flat."""
-
-    def memory(self, blocks: Run) -> tuple[Tensor, ...]:
-        """All memory of these blocks."""
+        """Take what was written since `open`."""
 
 
 class Bf16Storage:
-    """bf16: each element by itself."""
+    """One state of all elements in bf16, each by itself."""
 
     block = 1
 
@@ -155,17 +122,20 @@ class Bf16Storage:
         self.numbers = torch.zeros(num_blocks, dtype=torch.bfloat16, device=device)
 
     def decode(self, blocks: Run) -> Tensor:
+        """The numbers of blocks [first, last): flat."""
         return self.numbers[slice(*blocks)]
 
     def encode(self, blocks: Run, values: Tensor, bits: Tensor) -> None:
+        """Keep `values`, fp32, rounded by the lowest 16 of `bits`, int32: both flat."""
         self.numbers[slice(*blocks)] = round_to_bf16(values, bits)
 
     def memory(self, blocks: Run) -> tuple[Tensor, ...]:
+        """All memory of these blocks."""
         return (self.numbers[slice(*blocks)],)
 
 
 class Int8Storage:
-    """Codes of `low_bit`, a byte for each element, and a byte for the exponent of each block."""
+    """One state of all elements as codes of `low_bit`: a byte for each element, and a byte for the exponent of each block."""
 
     block = BLOCK
 
@@ -185,7 +155,7 @@ class Int8Storage:
         return self.codes[blocks[0] * BLOCK : blocks[1] * BLOCK], self.exponents[slice(*blocks)]
 
 
-class LowBitStates:
+class LowBitStates(States):
     """States in few bits, each in a storage of class `make`."""
 
     def __init__(
@@ -199,7 +169,9 @@ class LowBitStates:
         assert len(kinds) <= 2, "a word of random bits is enough for two roundings"
         block = make.block
         self.chunks: Sequence[StateChunk] = list(cut_chunks(shards, block, chunk_size(device)))
-        self.storages: dict[str, Storage] = {kind.name: make(self.chunks[-1].blocks[1], device, kind) for kind in kinds}
+        self.storages: dict[str, Bf16Storage | Int8Storage] = {
+            kind.name: make(self.chunks[-1].blocks[1], device, kind) for kind in kinds
+        }
         size = max(1, *(chunk.blocks[1] - chunk.blocks[0] for chunk in self.chunks)) * block
         dtype = shards[0].gradient.dtype
         self._scratch = {name: torch.zeros(size, dtype=dtype, device=device) for name in self.storages}
@@ -254,10 +226,8 @@ class LowBitStates:
         """For each element of a shard the number, within its parameter, of the first element of its block: int64 [n]."""
         starts = torch.empty(shard.value.numel(), dtype=torch.int64)
         for run in self._runs(shard):
-            numbers, offset = (
-                torch.cat([_number_elements(box, run.shape) for box in run.boxes]),
-                self._in_blocks(run).start,
-            )
+            numbers = torch.cat([_number_elements(box, run.shape) for box in run.boxes])
+            offset = self._in_blocks(run).start
             block = (torch.arange(run.numel) + offset) // self._block
             starts[run.start : run.stop] = numbers[(block * self._block - offset).clamp(min=0)]
         return starts
@@ -287,14 +257,14 @@ class LowBitStates:
 def make_states(
     dtype: MomentsDtype, kinds: Sequence[StateKind], shards: Sequence[FlatShard], device: torch.device, seed: int
 ) -> States:
-    """Zeros. seed: of stochastic rounding."""
+    """States of zeros. seed: of stochastic rounding."""
     has_elements = any(shard.value.numel() for shard in shards)  # a rank may train nothing
     if dtype == "fp32" or not kinds or not has_elements:
         # All at once, unless a shard's values are brought to fp32 for the update.
-        is_chunked = any(shard.value.dtype != shard.gradient.dtype for shard in shards)
+        is_chunked = any(map(is_rounded, shards))
         whole = StateChunk(tuple(StateRun(shard, 0, shard.value.numel()) for shard in shards))
         chunks = list(cut_chunks(shards, 1, chunk_size(device))) if is_chunked else [whole]
-        return FullStates([kind.name for kind in kinds], shards, chunks)
+        return States([kind.name for kind in kinds], shards, chunks)
     return LowBitStates(Bf16Storage if dtype == "bf16" else Int8Storage, kinds, shards, device, seed)
 
 
@@ -354,3 +324,47 @@ def _number_elements(box: Box, shape: tuple[int, ...]) -> Tensor:
     for offset, size, of_all in zip(box.offsets, box.sizes, shape, strict=True):
         numbers = numbers[..., None] * of_all + torch.arange(offset, offset + size)
     return numbers.flatten()
+
+
+def is_rounded(shard: FlatShard) -> bool:
+    """Whether a shard's values have fewer bits than its gradient, in whose dtype a kernel updates."""
+    return shard.value.dtype != shard.gradient.dtype
+
+
+class Masters:
+    """The values of chunks, by their number, as a kernel updates them. seed: of the rounding.
+
+    Memory: the largest chunk in fp32, and its random bits.
+    """
+
+    def __init__(self, chunks: Sequence[StateChunk], device: torch.device, seed: int):
+        self._chunks, self._seed = chunks, seed
+        self._rounded = [[run for run in chunk.runs if is_rounded(run.shard)] for chunk in chunks]
+        size = max((sum(run.numel for run in runs) for runs in self._rounded), default=0)
+        self._scratch = torch.zeros(size, device=device)
+        self._bits = torch.zeros(size, dtype=torch.int32, device=device)
+
+    def views(self, number: int) -> list[Tensor]:
+        """For each run of a chunk the values that a kernel updates between `load` and `store`: [numel], the gradient's dtype."""
+        rounded = iter(self._split(self._scratch, number))
+        return [next(rounded) if is_rounded(run.shard) else _values(run) for run in self._chunks[number].runs]
+
+    def load(self, number: int) -> None:
+        """Bring a chunk's values to its views."""
+        for run, scratch in zip(self._rounded[number], self._split(self._scratch, number), strict=True):
+            scratch.copy_(_values(run))
+
+    def store(self, number: int, step: int) -> None:
+        """Keep what is in a chunk's views; step: what the random bits of this step are drawn for."""
+        scratches, bits = self._split(self._scratch, number), self._split(self._bits, number)
+        for run, scratch, words in zip(self._rounded[number], scratches, bits, strict=True):
+            draw_bits((self._seed, "master", step, run.parameter), run.boxes, run.shape, words)
+            _values(run).copy_(round_to_bf16(scratch, words))
+
+    def _split(self, flat: Tensor, number: int) -> Sequence[Tensor]:
+        sizes = [run.numel for run in self._rounded[number]]
+        return flat[: sum(sizes)].split_with_sizes(sizes) if sizes else ()
+
+
+def _values(run: StateRun) -> Tensor:
+    return run.shard.value[run.start : run.stop]

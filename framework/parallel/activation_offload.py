@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from framework.comm.communicator import Communicator
-from framework.comm.copy_stream import Copies, CopyPair, CopyStream, make_host_block, open_copy_stream
+from framework.comm.transfer import Copies, CopyPair, CopyStream, make_host_block, open_copy_stream
 from framework.errors import ModelError
 from framework.parallel.stage_plan import StagePlan
 
@@ -44,8 +44,8 @@ ALIGNMENT = 64
 
 
 def choose_offloaded(fraction: float, num_layers: int) -> tuple[bool, ...]:
-    """Which of a stage's layers are offloaded: at least `fraction` of them, evenly spread, from the first on. The last stays
-    unless all go: its backward comes at once, and covers the first copy back."""
+    """Choose the layers of a stage to offload: at least `fraction` of them, evenly spread, from the first on. The last stays on
+    the device unless all go: its backward comes at once, and covers the first copy back."""
     count = ceil(fraction * num_layers - 1e-9)  # 0.7 * 10 is 7.000000000000001
     before = [-(-index * count // num_layers) for index in range(num_layers + 1)]
     return tuple(before[index + 1] > before[index] for index in range(num_layers))
@@ -132,7 +132,7 @@ class OffloadedStorage:
 
 
 class SavedTensor:
-    """What autograd holds in a saved tensor's place: the tensor, or once it is offloaded its view of a storage."""
+    """Stand-in that autograd keeps for a saved tensor: the tensor, or once it is offloaded its view of a storage."""
 
     def __init__(self, tensor: Tensor):
         self.tensor: Tensor | None = tensor
@@ -191,7 +191,7 @@ class LayerPass:
         return saved
 
     def take_saved(self) -> Iterator[SavedTensor]:
-        """What autograd still keeps of what it has; each once."""
+        """Take the stand-ins that autograd still keeps, each once."""
         saved, self.saved = self.saved, []
         yield from filter(None, (each() for each in saved))
 

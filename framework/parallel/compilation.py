@@ -1,6 +1,6 @@
 """Compilation of decoder layers, each by itself (`memory.compile: always`).
 
-A layer's forward is compiled, not its call: what this rank does on the way in and out (gather the unit, seed its random draws,
+A layer's forward is compiled, not its call: what this rank does on the way in and out (unshard the unit, seed its random numbers,
 scatter tokens) are hooks of the call, and stay outside. Within a layer, collectives, their waits and the borders of
 tensor-parallel regions are calls that the compiler leaves alone: `torch.compiler.disable` stands on each of them. So it never
 guards on what counts or changes from step to step, and one set of graphs serves all layers that are alike.

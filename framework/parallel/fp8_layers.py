@@ -1,4 +1,4 @@
-"""Which linear layers multiply fp8 numbers (`precision.compute=fp8`): those of decoder layers that are trained and that kernels
+"""Linear layers that multiply fp8 numbers (`precision.compute=fp8`): those of decoder layers that are trained and that kernels
 take. Embedding, head, routers, stacked experts, norms and attention stay bf16, and so do recurrent mixers (state-space models,
 linear attention with a convolution): their code and their fused kernels read weights without calling the layers that hold them.
 """
@@ -15,8 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from framework.errors import ModelError
 from framework.mesh.layout import Layout
 from framework.model.load import kept_in_fp32
-from framework.model.load_balancing import find_routers
 from framework.model.matmul import Matmul, MatmulLinear
+from framework.model.routers import find_routers
 from framework.parallel.stage_plan import StagePlan
 from framework.recipe.schema import Precision
 
@@ -33,7 +33,7 @@ def require_torchao() -> None:
 
 
 def gather_in_fp8(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: StagePlan) -> Mapping[str, Layout]:
-    """Where ZeRO gathers weights for each use (stage 3), those that are multiplied in fp8 with one scale each travel so. The
+    """Where ZeRO unshards weights for each use (stage 3), those that are multiplied in fp8 with one scale each travel so. The
     model stays. Raises ModelError where the recipe asks for fp8 and the model cannot have it."""
     if plan.recipe.precision.compute != "fp8":
         return layouts
@@ -52,7 +52,7 @@ def gather_in_fp8(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: S
 
 
 def find_fp8_linears(model: PreTrainedModel, plan: StagePlan) -> dict[str, nn.Module]:
-    """By name, the linear modules that multiply fp8 numbers."""
+    """The linear modules that multiply fp8 numbers, by name."""
     if plan.recipe.precision.compute != "fp8":
         return {}
     others = {id(part) for router, _ in find_routers(model) for part in router.modules()}

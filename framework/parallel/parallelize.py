@@ -17,13 +17,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from framework.comm.algorithms import ExposedCommunication
 from framework.mesh.layout import Layout
 from framework.model.chunked_loss import make_loss
-from framework.model.expert_load import ExpertLoad
 from framework.model.kept_outputs import KeepsOutputs
 from framework.model.load import choose_experts, kept_in_fp32
 from framework.model.logit_map import LogitMap
 from framework.model.loss import Loss
+from framework.model.mixtures import ExpertLoad
 from framework.model.precision import DTYPES
 from framework.model.stage import find_shared, hollow_out
 from framework.parallel.activation_checkpointing import checkpoint_layers
@@ -34,12 +35,10 @@ from framework.parallel.experts import report_dropped, split_experts, write_stac
 from framework.parallel.fp8_layers import find_fp8_linears, gather_in_fp8, make_matmul
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import split_over_tp, uses_rng_in_training
-from framework.parallel.zero.buffers import GradView, UnitBuffer
-from framework.parallel.zero.embedding_gradient import write_embedding_gradients
-from framework.parallel.zero.exposed_communication import ExposedCommunication
+from framework.parallel.zero.buffers import MainGradView, UnitBuffer
+from framework.parallel.zero.direct_gradients import write_embedding_gradients, write_gradients_directly
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.hooks import UnitHooks
-from framework.parallel.zero.linear import write_gradients_directly
 from framework.parallel.zero.parameters import ParameterSync
 from framework.parallel.zero.plan_buffers import shard_over_batch
 
@@ -133,7 +132,7 @@ class AttachedStage:
     loss: Loss = field(init=False)
 
     @cached_property
-    def grad_views(self) -> dict[str, GradView]:
+    def grad_views(self) -> dict[str, MainGradView]:
         """The main gradient of each trained parameter, by its name."""
         return {name: view for buffer in self.buffers for name, view in buffer.grad_views.items()}
 

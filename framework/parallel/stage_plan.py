@@ -1,4 +1,4 @@
-"""StagePlan: what is known of one pipeline stage on one rank before it is built; what the transforms of `parallelize` may ask."""
+"""StagePlan: the facts about one pipeline stage on one rank that the transforms of `parallelize` may ask for."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,8 +10,7 @@ import torch
 from framework.comm.communicator import Communicator
 from framework.mesh.token_layout import TokenLayout
 from framework.model.kept_outputs import Policy
-from framework.model.load_balancing import LoadBalancingLoss
-from framework.model.routed_tokens import RoutedTokens
+from framework.model.routers import LoadBalancingLoss, RoutedTokens
 from framework.model.stage import StageBounds, own_units
 from framework.model.units import Unit
 from framework.recipe.schema import Recipe
@@ -19,27 +18,28 @@ from framework.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage on one rank; a value, equal on all ranks but for `axes` and `tokens`.
-
-    axes: of the mesh, as this rank sees them. units: the whole model's, in order of computation; bounds: the stage's layers.
-    ties: under the name that a parameter has in its unit, all its names in the whole model. groups: the key of each trained
-    parameter's optimizer group. returns_tuple: whether the family's layers return tuples (only asked of a cut model).
-    policies: of activation checkpointing, by the unit of a layer.
-    """
+    """One stage on one rank; a value, equal on all ranks but for `axes` and `tokens`."""
 
     recipe: Recipe
     axes: Mapping[str, Communicator]
+    """The mesh's, as this rank sees them."""
     bounds: StageBounds
+    """The stage's layers."""
     tokens: TokenLayout
     units: tuple[Unit, ...]
+    """The whole model's, in order of computation."""
     ties: Mapping[str, tuple[str, ...]]
+    """All names of a parameter in the whole model, by its name in its unit."""
     groups: Mapping[str, str]
+    """The key of each trained parameter's optimizer group."""
     compute_dtype: torch.dtype
     master_dtype: torch.dtype | None
     device: torch.device
     returns_tuple: bool = False
+    """Whether the family's layers return tuples (only asked of a cut model)."""
     load_balancing: LoadBalancingLoss | None = None
     policies: Mapping[str, Policy] = field(default_factory=dict)
+    """Of activation checkpointing, by the unit of a layer."""
 
     @cached_property
     def own_units(self) -> tuple[Unit, ...]:

@@ -99,29 +99,31 @@ SELECTIVE_SHARE = 0.4
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of activations of one rank, of one microbatch. All ranks of a run hold as many in a layer.
-
-    tokens: the rank's. width: of hidden states. vocabulary: of the whole model. itemsize: bytes of an activation. layer: the
-    form of a layer, None where it has no formula: then its bytes are an estimate. layer_flops: of a token, in a layer's forward.
-    memory: the recipe's.
-    expert_slices: ranks of tp, each with a slice of every expert that it computes; 1: experts are whole. mixture: of
-    layers of any form, None without one. contexts: the attentions of layers, those that differ, where cp divides sequences.
-    packs: documents are kept apart, so that each sequence has positions of its own. masks: the mask that each layer of the model
-    gives to SDPA, by its kind, None for none; empty where no layer gives any. dispatches: rows are sent to experts, or dropped.
-    """
+    """Bytes of activations of one rank and one microbatch. All ranks of a run hold as many in a layer."""
 
     tokens: TokenLayout
+    # Features of hidden states.
     width: int
+    # Rows of the whole model's output embedding.
     vocabulary: int
+    # Bytes of an activation.
     itemsize: int
+    # The form of a layer; None where it has no formula: then its bytes are an estimate.
     layer: LayerWidths | None
+    # FLOPs of a token in a layer's forward.
     layer_flops: float
     memory: Memory
+    # Ranks of tp, each with a slice of every expert that it computes; 1: experts are whole.
     expert_slices: int
+    # Of layers of any form; None without one.
     mixture: MixtureWidths | None
+    # The attentions of layers, those that differ, where cp divides sequences.
     contexts: Sequence[ContextCost] = ()
+    # Documents are kept apart, so that each sequence has positions of its own.
     packs: bool = False
+    # The kind of mask that each layer of the model gives to SDPA, None for none; empty where no layer gives any.
     masks: tuple[str | None, ...] = ()
+    # Rows are sent to experts, or dropped.
     dispatches: bool = False
 
     @cached_property
@@ -131,24 +133,24 @@ class Activations:
 
     @cached_property
     def layer_bytes(self) -> int:
-        """What a layer by itself keeps for its backward, where all have one policy. If only some read a mask: of others."""
+        """Bytes that a layer by itself keeps for its backward, where all have one policy; without the mask of some."""
         reads_mask = self.policy == "none" and bool(self.masks) and None not in self.masks
         return self.cost_of(self.policy).kept + self._masked_bytes * reads_mask
 
     @property
     def recomputed_bytes(self) -> int:
-        """What is there beside that while a checkpointed layer is computed again."""
+        """Bytes beside those while a checkpointed layer is computed again."""
         return self.cost_of(self.policy).recomputed
 
     @property
     def policy(self) -> Policy:
-        """The recipe's, of all layers; `auto` chooses for each and has none."""
+        """The recipe's policy of all layers; `auto` chooses for each and has none."""
         policy = self.memory.activation_checkpointing
         assert policy != "auto", "auto is several policies"
         return policy
 
     def cost_of(self, policy: Policy) -> PolicyCost:
-        """A layer's with one policy, without a mask."""
+        """Cost of one policy for one layer, without a mask."""
         if policy == "none":
             return PolicyCost(self._all_of_layer, 0, 0.0)
         kept, flops = self._kept_outputs if policy == "selective" else (0, self._recomputed_flops(()))
@@ -157,13 +159,13 @@ class Activations:
 
     @cached_property
     def costs(self) -> PolicyCosts:
-        """Of all policies."""
+        """Cost of each activation-checkpointing policy for one layer."""
         costs = {policy: self.cost_of(policy) for policy in POLICIES}
         return PolicyCosts(costs, self.hidden_bytes, self.layer_flops)
 
     @cached_property
     def transient_bytes(self) -> int:
-        """What is there beside that, and beside what is kept, while a mixture computes or an attention whose keys and values
+        """Bytes beside those, and beside what is kept, while a mixture computes or an attention whose keys and values
         travel, by the formulas above; 0 without either."""
         attention = max((each.transient_bytes for each in self.contexts), default=0)
         return max(self._mixture_transient, attention - self._behind_attention, 0)
@@ -182,7 +184,7 @@ class Activations:
         return max(rows * self.width * e + weighted, rows * (2 * inner - self.width) * e) + incoming
 
     def of_stage(self, stage: StageBounds, counts: Counts) -> "StageActivations":
-        """A stage's, on the device. counts: of its layers, by policy."""
+        """Bytes of a stage on the device. counts: its layers by policy."""
         # The executor holds what a stage has received until its backward. In a narrower dtype a norm keeps a copy in fp32; else,
         # and where the layer is computed again, it is what the first layer keeps.
         keeps_copy = counts[-1] == stage.stop - stage.start and self.itemsize < 4
@@ -206,7 +208,7 @@ class Activations:
         )
 
     def offloaded_bytes(self, stage: StageBounds) -> int:
-        """What is kept for the backward of a stage on the host."""
+        """Bytes kept on the host for the backward of a stage."""
         count = sum(self._offloaded_layers(stage))
         if not count:
             return 0
@@ -216,7 +218,7 @@ class Activations:
         return self.layer_bytes * count - (self.hidden_bytes if keeps_input and not stage.is_first else 0)
 
     def transfer_bytes(self, stage: StageBounds) -> int:
-        """What offloaded layers of a stage have on the device at once, beside what stays there, while some layer computes."""
+        """Bytes of offloaded layers of a stage on the device at once, beside what stays there, while some layer computes."""
         offloaded = self._offloaded_layers(stage)
         return self.layer_bytes * (2 if any(map(all, pairwise(offloaded))) else 1) if any(offloaded) else 0
 
@@ -225,7 +227,7 @@ class Activations:
 
     @property
     def sent_per_layer(self) -> int:
-        """What a rank sends over `tp` for one layer.
+        """Bytes that a rank sends over `tp` for one layer.
 
         With A bytes of hidden states and n ranks, each of two regions (attention and mlp) moves 2 (n-1)/n A in forward and again
         in backward: an all-reduce, or with parallel.sequence a gather and a reduce-scatter, which are the same bytes. A mixture
@@ -258,7 +260,7 @@ class Activations:
         return sum(sizes[name] for name in kept if name in sizes), self._recomputed_flops(kept)
 
     def _output_bytes(self, widths: LayerWidths) -> dict[str, int]:
-        """What the operations of a layer return, by name."""
+        """Bytes that the operations of a layer return, by name."""
         e, t, tokens, outside = self.itemsize, self.tokens.tp.size, self._num_tokens, self.hidden_bytes
         q, kv = tokens * widths.q // t * e, tokens * (widths.kv // min(t, widths.kv_heads)) * e
         sizes = {"attention": q + tokens * 4 * widths.heads // t, "q_proj": q, "k_proj": kv, "v_proj": kv}
@@ -270,7 +272,7 @@ class Activations:
         return sizes | {"o_proj": outside, "gate_proj": inner, "up_proj": inner, "down_proj": outside}
 
     def _recomputed_flops(self, kept: Collection[str]) -> float:
-        """FLOPs of a token in what of a layer is computed again; of a layer of another form, its forward's."""
+        """FLOPs of a token in the recomputed part of a layer; for a layer of another form, of its whole forward."""
         widths = self.layer
         if widths is None:
             return self.layer_flops
@@ -309,7 +311,7 @@ class Activations:
 
     @cached_property
     def _all_of_layer(self) -> int:
-        """What a layer keeps without checkpointing, by the formulas above."""
+        """Bytes that a layer keeps without checkpointing, by the formulas above."""
         exchanged = max((each.kept_bytes for each in self.contexts), default=0)
         if self.layer is None:
             return self.hidden_bytes * ESTIMATED_VALUES + exchanged
@@ -322,7 +324,7 @@ class Activations:
 
     @cached_property
     def _behind_attention(self) -> int:
-        """What of that a layer keeps of its second norm and its mlp, or mixture."""
+        """The part of those bytes that the second norm and the mlp, or mixture, keep."""
         if self.layer is None:
             return self.hidden_bytes * ESTIMATED_BEHIND
         widths, e, t, norm = self.layer, self.itemsize, self.tokens.tp.size, self._norm_bytes(self.layer)
@@ -340,8 +342,8 @@ class Activations:
         return self._num_tokens if is_whole else self.tokens.sequences * self.tokens.tokens_local
 
     def _mixture_bytes(self, mixture: MixtureWidths) -> int:
-        """What a mixture keeps, its input included, where the router is uniform. The router keeps that whole, whether or not
-        others gather it again."""
+        """Bytes that a mixture keeps, its input included, where the router is uniform. The router keeps its input whole,
+        also where others gather it again."""
         e, routed, inner = self.itemsize, self._num_routed, mixture.inner
         if self._slices_experts:
             inner = -(-mixture.inner // self.tokens.tp.size)
@@ -375,12 +377,12 @@ class Activations:
         return self.tokens.slices is not None and self.tokens.slices.ranks > 1
 
     def masks_of(self, stage: StageBounds) -> tuple[str | None, ...]:
-        """Those of a stage's layers."""
+        """The masks of a stage's layers."""
         return self.masks[stage.start : stage.stop]
 
     @property
     def _masked_bytes(self) -> int:
-        """What a layer keeps more for a mask: it, in the dtype of activations, and keys and values of all heads of queries."""
+        """Bytes that a layer keeps for a mask: it, in the dtype of activations, and keys and values of all query heads."""
         e, t, tokens, widths = self.itemsize, self.tokens.tp.size, self._num_tokens, self.layer
         more = 0 if widths is None else widths.q // t - widths.kv // min(t, widths.kv_heads)
         return tokens * (self.tokens.context + 2 * more) * e
@@ -394,8 +396,8 @@ class Activations:
 
     @cached_property
     def _factor_bytes(self) -> int:
-        """What a layer's gradients of weights are matmuls of: inputs of linear layers, and gradients of what they return, of all
-        tokens of a region."""
+        """Factors of the matmuls of a layer's weight gradients: inputs of linear layers, gradients of their outputs,
+        of all tokens of a region."""
         widths = self.layer
         if widths is None:
             return self._all_of_layer
@@ -411,13 +413,13 @@ class Activations:
 
     @property
     def _embedding_factor_bytes(self) -> int:
-        """The same of the embedding: gradients of its rows; of a divided vocabulary the gradient of the rank's part itself."""
+        """The same for the embedding: gradients of its rows; with a divided vocabulary the gradient of the rank's part itself."""
         rows = -(-self.vocabulary // self.tokens.tp.size) if self.tokens.tp.size > 1 else self._num_tokens
         return rows * self.width * self.itemsize
 
     @cached_property
     def _head_factor_bytes(self) -> int:
-        """The same of the head; where the loss is chunked the sum of its weight's gradient over chunks."""
+        """The same for the head; where the loss is chunked, the sum of its weight's gradient over chunks."""
         part = -(-self.vocabulary // self.tokens.tp.size)
         if self.memory.chunked_loss:
             return part * self.width * max(self.itemsize, 4)
@@ -425,13 +427,13 @@ class Activations:
 
     @cached_property
     def _behind_layers(self) -> int:
-        """What the last norm and the head keep, without logits."""
+        """Bytes that the last norm and the head keep, without logits."""
         shard = self.tokens.sequences * self.tokens.tokens_local
         return shard * (self.width * (4 + self.itemsize) + 4) + self._gathered * self.width * self.itemsize
 
     @cached_property
     def _logits_bytes(self) -> int:
-        """What the loss keeps."""
+        """Bytes that the loss keeps."""
         e, t, tokens = self.itemsize, self.tokens.tp.size, self._num_tokens
         if self.memory.chunked_loss:
             return tokens * max(e, 4)
@@ -439,7 +441,7 @@ class Activations:
 
     @property
     def loss_temporaries(self) -> int:
-        """What is there beside what is kept while the whole loss is computed: without a divided vocabulary logits, in compute
+        """Bytes beside those kept while the whole loss is computed: without a divided vocabulary logits, in compute
         dtype and if that is narrower in fp32; with it a copy in fp32. In chunks: `chunk_bytes`."""
         if self.memory.chunked_loss:
             return 0
@@ -458,7 +460,7 @@ class Activations:
 
     @property
     def chunk_bytes(self) -> int:
-        """What is there beside what is kept while a chunk of the loss is computed; 0 where it is not chunked."""
+        """Bytes beside those kept while a chunk of the loss is computed; 0 where it is not chunked."""
         if not self.memory.chunked_loss:
             return 0
         return chunk_size(self._num_tokens) * -(-self.vocabulary // self.tokens.tp.size) * 2 * max(self.itemsize, 4)

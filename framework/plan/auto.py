@@ -7,8 +7,7 @@ from pathlib import Path
 from framework.errors import RecipeError
 from framework.imports import loading_libraries
 from framework.recipe.check import check_recipe
-from framework.recipe.compose import Composition
-from framework.recipe.layout_pins import find_pins
+from framework.recipe.compose import Composition, find_pins
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Recipe
 

@@ -9,7 +9,7 @@ than the busiest rank's own work. Of many microbatches the last ones only repeat
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from framework.parallel.pipeline.actions import B, F, I, Kind, Schedule, W
+from framework.parallel.pipeline.actions import ActionKind, B, F, I, Schedule, W
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Costs, Timeline, simulate
 
@@ -113,7 +113,7 @@ def find_path(schedule: Schedule, timeline: Timeline, message: float) -> Path:
         for position, timed in enumerate(line)
         if timed.action.kind is not W
     }
-    counts: dict[Kind, list[int]] = {kind: [0] * schedule.num_stages for kind in (F, I, W)}
+    counts: dict[ActionKind, list[int]] = {kind: [0] * schedule.num_stages for kind in (F, I, W)}
     messages, tolerance = 0, 1e-9 * max(timeline.length, 1.0)
     ends = [line[-1].end if line else 0.0 for line in timeline.ranks]
     rank = ends.index(max(ends))
@@ -135,12 +135,12 @@ def find_path(schedule: Schedule, timeline: Timeline, message: float) -> Path:
     return Path(tuple(counts[F]), tuple(counts[I]), tuple(counts[W]), messages)
 
 
-def _pass_of(kind: Kind) -> bool:
+def _pass_of(kind: ActionKind) -> bool:
     """Whether it is a forward; B and I are both backwards."""
     return kind is F
 
 
-def _source(stage: int, kind: Kind, num_stages: int) -> int:
+def _source(stage: int, kind: ActionKind, num_stages: int) -> int:
     """The stage whose action an action waits for that its own rank did not delay."""
     if kind is F:
         return stage - 1

@@ -8,11 +8,10 @@ from transformers import PretrainedConfig
 
 from framework.data.open_data import find_sequence_problems
 from framework.errors import MeshwrightError, RecipeError
-from framework.model.carried import read_generation
-from framework.model.hub import find_weights
+from framework.model.hub import find_weights, read_generation
 from framework.model.initial import refuse_uninitialised
 from framework.model.load import load_config, refuse_unaligned_experts
-from framework.model.mixed_dtypes import refuse_mixed_dtypes
+from framework.model.probe import refuse_mixed_dtypes
 from framework.model.weights import refuse_other_weights, refuse_unwritable_configs
 from framework.parallel.tensor import refuse_unordered_layers
 from framework.plan.memory import show_bytes
@@ -85,12 +84,9 @@ def lay_out_ranks(recipe: Recipe, config: PretrainedConfig) -> Plan:
 
 def most_bytes(plan: Plan) -> int:
     """The most memory that a rank is planned to hold."""
-    return max(plan.memory(rank).total for rank in plan.topology.ranks("pp", 0))
+    return max(plan.memory(rank).reserved for rank in plan.topology.ranks("pp", 0))
 
 
 def describe_need(plan: Plan) -> str:
     """The model's size and the most memory that a rank is planned to hold, in a line."""
-    return (
-        f"{plan.size.total:,} parameters in {plan.recipe.precision.compute}, at most {show_bytes(most_bytes(plan))} a rank,"
-        " kernels not counted"
-    )
+    return f"{plan.size.total:,} parameters in {plan.recipe.precision.compute}, at most {show_bytes(most_bytes(plan))} a rank"

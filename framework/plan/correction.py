@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 
 from framework.plan.forecast import TimeForecast
-from framework.recipe.saved import plain
+from framework.recipe.keys import plain
 from framework.recipe.schema import Cluster, ClusterLink, ClusterMatmul
 
 # Each kind of parts, and the rates that it is of.

@@ -1,25 +1,103 @@
-"""What a layer's collectives over tp, cp and ep cost beside what computation hides of them, by the executor's own order.
+"""Seconds of a layer's collectives over tp, cp and ep, exposed or hidden under computation, by the executor's order.
 
-tp   enter and leave of a region are waited for (parallel/tensor/borders.py); async TP sends pieces under the matmuls beside
+tp   enter and leave of a region are waited for (parallel/tensor/borders.py); async TP sends chunks under the matmuls beside
      them. In backward the sum of a region's input gradient travels under the weight gradients of its column layers
      (regions.py), where a schedule does not leave these for later
-cp   a step of the ring travels under the attention to the block before it; what Ulysses exchanges is waited for (docs/context.md)
+cp   a step of the ring travels under the attention to the block before it; Ulysses' exchange is waited for (docs/context.md)
 ep   rows are waited for, there and back; with parallel.expert_overlap tokens go in halves, of which one travels while the
      other is computed; shared experts are computed while rows leave (parallel/experts/dispatch.py)
+
+The order of axes decides who shares a node: a rank's number is ((pp * DP + dp) * CP + cp) * TP + tp, and nodes take ranks in
+order (mesh/topology.py, mesh/placement.py).
 """
 
 from dataclasses import dataclass
 
+from framework.mesh.topology import count_expert_shards
 from framework.plan.candidate import Candidate
-from framework.plan.collectives import Groups, Links
+from framework.plan.cluster import Cluster, Collective
 from framework.plan.operators import LayerOperators, UnitWork
 from framework.plan.profile import Profile
 
 
 @dataclass(frozen=True)
+class Group:
+    """Ranks of a communicator. stride: between their numbers; nodes: on which they lie."""
+
+    size: int
+    stride: int
+    nodes: int
+
+
+def place_group(size: int, stride: int, ranks_per_node: int, world: int) -> Group:
+    """Place a group of `size` ranks, `stride` apart."""
+    if size == 1 or world <= ranks_per_node:
+        return Group(size, stride, 1)
+    return Group(size, stride, min(size, -(-size * stride // ranks_per_node)))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a candidate, by the axis names of mesh/topology.py."""
+
+    tp: Group
+    ulysses: Group
+    ring: Group
+    ep: Group
+    pp: Group
+    shard: Group
+    replica: Group
+    expert_shard: Group
+    expert_replica: Group
+    world: Group
+
+
+def place_groups(c: Candidate) -> Groups:
+    """Place the groups of all axes."""
+    batch = c.dp * c.cp
+    copies = batch * c.tp // (c.expert_tp * c.ep)
+    expert_shard = count_expert_shards(c.shard, c.tp, c.ep, c.expert_tp, batch) if c.shard > 1 else 1
+    experts = c.expert_tp * c.ep
+
+    def place(size: int, stride: int) -> Group:
+        return place_group(size, stride, c.ranks_per_node, c.world)
+
+    return Groups(
+        tp=place(c.tp, 1),
+        ulysses=place(c.ulysses, c.tp),
+        ring=place(c.cp // c.ulysses, c.ulysses * c.tp),
+        ep=place(c.ep, c.expert_tp),
+        pp=place(c.pp, batch * c.tp),
+        shard=place(c.shard, c.tp),
+        replica=place(batch // c.shard, c.shard * c.tp),
+        expert_shard=place(expert_shard, experts),
+        expert_replica=place(copies // expert_shard, experts * expert_shard),
+        world=place(c.world, 1),
+    )
+
+
+@dataclass(frozen=True)
+class LinkTimes:
+    """Seconds of messages on a cluster. itemsize: bytes of an activation."""
+
+    cluster: Cluster
+    itemsize: int
+
+    def collective(self, kind: Collective, num_bytes: float, group: Group) -> float:
+        """Seconds of a collective of a whole tensor of so many bytes, as `Cluster.collective_seconds`."""
+        if group.size == 1 or not num_bytes:
+            return 0.0
+        return self.cluster.collective_seconds(kind, num_bytes, group.size, group.nodes)
+
+    def message(self, num_bytes: float, group: Group) -> float:
+        """Seconds of a message to a neighbour: in a pipeline the slowest, which leaves its node where any does."""
+        return self.cluster.collective_seconds("send", num_bytes, 2, min(group.nodes, 2)) if num_bytes else 0.0
+
+
+@dataclass(frozen=True)
 class Exposure:
-    """Seconds of one unit and microbatch over one axis: that nothing hides, in forward and in backward (a recomputation's
-    messages included), and that computation hides."""
+    """Seconds of a unit's messages over one axis for a microbatch: exposed in forward and in backward (recomputation included),
+    and hidden under computation."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -31,27 +109,36 @@ NOTHING = Exposure()
 
 @dataclass(frozen=True)
 class Overlaps:
-    """The choices of a recipe that decide what is hidden. is_async: parallel.overlap; regathers: memory.gathered_inputs; halves:
-    parallel.expert_overlap; keeps_attention: recomputation does not run it again; splits: the schedule leaves weight gradients
-    for later."""
+    """Choices of a recipe that decide what is hidden."""
 
     is_async: bool
+    """parallel.overlap=always."""
     regathers: bool
+    """memory.gathered_inputs=regather."""
     halves: bool
+    """parallel.expert_overlap."""
     keeps_attention: bool
+    """Whether recomputation does not run attention again."""
     splits: bool = False
+    """Whether the schedule leaves weight gradients for later."""
 
 
 def hide(seconds: float, behind: float) -> tuple[float, float]:
-    """(what is left of a collective under so much computation, what is hidden)."""
+    """(exposed, hidden) seconds of a collective beside so much computation."""
     hidden = min(seconds, max(behind, 0.0))
     return seconds - hidden, hidden
 
 
 def expose_tp(
-    layer: LayerOperators, work: UnitWork, c: Candidate, groups: Groups, links: Links, profile: Profile, own: Overlaps
+    layer: LayerOperators,
+    work: UnitWork,
+    c: Candidate,
+    groups: Groups,
+    links: LinkTimes,
+    profile: Profile,
+    own: Overlaps,
 ) -> Exposure:
-    """Of the borders of a layer's regions."""
+    """Exposure of the borders of a layer's regions."""
     if c.tp == 1:
         return NOTHING
     is_whole = layer.experts is not None and c.expert_tp < c.tp
@@ -68,7 +155,7 @@ def expose_tp(
         return Exposure(regions * reduce_s + joined, late + joined + again, hidden)
     gather = links.collective("all_gather", num_bytes, groups.tp)
     scatter = links.collective("reduce_scatter", num_bytes, groups.tp)
-    # In pieces: what a rank has itself is multiplied first, the others' under it and under one another.
+    # In chunks: what a rank has itself is multiplied first, the others' under it and under one another.
     share = (1.0 if own.is_async else profile.hides_tp) * (c.tp - 1) / c.tp
     enter, hidden_in = hide(regions * gather, share * work.column_forward)
     leave, hidden_out = hide(regions * scatter, share * work.row_forward)
@@ -82,9 +169,15 @@ def expose_tp(
 
 
 def expose_cp(
-    layer: LayerOperators, work: UnitWork, c: Candidate, groups: Groups, links: Links, profile: Profile, own: Overlaps
+    layer: LayerOperators,
+    work: UnitWork,
+    c: Candidate,
+    groups: Groups,
+    links: LinkTimes,
+    profile: Profile,
+    own: Overlaps,
 ) -> Exposure:
-    """Of keys and values, and of heads."""
+    """Exposure of keys and values, and of exchanged heads."""
     shape = layer.attention
     if c.cp == 1 or shape is None:
         return NOTHING
@@ -116,9 +209,15 @@ def expose_cp(
 
 
 def expose_ep(
-    layer: LayerOperators, work: UnitWork, c: Candidate, groups: Groups, links: Links, profile: Profile, own: Overlaps
+    layer: LayerOperators,
+    work: UnitWork,
+    c: Candidate,
+    groups: Groups,
+    links: LinkTimes,
+    profile: Profile,
+    own: Overlaps,
 ) -> Exposure:
-    """Of rows that travel to experts and back."""
+    """Exposure of rows that travel to experts and back."""
     if c.ep == 1 or layer.experts is None:
         return NOTHING
     rows = profile.rows_sent * c.tokens * layer.experts.top_k / (1 if c.expert_tp == c.tp else c.tp)

@@ -11,12 +11,11 @@ from framework.model.experts import count_experts, find_experts
 from framework.model.load import load_config
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import Cluster
-from framework.plan.engine import Engine
 from framework.plan.forecast import Forecast
 from framework.plan.layouts import OFFLOADED, recipe_of, values_of
 from framework.plan.memory import show_bytes
 from framework.plan.rejections import SIZES, collect_constraints, describe, group_rejections
-from framework.plan.search import By, Ranked, Search, SearchResult
+from framework.plan.search import By, Engine, Ranked, Search, SearchResult
 from framework.plan.settings import Settings
 from framework.plan.shape import make_shape
 from framework.plan.space import Space

@@ -1,31 +1,44 @@
-"""What is foretold of a layout: bytes of each rank of its pipeline, and the seconds of a step, both in parts that can be
-checked."""
+"""Forecast of a layout: bytes of each rank of its pipeline and seconds of a step, both in parts that can be checked."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+SLACK = "allocator slack"
+OUTSIDE = "outside torch"
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The bytes of a rank at one place of the pipeline, at the moment of a step that needs most.
+    """Bytes of a rank at one place of the pipeline, at the moment of a step that needs most."""
 
-    held: by kind, such as parameters, gradients, master, optimizer, gathered, activations, logits, workspace; slack: what the
-    allocator reserves beside what tensors use. phases: the bytes of each kind at each phase of a step, of which `held` is the
-    largest. host: bytes in the host's memory. outside: bytes of the device that are not torch's: the driver's context, NCCL's
-    buffers. disk: bytes of its file of states.
-    """
-
+    # Tensors of the device by kind: parameters, gradients, master, optimizer, gathered, activations, logits, temporaries,
+    # communication, workspace.
     held: Mapping[str, int]
+    # Reserved by the allocator beyond what tensors use.
     slack: int
+    # The same kinds at each phase of a step, of which `held` is the largest.
     phases: Mapping[str, Mapping[str, int]]
-    host: int = 0
+    # The host's memory by kind.
+    on_host: Mapping[str, int] = field(default_factory=dict)
+    # Of the device, not torch's: the driver's context, NCCL's buffers.
     outside: int = 0
+    # The rank's file of states.
     disk: int = 0
+
+    @property
+    def host(self) -> int:
+        """Bytes in the host's memory."""
+        return sum(self.on_host.values())
 
     @property
     def allocated(self) -> int:
         """Bytes of tensors."""
         return sum(self.held.values())
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """All bytes of the device by kind: `held`, and what is not in tensors."""
+        return {**self.held, OUTSIDE: self.outside, SLACK: self.slack}
 
     @property
     def reserved(self) -> int:
@@ -35,14 +48,15 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class NodeForecast:
-    """Bytes that the ranks of the fullest node take together of what they share. offloaded: of the host's memory;
-    copies: of it as a file system, for checkpoint.neighbor_copies; there: all of the host's memory; limit: of that
-    for both; disk: files of states; disk_limit: room for these, None where it is unknown."""
+    """Bytes that the ranks of the fullest node take together of what they share."""
 
+    # The host's memory: offloaded states and activations, and copies of steps in its file system (checkpoint.neighbor_copies).
     offloaded: int = 0
     copies: int = 0
+    # All of the host's memory, and the share of it for both.
     there: int = 0
     limit: int = 0
+    # Files of states, and the room for them; None where it is unknown.
     disk: int = 0
     disk_limit: int | None = None
 
@@ -86,7 +100,7 @@ class MemoryForecast:
 
 @dataclass(frozen=True)
 class TimeForecast:
-    """Of a step, in seconds of the rank that takes longest.
+    """Seconds of a step, of the rank that takes longest.
 
     parts: what adds up to `step_s`: matmuls, attention, elementwise, recomputation, tp, cp, ep and pp that nothing hides,
     bubble, gathers and reductions that nothing hides, contention, optimizer, offload, checkpoint, host (`plan/time.py`).
@@ -112,18 +126,18 @@ class TimeForecast:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks together."""
+        """Tokens of all ranks together."""
         return self.tokens / self.step_s
 
     @property
     def tokens_per_s_and_rank(self) -> float:
-        """Of one rank."""
+        """Tokens of one rank."""
         return self.tokens_per_s / self.world
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Both."""
+    """Memory and time of a layout."""
 
     memory: MemoryForecast
     time: TimeForecast

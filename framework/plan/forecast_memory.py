@@ -1,34 +1,42 @@
-"""Bytes of a rank over a step, foretold for thousands of layouts: the Plan's own numbers, and what stands beside tensors.
+"""The one model of a rank's bytes over a step: for a plan, and for thousands of layouts of a search.
 
-    kind            what                                                                    known by
+    kind            content                                                                 known
     parameters ...  states, and what of them is gathered: as `plan/memory.py` has them      exactly, padding included
     activations     what layers keep, by microbatches in flight (`plan/activations.py`)     formulas, or estimated
     logits          what the loss keeps                                                     exactly
     temporaries     tensors inside of one layer's backward, or of the loss                  formulas
     communication   hidden states that a pipeline sends and receives                        by the executor's actions
     workspace       cuBLAS'                                                                 torch's default
-    outside         the driver's context and NCCL's buffers, not torch's memory             assumed (`memory_parts.py`)
-    slack           what the caching allocator has reserved beside tensors                  assumed (`memory_parts.py`)
+    outside         the driver's context and NCCL's buffers, not torch's memory             assumed (`memory_states.py`)
+    slack           what the caching allocator has reserved beside tensors                  assumed (`memory_states.py`)
 
-What a rank holds is the sum of two parts that are remembered by themselves: states (`memory_states.py`), which depend on ZeRO
-and not on microbatches, and activations (`memory_activations.py`), for which it is the other way round.
+A rank holds the sum of two parts, each cached by what it depends on: states (`memory_states.py`), which depend on ZeRO and not
+on microbatches, and activations (`memory_activations.py`), for which it is the other way round.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from framework.parallel.pipeline.pipeline import PipelinePlan
+from framework.plan.activation_peaks import representative
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import Cluster
 from framework.plan.forecast import MemoryForecast, NodeForecast, StageMemory
-from framework.plan.host_memory import USABLE, ranks_on_nodes, sum_fullest_node
+from framework.plan.memory import USABLE, ranks_on_nodes, sum_fullest_node
 from framework.plan.memory_activations import ActivationBytes
-from framework.plan.memory_moments import representative
-from framework.plan.memory_parts import FRAGMENTATION, PHASES, Part, Pipelines, slack_of
-from framework.plan.memory_states import StateBytes, StateOptions
-from framework.plan.policies import Counts
+from framework.plan.memory_states import (
+    FRAGMENTATION,
+    PHASES,
+    PhaseBytes,
+    Pipelines,
+    StateBytes,
+    StateOptions,
+    slack_of,
+)
+from framework.plan.policies import Counts, choose_counts, least_bytes, shorten
 from framework.plan.settings import Settings
 from framework.plan.shape import ModelShape
 from framework.recipe.schema import Recipe
@@ -47,21 +55,15 @@ def forecast_memory(
 ) -> MemoryForecast:
     """The memory of a rank at each place of the pipeline: of the first one along all other axes, as `Plan.memory`.
 
-    settings: what is remembered is remembered with them; a recipe's are made of it. chosen: layers of each stage by policy of
+    settings: keep what is cached; made of a recipe where that is given. chosen: layers of each stage by policy of
     activation checkpointing; None: all as the candidate says. Raises what the model's transforms raise for degrees that do not
     fit (`ModelShape.refusal` asks first), RecipeError for more stages than layers.
     """
-    states, activations = memory_model(shape, settings).parts(candidate, chosen)
-    stages = tuple(_join(*each) for each in zip(states, activations, strict=True))
-    return MemoryForecast(stages, cluster.memory_bytes, _forecast_node(shape, candidate, settings, cluster, stages))
+    return memory_model(shape, settings).forecast(candidate, cluster, chosen)
 
 
 def _forecast_node(
-    shape: ModelShape,
-    candidate: Candidate,
-    settings: Settings | Recipe,
-    cluster: Cluster,
-    stages: Sequence[StageMemory],
+    shape: ModelShape, candidate: Candidate, settings: Settings, cluster: Cluster, stages: Sequence[StageMemory]
 ) -> NodeForecast:
     """Forecast of the resources that the ranks of the fullest node share."""
     world, here = candidate.world, cluster.ranks_per_node
@@ -72,11 +74,10 @@ def _forecast_node(
     return NodeForecast(offloaded, copies, cluster.host_bytes, limit, disk, cluster.node_disk_bytes)
 
 
-def _copied_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe) -> int:
+def _copied_bytes(shape: ModelShape, candidate: Candidate, settings: Settings) -> int:
     """Bytes of held steps on a node with checkpoint.neighbor_copies, where its ranks save an even share: as `bytes_of_copies`."""
-    known = Settings.of(settings) if isinstance(settings, Recipe) else settings
-    copies, nodes = known.recipe.checkpoint.neighbor_copies, candidate.nodes
-    return 2 * min(1 + copies, nodes) * checkpoint_bytes(shape, known) // nodes if copies else 0
+    copies, nodes = settings.recipe.checkpoint.neighbor_copies, candidate.nodes
+    return 2 * min(1 + copies, nodes) * checkpoint_bytes(shape, settings) // nodes if copies else 0
 
 
 def checkpoint_bytes(shape: ModelShape, settings: Settings) -> int:
@@ -87,7 +88,7 @@ def checkpoint_bytes(shape: ModelShape, settings: Settings) -> int:
 
 
 def describe_estimate(shape: ModelShape, candidate: Candidate) -> str | None:
-    """What of a forecast is estimated, and by how much it may be off; None where all of it has formulas."""
+    """Say which part of a forecast is estimated, and by how much it may be off; None where all of it has formulas."""
     if shape.has_formulas:
         return None
     low, high = ESTIMATE_OFF
@@ -101,7 +102,7 @@ def describe_estimate(shape: ModelShape, candidate: Candidate) -> str | None:
 
 
 def spare_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe, cluster: Cluster) -> int:
-    """`forecast_memory(...).spare` alone, for a search: negative where the fullest rank lacks so many."""
+    """`forecast_memory(...).spare` alone, for a search; negative where the fullest rank lacks bytes."""
     states, activations = memory_model(shape, settings).parts(candidate, None)
     return cluster.memory_bytes - max(map(_most, states, activations))
 
@@ -124,34 +125,34 @@ def host_spare_of_options(
 
 
 def memory_model(shape: ModelShape, settings: Settings | Recipe) -> "MemoryModel":
-    """What is known of a model's bytes with these settings: one for both, which remembers."""
+    """The cached memory model of a shape with these settings."""
     known = Settings.of(settings) if isinstance(settings, Recipe) else settings
     model: MemoryModel = known.remember(("memory", shape), lambda: MemoryModel.of(shape, known))
     return model
 
 
-def _most(states: Part, activations: Part) -> int:
+def _most(states: PhaseBytes, activations: PhaseBytes) -> int:
     return max(_reserve(states, activations, phase) for phase in range(len(PHASES)))
 
 
-def _reserve(states: Part, activations: Part, phase: int) -> int:
-    """What the device must have for one phase."""
+def _reserve(states: PhaseBytes, activations: PhaseBytes, phase: int) -> int:
+    """Bytes that the device must have in one phase."""
     moving = states.moving[phase] + activations.moving[phase]
     return states.totals[phase] + activations.totals[phase] + slack_of(moving) + states.outside
 
 
-def _join(states: Part, activations: Part) -> StageMemory:
-    """Both parts of a rank."""
+def _join(states: PhaseBytes, activations: PhaseBytes) -> StageMemory:
+    """Add up both parts of a rank."""
     fullest = max(range(len(PHASES)), key=lambda phase: _reserve(states, activations, phase))
     phases = {name: {**states.phases[index], **activations.phases[index]} for index, name in enumerate(PHASES)}
     slack = slack_of(states.moving[fullest] + activations.moving[fullest])
-    host = states.host + activations.host
-    return StageMemory(phases[PHASES[fullest]], slack, phases, host, states.outside, states.disk)
+    on_host = {**states.on_host, **activations.on_host}
+    return StageMemory(phases[PHASES[fullest]], slack, phases, on_host, states.outside, states.disk)
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryModel:
-    """Both parts of one model and one recipe."""
+    """Bytes of the ranks of one model and one recipe, by candidate."""
 
     pipelines: Pipelines
     states: StateBytes
@@ -159,12 +160,55 @@ class MemoryModel:
     _known: dict[Any, list[int]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, shape: ModelShape, settings: Settings) -> "MemoryModel":
-        """That of a model and a recipe."""
-        pipelines = Pipelines(shape, settings)
+    def of(cls, shape: ModelShape, settings: Settings, pipeline: PipelinePlan | None = None) -> "MemoryModel":
+        """The model of a recipe's layouts; with a plan's pipeline of that plan alone."""
+        pipelines = Pipelines(shape, settings, pipeline)
         return cls(pipelines, StateBytes(pipelines), ActivationBytes(pipelines))
 
-    def parts(self, each: Candidate, chosen: Mapping[int, Counts] | None) -> tuple[Sequence[Part], Sequence[Part]]:
+    def forecast(self, each: Candidate, cluster: Cluster, chosen: Mapping[int, Counts] | None = None) -> MemoryForecast:
+        """The memory of devices and of a node, on a cluster. chosen: as of `stages`."""
+        shape, settings, stages = self.pipelines.shape, self.pipelines.settings, self.stages(each, chosen)
+        return MemoryForecast(stages, cluster.memory_bytes, _forecast_node(shape, each, settings, cluster, stages))
+
+    def stages(self, each: Candidate, chosen: Mapping[int, Counts] | None = None) -> tuple[StageMemory, ...]:
+        """The bytes of a rank at each place of the pipeline. chosen: layers of each stage by policy of activation
+        checkpointing; None: all as the candidate says."""
+        return tuple(_join(*parts) for parts in zip(*self.parts(each, chosen), strict=True))
+
+    def choose(self, each: Candidate, place: int, budget: int) -> Mapping[int, Counts] | None:
+        """The layers of each stage of a rank by policy of activation checkpointing: the fewest FLOPs with which the rank needs at
+        most `budget` bytes of its device; None where no choice does. Of stages of unlike sizes the smaller ones have the first
+        layers of the largest."""
+        sizes, costs = self._layers_of_stages(each, place), self.activations.of_microbatch(each).costs
+
+        def flops_of(counts: Counts) -> float:
+            return sum(costs.flops(shorten(counts, size)) for size in sizes.values())
+
+        found = choose_counts(max(sizes.values()), self._bytes_by_choice(each, place), flops_of, budget)
+        return None if found is None else {index: shorten(found, size) for index, size in sizes.items()}
+
+    def least_by_choice(self, each: Candidate, place: int) -> tuple[int, int]:
+        """(the fewest bytes that any choice leaves a rank, those of its states)."""
+        most = max(self._layers_of_stages(each, place).values())
+        return least_bytes(most, self._bytes_by_choice(each, place)), max(self.states.of_ranks(each)[place].totals)
+
+    def _bytes_by_choice(self, each: Candidate, place: int) -> Callable[[Counts], int]:
+        """Bytes of a rank by the choice for the largest of its stages."""
+        sizes, states = self._layers_of_stages(each, place), self.states.of_ranks(each)[place]
+
+        def bytes_of(counts: Counts) -> int:
+            chosen = {index: shorten(counts, size) for index, size in sizes.items()}
+            return _most(states, self.activations.find_rank(each, place, chosen))
+
+        return bytes_of
+
+    def _layers_of_stages(self, each: Candidate, place: int) -> Mapping[int, int]:
+        """Numbers of layers of a rank's stages, by the stage's index."""
+        return {stage.index: stage.stop - stage.start for stage in self.pipelines.places(each).of_ranks[place]}
+
+    def parts(
+        self, each: Candidate, chosen: Mapping[int, Counts] | None
+    ) -> tuple[Sequence[PhaseBytes], Sequence[PhaseBytes]]:
         """(states, activations) of each rank of the pipeline."""
         return self.states.of_ranks(each), self.activations.of_ranks(each, chosen)
 

@@ -9,12 +9,12 @@ from framework.plan.candidate import Candidate
 from framework.plan.cluster import Cluster
 from framework.plan.context import find_methods
 from framework.plan.forecast import Forecast, MemoryForecast, NodeForecast
-from framework.plan.forecast_memory import describe_estimate, forecast_memory
+from framework.plan.forecast_memory import describe_estimate
 from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan
-from framework.plan.settings import Settings, chosen_counts, planned_candidate
-from framework.plan.shape import ModelShape, make_shape
+from framework.plan.shape import ModelShape
 from framework.plan.time import TimeModel
+from framework.plan.traffic import context_costs
 from framework.recipe.clusters import find_cluster, refuse_crowded_nodes
 from framework.recipe.schema import Cluster as ClusterRecipe
 
@@ -47,9 +47,8 @@ def forecast_plan(plan: Plan) -> PlanForecast:
     """On the recipe's cluster."""
     refuse_crowded_nodes(plan.recipe)
     cluster, cautions = Cluster.from_recipe(plan.recipe), []
-    shape, settings = make_shape(plan.config, plan.recipe), Settings.of(plan.recipe)
-    candidate = planned_candidate(_without_table(plan))
-    memory = forecast_memory(shape, candidate, settings, cluster, chosen_counts(plan))
+    shape, candidate = plan.shape, plan.candidate
+    memory = plan.memory_model.forecast(candidate, cluster, plan.chosen)
     if plan.recipe.memory.activation_checkpointing == "auto":
         policies = Counter(policy for rank in plan.topology.ranks("pp", 0) for policy in plan.policies(rank).values())
         candidate = replace(candidate, checkpointing=policies.most_common(1)[0][0])
@@ -60,7 +59,7 @@ def forecast_plan(plan: Plan) -> PlanForecast:
     times = TimeModel(shape, plan.recipe, cluster)
     forecast, costs = Forecast(memory, times.forecast(candidate)), times.costs(candidate)
     if plan.recipe.pipeline.table is not None:
-        cautions.append("memory and step time are those of pipeline.schedule=1f1b, not of pipeline.table")
+        cautions.append("the step time is that of pipeline.schedule=1f1b, not of pipeline.table")
         costs = _scale(plan.pipeline.costs, costs)
     cautions += [doubt for doubt in [describe_estimate(shape, candidate)] if doubt is not None]
     cautions += _doubt_memory(shape, memory)
@@ -79,7 +78,7 @@ def forecast_plan(plan: Plan) -> PlanForecast:
 
 def _compare_methods(plan: Plan, times: TimeModel, candidate: Candidate) -> tuple[tuple[str, float], ...]:
     """(method, step seconds) of context parallelism, the fastest first."""
-    heads = max((cost.shape.heads for cost in plan.context_costs(0) if cost is not None), default=0)
+    heads = max((cost.shape.heads for cost in context_costs(plan, 0) if cost is not None), default=0)
     if candidate.cp == 1 or not heads:
         return ()
     layouts = {
@@ -107,14 +106,6 @@ def _doubt_nodes(described: ClusterRecipe, node: NodeForecast) -> Iterator[str]:
         yield f"{described.name} does not say cluster.host_memory_gb: a node is taken to have {there}, as its devices have"
     if node.disk and node.disk_limit is None:
         yield f"files of states take {show_bytes(node.disk)} of a node's disks, whose room is unknown (cluster.node_disk_gb)"
-
-
-def _without_table(plan: Plan) -> Plan:
-    """The plan's recipe with a schedule that can be foretold in the place of the user's own."""
-    if plan.recipe.pipeline.table is None:
-        return plan
-    pipeline = replace(plan.recipe.pipeline, table=None, schedule="1f1b", virtual_stages=None)
-    return replace(plan, recipe=replace(plan.recipe, pipeline=pipeline))
 
 
 def _scale(flops: Costs, seconds: Costs) -> Costs:

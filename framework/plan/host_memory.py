@@ -2,49 +2,24 @@
 this node has them."""
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 from framework.errors import RecipeError
+from framework.host import count_host_memory
 from framework.optim.optimizers import state_names
-from framework.plan.memory import show_bytes
+from framework.plan.memory import USABLE, show_bytes, sum_fullest_node
 from framework.plan.plan import Plan
-from framework.recipe.host import count_host_memory
 from framework.recipe.schema import Recipe
 
-# The share of a node's memory that ranks have for offloaded states: Python, torch, NCCL and page tables need the rest.
-USABLE = 0.9
 # The file system that holds copies of steps. Linux mounts it everywhere, as large as half of the memory where a site does not say
 # otherwise.
 MEMORY = Path("/dev/shm")
 
 
-@cache
-def ranks_on_nodes(world: int, pp: int, here: int) -> tuple[tuple[int, ...], ...]:
-    """Number of ranks at each place of the pipeline, for each kind of node with `here` ranks; neighbours share a node."""
-    size = world // pp
-    nodes = [(first, min(first + here, world)) for first in range(0, world, here)]
-    counts = [
-        tuple(max(0, min(stop, (place + 1) * size) - max(first, place * size)) for place in range(pp))
-        for first, stop in nodes
-    ]
-    return tuple(dict.fromkeys(counts))
-
-
-def sum_fullest_node(of_stage: Sequence[int], world: int, here: int) -> int:
-    """The most that the ranks of one node have together. of_stage: of a rank at each place of the pipeline: ranks that differ in
-    other coordinates have as much."""
-    return max(
-        sum(count * size for count, size in zip(counts, of_stage, strict=True))
-        for counts in ranks_on_nodes(world, len(of_stage), here)
-    )
-
-
 def bytes_of_fullest_node(plan: Plan) -> int:
     """The most that the ranks of one node hold together in the host's memory."""
-    of_stage = [sum(plan.memory(rank).on_host.values()) for rank in plan.topology.ranks("pp", 0)]
+    of_stage = [plan.memory(rank).host for rank in plan.topology.ranks("pp", 0)]
     return sum_fullest_node(of_stage, plan.derived.world, plan.derived.ranks_per_node)
 
 
@@ -52,7 +27,7 @@ def bytes_saved(plan: Plan, rank: int) -> int:
     """Bytes that the rank's device holds less than if it held all states."""
     recipe = plan.recipe
     all_there = replace(recipe, memory=replace(recipe.memory, offload=type(recipe.memory.offload)()))
-    return replace(plan, recipe=all_there, _ranks={}).memory(rank).total - plan.memory(rank).total
+    return replace(plan, recipe=all_there).memory(rank).reserved - plan.memory(rank).reserved
 
 
 def bytes_checkpointed(plan: Plan, rank: int) -> int:

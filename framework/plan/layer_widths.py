@@ -1,4 +1,4 @@
-"""What `activations.py` computes from: the widths of a decoder layer, its mixture of experts, and the mask of its attention."""
+"""Widths of a decoder layer, its mixture of experts and the mask of its attention: the input of `activations.py`."""
 
 from dataclasses import dataclass
 
@@ -93,8 +93,8 @@ def _read_mixture(config: PretrainedConfig, layer: nn.Module) -> MixtureWidths |
 
 
 def mixture_widths(model: nn.Module, config: PretrainedConfig) -> MixtureWidths | None:
-    """Of the first mixture; None where there is none, or its experts have no gate, or are called in llama4's way. config: of the
-    text model."""
+    """Widths of the first mixture; None without one, or if its experts have no gate or are called in llama4's way. config: of
+    the text model."""
     _, experts, form = next(find_experts(model), (None, None, None))
     top_k = experts_per_token(config)
     if experts is None or form is None or top_k is None or not form.has_gate or form.is_expert_major:

@@ -2,32 +2,17 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
-from framework.optim.disk_chunks import DiskShard, StateKind, file_bytes, place_chunks, ring_bytes
+from framework.optim.disk_chunks import DiskShard, DiskState, file_bytes, place_chunks, ring_bytes
 from framework.optim.states import MomentsDtype, count_state_bytes
 from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.plan_buffers import BufferPlan, GroupSpan
 from framework.parallel.zero.unit_buckets import gathers_alone, largest_shared, unit_bytes
 
+# The share of a node's memory that ranks have for offloaded states: Python, torch, NCCL and page tables need the rest.
+USABLE = 0.9
 KINDS = ("parameters", "gradients", "master", "optimizer", "gathered")
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Memory of one rank. held: bytes of its device by kind, activations included; live: the most microbatches of its stages at
-    once between their forward and the end of their backward. What kernels and the framework itself use comes on top. on_host:
-    bytes by kind that have their home in the host's memory, activations between forward and backward included. on_disk: bytes of
-    its file of states."""
-
-    held: dict[str, int]
-    live: int
-    on_host: dict[str, int]
-    on_disk: int = 0
-
-    @property
-    def total(self) -> int:
-        """All bytes of the device."""
-        return sum(self.held.values())
 
 
 @dataclass(frozen=True)
@@ -95,7 +80,7 @@ def measure_units(
 
 
 def total_on_device(units: Sequence[tuple[UnitMemory, int]]) -> dict[str, int]:
-    """What lives on the device for the whole run, by kind, and the most that gathered parameters and unreduced gradients add.
+    """Bytes on the device for the whole run, by kind, and the most that gathered parameters and unreduced gradients add.
     units: of a rank, each with how many are alike."""
     return _total([(each.device, count) for each, count in units]) | {"gathered": sum(count_gathered(units))}
 
@@ -107,27 +92,12 @@ def total_on_host(units: Sequence[tuple[UnitMemory, int]], is_pinned: bool) -> d
     return _total([(each.host, count) for each, count in units]) | {"gathered": casts, "pinning": pinning}
 
 
-def bytes_held(buffers: Sequence[BufferPlan], states: Sequence[str], moments: MomentsDtype = "fp32") -> dict[str, int]:
-    """What lives on the device for the whole run, by kind, and the most that gathered parameters and unreduced gradients add.
-
-    The table of `parallel/zero/lifetimes.py` in bytes, padding included.
-    """
-    return total_on_device(measure_units(buffers, states, moments))
-
-
-def bytes_on_host(
-    buffers: Sequence[BufferPlan], states: Sequence[str], moments: MomentsDtype, is_pinned: bool
-) -> dict[str, int]:
-    """Bytes in the host's memory by kind. gradients: copies for the update; gathered: casts of masters on their way to the
-    device, and the ring of buffers of states that live on a disk; pinning: `_pinning_bytes`, where a GPU copies."""
-    held = total_on_host(measure_units(buffers, states, moments), is_pinned)
+def total_on_disk(buffers: Sequence[BufferPlan], states: Sequence[str]) -> tuple[int, int]:
+    """(bytes of a rank's file of states: whole pages of each part of a chunk, and its stamps; bytes of the ring of host buffers
+    through which they travel)."""
     shards = disk_shards(buffers, states)
-    return held | {"gathered": held["gathered"] + (ring_bytes(place_chunks(shards)) if shards else 0)}
-
-
-def bytes_on_disk(buffers: Sequence[BufferPlan], states: Sequence[str]) -> int:
-    """The size of a rank's file of states: whole pages of each part of a chunk, and its stamps."""
-    return file_bytes(place_chunks(disk_shards(buffers, states)))
+    chunks = place_chunks(shards)
+    return file_bytes(chunks), ring_bytes(chunks) if shards else 0
 
 
 def disk_shards(buffers: Sequence[BufferPlan], states: Sequence[str]) -> list[DiskShard]:
@@ -137,8 +107,8 @@ def disk_shards(buffers: Sequence[BufferPlan], states: Sequence[str]) -> list[Di
         DiskShard(
             each.numel_owned,
             (
-                StateKind("master", each.dtypes.master),
-                *(StateKind(name, each.dtypes.gradient) for name in states),
+                DiskState("master", each.dtypes.master),
+                *(DiskState(name, each.dtypes.gradient) for name in states),
             ),
             tuple(
                 cut for span in each.spans for where in [within_owned(each, span)] for cut in (where.start, where.stop)
@@ -240,6 +210,27 @@ def _total(counted: Iterable[tuple[Mapping[str, int], int]]) -> dict[str, int]:
         for kind, size in sizes.items():
             total[kind] += size * count
     return total
+
+
+@cache
+def ranks_on_nodes(world: int, pp: int, here: int) -> tuple[tuple[int, ...], ...]:
+    """Number of ranks at each place of the pipeline, for each kind of node with `here` ranks; neighbours share a node."""
+    size = world // pp
+    nodes = [(first, min(first + here, world)) for first in range(0, world, here)]
+    counts = [
+        tuple(max(0, min(stop, (place + 1) * size) - max(first, place * size)) for place in range(pp))
+        for first, stop in nodes
+    ]
+    return tuple(dict.fromkeys(counts))
+
+
+def sum_fullest_node(of_stage: Sequence[int], world: int, here: int) -> int:
+    """The most that the ranks of one node have together. of_stage: of a rank at each place of the pipeline: ranks that differ in
+    other coordinates have as much."""
+    return max(
+        sum(count * size for count, size in zip(counts, of_stage, strict=True))
+        for counts in ranks_on_nodes(world, len(of_stage), here)
+    )
 
 
 def show_bytes(size: int) -> str:

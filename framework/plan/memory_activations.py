@@ -1,4 +1,4 @@
-"""Bytes of activations: what layers keep of the microbatches in flight, what the loss keeps, and what is there beside both."""
+"""Bytes of activations over a step: kept by layers for the microbatches in flight, kept by the loss, and temporaries."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,48 +6,47 @@ from functools import partial
 from typing import Any
 
 from framework.errors import ModelError
-from framework.mesh.axis import Axis
 from framework.mesh.context import ContextSlices
 from framework.mesh.token_layout import TokenLayout
+from framework.mesh.topology import Axis
 from framework.model.logit_map import find_logit_map
 from framework.model.stage import StageBounds
-from framework.parallel.pipeline.live import LiveMoment
+from framework.parallel.pipeline.lower import LiveMoment, live_moments
 from framework.parallel.pipeline.simulate import Costs
-from framework.plan.activation_peaks import MomentTable, Peak, StageActivations
+from framework.plan.activation_peaks import MomentTable, Peak, StageActivations, make_moments, representative
 from framework.plan.activations import Activations
 from framework.plan.candidate import Candidate
 from framework.plan.context import ContextCost, ContextMethod
 from framework.plan.layer_widths import read_masks
-from framework.plan.logits import is_large
-from framework.plan.memory_moments import make_moments, representative
-from framework.plan.memory_parts import PHASES, Part, Pipelines
-from framework.plan.policies import Counts, uniform
+from framework.plan.memory_states import PHASES, PhaseBytes, Pipelines
+from framework.plan.policies import Counts, is_large, uniform
 
 
 @dataclass(frozen=True, eq=False)
 class ActivationBytes:
-    """Those of one model and one recipe, each remembered by what it depends on."""
+    """Activation bytes for one model and one recipe, cached by what they depend on."""
 
     pipelines: Pipelines
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def of_ranks(self, each: Candidate, chosen: Mapping[int, Counts] | None) -> list[Part]:
+    def of_ranks(self, each: Candidate, chosen: Mapping[int, Counts] | None) -> list[PhaseBytes]:
         ranks = range(each.pp)
         if chosen is not None:
-            return [self._find_rank(each, rank, chosen) for rank in ranks]
+            return [self.find_rank(each, rank, chosen) for rank in ranks]
         return [self.of_rank(each, rank) for rank in ranks]
 
-    def of_rank(self, each: Candidate, rank: int) -> Part:
-        """Of one rank of the pipeline, its layers as the candidate says."""
+    def of_rank(self, each: Candidate, rank: int) -> PhaseBytes:
+        """Bytes of one rank of the pipeline, its layers checkpointed as the candidate says."""
         layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
         microbatches = representative(each.schedule, each.pp, each.accumulation)
         goes = "activations" in each.offload
         tokens = each.sequences, each.cp, each.ulysses, each.is_gather, each.checkpointing, goes, microbatches
         key = ("activations of rank", rank, layout, tokens)
-        found: Part = self._remember(key, lambda: self._find_rank(each, rank, None))
+        found: PhaseBytes = self._remember(key, lambda: self.find_rank(each, rank, None))
         return found
 
-    def _find_rank(self, each: Candidate, rank: int, chosen: Mapping[int, Counts] | None) -> Part:
+    def find_rank(self, each: Candidate, rank: int, chosen: Mapping[int, Counts] | None) -> PhaseBytes:
+        """`of_rank`, with the layers of each stage by policy."""
         places, activations = self.pipelines.places(each), self.of_microbatch(each)
         moments, table = self.moments(each, rank)
         policy, stages = each.checkpointing, places.of_ranks[rank]
@@ -69,12 +68,15 @@ class ActivationBytes:
             self._phase(peaks[name], on_the_way, more[number]) | {"workspace": self.pipelines.workspace}
             for number, name in enumerate(PHASES[:3])
         ]
-        nothing = {"activations": 0, "logits": 0, "temporaries": 0, "workspace": self.pipelines.workspace}
-        host = self._offloaded_bytes(activations, stages, moments)
-        return Part.of([*phases, nothing, nothing], self.pipelines.workspace, host, 0)
+        nothing = self._phase(Peak(), 0, 0) | {"workspace": self.pipelines.workspace}
+        on_host = {"activations": self._offloaded_bytes(activations, stages, moments)}
+        return PhaseBytes.of([*phases, nothing, nothing], self.pipelines.workspace, on_host, 0)
 
     def moments(self, each: Candidate, rank: int) -> tuple[Sequence[LiveMoment], MomentTable]:
-        """Those at which a rank may have most, listed and as arrays."""
+        """The moments at which a rank may have most, listed and as arrays."""
+        if self.pipelines.pipeline is not None:
+            lowered = self.pipelines.pipeline.lowered(each.accumulation)
+            return self._remember(("moments of a plan", rank), lambda: _tabulate(live_moments(lowered, rank)))
         count = representative(each.schedule, each.pp, each.accumulation)
         # In which order messages of uneven stages leave depends on how long these compute.
         costs = self._stage_costs(each)
@@ -83,8 +85,7 @@ class ActivationBytes:
         def make() -> tuple[Sequence[LiveMoment], MomentTable]:
             costs_of_all = Costs(costs, costs, costs)
             make_all = partial(make_moments, each.schedule, each.pp, each.virtual, each.accumulation, costs_of_all)
-            found = self._remember(("schedule", layout), make_all)(rank)
-            return found, MomentTable.of(found)
+            return _tabulate(self._remember(("schedule", layout), make_all)(rank))
 
         return self._remember(("moments", rank, layout), make)
 
@@ -109,7 +110,7 @@ class ActivationBytes:
     def _offloaded_bytes(
         self, activations: Activations, stages: Sequence[StageBounds], moments: Sequence[LiveMoment]
     ) -> int:
-        """Of activations on the host at the most. Each stage of the rank has blocks of its own."""
+        """The most activations on the host. Each stage of the rank has blocks of its own."""
         if not activations.memory.offload.activations:
             return 0
         sizes = {stage.index: activations.offloaded_bytes(stage) for stage in stages}
@@ -120,7 +121,7 @@ class ActivationBytes:
         return sum(size * most[index] for index, size in sizes.items())
 
     def of_microbatch(self, each: Candidate) -> Activations:
-        """Of one rank and microbatch."""
+        """Sizes of one rank's activations for one microbatch."""
         key = form_of(each), each.sequences, each.checkpointing, "activations" in each.offload
         return self._remember(("activations of", key), lambda: self._make_activations(each))
 
@@ -155,7 +156,7 @@ class ActivationBytes:
         )
 
     def _masks(self, each: Candidate) -> tuple[str | None, ...]:
-        """Of each layer."""
+        """The kind of mask of each layer."""
         make = partial(read_masks, self.pipelines.settings.recipe, self.pipelines.shape.text, each.cp, each.context)
         found: tuple[str | None, ...] = self._remember(("masks", each.cp > 1, each.context), make)
         return found
@@ -200,9 +201,13 @@ class ActivationBytes:
 
 
 def form_of(each: Candidate) -> tuple[object, ...]:
-    """What a layer's bytes for one sequence depend on, but for its policy."""
+    """Fields of a candidate that a layer's bytes for one sequence depend on, without its policy."""
     cp = each.context, each.cp, each.ulysses, each.is_gather
     return (*cp, each.tp, each.sequence, each.expert_tp, each.ep > 1)
+
+
+def _tabulate(moments: Sequence[LiveMoment]) -> tuple[Sequence[LiveMoment], MomentTable]:
+    return moments, MomentTable.of(moments)
 
 
 def _slices_of(each: Candidate) -> ContextSlices:

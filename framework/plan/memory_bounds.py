@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 from framework.parallel.activation_checkpointing import count_groups
 from framework.parallel.pipeline.schedules import group_sizes
+from framework.plan.activation_peaks import representative
 from framework.plan.candidate import Candidate, Checkpointing
 from framework.plan.forecast_memory import MemoryModel
 from framework.plan.memory_activations import form_of
-from framework.plan.memory_moments import representative
-from framework.plan.memory_parts import slack_of
+from framework.plan.memory_states import slack_of
 
 # Of an element's gradient at the least (`BufferDtypes.gradient`).
 GRADIENT_BYTES = 4
@@ -46,22 +46,24 @@ class LayerBytes(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """What the first rank of a pipeline has at once, at the least. layers, groups: times microbatches; longest: layers of one of
-    its stages. Elements of its parameters: read, in units that are gathered at once; reduced, in those whose gradients are
-    there at once; sharded: of all units, those with experts over the ranks of tp as well; whole: of all."""
+    """The least that the first rank of a pipeline has at once."""
 
+    # Layers and groups of layers, times microbatches.
     layers: int
     groups: int
+    # Layers of the longest of its stages.
     longest: int
+    # Elements of parameters of units that are unsharded at once, and of those whose gradients are there at once.
     read: int
     reduced: int
+    # Elements of parameters of all units, with experts divided by tp, and whole.
     sharded: int
     whole: int
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryBounds:
-    """Those of one model and one recipe."""
+    """Lower bounds for one model and one recipe."""
 
     memory: MemoryModel
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)

@@ -1,38 +1,134 @@
-"""Bytes of states: parameters, gradients, masters and moments, as buffers are planned, and what of them is gathered.
+"""Bytes of states over a step: parameters, gradients, masters and moments, as buffers are planned, and what is unsharded of them.
 
-Many places where states may lie are told at once, as arrays: a search asks them of each layout of the stages.
+For a search the bytes of all places where states may lie are computed at once, as arrays.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from framework.comm.communicator import Communicator
-from framework.mesh.axis import Axis
-from framework.mesh.topology import count_expert_shards
+from framework.mesh.topology import Axis, count_expert_shards
+from framework.model.stage import StageBounds
+from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.parallel.tensor import ranks_per_kv_head
-from framework.parallel.zero.choose_homes import choose_homes
 from framework.parallel.zero.lifetimes import lifetimes_of
-from framework.parallel.zero.plan_buffers import BufferPlan
+from framework.parallel.zero.plan_buffers import BufferPlan, choose_homes
 from framework.plan.candidate import Candidate
 from framework.plan.memory import (
     KINDS,
     UnitMemory,
-    bytes_held,
-    bytes_on_disk,
-    bytes_on_host,
     count_gathered,
     measure_unit,
     measure_units,
     total_on_device,
+    total_on_disk,
     total_on_host,
 )
-from framework.plan.memory_parts import BACKWARD, FRAGMENTATION, Part, Pipelines
-from framework.plan.shape import RankUnit, StageUnits
+from framework.plan.settings import Settings
+from framework.plan.shape import Degrees, ModelShape, RankUnit, StageUnits
 from framework.recipe.schema import Offload
+
+PHASES = ("forward", "loss", "backward", "reduction", "optimizer")
+BACKWARD = PHASES.index("backward")
+MIB = 2**20
+# torch's default for one stream on Hopper (CUBLAS_WORKSPACE_CONFIG); 8.5 MiB on other GPUs. Computation has one stream.
+CUBLAS_BYTES = 32 * MIB
+# Assumed, not measured here: a CUDA context with torch's kernels loaded, and the buffers of a NCCL communicator over NVLink.
+CONTEXT_BYTES = 512 * MIB
+COMMUNICATOR_BYTES = 128 * MIB
+# Assumed: of what comes and goes (activations, logits, temporaries, gathered units) the caching allocator reserves this share
+# more than tensors fill, because free blocks do not fit what is asked for. What lives for the whole run is allocated first, in
+# blocks of its own.
+FRAGMENTATION = 0.04
+
+
+class PhaseBytes(NamedTuple):
+    """A part of a rank's bytes: its states, or its activations."""
+
+    # By kind, in each of PHASES; their sums; and the share of those that comes and goes.
+    phases: tuple[Mapping[str, int], ...]
+    totals: tuple[int, ...]
+    moving: tuple[int, ...]
+    # In the host's memory, by kind.
+    on_host: Mapping[str, int]
+    # Of the device, but not torch's.
+    outside: int
+    # In a file of states.
+    disk: int = 0
+
+    @classmethod
+    def of(
+        cls, phases: Sequence[Mapping[str, int]], lasting: int, on_host: Mapping[str, int], outside: int, disk: int = 0
+    ) -> "PhaseBytes":
+        """lasting: what is there in all phases."""
+        totals = tuple(sum(each.values()) for each in phases)
+        return cls(tuple(phases), totals, tuple(total - lasting for total in totals), on_host, outside, disk)
+
+    @property
+    def host(self) -> int:
+        """All bytes in the host's memory."""
+        return sum(self.on_host.values())
+
+
+def slack_of(moving: int) -> int:
+    """Bytes that the allocator reserves beside tensors that come and go."""
+    return int(FRAGMENTATION * moving)
+
+
+@dataclass(frozen=True)
+class StagePlacement:
+    """A model's stages on the ranks of a pipeline, as ranks with such degrees hold them. owners: the rank of each stage."""
+
+    stages: tuple[StageBounds, ...]
+    owners: tuple[int, ...]
+    degrees: Degrees
+
+    @cached_property
+    def of_ranks(self) -> list[list[StageBounds]]:
+        """The stages of each rank, in order of computation."""
+        pairs = list(zip(self.stages, self.owners, strict=True))
+        return [[stage for stage, owner in pairs if owner == rank] for rank in range(max(self.owners) + 1)]
+
+
+@dataclass(frozen=True, eq=False)
+class Pipelines:
+    """The pipelines of one model and one recipe, and what their ranks have whatever is trained. pipeline: that of a plan, in
+    the place of what candidates say of stages and schedules."""
+
+    shape: ModelShape
+    settings: Settings
+    pipeline: PipelinePlan | None = None
+    _known: dict[Any, StagePlacement] = field(default_factory=dict, repr=False)
+
+    def places(self, each: Candidate) -> StagePlacement:
+        """The stages of a pipeline on its ranks."""
+        layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
+        if self.pipeline is not None:
+            return StagePlacement(tuple(self.pipeline.stages), tuple(self.pipeline.rank_of_stage), Degrees.of(each))
+        if layout not in self._known:
+            layers = self.settings.layers(each)
+            stages = self.shape.stages(each.pp, each.schedule, each.virtual, each.context, layers)
+            self._known[layout] = StagePlacement(
+                stages, self.shape.owners(each.pp, each.schedule, each.virtual), Degrees.of(each)
+            )
+        return self._known[layout]
+
+    def outside(self, each: Candidate) -> int:
+        """Bytes of the device that are not torch's."""
+        if self.settings.device != "cuda":
+            return 0
+        sizes = (each.world, each.tp, each.dp * each.cp, each.pp, each.cp, each.ep)
+        return CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(size > 1 for size in sizes)
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that cuBLAS keeps for its own use."""
+        return CUBLAS_BYTES if self.settings.device == "cuda" else 0
+
 
 # Where states lie: the fields zero, shard and offload of a candidate.
 States = tuple[int, int, frozenset[str]]
@@ -46,7 +142,7 @@ class StateOptions:
 
 
 class StateTable(NamedTuple):
-    """Bytes of each option. totals, moving: [options, ranks, phases], host: [options, ranks], as of `Part`; outside: not
+    """Bytes of each option. totals, moving: [options, ranks, phases], host: [options, ranks], as of `PhaseBytes`; outside: not
     torch's, of any rank. in_backward: [options], on the first rank of the pipeline, with the slack of what comes and goes."""
 
     totals: np.ndarray
@@ -68,7 +164,7 @@ class UnitOfOptions(NamedTuple):
 
 
 def _sum_largest(sizes: Sequence[np.ndarray], most: int) -> np.ndarray:
-    """Of each option the sum of so many of the largest."""
+    """Sum of the `most` largest sizes, for each option."""
     if len(sizes) <= most:
         return sum(sizes, np.zeros(1, dtype=np.int64))
     return np.sort(np.stack(sizes), axis=0)[-most:].sum(axis=0)
@@ -76,17 +172,17 @@ def _sum_largest(sizes: Sequence[np.ndarray], most: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class StateBytes:
-    """Those of one model and one recipe, each remembered by what it depends on."""
+    """State bytes for one model and one recipe, cached by what they depend on."""
 
     pipelines: Pipelines
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def of_ranks(self, each: Candidate) -> Sequence[Part]:
-        """Of each rank of the pipeline."""
+    def of_ranks(self, each: Candidate) -> Sequence[PhaseBytes]:
+        """Bytes of each rank of the pipeline."""
         layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
         # Which of dp and cp the batch's ranks are decides how many communicators there are.
         zero = each.zero, each.shard, each.dp * each.cp, each.cp > 1, each.offload - {"activations"}
-        found: Sequence[Part] = self._remember(("states", layout, zero), lambda: self._states(each))
+        found: Sequence[PhaseBytes] = self._remember(("states", layout, zero), lambda: self._states(each))
         return found
 
     def of_options(self, stages: Candidate, options: StateOptions) -> StateTable:
@@ -191,16 +287,21 @@ class StateBytes:
         def measure() -> UnitOfOptions:
             units = [self._measure_unit(each, unit, order, self.pipelines.settings.offload(each)) for each in layouts]
             numbers = [
-                (sum(each.device.values()), each.unsharded, each.unreduced, self._host_bytes([(each, 1)]))
+                (
+                    sum(each.device.values()),
+                    each.unsharded,
+                    each.unreduced,
+                    sum(total_on_host([(each, 1)], self._is_pinned).values()),
+                )
                 for each in units
             ]
             return UnitOfOptions(units[0].is_layer, *np.array(numbers, dtype=np.int64).T)
 
         return self._remember(("unit of options", id(unit), order, degrees, options), measure)
 
-    def _states(self, each: Candidate) -> list[Part]:
+    def _states(self, each: Candidate) -> list[PhaseBytes]:
         places = self.pipelines.places(each)
-        memo: dict[Any, Part] = {}
+        memo: dict[Any, PhaseBytes] = {}
         parts = []
         for stages in places.of_ranks:
             units = [self.pipelines.shape.stage_units(stage, places.degrees) for stage in stages]
@@ -210,18 +311,19 @@ class StateBytes:
             parts.append(memo[key])
         return parts
 
-    def _part_of_states(self, each: Candidate, stages: Sequence[StageUnits]) -> Part:
+    def _part_of_states(self, each: Candidate, stages: Sequence[StageUnits]) -> PhaseBytes:
         device, gathered, host, disk = self._measure(each, stages)
         lasting = {kind: device[kind] for kind in KINDS if kind != "gathered"}
         parameters, gradients = gathered
         by_phase = (parameters, parameters, parameters + gradients, gradients, 0)
         phases = [{**lasting, "gathered": size} for size in by_phase]
-        return Part.of(phases, sum(lasting.values()), host, self.pipelines.outside(each), disk)
+        return PhaseBytes.of(phases, sum(lasting.values()), host, self.pipelines.outside(each), disk)
 
     def _measure(
         self, each: Candidate, stages: Sequence[StageUnits]
-    ) -> tuple[dict[str, int], tuple[int, int], int, int]:
-        """(bytes of the device by kind, gathered parameters and gradients, bytes of the host, of a file) of such stages."""
+    ) -> tuple[dict[str, int], tuple[int, int], dict[str, int], int]:
+        """(bytes of the device by kind, gathered parameters and gradients, bytes of the host by kind, of a file) of such
+        stages."""
         offload, names, moments = (
             self.pipelines.settings.offload(each),
             self.pipelines.settings.states,
@@ -235,18 +337,16 @@ class StateBytes:
                 for stage in stages
                 for unit, count in stage.counted
             ]
-            return total_on_device(units), count_gathered(units), self._host_bytes(units), 0
+            return total_on_device(units), count_gathered(units), total_on_host(units, self._is_pinned), 0
         buffers = [buffer for stage in stages for buffer in choose_homes(self._buffers_in_order(each, stage), offload)]
         units = measure_units(buffers, names, moments)
-        host = sum(bytes_on_host(buffers, names, moments, self._is_pinned).values())
-        return bytes_held(buffers, names, moments), count_gathered(units), host, bytes_on_disk(buffers, names)
+        on_host, (disk, ring) = total_on_host(units, self._is_pinned), total_on_disk(buffers, names)
+        on_host["gathered"] += ring
+        return total_on_device(units), count_gathered(units), on_host, disk
 
     @property
     def _is_pinned(self) -> bool:
         return self.pipelines.settings.device == "cuda"
-
-    def _host_bytes(self, units: Sequence[tuple[UnitMemory, int]]) -> int:
-        return sum(total_on_host(units, self._is_pinned).values())
 
     def _measure_unit(self, each: Candidate, unit: RankUnit, order: tuple[str, ...], offload: Offload) -> UnitMemory:
         zero, states = self._zero_key(each, unit), each.offload - {"activations"}
@@ -263,7 +363,7 @@ class StateBytes:
         return self._remember(key, partial(self._buffers, each, unit, order))
 
     def _buffers_in_order(self, each: Candidate, stage: StageUnits) -> list[BufferPlan]:
-        """Of all units of a stage, under names of their own."""
+        """Buffers of all units of a stage, under names of their own."""
         return [
             replace(buffer, unit=name)
             for name, unit in stage.in_order
@@ -283,7 +383,7 @@ class StateBytes:
         return each.zero, *self._sizes(each, unit).values()
 
     def _sizes(self, each: Candidate, unit: RankUnit) -> dict[str, int]:
-        """Of the axes that the unit's buffers may name."""
+        """Sizes of the axes that the unit's buffers may name."""
         batch, is_mixture = each.dp * each.cp, unit.has_experts
         sizes = {
             "tp": each.tp,

@@ -2,25 +2,26 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 from framework.errors import RecipeError
 from framework.mesh.layout import Layout
 from framework.mesh.placement import place
+from framework.model.flops import experts_per_token
 from framework.model.kept_outputs import Policy
 from framework.model.units import Unit
-from framework.parallel.pipeline.describe_pipeline import describe_bubble, describe_pipeline
-from framework.parallel.pipeline.draw import SIMULATED_UNIT, Panel, save_picture
-from framework.parallel.pipeline.pipeline import Pipeline
-from framework.parallel.pipeline.simulate import simulate
-from framework.parallel.pipeline.table import write_table
+from framework.parallel.pipeline.draw import SIMULATED_UNIT, Panel, describe_bubble, describe_pipeline, save_picture
+from framework.parallel.pipeline.pipeline import PipelinePlan
+from framework.parallel.pipeline.schedules import write_table
+from framework.parallel.pipeline.simulate import peak_live, simulate
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import ESTIMATED_VALUES
-from framework.plan.experts import describe_experts
 from framework.plan.host_memory import MEMORY, bytes_of_copies, bytes_of_fullest_node, bytes_saved
-from framework.plan.memory import RankMemory, show_bytes
+from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan
+from framework.plan.traffic import context_costs, expert_traffic, forwards_of, measure_traffic, mixtures_of
 from framework.recipe.describe import describe_derived
 
 PICTURES = (".svg", ".png", ".pdf")
@@ -29,7 +30,7 @@ LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 
 def describe_run(plan: Plan) -> Iterator[str]:
-    """What is trained on what, in lines: model, ranks, batch, length, placement, ZeRO, recomputation, pipeline."""
+    """Lines about the run: model, ranks, batch, length, placement, ZeRO, recomputation, pipeline."""
     active = f", {plan.size.active:,} of them active for a token" if plan.size.active != plan.size.total else ""
     work = f"{plan.flops_per_token / 1e9:,.2f} GFLOP per token"
     yield f"model         {plan.config.model_type}, {plan.size.total:,} parameters{active}; {work}"
@@ -46,15 +47,15 @@ def describe_run(plan: Plan) -> Iterator[str]:
 
 
 def describe_ranks(plan: Plan) -> Iterator[str]:
-    """What each rank of a pipeline holds, sends and leaves to its host, in lines."""
+    """Lines about the bytes that each rank of a pipeline holds, sends and leaves to its host."""
     ranks = plan.topology.ranks("pp", 0)
-    for lines in (_describe_context(plan), describe_experts(plan)):
+    for lines in (_describe_context(plan), _describe_experts(plan)):
         if found := list(lines):
             yield from found
             yield ""
     yield _describe_activations(plan)
     yield ""
-    yield from _describe_bytes([plan.memory(rank) for rank in ranks], [plan.traffic(rank) for rank in ranks])
+    yield from _describe_bytes(plan, ranks)
     yield from _describe_host(plan, ranks)
     yield from _describe_copies(plan)
 
@@ -73,7 +74,7 @@ def describe_schedule(plan: Plan) -> str:
     return describe_pipeline(plan.pipeline, plan.derived.accumulation)
 
 
-def save_schedule(path: Path, pipeline: Pipeline, num_microbatches: int, title: str) -> None:
+def save_schedule(path: Path, pipeline: PipelinePlan, num_microbatches: int, title: str) -> None:
     """Write a table that `pipeline.table` reads, or a picture of the simulated times. Raises RecipeError for other endings."""
     schedule = pipeline.make(num_microbatches)
     if not path.parent.is_dir():
@@ -125,7 +126,7 @@ def _policies_in_use(plan: Plan) -> list[Policy]:
 
 
 def _describe_checkpointing(plan: Plan) -> Iterator[str]:
-    """Which layers have which policy, where some are computed again, and what that costs."""
+    """Lines about activation checkpointing, where some layers have it: policies by layer, and what recomputation costs."""
     chosen = [list(plan.policies(rank).items()) for rank in plan.topology.ranks("pp", 0)]
     layers = sorted((each for own in chosen for each in own), key=lambda each: int(each[0].removeprefix("layers.")))
     if all(policy == "none" for _, policy in layers):
@@ -141,19 +142,25 @@ def _name_units(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1].removeprefix('layers.')}"
 
 
-def _describe_bytes(memories: Sequence[RankMemory], traffic: Sequence[Mapping[str, int]]) -> Iterator[str]:
+def _describe_bytes(plan: Plan, ranks: Sequence[int]) -> Iterator[str]:
     """Two tables, one line per run of equal ranks of the pipeline."""
-    yield "bytes of a rank of the pipeline at the most; what kernels and the framework itself use comes on top"
+    yield "bytes of a rank of the pipeline at the moment of a step that needs most"
     yield "  live: microbatches of its stages between forward and the end of backward, of which it keeps activations"
-    rows = [{**_sizes(each.held | {"all": each.total}), "live": str(each.live)} for each in memories]
-    yield from _table(rows)
+    memories, live = [plan.memory(rank) for rank in ranks], peak_live(plan.pipeline.make(plan.derived.accumulation))
+    kinds = [kind for kind in memories[0].kinds if any(each.kinds[kind] for each in memories)]
+    yield from _table(
+        [
+            _sizes({kind: each.kinds[kind] for kind in kinds} | {"all": each.reserved}) | {"live": str(count)}
+            for each, count in zip(memories, live, strict=True)
+        ]
+    )
     yield ""
     yield "bytes that it sends in a step: parameters, gradients, hidden states over tp, pp and ep, keys and values over cp"
-    yield from _table([_sizes(each) for each in traffic])
+    yield from _table([_sizes(measure_traffic(plan, rank)) for rank in ranks])
 
 
 def _describe_host(plan: Plan, ranks: Sequence[int]) -> Iterator[str]:
-    """What has its home on the host, where anything has."""
+    """Lines about what has its home on the host, where anything has."""
     rows = [plan.memory(rank).on_host for rank in ranks]
     if not any(map(any, (row.values() for row in rows))):
         return
@@ -161,9 +168,9 @@ def _describe_host(plan: Plan, ranks: Sequence[int]) -> Iterator[str]:
     yield "bytes of the host's memory that it takes for them (memory.offload), and what its device holds less"
     saved = [bytes_saved(plan, rank) for rank in ranks]
     yield from _table(
-        [_sizes(row | {"all": sum(row.values()), "saved": less}) for row, less in zip(rows, saved, strict=True)]
+        [_sizes({**row, "all": sum(row.values()), "saved": less}) for row, less in zip(rows, saved, strict=True)]
     )
-    files = [plan.memory(rank).on_disk for rank in ranks]
+    files = [plan.memory(rank).disk for rank in ranks]
     if any(files):
         yield f"  memory.offload.disk_path: files of {_gib(min(files)).strip()} to {_gib(max(files)).strip()} a rank"
     node, threads = _gib(bytes_of_fullest_node(plan)).strip(), plan.recipe.launch.threads_per_rank
@@ -173,7 +180,7 @@ def _describe_host(plan: Plan, ranks: Sequence[int]) -> Iterator[str]:
 
 
 def _describe_copies(plan: Plan) -> Iterator[str]:
-    """What nodes hold for one another, where they do."""
+    """Lines about copies that nodes hold for one another, where they do."""
     copies = plan.recipe.checkpoint.neighbor_copies
     if copies:
         yield ""
@@ -224,7 +231,7 @@ def _gib(num_bytes: int) -> str:
 
 def _describe_context(plan: Plan) -> Iterator[str]:
     """Bytes that context parallelism sends for a layer and microbatch, of a layer with the longest reach."""
-    costs = [cost for cost in plan.context_costs(0) if cost is not None]
+    costs = [cost for cost in context_costs(plan, 0) if cost is not None]
     if not costs or plan.derived.cp == 1:
         return
     cost = max(costs, key=lambda each: each.shape.reach)
@@ -275,3 +282,58 @@ def _describe_layout(layout: Layout) -> str:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
+
+
+@dataclass(frozen=True)
+class RankExperts:
+    """The mixtures of a rank. num_mixtures: its layers with experts; num_bytes: of their parameters in the compute
+    dtype, before ZeRO; sent: bytes over `ep` for one mixture and one microbatch, with equally many tokens for each expert."""
+
+    num_mixtures: int
+    num_bytes: int
+    sent: int
+
+
+def measure_experts(plan: Plan, rank: int) -> RankExperts:
+    """The experts of a rank."""
+    mixtures = mixtures_of(plan, rank)
+    num_bytes = sum(
+        slot.layout.numel_local * buffer.dtypes.compute.itemsize
+        for buffer in plan.of_rank(rank).buffers
+        for slot in buffer.slots
+        if any(slot.name.startswith(f"{mixture.experts}.") for mixture in mixtures)
+    )
+    sent = max((expert_traffic(plan, mixture) for mixture in mixtures), default=0)
+    return RankExperts(len(mixtures), num_bytes, sent)
+
+
+def _describe_experts(plan: Plan) -> Iterator[str]:
+    """Lines of `meshwright plan --ranks`: which experts a rank has and what is sent to them; none for a dense model."""
+    if not plan.mixtures:
+        return
+    ranks = [measure_experts(plan, rank) for rank in plan.topology.ranks("pp", 0)]
+    ep, expert_tp = plan.topology.size("ep"), plan.topology.size("expert_tp")
+    num_experts = max(mixture.num_experts for mixture in plan.mixtures)
+    top_k = experts_per_token(plan.config.get_text_config())
+    where = f"ep {ep} x {plan.topology.size('expert_batch')} copies" if ep > 1 else "all on each rank"
+    form = "whole" if expert_tp == 1 else f"each sliced over {expert_tp} ranks of tp"
+    layers = f"{len(plan.mixtures)} layer{'s' if len(plan.mixtures) != 1 else ''}"
+    chosen = f", {top_k} for a token" if top_k else ""
+    yield f"experts       {num_experts} in each of {layers}{chosen}; {num_experts // ep} on a rank, {where}, {form}"
+    yield f"              their parameters take at most {show_bytes(max(each.num_bytes for each in ranks))} of a rank before ZeRO"
+    if ep > 1:
+        yield f"              {_describe_traffic(plan, max(ranks, key=lambda each: each.num_mixtures))}"
+        if advice := place(plan.derived).advise_experts():
+            yield f"              {advice}"
+
+
+def _describe_traffic(plan: Plan, rank: RankExperts) -> str:
+    step = rank.sent * rank.num_mixtures * plan.derived.accumulation
+    forwards = max(forwards_of(plan, each) for each in plan.mixtures)
+    passes = {1: "forward and backward", 2: "forward twice and backward", 3: "forward three times and backward"}[
+        forwards
+    ]
+    return (
+        f"with equally many tokens for each, a rank sends {show_bytes(rank.sent)} per layer and microbatch, there and back in"
+        f" {passes}: {show_bytes(step)} a step"
+    )

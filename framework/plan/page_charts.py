@@ -1,4 +1,4 @@
-"""Charts of the page, as Vega-Lite specifications by altair. Each names the rows that it shows; the page and the PNG bring them.
+"""Charts of the pages, as Vega-Lite specifications by altair. Each names the rows that it shows; the page has them.
 
 Bars lie on their side, so that names have room on a narrow screen. Red is for what exceeds the device's memory, and for nothing
 else. Colours of text and lines are the page's (page.js), which has two sets of them.
@@ -9,10 +9,14 @@ from typing import Any
 
 import altair as alt
 
+from framework.parallel.pipeline.actions import ActionKind
 from framework.parallel.pipeline.draw import COLORS as PICTURE_COLORS
-from framework.plan.page_rows import OUTSIDE, SLACK, WORDS, Rows
+from framework.plan.forecast import OUTSIDE, SLACK
 
-# Of the schema that altair writes: what draws a chart has to be of the same version.
+Row = Mapping[str, Any]
+Rows = Mapping[str, Sequence[Row]]
+
+# The version of the schema that altair writes; what draws a chart must be of the same.
 VEGA_LITE = ".".join(alt.VEGALITE_VERSION.split(".")[:2])
 
 # Okabe and Ito's colours, which the colour-blind tell apart, without their red; then Tol's muted ones. A kind of bytes has
@@ -35,7 +39,14 @@ BLUE, PALE, ORANGE = KINDS["parameters"], KINDS["gradients"], KINDS["optimizer"]
 OTHER = "#117733"
 RED = "#d62839"
 IDLE = "#8883"
-# As `pipeline/draw.py` has them.
+WORDS = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT: "backward, inputs",
+    ActionKind.WEIGHT: "backward, weights",
+    ActionKind.VALIDATION: "validation",
+}
+# The colours of `pipeline/draw.py`.
 ACTIONS = {WORDS[kind]: color for kind, color in PICTURE_COLORS.items()}
 ROW_PX = 26
 TALL_PX = 280
@@ -149,7 +160,7 @@ def mesh_chart(rows: Rows) -> alt.LayerChart:
 
 
 def plan_charts(rows: Rows) -> dict[str, alt.LayerChart | alt.Chart]:
-    """Those of a plan's page, by the id of their place on it."""
+    """Charts of a plan's page, by the id of their place on it."""
     makers = (
         ("memory", memory_chart),
         ("phases", phases_chart),
@@ -162,7 +173,7 @@ def plan_charts(rows: Rows) -> dict[str, alt.LayerChart | alt.Chart]:
 
 
 def layouts_charts(kinds: Sequence[str]) -> dict[str, alt.LayerChart]:
-    """Those of a search's page: all layouts, and the picked one's memory and step, whose rows come as the reader picks."""
+    """Charts of a search's page: all layouts, and the picked one's memory and step, whose rows come as the reader picks."""
     return {
         "scatter": scatter_chart(),
         "picked_memory": memory_chart({"memory": [{"kind": kind} for kind in kinds], "totals": [{}]}),

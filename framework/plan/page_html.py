@@ -5,6 +5,7 @@ browser refuse it. Names from recipes are escaped: jinja escapes what it writes,
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from importlib.util import find_spec
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from framework.errors import RecipeError
-from framework.plan.page_rows import Rows
 
 MOST_BYTES = 2_000_000
 # By which a file is known for one of ours, within its first bytes: those of page.html.
@@ -41,23 +41,24 @@ class Table:
 
 @dataclass(frozen=True)
 class Page:
-    """All that a page says.
-
-    verdict: in a line, red where is_over; changes: what would make it fit. facts: name and value. rows: of the charts, by name;
-    charts: their specifications, by the id of their place. layouts: of a search, with what sliders choose among, else None.
-    """
+    """The contents of a page."""
 
     title: str
     verdict: str
+    """One line, red where `is_over`."""
     is_over: bool
     facts: tuple[tuple[str, str], ...]
+    """(name, value)."""
     sections: tuple[Section, ...]
     charts: dict[str, dict[str, Any]]
-    rows: Rows
+    """Specifications by the id of their place; `rows`: their data, by name."""
+    rows: Mapping[str, Sequence[Mapping[str, Any]]]
     footer: str
     changes: tuple[str, ...] = ()
+    """Changes of the recipe with which the run would fit."""
     tables: tuple[Table, ...] = ()
     layouts: dict[str, Any] | None = None
+    """Layouts of a search, with the values of sliders; None on other pages."""
     layouts_words: str = ""
 
     @property

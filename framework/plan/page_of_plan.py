@@ -1,33 +1,29 @@
 """The page of a plan: its forecasts as rows, charts over them, and words."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from framework.mesh.placement import Placement
-from framework.parallel.pipeline.simulate import simulate
+from framework.parallel.pipeline.simulate import Timeline, simulate
+from framework.plan.advice import FittingChange, describe_changes, describe_verdict
+from framework.plan.forecast import OUTSIDE, SLACK, MemoryForecast, StageMemory, TimeForecast
 from framework.plan.forecast_plan import PlanForecast
 from framework.plan.memory import show_bytes
-from framework.plan.page_charts import plan_charts
+from framework.plan.page_charts import WORDS, Row, Rows, plan_charts
 from framework.plan.page_html import Page, Section
-from framework.plan.page_rows import (
-    MOST_ACTIONS,
-    MOST_RANKS,
-    Row,
-    Rows,
-    memory_rows,
-    part_rows,
-    show_seconds,
-    timeline_rows,
-)
 from framework.plan.plan import Plan
-from framework.plan.plan_text import show_hours
-from framework.plan.verdict import Change, describe_changes, describe_verdict
+from framework.plan.plan_text import GIB, all_kinds, show_hours, show_seconds
+from framework.plan.traffic import measure_traffic
+
+# Boxes that a browser draws without the reader waiting for it.
+MOST_ACTIONS = 4000
+MOST_RANKS = 1024
+MESH_AXES = ("pp", "dp", "cp", "tp", "ep")
 
 
 @dataclass(frozen=True)
-class Link:
-    """Messages of one parallelism. axes: over which they go; parts, hidden: what a TimeForecast calls their seconds; sent: what
-    `Plan.traffic` calls their bytes."""
+class LinkRow:
+    """Messages of one parallelism. parts, hidden: their seconds in a TimeForecast; sent: their bytes in `Plan.traffic`."""
 
     name: str
     axes: tuple[str, ...]
@@ -36,12 +32,12 @@ class Link:
     sent: tuple[str, ...]
 
 
-LINKS: tuple[Link, ...] = (
-    Link("tp", ("tp",), ("tp",), "tp", ("tp",)),
-    Link("cp", ("ulysses", "ring"), ("cp",), "cp", ("cp",)),
-    Link("ep", ("ep",), ("ep",), "ep", ("ep",)),
-    Link("pp", ("pp",), ("pp",), "pp", ("pp",)),
-    Link(
+LINK_ROWS = (
+    LinkRow("tp", ("tp",), ("tp",), "tp", ("tp",)),
+    LinkRow("cp", ("ulysses", "ring"), ("cp",), "cp", ("cp",)),
+    LinkRow("ep", ("ep",), ("ep",), "ep", ("ep",)),
+    LinkRow("pp", ("pp",), ("pp",), "pp", ("pp",)),
+    LinkRow(
         "dp",
         ("shard", "replica", "expert_shard", "expert_replica"),
         ("gathers", "reductions"),
@@ -49,11 +45,10 @@ LINKS: tuple[Link, ...] = (
         ("gathers", "reductions to shards", "to replicas"),
     ),
 )
-MESH_AXES = ("pp", "dp", "cp", "tp", "ep")
 
 
-def make_page(found: PlanForecast, changes: Sequence[Change] = ()) -> Page:
-    """All of it."""
+def make_page(found: PlanForecast, changes: Sequence[FittingChange] = ()) -> Page:
+    """Make the page."""
     plan, time, memory = found.plan, found.forecast.time, found.forecast.memory
     timeline, shown = draw_timeline(plan, found)
     rows = {
@@ -74,8 +69,77 @@ def make_page(found: PlanForecast, changes: Sequence[Change] = ()) -> Page:
         sections=tuple(Section(name, *words[name]) for name in charts),
         charts=charts,
         rows=rows,
-        footer=f"meshwright plan; machine {found.cluster.name}. All numbers are foretold, none is measured.",
+        footer=f"meshwright plan; machine {found.cluster.name}. All numbers are predicted, none is measured.",
     )
+
+
+def memory_rows(memory: MemoryForecast, places: Sequence[str]) -> Rows:
+    """Bytes of each place of the pipeline by kind where it holds most, sums beside the limit, and both at each phase."""
+    kinds = _kinds(memory.stages)
+    rows: dict[str, list[Row]] = {"memory": [], "totals": [], "phases": [], "phase_totals": []}
+    for place, stage in zip(places, memory.stages, strict=True):
+        rows["memory"] += _by_kind(stage.held, stage, kinds, {"place": place})
+        rows["totals"].append({"place": place, **_beside_limit(stage.reserved, memory.limit)})
+        for phase, held in stage.phases.items():
+            rows["phases"] += _by_kind(held, stage, kinds, {"place": place, "phase": phase})
+            total = sum(held.values()) + stage.slack + stage.outside
+            rows["phase_totals"].append({"place": place, "phase": phase, **_beside_limit(total, memory.limit)})
+    return rows
+
+
+def _kinds(stages: Iterable[StageMemory]) -> list[str]:
+    """Kinds that take anything anywhere, in the order in which they are stacked, slack last."""
+    counted = (held for stage in stages for held in (stage.held, *stage.phases.values()))
+    return [*dict.fromkeys(kind for held in counted for kind, size in held.items() if size), OUTSIDE, SLACK]
+
+
+def _by_kind(held: Mapping[str, int], stage: StageMemory, kinds: Sequence[str], common: Row) -> Iterator[Row]:
+    sizes = all_kinds(held, stage)
+    for order, kind in enumerate(kinds):
+        if sizes.get(kind):
+            yield {**common, "kind": kind, "order": order, "gb": sizes[kind] / GIB}
+
+
+def _beside_limit(total: int, limit: int) -> Row:
+    over = max(0, total - limit)
+    words = f"{over / GIB:,.1f} GiB over" if over else ""
+    return {"total": total / GIB, "limit": limit / GIB, "over": over / GIB, "words": words}
+
+
+def part_rows(time: TimeForecast) -> Rows:
+    """Seconds of each part of a step, and their share of it."""
+    parts = {part: seconds for part, seconds in time.parts.items() if seconds > 0}
+    return {
+        "parts": [
+            {"part": part, "seconds": seconds, "words": f"{show_seconds(seconds)}, {seconds / time.step_s:.1%}"}
+            for part, seconds in parts.items()
+        ]
+    }
+
+
+def timeline_rows(timeline: Timeline, rank_of_stage: Sequence[int]) -> Rows:
+    """A bar for each action, a lane for each rank. Times as the timeline has them."""
+    chunks = {stage: sum(owner == rank for owner in rank_of_stage[:stage]) for stage, rank in enumerate(rank_of_stage)}
+    end = timeline.length
+    actions: list[Row] = [
+        {
+            "rank": rank,
+            "start": each.start,
+            "end": each.end,
+            "kind": WORDS[each.action.kind],
+            "stage": each.action.stage,
+            "chunk": chunks[each.action.stage],
+            "microbatch": each.action.microbatch,
+        }
+        for rank, own in enumerate(timeline.ranks)
+        for each in own
+    ]
+    idle = (end - sum(each.end - each.start for each in own) for own in timeline.ranks)
+    lanes: list[Row] = [
+        {"rank": rank, "start": 0.0, "end": end, "idle": f"idle for {seconds / end:.1%}"}
+        for rank, seconds in enumerate(idle)
+    ]
+    return {"timeline": actions, "lanes": lanes}
 
 
 def name_places(plan: Plan) -> list[str]:
@@ -99,10 +163,10 @@ def draw_timeline(plan: Plan, found: PlanForecast) -> tuple[Rows, int]:
 def link_rows(plan: Plan, found: PlanForecast) -> Rows:
     """Seconds of each kind of message in a step, hidden and exposed, with bytes and the share of the step."""
     placement, time = Placement(plan.topology, plan.derived.ranks_per_node), found.forecast.time
-    traffic = [plan.traffic(rank) for rank in plan.topology.ranks("pp", 0)]
+    traffic = [measure_traffic(plan, rank) for rank in plan.topology.ranks("pp", 0)]
     links: list[Row] = []
     totals: list[Row] = []
-    for link in LINKS:
+    for link in LINK_ROWS:
         exposed = sum(time.parts.get(part, 0.0) for part in link.parts)
         seconds = {"hidden": time.hidden.get(link.hidden, 0.0), "exposed": exposed}
         sent = max(sum(own[kind] for kind in link.sent) for own in traffic)
@@ -160,7 +224,7 @@ def _list_facts(plan: Plan, found: PlanForecast) -> Iterator[tuple[str, str]]:
 
 
 def _describe_sections(plan: Plan, found: PlanForecast, shown: int) -> Iterator[tuple[str, tuple[str, str]]]:
-    """By the id of each chart: its heading and a sentence."""
+    """(chart's id, (heading, sentence)) of each section."""
     memory, derived = found.forecast.memory, plan.derived
     yield (
         "memory",

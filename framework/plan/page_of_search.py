@@ -9,23 +9,25 @@ from typing import Any
 from framework.errors import MeshwrightError
 from framework.plan.candidate import Candidate
 from framework.plan.find import Question, search
-from framework.plan.forecast import Forecast
+from framework.plan.forecast import OUTSIDE, SLACK, Forecast
 from framework.plan.memory import show_bytes
 from framework.plan.page_charts import layouts_charts
 from framework.plan.page_html import Page, Table
-from framework.plan.page_rows import GIB, OUTSIDE, SLACK, Rows, all_kinds, show_seconds
+from framework.plan.plan_text import GIB, all_kinds, show_seconds
 from framework.plan.rejections import Rejection, collect_constraints, describe, group_rejections
-from framework.plan.relief import set_key
 from framework.plan.search import Search, SearchResult
+from framework.recipe.layout_keys import with_value
 from framework.recipe.schema import Recipe
 
 # Of rows that a page holds; Vega takes 0.9 MB of the 2 that a page may have.
 MOST_ROW_BYTES = 900_000
 MOST_REASONS = 60
+# Rows that the page fills in as the reader chooses.
+FILLED = ("layouts", "picked", "memory", "totals", "parts")
 # Of a search for a page: layouts that are ranked, and those of too much memory that are shown beside them.
 MOST_RANKED = 400
 MOST_OVER = 200
-# What sliders choose by: field of a row, its name for readers.
+# Sliders: field of a row, its name for readers.
 CHOICES = (
     ("gpus", "GPUs"),
     ("dp", "dp"),
@@ -52,8 +54,8 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A layout with what is foretold of it."""
+class ShownLayout:
+    """A layout with its forecast."""
 
     candidate: Candidate
     forecast: Forecast
@@ -65,12 +67,12 @@ class Layout:
 
     @property
     def choice(self) -> tuple[int, ...]:
-        """What sliders say of it."""
+        """The layout's values of the sliders."""
         c = self.candidate
         return (c.world, c.dp, c.tp, c.pp, c.cp, c.ep, c.zero, c.sequences)
 
 
-def explore(question: Question) -> tuple[list[SearchResult], list[Layout]]:
+def explore(question: Question) -> tuple[list[SearchResult], list[ShownLayout]]:
     """(the search, wider than its table shows, and those on half and twice as many ranks where these are legal; layouts that do
     not fit, the nearest first)."""
     wide = replace(question, best=MOST_RANKED)
@@ -82,7 +84,7 @@ def explore(question: Question) -> tuple[list[SearchResult], list[Layout]]:
     near = sorted((each for each in results[0].rejections if each.kind == "memory"), key=lambda each: each.missing)
     asked = Search(space, collect_constraints(space, engine.shape), engine)
     found = dict.fromkeys(asked.choose_layout(each) for each in near[:MOST_OVER])
-    over = [Layout(c, Forecast(engine.memory(c), engine.time(c))) for c in found if c is not None]
+    over = [ShownLayout(c, Forecast(engine.memory(c), engine.time(c))) for c in found if c is not None]
     return results, sorted(over, key=lambda each: each.missing)
 
 
@@ -91,16 +93,18 @@ def _resize(recipe: Recipe) -> Iterator[Recipe]:
     for name, size in (("nodes", launch.nodes), ("ranks", launch.ranks)):
         if isinstance(size, int):
             for other in ([size // 2] if size % 2 == 0 else []) + [2 * size]:
-                yield set_key(recipe, f"launch.{name}", other)
+                yield with_value(recipe, f"launch.{name}", other)
             return
 
 
-def make_search_page(results: Sequence[SearchResult], over: Sequence[Layout] = ()) -> Page:
-    """Of searches on one or several numbers of GPUs, the wanted one first. over: layouts that do not fit, nearest first.
+def make_search_page(results: Sequence[SearchResult], over: Sequence[ShownLayout] = ()) -> Page:
+    """Make the page of searches on one or several numbers of GPUs, the wanted one first. over: layouts that do not fit.
 
     Layouts are numbered in the order of the first search's ranking. Where they are too many for a page it has the best of each
     setting of the sliders, then the best of all."""
-    found = [Layout(each.candidate, each.forecast) for result in results for each in (*result.ranked, *result.others)]
+    found = [
+        ShownLayout(each.candidate, each.forecast) for result in results for each in (*result.ranked, *result.others)
+    ]
     ordered = sorted(found, key=lambda each: each.forecast.time.step_s)
     fields, values = choose_rows([*ordered, *over])
     best = results[0].ranked[0] if results[0].ranked else None
@@ -112,8 +116,8 @@ def make_search_page(results: Sequence[SearchResult], over: Sequence[Layout] = (
         facts=tuple(_list_facts(results[0])),
         sections=(),
         charts={name: chart.to_dict() for name, chart in layouts_charts(names["kinds"]).items()},
-        rows=_empty_rows(),
-        footer=f"meshwright search; machine {results[0].engine.cluster.name}. All numbers are foretold, none is measured.",
+        rows={name: [] for name in FILLED},
+        footer=f"meshwright search; machine {results[0].engine.cluster.name}. All numbers are predicted, none is measured.",
         tables=(_reject(results[0].rejections),),
         layouts={
             "fields": fields,
@@ -127,7 +131,7 @@ def make_search_page(results: Sequence[SearchResult], over: Sequence[Layout] = (
     )
 
 
-def choose_rows(layouts: Sequence[Layout], most_bytes: int = MOST_ROW_BYTES) -> tuple[list[str], list[list[Any]]]:
+def choose_rows(layouts: Sequence[ShownLayout], most_bytes: int = MOST_ROW_BYTES) -> tuple[list[str], list[list[Any]]]:
     """(fields, values of each layout) of as many as a page holds, in the given order."""
     firsts: dict[tuple[int, ...], int] = {}
     for number, each in enumerate(layouts):
@@ -146,7 +150,7 @@ def choose_rows(layouts: Sequence[Layout], most_bytes: int = MOST_ROW_BYTES) -> 
     return fields, [kept[number] for number in sorted(kept)]
 
 
-def _names(layouts: Iterable[Layout]) -> Mapping[str, list[str]]:
+def _names(layouts: Iterable[ShownLayout]) -> Mapping[str, list[str]]:
     """Kinds of bytes and parts of a step that any of them has, in the order of the numbers in its row."""
     kinds: dict[str, None] = {}
     parts: dict[str, None] = {}
@@ -157,7 +161,7 @@ def _names(layouts: Iterable[Layout]) -> Mapping[str, list[str]]:
     return {"kinds": [*kinds, OUTSIDE, SLACK], "parts": list(parts)}
 
 
-def _row(number: int, layout: Layout, names: Mapping[str, list[str]]) -> dict[str, Any]:
+def _row(number: int, layout: ShownLayout, names: Mapping[str, list[str]]) -> dict[str, Any]:
     c, memory, time = layout.candidate, layout.forecast.memory, layout.forecast.time
     fullest = memory.fullest
     held = all_kinds(fullest.held, fullest)
@@ -189,15 +193,10 @@ def _round(number: float) -> float:
 
 
 def _list_choices(fields: Sequence[str], values: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """Of each slider the values that layouts have."""
+    """Each slider with the values that layouts have."""
     for key, name in CHOICES:
         at = fields.index(key) if fields else 0
         yield {"key": key, "name": name, "values": sorted({row[at] for row in values})}
-
-
-def _empty_rows() -> Rows:
-    """Rows that the page fills in as the reader chooses."""
-    return {name: [] for name in ("layouts", "picked", "memory", "totals", "parts")}
 
 
 def _title(result: SearchResult) -> str:
@@ -244,6 +243,3 @@ def _reject(rejections: Sequence[Rejection]) -> Table:
     more = f" {len(grouped) - MOST_REASONS} rarer reasons are left out." if len(grouped) > MOST_REASONS else ""
     words = f"Layouts that no recipe may have, or that do not fit: how many, an example, why.{more}"
     return Table("Rejected", words, ("layouts", "such as", "reason"), rows)
-
-
-__all__ = ["Layout", "choose_rows", "make_search_page"]

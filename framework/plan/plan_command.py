@@ -3,14 +3,13 @@
 from collections.abc import Iterator, Sequence
 
 from framework.errors import EXIT_DONE, EXIT_MEMORY
+from framework.plan.advice import FittingChange, describe_savings, find_changes
 from framework.plan.check import check_layout, check_weights
 from framework.plan.forecast_plan import PlanForecast, forecast_plan
 from framework.plan.page import describe_layouts, describe_ranks, describe_schedule, save_schedule
 from framework.plan.page_html import require_page, write_html
 from framework.plan.plan import Plan
 from framework.plan.plan_text import Wanted, describe_plan
-from framework.plan.savings import describe_savings
-from framework.plan.verdict import Change, find_changes
 from framework.recipe.schema import Recipe
 
 
@@ -40,12 +39,12 @@ def _describe_details(plan: Plan, wanted: Wanted) -> Iterator[str]:
         yield ""
         yield describe_schedule(plan)
     if wanted.options:
-        fullest = max(plan.topology.ranks("pp", 0), key=lambda rank: plan.memory(rank).total)
+        fullest = max(plan.topology.ranks("pp", 0), key=lambda rank: plan.memory(rank).reserved)
         yield ""
         yield from describe_savings(plan, fullest)
 
 
-def _write(found: PlanForecast, changes: Sequence[Change], wanted: Wanted) -> Iterator[str]:
+def _write(found: PlanForecast, changes: Sequence[FittingChange], wanted: Wanted) -> Iterator[str]:
     plan = found.plan
     if wanted.schedule_to is not None:
         save_schedule(wanted.schedule_to, plan.pipeline, plan.derived.accumulation, plan.title)

@@ -1,4 +1,4 @@
-"""`meshwright plan` on one screen: the verdict first, then what is trained on what, the memory of the fullest rank, the time."""
+"""`meshwright plan` on one screen: the verdict, the model and its layout, memory of the fullest rank, step time."""
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from framework.plan.forecast import MemoryForecast, TimeForecast
+from framework.plan.advice import FittingChange, describe_changes, describe_verdict
+from framework.plan.forecast import OUTSIDE, SLACK, MemoryForecast, StageMemory, TimeForecast
 from framework.plan.forecast_memory import checkpoint_bytes
 from framework.plan.forecast_plan import PlanForecast
 from framework.plan.memory import show_bytes
 from framework.plan.page import describe_run
-from framework.plan.page_rows import all_kinds, show_seconds
 from framework.plan.plan import Plan
 from framework.plan.settings import Settings
-from framework.plan.verdict import Change, describe_changes, describe_verdict
 
+GIB = 2**30
 WIDTH = 100
 # Of the names on the left.
 MARGIN = 14
@@ -37,13 +37,13 @@ class Wanted:
     overwrite: bool = False
 
 
-def describe_plan(found: PlanForecast, changes: Sequence[Change]) -> Iterator[str]:
+def describe_plan(found: PlanForecast, changes: Sequence[FittingChange]) -> Iterator[str]:
     """The screen, in lines of at most WIDTH columns."""
     for line in _describe(found, changes):
         yield from wrap(line)
 
 
-def _describe(found: PlanForecast, changes: Sequence[Change]) -> Iterator[str]:
+def _describe(found: PlanForecast, changes: Sequence[FittingChange]) -> Iterator[str]:
     plan = found.plan
     yield describe_verdict(found.forecast.memory, found.cluster)
     for change in describe_changes(found, changes):
@@ -130,3 +130,16 @@ def _largest_first(sizes: Mapping[str, Any], show: Callable[[Any], str]) -> str:
 def wrap(line: str) -> list[str]:
     """A line of a name and words, in lines of at most WIDTH columns, the later ones below the words."""
     return textwrap.wrap(line, WIDTH, subsequent_indent=" " * MARGIN, break_long_words=False) or [""]
+
+
+def all_kinds(held: Mapping[str, int], stage: StageMemory) -> dict[str, int]:
+    """Bytes by kind, with those outside of tensors."""
+    return {**held, OUTSIDE: stage.outside, SLACK: stage.slack}
+
+
+def show_seconds(seconds: float) -> str:
+    """Three digits: 12.3 s, 45.6 ms, 789 us."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:,.0f} {name}" if seconds >= 100 * unit else f"{seconds / unit:#.3g} {name}"
+    return f"{seconds * 1e6:.0f} us"

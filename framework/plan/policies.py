@@ -11,15 +11,37 @@ more. So it is exact, and the uniform policies are among what it compares.
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from framework.model.kept_outputs import Policy
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from framework.errors import ModelError, RecipeError
+from framework.mesh.context import ContextSlices
+from framework.model.experts import find_experts
+from framework.model.kept_outputs import ATTENTION, EXPERTS, Policy
+from framework.model.load import build_meta
+from framework.model.logit_map import LogitMap, find_logit_map
+from framework.model.precision import DTYPES
+from framework.model.units import find_layers
 from framework.parallel.activation_checkpointing import count_groups, group_size
+from framework.plan.target import resolve_target
+from framework.recipe.derive import carry_derived, derive
+from framework.recipe.schema import KEPT_OPERATIONS, Memory, Recipe
 
 # In the order of a stage's layers.
 POLICIES: tuple[Policy, ...] = ("sqrt", "full", "selective", "none")
 Counts = tuple[int, int, int, int]
+# Memory that a rank is taken to have: a plan is pure, and made where there may be no such device. GPUs that large models are
+# trained on have 80 GB or more; a rank on a CPU is one of several on its host.
+DEVICE_BYTES = {"cuda": 80 * 2**30, "cpu": 16 * 2**30}
+# Where the logits of a microbatch, in compute dtype, are more than this share of it, `auto` is on. A whole loss has 5 times as
+# much at once in bf16 (logits, softmax and its gradient in fp32, their gradient): 5% of the device. Below that the fourth matmul
+# of the head, 2% of a step for Llama 3 8B, is the larger loss.
+SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -34,7 +56,7 @@ class PolicyCost:
 
 @dataclass(frozen=True)
 class PolicyCosts:
-    """Of all policies. input_bytes: of a layer's input; forward_flops: of a token, in its forward."""
+    """Cost of each policy for one layer. input_bytes: of a layer's input; forward_flops: of a token, in its forward."""
 
     by_policy: Mapping[Policy, PolicyCost]
     input_bytes: int
@@ -92,7 +114,7 @@ def shorten(counts: Counts, num_layers: int) -> Counts:
 
 
 def count_forwards(counts: Counts, position: int) -> int:
-    """How often the forward of a stage's layer runs for one microbatch. position: of the layer in the stage."""
+    """Number of times that the forward of a stage's layer runs for one microbatch. position: of the layer in the stage."""
     policy, grouped = spell(counts)[position], counts[0]
     if policy != "sqrt":
         return 1 if policy == "none" else 2
@@ -115,7 +137,7 @@ def choose_counts(
 
 
 def _most_whole(grouped: int, full: int, rest: int, bytes_of: Callable[[Counts], int], budget: int) -> Counts | None:
-    """Of the rest as many layers without checkpointing as fit, the others selective."""
+    """Leave as many of the rest as fit without checkpointing, and make the others selective."""
 
     def fits(whole: int) -> bool:
         return bytes_of((grouped, full, rest - whole, whole)) <= budget
@@ -131,3 +153,65 @@ def least_bytes(num_layers: int, bytes_of: Callable[[Counts], int]) -> int:
     pairs = [(grouped, full) for grouped in range(num_layers + 1) for full in range(num_layers + 1 - grouped)]
     rests = [(grouped, full, num_layers - grouped - full) for grouped, full in pairs]
     return min(min(bytes_of((a, b, rest, 0)), bytes_of((a, b, 0, rest))) for a, b, rest in rests)
+
+
+def refuse_unknown_operations(memory: Memory, model: PreTrainedModel) -> None:
+    """RecipeError where the recipe names an operation that the model's layers do not have. The default names many families'."""
+    known = find_operations(model)
+    unknown = [name for name in memory.kept_operations if name not in {*known, *KEPT_OPERATIONS}]
+    if unknown:
+        raise RecipeError(
+            f"memory.kept_operations: the layers of {model.config.model_type} have no operation {unknown[0]!r}:"
+            f" name some of {', '.join(known)}"
+        )
+
+
+def find_operations(model: PreTrainedModel) -> list[str]:
+    """Names of what can be kept of the model's layers, each once."""
+    found = find_layers(model)
+    names = [ATTENTION]
+    for layer in [] if found is None else found[1]:
+        names += [EXPERTS for _ in find_experts(layer)]
+        linears = [path for path, module in layer.named_modules() if type(module) in (nn.Linear, Conv1D)]
+        names += [path.rpartition(".")[2] for path in linears]
+    return list(dict.fromkeys(names))
+
+
+def resolve_chunked_loss(recipe: Recipe, whole: PreTrainedModel) -> tuple[Recipe, LogitMap | None]:
+    """The recipe with memory.chunked_loss true or false, and where it is true what stands between head and logits.
+
+    whole: on meta. Raises ModelError for a family whose loss cannot be chunked, if that is asked for; `auto` leaves it whole.
+    """
+    asked = recipe.memory.chunked_loss
+    found = None
+    if asked is True or (asked == "auto" and are_logits_large(recipe, whole.get_output_embeddings().weight.shape[0])):
+        try:
+            found = find_logit_map(whole, DTYPES[recipe.precision.compute])
+        except ModelError:
+            if asked is True:
+                raise
+    resolved = replace(recipe, memory=replace(recipe.memory, chunked_loss=found is not None))
+    return carry_derived(recipe, resolved), found
+
+
+def is_large(tokens: int, vocabulary: int, tp: int, itemsize: int, device: str) -> bool:
+    """Whether the logits of a microbatch on a rank, in compute dtype, are so large that `auto` is on. tokens: of a microbatch,
+    of a rank of cp."""
+    return tokens * -(-vocabulary // tp) * itemsize > SHARE * DEVICE_BYTES[device]
+
+
+def keep_chunked_loss(recipe: Recipe, config: PretrainedConfig) -> Recipe:
+    """The recipe for a smaller model in place of that of `config`: memory.chunked_loss=true where `auto` means that for it."""
+    vocabulary = config.get_text_config().vocab_size
+    if recipe.memory.chunked_loss != "auto" or not are_logits_large(resolve_target(recipe), vocabulary):
+        return recipe
+    resolved, _ = resolve_chunked_loss(resolve_target(recipe), build_meta(config))
+    return replace(recipe, memory=resolved.memory)
+
+
+def are_logits_large(recipe: Recipe, vocabulary: int) -> bool:
+    """Whether `auto` is on, for a recipe with a device and a compute dtype."""
+    derived, dtype = derive(recipe), DTYPES[recipe.precision.compute]
+    slices = ContextSlices(derived.context, derived.ulysses, derived.ring)
+    tokens = derived.sequences_per_microbatch * slices.tokens_local
+    return is_large(tokens, vocabulary, derived.tp, dtype.itemsize, torch.device(recipe.launch.device).type)

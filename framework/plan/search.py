@@ -1,46 +1,93 @@
-"""The search: all legal layouts of a recipe on its ranks, ranked by what is foretold of them.
+"""The search: all legal layouts of a recipe on its ranks, ranked by forecast.
 
-Layouts are millions, so they are not all forecast. Choices are made in an order (`CHOICES`), and all layouts that share the
-first ones have lower bounds of bytes and of seconds: of the mean rank's work, then of a schedule's, then of where states lie,
-then of the simulated schedule. Bytes come first: what recomputes nothing is fast, and most of it is too large, so that its time
-says nothing of the layouts that fit. Whatever has the least bound is opened next, until that is above the last of the best so
-far. So the ranking is that of brute force, and a test says so; what was left out is counted.
+Layouts are millions, so not all are forecast. Choices are made in an order (`CHOICES`), in four steps, and all layouts that share
+the first ones have lower bounds of bytes (memory_bounds.py) and of seconds (time_bounds.py):
+
+    division     how ranks divide the computation: degrees, context, sequence, experts      the mean rank's work
+    microbatch                                                                              the same, exactly
+    stages       schedule, activation checkpointing, offload of activations                 the schedule's least time
+    states       ZeRO and offload of states                                                 all but the simulated schedule
+
+Bytes come first: layouts that recompute nothing are fast, and most of them do not fit, so that their time says nothing of the
+layouts that do. The node with the least bound is expanded next, until that is above the last of the best so far. So the ranking
+is that of brute force, and a test says so; what was left out is counted.
 """
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from heapq import heappop, heappush
 from itertools import count
 from math import prod
 from operator import itemgetter
 from time import process_time
-from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from framework.plan.candidate import Candidate
-from framework.plan.engine import Engine
-from framework.plan.forecast import Forecast
-from framework.plan.memory_bounds import Way
-from framework.plan.memory_states import StateOptions, States
+from framework.plan.cluster import Cluster
+from framework.plan.forecast import Forecast, MemoryForecast, TimeForecast
+from framework.plan.forecast_memory import MemoryModel, forecast_memory, host_spare_of_options, memory_model
+from framework.plan.memory_bounds import MemoryBounds, Way
+from framework.plan.memory_states import StateOptions
 from framework.plan.rejections import Constraints, Rejection, read_field, too_large, too_large_for_node
+from framework.plan.settings import Settings
+from framework.plan.shape import ModelShape
 from framework.plan.space import CHOICES, Space
+from framework.plan.time import TimeModel
+from framework.plan.time_bounds import TimeBounds
 
 By = Literal["time", "memory"]
 Mesh = tuple[int, int, int, int, int]
+Schedules = tuple[tuple[str, int], ...]
 DIVISION, WORK, SCHEDULE = ("context", "sequence", "experts"), "microbatch", "schedule"
 WAY = ("checkpointing", "activations")
 STATES = ("zero", "states")
-# Sums in another order differ in the last digits: a bound is not to exclude what is equal.
+# Sums in another order differ in the last digits: a bound must not exclude an equal layout.
 ROUNDING = 1 - 1e-9
 
 
 @dataclass(frozen=True)
+class Engine:
+    """Forecasts and their lower bounds, for one model, recipe and cluster."""
+
+    shape: ModelShape
+    settings: Settings
+    cluster: Cluster
+    times: TimeModel
+    bytes: MemoryModel
+    least_bytes: MemoryBounds
+    least_time: TimeBounds
+
+    @classmethod
+    def of(cls, shape: ModelShape, settings: Settings, cluster: Cluster) -> "Engine":
+        """The engine of a recipe."""
+        times, model = TimeModel(shape, settings.recipe, cluster), memory_model(shape, settings)
+        return cls(shape, settings, cluster, times, model, MemoryBounds(model), TimeBounds(times))
+
+    def memory(self, candidate: Candidate) -> MemoryForecast:
+        """Bytes of each rank of the pipeline."""
+        return forecast_memory(self.shape, candidate, self.settings, self.cluster)
+
+    def time(self, candidate: Candidate) -> TimeForecast:
+        """Seconds of a step."""
+        return self.times.forecast(candidate)
+
+    def spare(self, stages: Candidate, options: StateOptions) -> np.ndarray:
+        """Bytes that the fullest rank has left, for `stages` with states in each of these places; negative: missing."""
+        return self.bytes.spare(stages, options, self.cluster.memory_bytes)
+
+    def host_spare(self, stages: Candidate, options: StateOptions) -> np.ndarray:
+        """Bytes of the host's memory that the fullest node has left, likewise."""
+        return host_spare_of_options(self.shape, stages, options, self.settings, self.cluster)
+
+
+@dataclass(frozen=True)
 class Ranked:
-    """A layout that fits, with what is foretold. price: of its ranks for an hour, 0 where unknown."""
+    """A layout that fits, with its forecast. price: of its ranks for an hour, 0 where unknown."""
 
     candidate: Candidate
     forecast: Forecast
@@ -53,30 +100,32 @@ class Ranked:
 
     @property
     def cost_per_token(self) -> float:
-        """In the unit of the price."""
+        """Cost in the unit of the price."""
         return self.price / 3600 / self.forecast.time.tokens_per_s
 
     @property
     def bytes(self) -> int:
-        """Of the fullest rank."""
+        """Bytes of the fullest rank."""
         return self.forecast.memory.fullest.reserved
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """by: what it is ranked by. ranked: the best, in order; others: what else was forecast and fits, in order. of_meshes: the
-    best of each mesh, as many as were wanted, in order. rejections: each with the number of layouts that it stands for.
-    num_layouts: of the space; num_slower: of those that bounds exclude, not forecast; num_forecast: layouts whose time was
-    foretold. cpu_s: of the search. engine: what foretold them."""
+    """The ranking, and what became of the other layouts."""
 
     by: By
     space: Space
     ranked: tuple[Ranked, ...]
+    """The best, in order."""
     others: tuple[Ranked, ...]
+    """Others that were forecast and fit, in order."""
     of_meshes: tuple[Ranked, ...]
+    """The best layout of each mesh, as many as were wanted, in order."""
     rejections: tuple[Rejection, ...]
+    """Each with the number of layouts that it stands for."""
     num_layouts: int
     num_slower: int
+    """Layouts that bounds exclude: not forecast."""
     num_forecast: int
     cpu_s: float
     engine: Engine
@@ -88,89 +137,55 @@ class SearchResult:
 
 
 @dataclass
-class Options:
-    """Layouts that differ in where states lie alone, and fit. least: a bound of all; states: by rising bound of each; place: of
-    the first that is not opened yet."""
-
-    least: float
-    states: Sequence[States]
-    bounds: Sequence[float]
-    place: int = 0
-
-    @property
-    def count(self) -> int:
-        """Those that are not opened yet."""
-        return len(self.states) - self.place
-
-
-@dataclass
-class Places:
-    """Where rules allow states, of all layouts that agree in what these read. against: the first such layout's rejections;
-    times: such layouts."""
-
-    options: StateOptions
-    against: Sequence[Rejection]
-    times: int = 0
-
-    def refused(self) -> Iterator[Rejection]:
-        """One for each reason, of all of the layouts."""
-        by_reason: dict[tuple[str, str, str], list[Rejection]] = {}
-        for each in self.against:
-            by_reason.setdefault((each.choice, each.key, each.reason), []).append(each)
-        for alike in by_reason.values():
-            yield replace(alike[0], count=self.times * sum(each.count for each in alike))
-
-
-@dataclass
 class Search:
-    """One search. best: as many layouts as are wanted, in order; meshes: as many meshes, of each its best layout; within: all
-    layouts that exceed the best one by no more than this share. What is excluded is known to be none of these."""
+    """One search."""
 
     space: Space
     constraints: Constraints
     engine: Engine
     by: By = "time"
     best: int = 20
+    """Layouts that are wanted, in order."""
     price: float = 0.0
     meshes: int = 0
+    """Meshes that are wanted, each with its best layout."""
     within: float = 0.0
+    """Wanted beside `best`: all layouts that exceed the best one by no more than this share."""
     ranked: list[tuple[tuple[object, ...], Ranked]] = field(default_factory=list)
     rejections: list[Rejection] = field(default_factory=list)
     num_layouts: int = 0
     num_slower: int = 0
     num_forecast: int = 0
     _firsts: dict[Mesh, tuple[tuple[object, ...], Ranked]] = field(default_factory=dict, repr=False)
-    _open: list[tuple[float, int, str, Candidate, Options | None]] = field(default_factory=list, repr=False)
+    _open: list[tuple[float, int, int, Mesh, Callable[[], None]]] = field(default_factory=list, repr=False)
     _numbers: Iterator[int] = field(default_factory=count, repr=False)
-    _places: dict[Any, Places] = field(default_factory=dict, repr=False)
+    _places: dict[Any, tuple[StateOptions, list[Rejection]]] = field(default_factory=dict, repr=False)
+    _asked: Counter[Any] = field(default_factory=Counter, repr=False)
     _options: dict[Any, StateOptions] = field(default_factory=dict, repr=False)
-    _added: dict[Any, dict[int, tuple[float, float]]] = field(default_factory=dict, repr=False)
-    _simulated: dict[Candidate, float] = field(default_factory=dict, repr=False)
     _counts: dict[Any, int] = field(default_factory=dict, repr=False)
-    _schedules_of: dict[int, tuple[tuple[str, int], ...]] = field(default_factory=dict, repr=False)
+    _schedules_of: dict[int, Schedules] = field(default_factory=dict, repr=False)
 
     def run(self) -> SearchResult:
-        """All layouts. Never raises for a layout: it is rejected."""
+        """Search all layouts. Raises for no layout: it is rejected."""
         began = process_time()
-        for c in self._find_divisions():
+        for c in self.divisions():
             self._consider_division(c)
         while self._open:
-            bound, _, choice, c, options = heappop(self._open)
-            if self._is_excluded(bound, c):
-                self.num_slower += self._count_open(c, choice, options)
-            elif options is not None:
-                self._open_options(c, options)
+            bound, _, num_layouts, mesh, expand = heappop(self._open)
+            if self._is_excluded(bound, mesh):
+                self.num_slower += num_layouts
             else:
-                self._OPENED[choice](self, bound, c)
-        for places in self._places.values():
-            self.rejections += places.refused()
+                expand()
+        for key, (_, refused) in self._places.items():
+            self.rejections += [replace(each, count=self._asked[key] * each.count) for each in refused]
         found = [each for _, each in self.ranked]
+        firsts = [each for _, each in sorted(self._firsts.values(), key=itemgetter(0))]
         return SearchResult(
             self.by,
             self.space,
             tuple(found[: self.best]),
             tuple(found[self.best :]),
-            tuple(each for _, each in sorted(self._firsts.values(), key=lambda each: each[0])[: self.meshes]),
+            tuple(firsts[: self.meshes]),
             tuple(self.rejections),
             self.num_layouts,
             self.num_slower,
@@ -179,185 +194,130 @@ class Search:
             self.engine,
         )
 
-    # --- layouts
-
-    def legal_layouts(self) -> Iterator[Candidate]:
-        """All layouts that no rule is against, whether they fit or not."""
-        for c in self._find_divisions():
-            yield from self._expand(c, (WORK, SCHEDULE, *WAY, *STATES))
-
     def choose_layout(self, rejection: Rejection) -> Candidate | None:
-        """One of the layouts that are rejected as too large: that with the first legal values of what is left to choose, and with
-        states where they leave most. None where no rule allows any."""
+        """One of the layouts that are rejected as too large: the first legal values of what is left to choose, with states where
+        they leave most. None where no rule allows any."""
         names = list(CHOICES)
         rest = names[names.index(rejection.choice) + 1 :]
         if not rest:
             return rejection.candidate
-        stages = next(self._expand(rejection.candidate, tuple(name for name in rest if name not in STATES)), None)
-        places = None if stages is None else self._place_states(stages)
-        if stages is None or places is None or not places.options.states:
+        stages = next(self.expand(rejection.candidate, tuple(name for name in rest if name not in STATES)), None)
+        if stages is None:
             return None
-        nearest = int(np.argmax(self.engine.spare_of_options(stages, places.options)))
-        return stages.changed(states_as(places.options.states[nearest]))
+        options, _ = self._places[self._place_states(stages)]
+        if not options.states:
+            return None
+        return _with_states(stages, options, int(np.argmax(self.engine.spare(stages, options))))
 
-    def _find_divisions(self) -> Iterator[Candidate]:
-        """How ranks may divide what they compute: all choices before the microbatch, where no rule is against them."""
+    # --- nodes
+
+    def divisions(self) -> Iterator[Candidate]:
+        """Divisions of the computation that no rule is against: all choices before the microbatch."""
         for c in self.space.children("degrees", self.space.root()):
             self.num_layouts += self._count(c, "degrees")
             if self._is_legal("degrees", c):
-                yield from self._expand(c, DIVISION)
+                yield from self.expand(c, DIVISION)
 
-    def _push(self, bound: float, choice: str, c: Candidate, options: Options | None = None) -> None:
-        """Open layouts that share the choices of `c` up to this one, unless their bound excludes them already."""
-        if self._is_excluded(bound, c):
-            self.num_slower += self._count_open(c, choice, options)
+    def _consider_division(self, c: Candidate) -> None:
+        """Of its microbatches the smallest needs least bytes, and the largest least time."""
+        works = sorted(self.space.values(WORK, c), key=itemgetter("sequences"))
+        smallest, schedules = c.changed(works[0]), self._schedules(c)
+        if not schedules:
+            refused = list(self.expand(c, (WORK, SCHEDULE)))  # each for a reason of its own
+            assert not refused, refused
+            return
+        fitting = self._fitting(DIVISION[-1], smallest, self._ways, schedules)
+        if not fitting:
+            return
+        least, largest = self.engine.least_time, c.changed(works[-1])
+        bound: float = min(fitting.values())
+        if self.by == "time":
+            # Where curves are measured nothing is known before each size is asked.
+            gains = least.gains_by_size and all(largest.sequences % each["sequences"] == 0 for each in works)
+            layouts = self._quickest(largest, fitting) if gains else ()
+            bound = min((least.mean_rank(each, smallest) for each in layouts), default=0.0)
+        self._push(bound, DIVISION[-1], c, partial(self._open_division, c))
+
+    def _open_division(self, division: Candidate) -> None:
+        schedules = self._schedules(division)
+        for c in self.expand(division, (WORK,)):
+            if fitting := self._fitting(WORK, c, self._ways, schedules):
+                bound: float = min(fitting.values())
+                if self.by == "time":
+                    bound = min(self.engine.least_time.mean_rank(each) for each in self._quickest(c, fitting))
+                self._push(bound, WORK, c, partial(self._open_work, c))
+
+    def _open_work(self, work: Candidate) -> None:
+        for schedule in self.expand(work, (SCHEDULE,)):
+            own = ((schedule.schedule, schedule.virtual),)
+            for c in self.expand(schedule, WAY) if self._fitting(SCHEDULE, schedule, self._ways, own) else ():
+                way = (c.checkpointing, c.offload)
+                if fitting := self._fitting(WAY[-1], c, (way,), own):
+                    # The cheap bound first: most of them are never expanded.
+                    bound = fitting[way] if self.by == "memory" else self.engine.least_time.mean_rank(c)
+                    self._push(bound, WAY[-1], c, partial(self._open_way, c))
+
+    def _open_way(self, c: Candidate) -> None:
+        if self.by == "memory":
+            self._open_stages(c)
         else:
-            # Among equals in the order in which they are found, which is always the same.
-            heappush(self._open, (bound, next(self._numbers), choice, c, options))
+            self._push(self.engine.least_time.stages(c), WAY[-1], c, partial(self._open_stages, c))
 
-    def _count_open(self, c: Candidate, choice: str, options: Options | None) -> int:
-        return self._count(c, choice) if options is None else options.count
-
-    def _open_division(self, bound: float, c: Candidate) -> None:
-        for child in self._expand(c, (WORK,)):
-            self._consider(WORK, child, self._ways, self._schedules(c))
-
-    def _open_work(self, bound: float, c: Candidate) -> None:
-        for child in self._expand(c, (SCHEDULE,)):
-            self._consider(SCHEDULE, child, self._ways, ((child.schedule, child.virtual),))
-
-    def _open_schedule(self, bound: float, c: Candidate) -> None:
-        for child in self._expand(c, WAY):
-            self._consider(WAY[-1], child, ((child.checkpointing, child.offload),), ((c.schedule, c.virtual),))
-
-    def _open_stages(self, bound: float, c: Candidate) -> None:
-        """Where states may lie."""
-        places = self._place_states(c)
-        if not len(places.options.states):
-            places.times += 1
+    def _open_stages(self, stages: Candidate) -> None:
+        """Consider the places of states: those that fit, by their bounds."""
+        key = self._place_states(stages)
+        self._asked[key] += 1
+        options, limit = self._places[key][0], self.engine.cluster.memory_bytes
+        if not options.states:
             return
-        limit = self.engine.cluster.memory_bytes
-        # First what states take and add at the least, of those that may fit: it is known for many layouts at once.
-        table = self.engine.states_of_options(c, places.options)
-        least = table.outside + table.in_backward + self.engine.least_bytes.activations(c)
-        fitting = np.flatnonzero(least <= limit)
-        if not len(fitting):
-            self._refuse_size(WAY[-1], c, int(least.min()) - limit)
-            return
-        own = 0.0 if self.by == "memory" else self.engine.least_time.least(c, ((c.schedule, c.virtual),))
-        bounds = least[fitting] if self.by == "memory" else own + self._least_of_states(c, places, fitting)
-        if bounds.min() > bound:
-            self._push(float(bounds.min()), WAY[-1], c)
-            return
-        places.times += 1
-        spare = self.engine.spare_of_options(c, places.options)
+        spare, host = self.engine.spare(stages, options), self.engine.host_spare(stages, options)
         over = np.flatnonzero(spare < 0)
         if len(over):
             nearest = over[np.argmax(spare[over])]
-            layout = c.changed(states_as(places.options.states[nearest]))
+            layout = _with_states(stages, options, nearest)
             self.rejections.append(too_large(layout, -int(spare[nearest]), limit, "states", len(over)))
-        host = self.engine.host_spare_of_options(c, places.options)
         over = np.flatnonzero((spare >= 0) & (host < 0))
         if len(over):
-            nearest = over[np.argmax(host[over])]
-            layout = c.changed(states_as(places.options.states[nearest]))
+            layout = _with_states(stages, options, over[np.argmax(host[over])])
             self.rejections.append(too_large_for_node(layout, self.engine.memory(layout).node, len(over)))
-        bounds = limit - spare[fitting] if self.by == "memory" else bounds
-        keeps = (spare[fitting] >= 0) & (host[fitting] >= 0)
-        fitting, bounds = fitting[keeps], bounds[keeps]
-        order = np.argsort(bounds, kind="stable")
-        if len(order):
-            states = [places.options.states[fitting[each]] for each in order]
-            found = Options(own, states, bounds[order].tolist())
-            self._push(found.bounds[0], "states", c, found)
+        for which in np.flatnonzero((spare >= 0) & (host >= 0)).tolist():
+            layout = _with_states(stages, options, which)
+            bound = limit - int(spare[which]) if self.by == "memory" else self.engine.least_time.states(layout)
+            self._push(bound, "states", layout, partial(self._forecast, layout))
 
-    def _open_options(self, c: Candidate, options: Options) -> None:
-        """The next option, and the others behind it."""
-        layout, bound = c.changed(states_as(options.states[options.place])), options.bounds[options.place]
-        options.place += 1
-        if options.count:
-            self._push(options.bounds[options.place], "states", c, options)
-        self._push(bound if self.by == "memory" else self._bound_of_states(layout, options.least), "states", layout)
-
-    def _least_of_states(self, c: Candidate, places: Places, which: np.ndarray) -> np.ndarray:
-        """Seconds that states in these places add at the least, which layouts with equal stages share."""
-        known = self._added.setdefault(
-            (places.options, c.pp, c.schedule, c.virtual, c.tp, c.ep, c.expert_tp, c.sequence), {}
-        )
-        for each in which.tolist():
-            if each not in known:
-                layout = c.changed(states_as(places.options.states[each]))
-                known[each] = self.engine.least_time.least_of_states(layout)
-        return np.array([c.accumulation * known[each][0] + known[each][1] for each in which.tolist()])
-
-    def _place_states(self, c: Candidate) -> Places:
-        """Where rules allow states of `c`: asked once for all that agree in what they read."""
-        names = self._read_for_states
-        key = (c.dp * c.cp, c.tp, c.offload, *[read_field(c, name) for name in names])
-        if key not in self._places:
-            known = len(self.rejections)
-            found = tuple([(each.zero, each.shard, each.offload) for each in self._expand(c, STATES)])
-            options = self._options.setdefault((c.dp * c.cp, c.tp, found), StateOptions(found))
-            self._places[key] = Places(options, self.rejections[known:])
-            del self.rejections[known:]
-        return self._places[key]
-
-    @cached_property
-    def _read_for_states(self) -> tuple[str, ...]:
-        """The fields that rules about states read, of those that are chosen before."""
-        own = {name for choice in STATES for name in CHOICES[choice]}
-        asked = [each for choice in STATES for each in self.constraints.by_choice[choice]]
-        return tuple(dict.fromkeys(name for each in asked for name in each.fields if name not in own))
-
-    def _forecast(self, bound: float, c: Candidate) -> None:
-        if self.by != "memory" and c.pp > 1:
-            # Of one stage the bound knows the schedule already; of several it is simulated, once for all places of states.
-            least = self._bound_of_states(c, self._simulate(c))
-            if least > bound:
-                self._push(least, "states", c)
-                return
+    def _forecast(self, c: Candidate) -> None:
         memory = self.engine.memory(c)
         if not memory.node.fits:
             self.rejections.append(too_large_for_node(c, memory.node))
             return
         ranked = Ranked(c, Forecast(memory, self.engine.time(c)), self.price * self.space.world)
         self.num_forecast += 1
-        entry = (self._key(ranked), ranked)
-        insort(self.ranked, entry, key=lambda each: each[0])
+        first, second = self._value(ranked), ranked.step_s if self.by == "memory" else ranked.bytes
+        entry = ((first, second, rank_layout(c)), ranked)
+        insort(self.ranked, entry, key=itemgetter(0))
         if self.meshes:
-            first = self._firsts.setdefault(mesh_of(c), entry)
-            self._firsts[mesh_of(c)] = min(first, entry, key=lambda each: each[0])
+            known = self._firsts.setdefault(mesh_of(c), entry)
+            self._firsts[mesh_of(c)] = min(known, entry, key=itemgetter(0))
 
-    def _simulate(self, c: Candidate) -> float:
-        stages = c.changed({"zero": 0, "shard": 1, "offload": c.offload & {"activations"}})
-        if stages not in self._simulated:
-            self._simulated[stages] = self.engine.least_seconds(stages)
-        return self._simulated[stages]
+    def _push(self, bound: float, choice: str, c: Candidate, expand: Callable[[], None]) -> None:
+        """Open the layouts that share the choices of `c` up to this one, unless their bound excludes them already."""
+        num_layouts, mesh = self._count(c, choice), mesh_of(c)
+        if self._is_excluded(bound, mesh):
+            self.num_slower += num_layouts
+        else:
+            # Among equals in the order in which they are found, which is always the same.
+            heappush(self._open, (bound, next(self._numbers), num_layouts, mesh, expand))
 
-    # What becomes of layouts whose choices are made up to this one, in the order of their bounds.
-    _OPENED: ClassVar[Mapping[str, Callable[["Search", float, Candidate], None]]] = MappingProxyType(
-        {
-            DIVISION[-1]: _open_division,
-            WORK: _open_work,
-            SCHEDULE: _open_schedule,
-            WAY[-1]: _open_stages,
-            "states": _forecast,
-        }
-    )
+    # --- legality and bytes
 
-    def _refuse_size(self, choice: str, c: Candidate, missing: int) -> None:
-        """All layouts that share the choices of `c` up to this one lack so many bytes at the least."""
-        limit = self.engine.cluster.memory_bytes
-        self.rejections.append(too_large(c, missing, limit, choice, self._count(c, choice)))
-
-    def _expand(self, c: Candidate, choices: tuple[str, ...]) -> Iterator[Candidate]:
+    def expand(self, c: Candidate, choices: tuple[str, ...]) -> Iterator[Candidate]:
         """`c` with all values of these choices that nothing is against."""
         if not choices:
             yield c
             return
         for child in self.space.children(choices[0], c):
             if self._is_legal(choices[0], child):
-                yield from self._expand(child, choices[1:])
+                yield from self.expand(child, choices[1:])
 
     def _is_legal(self, choice: str, c: Candidate) -> bool:
         found = self.constraints.refuse(choice, c)
@@ -374,74 +334,36 @@ class Search:
             self._counts[key] = prod(len(self.space.values(name, c)) for name in names[names.index(choice) + 1 :])
         return self._counts[key]
 
-    # --- order and bounds
+    def _place_states(self, c: Candidate) -> Any:
+        """The key in `_places` of the legal places of states: asked once for all layouts that agree in what the rules read."""
+        key = (c.dp * c.cp, c.tp, c.offload, *[read_field(c, name) for name in self._read_for_states])
+        if key not in self._places:
+            known = len(self.rejections)
+            found = tuple([(each.zero, each.shard, each.offload) for each in self.expand(c, STATES)])
+            refused = self.rejections[known:]
+            del self.rejections[known:]
+            options = self._options.setdefault((c.dp * c.cp, c.tp, found), StateOptions(found))
+            by_reason: dict[tuple[str, str, str], list[Rejection]] = {}
+            for each in refused:
+                by_reason.setdefault((each.choice, each.key, each.reason), []).append(each)
+            alike = [replace(own[0], count=sum(each.count for each in own)) for own in by_reason.values()]
+            self._places[key] = options, alike
+        return key
 
-    def _key(self, ranked: Ranked) -> tuple[object, ...]:
-        first, second = self._value(ranked), ranked.step_s if self.by == "memory" else ranked.bytes
-        return first, second, rank_layout(ranked.candidate)
+    @cached_property
+    def _read_for_states(self) -> tuple[str, ...]:
+        """The fields that rules about states read, of those that are chosen before."""
+        own = {name for choice in STATES for name in CHOICES[choice]}
+        asked = [each for choice in STATES for each in self.constraints.by_choice[choice]]
+        return tuple(dict.fromkeys(name for each in asked for name in each.fields if name not in own))
 
-    def _value(self, ranked: Ranked) -> float:
-        """The ranked and bounded value."""
-        return ranked.bytes if self.by == "memory" else ranked.step_s
-
-    def _is_excluded(self, bound: float, c: Candidate) -> bool:
-        """Whether no layout of such a bound, on the mesh of `c`, can be one that is wanted."""
-        if len(self.ranked) < self.best:
-            return False
-        least = bound * ROUNDING
-        if least <= self._value(self.ranked[self.best - 1][1]):
-            return False
-        if self.within and least <= self._value(self.ranked[0][1]) * (1 + self.within):
-            return False
-        return not self.meshes or self._is_behind_meshes(least, mesh_of(c))
-
-    def _is_behind_meshes(self, least: float, mesh: Mesh) -> bool:
-        """Whether so much is behind the best of this mesh that is known, or behind as many meshes as are wanted."""
-        values = sorted(self._value(each) for _, each in self._firsts.values())
-        if len(values) >= self.meshes and least > values[self.meshes - 1]:
-            return True
-        return mesh in self._firsts and least > self._value(self._firsts[mesh][1])
-
-    def _consider_division(self, c: Candidate) -> None:
-        """Of its microbatches the smallest needs least bytes, and the largest least time."""
-        works = sorted(self.space.values(WORK, c), key=itemgetter("sequences"))
-        smallest, schedules = c.changed(works[0]), self._schedules(c)
-        if not schedules:
-            refused = list(self._expand(c, (WORK, SCHEDULE)))  # each for a reason of its own
-            assert not refused, refused
-            return
-        fitting = self._fitting(DIVISION[-1], smallest, self._ways, schedules)
-        if not fitting:
-            return
-        least, largest = self.engine.least_time, c.changed(works[-1])
-        bound: float = min(fitting.values())
-        if self.by != "memory":
-            # Where curves are measured nothing is known before each size is asked.
-            gains = least.gains_by_size and all(largest.sequences % each["sequences"] == 0 for each in works)
-            layouts = self._quickest(largest, fitting) if gains else ()
-            bound = min((least.least_mean(each, smallest) for each in layouts), default=0.0)
-        self._push(bound, DIVISION[-1], c)
-
-    def _consider(
-        self, choice: str, c: Candidate, ways: tuple[Way, ...], schedules: tuple[tuple[str, int], ...]
-    ) -> None:
-        """Layouts that share the choices of `c` up to this one, to be opened in their turn if any may fit. ways, schedules: what
-        is left to choose of these."""
-        fitting = self._fitting(choice, c, ways, schedules)
-        if fitting:
-            bound: float = min(fitting.values())
-            if self.by != "memory":
-                bound = min(self.engine.least_time.least(each, schedules) for each in self._quickest(c, fitting))
-            self._push(bound, choice, c)
-
-    def _fitting(
-        self, choice: str, c: Candidate, ways: tuple[Way, ...], schedules: tuple[tuple[str, int], ...]
-    ) -> dict[Way, int]:
-        """The ways in which layouts may fit, with their bytes at the least. Where there is none they are rejected."""
+    def _fitting(self, choice: str, c: Candidate, ways: tuple[Way, ...], schedules: Schedules) -> dict[Way, int]:
+        """The ways to keep activations in which layouts may fit, with their least bytes. Where none is left they are rejected."""
         sizes, limit = self.engine.least_bytes.least_of_ways(c, ways, schedules), self.engine.cluster.memory_bytes
         found = {way: size for way, size in zip(ways, sizes, strict=True) if size <= limit}
         if not found:
-            self._refuse_size(choice, c, min(sizes) - limit)
+            missing = min(sizes) - limit
+            self.rejections.append(too_large(c, missing, limit, choice, self._count(c, choice)))
         return found
 
     def _quickest(self, c: Candidate, ways: Iterable[Way]) -> Iterator[Candidate]:
@@ -460,20 +382,33 @@ class Search:
         legal = [c for c in found if all(each.refuse(c) is None for each in asked)]
         return tuple((c.checkpointing, c.offload) for c in legal or found)
 
-    def _schedules(self, c: Candidate) -> tuple[tuple[str, int], ...]:
-        """Those that a division of the ranks may have, with stages of a rank, but for those that have too many stages."""
+    def _schedules(self, c: Candidate) -> Schedules:
+        """Schedules, with the stages of a rank, that a division of the ranks may have."""
         if c.pp not in self._schedules_of:
             own = {"pp", *CHOICES[SCHEDULE]}
             asked = [each for each in self.constraints.by_choice[SCHEDULE] if own.issuperset(each.fields)]
-            found = [
-                each for each in self.space.children(SCHEDULE, c) if all(one.refuse(each) is None for one in asked)
-            ]
-            self._schedules_of[c.pp] = tuple((each.schedule, each.virtual) for each in found)
+            found = self.space.children(SCHEDULE, c)
+            legal = [each for each in found if all(one.refuse(each) is None for one in asked)]
+            self._schedules_of[c.pp] = tuple((each.schedule, each.virtual) for each in legal)
         return self._schedules_of[c.pp]
 
-    def _bound_of_states(self, c: Candidate, bound: float) -> float:
-        """Seconds of a layout at the least, of which it is known what it takes wherever states lie."""
-        return self.engine.least_time.least_with_states(c, bound)
+    # --- bounds
+
+    def _value(self, ranked: Ranked) -> float:
+        """The ranked and bounded value."""
+        return ranked.bytes if self.by == "memory" else ranked.step_s
+
+    def _is_excluded(self, bound: float, mesh: Mesh) -> bool:
+        """Whether no layout of such a bound, on this mesh, can be one that is wanted."""
+        least = bound * ROUNDING
+        if len(self.ranked) < self.best or least <= self._value(self.ranked[self.best - 1][1]):
+            return False
+        if self.within and least <= self._value(self.ranked[0][1]) * (1 + self.within):
+            return False
+        if not self.meshes or (mesh in self._firsts and least > self._value(self._firsts[mesh][1])):
+            return True
+        values = sorted(self._value(each) for _, each in self._firsts.values())
+        return len(values) >= self.meshes and least > values[self.meshes - 1]
 
 
 def mesh_of(c: Candidate) -> Mesh:
@@ -481,9 +416,8 @@ def mesh_of(c: Candidate) -> Mesh:
     return c.dp, c.tp, c.pp, c.cp, c.ep
 
 
-def states_as(states: States) -> dict[str, Any]:
-    """As fields of a candidate."""
-    return dict(zip(("zero", "shard", "offload"), states, strict=True))
+def _with_states(stages: Candidate, options: StateOptions, which: int) -> Candidate:
+    return stages.changed(dict(zip(("zero", "shard", "offload"), options.states[which], strict=True)))
 
 
 def rank_layout(c: Candidate) -> tuple[object, ...]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from framework.plan.rejections import SIZES, Rejection, describe, group_rejections
 from framework.plan.search import By, Ranked, SearchResult
-from framework.recipe.saved import plain
+from framework.recipe.keys import plain
 from framework.recipe.schema import Recipe
 
 # What a step is for; the largest of the other parts is what holds it up.

@@ -1,6 +1,6 @@
-"""Settings: what of a recipe memory depends on and no search changes; and the candidate that a plan is of."""
+"""Settings: what of a recipe memory depends on and no search changes; and the candidate of a planned recipe."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
@@ -12,8 +12,8 @@ from framework.model.precision import DTYPES
 from framework.optim.optimizers import state_names
 from framework.plan.candidate import Candidate
 from framework.plan.layouts import OFFLOADED, candidate_of
-from framework.plan.plan import Plan
 from framework.plan.target import resolve_target
+from framework.recipe.derive import carry_derived
 from framework.recipe.schema import Memory, Offload, Recipe, Zero
 
 
@@ -83,10 +83,11 @@ class Settings:
         )
 
 
-def planned_candidate(plan: Plan) -> Candidate:
-    """The candidate that a plan is of, also where no candidate says all that its recipe does: of what is offloaded in part the
-    recipe has the fraction, and what memory.activation_checkpointing=auto chose is given to `forecast_memory` beside it."""
-    memory, offload = plan.recipe.memory, plan.recipe.memory.offload
+def planned_candidate(recipe: Recipe) -> Candidate:
+    """The candidate of a planned recipe, also where no candidate states all that the recipe does: of what is offloaded in part
+    `Settings` has the fraction, memory.activation_checkpointing=auto is chosen beside it (`Plan.chosen`), and the stages of a
+    pipeline.table are the Plan's; times are those of 1f1b in its place."""
+    memory, offload = recipe.memory, recipe.memory.offload
     whole = replace(
         offload,
         optimizer=ceil(offload.optimizer),
@@ -95,13 +96,7 @@ def planned_candidate(plan: Plan) -> Candidate:
     )
     policy = memory.activation_checkpointing
     memory = replace(memory, offload=whole, activation_checkpointing="none" if policy == "auto" else policy)
-    return candidate_of(replace(plan.recipe, memory=memory))
-
-
-def chosen_counts(plan: Plan) -> Mapping[int, tuple[int, int, int, int]] | None:
-    """Of each stage the layers by policy, where the recipe has them chosen; else None."""
-    if plan.recipe.memory.activation_checkpointing != "auto":
-        return None
-    return {
-        index: counts for rank in plan.topology.ranks("pp", 0) for index, counts in plan.checkpointing(rank).items()
-    }
+    pipeline = recipe.pipeline
+    if pipeline.table is not None:
+        pipeline = replace(pipeline, table=None, schedule="1f1b", virtual_stages=None)
+    return candidate_of(carry_derived(recipe, replace(recipe, memory=memory, pipeline=pipeline)))

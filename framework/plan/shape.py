@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.comm.communicator import Communicator
-from framework.errors import MeshwrightError
+from framework.errors import MeshwrightError, ModelError
 from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
@@ -24,8 +24,10 @@ from framework.model.flops import ModelSize, experts_per_token, flops_per_token,
 from framework.model.load import build_meta, kept_in_fp32, layer_configs
 from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.precision import DTYPES
-from framework.model.stage import StageBounds, copy_stage, find_layer_outputs, refuse_shared_layers, split_stages
+from framework.model.probe import find_layer_outputs
+from framework.model.stage import StageBounds, copy_stage, refuse_shared_layers, split_stages
 from framework.model.units import Unit, find_units, tied_names
+from framework.optim.groups import GroupAssignment, group_trained
 from framework.parallel.context import probe_causes, refuse_undivided_context, refuse_uneven_heads
 from framework.parallel.experts import check_experts
 from framework.parallel.pipeline.pipeline import count_layers, refuse_few_layers
@@ -35,11 +37,12 @@ from framework.parallel.tensor import ranks_per_kv_head
 from framework.plan.candidate import Candidate
 from framework.plan.context import AttentionShape, attention_shapes
 from framework.plan.layer_widths import LayerWidths, MixtureWidths, layer_widths, mixture_widths
-from framework.plan.plan import group_parameters_of, refuse_dropped_layers, refuse_fresh_seeds
-from framework.plan.stage import LocalParameters, lay_out_parameters
+from framework.plan.stage import RankParameters, lay_out_parameters
 from framework.plan.target import resolve_target
 from framework.recipe.schema import Launch, Parallel, Pipeline, Precision, Recipe
 
+# Families whose layers call torch.seed(), which reads the clock, in each forward: reversible layers replay their dropout by it.
+FRESH_SEEDS = ("reformer",)
 # What a shape is made for where no recipe says it: bf16 on GPUs.
 DEFAULT = Recipe(precision=Precision(compute="bf16"), launch=Launch(device="cuda"))
 
@@ -63,7 +66,7 @@ class RankUnit:
     """A unit as a rank holds it, before ZeRO. local: its parameters, and others of the stage that it was laid out in."""
 
     unit: Unit
-    local: LocalParameters
+    local: RankParameters
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
@@ -402,6 +405,19 @@ def make_shape(config: PretrainedConfig, recipe: Recipe = DEFAULT) -> ModelShape
     refuse_bias_rate(recipe.model, whole, mixtures)
     ties = tied_names(whole)
     groups = {each.parameter: each.key for each in group_parameters_of(recipe, whole, units)}
+    return shape_of(recipe, config, whole, units, ties, groups, mixtures)
+
+
+def shape_of(
+    recipe: Recipe,
+    config: PretrainedConfig,
+    whole: PreTrainedModel,
+    units: tuple[Unit, ...],
+    ties: Mapping[str, tuple[str, ...]],
+    groups: Mapping[str, str],
+    mixtures: tuple[Mixture, ...],
+) -> ModelShape:
+    """The shape of a model that is on meta already. recipe: with a device and a compute dtype."""
     return ModelShape(
         recipe,
         config,
@@ -458,3 +474,34 @@ def _unshare(layout: Layout) -> Layout:
     replicated = tuple(axis for axis in layout.replicated if axis != "embedding")
     partial = tuple(axis for axis in layout.partial if axis != "embedding")
     return replace(layout, replicated=replicated, partial=partial)
+
+
+def refuse_dropped_layers(config: PretrainedConfig, pp: int, tp: int) -> None:
+    """Raises ModelError where ranks would drop other layers than one process: the model draws in front of a layer, in a stream
+    that depends on where it is cut, and a stage whose first layer is dropped would not read what it has received."""
+    degrees = {"pp": pp, "tp": tp}
+    found = {key: value for key, value in config.to_dict().items() if "layerdrop" in key and value}
+    for key, value in found.items():
+        if max(degrees.values()) > 1:
+            split = " and ".join(f"parallel.{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
+            raise ModelError(
+                f"model.config.{key}={value} leaves out whole layers at random, which {split} cannot do alike on all ranks:"
+                f" set model.config.{key}=0.0, or use data parallelism and ZeRO"
+            )
+
+
+def refuse_fresh_seeds(config: PretrainedConfig) -> None:
+    """Raises ModelError for a family that seeds torch's generator anew, in each forward of its training."""
+    if config.model_type in FRESH_SEEDS:
+        raise ModelError(
+            f"model.family={config.model_type} takes a new random seed in every forward, so that no run of it could be"
+            " repeated, resumed or verified: choose another family"
+        )
+
+
+def group_parameters_of(recipe: Recipe, whole: PreTrainedModel, units: tuple[Unit, ...]) -> list[GroupAssignment]:
+    """Decided on the whole model, so that every rank agrees."""
+    parameters = {name: whole.get_parameter(name) for unit in units for name in unit.parameters}
+    marked = {name for name, each in parameters.items() if getattr(each, "_no_weight_decay", False)}
+    shapes = {name: tuple(each.shape) for name, each in parameters.items()}
+    return group_trained(shapes, recipe.model.freeze, recipe.optim, marked)

@@ -1,4 +1,4 @@
-"""What ZeRO's collectives cost a stage beside what computation hides of them, by the order of parallel/zero/order.py.
+"""Seconds of ZeRO's collectives in a stage, exposed or hidden under computation, by the order of parallel/zero/hooks.py.
 
     forward    a unit is gathered while the one before it computes; nothing hides the first one's gather
     backward   the same from the last unit to the first; a unit that forward has just left is still there. Reductions run under
@@ -14,8 +14,7 @@ from typing import Any
 
 from framework.parallel.zero.unit_buckets import largest_shared
 from framework.plan.candidate import Candidate
-from framework.plan.collectives import Groups, Links
-from framework.plan.exposure import hide
+from framework.plan.exposure import Groups, LinkTimes, hide
 from framework.plan.profile import Profile
 from framework.recipe.schema import Zero
 
@@ -35,7 +34,7 @@ class ShardedUnit:
 
 @dataclass(frozen=True)
 class ShardingTime:
-    """Seconds that nothing hides, of a microbatch in forward and in backward, and once a step; and those that are hidden."""
+    """Exposed seconds, of a microbatch in forward and in backward, and once a step; and hidden ones."""
 
     gathers: tuple[float, float] = (0.0, 0.0)
     reductions: float = 0.0
@@ -53,12 +52,12 @@ class Sharding:
     zero: Zero
     parameter_bytes: float
     gradient_bytes: float
-    links: Links
+    links: LinkTimes
     profile: Profile
     _known: dict[Any, tuple[float, float, float]] = field(default_factory=dict, repr=False, compare=False)
 
     def time(self, units: Sequence[ShardedUnit], c: Candidate, groups: Groups) -> ShardingTime:
-        """Of a stage, whose units are in order of computation."""
+        """Seconds of a stage, whose units are in order of computation."""
         units = [bucket for each in units for bucket in self._in_buckets(each, c)]
         messages = [self._messages_s(each, c, groups) for each in units]
         gathers, reductions, sums = ([each[place] for each in messages] for place in range(3))
@@ -96,8 +95,8 @@ class Sharding:
         )
 
     def _in_buckets(self, unit: ShardedUnit, c: Candidate) -> list[ShardedUnit]:
-        """Equal layers as they travel: each bucket a unit of several layers, and what is left. Buckets of unequal layers are not
-        foretold, nor with embedding and head, nor are they of weights that come from the host."""
+        """Equal layers as they travel: a bucket is a unit of several layers, and one of the rest. Not predicted: buckets of
+        unequal layers, with embedding and head, or of weights that come from the host."""
         whole = (unit.dense * c.tp + unit.experts * c.ep * c.expert_tp) * self.parameter_bytes
         limit = self.zero.bucket_bytes if c.zero and "parameters" not in c.offload else 0
         together = min(int(limit // whole), unit.count) if 0 < whole <= largest_shared(limit) else 0
@@ -149,13 +148,13 @@ class Sharding:
         return dense + reduce("reduce_scatter", unit.experts * size, groups.expert_shard)
 
     def _sum_s(self, unit: ShardedUnit, c: Candidate, groups: Groups) -> float:
-        """Of the sums over replicas of what a rank has of a unit."""
+        """Seconds of the sums over replicas of a rank's part of a unit."""
         reduce, size = self.links.collective, self.gradient_bytes
         dense = reduce("all_reduce", unit.dense / c.shard * size, groups.replica)
         return dense + reduce("all_reduce", unit.experts / groups.expert_shard.size * size, groups.expert_replica)
 
     def _forward(self, units: Sequence[ShardedUnit], gathers: Sequence[float]) -> tuple[float, float]:
-        """(what nothing hides, what is hidden) of all gathers in a forward."""
+        """(exposed, hidden) seconds of all gathers in a forward."""
         late = hidden = before = 0.0
         for unit, seconds in zip(units, gathers, strict=True):
             for times, behind in ((1, before), (unit.count - 1, unit.forward)):
@@ -182,7 +181,7 @@ class Sharding:
         return seconds * self.profile.hides_gathers
 
     def _tail(self, units: Sequence[ShardedUnit], seconds: Sequence[float]) -> float:
-        """Of the units that backward leaves last: the first layer, and an embedding before it, whose own backward is short."""
+        """Seconds of the units that backward leaves last: the first layer, and the embedding, whose backward is short."""
         ends = [value for unit, value in zip(units, seconds, strict=True) if unit.is_embedding]
         layers = [value for unit, value in zip(units, seconds, strict=True) if not unit.is_embedding]
         return sum(ends) + sum(layers[:1])

@@ -8,15 +8,14 @@ from transformers import PreTrainedModel
 
 from framework.comm.communicator import Communicator
 from framework.mesh.layout import Layout
-from framework.model.load_balancing import Routers
+from framework.model.routers import Routers
 from framework.model.stage import StageModel, own_ties
 from framework.model.units import Unit
 from framework.parallel.parallelize import find_compute_dtypes, parallelize, whole_layouts
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import mask_of, uses_rng_in_training
-from framework.parallel.zero.choose_homes import choose_homes
 from framework.parallel.zero.lifetimes import Lifetimes, lifetimes_of
-from framework.parallel.zero.plan_buffers import FROZEN, BufferPlan, plan_buffers
+from framework.parallel.zero.plan_buffers import FROZEN, BufferPlan, choose_homes, plan_buffers
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class PlannedStage:
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """Those that are whole or in part this stage's."""
+        """Units that are whole or in part this stage's."""
         return self.plan.own_units
 
 
@@ -46,7 +45,7 @@ def lay_out_stage(model: PreTrainedModel, plan: StagePlan) -> PlannedStage:
 
 
 @dataclass(frozen=True)
-class LocalParameters:
+class RankParameters:
     """The parameters of a stage on one rank, by name: what their buffers follow from. groups: of the optimizer, in the order
     that buffers have them; dtypes: in which forward reads them."""
 
@@ -65,11 +64,11 @@ class LocalParameters:
         return plan_buffers(units, self.layouts, self.groups, self.dtypes, master_dtype, lifetimes, axes)
 
 
-def lay_out_parameters(model: PreTrainedModel, plan: StagePlan) -> LocalParameters:
+def lay_out_parameters(model: PreTrainedModel, plan: StagePlan) -> RankParameters:
     """Apply the transforms to a copy of the model on meta; what they leave this rank of its parameters."""
     layouts = parallelize(model, whole_layouts(model), plan)
     groups = dict.fromkeys(layouts, FROZEN) | {name: key for name, key in plan.groups.items() if name in layouts}
-    return LocalParameters(layouts, groups, find_compute_dtypes(model, plan))
+    return RankParameters(layouts, groups, find_compute_dtypes(model, plan))
 
 
 def _find_routers(model: PreTrainedModel, plan: StagePlan) -> Routers | None:

@@ -28,7 +28,7 @@ def resolve_target(recipe: Recipe) -> Recipe:
 
 
 def target_device(launch: Launch) -> Device | None:
-    """What the recipe says of the ranks' device; None where it leaves that to this machine. Under SLURM it is cuda where GPUs
+    """The ranks' device as the recipe states it; None where it leaves that to this machine. Under SLURM it is cuda where GPUs
     are asked for, whatever the login node has."""
     if launch.device != "auto":
         return launch.device

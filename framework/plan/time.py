@@ -1,38 +1,48 @@
-"""The seconds of a step, in parts that add up, and what follows of them: tokens a second, MFU, hours, cost.
+"""Seconds of a step, in parts that add up, and what follows from them: tokens/s, MFU, hours, cost.
 
     matmuls, attention, elementwise, recomputation    kernels                                          operators.py
     tp, cp, ep                                        messages of layers that nothing hides            exposure.py
     pp                                                messages between stages that hold a rank up
     gathers, reductions                               ZeRO's, beyond the computation beside them       sharding.py
     contention                                        computation slowed by messages that run beside it
-    bubble                                            waiting of the busiest rank in the pipeline      bubble.py
+    bubble                                            waiting of the slowest rank in the pipeline      bubble.py
     optimizer, offload, checkpoint                    update and norm, states that travel, saves       update.py
-    host                                              what the host does before kernels are launched
+    host                                              launching kernels
 
-They are of the rank that takes longest. A step is a pipeline's actions one after another, then the update, on all ranks at once.
+They are the slowest rank's. A step is a pipeline's actions one after another, then the update, on all ranks at once.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from framework.model.precision import DTYPES
+from framework.model.stage import StageBounds
 from framework.parallel.activation_checkpointing import count_groups
 from framework.parallel.pipeline.simulate import Costs
-from framework.plan.activations import Activations
 from framework.plan.bubble import Lengths, least_length
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import Cluster, Collective
-from framework.plan.collectives import Groups, Links, place_groups
-from framework.plan.exposure import NOTHING, Exposure, Overlaps, expose_cp, expose_ep, expose_tp, hide
+from framework.plan.exposure import (
+    NOTHING,
+    Exposure,
+    Groups,
+    LinkTimes,
+    Overlaps,
+    expose_cp,
+    expose_ep,
+    expose_tp,
+    hide,
+    place_groups,
+)
 from framework.plan.forecast import TimeForecast
 from framework.plan.forecast_memory import memory_model
-from framework.plan.operators import LayerTimes, ModelOperators, Rates, UnitWork, read_operators
+from framework.plan.operators import LayerTimes, Rates, UnitWork, Work, read_operators
 from framework.plan.profile import OURS, Profile
 from framework.plan.settings import Settings
 from framework.plan.shape import Degrees, ModelShape, RankUnit
-from framework.plan.sharding import Sharding
-from framework.plan.stage_time import Seconds, StageForm, StageSum, StageTime, UnitTime
+from framework.plan.sharding import ShardedUnit, Sharding
 from framework.plan.update import Update, expected_goodput
 from framework.recipe.derive import SPLIT_BACKWARDS, compiles
 from framework.recipe.schema import Recipe
@@ -42,10 +52,125 @@ PARTS = (
     *("contention", "bubble", "optimizer", "offload", "checkpoint", "host"),
 )
 
+Seconds = dict[str, float]
+
+
+@dataclass(frozen=True, eq=False)
+class StageForm:
+    """A stage as far as its time depends on it. bounds: of the first such stage; layers: (kind, number of them), in order."""
+
+    bounds: StageBounds
+    layers: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class UnitTime:
+    """A unit for one microbatch. exposures: of its messages, by axis. grouped: share of its forwards that run a second time to
+    bring back the input of another layer (activation checkpointing by groups)."""
+
+    work: UnitWork
+    exposures: Mapping[str, Exposure] = field(default_factory=dict)
+    grouped: float = 0.0
+
+    @cached_property
+    def again(self) -> Work:
+        """Recomputation."""
+        return self.work.again + self.work.forward.times(self.grouped) if self.grouped else self.work.again
+
+    @cached_property
+    def forward(self) -> float:
+        """Seconds of its forward."""
+        return self.work.forward.total + sum(each.forward for each in self.exposures.values())
+
+    @cached_property
+    def input(self) -> float:
+        """Seconds of its input gradient, recomputation included."""
+        messages = sum(each.backward + self.grouped * each.forward for each in self.exposures.values())
+        return self.work.input.total + self.again.total + messages
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of forward and backward where no group of layers is computed again."""
+        return self.work.total + sum([each.forward + each.backward for each in self.exposures.values()])
+
+
+@dataclass
+class StageSum:
+    """A stage's units for one microbatch, before ZeRO. Seconds of its passes, by part in `parts`; `hidden`: of messages under
+    computation, by axis. units: what ZeRO shards, in order of computation."""
+
+    forward: float = 0.0
+    input: float = 0.0
+    weight: float = 0.0
+    parts: Seconds = field(default_factory=dict)
+    hidden: Seconds = field(default_factory=dict)
+    units: list[ShardedUnit] = field(default_factory=list)
+
+    def add(self, unit: UnitTime, count: int, elements: tuple[float, float], end: str = "") -> None:
+        """Add equal units. elements: (dense, of experts) of one on a rank, before ZeRO; end: embedding or head, "" for layers."""
+        work, again = unit.work, unit.again
+        self.forward += count * unit.forward
+        self.input += count * unit.input
+        self.weight += count * work.weight.total
+        computed = work.forward + work.input + work.weight
+        for name, seconds in (
+            ("matmuls", computed.matmuls),
+            ("attention", computed.attention),
+            ("elementwise", computed.elementwise),
+            ("recomputation", again.total),
+            *((axis, each.forward * (1 + unit.grouped) + each.backward) for axis, each in unit.exposures.items()),
+        ):
+            self.parts[name] = self.parts.get(name, 0.0) + count * seconds
+        for axis, each in unit.exposures.items():
+            self.hidden[axis] = self.hidden.get(axis, 0.0) + count * each.hidden
+        backward = unit.input + work.weight.total
+        self.units.append(ShardedUnit(*elements, unit.forward, backward, count, end == "embedding", end == "head"))
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """A stage with ZeRO's messages."""
+
+    forward: float
+    """Seconds of a microbatch's forward; `input`, `weight`: of its input and weight gradients."""
+    input: float
+    weight: float
+    parts: Mapping[str, float]
+    """The same seconds by part; `hidden`: of messages under computation, by axis."""
+    hidden: Mapping[str, float]
+    once: Mapping[str, float]
+    """Seconds of a step, whatever the number of microbatches; `hidden_once` likewise."""
+    hidden_once: Mapping[str, float]
+    owned: float
+    """Parameters (elements) that the rank's optimizer updates."""
+
+    @cached_property
+    def microbatch(self) -> float:
+        """Seconds of one microbatch."""
+        return self.forward + self.input + self.weight
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """All ranks of a pipeline. stages: in order; by rank: seconds of its microbatches (busy), of what comes once a step (late),
+    the update's parts, elements that it updates."""
+
+    stages: Sequence[StageTime]
+    busy: Sequence[float]
+    late: Sequence[float]
+    updates: Sequence[Mapping[str, float]]
+    owned: Sequence[float]
+
+    @cached_property
+    def slowest(self) -> int:
+        """The rank whose own work takes longest."""
+        totals = [busy + late for busy, late in zip(self.busy, self.late, strict=True)]
+        return totals.index(max(totals))
+
 
 class TimeModel:
-    """Forecasts of one model with one recipe's choices on one cluster, by one profile, ours where none is given. What a layout
-    shares with others is computed once. Callers are one thread."""
+    """Step-time forecasts of one model with one recipe's choices on one cluster. profile: of the implementation, by default ours.
+    What layouts share is memoized. For one thread."""
 
     def __init__(self, shape: ModelShape, settings: Recipe, cluster: Cluster, profile: Profile | None = None):
         compute = settings.precision.compute
@@ -55,7 +180,7 @@ class TimeModel:
         self.profile = profile or OURS
         if compiles(settings.memory):
             self.profile = self.profile.fused()
-        self.rates, self.links = Rates(cluster, self.profile, dtype, itemsize), Links(cluster, itemsize)
+        self.rates, self.links = Rates(cluster, self.profile, dtype, itemsize), LinkTimes(cluster, itemsize)
         memory = settings.memory
         overlaps = Overlaps(
             is_async=settings.parallel.overlap == "always",
@@ -74,42 +199,38 @@ class TimeModel:
         self._known: dict[Any, Any] = {}
 
     def forecast(self, candidate: Candidate) -> TimeForecast:
-        """Of a candidate that the model and the recipe allow."""
+        """The step time of a candidate that the model and the recipe allow."""
         c, groups = candidate, self.groups(candidate)
-        _, _, owners = self.stages(c)
-        stages, busy, after, owned = self._ranks(c, groups)
-        updates = [self.update.seconds(elements, c) for elements in owned]
-        worst = _slowest(busy, after, updates)
-        own = [stage for stage, owner in zip(stages, owners, strict=True) if owner == worst]
+        ranks, owners = self.ranks(c, groups), self.stages(c)[2]
+        own = [stage for stage, owner in zip(ranks.stages, owners, strict=True) if owner == ranks.slowest]
         parts, hidden = self._add_up(own, c)
-        parts["bubble"] = max(self._length(c, groups, stages, busy) - busy[worst], 0.0)
-        for name, seconds in updates[worst].items():
+        parts["bubble"] = max(self._length(c, groups, ranks) - ranks.busy[ranks.slowest], 0.0)
+        for name, seconds in ranks.updates[ranks.slowest].items():
             parts[name] += seconds
         # A number for each parameter is summed beside loss and norm.
         flags = 8.0 * len(self.shape.groups)
         parts["optimizer"] += self.links.collective("all_reduce", flags, groups.world)
         parts["host"] += self.profile.step_s
-        return self._conclude(c, parts, hidden, max(owned))
+        return self._conclude(c, parts, hidden, max(ranks.owned))
 
-    def _ranks(
-        self, c: Candidate, groups: Groups
-    ) -> tuple[Sequence[StageTime], Sequence[float], Sequence[float], Sequence[float]]:
-        """(stages in order; of each rank its microbatches' seconds, those of what comes once, elements that it updates)."""
+    def ranks(self, c: Candidate, groups: Groups) -> RankTimes:
+        """The stages and the work of each rank of the pipeline."""
         forms, order, owners = self.stages(c)
         found = [self.stage(form, c, groups) for form in forms]
         stages = [found[index] for index in order]
-        busy, after, owned = ([0.0] * c.pp for _ in range(3))
+        busy, late, owned = ([0.0] * c.pp for _ in range(3))
         for stage, owner in zip(stages, owners, strict=True):
             busy[owner] += c.accumulation * stage.microbatch
-            after[owner] += stage.after
+            late[owner] += sum(stage.once.values())
             owned[owner] += stage.owned
-        return stages, busy, after, owned
+        updates = [self.update.seconds(elements, c) for elements in owned]
+        late = [once + sum(update.values()) for once, update in zip(late, updates, strict=True)]
+        return RankTimes(stages, busy, late, updates, owned)
 
     def costs(self, candidate: Candidate) -> Costs:
-        """Seconds of each stage's actions for one microbatch, and of a message: what a step's timeline is simulated with."""
-        groups, (forms, order, _) = self.groups(candidate), self.stages(candidate)
-        found = [self.stage(form, candidate, groups) for form in forms]
-        return self._costs(candidate, groups, [found[index] for index in order])
+        """Seconds of each stage's actions for one microbatch, and of a message: the simulator's costs of a step's timeline."""
+        groups = self.groups(candidate)
+        return self._costs(candidate, groups, self.ranks(candidate, groups).stages)
 
     def _add_up(self, own: Sequence[StageTime], c: Candidate) -> tuple[Seconds, Seconds]:
         parts: Seconds = dict.fromkeys(PARTS, 0.0)
@@ -144,18 +265,17 @@ class TimeModel:
             goodput,
             hours,
             hours * c.world * cluster.price_per_hour,
-            self._operators(c.context).estimated,
+            self.times(c.context).operators.estimated,
         )
 
-    def _length(self, c: Candidate, groups: Groups, stages: Sequence[StageTime], busy: Sequence[float]) -> float:
+    def _length(self, c: Candidate, groups: Groups, ranks: RankTimes) -> float:
         """Seconds of the pipeline's actions, from the first to the last of all ranks."""
         if c.pp == 1:
-            return busy[0]
-        costs, owners = self._costs(c, groups, stages), self.stages(c)[2]
+            return ranks.busy[0]
+        costs, owners = self._costs(c, groups, ranks.stages), self.stages(c)[2]
         # What is remembered is a path, which need not be the longest for these costs.
         least = least_length(c.schedule, owners, c.accumulation, costs)
-        found = self._lengths.length(c.schedule, c.pp, c.accumulation, costs)
-        return max(found, least, sum(busy) / c.pp)
+        return max(self._lengths.length(c.schedule, c.pp, c.accumulation, costs), least, sum(ranks.busy) / c.pp)
 
     def _costs(self, c: Candidate, groups: Groups, stages: Sequence[StageTime]) -> Costs:
         return Costs(
@@ -170,16 +290,18 @@ class TimeModel:
         return self.links.message(outside * self.shape.hidden * self.rates.itemsize, groups.pp)
 
     def groups(self, c: Candidate) -> Groups:
+        """The groups of a candidate's axes."""
         key = (c.dp, c.cp, c.tp, c.pp, c.ep, c.expert_tp, c.ulysses, c.shard, c.ranks_per_node)
         return self._remember(key, lambda: place_groups(c))
 
-    def _operators(self, context: int) -> ModelOperators:
-        return self._remember(
-            ("operators", context), lambda: read_operators(self.shape.whole, self.shape.units, context)
-        )
-
     def times(self, context: int) -> LayerTimes:
-        return self._remember(("times", context), lambda: LayerTimes(self._operators(context), self.rates, self._kept))
+        """Seconds of units, with sequences of `context` tokens."""
+
+        def read() -> LayerTimes:
+            operators = read_operators(self.shape.whole, self.shape.units, context)
+            return LayerTimes(operators, self.rates, self._kept)
+
+        return self._remember(("times", context), read)
 
     def stages(self, c: Candidate) -> tuple[Sequence[StageForm], Sequence[int], Sequence[int]]:
         """(stages that differ, which of them each stage is, the rank of each)."""
@@ -202,6 +324,7 @@ class TimeModel:
         return forms, order, self.shape.owners(c.pp, c.schedule, c.virtual)
 
     def stage(self, form: StageForm, c: Candidate, groups: Groups) -> StageTime:
+        """A stage with ZeRO's messages."""
         ranks = (c.tp, c.ep, c.expert_tp, c.cp, c.ulysses, c.is_gather, c.shard)
         goes = ("activations" in c.offload, "parameters" in c.offload)
         work = (c.tokens, c.sequences, c.sequence, c.checkpointing, c.zero, c.accumulation > 1, goes)
@@ -209,13 +332,35 @@ class TimeModel:
         return self._remember(key, lambda: self._find_stage(form, c, groups))
 
     def _find_stage(self, form: StageForm, c: Candidate, groups: Groups) -> StageTime:
-        total = self._sum(form, c, groups)
-        sharding = self.sharding.time(total.units, c, groups)
-        waits = self._message_s(c, groups) * (1 - self.profile.hides_p2p) if c.pp > 1 else 0.0
-        return total.conclude(sharding, waits, self.profile, c, groups.expert_shard.size)
+        units, profile = self.sum_units(form, c, groups), self.profile
+        sharding = self.sharding.time(units.units, c, groups)
+        # A message to or from a neighbour may hold the rank up.
+        waits = self._message_s(c, groups) * (1 - profile.hides_p2p) if c.pp > 1 else 0.0
+        host_s, (forward_gather, backward_gather) = profile.microbatch_s, sharding.gathers
+        hidden = units.hidden | {"shard": sharding.hidden}
+        # What goes to the host and back is carried by copy engines.
+        slowed = profile.stolen * sum(seconds for axis, seconds in hidden.items() if axis != "offload")
+        # What a message slows is somewhere in forward and backward: a third and two.
+        forward = units.forward + forward_gather + waits + host_s / 3 + slowed / 3
+        inputs = units.input + backward_gather + sharding.reductions + waits + 2 * host_s / 3 + 2 * slowed / 3
+        parts = units.parts | {
+            "gathers": forward_gather + backward_gather,
+            "reductions": sharding.reductions,
+            "pp": 2 * waits,
+            "contention": slowed,
+            "host": host_s,
+        }
+        once = {
+            "gathers": sharding.gathers_once,
+            "reductions": sharding.reductions_once,
+            "contention": profile.stolen * sharding.hidden_once,
+        }
+        experts = groups.expert_shard.size
+        owned = sum(each.count * (each.dense / c.shard + each.experts / experts) for each in units.units)
+        return StageTime(forward, inputs, units.weight, parts, hidden, once, {"shard": sharding.hidden_once}, owned)
 
-    def _sum(self, form: StageForm, c: Candidate, groups: Groups) -> StageSum:
-        """A stage's units, whatever ZeRO does with them."""
+    def sum_units(self, form: StageForm, c: Candidate, groups: Groups) -> StageSum:
+        """A stage's units, before ZeRO."""
         ranks = (c.tp, c.ep, c.expert_tp, c.cp, c.ulysses, c.is_gather, c.ranks_per_node, c.world)
         work = (c.tokens, c.sequences, c.sequence, c.checkpointing, c.accumulation > 1, "activations" in c.offload)
         key = ("sum", id(form), ranks, work, c.schedule in SPLIT_BACKWARDS)
@@ -236,7 +381,8 @@ class TimeModel:
         return total
 
     def layer(self, kind: int, c: Candidate, groups: Groups, grouped: float) -> UnitTime:
-        layer = self._operators(c.context).layers[self.shape.kinds.index(kind)]
+        """A layer with its messages. grouped: as `UnitTime.grouped`."""
+        layer = self.times(c.context).operators.layers[self.shape.kinds.index(kind)]
         work = self.times(c.context).layer(layer, c)
         own = self._overlaps[c.schedule in SPLIT_BACKWARDS]
         found = {
@@ -248,14 +394,11 @@ class TimeModel:
         return UnitTime(work, {axis: each for axis, each in found.items() if each is not NOTHING}, grouped)
 
     def _offload(self, work: UnitWork, c: Candidate) -> Exposure:
-        """Of a layer's activations to the host under the next layer's forward, and back under its backward."""
-        seconds = self._activations(c).layer_bytes / self.cluster.host_rate
+        """Exposure of a layer's activations: to the host under the next layer's forward, back under its backward."""
+        seconds = self.memory.activations.of_microbatch(c).layer_bytes / self.cluster.host_rate
         late, hidden = hide(seconds, work.forward.total)
         late_back, hidden_back = hide(seconds, work.backward)
         return Exposure(late, late_back, hidden + hidden_back)
-
-    def _activations(self, c: Candidate) -> Activations:
-        return self.memory.activations.of_microbatch(c)
 
     def end(self, work: UnitWork, c: Candidate, groups: Groups) -> UnitTime:
         """Embedding or head, with the border of hidden states that a divided vocabulary needs."""
@@ -297,20 +440,14 @@ class TimeModel:
         )
         return float(unit.numel - of_experts), float(of_experts)
 
-    def _remember(self, key: Any, make: Any) -> Any:
+    def _remember(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
 
 
-def _slowest(busy: Sequence[float], after: Sequence[float], updates: Sequence[Mapping[str, float]]) -> int:
-    """The rank whose own work takes longest."""
-    totals = [own + late + sum(update.values()) for own, late, update in zip(busy, after, updates, strict=True)]
-    return totals.index(max(totals))
-
-
 def forecast_time(
     shape: ModelShape, candidate: Candidate, settings: Recipe, cluster: Cluster, profile: Profile | None = None
 ) -> TimeForecast:
-    """The seconds of a step of one candidate; whoever asks for many keeps a `TimeModel`. profile: ours where none is given."""
+    """The step time of one candidate; for many keep a `TimeModel`."""
     return TimeModel(shape, settings, cluster, profile).forecast(candidate)

@@ -1,19 +1,46 @@
-"""Bytes that a rank sends in a step, in closed form (docs/zero.md, docs/tensor.md, docs/experts.md)."""
+"""Bytes that a rank of a plan sends in a step, in closed form (docs: zero, tensor, context, experts)."""
 
 from collections.abc import Sequence
 
 import torch
 
+from framework.model.flops import experts_per_token
+from framework.model.kept_outputs import ATTENTION
+from framework.model.mixtures import Mixture
+from framework.model.precision import DTYPES
+from framework.parallel.pipeline.lower import SENDS
 from framework.parallel.zero.plan_buffers import BufferPlan
+from framework.plan.context import ContextCost, ContextMethod, Passes, attention_shapes
+from framework.plan.plan import Plan
+from framework.plan.policies import count_forwards, spell
+
+# The number of rows for an expert, which travels ahead of the rows.
+COUNT_BYTES = torch.int64.itemsize
 
 
-def bytes_sent(buffers: Sequence[BufferPlan], accumulation: int, reduce_dtype: torch.dtype) -> dict[str, int]:
-    """Bytes that a rank sends in a step for parameters and gradients, by the forms that docs/zero.md states.
+def measure_traffic(plan: Plan, rank: int) -> dict[str, int]:
+    """Bytes that the rank sends in a step: parameters (`gathers`), gradients (`reductions to shards`, `to replicas`), hidden
+    states over `tp` and over `pp`, keys and values or heads over `cp`, and over `ep` with equally many tokens for each
+    expert."""
+    place, accumulation, activations = plan.topology.index("pp", rank), plan.derived.accumulation, plan.activations
+    messages = sum(action.kind in SENDS for action in plan.pipeline.lowered(accumulation).ranks[place])
+    layers = [number for bounds in plan.own_stages(rank) for number in range(bounds.start, bounds.stop)]
+    costs = context_costs(plan, rank)
+    cp = sum(cost.sent(passes_of_layer(plan, each)) for each in layers if costs and (cost := costs[each]) is not None)
+    return _parameter_traffic(plan.of_rank(rank).buffers, accumulation, DTYPES[plan.recipe.precision.reduce]) | {
+        "tp": activations.sent_per_layer * accumulation * len(layers),
+        "pp": activations.hidden_bytes * messages,
+        "cp": cp * accumulation,
+        "ep": sum(expert_traffic(plan, each) for each in mixtures_of(plan, rank)) * accumulation,
+    }
 
-    With P bytes of a unit, n shards and k microbatches: gathers (n-1)/n P for each time that a released unit is used again,
+
+def _parameter_traffic(buffers: Sequence[BufferPlan], accumulation: int, reduce_dtype: torch.dtype) -> dict[str, int]:
+    """Bytes that a rank sends in a step for parameters and gradients, as docs/zero.md states them.
+
+    With P bytes of a unit, n shards and k microbatches: gathers (n-1)/n P for each time that a resharded unit is used again,
     reductions (n-1)/n P for each time that a gradient is reduced, and 2 (r-1)/r P/n once for each partial axis of r ranks.
     Where replicas divide the update, one half of that is a reduction and the other a gather of updated parameters.
-    reduce_dtype: the dtype of gradients on their way.
     """
     gathers = reductions = replicas = 0
     for buffer in buffers:
@@ -30,19 +57,51 @@ def bytes_sent(buffers: Sequence[BufferPlan], accumulation: int, reduce_dtype: t
     return {"gathers": gathers, "reductions to shards": reductions, "to replicas": replicas}
 
 
-# Of the number of rows for an expert, which travels ahead of the rows.
-COUNT_BYTES = torch.int64.itemsize
+def context_costs(plan: Plan, rank: int) -> list[ContextCost | None]:
+    """The cost of cp to a rank for each layer of the model and microbatch; empty where no sequence is divided."""
+    derived, batch = plan.derived, plan.recipe.batch
+    if derived.cp == 1:
+        return []
+    method = ContextMethod(derived.ulysses, derived.ring, plan.recipe.parallel.context == "gather")
+    shapes = attention_shapes(plan.config.get_text_config(), derived.tp, derived.context)
+    lengths = batch.sequences_per_microbatch, batch.context, plan.compute_dtype.itemsize
+    packs, index = plan.recipe.data.pack == "documents", plan.topology.index("ulysses", rank)
+    return [None if shape is None else ContextCost(method, shape, *lengths, packs, index) for shape in shapes]
 
 
-def expert_bytes_sent(rows_bytes: int, counts: int, hops: Sequence[int], forwards: int) -> int:
-    """Bytes that a rank sends over `ep` for one mixture and one microbatch where each expert gets equally many rows.
+def expert_traffic(plan: Plan, mixture: Mixture) -> int:
+    """Bytes that a rank sends over `ep` for one mixture and one microbatch, with equally many tokens for each expert.
 
-    rows_bytes: P, of the pairs of a token and an expert that the rank routes, tokens x top-k x hidden; counts: numbers of rows
-    that go ahead of them in each forward, one for each expert; hops: ranks among which rows are exchanged, ep, or with
-    parallel.expert_hierarchical those of a group and the groups. forwards: of each microbatch, 1 without recomputation.
-
-    Of n ranks (n-1)/n of the rows are another's. They travel there and back in forward, their gradients in backward: 4 (n-1)/n P,
-    half as much again with recomputation.
+    With P bytes of the pairs of a token and an expert that the rank routes (tokens x top-k x hidden), of n ranks (n-1)/n of the
+    rows are another's. They travel there and back in forward, their gradients in backward: 4 (n-1)/n P, half as much again with
+    recomputation; the numbers of rows for each expert go ahead of them in each forward. With parallel.expert_hierarchical
+    there are two hops, among the ranks of a group and among groups. Ranks of `tp` that have whole experts route a part of the
+    tokens each; those that slice experts all route the same.
     """
-    sent = 2 * (forwards + 1) * rows_bytes + forwards * counts * COUNT_BYTES
-    return sum(sent * (ranks - 1) // ranks for ranks in hops)
+    activations, forwards = plan.activations, forwards_of(plan, mixture)
+    num_rows = activations.rows_in_experts(experts_per_token(plan.config.get_text_config()) or 1)
+    counts = mixture.num_experts * (2 if plan.recipe.parallel.expert_overlap else 1)
+    row_bytes = activations.width * activations.itemsize
+    sent = 2 * (forwards + 1) * num_rows * row_bytes + forwards * counts * COUNT_BYTES
+    return sum(sent * (ranks - 1) // ranks for ranks in map(plan.topology.size, ("ep_inner", "ep_outer")))
+
+
+def forwards_of(plan: Plan, mixture: Mixture) -> int:
+    """Number of times that the mixture's forward runs for one microbatch."""
+    layers = [unit.name for unit in plan.units if unit.is_layer]
+    return passes_of_layer(plan, layers.index(mixture.layer)).forwards
+
+
+def passes_of_layer(plan: Plan, number: int) -> Passes:
+    """Number of times that a layer and its attention run for one microbatch."""
+    bounds = next(each for each in plan.pipeline.stages if each.start <= number < each.stop)
+    counts, position = plan.chosen[bounds.index], number - bounds.start
+    forwards = count_forwards(counts, position)
+    is_kept = spell(counts)[position] == "selective" and ATTENTION in plan.recipe.memory.kept_operations
+    return Passes(forwards, 1 if is_kept else forwards)
+
+
+def mixtures_of(plan: Plan, rank: int) -> list[Mixture]:
+    """The mixtures of the rank's stages, in order."""
+    own = {unit.name for stage in plan.of_rank(rank).stages for unit in stage.units}
+    return [mixture for mixture in plan.mixtures if mixture.layer in own]

@@ -1,5 +1,5 @@
-"""What a step costs beside forward and backward: the optimizer's update, states that travel to a host or a disk, saves, and what
-failures take from a run.
+"""Cost of a step beside forward and backward: the optimizer's update, states that travel to a host or a disk, saves, and the
+share that failures take of a run.
 
 The update is passes over memory: of each owned element the gradient and the master, each moment and the parameter are read and
 written once (one fused kernel), and the gradient once before that for its norm. Offloaded states go over the host's link,
@@ -40,7 +40,7 @@ class Update:
         return master, wide, moment * MOMENTS[self.settings.optim.name]
 
     def seconds(self, elements: float, c: Candidate) -> dict[str, float]:
-        """Of a rank that owns so many elements, by part. The norm's sum over ranks is not in it."""
+        """Seconds of a rank that owns so many elements, by part. The norm's sum over ranks is not in it."""
         master, gradient, moments = self._state_bytes
         offload, cluster = self.settings.memory.offload, self.cluster
         away = elements * ("optimizer" in c.offload)

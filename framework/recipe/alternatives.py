@@ -1,8 +1,8 @@
-"""Keys that state one thing in two ways. A statement of the user's counts more than a default that it contradicts.
+"""Keys that state one thing in two ways: a statement of the user's overrides a default that it contradicts.
 
-A statement is the stronger the nearer its file is to the user: config.yaml, then recipes of groups, then an experiment, then the
-command line. Of two alternatives the stronger stands, and the other one follows from it; two of equal strength are a mistake,
-which `check_recipe` reports.
+A statement is the stronger the nearer its file is to the user: config.yaml, then recipes of groups, then an experiment, then
+the command line. Of two alternatives the stronger stands, and the other follows from it; `check_recipe` reports two of equal
+strength.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from framework.recipe.origins import find_file, origin_of, remove_origin
 from framework.recipe.problem import COMMAND_LINE, DEFAULT, Problem, label_of
 from framework.recipe.schema import Recipe
 
-# (the key that is stated, keys that it stands in the place of).
+# (the key that is stated, the keys that it replaces).
 ALTERNATIVES = (
     ("batch.tokens_per_step", ("batch.sequences_per_step",)),
     ("batch.sequences_per_step", ("batch.tokens_per_step",)),
@@ -27,14 +27,14 @@ ALTERNATIVES = (
     ("data.bpe_vocab", ("model.tokenizer",)),
     ("model.tokenizer", ("data.bpe_vocab",)),
 )
-# (a key, another one that is used in its place, what that does), where values alone do not tell that both were meant.
+# (a key, another that replaces it, its effect), where values alone do not tell that both were meant.
 TWICE = (
     ("train.steps", "train.epochs", "sets the number of steps too"),
     ("checkpoint.every_minutes", "checkpoint.interval", "says how often too"),
 )
-# Each says what the model is: then nothing of a model's recipe that nobody has chosen remains.
+# Keys that state the model: then nothing remains of a model's recipe that nobody has chosen.
 MODEL_STATED = ("model.weights", "model.config_file")
-# What the division of a step into microbatches depends on.
+# Keys on which the division of a step into microbatches depends.
 DIVISION = (
     *("launch.ranks", "launch.nodes", "launch.ranks_per_node", "batch.sequences_per_step", "batch.tokens_per_step"),
     *(f"parallel.{name}" for name in ("dp", "tp", "pp", "cp")),
@@ -42,7 +42,7 @@ DIVISION = (
 
 
 def strength_of(origin: str) -> int:
-    """How near the user a value was written."""
+    """Rank of an origin: the nearer the user a value was written, the higher."""
     if origin == COMMAND_LINE:
         return 3
     file = origin.rpartition(":")[0]
@@ -54,8 +54,8 @@ def strength_of(origin: str) -> int:
 
 
 def let_statements_win(plain: dict[str, Any], origins: dict[str, str]) -> list[Problem]:
-    """Sets alternatives of what is stated nearer to the user to null. The problems of alternatives that are both typed, where the
-    one would silently count more than the other."""
+    """Set alternatives of what is stated nearer to the user to null. Returns the problems of alternatives that are both on the
+    command line, where one would silently override the other."""
     _let_ranks_follow(plain.get("launch"), origins)
     for stated, others in ALTERNATIVES:
         own = strength_of(origins.get(stated, DEFAULT))
@@ -66,24 +66,18 @@ def let_statements_win(plain: dict[str, Any], origins: dict[str, str]) -> list[P
                 group, _, name = other.rpartition(".")
                 plain[group][name] = None
                 origins[other] = f"follows from {stated}"
-    return [
-        Problem(
-            key,
-            _value_of(plain, key),
-            f"{other}={_value_of(plain, other)} {does}",
-            f"give {key} or {other}",
-            COMMAND_LINE,
-        )
-        for key, other, does in TWICE
-        if origins.get(key) == origins.get(other) == COMMAND_LINE
-        and None not in (_value_of(plain, key), _value_of(plain, other))
-    ]
+    problems = []
+    for key, other, does in TWICE:
+        value, others = _value_of(plain, key), _value_of(plain, other)
+        if origins.get(key) == origins.get(other) == COMMAND_LINE and None not in (value, others):
+            problems.append(Problem(key, value, f"{other}={others} {does}", f"give {key} or {other}", COMMAND_LINE))
+    return problems
 
 
 def drop_unchosen_model(
     tree: DictConfig, origins: dict[str, str], folders: Sequence[Path], chosen: Sequence[str]
 ) -> None:
-    """Removes what config.yaml's own model says, where the user says by other keys what the model is. chosen: groups of which the
+    """Remove the keys of config.yaml's own model where other keys of the user's state the model. chosen: groups of which the
     command line chooses a recipe."""
     # Unresolved: a reference to what is not there is reported later, with all others.
     written = OmegaConf.to_container(tree, resolve=False)
@@ -101,8 +95,8 @@ def drop_unchosen_model(
 
 
 def let_microbatch_follow(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """The recipe with the largest microbatch up to its own that divides a rank's share of a step, where ranks or batch are stated
-    nearer to the user. How a step is divided changes nothing that is learnt."""
+    """The recipe with the largest microbatch, up to its own, that divides a rank's share of a step, where ranks or batch are
+    stated nearer to the user. How a step is divided changes nothing that is learnt."""
     key, batch, parallel = "batch.sequences_per_microbatch", recipe.batch, recipe.parallel
     own = strength_of(origin_of(origins, key))
     if own >= max(strength_of(origins.get(each, DEFAULT)) for each in DIVISION) or parallel.layout == "auto":
@@ -122,8 +116,8 @@ def let_microbatch_follow(recipe: Recipe, origins: dict[str, str]) -> Recipe:
 
 
 def _let_ranks_follow(launch: Any, origins: dict[str, str]) -> None:
-    """`launch.nodes` of the command line counts more than a file's `launch.ranks`: an experiment for one node is then one for
-    two, `experiment=pretrain_gpt2 launch=slurm launch.nodes=2`. What is typed beside it still has to agree."""
+    """Let `launch.nodes` of the command line override a file's `launch.ranks`, which makes an experiment for one node one for
+    two: `experiment=pretrain_gpt2 launch=slurm launch.nodes=2`. Other keys on the command line still have to agree."""
     typed = {key for key in ("launch.nodes", "launch.ranks") if origins.get(key) == COMMAND_LINE}
     if typed == {"launch.nodes"} and isinstance(launch, dict) and launch.get("kind") == "slurm" and launch.get("nodes"):
         launch["ranks"] = None
@@ -131,7 +125,7 @@ def _let_ranks_follow(launch: Any, origins: dict[str, str]) -> None:
 
 
 def _delete(tree: DictConfig, key: str) -> None:
-    """Removes a key, and what is empty without it."""
+    """Remove a key, and its group if that is empty then."""
     group, _, name = key.rpartition(".")
     parent = OmegaConf.select(tree, group)
     if isinstance(parent, DictConfig) and name in parent:

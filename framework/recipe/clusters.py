@@ -1,4 +1,4 @@
-"""Machines as data: which file of `recipes/cluster/` a recipe means where it names none, and rules of their keys."""
+"""Machines as data: the file of `recipes/cluster/` that a recipe means where it names none, and rules of their keys."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -10,14 +10,14 @@ from math import prod
 import yaml
 
 from framework.errors import RecipeError
+from framework.host import count_cores, count_host_memory
 from framework.recipe.convert import to_recipe
 from framework.recipe.derive import count_ranks
-from framework.recipe.host import count_cores, count_host_memory
+from framework.recipe.origins import YamlLoader
 from framework.recipe.problem import Problem, render_problems, shipped_recipes
 from framework.recipe.schema import Cluster, Launch, Recipe
-from framework.recipe.yaml_file import YamlLoader
 
-# The file for a GPU by a part of its name in launch.gres, such as gpu:h100, and of GPUs that nothing names.
+# The file of a GPU by a part of its name in launch.gres, such as gpu:h100; and of GPUs that nothing names.
 BY_GPU = {"A100": "a100_ib", "H100": "h100_ib", "H200": "h200_ib", "B200": "b200_ib"}
 ASSUMED = "h100_ib"
 OF_CPUS = "laptop"
@@ -27,9 +27,8 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
 
 def find_cluster(recipe: Recipe) -> tuple[Cluster, bool]:
-    """(the recipe's cluster, whether it is assumed): the one that it names; else that of the GPU in launch.gres; else an H100's
-    nodes, which is an assumption. CPU ranks have a laptop's; those of this machine its own cores and memory, with a laptop's
-    rates."""
+    """(the recipe's cluster, whether it is assumed): the one that it names, else that of the GPU in launch.gres, else H100 nodes,
+    which is an assumption. CPU ranks have a laptop's rates, and on this machine its cores and memory."""
     if recipe.cluster.name is not None:
         return recipe.cluster, False
     if is_on_cpus(recipe.launch):
@@ -59,7 +58,7 @@ def name_of_gpu(text: str) -> str | None:
 
 
 def is_on_cpus(launch: Launch) -> bool:
-    """Whether the recipe says that ranks compute on CPUs; `auto` on this machine says nothing of it."""
+    """Whether the recipe states that ranks compute on CPUs; `auto` on this machine leaves it open."""
     return launch.device == "cpu" or (launch.device == "auto" and launch.kind == "slurm" and launch.gres is None)
 
 
@@ -86,7 +85,7 @@ def is_local(recipe: Recipe) -> bool:
 
 
 def find_crowded_nodes(recipe: Recipe) -> Iterator[Problem]:
-    """More ranks on a node than it has devices."""
+    """Nodes with more ranks than devices."""
     here, launch = count_devices_of_node(recipe), recipe.launch
     if here is None:
         return
@@ -106,13 +105,13 @@ def find_crowded_nodes(recipe: Recipe) -> Iterator[Problem]:
 
 
 def refuse_crowded_nodes(recipe: Recipe) -> None:
-    """Raises RecipeError where nothing can be foretold, for a node has fewer devices than ranks."""
+    """Raise RecipeError where a node has fewer devices than ranks, which no forecast covers."""
     if problems := list(find_crowded_nodes(recipe)):
         raise RecipeError(render_problems(problems))
 
 
 def find_cluster_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Of a cluster's file: dtypes and kinds that nothing knows, links that lack one, lists that do not fit one another."""
+    """Problems of a cluster's file: unknown dtypes and kinds of message, missing links, lists that do not fit one another."""
     cluster, default = recipe.cluster, Cluster()
     if cluster.name is None:
         for field in fields(cluster):
@@ -158,7 +157,7 @@ def _find_matmul_problems(cluster: Cluster) -> Iterator[Problem]:
 
 
 def _find_grid_problems(key: str, measured: Sequence[Sequence[float]], columns: str, axes: int) -> Iterator[Problem]:
-    """columns: what each entry has, of which the first `axes` are a grid."""
+    """Entries that are not a grid. columns: their values, of which the first `axes` are the grid's."""
     if any(len(row) != 1 + columns.count(",") or min(row) <= 0 for row in measured):
         yield Problem(key, None, f"each entry must be [{columns}], all above 0", MEASURE_ANEW)
         return
@@ -171,7 +170,7 @@ def _find_grid_problems(key: str, measured: Sequence[Sequence[float]], columns: 
 
 
 def _find_curve_problems(key: str, measured: Sequence[Sequence[float]], columns: str) -> Iterator[Problem]:
-    """columns: what each entry has, the first of which rises."""
+    """Entries that are not a rising curve. columns: their values, of which the first rises."""
     if any(len(row) != 1 + columns.count(",") or min(row) <= 0 for row in measured):
         yield Problem(key, None, f"each entry must be [{columns}], all above 0", MEASURE_ANEW)
     elif any(low[0] >= high[0] for low, high in pairwise(measured)):

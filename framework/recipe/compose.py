@@ -5,31 +5,46 @@ come the command line's values, interpolations, the strict conversion to datacla
 mistakes of all of them are one list.
 """
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from framework.errors import RecipeError
 from framework.recipe.alternatives import drop_unchosen_model, let_microbatch_follow, let_statements_win
 from framework.recipe.check import check_recipe
-from framework.recipe.cluster_file import apply_cluster
-from framework.recipe.convert import to_recipe
+from framework.recipe.clusters import count_devices_of_node
+from framework.recipe.convert import MANDATORY, to_recipe
+from framework.recipe.derive import count_ranks
+from framework.recipe.environment import keep_references
 from framework.recipe.files import compose_files, search_path
-from framework.recipe.keys import flatten
-from framework.recipe.layout_file import apply_layout
+from framework.recipe.keys import flatten, join
+from framework.recipe.layout_keys import LAYOUT_KEYS
 from framework.recipe.origins import origin_of
 from framework.recipe.overrides import apply_values, expand_sweep, parse_overrides
-from framework.recipe.problem import Problem, render_problems
-from framework.recipe.resolve import resolve
-from framework.recipe.saved import load_recipe, read_base, save_recipe
+from framework.recipe.problem import COMMAND_LINE, Problem, label_of, render_problems
+from framework.recipe.saved import apply_cluster, apply_layout, load_recipe, read_base, save_recipe
 from framework.recipe.schema import Recipe
+from framework.recipe.suggest import nearest
 
 __all__ = ["Composition", "compose", "expand_sweep", "load_recipe", "save_recipe"]
 
 
+# Resolvers whose value is another one at every composition, so that a run could not be composed again.
+_VOLATILE = re.compile(r"\$\{\s*(now|hydra)\s*[:.]")
+# Groups of recipes that make a layout.
+LAYOUT_GROUPS = ("parallel", "pipeline", "zero", "memory")
+# Left to the search, whatever the recipe says of the layout.
+OPEN = "parallel.layout=auto"
+
+
 @dataclass(frozen=True)
 class Composition:
-    """What the files and the command line say together.
+    """The recipe of all files and the command line, or the problems in it.
 
     `recipe` is None if there are problems. `draft` is always there, with the schema's default where a value is wrong; it is
     for messages and for looking up the run's folder, never for running. `origins`: each dotted key to
@@ -49,7 +64,7 @@ class Composition:
 
 
 def compose(overrides: Iterable[str], recipe_dirs: Sequence[Path] = (), base: Path | None = None) -> Composition:
-    """Composes `config.yaml` with the command line's overrides and checks the result.
+    """Compose `config.yaml` with the command line's overrides and checks the result.
 
     recipe_dirs: users' own recipes; they are searched before the shipped ones and may extend those (`defaults: [adamw]`).
     base: a saved recipe that takes the place of config.yaml. Only value overrides apply to it, group choices do not: what
@@ -76,3 +91,104 @@ def compose(overrides: Iterable[str], recipe_dirs: Sequence[Path] = (), base: Pa
         problems += check_recipe(recipe, origins, broken=[problem.key for problem in problems])
     origins = {key: origin_of(origins, key) for key in flatten(asdict(recipe))}
     return Composition(None if problems else recipe, recipe, problems, origins)
+
+
+def resolve(tree: DictConfig, origins: Mapping[str, str]) -> tuple[dict[str, Any], list[Problem]]:
+    """The tree as plain dicts and lists with all interpolations resolved, but for references to the environment in
+    launch.environment. A key whose interpolation fails is left out and reported."""
+    problems: list[Problem] = []
+    written = cast(dict[str, Any], OmegaConf.to_container(tree, resolve=False))
+    return _resolve_group(tree, written, "", origins, problems), problems
+
+
+def _resolve_group(
+    tree: DictConfig, written: Mapping[str, Any], path: str, origins: Mapping[str, str], problems: list[Problem]
+) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for name, value in written.items():
+        where = join(path, name)
+        if isinstance(value, Mapping):
+            plain[name] = _resolve_group(tree[name], value, where, origins, problems)
+            continue
+        try:
+            if path == "launch.environment" and isinstance(value, str):
+                tree[name] = value = keep_references(value)
+            plain[name] = _resolve_value(tree, name, value)
+        except (OmegaConfBaseException, ValueError) as error:
+            problems.append(Problem(where, value, str(error).splitlines()[0], "", origin_of(origins, where)))
+    return plain
+
+
+def _resolve_value(tree: DictConfig, name: str, written: Any) -> Any:
+    if written == MANDATORY:  # reading it would raise; the conversion says what it is for
+        return written
+    if _VOLATILE.search(str(written)):
+        raise OmegaConfBaseException("its value would differ at every composition; give it outright")
+    if "${" not in str(written):
+        return written
+    value = tree[name]
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def compose_open(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Composition:
+    """Compose the recipe of a search, whose layout need not be legal."""
+    return compose_for_nodes([*overrides, OPEN], recipe_dirs)
+
+
+def compose_for_nodes(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Composition:
+    """Compose the recipe of a forecast. A local launch has one machine, so it becomes a SLURM launch where the command line
+    names nodes, or where there are more ranks than devices; its ranks per node are then the cluster's devices, unless stated.
+    Keys that must be given (such as the path of the text) get a placeholder, since no forecast reads them."""
+    composition = compose(overrides, recipe_dirs)
+    if composition.problems and all(problem.value == MANDATORY for problem in composition.problems):
+        overrides = [*overrides, *(f"{problem.key}=not-given" for problem in composition.problems)]
+        composition = compose(overrides, recipe_dirs)
+    draft, origins = composition.draft, composition.origins
+    if draft.launch.kind != "local" or origins.get("launch.kind") == COMMAND_LINE:
+        return composition
+    devices = count_devices_of_node(draft)
+    if origins.get("launch.nodes") != COMMAND_LINE and (devices is None or count_ranks(draft) <= devices):
+        return composition
+    more = ["launch.kind=slurm"]
+    if devices is not None and origins.get("launch.ranks_per_node") != COMMAND_LINE:
+        more.append(f"launch.ranks_per_node={devices}")
+    return compose([*overrides, *more], recipe_dirs)
+
+
+def find_pins(composition: Composition, overrides: Iterable[str], recipe_dirs: Sequence[Path]) -> frozenset[str]:
+    """Keys of the layout that the user has fixed on the command line: keys (parallel.tp=8), recipes of groups that make a
+    layout (zero=stage_1), files of layouts. An experiment's values are its author's guess for other machines, and free; null,
+    which follows, fixes nothing."""
+    command = parse_overrides(overrides, search_path(recipe_dirs))
+    groups = {choice.key_or_group for choice in command.choices} & set(LAYOUT_GROUPS)
+    files = {label_of(file) for file in command.layouts}
+    found = {key for key in LAYOUT_KEYS if _is_typed(composition.origins.get(key, ""), groups, files)}
+    recipe = composition.draft
+    for key, value in (("parallel.dp", recipe.parallel.dp), ("zero.shard_within", recipe.zero.shard_within)):
+        if value is None:
+            found -= {key}
+    if recipe.pipeline.virtual_stages is None:
+        found -= {"pipeline.virtual_stages"}
+    return frozenset(found)
+
+
+def change_pins(pins: frozenset[str], free: Sequence[str], keep: Sequence[str]) -> frozenset[str]:
+    """Remove the keys of `free` from the pins, and add those of `keep`: keys or groups. RecipeError for others."""
+    return frozenset((pins | _expand("--keep", keep)) - _expand("--free", free))
+
+
+def _expand(option: str, names: Sequence[str]) -> frozenset[str]:
+    found: set[str] = set()
+    for name in names:
+        keys = {key for key in LAYOUT_KEYS if key == name or key.startswith(f"{name}.")}
+        if not keys:
+            guess = nearest(name, LAYOUT_KEYS)
+            hint = f"did you mean {guess[0]}? " if guess else ""
+            raise RecipeError(f"{option} {name}: {hint}a search chooses {', '.join(LAYOUT_KEYS)}, and groups of these")
+        found |= keys
+    return frozenset(found)
+
+
+def _is_typed(origin: str, groups: set[str], files: set[str]) -> bool:
+    file, _, line = origin.rpartition(":")
+    return origin == COMMAND_LINE or (line.isdigit() and (file in files or Path(file).parent.name in groups))

@@ -1,4 +1,4 @@
-"""A plain tree (dicts, lists, scalars) to the recipe's dataclasses: strictly, and with every mistake at once.
+"""Conversion of a plain tree (dicts, lists, scalars) to the recipe's dataclasses: strict, and with every mistake at once.
 
 Hydra composes untyped, so this is the one place where a key's name, type and range are judged, alike for YAML files, the
 command line and a saved recipe.
@@ -10,26 +10,25 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, cast
 
-from framework.recipe.foreign import explain_value
 from framework.recipe.keys import is_union, join, legal_values, named_group, split_optional
 from framework.recipe.origins import origin_of
 from framework.recipe.problem import Problem, show
 from framework.recipe.schema import Recipe
-from framework.recipe.suggest import explain_unknown, nearest
+from framework.recipe.suggest import explain_place, explain_unknown, explain_value, nearest
 
 MANDATORY = "???"  # how OmegaConf and Hydra write "must be given"
 
 
 def to_recipe(tree: Mapping[str, Any], origins: Mapping[str, str]) -> tuple[Recipe, list[Problem]]:
-    """The recipe that `tree` says, and all that is wrong with it. Where a value cannot be read the recipe keeps the
-    schema's default, so that the other keys can still be checked; with problems it is a draft and must not be run."""
+    """Convert a tree to a recipe, and list all its problems. Where a value cannot be read the recipe keeps the schema's
+    default, so that the other keys can still be checked; with problems it is a draft and must not be run."""
     conversion = _Conversion(origins)
     recipe = conversion.group(tree, Recipe, "")
     return cast(Recipe, recipe), conversion.problems
 
 
 class _Mistake(Exception):
-    """A value that does not fit its key: what is wrong, and how to write it if that is clear."""
+    """A value that does not fit its key: why, and how to write it if that is clear."""
 
     def __init__(self, message: str, fix: str = ""):
         super().__init__(message)
@@ -86,14 +85,13 @@ class _Conversion:
                 self._report(where, value, mistake.message, fix)
 
     def _unknown(self, path: str, value: Any) -> None:
-        """Reports the leaves of what is unknown: a foreign section has one translation per key."""
-        if isinstance(value, Mapping) and value and not explain_unknown(path).final:
+        """Report the leaves of an unknown group: a foreign section has one translation per key."""
+        if isinstance(value, Mapping) and value and not explain_place(path):
             for name in value:
                 self._unknown(join(path, name), value[name])
         else:
-            self._report(
-                path, None if isinstance(value, Mapping) else value, "unknown key", explain_unknown(path, value).fix
-            )
+            shown = None if isinstance(value, Mapping) else value
+            self._report(path, shown, "unknown key", explain_unknown(path, value))
 
     def _report(self, key: str, value: Any, message: str, fix: str) -> None:
         self.problems.append(Problem(key, value, message, fix, origin_of(self.origins, key)))
@@ -119,8 +117,7 @@ def _convert(value: Any, kind: Any, limits: _Limits) -> Any:
 
 
 def _choose_part(value: Any, parts: tuple[Any, ...]) -> Any:
-    """The part of a union of words, lists and numbers that a value of this kind can only be meant for; else the first that
-    is not of words."""
+    """The part of a union of words, lists and numbers that fits the kind of this value; else the first that is not of words."""
     kinds = (Literal,) if isinstance(value, str) else (list, tuple) if isinstance(value, list | tuple) else (None,)
     others = [part for part in parts if typing.get_origin(part) is not Literal]
     return next((part for part in parts if typing.get_origin(part) in kinds), others[0])
@@ -139,7 +136,7 @@ def _convert_scalar(value: Any, kind: Any, limits: _Limits, legal: str) -> Any:
 
 
 def _rewrite(value: Any, kind: type) -> str:
-    """How to write what was probably meant, where that is certain."""
+    """Advice on how to write the value, where it is certain which one was meant."""
     if kind is int and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
     if kind is str and isinstance(value, bool | int | float):

@@ -1,17 +1,13 @@
-"""Deadlines: how long a rank may stay in one phase before the run counts as hung. One ladder, computed here
-and checked as a whole:
+"""Deadlines: how long a rank may stay in one phase before the run counts as hung. One ladder, checked as a whole:
 
-    deadline of each phase  <  time-out of collectives  <  what a job has until it is told to save
+    deadline of each phase  <  time-out of collectives  <  time of a job until it is told to save
 
 The first finds a hang and knows the rank to blame. The second is the last resort where no watch runs any more; it knows only who
 waited. At the third SLURM would cut the run, and nobody would know that it hung.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from framework.recipe.launch_rules import seconds_of
-from framework.recipe.problem import Problem
 from framework.recipe.schema import Recipe
 
 # Where the recipe says nothing. A phase that reads terabytes from a busy file system takes minutes.
@@ -27,16 +23,17 @@ MARGIN = 1.25
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds after which a phase counts as hung.
+    """Seconds after which a phase counts as hung."""
 
-    step: as stated; None: it follows the measured steps, from FLOOR_S to `most`. first_steps: until enough are measured. start:
-    each phase before the first step, and the end of the run. save: one save. validate: one validation.
-    """
-
+    # As stated; None: it follows the measured steps, from FLOOR_S to `most`.
     step: float | None
+    # A step, until enough are measured.
     first_steps: float
+    # Each phase before the first step, and the end of the run.
     start: float
+    # One save.
     save: float
+    # One validation.
     validate: float
 
     @property
@@ -51,8 +48,8 @@ class Deadlines:
 
 
 def find_deadlines(recipe: Recipe) -> Deadlines:
-    """The ladder of a recipe. What it does not state is at most half of what a job has, so that the job can start again."""
-    launch, has_s = recipe.launch, _job_seconds(recipe)
+    """The ladder of a recipe. Unstated deadlines are at most half of a job's time, so that the job can start again."""
+    launch, has_s = recipe.launch, count_job_seconds(recipe)
 
     def choose(stated: float | None, otherwise: float) -> float:
         if stated is not None:
@@ -69,27 +66,22 @@ def find_deadlines(recipe: Recipe) -> Deadlines:
     )
 
 
-def find_deadline_problems(recipe: Recipe) -> Iterator[Problem]:
-    """A stated deadline that a job's end would come before."""
-    has_s = _job_seconds(recipe)
-    if has_s is None:
-        return
-    for name in ("step_deadline_s", "start_deadline_s", "save_deadline_s", "validate_deadline_s"):
-        stated = getattr(recipe.launch, name)
-        if isinstance(stated, float) and MARGIN * stated >= has_s:
-            message = (
-                f"collectives would wait {MARGIN * stated:g} s, longer than the {has_s:g} s that a job has"
-                f" (launch.time={recipe.launch.time}) until it is told to save: a hang would never be found"
-            )
-            largest = int((has_s - 1) / MARGIN)
-            fix = (
-                f"launch.{name}={largest} or less; or a longer launch.time" if largest >= 1 else "a longer launch.time"
-            )
-            yield Problem(f"launch.{name}", stated, message, fix)
+def seconds_of(time: str) -> int | None:
+    """A time limit in sbatch's notation as seconds; None if it is not one."""
+    days, dash, clock = time.rpartition("-")
+    parts = clock.split(":")
+    if len(parts) > 3 or not all(part.isdigit() for part in (*parts, *([days] if dash else []))):
+        return None
+    numbers = [int(part) for part in parts]
+    if dash:  # D-H, D-H:M, D-H:M:S
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
+    hours, minutes, seconds = (0, *numbers, 0) if len(numbers) == 1 else (0, 0, *numbers)[-3:]  # M, M:S, H:M:S
+    return (hours * 60 + minutes) * 60 + seconds
 
 
-def _job_seconds(recipe: Recipe) -> float | None:
-    """What a job has until it is told to save; None where it has no limit, or one that cannot be read."""
+def count_job_seconds(recipe: Recipe) -> float | None:
+    """Seconds of a job until it is told to save; None where it has no limit, or one that cannot be read."""
     launch = recipe.launch
     limit = seconds_of(launch.time) if launch.kind == "slurm" and isinstance(launch.time, str) else None
     return None if limit is None else float(limit - launch.signal_seconds_before_end)

@@ -1,17 +1,21 @@
-"""The numbers that follow from a recipe and are therefore not in it: dp, accumulation, tokens.
+"""The numbers that follow from a recipe and are therefore not in it: dp, accumulation, tokens, nodes.
 
 world = dp tp pp cp, and ep divides dp cp tp / expert_tp; under SLURM world = nodes ranks_per_node. One optimizer step consumes
     sequences_per_step = dp * accumulation * sequences_per_microbatch,   tokens_per_step = sequences_per_step * context.
 The user states the left side and the microbatch; dp and accumulation follow.
+
+With `launch.nodes: [least, most]` data parallelism fills the nodes there are; tp, pp, cp and ep stay, and so does the batch of
+one optimizer step: with fewer ranks each takes more microbatches, and smaller ones where its share would not be whole ones.
+Which sample comes when is a function of the seed (`data/order.py`), so every number of nodes is the same training run.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from framework.errors import RecipeError
 from framework.recipe.problem import Problem, render_problems
-from framework.recipe.schema import Batch, Memory, Parallel, Pipeline, Recipe
+from framework.recipe.schema import Batch, Launch, Memory, Parallel, Pipeline, Recipe
 
 # Schedules that split a backward in two, and have nothing for the second half where a layer's backward is one graph.
 SPLIT_BACKWARDS = ("zb_h1", "zbv", "dualpipe_v")
@@ -45,7 +49,7 @@ class Derived:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The degrees as a run shows them: expert_tp only where it is not what ep and tp make of it by themselves."""
+        """The degrees for display: expert_tp only where it differs from its default beside ep and tp."""
         is_default = self.expert_tp == (1 if self.ep > 1 else self.tp)
         return {
             axis: getattr(self, axis) for axis in ("pp", "dp", "cp", "tp", "ep", *([] if is_default else ["expert_tp"]))
@@ -53,7 +57,7 @@ class Derived:
 
 
 def compiles(memory: Memory) -> bool:
-    """Whether layers are compiled. `auto` is never: on CPUs it is proved and does not pay, on GPUs nobody has run it."""
+    """Whether layers are compiled. `auto` is never: compiling does not pay on CPUs, and no GPU has run it."""
     return memory.compile == "always"
 
 
@@ -70,7 +74,7 @@ def derive(recipe: Recipe) -> Derived:
 
 
 def carry_derived(recipe: Recipe, changed: Recipe) -> Recipe:
-    """`changed` with what is known to follow from `recipe`, from which it differs in keys that nothing derived depends on."""
+    """`changed` with the derived numbers of `recipe`, from which it differs only in keys that they do not depend on."""
     if "derived" in vars(recipe):
         vars(changed)["derived"] = vars(recipe)["derived"]
     return changed
@@ -83,8 +87,8 @@ def _compute(recipe: Recipe) -> Derived:
     if problems:
         raise RecipeError(render_problems(problems))
     parallel, batch = recipe.parallel, recipe.batch
-    dp = _dp(recipe)
-    sequences = _sequences(batch)
+    dp = count_dp(recipe)
+    sequences = count_sequences(batch)
     return Derived(
         world=count_ranks(recipe),
         dp=dp,
@@ -121,15 +125,33 @@ def count_context_parts(ulysses: int, ring: int) -> int:
     return (2 if ring > 1 else 1) * ulysses * ring
 
 
+def has_tokens_everywhere(context: int, ulysses: int, ring: int) -> bool:
+    """Whether each rank's first part, of ceil(context / parts) tokens, begins before the end of the sequence."""
+    part = -(-context // count_context_parts(ulysses, ring))
+    return (ulysses * ring - 1) * part < context
+
+
+def unpadded_lengths(context: int, ulysses: int, ring: int) -> tuple[int, ...]:
+    """Lengths next to `context`, below and above, whose parts need no padding on any rank; `context` alone where it is one."""
+    parts = count_context_parts(ulysses, ring)
+    below = context // parts * parts
+    return (context,) if below == context else (below, below + parts)[below == 0 :]
+
+
+def ulysses_degrees(cp: int, heads: int) -> list[int]:
+    """Divisors of cp that divide the heads of a rank of tp."""
+    return [degree for degree in divisors(cp) if heads % degree == 0]
+
+
 def count_expert_slices(parallel: Parallel) -> int:
-    """Ranks that slice each expert: parallel.expert_tp; where it is null one with ep > 1, else all of tp."""
+    """Ranks that slice each expert: parallel.expert_tp; else 1 with ep > 1, or all of tp."""
     if parallel.expert_tp is not None:
         return parallel.expert_tp
     return 1 if parallel.ep > 1 else parallel.tp
 
 
 def count_ranks(recipe: Recipe) -> int:
-    """Ranks of the world: launch.ranks; where it is null what the nodes hold, and without them what the degrees need."""
+    """Ranks of the world: launch.ranks, else nodes x ranks_per_node, else the product of the degrees."""
     launch, parallel = recipe.launch, recipe.parallel
     if launch.ranks is not None:
         return launch.ranks
@@ -139,7 +161,7 @@ def count_ranks(recipe: Recipe) -> int:
 
 
 def count_nodes(recipe: Recipe) -> int:
-    """Nodes of the run: launch.nodes, of a range the most; where it is null as few as hold the ranks. One on this machine."""
+    """Nodes of the run: launch.nodes, of a range the most; else as few as hold the ranks. One with launch.kind=local."""
     launch = recipe.launch
     if launch.kind == "local":
         return 1
@@ -149,7 +171,7 @@ def count_nodes(recipe: Recipe) -> int:
 
 
 def most_nodes(nodes: int | tuple[int, int]) -> int:
-    """launch.nodes, of a range the most: a recipe is planned for as many, and `elastic.at_nodes` makes it one of fewer."""
+    """launch.nodes, of a range the most: a recipe is planned for as many, and `at_nodes` makes it one for fewer."""
     return nodes if isinstance(nodes, int) else nodes[1]
 
 
@@ -212,7 +234,7 @@ def find_world_problems(recipe: Recipe) -> Iterator[Problem]:
             "parallel.expert_tp", slices, message, f"parallel.expert_tp={_listed(sorted({1, parallel.tp}))}, or null"
         )
         return
-    expert_ranks = _dp(recipe) * parallel.cp * parallel.tp // slices
+    expert_ranks = count_dp(recipe) * parallel.cp * parallel.tp // slices
     if expert_ranks % parallel.ep:
         message = f"ep divides dp * cp * tp / expert_tp = {expert_ranks}, and {parallel.ep} does not"
         yield Problem(
@@ -245,7 +267,7 @@ def find_statement_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _undivided(recipe: Recipe, key: str, amount: int, tokens_each: int) -> Iterator[Problem]:
     """`amount` in units of `tokens_each` is whole microbatches on every rank, or the ways to make it so."""
-    dp, microbatch = _dp(recipe), recipe.batch.sequences_per_microbatch
+    dp, microbatch = count_dp(recipe), recipe.batch.sequences_per_microbatch
     unit = dp * microbatch * tokens_each
     if amount % unit == 0:
         return
@@ -264,7 +286,7 @@ def _undivided(recipe: Recipe, key: str, amount: int, tokens_each: int) -> Itera
 
 def _ways_by_ranks(recipe: Recipe, microbatches: int) -> list[str]:
     """Numbers of ranks, or a range of nodes, among which so many microbatches can be divided."""
-    dp, nodes = _dp(recipe), recipe.launch.nodes
+    dp, nodes = count_dp(recipe), recipe.launch.nodes
     inner = count_ranks(recipe) // dp
     if isinstance(nodes, tuple):
         degrees = {count: count * recipe.launch.ranks_per_node // inner for count in range(nodes[0], nodes[1])}
@@ -274,12 +296,14 @@ def _ways_by_ranks(recipe: Recipe, microbatches: int) -> list[str]:
     return [f"launch.ranks={_listed(ranks)}" + (" with parallel.dp=null" if recipe.parallel.dp else "")]
 
 
-def _dp(recipe: Recipe) -> int:
+def count_dp(recipe: Recipe) -> int:
+    """Data-parallel degree; the degrees must fit the ranks."""
     parallel = recipe.parallel
     return parallel.dp or count_ranks(recipe) // (parallel.tp * parallel.pp * parallel.cp)
 
 
-def _sequences(batch: Batch) -> int:
+def count_sequences(batch: Batch) -> int:
+    """Sequences of one optimizer step."""
     if batch.sequences_per_step is not None:
         return batch.sequences_per_step
     assert batch.tokens_per_step is not None, "find_batch_problems lets no recipe without a batch pass"
@@ -292,11 +316,49 @@ def _multiples(amount: int, unit: int) -> list[int]:
     return [below, below + unit] if below else [unit]
 
 
+def divisors(amount: int) -> list[int]:
+    """All divisors, in order."""
+    return [each for each in range(1, amount + 1) if amount % each == 0]
+
+
 def _divisors(amount: int, near: int, count: int = 3) -> list[int]:
     """The divisors of `amount` nearest to `near`, in order."""
-    divisors = [d for d in range(1, amount + 1) if amount % d == 0]
-    return sorted(sorted(divisors, key=lambda d: abs(d - near))[:count])
+    return sorted(sorted(divisors(amount), key=lambda each: abs(each - near))[:count])
 
 
 def _listed(numbers: list[int]) -> str:
     return " or ".join(str(number) for number in numbers)
+
+
+def node_counts(recipe: Recipe) -> tuple[int, ...]:
+    """Numbers of nodes that the recipe allows, in order; a recipe that states none has the one that follows from it."""
+    nodes = recipe.launch.nodes
+    return (count_nodes(recipe),) if nodes is None or isinstance(nodes, int) else tuple(range(nodes[0], nodes[1] + 1))
+
+
+def can_move(recipe: Recipe) -> bool:
+    """Whether the ranks can go on within the job when a node is lost: on a spare one, or on fewer."""
+    return recipe.launch.kind == "slurm" and (recipe.launch.spares > 0 or has_range(recipe.launch))
+
+
+def has_range(launch: Launch) -> bool:
+    """Whether the number of nodes is known only once a job has them."""
+    return isinstance(launch.nodes, tuple) and launch.nodes[0] < launch.nodes[1]
+
+
+def at_nodes(recipe: Recipe, nodes: int) -> Recipe:
+    """The recipe of a start on so many of its nodes; a recipe without a range does not change.
+
+    Where the batch is not whole microbatches on every rank they become the largest smaller ones that make it so. Any other
+    contradiction is left to the rules.
+    """
+    if recipe.launch.nodes is None or isinstance(recipe.launch.nodes, int):
+        return recipe
+    most = derive(replace(recipe, launch=replace(recipe.launch, nodes=most_nodes(recipe.launch.nodes))))
+    narrowed = replace(recipe, launch=replace(recipe.launch, nodes=nodes))
+    inner, ranks = most.tp * most.pp * most.cp, nodes * recipe.launch.ranks_per_node
+    share, rest = divmod(most.sequences_per_step, max(1, ranks // inner))
+    if rest:
+        return narrowed
+    size = next(size for size in range(most.sequences_per_microbatch, 0, -1) if share % size == 0)
+    return replace(narrowed, batch=replace(recipe.batch, sequences_per_microbatch=size))

@@ -7,18 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict
 from pathlib import Path
 
-from framework.recipe.context_rules import unpadded_lengths
-from framework.recipe.derive import SPLIT_BACKWARDS, Derived, compiles, count_context_parts
-from framework.recipe.keys import Key, flatten, list_groups, list_keys
+from framework.recipe.derive import SPLIT_BACKWARDS, Derived, compiles, count_context_parts, unpadded_lengths
+from framework.recipe.keys import Key, flatten, list_groups, list_keys, plain
 from framework.recipe.origins import find_file
 from framework.recipe.overrides import list_options
 from framework.recipe.problem import find_width, show
-from framework.recipe.saved import plain
 from framework.recipe.schema import Data, Recipe
 
 
 def describe_derived(derived: Derived) -> str:
-    """The numbers that follow from a recipe, each with how it comes about."""
+    """The numbers that follow from a recipe, each with its derivation."""
     d = derived
     axes = " x ".join(f"{axis} {getattr(d, axis)}" for axis in ("dp", "tp", "pp", "cp"))
     is_dense = d.ep == 1 and d.expert_tp == d.tp
@@ -37,7 +35,7 @@ def describe_derived(derived: Derived) -> str:
 
 
 def _say_context(d: Derived) -> Iterator[tuple[str, str]]:
-    """What context parallelism makes of a sequence, and which lengths need no padding."""
+    """Slices of a sequence under context parallelism, and lengths that need no padding."""
     if d.cp == 1:
         return
     parts = count_context_parts(d.ulysses, d.ring)
@@ -58,7 +56,7 @@ def describe_blend(data: Data) -> str:
 
 
 def describe_compilation(recipe: Recipe) -> str:
-    """What `memory.compile` comes to and why, a line each; nothing where it is `never`."""
+    """The effect of `memory.compile` and its reasons, a line each; empty where it is `never`."""
     if recipe.memory.compile == "never":
         return ""
     return "\n".join(f"{'compile':13} {text}" for text in _say_what_compiles(recipe))
@@ -89,7 +87,7 @@ def describe_sources(recipe: Recipe, origins: Mapping[str, str]) -> str:
 
 
 def describe_keys(word: str = "") -> str:
-    """Every key whose path or meaning has `word` in it: default, legal values, meaning."""
+    """Keys whose path or meaning contains `word`: default, legal values, meaning."""
     found = [key for key in list_keys() if word.lower() in f"{key.path} {key.doc}".lower()]
     if not found:
         return f"no key has {word!r} in its name or meaning"

@@ -1,6 +1,6 @@
-"""launch.environment: the variables of the ranks, and what of them may be seen.
+"""Variables of the ranks (launch.environment), and the secrets in them and elsewhere that must not be shown.
 
-A value is text for everyone to read, or it refers to a variable of the environment in which the ranks are started:
+A value is plain text, or it refers to a variable of the environment in which the ranks are started:
 
     launch.environment:
       NCCL_DEBUG: WARN
@@ -48,8 +48,8 @@ HIDDEN = "***"
 
 
 def keep_references(text: str) -> str:
-    """The text as OmegaConf resolves it to itself: its references to the environment are escaped. Raises ValueError for other
-    ways of reading the environment, whose value would be in the recipe."""
+    """Escape references to the environment, so that OmegaConf resolves the text to itself. Raises ValueError for other ways of
+    reading the environment, whose value would be in the recipe."""
     kept = _WRITTEN.sub(lambda found: found[0] if len(found[1]) % 2 else f"{found[1]}\\{_reference(found[2])}", text)
     if _OTHER_REFERENCE.search(kept):
         raise ValueError(
@@ -84,7 +84,7 @@ def shell_word(value: object) -> str:
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Does `name=value` look as if it gave a secret away? By its name, or a password in a URL; what it refers to does not."""
+    """Whether `name=value` seems to contain a secret, by its name or a password in a URL. A reference is none."""
     if (
         isinstance(value, int) and abs(value) >= 100_000
     ):  # YAML reads a password of digits as a number; others are counts
@@ -97,18 +97,18 @@ def is_secret(name: str, value: object) -> bool:
 
 
 def looks_secret(text: str) -> bool:
-    """Has the text a token or a key in it, whatever it is called?"""
+    """Whether the text contains a token or a key, by its form."""
     return _LITERAL.search(text) is not None
 
 
 def secret_in(line: str) -> str | None:
-    """The name of what a line of shell gives away, such as `export HF_TOKEN=hf_...`; not of what it reads from somewhere."""
+    """Name of a secret that a line of shell contains, such as `export HF_TOKEN=hf_...`; None where it only reads one."""
     given = (name for _, name, value in _ASSIGNMENT.findall(line) if is_secret(name, value.strip("'\"")))
     return next(given, "PASSWORD" if _PASSWORD.search(line) else "TOKEN" if looks_secret(line) else None)
 
 
 def is_private(key: str, value: object) -> bool:
-    """May a message that names this key not show its value? Nor of a key that was meant to be one of launch.environment."""
+    """Whether a message must not show the value of this key: of launch.environment, or of a key that was meant to be one."""
     path = key.lstrip("+~-")
     name = path.rpartition(".")[2]
     is_around = path == "launch" and "env" in str(value)
@@ -116,8 +116,7 @@ def is_private(key: str, value: object) -> bool:
 
 
 def hide_secrets(text: str) -> str:
-    """The text without the passwords of URLs in it, without tokens, and without the values that it gives to what is named like a
-    secret."""
+    """The text without passwords of URLs, tokens, and values that it assigns to names of secrets."""
     without = _LITERAL.sub(HIDDEN, _PASSWORD.sub(rf"\1{HIDDEN}", text))
     return _ASSIGNMENT.sub(lambda found: _hide_value(*found.groups()) or found[0], without)
 
@@ -133,7 +132,7 @@ def hide_override(text: str) -> str:
 
 
 def describe_public(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as trackers get it: of launch.environment the names, of launch.set_up how many lines, no URL's password."""
+    """The recipe for trackers: launch.environment without values, launch.set_up as a number of lines, URLs without passwords."""
     tree = hide_in(asdict(recipe))
     launch = recipe.launch
     tree["launch"] |= {"environment": sorted(launch.environment), "set_up": f"{len(launch.set_up)} lines"}

@@ -1,9 +1,10 @@
-"""The schema's keys as a flat list: what help prints, what suggestions search, what a wrong value is told."""
+"""The schema's keys as a flat list, for help, suggestions and errors; and the recipe as a tree of dotted keys."""
 
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 from framework.recipe.schema import Recipe
@@ -65,6 +66,36 @@ def flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
         where = join(path, name)
         leaves |= flatten(value, where) if isinstance(value, Mapping) and value else {where: value}
     return leaves
+
+
+def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of dotted keys."""
+    tree: dict[str, Any] = {}
+    for key, value in leaves.items():
+        *groups, name = key.split(".")
+        inner = tree
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[name] = value
+    return tree
+
+
+def plain(value: Any) -> Any:
+    """Tuples as lists: YAML has no tuples."""
+    if isinstance(value, dict):
+        return {name: plain(element) for name, element in value.items()}
+    return [plain(element) for element in value] if isinstance(value, list | tuple) else value
+
+
+def value_of(recipe: Recipe, key: str) -> Any:
+    """The value of a dotted key."""
+    return attrgetter(key)(recipe)
+
+
+def with_value(group: Any, key: str, value: Any) -> Any:
+    """A recipe, or a group of it, with another value at a dotted key."""
+    name, _, rest = key.partition(".")
+    return replace(group, **{name: with_value(getattr(group, name), rest, value) if rest else value})
 
 
 def split_optional(kind: Any) -> tuple[Any, bool]:

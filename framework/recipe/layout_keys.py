@@ -4,14 +4,14 @@ A layout never changes what a run learns (docs/architecture.md), so these keys m
 `parallel.layout=auto` leaves them open until the run begins; rules that read one of them are asked of the chosen recipe.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
-from operator import attrgetter
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from framework.recipe.derive import count_virtual_stages
-from framework.recipe.schema import Memory, Offload, Parallel, Pipeline, Recipe, Zero
+from framework.recipe.keys import value_of, with_value
+from framework.recipe.layout_rules import USELESS_RULES
+from framework.recipe.schema import Recipe
 
 # Each by the name under which `--free` and `--keep` and the table of a search know it.
 LAYOUT_KEYS = (
@@ -22,7 +22,7 @@ LAYOUT_KEYS = (
     *("memory.offload.optimizer", "memory.offload.parameters"),
     "batch.sequences_per_microbatch",
 )
-# What is legal with some layouts only: kept where it is, else as the schema has it.
+# Keys that are legal with some layouts only: kept there, else at their defaults.
 FOLLOWING_KEYS = (
     *("parallel.overlap", "parallel.expert_overlap", "parallel.expert_hierarchical"),
     *("pipeline.layers", "pipeline.table", "pipeline.fill_bubbles"),
@@ -30,17 +30,6 @@ FOLLOWING_KEYS = (
     *("memory.kept_operations", "memory.budget_gb", "memory.gathered_inputs"),
     *("memory.offload.home", "memory.offload.disk_path"),
 )
-
-
-def value_of(recipe: Recipe, key: str) -> Any:
-    """The value of a dotted key."""
-    return attrgetter(key)(recipe)
-
-
-def with_value(group: Any, key: str, value: Any) -> Any:
-    """A recipe, or a group of it, with another value at a dotted key."""
-    name, _, rest = key.partition(".")
-    return replace(group, **{name: with_value(getattr(group, name), rest, value) if rest else value})
 
 
 # A search makes thousands of recipes, of which most follow already.
@@ -53,14 +42,20 @@ def reads_layout(reads: Iterable[str]) -> bool:
 
 
 def let_rest_follow(recipe: Recipe, pinned: frozenset[str]) -> Recipe:
-    """The recipe of a chosen layout, where values that it has no use for are the schema's; what is pinned stays, for the rules
-    to refuse. Of a searched recipe nothing is left to `auto`."""
+    """The recipe of a chosen layout, where following keys that it has no use for are at their defaults. Pinned keys stay, for the
+    rules to refuse. Nothing of a searched recipe is left to `auto`."""
     if recipe.parallel.layout != "stated":
         recipe = with_value(recipe, "parallel.layout", "stated")
-    for key in _useless(recipe):
-        default = DEFAULTS[key]
-        if key not in pinned and value_of(recipe, key) != default:
-            recipe = with_value(recipe, key, default)
+    # A table is a schedule beside the one that is chosen.
+    recipe = _reset(recipe, {"pipeline.table"} - pinned)
+    parallel, pipeline = recipe.parallel, recipe.pipeline
+    unfit = set()
+    if pipeline.layers is not None and len(pipeline.layers) != parallel.pp * count_virtual_stages(pipeline):
+        unfit.add("pipeline.layers")
+    if isinstance(parallel.expert_hierarchical, int) and parallel.ep % parallel.expert_hierarchical:
+        unfit.add("parallel.expert_hierarchical")
+    while keys := (unfit | _useless(recipe)) - pinned:
+        recipe, unfit = _reset(recipe, keys), set()
     return recipe
 
 
@@ -71,47 +66,17 @@ def with_layout_of(recipe: Recipe, other: Recipe) -> Recipe:
     return recipe
 
 
-def _useless(recipe: Recipe) -> Iterator[str]:
-    """The keys that the layout has no use for."""
-    yield from _useless_of_pipeline(recipe.parallel, recipe.pipeline)
-    yield from _useless_of_zero(recipe)
-    yield from _useless_of_memory(recipe.memory)
-    parallel = recipe.parallel
-    if not parallel.sequence:
-        yield from ("parallel.overlap", "memory.gathered_inputs")
-    if parallel.ep == 1:
-        yield "parallel.expert_overlap"
-    inner = parallel.expert_hierarchical
-    if inner is not None and (parallel.ep == 1 or (isinstance(inner, int) and parallel.ep % inner)):
-        yield "parallel.expert_hierarchical"
+def _useless(recipe: Recipe) -> set[str]:
+    """Following keys that the layout has no use for."""
+    found = (problem for rule in USELESS_RULES for problem in rule.find(recipe))
+    return {problem.key for problem in found if problem.is_useless and problem.key in FOLLOWING_KEYS}
 
 
-def _useless_of_pipeline(parallel: Parallel, pipeline: Pipeline) -> Iterator[str]:
-    yield "pipeline.table"  # a schedule beside the one that is chosen
-    if pipeline.layers is not None and len(pipeline.layers) != parallel.pp * count_virtual_stages(pipeline):
-        yield "pipeline.layers"
-    if parallel.pp == 1:
-        yield "pipeline.fill_bubbles"
-
-
-def _useless_of_zero(recipe: Recipe) -> Iterator[str]:
-    zero: Zero = recipe.zero
-    if zero.stage < 2:
-        yield "zero.accumulate"
-    if zero.stage < 3:
-        yield "zero.keep_gathered"
-    if zero.stage == 0 or zero.shard_within is None:
-        yield "zero.optimizer_within"
-
-
-def _useless_of_memory(memory: Memory) -> Iterator[str]:
-    if memory.activation_checkpointing != "auto":
-        yield "memory.budget_gb"
-    if memory.activation_checkpointing not in ("selective", "auto"):
-        yield "memory.kept_operations"
-    offload: Offload = memory.offload
-    if not offload.optimizer:
-        yield from ("memory.offload.home", "memory.offload.disk_path")
+def _reset(recipe: Recipe, keys: Iterable[str]) -> Recipe:
+    for key in keys:
+        if value_of(recipe, key) != DEFAULTS[key]:
+            recipe = with_value(recipe, key, DEFAULTS[key])
+    return recipe
 
 
 def is_world_stated(recipe: Recipe) -> bool:

@@ -1,7 +1,12 @@
-"""Where each value of a recipe was written: which file and line, or the command line.
+"""YAML of recipes: a loader with a bound on what aliases expand to, and where each value was written.
 
-Hydra says which files it merged, in which order and at which place of the tree, but not what each one set; so the files are
-read once more, for the positions of their keys. Later files win, as in the merge itself.
+The loader reads OmegaConf's dialect. An alias (`*name`) repeats what its anchor (`&name`) marks, so ten lines can stand for 10^9
+values. The parser keeps one copy of them; code that walks the tree afterwards does not. The bound is checked on the parser's
+graph, before anything walks it.
+
+An origin is a file and line, or the command line. Hydra says which files it merged, in which order and at which place of the
+tree, but not what each one set; so the files are read once more, for the positions of their keys. Later files win, as in the
+merge itself.
 """
 
 import re
@@ -10,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.plugins.config_source import ConfigResult
+from omegaconf._utils import get_yaml_loader
 
 from framework.recipe.keys import join
 from framework.recipe.problem import COMMAND_LINE, DEFAULT
 
 
 def trace_file(origins: dict[str, str], file: Path, package: str, label: str) -> None:
-    """Enters the keys of `file`, which Hydra placed at `package` (dotted, "" for the top)."""
+    """Enter the keys of `file`, which Hydra placed at `package` (dotted, "" for the top)."""
     root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     if not isinstance(root, yaml.MappingNode):
         set_origin(origins, package, f"{label}:1")
@@ -27,7 +35,7 @@ def trace_file(origins: dict[str, str], file: Path, package: str, label: str) ->
 
 
 def trace_value(origins: dict[str, str], key: str, value: Any) -> None:
-    """Enters an override of the command line; the keys of a mapping are merged one by one."""
+    """Enter an override of the command line; the keys of a mapping are merged one by one."""
     if isinstance(value, Mapping) and value:
         for name in value:
             trace_value(origins, join(key, name), value[name])
@@ -36,7 +44,7 @@ def trace_value(origins: dict[str, str], key: str, value: Any) -> None:
 
 
 def set_origin(origins: dict[str, str], path: str, label: str) -> None:
-    """`path` was set to a value: what it replaced, above or below it, is gone."""
+    """Enter the origin of `path`, and remove what its value has replaced above or below it."""
     remove_origin(origins, path)
     parts = path.split(".")
     for length in range(1, len(parts)):
@@ -60,7 +68,7 @@ def origin_of(origins: Mapping[str, str], key: str) -> str:
 
 
 def locate_named(text: str, origins: Mapping[str, str]) -> Iterator[str]:
-    """Where a file sets the keys that a message names with their values, unless it says so."""
+    """Lines with the file and line of keys that a message names with their values, unless it has them already."""
     for key in dict.fromkeys(re.findall(r"\b([a-z_]+(?:\.\w+)+)(?==| is not)", text)):
         place = origins.get(key, DEFAULT)
         if ":" in place and place not in text:
@@ -80,3 +88,49 @@ def _positions(node: yaml.MappingNode, path: str) -> Iterator[tuple[str, int]]:
             yield from _positions(value, where)
         else:
             yield where, name.start_mark.line + 1
+
+
+# A measured cluster file has some thousand values, the largest recipe of ours 300.
+MAX_VALUES = 100_000
+
+
+class YamlLoader(get_yaml_loader()):  # type: ignore[misc]
+    """OmegaConf's loader. A file that expands to more than MAX_VALUES values, or is nested too deeply, is a MarkedYAMLError."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        """The root of the file's graph of nodes; aliases are edges to nodes that are there already."""
+        start = self.get_mark()
+        try:
+            node = super().get_single_node()
+            expanded = 0 if node is None else _count_values(node, {})
+        except RecursionError as error:
+            raise yaml.MarkedYAMLError(
+                problem="brackets or blocks are nested too deeply", problem_mark=start
+            ) from error
+        if expanded > MAX_VALUES:
+            problem = f"its aliases (*name) expand to {expanded:,} values, and a recipe has at most {MAX_VALUES:,}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=start)
+        return node
+
+
+class RecipeSource(FileConfigSource):
+    """Hydra's source of a folder of recipes, with files that YamlLoader accepts."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """The file at a path such as `optim/adamw`, as Hydra reads it."""
+        file = Path(self.path, self._normalize_file_name(config_path))
+        if file.is_file():
+            with file.open(encoding="utf-8") as text:
+                yaml.compose(text, Loader=YamlLoader)
+        return super().load_config(config_path)
+
+
+def _count_values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Values below a node with its aliases written out. known: counts of the nodes seen, by id; a node within itself has none."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = MAX_VALUES + 1  # what an alias to one of the nodes around it counts: it would not end
+        children = [value for _, value in node.value] if isinstance(node, yaml.MappingNode) else node.value
+        known[id(node)] = 1 + sum([_count_values(each, known) for each in children])
+    return known[id(node)]

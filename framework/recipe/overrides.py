@@ -1,7 +1,7 @@
-"""The command line's overrides in Hydra's grammar: which choose a recipe of a group, which set a value, which sweep.
+"""The command line's overrides in Hydra's grammar: choices of a group's recipe, values, sweeps.
 
-Group choices go to Hydra. Values are applied here, one by one and untyped: Hydra stops at the first unknown key and advises a
-`+` that does not help, while a wrong key or value belongs into the one list of problems.
+Group choices go to Hydra. Values are applied here, one by one and untyped: Hydra stops at the first unknown key and advises a `+`
+that does not help, while a wrong key or value belongs in the one list of problems.
 """
 
 import itertools
@@ -22,31 +22,30 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.errors import RecipeError
-from framework.recipe.cluster_file import cluster_file
 from framework.recipe.environment import HIDDEN, is_private
 from framework.recipe.keys import list_groups, list_keys
-from framework.recipe.layout_file import KEY
-from framework.recipe.origins import find_file, origin_of, remove_origin, trace_value
+from framework.recipe.origins import YamlLoader, find_file, origin_of, remove_origin, trace_value
 from framework.recipe.problem import COMMAND_LINE, Problem, render_problems, show
+from framework.recipe.saved import LAYOUT, cluster_file
 from framework.recipe.schema import Run
 from framework.recipe.suggest import explain_unknown, nearest
-from framework.recipe.yaml_file import YamlLoader
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Parsed overrides. `choices` are sound: each names a recipe that exists. layouts, clusters: files that
-    `layout=FILE` and `cluster=FILE.yaml` name."""
+    """Parsed overrides."""
 
+    # Each names a recipe that exists.
     choices: list[Override] = field(default_factory=list)
     values: list[Override] = field(default_factory=list)
+    # Files that `layout=FILE` and `cluster=FILE.yaml` name.
     layouts: list[Path] = field(default_factory=list)
     clusters: list[Path] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
 
 def parse_overrides(overrides: Iterable[str], folders: Sequence[Path]) -> CommandLine:
-    """Sorts overrides into group choices (checked against the recipes in `folders`) and values."""
+    """Sort overrides into group choices (checked against the recipes in `folders`) and values."""
     command = CommandLine()
     for text in overrides:
         try:
@@ -72,16 +71,17 @@ def parse_overrides(overrides: Iterable[str], folders: Sequence[Path]) -> Comman
 
 
 def _layout_file(override: Override, folders: Sequence[Path]) -> Path | None:
-    """The file of `layout=FILE`, which is no key and no group; but a user may have a folder `layout/`, a group as any other."""
+    """The file of `layout=FILE`, which is no key and no group. A user's folder `layout/` is a group like any other."""
     value = override.value()
-    if override.key_or_group != KEY or override.is_delete() or not isinstance(value, str):
+    if override.key_or_group != LAYOUT or override.is_delete() or not isinstance(value, str):
         return None
-    is_file = value.endswith((".yaml", ".yml")) or not is_group(KEY, folders)
+    is_file = value.endswith((".yaml", ".yml")) or not is_group(LAYOUT, folders)
     return Path(value).expanduser() if is_file else None
 
 
 def is_choice(override: Override, folders: Sequence[Path]) -> bool:
-    """Hydra's own rule: the key is a folder of recipes and the value is not a mapping (`optim={lr: 1}` sets values)."""
+    """Whether an override chooses a recipe, by Hydra's own rule: the key is a folder of recipes and the value is not a mapping
+    (`optim={lr: 1}` sets values)."""
     key = override.key_or_group
     return is_group(key, folders) and not isinstance(override.value(), dict)
 
@@ -91,7 +91,7 @@ def is_group(key: str, folders: Sequence[Path]) -> bool:
 
 
 def list_options(group: str, folders: Sequence[Path]) -> list[str]:
-    """The recipes of a group, by name; those of a group inside it (optim/schedule) are not among them."""
+    """Names of a group's recipes, without those of a group inside it (optim/schedule)."""
     inner = set(list_groups()) - {group}
     options = set()
     for folder in folders:
@@ -112,7 +112,7 @@ def missing_option(group: str, option: str, folders: Sequence[Path], origin: str
 
 
 def apply_values(tree: DictConfig, values: Iterable[Override], origins: dict[str, str]) -> list[Problem]:
-    """Sets, adds (`+`, `++`) and removes (`~`) values in the composed tree, in the order given."""
+    """Set, add (`+`, `++`) and remove (`~`) values in the composed tree, in the order given."""
     problems = []
     for override in values:
         try:
@@ -142,8 +142,8 @@ def expand_sweep(overrides: Iterable[str]) -> list[list[str]]:
 
 
 def write_override(key: str, text: str) -> str:
-    """`key=text` in the command line's grammar, quoted where that reads the text as something else. The shell's quotes come
-    around it."""
+    """`key=text` in the command line's grammar, quoted where the grammar would read the text as something else. The shell's
+    quotes come around it."""
     plain = f"{key}={text}"
     with suppress(OverrideParseException):
         value = _parse(plain).value()
@@ -168,20 +168,20 @@ def write_value(value: Any) -> str:
 
 
 def write_resume(kind: str, run: Run, *more: str) -> str:
-    """What a user types to go on with a run, which has an id; kind: launch.kind."""
+    """The command that resumes a run, which has an id. kind: launch.kind."""
     verb = "train" if kind == "local" else "submit"
     place = [] if run.root == Run().root else [write_override("run.root", run.root)]
     return shlex.join(["meshwright", verb, write_override("run.id", str(run.id)), *place, *more])
 
 
 def explain_flag(flag: str, folders: Sequence[Path] = ()) -> Problem:
-    """A key, or a recipe's file, written as a flag: `--learning_rate=1e-3`, `--config=mine.yaml`. folders: of recipes."""
+    """The problem of a key, or a recipe's file, written as a flag: `--learning_rate=1e-3`, `--config=mine.yaml`."""
     name, _, value = flag.lstrip("-").partition("=")
     message = "no such option; recipe keys are written key=value, without dashes"
     if value.endswith((".yaml", ".yml")):
         return Problem(flag, None, message, _explain_word(value, folders), COMMAND_LINE)
     known = {key.path for key in list_keys()}
-    fix = f"did you mean {name}?" if name in known else explain_unknown(name).fix
+    fix = f"did you mean {name}?" if name in known else explain_unknown(name)
     ours, _, whose = fix.removeprefix("did you mean ").removesuffix("?").partition(" ")
     if ours in known:
         fix = f"write {ours}={value or '...'} {whose}".rstrip()
@@ -204,22 +204,17 @@ def _alternatives(override: Override, text: str) -> list[str]:
 def _explain_grammar(text: str, folders: Sequence[Path] = ()) -> Problem:
     key, equals, value = text.partition("=")
     if not equals:
-        fix = _explain_word(text, folders) or explain_unknown(key).fix
+        fix = _explain_word(text, folders) or explain_unknown(key)
         return Problem(text, None, "an override is a key, an equals sign and a value", fix, COMMAND_LINE)
     if not key or not value:
-        return Problem(
-            text,
-            None,
-            "an override is a key, an equals sign and a value, without spaces",
-            "such as train.steps=500",
-            COMMAND_LINE,
-        )
+        message = "an override is a key, an equals sign and a value, without spaces"
+        return Problem(text, None, message, "such as train.steps=500", COMMAND_LINE)
     fix = f"text with characters such as = , : [ ] {{ }} is quoted twice, for the shell and for Hydra: '{key}=\"...\"'"
     return Problem(key, value, "this is not in Hydra's grammar", fix, COMMAND_LINE)
 
 
 def _explain_word(text: str, folders: Sequence[Path]) -> str:
-    """What was probably meant by a word that sets nothing: a recipe's name or file, `key:value`, or a key alone."""
+    """Advice on a word that sets nothing: a recipe's name or file, `key:value`, or a key alone."""
     file, is_file = Path(text), text.endswith((".yaml", ".yml"))
     name = file.stem if is_file else text
     choices = [f"{group}={name}" for group in _name_groups(folders) if name in list_options(group, folders)]
@@ -234,18 +229,17 @@ def _explain_word(text: str, folders: Sequence[Path]) -> str:
 
 
 def _explain_file(file: Path, folders: Sequence[Path]) -> str:
-    """How a recipe's file is chosen; one that a run has saved is gone on with."""
+    """Advice on a recipe's file: how it is chosen, or how the run that has saved it is resumed."""
     if file.name == "recipe.yaml":
         return f"a run's own recipe: run.id={file.parent.name} goes on with that run"
     if file.parent.name and is_group(file.parent.name, folders):
         return f"write --recipes {file.parent.parent} {file.parent.name}={file.stem}"
-    return (
-        f"recipes are chosen by name: keep the file in DIR/experiment/, and write --recipes DIR experiment={file.stem}"
-    )
+    name = f"write --recipes DIR experiment={file.stem}"
+    return f"recipes are chosen by name: keep the file in DIR/experiment/, and {name}"
 
 
 def _name_groups(folders: Sequence[Path]) -> list[str]:
-    """The folders of recipes, those inside others too (optim/schedule); experiments first, which people name most."""
+    """Folders of recipes, with those inside others (optim/schedule); experiments first, which people name most."""
     found = {file.parent.relative_to(folder).as_posix() for folder in folders for file in folder.rglob("*.yaml")} - {
         "."
     }
@@ -253,7 +247,7 @@ def _name_groups(folders: Sequence[Path]) -> list[str]:
 
 
 def _explain_form(override: Override, folders: Sequence[Path]) -> Problem | None:
-    """What is wrong with an override that does parse, before anything is composed."""
+    """The problem of an override that does parse, before anything is composed."""
     key, text = override.key_or_group, override.input_line or ""
     if override.is_sweep_override():
         plain = text.partition("=")[2]
@@ -278,9 +272,8 @@ def _explain_choice(override: Override, folders: Sequence[Path]) -> Problem | No
         return Problem(group, None, "null is not a recipe", f"leave the group out: ~{group}", COMMAND_LINE)
     if override.is_force_add() or (override.is_add() and override.package is None and _is_chosen(group, folders)):
         fix = f"write {group}={show(value)}"
-        return Problem(
-            override.input_line or group, None, f"{group} has a place already; nothing to add", fix, COMMAND_LINE
-        )
+        message = f"{group} has a place already; nothing to add"
+        return Problem(override.input_line or group, None, message, fix, COMMAND_LINE)
     for option in shown:
         if not isinstance(option, str) or find_file(f"{group}/{option}", folders) is None:
             return missing_option(group, str(option), folders, COMMAND_LINE)
@@ -315,7 +308,7 @@ def _remove(tree: DictConfig, key: str, value: Any, origins: dict[str, str]) -> 
     parent_key, _, name = key.rpartition(".")
     parent = OmegaConf.select(tree, parent_key) if parent_key else tree
     if not isinstance(parent, DictConfig) or name not in parent:
-        fix = "it has its default" if key in {known.path for known in list_keys()} else explain_unknown(key).fix
+        fix = "it has its default" if key in {known.path for known in list_keys()} else explain_unknown(key)
         return Problem(f"~{key}", None, "not set by any recipe, so there is nothing to remove", fix, COMMAND_LINE)
     if value is not None and parent[name] != value:
         found = HIDDEN if is_private(key, value) else show(parent[name])

@@ -1,9 +1,10 @@
-"""A mistake in a recipe, and how a list of them is put before the user."""
+"""Mistakes in a recipe: how a list of them is printed, and rules between keys that find them."""
 
 import shutil
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,32 @@ import yaml
 
 from framework.output import show_controls
 from framework.recipe.environment import HIDDEN, hide_override, hide_secrets, is_private
+from framework.recipe.keys import list_keys, plain, value_of
+from framework.recipe.schema import Recipe
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
+# The keys that the number of ranks is read from.
+COUNTED = ("launch.kind", "launch.ranks", "launch.nodes", "launch.ranks_per_node")
+DEGREES = ("parallel.dp", "parallel.tp", "parallel.pp", "parallel.cp")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: the key and its value (None: nothing to show), why it cannot work, how to fix it, where it was written
-    (`recipes/optim/adamw.yaml:3`, `command line`, `default`). `missing`: the key is not written anywhere."""
+    """One mistake."""
 
     key: str
+    # None: nothing to show.
     value: Any
+    # Why it cannot work.
     message: str
     fix: str = ""
+    # Where it was written: `recipes/optim/adamw.yaml:3`, `command line`, `default`.
     origin: str = ""
+    # The key is not written anywhere.
     missing: bool = False
+    # The value has no effect beside the others: the key may as well be at its default.
+    is_useless: bool = False
 
 
 def find_width() -> int:
@@ -83,7 +94,7 @@ def show(value: Any) -> str:
 
 
 def _hide_private(problem: Problem) -> Problem:
-    """Without the value that no log may have, wherever the problem says it: a refused secret is still a secret."""
+    """The problem without its value in all texts, if no log may have it: a refused secret is still a secret."""
     key, equals, typed = problem.key.partition("=")
     value = typed if equals else problem.value
     if value is None or not is_private(key, value):
@@ -99,7 +110,7 @@ def _head(problem: Problem) -> str:
 
 
 def _explanation(problem: Problem, width: int) -> list[str]:
-    """On one line if that is short, else the fix on lines of its own."""
+    """Message and fix on one line if that is short, else the fix on lines of its own."""
     if not problem.fix:
         return _wrap(problem.message, width, "    ", "    ")
     together = f"    {problem.message} -> {problem.fix}"
@@ -115,6 +126,42 @@ def _wrap(text: str, width: int, first: str, rest: str) -> list[str]:
 
 
 def _place(origin: str) -> tuple[bool, str, int]:
-    """Sorts the command line first, then files, each by line."""
+    """Sort key of an origin: the command line first, then files, each by line."""
     file, _, line = origin.rpartition(":")
     return (origin != COMMAND_LINE, file, int(line)) if line.isdigit() else (origin != COMMAND_LINE, origin, 0)
+
+
+RuleBody = Callable[[Recipe], Iterator[Problem]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule is silent where a key that it reads is wrong already, so that a mistake is reported once, with its own reason.
+
+    A search asks a rule once for all layouts that agree in these keys.
+    """
+
+    # Keys, or groups of keys.
+    reads: tuple[str, ...]
+    find: RuleBody
+
+
+def rule(*reads: str) -> Callable[[RuleBody], Rule]:
+    """Make a function of a recipe a rule that reads these keys."""
+    return lambda find: Rule(reads, find)
+
+
+def refuse(recipe: Recipe, key: str, message: str, fix: str = "") -> Problem:
+    """The problem that the value of a key cannot work."""
+    return Problem(key, plain(value_of(recipe, key)), message, fix)
+
+
+def refuse_useless(recipe: Recipe, key: str, message: str, way: str) -> Iterator[Problem]:
+    """The problem that a key has no effect, if it is not at its default. way: values with which it has one."""
+    if value_of(recipe, key) != _defaults()[key]:
+        yield replace(refuse(recipe, key, message, f"leave it out (~{key}); or {way}"), is_useless=True)
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return {key.path: key.default for key in list_keys() if key.default is not MISSING}

@@ -1,21 +1,37 @@
-"""Recipes on disk: the resolved recipe of a run, which every rank, requeue and resume reads."""
+"""Recipes in files of their own: the resolved recipe of a run, and the parts that `layout=FILE` and `cluster=FILE` name.
+
+Every rank, requeue and resume reads a run's `recipe.yaml`. A layout's file (`meshwright search --write`) sets any keys: they
+count more than an experiment's values and less than those of the command line. A cluster's file (`meshwright doctor --measure`)
+has the keys of the group `cluster`, and replaces the whole group.
+"""
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_omega_conf_dumper
 
 from framework.errors import RecipeError
 from framework.files import PRIVATE, write_file
 from framework.recipe.convert import to_recipe
-from framework.recipe.origins import trace_file
-from framework.recipe.problem import Problem, label_of, render_problems, yaml_problem
+from framework.recipe.keys import flatten, nest, plain
+from framework.recipe.origins import YamlLoader, remove_origin, set_origin, trace_file
+from framework.recipe.problem import COMMAND_LINE, Problem, label_of, render_problems, yaml_problem
 from framework.recipe.schema import Recipe
-from framework.recipe.yaml_file import YamlLoader
+
+LAYOUT, CLUSTER = "layout", "cluster"
+LAYOUT_HEADER = "# @package _global_\n"
+ENDINGS = (".yaml", ".yml")
+# The command that makes such a file.
+MAKERS = {
+    LAYOUT: "meshwright search --write FILE",
+    CLUSTER: "meshwright doctor --measure FILE",
+}
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -28,8 +44,8 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def save_recipe(recipe: Recipe, path: Path) -> None:
-    """Writes the recipe as YAML such that `load_recipe` gives an equal one. The file is whole or not there, and the user's own:
-    whoever is to read it is let in with `chmod`."""
+    """Write the recipe as YAML such that `load_recipe` gives an equal one. The file is whole or not there, and the user's own:
+    others read it after a `chmod`."""
     write_file(Path(path), to_yaml(recipe).encode(), PRIVATE)
 
 
@@ -66,7 +82,7 @@ class _Dumper(get_omega_conf_dumper()):  # type: ignore[misc]
     """OmegaConf's, with lists of numbers on a line: a measured cluster has hundreds of them."""
 
     def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.Node:
-        """As the dumper's own."""
+        """A sequence node; the dumper's own but for numbers."""
         is_row = bool(sequence) and all(isinstance(each, int | float) for each in sequence)
         return super().represent_sequence(tag, sequence, flow_style=True if is_row else flow_style)
 
@@ -82,13 +98,6 @@ def _reads_back(text: str, tree: dict[str, Any]) -> bool:
         return False
 
 
-def plain(value: Any) -> Any:
-    """Tuples as lists: YAML has no tuples."""
-    if isinstance(value, dict):
-        return {name: plain(element) for name, element in value.items()}
-    return [plain(element) for element in value] if isinstance(value, list | tuple) else value
-
-
 def _escape(value: Any) -> Any:
     """Text that OmegaConf resolves to itself: `\\${` stands for `${`, and backslashes before it are doubled."""
     if isinstance(value, dict):
@@ -98,3 +107,69 @@ def _escape(value: Any) -> Any:
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", value)
     return value
+
+
+def apply_layout(tree: DictConfig, file: Path, origins: dict[str, str]) -> list[Problem]:
+    """Set the file's values in the composed tree. Unknown keys are found later, with all others."""
+    values, problems = _read_part(LAYOUT, file)
+    if values:
+        for key, value in flatten(values).items():
+            OmegaConf.update(tree, key, value, merge=True, force_add=True)
+            set_origin(origins, key, label_of(file))
+        trace_file(origins, file, "", label_of(file))
+    return problems
+
+
+def write_layout(file: Path, values: Mapping[str, Any], comment: str) -> None:
+    """Write values, by dotted key, as a layout's file. comment: a line or more at its top."""
+    tree = plain(nest(values))
+    lines = "".join(f"# {line}\n" for line in comment.splitlines())
+    text = yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=120)
+    file.write_text(LAYOUT_HEADER + lines + text, encoding="utf-8")
+
+
+def cluster_file(override: Override) -> Path | None:
+    """The file that `cluster=PATH.yaml` names; None for any other override, such as cluster=h100_ib."""
+    if override.key_or_group != CLUSTER or override.is_delete():
+        return None
+    value = override.value()
+    return Path(value).expanduser() if isinstance(value, str) and value.endswith(ENDINGS) else None
+
+
+def apply_cluster(tree: DictConfig, file: Path, origins: dict[str, str]) -> list[Problem]:
+    """Set the group `cluster` of the composed tree to the file's keys. Unknown keys are found later, with all others."""
+    values, problems = read_cluster_file(file)
+    if not problems:
+        tree[CLUSTER] = values
+        remove_origin(origins, CLUSTER)
+        trace_file(origins, file, CLUSTER, label_of(file))
+    return problems
+
+
+def read_cluster_file(file: Path) -> tuple[dict[str, Any], list[Problem]]:
+    """(keys of the file, why there are none)."""
+    values, problems = _read_part(CLUSTER, file)
+    if not problems and "name" not in values:
+        fix = f"`{MAKERS[CLUSTER]}` writes such a file; recipes/cluster/ has others to copy"
+        return {}, [Problem(CLUSTER, str(file), "not a machine's file: it has no key `name`", fix, label_of(file))]
+    return values, problems
+
+
+def write_cluster_file(file: Path, text: str) -> None:
+    """Write the file whole or not at all; makes its folder where it is missing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_file(file, text.encode(), 0o644)
+
+
+def _read_part(key: str, file: Path) -> tuple[dict[str, Any], list[Problem]]:
+    """(keys of a layout's or a cluster's file, why there are none)."""
+    try:
+        values = yaml.load(file.read_text(encoding="utf-8"), Loader=YamlLoader)
+    except OSError as error:
+        fix = f"write its path as it is found from here; `{MAKERS[key]}` makes one"
+        return {}, [Problem(key, str(file), f"cannot be read: {error.strerror}", fix, COMMAND_LINE)]
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return {}, [yaml_problem(error, label_of(file))]
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        return {}, [Problem(key, str(file), "no keys of a recipe stand in it", "", label_of(file))]
+    return values, []

@@ -1,63 +1,52 @@
 """The recipe: the only thing a user writes, as one tree of frozen dataclasses.
 
-Each field carries its meaning and its range in its metadata, so that `check`, `--help` and the documentation say the same.
+Each field carries its meaning and its range in its metadata, which `check`, `--help` and the documentation print.
 `Literal` types list the legal values. Derived numbers (accumulation, dp, tokens per step) are never stored: see `derive.py`.
 """
 
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from framework.recipe.machine_schema import (
+    Cluster,
+    ClusterLink,
+    ClusterMatmul,
+    ClusterMeasured,
+    Container,
+    Launch,
+    Run,
+    group,
+    key,
+)
 
-def key(doc: str, default: Any = MISSING, *, low: float | None = None, high: float | None = None) -> Any:
-    """A recipe key: its meaning, its default, and its closed range [low, high] if it is a number."""
-    metadata = {"doc": doc, "low": low, "high": high}
-    if default is MISSING:
-        return field(metadata=metadata)
-    if isinstance(default, (dict, list)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def group(kind: type) -> Any:
-    """A nested group with its own defaults."""
-    return field(default_factory=kind)
+__all__ = ["Cluster", "ClusterLink", "ClusterMatmul", "ClusterMeasured", "Container", "Launch", "Run"]
 
 
 @dataclass(frozen=True)
 class Train:
     steps: int = key("optimizer steps of the whole run", 1000, low=1)
     epochs: float | None = key(
-        "passes over the text of all sources, instead of steps; set into train.steps when the data is prepared",
-        None,
-        low=1e-6,
+        "passes over all text, in place of steps; sets train.steps once data is prepared", None, low=1e-6
     )
-    seed: int = key("seeds initialisation, data order and dropout", 1234, low=0)
-    validate_every_steps: int | None = key(
-        "validate after every so many steps and after the last; null: never", None, low=1
-    )
+    seed: int = key("seed of initialisation, data order and dropout", 1234, low=0)
+    validate_every_steps: int | None = key("steps between validations; null: no validation", None, low=1)
     sample: str | None = key("after the run, export it to RUN/export and continue this text", None)
     on_spike: Literal["log", "skip", "rewind"] = key(
-        "where loss or gradient norm lies far above those of the last steps; log: say it; skip: make no update of that step;"
-        " rewind: skip, and where spikes persist go back to a checkpoint from before them and leave out the data since",
+        "on a loss or gradient norm far above the last steps'; log: report it; skip: no update in that step; rewind: skip, and"
+        " where spikes persist resume from a checkpoint before them without the data since",
         "log",
     )
-    max_rewinds: int = key("with on_spike=rewind: so many rewinds in a run, then it ends with 88", 5, low=0)
+    max_rewinds: int = key("with on_spike=rewind: rewinds of a run, after which it ends with 88", 5, low=0)
     divergence_check_steps: int | None = key(
-        "after every so many steps, and before every save, compare by hashes what ranks hold alike; null: never",
-        None,
-        low=1,
+        "steps between checks, by hashes, that replicas are equal; also before each save; null: no check", None, low=1
     )
     validation_sequences: int | None = key("sequences of one validation; null: the whole validation split", None, low=1)
 
 
 @dataclass(frozen=True)
 class Batch:
-    sequences_per_step: int | None = key(
-        "sequences that one optimizer step consumes (or state tokens_per_step)", None, low=1
-    )
-    tokens_per_step: int | None = key(
-        "tokens that one optimizer step consumes (or state sequences_per_step)", None, low=1
-    )
+    sequences_per_step: int | None = key("sequences of one optimizer step, or give tokens_per_step", None, low=1)
+    tokens_per_step: int | None = key("tokens of one optimizer step, or give sequences_per_step", None, low=1)
     sequences_per_microbatch: int = key("sequences in one forward pass of one rank", 1, low=1)
     context: int = key("tokens in a sequence", 1024, low=2)
 
@@ -65,56 +54,48 @@ class Batch:
 @dataclass(frozen=True)
 class Model:
     family: str = key("Hugging Face `model_type`, such as llama, gpt2, mixtral", "llama")
-    config: dict[str, Any] = key("values of the Hugging Face config; what is not set keeps the family's default", {})
+    config: dict[str, Any] = key("values of the Hugging Face config; others keep the family's default", {})
     config_file: str | None = key(
-        "a config.json that transformers wrote, or its folder, in place of model.family; model.config on top. recipe.yaml keeps"
-        " what it says",
+        "a config.json of transformers, or its folder, in place of model.family; model.config changes values of it",
         None,
     )
     weights: str | None = key("hub name or folder of pretrained weights; null: train from scratch", None)
     revision: str | None = key(
-        "commit, branch or tag of hub weights; null: the newest at launch. recipe.yaml keeps the commit", None
+        "commit, branch or tag of hub weights; null: the newest commit, kept in recipe.yaml", None
     )
-    tokenizer: str | None = key(
-        "hub name or folder; null: that of `weights`, else trained offline (data.bpe_vocab)", None
-    )
-    attention: str = key("attention implementation, as Hugging Face names them; auto: its own choice", "auto")
+    tokenizer: str | None = key("hub name or folder; null: that of weights, else trained (data.bpe_vocab)", None)
+    attention: str = key("attention implementation of Hugging Face; auto: its own choice", "auto")
     experts: str = key(
-        "implementation of experts that are not dispatched (parallel.ep=1), as Hugging Face names them; auto: its own choice,"
-        " eager in fp64",
-        "auto",
+        "experts implementation of Hugging Face, with parallel.ep=1; auto: its own choice, eager in fp64", "auto"
     )
     expert_capacity: float | None = key(
-        "capacity factor: an expert takes at most this many times an even share of each sequence's tokens and drops the rest;"
-        " null: no limit",
+        "capacity factor: tokens of a sequence that an expert takes, over an even share; the others are dropped; null: no limit",
         None,
         low=1.0,
     )
     expert_drop: Literal["weight", "position"] = key(
-        "with model.expert_capacity, which tokens an expert drops: those with the smallest router weights, or the last of the"
-        " sequence",
-        "weight",
+        "tokens that an expert drops: those of the smallest router weights, or the last of the sequence", "weight"
     )
     router_bias_rate: float = key(
-        "how far the bias of a router's choice moves after each step, in families that have one, up for experts with less than"
-        " the mean load and down for others (DeepSeek-V3: 0.001); 0: it stays",
+        "change of the bias of a router's choice after each step, up for experts with less than the mean load, down for others"
+        " (DeepSeek-V3: 0.001); in families that have such a bias",
         0.0,
         low=0.0,
     )
-    freeze: list[str] = key("regular expressions over parameter names that are not trained", [])
+    freeze: list[str] = key("regular expressions over names of parameters that are not trained", [])
     tp_plan: dict[str, str] = key(
-        "with parallel.tp, roles of modules that are not known: pattern of names -> column, row, replicated or norm", {}
+        "with parallel.tp, roles of unknown modules: pattern of names -> column, row, replicated or norm", {}
     )
 
 
 @dataclass(frozen=True)
 class Source:
     path: str = key(
-        "a file, folder or glob (jsonl, json, csv, parquet, arrow, txt, py ...), a hub dataset, or `python-stdlib`"
+        "file, folder or glob (jsonl, json, csv, parquet, arrow, txt, py ...), hub dataset, or `python-stdlib`"
     )
     weight: float = key("relative share of the tokens; 0 leaves the source out", 1.0, low=0.0)
     format: Literal["auto", "jsonl", "csv", "tsv", "parquet", "arrow", "text", "hub"] = key(
-        "how to read it; auto: by the file's ending", "auto"
+        "format of the file; auto: by its ending", "auto"
     )
     field: str = key("the field of a record that holds the text", "text")
 
@@ -123,59 +104,49 @@ class Source:
 class Data:
     sources: dict[str, Source] = key("named sources, blended by weight", {})
     root: str = key("folder of the token stores; each store is named by its fingerprint", "tokens")
-    bpe_vocab: int | None = key(
-        "train a byte-level BPE of this many entries where there is no tokenizer", None, low=260
-    )
+    bpe_vocab: int | None = key("entries of a byte-level BPE to train where there is no tokenizer", None, low=260)
     bpe_text_bytes: int = key(
         "bytes of text that the BPE is trained on, spread evenly over the sources", 64 << 20, low=1
     )
     pack: Literal["concat", "documents"] = key(
-        "concat: documents follow one another and attend across; documents: positions restart and attention stays inside",
+        "concat: documents attend across their borders; documents: positions restart and attention stays inside",
         "concat",
     )
     validation: float = key("share of documents held out, chosen by hash", 0.005, low=0.0, high=0.5)
-    bad_records: int = key("bad records to quarantine per source before it is an error", 0, low=0)
+    bad_records: int = key("bad records of a source that are quarantined before it is an error", 0, low=0)
 
 
 @dataclass(frozen=True)
 class Parallel:
     layout: Literal["stated", "auto"] = key(
-        "auto: in place of the degrees below, of pipeline.schedule, zero.stage and the other keys of a layout, of those within 2%"
-        " of the fastest that `meshwright search` finds the one with least memory, chosen before the run begins; its recipe.yaml"
-        " states it. What the command line sets stays (docs/foresight.md)",
+        "auto: choose the keys of the layout as `meshwright search` does: of those within 2% of the fastest the one with least"
+        " memory; keys on the command line stay (docs/foresight.md)",
         "stated",
     )
     dp: int | None = key("data-parallel degree; null fills the world", None, low=1)
     tp: int = key("tensor-parallel degree", 1, low=1)
-    sequence: bool = key(
-        "with tp: between attention and mlp each rank holds a part of every sequence's tokens (sequence parallelism)",
-        True,
-    )
+    sequence: bool = key("with tp: sequence parallelism, which divides tokens between attention and mlp", True)
     overlap: Literal["auto", "never", "always"] = key(
-        "with parallel.sequence, send tokens rank by rank under the matrix products of attention and mlp; auto: never,"
-        " until it has been measured on GPUs",
+        "with parallel.sequence, communicate under the matmuls of attention and mlp; auto: never, until measured on GPUs",
         "auto",
     )
     pp: int = key("pipeline-parallel degree", 1, low=1)
-    cp: int = key("context-parallel degree: how many ranks divide the tokens of every sequence among them", 1, low=1)
+    cp: int = key("context-parallel degree: ranks that divide the tokens of every sequence", 1, low=1)
     context: Literal["ring", "ulysses", "gather"] | list[int] = key(
-        "with cp, how attention sees other ranks' tokens: ring sends keys and values round, ulysses exchanges tokens for heads,"
-        " gather collects all keys and values; [u, r]: u ranks by ulysses within r by ring, u * r = cp",
+        "attention across cp: ring sends keys and values round, ulysses exchanges tokens for heads, gather collects all keys and"
+        " values; [u, r]: u ranks by ulysses within r by ring, u * r = cp",
         "ring",
         low=1,
     )
-    ep: int = key("expert-parallel degree: how many ranks divide the experts of a mixture among them", 1, low=1)
-    expert_overlap: bool = key(
-        "dispatch tokens to experts in two parts, of which one travels while the other is computed", False
-    )
+    ep: int = key("expert-parallel degree: ranks that divide the experts of a mixture", 1, low=1)
+    expert_overlap: bool = key("dispatch tokens in two chunks; one is sent while the other is computed", False)
     expert_hierarchical: int | Literal["node"] | None = key(
-        "send tokens to experts in two hops, first among so many neighbours of ep (node: those of a node), then between such"
-        " groups: fewer, larger messages between nodes",
+        "dispatch tokens in two hops, first among so many neighbours of ep (node: those of a node), then between such groups",
         None,
         low=2,
     )
     expert_tp: int | None = key(
-        "ranks that slice each expert: 1, or as many as parallel.tp; null: 1 with ep > 1 (whole experts), else parallel.tp",
+        "ranks that slice each expert: 1 or parallel.tp; null: 1 with ep > 1 (whole experts), else parallel.tp",
         None,
         low=1,
     )
@@ -187,35 +158,29 @@ class Pipeline:
         "order of forwards and backwards; zb_h1, zbv and dualpipe_v split backwards to fill the bubble", "1f1b"
     )
     virtual_stages: int | None = key("stages on each rank; null: 1, or 2 for interleaved, zbv, dualpipe_v", None, low=1)
-    layers: list[int] | None = key("layers of each stage; null: by cost, the embedding's and the head's included", None)
-    table: str | None = key("a CSV file with a schedule of your own: one line a rank, cells such as 0F0, 0B0", None)
+    layers: list[int] | None = key("layers of each stage; null: by cost, embedding and head included", None)
+    table: str | None = key("CSV file with a schedule of your own: one line a rank, cells such as 0F0, 0B0", None)
     fill_bubbles: Literal["none", "validation"] = key(
-        "what runs where ranks of a pipeline are idle: validation runs in the step after the one that it is of",
-        "none",
+        "work for idle ranks of a pipeline; validation: a validation runs in the step after its own", "none"
     )
 
 
 @dataclass(frozen=True)
 class Zero:
     stage: int = key(
-        "shards over the ranks: 1 optimizer state, 2 and gradients, 3 and parameters; 0 nothing", 0, low=0, high=3
+        "what is sharded: 1 optimizer state, 2 also gradients, 3 also parameters; 0 nothing", 0, low=0, high=3
     )
     shard_within: int | Literal["node"] | None = key(
-        "ranks among which is sharded, with replicas outside (HSDP): a degree, `node`, or null for all", None, low=1
+        "ranks that share one set of shards, with replicas outside (HSDP): a degree, `node`, or null for all",
+        None,
+        low=1,
     )
     accumulate: Literal["sharded", "local"] = key(
-        "stages 2, 3 over several microbatches: reduce each into the shard, or keep full gradients and reduce once",
-        "sharded",
+        "stages 2, 3: reduce each microbatch into the shard, or keep full gradients and reduce once", "sharded"
     )
-    keep_gathered: bool = key(
-        "stage 3: keep gathered parameters until the update, over all microbatches of a step", False
-    )
-    prefetch_units: int = key("units gathered ahead of the one in use", 1, low=0)
-    bucket_bytes: int = key(
-        "consecutive small units of together at most so many bytes are gathered, and reduced, in one message; 0: each by itself",
-        2**21,
-        low=0,
-    )
+    keep_gathered: bool = key("stage 3: keep unsharded parameters over all microbatches of a step", False)
+    prefetch_units: int = key("units unsharded ahead of the one in use", 1, low=0)
+    bucket_bytes: int = key("largest bytes of small consecutive units in one message; 0: each by itself", 2**21, low=0)
     optimizer_within: Literal["shard", "all"] = key(
         "HSDP: ranks that divide master and optimizer state: those of shard_within, or all, replicas too", "shard"
     )
@@ -234,23 +199,16 @@ KEPT_OPERATIONS = (
 @dataclass(frozen=True)
 class Offload:
     optimizer: float = key(
-        "fraction of a rank's units whose master and moments live at `home` and are updated by the host",
-        0.0,
-        low=0.0,
-        high=1.0,
+        "fraction of a rank's units whose master and moments live at home, updated by the host", 0.0, low=0.0, high=1.0
     )
     parameters: float = key(
         "with zero.stage=3, fraction of a rank's units whose shards live in the host's memory", 0.0, low=0.0, high=1.0
     )
     activations: float = key(
-        "fraction of a stage's layers whose activations lie in the host's memory between forward and backward",
-        0.0,
-        low=0.0,
-        high=1.0,
+        "fraction of a stage's layers whose activations wait for backward in the host's memory", 0.0, low=0.0, high=1.0
     )
     home: Literal["host", "disk"] = key(
-        "where masters and moments live that are offloaded; disk: in files below disk_path, through a ring of buffers",
-        "host",
+        "where offloaded masters and moments live; disk: in files below disk_path, through a ring of buffers", "host"
     )
     disk_path: str | None = key(
         "with home=disk, a folder on a disk of each node; a file per rank, gone with the run", None
@@ -260,26 +218,26 @@ class Offload:
 @dataclass(frozen=True)
 class Memory:
     activation_checkpointing: Literal["none", "selective", "full", "sqrt", "auto"] = key(
-        "compute activations again in backward, but for: selective: kept_operations; full: each layer's input; sqrt: that of"
-        " every sqrt(layers)-th; auto: by layer, as cheap as budget_gb allows",
+        "activations that backward recomputes; selective: all but kept_operations; full: all but each layer's input; sqrt: all"
+        " but that of every sqrt(layers)-th; auto: by layer, as cheap as budget_gb allows",
         "none",
     )
     kept_operations: list[str] = key(
         "selective: operations whose outputs are kept: attention, experts, and linear layers by their modules' names",
         list(KEPT_OPERATIONS),
     )
-    budget_gb: float | None = key("auto: what a rank may be planned to hold, in GB of 2^30 bytes", None, low=0.0)
+    budget_gb: float | None = key("auto: planned memory of a rank, in GB of 2^30 bytes", None, low=0.0)
     compile: Literal["auto", "never", "always"] = key(
         "torch.compile of each layer's forward; auto: never (proved on CPUs, where it does not pay; no GPU has run it)",
         "auto",
     )
     chunked_loss: bool | Literal["auto"] = key(
-        "compute head and loss together, in chunks of tokens, so that logits of all tokens never exist; auto: where they are"
-        " more than 1% of the device's memory",
+        "compute head and loss in chunks of tokens, without logits of all; auto: where those are more than 1% of the device's"
+        " memory",
         "auto",
     )
     gathered_inputs: Literal["keep", "regather"] = key(
-        "with parallel.sequence, the inputs of attention and mlp for backward: keep them whole, or gather them again",
+        "with parallel.sequence, gathered inputs of attention and mlp: keep them for backward, or gather them again",
         "keep",
     )
     offload: Offload = group(Offload)
@@ -288,28 +246,27 @@ class Memory:
 @dataclass(frozen=True)
 class Precision:
     compute: Literal["auto", "fp8", "fp16", "bf16", "fp32", "fp64"] = key(
-        "forward and backward; auto: bf16 where the device has it, else fp32, decided once by the launcher; fp8: bf16 with the"
-        " linear layers' matmuls in fp8 (needs torchao)",
+        "forward and backward; auto: bf16 where the device has it, else fp32; fp8: bf16 with the matmuls of linear layers in fp8"
+        " (needs torchao)",
         "auto",
     )
     master: Literal["fp32", "fp64", "none"] = key(
-        "the optimizer's weights; gradients are summed in it. none: it updates the weights of precision.compute=bf16 themselves,"
-        " with stochastic rounding, and gradients are summed in fp32",
+        "the optimizer's weights and accumulated gradients; none: it updates the weights of precision.compute=bf16, with"
+        " stochastic rounding, and gradients accumulate in fp32",
         "fp32",
     )
-    reduce: Literal["bf16", "fp32", "fp64"] = key("dtype in which gradients travel between ranks", "fp32")
+    reduce: Literal["bf16", "fp32", "fp64"] = key("dtype in which gradients are sent between ranks", "fp32")
     moments: Literal["fp32", "bf16", "int8"] = key(
-        "what the optimizer's moments are kept in between steps: fp32 (the dtype of precision.master), bf16, or int8 by blocks;"
-        " the last two are rounded stochastically where they would stall",
+        "the optimizer's moments between steps: fp32 (the dtype of precision.master), bf16, or int8 by blocks; the last two are"
+        " rounded stochastically where they would stall",
         "fp32",
     )
     fp8_scaling: Literal["tensor", "row"] = key(
-        "with precision.compute=fp8, what has a scale of its own: a whole factor of a matmul, or each of its rows and columns",
-        "tensor",
+        "with fp8, what has a scale: a factor of a matmul, or each of its rows and columns", "tensor"
     )
     loss_scale: float | Literal["dynamic"] | None = key(
-        "with precision.compute=fp16, what the loss is multiplied by before backward; dynamic: halved by a step whose gradient"
-        " is not finite, doubled after 2,000 others; null: dynamic",
+        "with fp16, factor of the loss before backward; dynamic, as null: halved by a step whose gradient is not finite, doubled"
+        " after 2,000 others",
         None,
         low=2.0**-24,
         high=2.0**40,
@@ -344,7 +301,7 @@ class Optim:
     eps: float = key("adamw's epsilon", 1.0e-8, low=0.0)
     momentum: float = key("sgd's momentum", 0.9, low=0.0, high=1.0)
     weight_decay: float = key(
-        "decoupled decay; not for norms, biases, A_log, D (sgd: added to the gradient)", 0.1, low=0.0
+        "decoupled decay; not of norms, biases, A_log, D (sgd: added to the gradient)", 0.1, low=0.0
     )
     clip_norm: float | None = key("largest norm of the global gradient; null: no clipping", 1.0, low=0.0)
     groups: dict[str, ParameterGroup] = key("named parameter groups by pattern", {})
@@ -354,43 +311,39 @@ class Optim:
 @dataclass(frozen=True)
 class Checkpoint:
     root: str | None = key(
-        "where checkpoints lie: a folder, or a URL that fsspec knows (s3://bucket/runs, gs://, abfs://, ...); each run has"
-        " ROOT/RUN-ID. null: RUN/checkpoints",
+        "folder of checkpoints, or a URL that fsspec knows (s3://bucket/runs, gs://, abfs://, ...); each run has ROOT/RUN-ID."
+        " null: RUN/checkpoints",
         None,
     )
-    every_steps: int | None = key("save after every so many steps; null: only at the end and when stopped", None, low=1)
-    every_minutes: float | None = key("save after so many minutes; null: never by the clock", None, low=0.0)
+    every_steps: int | None = key("steps between saves; null: only at the end and when stopped", None, low=1)
+    every_minutes: float | None = key("minutes between saves; null: none by the clock", None, low=0.0)
     interval: Literal["young_daly"] | None = key(
-        "young_daly: in place of every_minutes, as often as loses least, by what saves are measured to cost and mtbf_hours",
+        "young_daly: in place of every_minutes, the interval that loses least, by measured costs of saves and mtbf_hours",
         None,
     )
     mtbf_hours: float | None = key(
         "with interval: mean time between failures of the whole run, in hours", None, low=0.0
     )
     mode: Literal["async", "sync"] = key(
-        "async: training goes on while a copy in host memory is written; sync: it waits for the disk, and needs no memory",
+        "async: write a copy in host memory during training; sync: training waits for the disk, and needs no memory",
         "async",
     )
-    max_failures: int = key(
-        "so many saves in a row that fail end the run; the last one of a run must not fail", 3, low=1
-    )
+    max_failures: int = key("failed saves in a row that end the run; the last save must not fail", 3, low=1)
     neighbor_copies: int = key(
-        "slurm: on so many other nodes the memory holds what each rank saves, beside its own node's: a restart reads no disk;"
-        " 0: none",
+        "slurm: other nodes whose memory holds each rank's save, beside its own node's: a restart then reads no disk",
         0,
         low=0,
     )
-    neighbor_every_steps: int | None = key("with neighbor_copies: after every so many steps", None, low=1)
+    neighbor_every_steps: int | None = key("with neighbor_copies: steps between such saves", None, low=1)
     keep: int = key("newest checkpoints to keep", 3, low=1)
-    keep_every: int | None = key("keep those of steps that are multiples of this as well; null: none", None, low=1)
+    keep_every: int | None = key("keep also those of steps that are multiples of this; null: none", None, low=1)
     export_every_steps: int | None = key(
-        "after every so many steps save, and write RUN/exports/step-N behind training: a folder that from_pretrained loads, as"
-        " `meshwright export` writes it; all are kept. null: never",
+        "steps between exports beside training to RUN/exports/step-N, for from_pretrained; all are kept; null: none",
         None,
         low=1,
     )
     keep_best: bool = key(
-        "save whenever the validation loss is the lowest so far, and keep that checkpoint beside the newest", False
+        "save at the lowest validation loss so far, and keep that checkpoint beside the newest", False
     )
 
 
@@ -405,213 +358,30 @@ class Wandb:
 
 @dataclass(frozen=True)
 class Track:
-    every_steps: int = key("report after every so many steps", 1, low=1)
+    every_steps: int = key("steps between reports", 1, low=1)
     debug_collectives: bool = key(
-        "before each collective ranks tell each other what they start, and after each step they compare what they hold alike:"
-        " a divergence is an error, not a hang; slow",
+        "compare each collective among its ranks before it starts, and replicas after each step: a divergence is an error, not a"
+        " hang; slow",
         False,
     )
     timeline_step: int | None = key(
-        "write what ranks did when in this step: RUN/timeline.json, a Chrome trace, and timeline.png; null: never",
-        None,
-        low=1,
+        "step whose actions are drawn: RUN/timeline.json, a Chrome trace, and timeline.png; null: none", None, low=1
     )
     profile_steps: tuple[int, int] | None = key(
-        "first and last step that torch's profiler records: RUN/profile has a trace and, of GPUs, the memory's history",
+        "first and last step that torch's profiler records: RUN/profile has a trace, and the history of GPU memory",
         None,
         low=1,
     )
     profile_ranks: list[int] = key("ranks that record", [0], low=0)
     sample_ledger: bool = key(
-        "write which samples each step consumed, with a hash of their tokens: RUN/samples; some 30 bytes a sample",
-        False,
+        "write the samples of each step, with a hash of their tokens, to RUN/samples: some 30 bytes a sample", False
     )
     wandb: Wandb = group(Wandb)
 
 
 @dataclass(frozen=True)
-class Container:
-    kind: Literal["none", "apptainer", "pyxis"] = key("what starts the ranks in a container; pyxis: enroot's", "none")
-    image: str | None = key("the image: a .sif or .sqsh file, or a name that the container's tool downloads", None)
-    mounts: list[str] = key("more folders to mount, as HOST or HOST:INSIDE; run, data and code are mounted anyway", [])
-
-
-@dataclass(frozen=True)
-class Launch:
-    kind: Literal["local", "slurm"] = key("local: on this machine; slurm: `meshwright submit`", "local")
-    ranks: int | None = key(
-        "processes; one device each. null: what the nodes hold, else what the degrees need", 1, low=1
-    )
-    device: Literal["auto", "cpu", "cuda"] = key(
-        "decided once by the launcher: auto is cuda where this machine has a GPU for each rank, under slurm where launch.gres"
-        " asks for them",
-        "auto",
-    )
-    threads_per_rank: int | None = key("CPU threads of a rank; null: the cores divided by the ranks", None, low=1)
-    nodes: int | tuple[int, int] | None = key(
-        "slurm: nodes; [least, most]: as many as there are, with the same batch; null: as few as hold the ranks",
-        None,
-        low=1,
-    )
-    spares: int = key("slurm: nodes of the job that do not train until they take the place of lost ones", 0, low=0)
-    ranks_per_node: int = key("slurm: ranks, and so GPUs, of a full node", 8, low=1)
-    tp_across_nodes: bool = key("slurm: allow a tensor-parallel group to span nodes; slow", False)
-    time: str = key("slurm: time limit of one job, in quotes: '24:00:00', '2-12:00:00'", "24:00:00")
-    partition: str | None = key("slurm: partition; null: the cluster's default", None)
-    account: str | None = key("slurm: account; null: the user's default", None)
-    qos: str | None = key("slurm: quality of service; null: the default", None)
-    gres: str | None = key("slurm: what a GPU is called, such as gpu or gpu:h100; null: none is asked for", "gpu")
-    cpus_per_rank: int | None = key("slurm: CPUs of a rank; null: the cluster's default", None, low=1)
-    memory_per_rank_gb: float | None = key(
-        "slurm: main memory of a rank, in GB; null: the cluster's default", None, low=0.1
-    )
-    sbatch: list[str] = key("slurm: more options of sbatch, such as --exclusive or --constraint=nvlink", [])
-    set_up: list[str] = key("slurm: shell lines before the ranks start, such as module load cuda", [])
-    environment: dict[str, Any] = key(
-        "variables of the ranks, such as NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME; a secret by reference: ${oc.env:HF_TOKEN}",
-        {},
-    )
-    python: str | None = key("slurm: the ranks' interpreter; null: the one that submits, in a container `python`", None)
-    starter: Literal["srun", "torchrun"] = key("slurm: srun starts every rank, or one torchrun per node", "srun")
-    container: Container = group(Container)
-    signal_seconds_before_end: int = key("slurm: so long before the time limit the run is told to save", 180, low=1)
-    probe: bool = key(
-        "look at every node before training: clocks, free space and memory, a file that all must see, a known product on each"
-        " device, all-reduces; a bad node is left out (docs/reliability.md)",
-        True,
-    )
-    price_per_gpu_hour: float | None = key(
-        "what a rank costs in an hour, in any currency: goodput then has costs; null: it has none", None, low=0.0
-    )
-    retries: int = key("slurm: failures that are not the user's after which one job starts its ranks again", 10, low=0)
-    restarts_without_checkpoint: int = key("slurm: restarts without a newer checkpoint before the run stops", 3, low=0)
-    chain: int = key(
-        "slurm: jobs queued one after another, until train.steps is reached; 1: the job requeues itself", 1, low=1
-    )
-    step_deadline_s: float | Literal["auto"] = key(
-        "a step that takes longer counts as hung, and the run ends with the name of the rank that is behind; auto: ten times the"
-        " median of the last steps and more, at least 120",
-        "auto",
-        low=1.0,
-    )
-    start_deadline_s: float | None = key(
-        "the same for each phase before the first step: connecting, reading the data's index, building, loading; null: 1800, or"
-        " half of the job's time",
-        None,
-        low=1.0,
-    )
-    save_deadline_s: float | None = key(
-        "the same for a save, behind training or not; null: 1800, or half of the job's time",
-        None,
-        low=1.0,
-    )
-    validate_deadline_s: float | None = key(
-        "the same for a validation; null: 1800, or half of the job's time", None, low=1.0
-    )
-    at_once: int | None = key("slurm: runs of a sweep (`submit -m`) at the same time; null: all", None, low=1)
-
-
-@dataclass(frozen=True)
-class ClusterMatmul:
-    peak_tflops: float = key("TFLOP/s of a device, dense, by the maker's data sheet", low=1e-6)
-    share: float = key("of the peak that the best matmul reaches", 0.75, low=1e-3, high=1.0)
-    measured: list[list[float]] = key(
-        "[rows, inner, columns, TFLOP/s] of matmuls on a grid of shapes; the model is corrected by them, and between them",
-        [],
-    )
-    gradient: list[list[float]] = key(
-        "the same of weight gradients, [features out, tokens, features in, TFLOP/s], added to a main gradient in fp32",
-        [],
-    )
-    attention: list[list[float]] = key(
-        "[context, features of a head, TFLOP/s in forward, in backward] of attention on a grid of the two, in place of"
-        " cluster.attention_share",
-        [],
-    )
-
-
-@dataclass(frozen=True)
-class ClusterLink:
-    gb_per_s: list[float] = key(
-        "bus bandwidth among all ranks of so many nodes, in 10^9 bytes/s, as nccl-tests states it", low=1e-6
-    )
-    nodes: list[int] = key("numbers of nodes, rising, that gb_per_s and hop_us are of", [1], low=1)
-    hop_us: list[float] = key("latency of a step of a ring, the slowest among so many nodes", [0.0], low=0.0)
-    start_us: float = key("latency of the first step beside that", 0.0, low=0.0)
-    measured_mb: float | None = key(
-        "gb_per_s was measured with tensors of so many 10^6 bytes, latencies included; null: without them",
-        None,
-        low=1e-6,
-    )
-    measured: list[list[float]] = key(
-        "[10^6 bytes, microseconds] among all ranks of one node, by rising size; the model is corrected by them", []
-    )
-
-
-@dataclass(frozen=True)
-class ClusterMeasured:
-    processor: str | None = key("of the host; null: nothing was measured, the file is by data sheets", None)
-    cores: int = key("that ranks may use", 1, low=1)
-    gpus: list[str] = key("names of its GPUs, as the driver calls them", [])
-    torch: str | None = key("version that was measured with", None)
-
-
-@dataclass(frozen=True)
-class Cluster:
-    name: str | None = key(
-        "choose one by cluster=h100_ib, or a file of yours by cluster=PATH.yaml; null: by launch.gres (none named: h100_ib), of"
-        " CPU ranks laptop",
-        None,
-    )
-    device: str = key("what a rank computes on, by a part of the name that the driver reports", "")
-    devices_per_node: int = key("devices of a node", 1, low=1)
-    memory_gb: float = key("memory of a device, in GB of 2^30 bytes; of CPUs a rank's part", 1.0, low=1e-3)
-    host_memory_gb: float | None = key(
-        "main memory of a node, in GB of 2^30 bytes, which its ranks share for what is offloaded and for copies of steps; null:"
-        " as much as its devices have together",
-        None,
-        low=1e-3,
-    )
-    node_disk_gb: float | None = key(
-        "room on a node's own disks, in GB of 2^30 bytes, for memory.offload.disk_path; null: unknown", None, low=1e-3
-    )
-    matmul: dict[str, ClusterMatmul] = key("by dtype: fp8, bf16, fp16, tf32, fp32, fp64", {})
-    processors: int = key("of a device: tiles of a matmul that are computed at the same time", 1, low=1)
-    tile: tuple[int, int] = key("rows and columns of a matmul that a processor computes at a time", (1, 1), low=1)
-    ramp: int = key("columns of a matmul's first factor that a tile's start and end cost as much as", 0, low=0)
-    attention_share: float = key("of the peak that attention reaches in forward", 0.35, low=1e-6, high=1.0)
-    attention_backward_share: float = key("the same in backward", 0.35, low=1e-6, high=1.0)
-    memory_gb_per_s: float = key("10^9 bytes/s that a pass over memory reads and writes", 1.0, low=1e-6)
-    memory_measured: list[list[float]] = key("[10^6 bytes, 10^9 bytes/s] of passes over tensors of rising size", [])
-    softmax_g_per_s: float | None = key(
-        "10^9 logits/s whose logarithms of softmax are computed; null: as fast as memory", None, low=1e-6
-    )
-    overhead_us: float = key("of launching one kernel", 0.0, low=0.0)
-    host_gb_per_s: float = key("10^9 bytes/s between a device and its host's memory, one way", 1.0, low=1e-6)
-    disk_gb_per_s: float = key("10^9 bytes/s that a node writes to where checkpoints lie", 1.0, low=1e-6)
-    links: dict[str, ClusterLink] = key(
-        "by kind of message: all_reduce, all_gather, reduce_scatter, all_to_all, send", {}
-    )
-    price_per_hour: float | None = key("of a device, in dollars; null: unknown", None, low=0.0)
-    device_mtbf_hours: float | None = key(
-        "mean time between failures that a device causes, in hours; null: none are expected", None, low=1e-3
-    )
-    measured: ClusterMeasured = group(ClusterMeasured)
-
-
-@dataclass(frozen=True)
-class Run:
-    root: str = key("folder of the run directories; checkpoint.root may be a URL", "runs")
-    id: str | None = key("names the run directory and the wandb run; null: the experiment's name and a number", None)
-    name: str = key("first part of a made-up id", "run")
-    allow_faults: bool = key(
-        "let `meshwright inject` make ranks fail at a stated step: for tests, each step looks for a file", False
-    )
-
-
-@dataclass(frozen=True)
 class Recipe:
-    """What is to be trained, on what, how, on which layout. Composed and checked once, then read by every rank."""
+    """A training run: model, data, method and layout. Composed and checked once, then read by every rank."""
 
     train: Train = group(Train)
     batch: Batch = group(Batch)

@@ -1,21 +1,51 @@
-"""From a wrong name to the right one: our own key misspelt or misplaced, or another system's name for it."""
+"""Advice on wrong names and values: our own key misspelt or misplaced, or another system's name for it (`foreign.yaml`)."""
 
 import difflib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from framework.recipe.foreign import explain_name
+import yaml
+
 from framework.recipe.keys import NAME, list_groups, list_keys
 
 FEW_KEYS = 8  # of a group, which a message can name
 _ALIKE = 0.72  # ratio below which a suggestion is more likely noise than help
+TABLE = Path(__file__).with_name("foreign.yaml")
+# Sections of the table that are of no system.
+OUR_VALUES, FORMS, STAGES = "our values", "forms", "zero stages"
+# The section of names that no system can be told by.
+OTHERS = "others"
 
 
 @dataclass(frozen=True)
-class Explanation:
-    fix: str
-    final: bool  # it explains everything below the name as well
+class Foreign:
+    """A name of another system, as `foreign.yaml` has it."""
+
+    system: str
+    # Our key; empty where nothing has its meaning.
+    key: str = ""
+    # Our values by theirs, in lower case, where they have other names.
+    values: Mapping[str, Any] = field(default_factory=dict)
+    # How other values, or all, are written here.
+    note: str = ""
+    # A difference that remains.
+    differs: str = ""
+
+    def settings(self, value: Any) -> dict[str, Any] | None:
+        """Our key with our value for theirs; empty where there is nothing to say, None where there is no counterpart."""
+        if not self.values:
+            return {self.key: value} if self.key else None
+        theirs = "none" if value is None else str(value).lower()
+        if theirs in self.values:
+            ours = self.values[theirs]
+            return {self.key: ours} if self.key else ({} if ours == "" else None)
+        # Numbers need no other name: of zero.shard_within only -1 does.
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return {self.key: value} if self.key and is_number else None
 
 
 def nearest(name: str, names: Iterable[str], count: int = 1) -> list[str]:
@@ -23,19 +53,15 @@ def nearest(name: str, names: Iterable[str], count: int = 1) -> list[str]:
     return difflib.get_close_matches(name, list(names), n=count, cutoff=0.6)
 
 
-def explain_unknown(path: str, value: Any = None) -> Explanation:
+def explain_unknown(path: str, value: Any = None) -> str:
     """Advice on the unknown key `path` (dotted), and on its value where another system's has another name here."""
-    structural = _explain_place(path)
-    if structural:
-        return Explanation(structural, final=True)
-    if found := explain_name(path, value):
-        return Explanation(found, final=False)
-    ways = (_explain_group, _explain_sibling, _explain_similar)
-    return Explanation(next(filter(None, (way(path) for way in ways))), final=False)
+    if found := explain_place(path) or explain_name(path, value):
+        return found
+    return _explain_group(path) or _explain_sibling(path) or _explain_similar(path)
 
 
-def _explain_place(path: str) -> str:
-    """A known key in the wrong place of a file."""
+def explain_place(path: str) -> str:
+    """Advice on a known key in the wrong place of a file, which also explains everything below the name; else empty."""
     parts = path.split(".")
     if parts[0] == "experiment":
         return "an experiment's file begins with the line `# @package _global_`"
@@ -101,3 +127,84 @@ def _generic(pattern: str, group: str) -> bool:
     """Whether a schema group such as data.sources.NAME is the group data.sources.web."""
     names, parts = pattern.split("."), group.split(".")
     return len(names) == len(parts) and all(name in (part, NAME) for name, part in zip(names, parts, strict=True))
+
+
+@cache
+def read_table() -> Mapping[str, Mapping[str, Any]]:
+    """The sections of the table."""
+    return MappingProxyType(yaml.safe_load(TABLE.read_text(encoding="utf-8")))
+
+
+@cache
+def names_of(system: str) -> Mapping[str, Foreign]:
+    """The names of one system."""
+    shown = "" if system == OTHERS else system
+    return MappingProxyType({name: _read(shown, entry) for name, entry in read_table()[system].items()})
+
+
+def list_systems() -> list[str]:
+    """The systems, the one that explains a shared name first."""
+    return [system for system in read_table() if system not in (OUR_VALUES, FORMS, STAGES)]
+
+
+@cache
+def foreign_names() -> Mapping[str, Foreign]:
+    """All names; where two systems share one the first stands for both."""
+    table: dict[str, Foreign] = {}
+    for system in list_systems():
+        for name, entry in names_of(system).items():
+            table.setdefault(name, entry)
+    return MappingProxyType(table)
+
+
+def normalize(path: str) -> str:
+    """A name as the table has it: lower case, with underscores."""
+    return path.lower().replace("-", "_").lstrip("_")
+
+
+def suffixes(path: str) -> Iterator[str]:
+    """A dotted name with ever more of what stands before it left out."""
+    parts = normalize(path).split(".")
+    return (".".join(parts[start:]) for start in range(len(parts)))
+
+
+def explain_name(path: str, value: Any = None) -> str:
+    """Our key or sentence for another system's name, with or without its section, and our value for theirs where it has another
+    name here; empty where nobody has such a name."""
+    table = foreign_names()
+    name = next((name for name in suffixes(path) if name in table), None)
+    if name is None:
+        return ""
+    found = table[name]
+    if not found.key:
+        is_known = value is not None and found.settings(value) == {}
+        return f"leave it out: {found.note}" if is_known else found.note
+    if value is None and list(found.values) == ["true"]:  # a switch, which is asked for to be on
+        value = True
+    settings = found.settings(value) if found.values and value is not None else None
+    ours = (
+        found.key
+        if not settings
+        else f"{found.key}={'null' if settings[found.key] is None else str(settings[found.key])}"
+    )
+    shown = f"{ours} ({found.system}: {name})" if found.system else ours
+    note = found.differs if settings else found.note or found.differs
+    return f"{shown}: {note}" if note else shown
+
+
+def explain_value(key: str, value: Any) -> str:
+    """Advice on another system's value of our key; empty where nobody has such a value."""
+    known = read_table()[OUR_VALUES].get(key, {})
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and "number" in known:
+        return f"{known['number']}={value}"
+    theirs = str(value).lower()
+    return f"{key}={known[theirs]}" if theirs in known else ""
+
+
+def _read(system: str, entry: str | Mapping[str, Any]) -> Foreign:
+    if not isinstance(entry, str):
+        return Foreign(
+            system, entry["key"], MappingProxyType(entry["values"]), entry.get("note", ""), entry.get("differs", "")
+        )
+    return Foreign(system, note=entry) if " " in entry else Foreign(system, entry)

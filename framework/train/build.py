@@ -10,18 +10,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from framework.comm.algorithms import ExposedCommunication
 from framework.comm.connect import Mesh
 from framework.mesh.token_layout import TokenLayout
-from framework.model.buffers import build_buffers, set_buffers
-from framework.model.expert_load import ExpertLoad
 from framework.model.hub import find_folder
-from framework.model.initial import draw_with_ties
+from framework.model.initial import build_buffers, draw_with_ties, set_buffers
+from framework.model.mixtures import ExpertLoad
 from framework.model.units import set_parameter
 from framework.optim.disk_ring import DiskStates, DiskTensor
 from framework.parallel.parallelize import AttachedStage, attach
 from framework.parallel.pipeline.execute import ActivationSpec
 from framework.parallel.zero.buffers import UnitBuffer, make_buffers
-from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.load_parameters import initialize_parameters, load_pretrained
 from framework.plan.plan import Plan

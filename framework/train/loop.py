@@ -14,19 +14,19 @@ import torch
 
 from framework.checkpoint.save import Goal, Saver, find_interval_s
 from framework.comm import ledger
+from framework.comm.algorithms import ExposedWait
 from framework.comm.objects import broadcast_object, gather_numbers
 from framework.comm.transfer import AsyncHostCopy
 from framework.data.loader import Loader
 from framework.errors import NumericsError
-from framework.model.expert_load import read_loads
+from framework.model.mixtures import read_loads
 from framework.monitor.goodput import Goodput
 from framework.monitor.phases import Phase, Phases
 from framework.monitor.progress import name_coordinates
 from framework.monitor.stop import StepWatch, StopRequest
 from framework.monitor.stragglers import WINDOW, Stragglers
-from framework.optim.schedules import learning_rate
+from framework.optim.groups import learning_rate
 from framework.parallel.pipeline.simulate import Timed
-from framework.parallel.zero.exposed_communication import ExposedWait
 from framework.parallel.zero.replicas import Hashed
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe

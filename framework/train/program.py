@@ -13,15 +13,20 @@ from framework.errors import EXIT_INTERRUPTED
 from framework.faults.injector import FaultInjector
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
-from framework.launch.fingerprint import take_fingerprint
-from framework.launch.process import end_hung, limit_threads, rank_in_environment, report_error, run_process
+from framework.launch.process import (
+    end_hung,
+    limit_threads,
+    rank_in_environment,
+    report_error,
+    run_process,
+    take_fingerprint,
+)
 from framework.launch.task import adopt_task, check_node, check_place, count_nodes, describe_start, is_task, judge
 from framework.lease import Lease, read_lease
 from framework.monitor.phases import START_UP, PhaseBar, Phases, RankObserver
 from framework.monitor.stop import StopRequest
 from framework.recipe.compose import load_recipe
-from framework.recipe.derive import derive
-from framework.recipe.elastic import at_nodes
+from framework.recipe.derive import at_nodes, derive
 from framework.recipe.schema import Recipe
 
 # Ranks of a job's former start, killed with their node perhaps, may take so long to vanish.

@@ -6,7 +6,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
-from framework.comm.collectives import gather_objects
+from framework.comm.collectives import all_gather_object
 from framework.comm.connect import (
     Mesh,
     choose_device,
@@ -50,9 +50,9 @@ from framework.optim.disk_file import refuse_folder
 from framework.parallel.fp8_layers import emulates_fp8
 from framework.parallel.pipeline.draw import save_timeline
 from framework.parallel.pipeline.simulate import Timeline
+from framework.plan.advice import explain_out_of_memory
 from framework.plan.host_memory import check_host_memory
 from framework.plan.plan import Plan, make_plan
-from framework.plan.relief import explain_out_of_memory
 from framework.recipe.deadlines import find_deadlines
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
@@ -271,7 +271,7 @@ def _find_prompt(recipe: Recipe, prepared: Prepared) -> str:
 
 def _draw_timeline(loop: Loop, title: str, lease: Lease, observers: Observers) -> None:
     """What the ranks of this rank's pipeline did in the last step; rank 0 draws its own."""
-    timeline = Timeline(tuple(gather_objects(loop.timed, loop.run.mesh.axis("pp"))))
+    timeline = Timeline(tuple(all_gather_object(loop.timed, loop.run.mesh.axis("pp"))))
     if loop.run.mesh.rank == 0:
         simulated = loop.run.pipeline.simulated(loop.derived.accumulation, timeline)
         observers.contain("timeline", partial(save_timeline, lease, title, simulated, timeline))

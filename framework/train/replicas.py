@@ -25,11 +25,11 @@ from socket import gethostname
 import torch
 from torch import Tensor
 
-from framework.comm.collectives import all_reduce, gather_objects
+from framework.comm.collectives import all_gather_object, all_reduce
 from framework.comm.communicator import Communicator
 from framework.comm.transfer import upload
 from framework.errors import DriftError
-from framework.model.buffers import persistent_buffers
+from framework.model.initial import persistent_buffers
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.replicas import Hashed, find_drift, hash_buffer
 from framework.train.step import Run
@@ -101,7 +101,7 @@ def check_replicas(run: Run, step: int, parameters: Sequence[Hashed] = ()) -> No
     if not count:
         return
     mine = Witness(_place_of(run), tuple(found), tuple(find_drift(run.buffers)))
-    witnesses = gather_objects(mine, world)
+    witnesses = all_gather_object(mine, world)
     named = list(dict.fromkeys(name for each in witnesses for name in each.parameters))
     shown = f" ({', '.join(named[:3])}{f' and {len(named) - 3} more' if len(named) > 3 else ''})" if named else ""
     raise DriftError(

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from framework.comm.transfer import upload_values
-from framework.model.expert_load import chosen_tokens
-from framework.model.mixtures import Mixture
+from framework.model.mixtures import Mixture, chosen_tokens
 from framework.train.stage import RankStage
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from framework.optim.contract import FlatShard, ShardGroup
 from framework.optim.groups import GroupAssignment
+from framework.optim.update_rules import FlatShard, ShardGroup
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.plan_buffers import GroupSpan
 

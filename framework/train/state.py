@@ -13,9 +13,8 @@ from framework.checkpoint.storage import Place
 from framework.errors import StorageError
 from framework.lease import Lease
 from framework.mesh.layout import Layout
-from framework.model.buffers import persistent_buffers
-from framework.parallel.zero.buffers import UnitBuffer
-from framework.parallel.zero.stored import StoredTensor
+from framework.model.initial import persistent_buffers
+from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
 from framework.train.spikes import SpikeState
 from framework.train.step import Run
 

@@ -7,23 +7,21 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from framework.comm.algorithms import ExposedCommunication
 from framework.comm.collectives import all_reduce, start_all_reduce
 from framework.comm.connect import Mesh
 from framework.comm.transfer import AsyncHostCopy, upload
 from framework.data.pack import Microbatch
-from framework.model.expert_load import ExpertLoad
 from framework.model.loss import count_loss_tokens
-from framework.optim.clip import clip_divisor, norm_rows, squared_norm
+from framework.model.mixtures import ExpertLoad
 from framework.optim.disk_ring import DiskStates
-from framework.optim.optimizers import Missed
-from framework.parallel.pipeline.execute import ActivationSpec, Links, execute
-from framework.parallel.pipeline.pipeline import Pipeline
+from framework.optim.optimizers import Missed, clip_divisor, norm_rows, squared_norm
+from framework.parallel.pipeline.execute import ActivationSpec, StageLinks, execute
+from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.parallel.pipeline.simulate import Timed
-from framework.parallel.zero.bit_hash import BitHash
-from framework.parallel.zero.buffers import GradView, UnitBuffer
-from framework.parallel.zero.exposed_communication import ExposedCommunication
+from framework.parallel.zero.buffers import MainGradView, UnitBuffer
 from framework.parallel.zero.plan_buffers import Slot
-from framework.parallel.zero.replicas import Hashed, hash_parameters
+from framework.parallel.zero.replicas import BitHash, Hashed, hash_parameters
 from framework.train.loss_scale import LossScale
 from framework.train.router_bias import RouterBiases
 from framework.train.shards import OwnedShard
@@ -44,7 +42,7 @@ class TrainedParameter:
 
     buffer: UnitBuffer
     slot: Slot
-    view: GradView
+    view: MainGradView
     index: int
 
 
@@ -61,7 +59,7 @@ class Run:
     """
 
     stages: dict[int, RankStage]
-    pipeline: Pipeline
+    pipeline: PipelinePlan
     optimizer: StepOptimizer
     disk: DiskStates | None
     shards: list[OwnedShard]
@@ -200,7 +198,7 @@ def _execute(run: Run, inputs: StepInputs) -> tuple[list[Tensor], tuple[Timed, .
     of validation; and when what was done."""
     axis, num_trained = run.mesh.axis("pp"), len(inputs.seeds)
     lowered = run.pipeline.lowered(num_trained, len(inputs.microbatches) - num_trained)
-    links = Links(axis, lowered, run.activations)
+    links = StageLinks(axis, lowered, run.activations)
     for stage in run.stages.values():
         stage.start_step(inputs)
     losses, timed = execute(lowered, axis.rank, run.stages, links)

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from framework.comm.transfer import fetch
-from framework.optim.contract import FlatShard
 from framework.optim.disk_ring import DiskStates
 from framework.optim.groups import GroupAssignment
 from framework.optim.optimizers import FlatOptimizer, Missed, state_names
 from framework.optim.states import States
-from framework.parallel.zero.buffers import UnitBuffer
-from framework.parallel.zero.stored import StoredTensor
+from framework.optim.update_rules import FlatShard
+from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
 from framework.recipe.schema import Recipe
 from framework.train.shards import OwnedShard, group_shards
 from framework.train.update_on_disk import DiskOptimizer

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from framework.comm.transfer import fetch
-from framework.optim.contract import FlatShard, ShardGroup
 from framework.optim.disk_ring import DiskStates, DiskTensor
-from framework.optim.optimizers import OPTIMIZERS, Missed, check_kinds, state_names
+from framework.optim.optimizers import Missed, check_kinds, state_names
+from framework.optim.update_rules import OPTIMIZERS, FlatShard, ShardGroup
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.plan.memory import disk_shards, within_owned
 from framework.plan.stage import PlannedStage
@@ -66,8 +66,8 @@ class DiskOptimizer:
         owned: Sequence[OwnedShard],
         groups: Sequence[ShardGroup],
     ):
-        self._optim, self._method, self._states = optim, OPTIMIZERS[optim.name], states
-        check_kinds(optim.name, self._method, groups)
+        self._optim, self._rule, self._states = optim, OPTIMIZERS[optim.name], states
+        check_kinds(optim.name, self._rule, groups)
         self._buffers = tuple(buffers)
         assert [each.plan.numel_owned for each in self._buffers] == [each.numel for each in states.shards]
         self._owned = {each.shard: each for each in owned}
@@ -81,7 +81,7 @@ class DiskOptimizer:
 
     @num_updates.setter
     def num_updates(self, count: int) -> None:
-        self._num_updates = count * self._method.counts_updates
+        self._num_updates = count * self._rule.counts_updates
 
     @property
     def shards(self) -> tuple[FlatShard, ...]:
@@ -114,10 +114,10 @@ class DiskOptimizer:
         """Update elements `where` of a shard, whose states are given."""
         group, master = self._group_of[shard], states["master"]
         master.grad = fetch(shard.gradient[where], HOST)
-        kernel = self._method.make(self._optim, [{"params": [master], "weight_decay": group.weight_decay}])
+        kernel = self._rule.make(self._optim, [{"params": [master], "weight_decay": group.weight_decay}])
         kernel.param_groups[0]["lr"] = update.lr * group.lr_ratio
         kernel.state[master] |= {name: state for name, state in states.items() if name != "master"}
-        if self._method.counts_updates:
+        if self._rule.counts_updates:
             kernel.state[master]["step"] = torch.tensor(float(self.num_updates))
         if master.dtype == torch.float32:
             kernel.grad_scale = update.divisor.float()  # type: ignore[attr-defined]

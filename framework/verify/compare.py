@@ -35,7 +35,7 @@ NUM_REFERENCES = 4
 SPREAD = 4.0
 # The smallest bounds: one rounding of fp8 (e4m3), bf16 or fp16, the tolerance of fp32. A reference may be closer by chance.
 LEAST = {"fp8": 2.0**-4, "bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 1e-5}
-# A bound above this says next to nothing about a tensor, and the user is told so.
+# A bound above this says next to nothing about a tensor; the output names it.
 LOOSE = 0.5
 
 # Standard deviations of a mean. The statistic's limit is sqrt(-ln(1e-9 / 2) / 2). Of equally many numbers k are beyond the other

@@ -27,9 +27,8 @@ from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, RecipeError
 from framework.plan.check import check_layout
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
-from framework.recipe.keys import flatten
+from framework.recipe.keys import flatten, plain
 from framework.recipe.overrides import write_value
-from framework.recipe.saved import plain
 from framework.recipe.schema import Checkpoint, Data, Launch, Memory, Parallel, Pipeline, Recipe, Run, Source, Zero
 from framework.verify.compare import ErrorRow, exceeds, render
 from framework.verify.compare import compare as compare_evidence
@@ -44,7 +43,7 @@ Command = Callable[[Sequence[str]], int]
 # Models cast to fp32 in norms and softmax, also in fp64, and a run does nothing about it: what differs in order differs by 1e-7.
 TOLERANCE = 1e-5
 BASE = ("~model", "~data", "track=none")
-WHOLE = ("optim.groups", "data.sources")  # keys whose names are the user's: said in one piece
+WHOLE = ("optim.groups", "data.sources")  # keys with names of the user's: written as one override
 NUM_WORDS = 90
 
 

@@ -110,7 +110,7 @@ def keep_double(dtype: torch.dtype) -> AbstractContextManager[Any]:
 
 
 class _KeepDouble(TorchFunctionMode):
-    """Intercepts every call of torch that Python makes in this thread, which is where models cast.
+    """Intercept every call of torch that Python makes in this thread, which is where models cast.
 
     A mode below autograd would see backward's operations as well, and take longer than they do. torch disables function modes
     inside `Tensor.backward`; where layers are recomputed there, call `torch.autograd.backward`, as `train/stage.py` does.

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.utils.logging import set_verbosity_error
 
-from framework.comm.collectives import all_gather, gather_objects
+from framework.comm.collectives import all_gather, all_gather_object
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh, connect
 from framework.data.loader import split_rows
@@ -19,7 +19,7 @@ from framework.mesh.layout import Layout
 from framework.model.initial import draw_unit
 from framework.model.load import build_meta
 from framework.model.units import find_units
-from framework.optim.schedules import learning_rate
+from framework.optim.groups import learning_rate
 from framework.optim.states import LowBitStates
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.derive import derive
@@ -134,7 +134,7 @@ def gather_full(parts: dict[str, tuple[Layout, Tensor]], world: Communicator) ->
     """
     own = torch.cat([flat.detach().double() for _, flat in parts.values()])
     owned = [(name, layout.shape, flat.dtype, layout.boxes()) for name, (layout, flat) in parts.items()]
-    of_ranks = gather_objects((owned, len(own)), world)
+    of_ranks = all_gather_object((owned, len(own)), world)
     values = own.new_zeros(world.size, max(length for _, length in of_ranks))
     values[world.rank, : len(own)] = own
     all_gather(values, values[world.rank], world)

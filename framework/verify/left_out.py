@@ -15,9 +15,8 @@ from transformers import PretrainedConfig
 
 from framework.parallel.tensor.rng import DRAWING_MODULES
 from framework.recipe.derive import compiles, derive
-from framework.recipe.keys import flatten
+from framework.recipe.keys import flatten, plain
 from framework.recipe.problem import show
-from framework.recipe.saved import plain
 from framework.recipe.schema import Recipe
 
 # Never run, whatever they say: a verification trains a few steps on random tokens.
@@ -30,9 +29,9 @@ NOT_RUN = (
 NO_PART_OF_A_STEP = (
     r"data\.(?!pack$).*|(checkpoint|track|launch|run)\..*|train\.(steps|valid.*|sample)|pipeline\.fill_bubbles"
 )
-# Words of a Hugging Face config that are no property of the model, or that `precision` decides.
+# Keys of a Hugging Face config that are no property of the model, or that `precision` decides.
 NO_PART_OF_A_MODEL = ("dtype", "transformers_version", "architectures", "_name_or_path", "id2label", "label2id")
-# They have other words than `size`: a user who reads that a dropout is off need not look for it among thirty sizes.
+# Reported with a reason, so that a dropout that is off does not hide among thirty sizes.
 DROPOUT = r".*(dropout|pdrop|layerdrop|jitter_noise).*"
 # Dtypes for which no fixed tolerance fits all models, the least precise first.
 NARROW = ("fp8", "bf16", "fp16")
@@ -86,7 +85,7 @@ def find_dropout(config: PretrainedConfig) -> list[ChangedValue]:
 
 
 def find_lots(model: nn.Module, dtype: str) -> list[str]:
-    """Why a model cannot be verified in `dtype`: its routers draw lots among equal scores. Empty where it can.
+    """Reasons why a model cannot be verified in `dtype`: its routers draw lots among equal scores. Empty where it can.
 
     In fp32 and fp64 a token's scores are hardly ever equal, and a single highest one is what is drawn. In 16 bits some are: then
     another expert gets the token, and a router that has no gradient without equal scores has one. Another layout has equal
@@ -102,7 +101,7 @@ def find_lots(model: nn.Module, dtype: str) -> list[str]:
 
 
 def describe(changes: list[ChangedValue], steps: int) -> str:
-    """Lines for the user: sizes in one paragraph, then each change that has a reason, then what is never run."""
+    """Changes as text: sizes in one paragraph, then each change that has a reason, then what is never run."""
     sizes = [change for change in changes if not change.reason]
     config = ", ".join(str(change).removeprefix("model.config.") for change in sizes if change.key.startswith("model."))
     others = ", ".join(str(change) for change in sizes if not change.key.startswith("model."))
@@ -117,7 +116,7 @@ def describe(changes: list[ChangedValue], steps: int) -> str:
 
 
 def _resolve(recipe: Recipe) -> Recipe:
-    """The recipe with keys that can say the same in two ways in one form."""
+    """The recipe with one form for keys that can state the same in two ways."""
     derived = derive(recipe)
     compile_: Literal["always", "never"] = "always" if compiles(recipe.memory) else "never"
     return replace(

@@ -88,12 +88,12 @@ class PlainLion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:  # type: ignore[override]
-        """One update by the signs of its own gradients."""
+        """Make one update by the signs of its own gradients."""
         self.follow({}, {})
 
     @torch.no_grad()
     def follow(self, noise: Mapping[Tensor, Noise], layout: Mapping[Tensor, Tensor]) -> None:
-        """One update. noise: of each gradient, where known; layout: those parameters as the layout has them after this step."""
+        """Make one update. noise: of each gradient, where known; layout: these parameters after this step of the layout."""
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for parameter in group["params"]:
@@ -189,7 +189,7 @@ class Oracle:
         self._moments = PlainMoments(recipe.optim, recipe.precision.moments, recipe.train.seed, blocks)
 
     def set_rate(self, rate: float) -> None:
-        """The learning rate of the next update, of groups without a ratio of their own."""
+        """Set the learning rate of the next update, for groups without a ratio of their own."""
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group["lr_ratio"]
 
@@ -231,8 +231,8 @@ class Oracle:
         return self.masters | {name: buffers[name] for name in self._mixtures.names() if name in buffers}
 
     def update(self, batch: TokenBatch, layout: Mapping[str, Tensor], step: int) -> None:
-        """One step of the optimizer, and of the biases of routers, if the gradients are finite. layout: the layout's weights
-        after it, if they are known."""
+        """Make one step of the optimizer and of routers' biases, if the gradients are finite. layout: its weights after this
+        step, if the oracle follows it."""
         loads = self._mixtures.take()  # before gradients are computed again, which would count tokens, too
         if not self._scale.take():
             return
@@ -310,7 +310,7 @@ class Oracle:
 
 @contextmanager
 def _telling_of_stock(config: PretrainedConfig, dtype: torch.dtype) -> Iterator[None]:
-    """Around what the stock model does, and none of our own code: its exceptions are no fault of the oracle's."""
+    """Convert exceptions of the stock model, which are no fault of the oracle's, to NothingToCompare."""
     try:
         yield
     except STOCK_ERRORS as error:

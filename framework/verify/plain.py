@@ -60,7 +60,7 @@ def decay_nothing(model: nn.Module) -> set[str]:
 
 
 def find_groups(names: list[str], undecayed: set[str], optim: Optim) -> Iterator[tuple[str, float, float]]:
-    """(name, share of the learning rate, weight decay) of each parameter: of the first group whose pattern its name has."""
+    """(name, share of the learning rate, weight decay) of each parameter, by the first group whose pattern matches."""
     for name in names:
         own = next((each for each in optim.groups.values() if re.search(each.pattern, name)), None)
         decay = 0.0 if name in undecayed else optim.weight_decay
@@ -166,7 +166,7 @@ class PlainMoments:
     blocks: Mapping[str, Tensor]
 
     def round(self, optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter], step: int) -> None:
-        """Round the moments that the step has left, in place."""
+        """Round the moments after a step, in place."""
         if self.dtype == "fp32":
             return
         for name, master in masters.items():
@@ -282,7 +282,7 @@ def _has_kernel(device: torch.device) -> bool:
 
 
 class PlainMixtures:
-    """Counts loads from `start` to `take`, moves biases by them, and drops pairs beyond the capacity.
+    """Count loads from `start` to `take`, move biases by them, and drop pairs beyond the capacity.
 
     context: tokens of a sequence. real: of a microbatch that is padded, which of its tokens are real, [rows * length] bool; None:
     all. Real tokens are those of whole sequences, one after another.
@@ -305,7 +305,7 @@ class PlainMixtures:
         return list(self._biases)
 
     def start(self) -> None:
-        """Forget what was counted."""
+        """Reset the counts."""
         self._loads = {bias: torch.zeros(self._experts[path], dtype=torch.int64) for bias, path in self._biases.items()}
 
     def take(self) -> dict[str, Tensor]:
@@ -313,7 +313,7 @@ class PlainMixtures:
         return self._loads
 
     def move(self, biases: Mapping[str, Tensor], loads: Mapping[str, Tensor]) -> None:
-        """One step, in place. biases: by full name; loads: those of `take`."""
+        """Make one step, in place. biases: by full name; loads: those of `take`."""
         for name in self._biases:
             load, bias = loads[name].to(torch.float64), biases[name]
             moved = self._settings.router_bias_rate * (load.mean() - load).sign()
@@ -354,7 +354,7 @@ class PlainMixtures:
 
 
 def _find_experts(model: nn.Module) -> dict[str, int]:
-    """Paths of the modules that are called with tokens, their experts and weights, and the number of experts of each."""
+    """Paths of modules that are called with tokens, their experts and weights; with the number of experts of each."""
     return {
         path: _count_experts(module)
         for path, module in model.named_modules()

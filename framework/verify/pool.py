@@ -44,7 +44,7 @@ LOST = re.compile(
 
 
 class RankFailed(Exception):
-    """Some ranks raised, died or hung; the message has each one's story.
+    """Failure of ranks that raised, died or hung; the message has each one's story.
 
     mistakes: by rank, what they raised that is typed. unexplained: ranks that failed in another way, and not because the
     connection to a rank broke.
@@ -134,7 +134,7 @@ class RankPool:
         return [found.results[rank] for rank in range(world)]
 
     def drop(self) -> None:
-        """Wait a while for what was started and not collected, if anything was; processes that do not end are replaced."""
+        """Wait a while for a run that was not collected, if there is one; processes that do not end are replaced."""
         if self._running is not None:
             (world, _), self._running = self._running, None
             if not self._wait(world, GRACE_S).is_sound:
@@ -162,7 +162,7 @@ class RankPool:
         return found
 
     def _hear(self, rank: int, found: _Outcomes) -> None:
-        """Take what a rank has sent: a result, what it raised, or by its silence that it died."""
+        """Receive a rank's outcome: a result, an exception, or EOF where it died."""
         worker = self._workers[rank]
         try:
             outcome = pickle.loads(worker.pipe.recv_bytes())
@@ -206,7 +206,7 @@ class RankPool:
         return Path(self._folder.name) / f"stacks-{index}.txt"
 
     def _stacks(self, rank: int) -> str:
-        """Where each thread of a hung rank is."""
+        """Stacks of the threads of a hung rank."""
         os.kill(self._workers[rank].process.pid, signal.SIGUSR1)
         time.sleep(STACKS_S)
         return self._stack_file(rank).read_text()
@@ -233,7 +233,7 @@ def _seconds_to(deadline: float) -> float | None:
 
 
 def _serve(pipe: Connection, stack_file: Path, preload: str) -> None:
-    """The life of a worker: run bodies until its parent closes the pipe."""
+    """Body of a worker process: run bodies until its parent closes the pipe."""
     threading.Thread(target=_end_with_parent, args=(stack_file.parent,), daemon=True).start()
     importlib.import_module(preload)  # what is forked has it already
     with stack_file.open("w") as stacks:
@@ -248,7 +248,7 @@ def _serve(pipe: Connection, stack_file: Path, preload: str) -> None:
 
 
 def _end_with_parent(folder: Path) -> None:
-    """Once the process that made the pool has gone, end this one in the midst of its body, and leave no folder behind.
+    """End this process, also in the midst of a body, once the process that made the pool has gone; remove its folder.
 
     A process that is killed closes no pool. The fork server, whose children most workers are, ends behind the last of them.
     """
@@ -260,7 +260,7 @@ def _end_with_parent(folder: Path) -> None:
 
 
 def _attempt(task: bytes) -> bytes:
-    """Run one body: its result, or what was raised, pickled."""
+    """Run one body; its result or exception, pickled."""
     from framework.comm.connect import disconnect  # behind the preload, which may have to act before torch is imported
 
     try:

@@ -19,15 +19,15 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from framework.data.fit import find_sequence_problems
+from framework.data.open_data import find_sequence_problems
 from framework.errors import RecipeError, TopologyError
 from framework.model.experts import count_experts, find_experts
 from framework.model.load import build_meta, layer_configs, load_config, load_config_file
 from framework.model.precision import DTYPES, compute_dtype
 from framework.model.shrink import MIN_LAYERS, shrink
-from framework.parallel.context.split import refuse_uneven_heads
+from framework.parallel.context.hook import refuse_uneven_heads
 from framework.parallel.fp8_layers import require_torchao
-from framework.plan.logits import keep_chunked_loss
+from framework.plan.policies import keep_chunked_loss
 from framework.recipe.derive import context_degrees, count_expert_slices, count_virtual_stages, derive
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Batch, LearningRateSchedule, Model, Optim, Parallel, Recipe, Zero
@@ -195,7 +195,7 @@ def _inner(recipe: Recipe) -> int:
 
 
 def _lower_ep(parallel: Parallel, dp: int, ep: int) -> Parallel:
-    # Where ep becomes 1, experts stay whole: what is not said would then mean slices.
+    # Where ep becomes 1, experts stay whole: the default would then mean slices.
     return replace(
         parallel, dp=dp, ep=ep, expert_tp=count_expert_slices(parallel) if ep < parallel.ep else parallel.expert_tp
     )
@@ -236,7 +236,7 @@ def _choose_degrees(recipe: Recipe, ranks: int | None, experts: int) -> tuple[in
 
 
 def _shrink_shards(zero: Zero, batch: int, batch_small: int) -> tuple[Zero, dict[str, str]]:
-    """HSDP with both its axes, as far as the ranks go. batch: ranks of dp x cp, in the recipe and in the small one."""
+    """HSDP with both its axes, as far as the ranks allow. batch: ranks of dp x cp, in the recipe and in the small one."""
     within = zero.shard_within
     if within is None or (isinstance(within, int) and (within == batch or batch_small % within == 0)):
         return zero, {}

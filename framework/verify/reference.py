@@ -29,20 +29,19 @@ Sample = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class TrainingCurve:
-    """The reported values of a run, by step from 1, and its final weights by name. undecided: updates whose sign rounding has
-    decided, of a reference with Lion."""
+    """The reported values of a run, by step from 1, and its final weights by name."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     rates: tuple[float, ...]
     validations: Mapping[int, float]
     weights: Mapping[str, Tensor]
+    # Updates whose sign rounding decided, of a reference with Lion.
     undecided: int = 0
 
 
 def run_reference(recipe: Recipe, sequences_per_step: int, ends: Sequence[int]) -> TrainingCurve:
-    """Train the recipe, whose weights are a folder. ends: the last step of each of the run's parts: each has a schedule that ends
-    with it."""
+    """Train the recipe, whose weights are a folder. ends: the last step of each part of the run, with which its schedule ends."""
     assert recipe.model.weights is not None, "the reference reads its weights"
     data = _Data(recipe)
     config = AutoConfig.from_pretrained(recipe.model.weights, trust_remote_code=False)

@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig
 
 from framework.comm.connect import connect
-from framework.comm.copy_stream import CopyPair
+from framework.comm.transfer import CopyPair
 from framework.data.pack import Microbatch
 from framework.parallel.activation_offload import ActivationOffload, choose_offloaded
 from framework.plan.plan import make_plan

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.save import save_checkpoint
-from framework.comm.collectives import all_reduce, gather_objects
+from framework.comm.collectives import all_gather_object, all_reduce
 from framework.comm.connect import connect
 from framework.mesh.layout import part
 from framework.plan.plan import make_plan
@@ -148,7 +148,7 @@ def measure(work: Callable[[], int], owned: int, run: Run) -> Cost:
     began, cpu_s = time.perf_counter(), cpu_seconds()
     count = work()
     mine = (time.perf_counter() - began, cpu_seconds() - cpu_s, count / owned)
-    each = gather_objects(mine, world)
+    each = all_gather_object(mine, world)
     return Cost(max(one[0] for one in each), sum(one[1] for one in each), max(one[2] for one in each))
 
 

@@ -55,7 +55,7 @@ from interleave import (
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from framework.comm.collectives import gather_objects
+from framework.comm.collectives import all_gather_object
 from framework.comm.connect import Mesh
 from framework.data.pack import Microbatch
 from framework.mesh.context import ContextSlices
@@ -303,7 +303,7 @@ def measure_attention(setting: Setting, name: str, rendezvous: str, results: Pat
     before = read_status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     differentiate_once(attend, setting)
-    found = gather_objects(read_status("VmHWM") - before, mesh.axis("world"))
+    found = all_gather_object(read_status("VmHWM") - before, mesh.axis("world"))
     if setting.rank == 0:
         results.write_text(json.dumps(found))
     mesh.close()

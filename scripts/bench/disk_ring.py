@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from framework.optim.disk_chunks import DiskShard, StateKind
+from framework.optim.disk_chunks import DiskShard, DiskState
 from framework.optim.disk_ring import DiskStates
 
-KINDS = tuple(StateKind(name, torch.float32) for name in ("master", "exp_avg", "exp_avg_sq"))
+KINDS = tuple(DiskState(name, torch.float32) for name in ("master", "exp_avg", "exp_avg_sq"))
 STEP = torch.ones(())
 
 

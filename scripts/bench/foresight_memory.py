@@ -40,12 +40,9 @@ from framework.comm.connect import connect
 from framework.data.pack import Microbatch, cut_context
 from framework.errors import MeshwrightError
 from framework.model.load import load_config
-from framework.plan.cluster import Cluster
-from framework.plan.forecast_memory import forecast_memory
-from framework.plan.memory import KINDS
+from framework.optim.optimizers import state_names
+from framework.plan.memory import KINDS, measure_units, total_on_device
 from framework.plan.plan import Plan, make_plan
-from framework.plan.settings import Settings, chosen_counts, planned_candidate
-from framework.plan.shape import make_shape
 from framework.recipe.compose import compose
 from framework.recipe.schema import Batch, Launch, Memory, Model, Precision, Recipe
 from framework.train.build import build
@@ -288,18 +285,15 @@ def _tensors(values: Any) -> list[Tensor]:
 def compare(recipe: Recipe, ranks: Sequence[Held]) -> Counted:
     """ranks: what each counted."""
     plan = make_plan(recipe, load_config(recipe.model))
-    shape, candidate = make_shape(plan.config, plan.recipe), planned_candidate(plan)
-    found = forecast_memory(
-        shape, candidate, Settings.of(plan.recipe), Cluster.from_recipe(recipe), chosen_counts(plan)
-    )
     firsts, rows = plan.topology.ranks("pp", 0), []
     for rank, (states, own) in enumerate(ranks):
         counted = max(_mean_of_place(plan, rank, ranks) if plan.mixtures else own)
-        stage = found.stages[plan.topology.index("pp", rank)]
+        stage = plan.memory(rank)
         phases = [stage.phases[name] for name in ("forward", "loss")]
         predicted = max(each["activations"] + each["logits"] + each["communication"] for each in phases)
         # What is foretold is of the first rank at a place. Others' moments of few bits may be cut into some blocks more or less.
-        planned = plan.memory(rank).held
+        names, moments = state_names(plan.recipe.optim), plan.recipe.precision.moments
+        planned = total_on_device(measure_units(plan.of_rank(rank).buffers, names, moments))
         foretold = stage.phases["backward"] if rank in firsts else planned
         are_equal = all(states[kind] == planned[kind] == foretold[kind] for kind in STATES)
         rows.append(Counted(plan.title, rank, are_equal, predicted, counted))

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from framework.comm.collectives import gather_objects
+from framework.comm.collectives import all_gather_object
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh, connect
 from framework.data.pack import Microbatch, cut_context
@@ -361,7 +361,7 @@ def measure_memory(setting: Setting, build_side: Builder, name: str, rendezvous:
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far was of building: start it anew
     for step in range(1, setting.steps):
         side.step(microbatches_of(setting, tokens, step))
-    found = gather_objects((before, read_status("VmHWM")), mesh.axis("world"))
+    found = all_gather_object((before, read_status("VmHWM")), mesh.axis("world"))
     if setting.rank == 0:
         results.write_text(json.dumps(found))
     side.close()

@@ -27,13 +27,13 @@ from framework.model.chunked_loss import ChunkedLoss
 from framework.model.logit_map import LogitMap
 from framework.model.loss import LocalSums, TokenLoss, chunk_size, logits_gradient
 from framework.model.matmul import Matmul, accumulate_matmul
-from framework.parallel.zero.linear import _DirectLinear
+from framework.parallel.zero.direct_gradients import _DirectLinear
 from framework.plan.plan import unconnected
 
 
 @dataclass
 class MainGradient:
-    """A weight's gradient in fp32 that is added to (`model.matmul.GradView`)."""
+    """A weight's gradient in fp32 that is added to (`model.matmul.MainGradient`)."""
 
     parameter: nn.Parameter
     view: Tensor

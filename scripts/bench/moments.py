@@ -13,9 +13,9 @@ from typing import get_args
 import torch
 
 from framework.mesh.layout import Layout
-from framework.optim.contract import FlatShard, ShardGroup
 from framework.optim.optimizers import FlatOptimizer
 from framework.optim.states import MomentsDtype
+from framework.optim.update_rules import FlatShard, ShardGroup
 from framework.recipe.schema import Optim
 
 CPU = torch.device("cpu")

@@ -45,9 +45,8 @@ from framework.comm.connect import Mesh
 from framework.data.loader import Microbatch
 from framework.model.flops import unit_flops
 from framework.model.units import find_units
-from framework.parallel.pipeline.pipeline import plan_pipeline
+from framework.parallel.pipeline.pipeline import plan_pipeline, split_evenly
 from framework.parallel.pipeline.schedules import rank_of_stage
-from framework.parallel.pipeline.split import split_evenly
 from framework.recipe.schema import Parallel, Pipeline, Zero
 
 # Name: our schedule, torch's, stages on each rank of ours and of torch's.

@@ -29,12 +29,12 @@ from transformers import AutoConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from framework.comm.communicator import Communicator
-from framework.mesh.axis import Axis
+from framework.mesh.topology import Axis
 from framework.model.experts import form_of
 from framework.model.matmul import RowGroups, accumulate_stacked_matmul, matmul_into
-from framework.model.routed_tokens import RoutedTokens
+from framework.model.routers import RoutedTokens
 from framework.parallel.experts.dispatch import ExpertDispatch, LocalExperts
-from framework.parallel.experts.passage import Route
+from framework.parallel.experts.exchange import ExpertRoute
 
 # Experts, rows of all of them, features in, features out.
 SHAPES = ((4, 256, 512, 1408), (8, 256, 512, 1408), (4, 2048, 512, 1408), (16, 2048, 1024, 1024), (64, 512, 512, 512))
@@ -65,7 +65,7 @@ def draw_groups(experts: int, rows: int) -> RowGroups:
 
 
 class MainGradient:
-    """A main gradient in fp32, as `model/matmul.py`'s GradView."""
+    """A main gradient in fp32, as `model.matmul.MainGradient`."""
 
     def __init__(self, parameter: torch.nn.Parameter):
         self.parameter = parameter
@@ -160,7 +160,7 @@ def module_ways(dtype: torch.dtype, experts: int, top_k: int, tokens: int, hidde
     local = LocalExperts(modules["ours"], form, keeps_tokens=False)
     for matmul in local.matmuls:
         matmul.write_gradient_to(MainGradient(modules["ours"].get_parameter(matmul.name)))
-    modules["ours"].forward = ExpertDispatch(local, experts, Route([alone]), RoutedTokens.of_one_rank())  # type: ignore[assignment]
+    modules["ours"].forward = ExpertDispatch(local, experts, ExpertRoute([alone]), RoutedTokens.of_one_rank())  # type: ignore[assignment]
 
     def both(module: torch.nn.Module) -> None:
         module(hidden_states, scores.indices, weights).backward(dout)

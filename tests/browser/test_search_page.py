@@ -6,8 +6,8 @@ import pytest
 
 from framework.plan.find import Question
 from framework.plan.page_html import MOST_BYTES, render_html
-from framework.plan.page_of_search import CHOICES, Layout, choose_rows, explore, make_search_page
-from framework.plan.page_rows import GIB, show_seconds
+from framework.plan.page_of_search import CHOICES, ShownLayout, choose_rows, explore, make_search_page
+from framework.plan.plan_text import GIB, show_seconds
 from framework.plan.rejections import describe
 from framework.plan.search import SearchResult
 from framework.recipe.compose import compose
@@ -28,15 +28,17 @@ PINNED = frozenset(
 
 
 @pytest.fixture(scope="module")
-def explored() -> tuple[list[SearchResult], list[Layout]]:
+def explored() -> tuple[list[SearchResult], list[ShownLayout]]:
     return explore(Question(compose(WORDS).require(), PINNED))
 
 
 @pytest.fixture(scope="module")
-def layouts(explored) -> tuple[list[Layout], list[Layout]]:
+def layouts(explored) -> tuple[list[ShownLayout], list[ShownLayout]]:
     """(those that fit, fastest first, those that do not)."""
     results, over = explored
-    found = [Layout(each.candidate, each.forecast) for result in results for each in (*result.ranked, *result.others)]
+    found = [
+        ShownLayout(each.candidate, each.forecast) for result in results for each in (*result.ranked, *result.others)
+    ]
     return sorted(found, key=lambda each: each.forecast.time.step_s), over
 
 
@@ -79,7 +81,7 @@ def picked(tab: Tab) -> dict[str, str]:
     return tab.ask(f"Object.fromEntries({pairs})") | {"number": number, "layout": layout}
 
 
-def is_said_of(said: dict[str, str], layout: Layout) -> bool:
+def is_said_of(said: dict[str, str], layout: ShownLayout) -> bool:
     """Whether all that the page says of the picked layout is what was foretold of this one."""
     time, memory = layout.forecast.time, layout.forecast.memory
     room = f"{layout.missing / GIB:,.1f} GiB over" if layout.missing else f"{memory.spare / GIB:,.1f} GiB to spare"

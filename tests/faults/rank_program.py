@@ -99,7 +99,7 @@ def add_until_asked(folder: Path) -> int:
     """Steps under the watch, with tensors and objects whose values are compared; all ranks stop at one step."""
     import torch
 
-    from framework.comm.collectives import all_reduce, gather_objects
+    from framework.comm.collectives import all_gather_object, all_reduce
     from framework.comm.connect import connect, launched_place, open_store_beside
     from framework.comm.objects import broadcast_object
     from framework.mesh.topology import Topology
@@ -118,7 +118,7 @@ def add_until_asked(folder: Path) -> int:
             x = torch.full((2**17,), float(step))
             all_reduce(x, mesh.axis("world"), label="ones")
             assert bool((x == world * step).all()), step
-            assert gather_objects((rank, step), mesh.axis("world")) == [(each, step) for each in range(world)]
+            assert all_gather_object((rank, step), mesh.axis("world")) == [(each, step) for each in range(world)]
             if step == 1:
                 get_ready(folder)
             if broadcast_object(lambda: stop.requested, mesh.axis("world")):

@@ -22,8 +22,8 @@ from framework.checkpoint.staging import Entry, StagedFile, StagingMemory
 from framework.comm.communicator import Communicator
 from framework.comm.transfer import Moment
 from framework.errors import CheckpointError
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
+from framework.mesh.topology import Axis
 from tests.faults.saving_ranks import EVERY, STEPS, WORLD, Death, train
 from tests.grid import few_of
 

@@ -35,8 +35,8 @@ from framework.comm.communicator import Communicator
 from framework.errors import EXIT_USER, LeaseLost, MeshwrightError
 from framework.launch.directory import RunDirectory
 from framework.lease import Holder, Lease, read_lease, take
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
+from framework.mesh.topology import Axis
 from framework.monitor.stop import SAVE_FILE
 from framework.track.jsonl import METRICS_FILE, Jsonl, read_records
 from framework.track.observers import Observers

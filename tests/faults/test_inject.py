@@ -24,11 +24,11 @@ from framework.checkpoint.inspect import verify_files
 from framework.checkpoint.load import Reader
 from framework.cli import main
 from framework.commands.inject import find_ranks
+from framework.commands.trained_model import _read
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_MEMORY, EXIT_RESUME, EXIT_USER
 from framework.faults import injector
 from framework.faults.injector import FaultInjector
 from framework.faults.plan import HOWS, KINDS, Fault, parse_fault, plan_faults, read_log
-from framework.launch.export import _read
 from framework.monitor.phases import Phase
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from tests import tiny_run

@@ -21,14 +21,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from framework.checkpoint.commit import list_checkpoints, newest_checkpoint, step_of
 from framework.checkpoint.load import Reader
 from framework.cli import main
+from framework.commands import train as train_module
+from framework.commands.status import status_command
+from framework.commands.stop import save_command, stop_command
+from framework.commands.trained_model import _read, export_model, load_model
 from framework.errors import EXIT_DONE, EXIT_RESUME, EXIT_USER, ModelError, RunError, StorageError
-from framework.launch import local, settle
+from framework.launch import settle
 from framework.launch.directory import RunDirectory
-from framework.launch.export import _read, export_command, load_model
-from framework.launch.request import save_command, stop_command
-from framework.launch.status import status_command
 from framework.optim.disk_file import MEMORY_FILE_SYSTEMS, file_system_of
-from framework.recipe import memory_rules
+from framework.recipe import layout_rules
 from framework.recipe.compose import compose, load_recipe, save_recipe
 from framework.track.goodput import Part
 from framework.track.goodput_log import read_account
@@ -201,7 +202,7 @@ UpdatedTogether.update = update_and_die
 @pytest.mark.grid
 def test_a_run_that_is_killed_in_a_step_on_the_host_goes_on_bitwise_as_one_without_offload(monkeypatch):
     """Ranks compute on CPUs here, for which a recipe refuses this home: that rule alone is lifted."""
-    for module in (memory_rules, settle):
+    for module in (layout_rules, settle):
         monkeypatch.setattr(module, "find_offload_to_device", lambda recipe: iter(()))
     offload = ("memory.offload.optimizer=1", "memory.offload.home=host")
     ended = in_child(KILL_IN_AN_UPDATE, "run.id=on-host", *offload, "checkpoint.every_steps=3")
@@ -422,10 +423,10 @@ def test_the_best_checkpoint_is_saved_at_once_and_kept(tmp_path, capfd):
     assert best not in (20, 40)
     assert [step_of(path) for path in list_checkpoints(Path("runs/best/checkpoints"))] == [40, best]
     assert newest("best").manifest.state["best_step"] == best
-    assert export_command(Path("runs/best"), tmp_path / "best", best=True) == EXIT_DONE
+    assert export_model(Path("runs/best"), tmp_path / "best", best=True) == EXIT_DONE
     assert f"exported step {best} of" in capfd.readouterr().out
     with pytest.raises(RunError, match="kept no best checkpoint"):
-        export_command(Path("runs/whole"), tmp_path / "none", best=True)
+        export_model(Path("runs/whole"), tmp_path / "none", best=True)
 
 
 @pytest.mark.grid
@@ -454,7 +455,7 @@ def test_a_step_of_a_rank_is_profiled(piped):
 
 @pytest.mark.grid
 def test_a_pipeline_is_exported_and_goes_on_as_one_stage_also_where_it_cannot_be_drawn(piped, tmp_path, capfd, caplog):
-    assert export_command(piped, tmp_path / "out") == EXIT_DONE
+    assert export_model(piped, tmp_path / "out") == EXIT_DONE
     exported, saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict(), weights("piped")
     assert saved.keys() < exported.keys()  # the tied head
     for name, weight in saved.items():
@@ -524,7 +525,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(lost, capfd
     assert "never starts over by itself" in said
     assert status_command(lost.path) == EXIT_DONE
     assert "saved    all 3 checkpoints" in capfd.readouterr().out
-    assert "all 3 checkpoints" in local.conclude(lost, load_recipe(lost.recipe), EXIT_USER)
+    assert "all 3 checkpoints" in train_module.conclude(lost, load_recipe(lost.recipe), EXIT_USER)
     assert list_checkpoint_files(lost) == before
 
 
@@ -534,7 +535,7 @@ def test_ranks_that_find_all_checkpoints_damaged_say_so_and_leave_the_run_as_it_
     save_recipe(recipe, lost.recipe)
     before, curve = list_checkpoint_files(lost), (lost.path / "metrics.jsonl").read_bytes()
     with lost.lock() as lease:
-        assert local._launch(lost, lease, recipe, from_step=100) == EXIT_USER
+        assert train_module._run_ranks(lost, lease, recipe, from_step=100) == EXIT_USER
     assert "all 3 checkpoints in" in capfd.readouterr().err
     assert list_checkpoint_files(lost) == before
     assert (lost.path / "metrics.jsonl").read_bytes() == curve
@@ -598,7 +599,7 @@ def test_run_that_another_process_began_meanwhile_is_left_alone():
     before = {path: path.read_bytes() for path in kept}
     recipe = compose([*RECIPE, "run.id=whole", "optim.lr=1"]).require()
     with pytest.raises(RunError, match="begun by another process meanwhile"):
-        local._begin(recipe, [])
+        train_module._begin(recipe, [])
     assert sorted(path for path in whole.rglob("*") if path.is_file() and path.stem != "lock") == sorted(kept)
     assert {path: path.read_bytes() for path in kept} == before
     assert not list(whole.rglob(".epoch-*"))
@@ -611,7 +612,7 @@ def test_bad_data_leaves_no_run_behind():
 
 
 def test_export_is_what_from_pretrained_loads(tmp_path, capsys):
-    assert export_command(Path("runs/whole"), tmp_path / "out") == EXIT_DONE
+    assert export_model(Path("runs/whole"), tmp_path / "out") == EXIT_DONE
     assert f"exported step {STEPS}" in capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     loaded = model.state_dict()
@@ -665,11 +666,11 @@ def test_exports_while_training_are_what_the_command_writes_byte_for_byte(tmp_pa
         assert torch.equal(stock.eval()(ids).logits, model.eval()(ids).logits)
     assert step == 4
     with pytest.raises(RunError, match=r"no checkpoint of step 3; it has those of steps: 4, 2"):
-        export_command(run.path, tmp_path / "none", step=3)
+        export_model(run.path, tmp_path / "none", step=3)
 
 
 def test_a_run_generates_with_its_newest_checkpoint_as_its_export_does(tmp_path, capsys):
-    export_command(Path("runs/whole"), tmp_path / "out")
+    export_model(Path("runs/whole"), tmp_path / "out")
     capsys.readouterr()
     texts = []
     for name in ("whole", str(tmp_path / "out")):
@@ -682,17 +683,17 @@ def test_a_run_generates_with_its_newest_checkpoint_as_its_export_does(tmp_path,
 def test_export_does_not_touch_a_folder_with_content(tmp_path):
     (tmp_path / "mine").write_text("")
     with pytest.raises(ModelError, match="exists already"):
-        export_command(Path("runs/whole"), tmp_path)
+        export_model(Path("runs/whole"), tmp_path)
     assert os.listdir(tmp_path) == ["mine"]
 
 
 def test_export_needs_a_run_and_a_checkpoint(tmp_path):
     with pytest.raises(RunError, match="is not a run"):
-        export_command(tmp_path, tmp_path / "out")
+        export_model(tmp_path, tmp_path / "out")
     empty = RunDirectory.create(tmp_path, "empty", "run")
     empty.recipe.write_bytes(Path("runs/whole/recipe.yaml").read_bytes())
     with pytest.raises(RunError, match="no whole checkpoint"):
-        export_command(empty.path, tmp_path / "out")
+        export_model(empty.path, tmp_path / "out")
 
 
 @pytest.mark.grid

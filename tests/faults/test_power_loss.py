@@ -10,8 +10,8 @@ from framework.checkpoint.save import CPU, Saver
 from framework.checkpoint.staging import Entry, StagingMemory
 from framework.comm.communicator import Communicator
 from framework.lease import Lease
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
+from framework.mesh.topology import Axis
 from tests.faults.power_loss import STATES, Disk, fresh
 
 ALONE = Communicator(Axis("world", 1, 0))

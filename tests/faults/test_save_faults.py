@@ -18,9 +18,8 @@ from framework.checkpoint.staging import Entry, StagingMemory
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.errors import CheckpointError
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
-from framework.mesh.topology import Topology
+from framework.mesh.topology import Axis, Topology
 
 ALONE = Communicator(Axis("world", 1, 0))
 NUMEL = 70_000

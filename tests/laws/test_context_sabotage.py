@@ -12,9 +12,8 @@ from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
 from framework.data.pack import Microbatch, cut_context
 from framework.mesh.context import ContextSlices
-from framework.model.load_balancing import Routers
 from framework.model.loss import IGNORE
-from framework.model.routed_tokens import RoutedTokens
+from framework.model.routers import RoutedTokens, Routers
 from framework.parallel.zero import gradients
 from framework.train.stage import RankStage
 from framework.verify import layout

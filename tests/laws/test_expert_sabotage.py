@@ -18,11 +18,11 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP
 from framework.comm import duals
 from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
-from framework.parallel.experts import dispatch, rows
+from framework.parallel.experts import dispatch, exchange
 from framework.parallel.experts.dispatch import ExpertDispatch
-from framework.parallel.experts.passage import Journey, Passage, Route
+from framework.parallel.experts.exchange import DispatchedRows, ExpertRoute
 from framework.parallel.zero import gradients
-from framework.parallel.zero.buffers import GradView, UnitBuffer
+from framework.parallel.zero.buffers import GradientState, MainGradView, UnitBuffer
 from framework.recipe.schema import Parallel, Zero
 from framework.train.stage import RankStage
 from tests.families import family
@@ -38,7 +38,7 @@ TOLERANCE = 1e-9
 VISIBLE = 1e-4
 ACCUMULATION = 2
 
-ROUTE, COMBINE, SCATTER = ExpertDispatch._route, rows.combine, duals.scatter
+ROUTE, COMBINE, SCATTER = ExpertDispatch._route, exchange.combine, duals.scatter
 
 
 # --- gradients
@@ -46,24 +46,24 @@ ROUTE, COMBINE, SCATTER = ExpertDispatch._route, rows.combine, duals.scatter
 
 def scale_by_the_ranks_that_share() -> AbstractContextManager[Any]:
     """Gradients of experts are ep times too large, because the tokens of all ranks are in each: pytorch 160285."""
-    add = GradView.add_stacked_matmul
+    add = MainGradView.add_stacked_matmul
     return patch.object(
-        GradView, "add_stacked_matmul", lambda view, left, right, groups: add(view, 2 * left, right, groups)
+        MainGradView, "add_stacked_matmul", lambda view, left, right, groups: add(view, 2 * left, right, groups)
     )
 
 
 def keep_the_input_gradient_of_own_experts() -> AbstractContextManager[Any]:
     """What experts of other ranks say about a token's hidden state is lost: the loss was 1.6 instead of 1.4. Automodel 1260."""
-    depart = Journey.depart
+    depart = DispatchedRows.depart
 
-    def lose(self: Journey, rows: Tensor) -> None:
-        hop = self.passage.hops[0]
+    def lose(self: DispatchedRows, rows: Tensor) -> None:
+        hop = self.plan.hops[0]
         first = sum(hop.sent[: hop.axis.rank])
         is_own = torch.zeros(len(rows), 1, dtype=torch.bool)
         is_own[first : first + hop.sent[hop.axis.rank]] = True
         depart(self, torch.where(is_own, rows, rows.detach()))
 
-    return patch.object(Journey, "depart", lose)
+    return patch.object(DispatchedRows, "depart", lose)
 
 
 def detach_the_weights() -> AbstractContextManager[Any]:
@@ -107,19 +107,19 @@ def give_slots_of_others_a_gradient() -> AbstractContextManager[Any]:
 
 def keep_the_gradients_of_the_step_before() -> AbstractContextManager[Any]:
     """Gradients are added to those of the former step, and norms diverge without ZeRO: DeepSpeed 7839."""
-    opened = GradView._open
-    return patch.object(GradView, "_open", lambda view: (opened(view)[0], False))
+    opened = MainGradView._open
+    return patch.object(MainGradView, "_open", lambda view: (opened(view)[0], False))
 
 
 def keep_the_last_microbatch() -> AbstractContextManager[Any]:
     """Of several backward passes the last one's gradients are kept: DeepSpeed 7967, 7981."""
-    add = GradView.add_stacked_matmul
+    add = MainGradView.add_stacked_matmul
 
-    def overwrite(view: GradView, left: Tensor, right: Tensor, groups: Any) -> None:
-        view.is_written = False
+    def overwrite(view: MainGradView, left: Tensor, right: Tensor, groups: Any) -> None:
+        view.state = GradientState.REDUCED
         add(view, left, right, groups)
 
-    return patch.object(GradView, "add_stacked_matmul", overwrite)
+    return patch.object(MainGradView, "add_stacked_matmul", overwrite)
 
 
 def scale_on_every_stage() -> AbstractContextManager[Any]:
@@ -204,7 +204,7 @@ def leave_memory_as_it_was() -> AbstractContextManager[Any]:
         pairs = sorted_rows.new_full((num_tokens * top_k, sorted_rows.shape[1]), torch.nan)
         return pairs.index_copy_(0, order, sorted_rows).view(num_tokens, top_k, -1)
 
-    return patch.object(rows, "_unsort", unsort)
+    return patch.object(exchange, "_unsort", unsort)
 
 
 def divide_features_for_rows() -> AbstractContextManager[Any]:
@@ -219,13 +219,13 @@ def divide_features_for_rows() -> AbstractContextManager[Any]:
 
 def mix_up_counts() -> AbstractContextManager[Any]:
     """A sender's numbers of rows are read in another order of this rank's experts."""
-    passage = Route._passage
+    plan_part = ExpertRoute._plan_part
 
-    def mixed(self: Route, part: int, parts: int, numbers: Any, by_hop: Any, groups: list[int]) -> Passage:
+    def mixed(self: ExpertRoute, part: int, parts: int, numbers: Any, by_hop: Any, groups: list[int]) -> Any:
         others = [(sent, received.flip(3)) for sent, received in numbers]
-        return passage(self, part, parts, others, by_hop, groups[::-1])
+        return plan_part(self, part, parts, others, by_hop, groups[::-1])
 
-    return patch.object(Route, "_passage", mixed)
+    return patch.object(ExpertRoute, "_plan_part", mixed)
 
 
 def count_the_shared_expert_on_every_rank() -> AbstractContextManager[Any]:

@@ -23,6 +23,7 @@ from framework.parallel import parallelize
 from framework.plan import plan as plan_module
 from framework.plan import stage as stage_module
 from framework.plan.plan import make_plan
+from framework.plan.traffic import measure_traffic
 from framework.recipe import derive as derive_module
 from framework.recipe.compose import compose
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
@@ -148,8 +149,8 @@ def test_nothing_before_materialize_allocates(name: str, recipe: Recipe, most: i
     with AllocatedBytes() as allocated:
         plan = make_plan(recipe, config)
         for rank in range(plan.topology.world):
-            assert plan.memory(rank).total > 0
-            assert plan.traffic(rank)
+            assert plan.memory(rank).reserved > 0
+            assert measure_traffic(plan, rank)
     assert allocated.largest <= most
     assert all(parameter.is_meta for parameter in plan.whole.parameters())
 
@@ -183,7 +184,7 @@ def plan_facts(rank: int, world: int, rendezvous: str, recipe: Recipe, family_na
             facts += [
                 repr((buffer.unit, buffer.slots, buffer.dtypes, buffer.held, buffer.counted)) for buffer in each.buffers
             ]
-            facts += [repr((each.tokens, plan.memory(each.rank), plan.traffic(each.rank)))]
+            facts += [repr((each.tokens, plan.memory(each.rank), measure_traffic(plan, each.rank)))]
         return hash("meshwright"), facts
 
 

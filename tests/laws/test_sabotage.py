@@ -20,7 +20,7 @@ from framework.model import initial, stage
 from framework.model.initial import draw_unit, seed_for
 from framework.model.loss import TokenLoss, count_loss_tokens, token_loss
 from framework.parallel.zero import gradients
-from framework.parallel.zero.buffers import GradView, UnitBuffer
+from framework.parallel.zero.buffers import GradientState, MainGradView, UnitBuffer
 from framework.recipe.schema import Zero
 from framework.train import step
 from framework.train.stage import RankStage
@@ -73,24 +73,24 @@ def balance_each_microbatch_fully() -> Any:
 
 def keep_the_last_microbatch() -> Any:
     """A later microbatch's gradient replaces the former ones."""
-    whole = GradView.add
+    whole = MainGradView.add
 
-    def overwrite(place: GradView, gradient: Tensor) -> None:
-        place.is_written = False
+    def overwrite(place: MainGradView, gradient: Tensor) -> None:
+        place.state = GradientState.REDUCED
         whole(place, gradient)
 
-    return patch.object(GradView, "add", overwrite)
+    return patch.object(MainGradView, "add", overwrite)
 
 
 def forget_the_head_of_a_tied_weight() -> Any:
     """A tied embedding gets the gradient of its use as an embedding only."""
-    whole = GradView.add_matmul
+    whole = MainGradView.add_matmul
 
-    def without_head(place: GradView, left: Tensor, right: Tensor) -> None:
+    def without_head(place: MainGradView, left: Tensor, right: Tensor) -> None:
         if "embed" not in place._slot.name:
             whole(place, left, right)
 
-    return patch.object(GradView, "add_matmul", without_head)
+    return patch.object(MainGradView, "add_matmul", without_head)
 
 
 def send_no_gradients() -> Any:

@@ -14,12 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.comm.algorithms import Pending
+from framework.comm.algorithms import ExposedCommunication, Pending
 from framework.parallel.zero import gradients, parameters
-from framework.parallel.zero.buffers import BufferPool, UnitBuffer
-from framework.parallel.zero.exposed_communication import ExposedCommunication
+from framework.parallel.zero.buffers import BufferPool, GradientState, UnitBuffer
 from framework.parallel.zero.gradients import GradientSync
-from framework.parallel.zero.order import UnitOrder
+from framework.parallel.zero.hooks import UnitOrder
 from framework.parallel.zero.parameters import ParameterSync
 from framework.recipe.schema import Zero
 from tests.families import family
@@ -168,7 +167,7 @@ def leave_unwritten_gradients() -> AbstractContextManager[Any]:
 
     def reduce(sync: GradientSync, buffer: UnitBuffer) -> None:
         for grad_view in buffer.grad_views.values():
-            grad_view.is_written = True
+            grad_view.state = GradientState.WRITTEN
         whole_reduce(sync, buffer)
 
     return patch.object(GradientSync, "_reduce", reduce)

@@ -11,13 +11,13 @@ from unittest.mock import patch
 
 import pytest
 
+from framework.comm.algorithms import ExposedCommunication
 from framework.comm.connect import Mesh
 from framework.errors import NumericsError
-from framework.parallel.pipeline.execute import Links
+from framework.parallel.pipeline.execute import StageLinks
 from framework.parallel.tensor.regions import RegionCall
-from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.gradients import GradientSync
-from framework.parallel.zero.order import UnitOrder
+from framework.parallel.zero.hooks import UnitOrder
 from framework.parallel.zero.parameters import ParameterSync
 from framework.train import step
 from framework.train.step import run_alone
@@ -73,7 +73,7 @@ def a_unit_is_read_before_it_has_come() -> AbstractContextManager[Any]:
 
 
 def a_hidden_state_is_read_before_it_has_come() -> AbstractContextManager[Any]:
-    return patch.object(Links, "take", lambda self, action: self._arriving.pop(action)[0])
+    return patch.object(StageLinks, "take", lambda self, action: self._arriving.pop(action)[0])
 
 
 def a_gradient_is_read_before_it_is_summed() -> AbstractContextManager[Any]:
@@ -124,9 +124,9 @@ def one_rank_gathers_two_units_in_another_order() -> Iterator[None]:
 
 @contextmanager
 def one_rank_sends_two_messages_in_another_order() -> Iterator[None]:
-    start, kept = Links.start, []
+    start, kept = StageLinks.start, []
 
-    def swap(self: Links, actions: Any, outputs: Any) -> None:
+    def swap(self: StageLinks, actions: Any, outputs: Any) -> None:
         if threading.current_thread().name != "rank 0" or len(kept) == 2:
             start(self, actions, outputs)
             return
@@ -135,7 +135,7 @@ def one_rank_sends_two_messages_in_another_order() -> Iterator[None]:
             for each in reversed(kept):
                 start(self, each, outputs)
 
-    with patch.object(Links, "start", swap):
+    with patch.object(StageLinks, "start", swap):
         yield
 
 

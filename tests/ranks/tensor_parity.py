@@ -17,16 +17,15 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
-from framework.mesh.topology import Topology
+from framework.mesh.topology import Axis, Topology
 from framework.model.chunked_loss import ChunkedLoss
 from framework.model.load import build_meta, choose_experts
-from framework.model.load_balancing import Routers, find_load_balancing_loss
 from framework.model.logit_map import find_logit_map
 from framework.model.loss import IGNORE, Loss, TokenLoss, count_loss_tokens
-from framework.model.routed_tokens import RoutedTokens
+from framework.model.probe import find_load_balancing_loss
+from framework.model.routers import RoutedTokens, Routers
 from framework.model.stage import StageBounds
 from framework.model.units import find_units, set_parameter, tied_names
 from framework.parallel.experts import split_experts

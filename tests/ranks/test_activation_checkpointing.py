@@ -8,8 +8,8 @@ import pytest
 
 from framework.comm.connect import connect
 from framework.model.load import build_meta
-from framework.plan.operations import find_operations
 from framework.plan.plan import Plan, make_plan
+from framework.plan.policies import find_operations
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.train.build import build
 from framework.train.step import train_step

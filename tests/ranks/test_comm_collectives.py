@@ -59,7 +59,7 @@ def compare_all(rank, world, rendezvous):
         collectives.broadcast(x, axis, source=world - 1)
         assert torch.equal(x, xs[-1]), dtype
     collectives.barrier(axis)
-    assert collectives.gather_objects({"rank": rank}, axis) == [{"rank": r} for r in range(world)]
+    assert collectives.all_gather_object({"rank": rank}, axis) == [{"rank": r} for r in range(world)]
     mesh.close()
 
 

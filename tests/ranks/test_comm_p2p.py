@@ -6,8 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import framework.comm.connect
-from framework.comm import collectives, ledger, p2p
+from framework.comm import collectives, ledger, meeting, p2p
 from framework.comm.connect import connect
 from framework.comm.objects import gather_object
 from framework.mesh.topology import Topology
@@ -83,8 +82,8 @@ def test_a_rank_is_not_its_own_peer(pool, world):
 def wait_for_a_late_peer(rank, world, rendezvous):
     """Body: rank 1 comes to each message 1.5 s late, though the groups were connected with a time-out of 1 s."""
     with (
-        patch.object(framework.comm.connect, "CONNECT_S", 1.0),
-        patch.object(framework.comm.connect, "CONNECT_S_PER_RANK", 0.0),
+        patch.object(meeting, "CONNECT_S", 1.0),
+        patch.object(meeting, "CONNECT_S_PER_RANK", 0.0),
     ):
         mesh = connect(Topology(dp=world), torch.device("cpu"), rendezvous, rank, timeout_s=60)
     axis, mine = mesh.axis("world"), torch.full((2,), float(rank))

@@ -343,7 +343,7 @@ def test_whatever_communicates_is_outside_the_compiler() -> None:
     ]
     through = {"all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "start_send", "start_receive"}
     doors = [function for function in functions if function.__name__ not in through]
-    assert {"start_all_reduce", "exchange", "gather_objects"} <= {door.__name__ for door in doors}
+    assert {"start_all_reduce", "exchange", "all_gather_object"} <= {door.__name__ for door in doors}
     traced = [door.__name__ for door in (*doors, Pending.advance) if not getattr(door, "_torchdynamo_disable", False)]
     assert not traced
 

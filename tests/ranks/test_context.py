@@ -16,8 +16,7 @@ from framework.comm.collectives import all_gather
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch, cut_context
 from framework.plan.plan import make_plan
-from framework.recipe.context_rules import has_tokens_everywhere
-from framework.recipe.derive import context_degrees
+from framework.recipe.derive import context_degrees, has_tokens_everywhere
 from framework.recipe.schema import Batch, Memory, Parallel, Pipeline, Recipe, Zero
 from framework.train.build import build
 from framework.train.stage import StepInputs

@@ -21,10 +21,11 @@ from framework.parallel.context import key_values, ulysses
 from framework.parallel.context.attention import ContextAttention
 from framework.parallel.context.block_attention import AttentionBlock, BlockAttention
 from framework.parallel.context.kernels import Result
-from framework.parallel.context.visible_rows import Scores, visible_pairs
+from framework.parallel.context.visible_rows import Scores
 from tests.grid import few_of
 from tests.ranks.pool import RankPool
 from tests.ranks.test_tensor_memory import peak_of
+from tests.visible_pairs import visible_pairs
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-12

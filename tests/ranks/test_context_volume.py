@@ -10,11 +10,13 @@ import torch
 from framework.comm.connect import connect
 from framework.plan.context import AttentionShape, ContextCost, ContextMethod
 from framework.plan.plan import make_plan
+from framework.plan.traffic import measure_traffic
 from framework.recipe.schema import Memory, Parallel, Recipe, Zero
 from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import family
+from tests.planned import kept_activations
 from tests.ranks.parity import CPU, small_recipe, topology_of
 from tests.ranks.parity import Case as ParityCase
 from tests.ranks.pool import RankPool
@@ -121,7 +123,7 @@ def test_a_step_sends_and_keeps_what_was_planned(pool: RankPool, labels: tuple[s
         plan = make_plan(recipe, case.config)
         for rank, found in enumerate(by_rank):
             sent, kept = found[label]
-            assert sent == plan.traffic(rank)["cp"] > 0, label
+            assert sent == measure_traffic(plan, rank)["cp"] > 0, label
             if recipe.memory.activation_checkpointing == "none":  # of others' layers these hooks see the inputs only
-                planned = plan.memory(rank).held["activations"] - plan.activations.chunk_bytes
+                planned = kept_activations(plan, rank) - plan.activations.chunk_bytes
                 assert kept == pytest.approx(planned, rel=0.01), label

@@ -15,7 +15,7 @@ from torch import Tensor
 from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import connect
 from framework.errors import EXIT_FAILED, DriftError
-from framework.model.buffers import persistent_buffers
+from framework.model.initial import persistent_buffers
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Model, Parallel, Pipeline, Recipe, Zero

@@ -17,9 +17,9 @@ from framework.comm.connect import Mesh, connect
 from framework.mesh.context import ContextSlices
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology
-from framework.model import load_balancing
-from framework.model.load_balancing import Routers, find_load_balancing_loss, find_routers
-from framework.model.routed_tokens import RoutedTokens
+from framework.model import routers
+from framework.model.probe import find_load_balancing_loss
+from framework.model.routers import RoutedTokens, Routers, find_routers
 from tests.families import build_config, family
 from tests.grid import few_of
 from tests.ranks.pool import RankPool
@@ -113,7 +113,7 @@ def count_padding() -> AbstractContextManager[Any]:
 
 
 def keep_own_sums() -> AbstractContextManager[Any]:
-    return patch.object(load_balancing, "reduce_from", lambda x, axis: x)
+    return patch.object(routers, "reduce_from", lambda x, axis: x)
 
 
 @pytest.mark.parametrize("topology", few_of(LAYOUTS, SHOWN.__contains__), ids=str)

@@ -9,7 +9,7 @@ import pytest
 
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
-from framework.parallel.pipeline.execute import Links
+from framework.parallel.pipeline.execute import StageLinks
 from framework.parallel.zero import gradients
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel, Pipeline, Recipe, Zero
@@ -47,9 +47,9 @@ def log_messages(rank: int, world: int, rendezvous: str, case: Case) -> tuple[li
     (recipe,) = case.layouts.values()
     started: list[str] = []
     labels: list[str] = []
-    start, reduce = Links.start, gradients.start_all_reduce
+    start, reduce = StageLinks.start, gradients.start_all_reduce
 
-    def start_logged(links: Links, actions: Any, outputs: Any) -> None:
+    def start_logged(links: StageLinks, actions: Any, outputs: Any) -> None:
         started.extend("message" for _ in actions)
         start(links, actions, outputs)
 
@@ -62,7 +62,7 @@ def log_messages(rank: int, world: int, rendezvous: str, case: Case) -> tuple[li
     mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
     run = build(make_plan(recipe, case.config), mesh)
     microbatches = share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh)
-    with patch.object(Links, "start", start_logged), patch.object(gradients, "start_all_reduce", reduce_logged):
+    with patch.object(StageLinks, "start", start_logged), patch.object(gradients, "start_all_reduce", reduce_logged):
         train_step(run, microbatches, 0, 1e-3)
     mesh.close()
     return started, labels

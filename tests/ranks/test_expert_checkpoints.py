@@ -17,7 +17,7 @@ from framework.checkpoint.folder import committed_name
 from framework.checkpoint.load import Reader
 from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import connect
-from framework.launch.export import _read_units
+from framework.commands.trained_model import _read_units
 from framework.model.load import build_meta
 from framework.model.safetensors_files import LazyFiles
 from framework.model.units import find_units

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from framework.comm.connect import connect
-from framework.model.expert_load import ExpertLoad, MixtureLoad, read_loads
 from framework.model.load import choose_experts
-from framework.model.mixtures import Mixture, find_mixtures
-from framework.model.routed_tokens import RoutedTokens
+from framework.model.mixtures import ExpertLoad, Mixture, MixtureLoad, find_mixtures, read_loads
+from framework.model.routers import RoutedTokens
 from framework.model.units import find_units
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero

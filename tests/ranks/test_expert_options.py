@@ -10,8 +10,8 @@ from torch import Tensor
 
 from framework.comm.connect import connect
 from framework.mesh.topology import Topology
-from framework.model.capacity import Capacity
-from framework.parallel.experts.passage import Journey, Route
+from framework.model.experts import Capacity
+from framework.parallel.experts.exchange import DispatchedRows, ExpertRoute
 from framework.parallel.experts.shared import SharedExperts
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Model, Parallel, Pipeline, Recipe, Zero
@@ -139,9 +139,9 @@ def record_order(rank: int, world: int, rendezvous: str) -> list[str]:
         return patch.object(owner, method, noted)
 
     with (
-        note(Journey, "depart", "depart"),
+        note(DispatchedRows, "depart", "depart"),
         note(SharedExperts, "compute_ahead", "shared"),
-        note(Journey, "arrive", "arrive"),
+        note(DispatchedRows, "arrive", "arrive"),
     ):
         run_layout(make_plan(recipe, case.config), case.batches()[:1], mesh)
     mesh.close()
@@ -155,7 +155,7 @@ def test_shared_experts_are_computed_while_rows_travel(pool: RankPool) -> None:
 def count_two_hops(rank: int, world: int, rendezvous: str) -> tuple[dict[str, int], dict[str, int], list[float]]:
     """Body: bytes over each hop of rows that are spread evenly, and what comes back of them."""
     mesh = connect(Topology(dp=4, ep=4, ep_inner=2), CPU, rendezvous, rank)
-    route = Route([mesh.axis("ep_inner"), mesh.axis("ep_outer")])
+    route = ExpertRoute([mesh.axis("ep_inner"), mesh.axis("ep_outer")])
     keys = route.sort_keys(8, CPU)
     assert keys is not None
     ids = torch.arange(8).repeat(2)
@@ -164,7 +164,7 @@ def count_two_hops(rank: int, world: int, rendezvous: str) -> tuple[dict[str, in
     before = {name: dict(mesh.axis(name).traffic.bytes) for name in ("ep_inner", "ep_outer")}
     (passage,) = route.plan([counts])
     sizes = {name: mesh.axis(name).traffic.bytes["all_to_all"] for name in before}
-    journey = Journey(passage)
+    journey = DispatchedRows(passage)
     journey.depart(ids[order].unsqueeze(1).double() + 100 * rank)
     arrived = journey.arrive()
     # Each rank has the rows of its two experts from all four ranks, in the order of the experts.

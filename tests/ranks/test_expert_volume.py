@@ -21,7 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from framework.comm import ledger
 from framework.comm.connect import connect
-from framework.model.routed_tokens import RoutedTokens
+from framework.model.routers import RoutedTokens
 from framework.plan.plan import make_plan
 from framework.recipe.derive import derive
 from framework.recipe.schema import Memory, Parallel, Recipe

@@ -12,6 +12,7 @@ from framework.comm.connect import connect
 from framework.model.fp8 import Fp8Matmul, Scaling
 from framework.model.matmul import MatmulLinear
 from framework.plan.plan import make_plan
+from framework.plan.traffic import measure_traffic
 from framework.recipe.schema import Memory, Parallel, Pipeline, Precision, Recipe, Zero
 from framework.train.build import build
 from framework.train.step import train_step
@@ -136,7 +137,7 @@ def gather(
             before = ledger.snapshot(mesh)
             train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, 1e-3)
         moved = ledger.difference(ledger.snapshot(mesh), before)["shard"]
-        sent[label] = moved["all_gather"][1], plan.traffic(rank)["gathers"]
+        sent[label] = moved["all_gather"][1], measure_traffic(plan, rank)["gathers"]
         mesh.close()
     return evidence, sent
 

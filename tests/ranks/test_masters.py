@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from framework.comm.connect import connect
-from framework.optim import masters
+from framework.optim import states
 from framework.parallel.zero.replicas import find_drift
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel, Pipeline, Precision, Recipe, Zero
@@ -80,8 +80,8 @@ def train_replicas(rank: int, world: int, rendezvous: str, case: Case, draws_by_
     def draw(key: tuple[Any, ...], *rest: Any) -> None:
         whole((*key, rank) if draws_by_rank else key, *rest)
 
-    whole = masters.draw_bits
-    with patch.object(masters, "draw_bits", draw):
+    whole = states.draw_bits
+    with patch.object(states, "draw_bits", draw):
         for step, batch in enumerate(case.batches()):
             train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, 1e-2)
     found = find_drift(run.buffers)

@@ -131,7 +131,7 @@ def find_budget(recipe: Recipe, config: PretrainedConfig) -> float | None:
         make_plan(replace(recipe, memory=replace(recipe.memory, activation_checkpointing=policy)), config)  # type: ignore[arg-type]
         for policy in ("none", "full")
     ]
-    return max(sum(plan.memory(rank).total for plan in plans) / len(plans) for rank in range(WORLD)) / GB
+    return max(sum(plan.memory(rank).reserved for plan in plans) / len(plans) for rank in range(WORLD)) / GB
 
 
 def may_meet(
@@ -145,7 +145,7 @@ def may_meet(
     mesh: str,
     zero: Zero,
 ) -> bool:
-    """Whether a recipe of these is not refused (`recipe/memory_rules.py`)."""
+    """Whether a recipe of these is not refused (`recipe/layout_rules.py`)."""
     is_on_disk = states[1] == "disk"
     if activations and (is_on_disk or policy not in ("none", "full")):
         return False

@@ -224,13 +224,13 @@ def leave_parameters_as_they_were() -> AbstractContextManager[Any]:
 
 def send_before_the_sum() -> AbstractContextManager[Any]:
     """A gradient is on its way to the host while replicas are still summed into it."""
-    start = GradientSync._start_replica_sums
+    sums = GradientSync._sum_replicas
 
-    def hasty(sync: GradientSync, buffer: UnitBuffer) -> None:
+    def hasty(sync: GradientSync, buffer: UnitBuffer) -> Any:
         buffer.start_delivery()
-        start(sync, buffer)
+        yield from sums(sync, buffer)
 
-    with_it = patch.object(GradientSync, "_start_replica_sums", hasty)
+    with_it = patch.object(GradientSync, "_sum_replicas", hasty)
     without = patch.object(GradientSync, "_sum_next", _sum_without_delivery)
     return _both(with_it, without)
 

@@ -101,10 +101,10 @@ def check_bytes(run: Run, plan: Plan) -> None:
     """Of what is offloaded the host has the ring, and the disk the rest: as the plan says, byte for byte."""
     planned = plan.memory(run.mesh.rank)
     if run.disk is None:
-        assert planned.on_disk == sum(planned.on_host.values()) == 0
+        assert planned.disk == planned.host == 0
         return
-    assert planned.on_disk == run.disk.file.num_bytes == run.disk.file.path.stat().st_size
-    assert sum(planned.on_host.values()) == run.disk.host_bytes
+    assert planned.disk == run.disk.file.num_bytes == run.disk.file.path.stat().st_size
+    assert planned.host == run.disk.host_bytes
     assert not sum(buffer.master.nbytes for buffer in run.buffers if buffer.is_trained)
     assert planned.held["master"] == planned.held["optimizer"] == 0
 

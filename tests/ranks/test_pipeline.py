@@ -19,8 +19,8 @@ from framework.comm.connect import connect
 from framework.comm.p2p import start_receive, start_send
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology
-from framework.parallel.pipeline.actions import Action, Kind
-from framework.parallel.pipeline.execute import ActivationSpec, Links
+from framework.parallel.pipeline.actions import Action, ActionKind
+from framework.parallel.pipeline.execute import ActivationSpec, StageLinks
 from framework.parallel.pipeline.lower import lower
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Timed, needs, unit_costs
@@ -175,10 +175,10 @@ def take_one_by_one(rank: int, world: int, rendezvous: str) -> tuple[float, ...]
     mesh = connect(Topology(pp=world), CPU, rendezvous, rank, timeout_s=20)
     axis, word = mesh.axis("pp"), torch.zeros(1)
     lowered = lower(make_schedule("gpipe", world, 2), unit_costs(world))
-    links = Links(axis, lowered, ActivationSpec(TokenLayout(1, 2, axis.axis), 3, 0, torch.float32, CPU))
+    links = StageLinks(axis, lowered, ActivationSpec(TokenLayout(1, 2, axis.axis), 3, 0, torch.float32, CPU))
     taken = []
     if rank == 0:
-        receives = [Action(0, Kind.RECEIVE_GRADIENT, microbatch) for microbatch in range(2)]
+        receives = [Action(0, ActionKind.RECEIVE_GRADIENT, microbatch) for microbatch in range(2)]
         links.start(receives, {})
         for receive in receives:
             (gradient,) = links.take(receive)
@@ -186,7 +186,7 @@ def take_one_by_one(rank: int, world: int, rendezvous: str) -> tuple[float, ...]
             start_send(word, axis, 1).wait()
     else:
         for microbatch in range(2):
-            send = Action(1, Kind.SEND_GRADIENT, microbatch)
+            send = Action(1, ActionKind.SEND_GRADIENT, microbatch)
             links.start([send], {send: (torch.full((1, 2, 3), float(microbatch)),)})
             start_receive(word, axis, 0).wait()
     links.finish()

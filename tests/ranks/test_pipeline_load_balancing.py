@@ -12,8 +12,7 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
-from framework.model.load_balancing import Routers
-from framework.model.routed_tokens import RoutedTokens
+from framework.model.routers import RoutedTokens, Routers
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from tests.laws.sabotage import Sabotage, errors_of
 from tests.ranks.parity import Case, assert_equal, small_recipe

@@ -15,7 +15,7 @@ from framework.checkpoint.load import Reader
 from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import connect
 from framework.model.weights import read_weights
-from framework.optim.schedules import learning_rate
+from framework.optim.groups import learning_rate
 from framework.parallel.zero import load_parameters
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Model, Recipe, Zero

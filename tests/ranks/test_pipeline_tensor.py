@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import framework.plan.stage
-from framework.comm.collectives import gather_objects
+from framework.comm.collectives import all_gather_object
 from framework.comm.connect import connect
-from framework.mesh.axis import Axis
 from framework.mesh.token_layout import TokenLayout
+from framework.mesh.topology import Axis
 from framework.parallel.pipeline.execute import ActivationSpec
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
@@ -117,7 +117,7 @@ def count_seeds(rank: int, rendezvous: str, case: Case) -> dict[str, int]:
     }.items():
         module.register_forward_pre_hook(partial(note, place))
     train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 0.0)
-    everywhere = gather_objects(seeds, mesh.axis("tp"))
+    everywhere = all_gather_object(seeds, mesh.axis("tp"))
     mesh.close()
     return {place: len({each[place] for each in everywhere}) for place in seeds}
 

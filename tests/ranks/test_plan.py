@@ -18,6 +18,7 @@ from framework.errors import EXIT_DONE, EXIT_MEMORY
 from framework.plan.plan import make_plan
 from framework.plan.plan_command import plan_command
 from framework.plan.plan_text import Wanted
+from framework.plan.traffic import measure_traffic
 from framework.recipe.compose import compose
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.train.build import build
@@ -25,6 +26,7 @@ from framework.train.step import Run, train_step
 from framework.verify.layout import share
 from tests.families import build_config, family
 from tests.grid import few_of
+from tests.planned import held_by_buffers, kept_activations
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 
@@ -110,12 +112,12 @@ def test_planned_bytes_are_allocated_and_sent(pool: RankPool, name: str, tied: b
         for rank, measured in enumerate(by_rank):
             allocated, sent = measured[label]
             plan = make_plan(recipe, case.config)
-            planned = plan.memory(rank).held
+            planned = held_by_buffers(plan, rank)
             # Full optimizer states leave out the padding that the last rank holds; those of few bits are exact.
             within = 0.02 if recipe.precision.moments == "fp32" else 0
             assert allocated.pop("optimizer") == pytest.approx(planned["optimizer"], rel=within), label
             assert allocated == {kind: planned[kind] for kind in KINDS if kind != "optimizer"}, label
-            assert sent == sum(plan.traffic(rank).values()), label
+            assert sent == sum(measure_traffic(plan, rank).values()), label
 
 
 def measure_numbers(rank: int, world: int, rendezvous: str, recipe: Recipe) -> tuple[ledger.Reading, int]:
@@ -203,13 +205,13 @@ def test_rows_sent_to_experts_are_planned_for_a_uniform_router(pool: RankPool, c
     recipe = small_recipe("fp32", 2, 2, 8, None, Zero(stage=0), Parallel(ep=2))
     recipe = replace(recipe, batch=replace(recipe.batch, context=64), memory=Memory(checkpointing, compile="never"))  # type: ignore[arg-type]
     plan = make_plan(recipe, Case("", family("mixtral"), {"": recipe}, {"num_hidden_layers": 2}).config)
-    planned = plan.traffic(0)["ep"]
+    planned = measure_traffic(plan, 0)["ep"]
     hidden, pairs = plan.whole.config.hidden_size, 2 * 2 * 64 * 2
     if checkpointing == "none":
         # Two layers; rows of fp32 there and back, twice; in each microbatch the numbers of 4 experts, int64.
         assert planned == 2 * (4 * pairs * hidden * 4 + 2 * 4 * 8) // 2
     assert sum(pool.run(2, measure_rows, recipe)) / 2 == pytest.approx(planned, rel=0.05)
-    assert make_plan(replace(recipe, parallel=Parallel()), plan.config).traffic(0)["ep"] == 0
+    assert measure_traffic(make_plan(replace(recipe, parallel=Parallel()), plan.config), 0)["ep"] == 0
 
 
 def measure_experts(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, tuple[dict[str, int], int, int]]:
@@ -246,7 +248,7 @@ def test_a_rank_holds_its_part_of_the_experts_and_of_that_what_zero_leaves(pool:
         shards = 4 // ep if stage else 1
         for rank, measured in enumerate(by_rank):
             allocated, parameters, masters = measured[label]
-            planned = plan.memory(rank).held
+            planned = held_by_buffers(plan, rank)
             assert allocated.pop("optimizer") == pytest.approx(planned["optimizer"], rel=0.02), label
             assert allocated == {kind: planned[kind] for kind in KINDS if kind != "optimizer"}, label
             assert parameters == 2 * experts // ep // (shards if stage == 3 else 1), label
@@ -321,8 +323,8 @@ def test_a_pipeline_keeps_and_sends_what_was_planned(pool: RankPool, label: str)
     plan = make_plan(PIPELINES[label], case.config)
     for rank in plan.topology.ranks("pp", 0):
         kept, sent = by_rank[rank][label]
-        assert sent == plan.traffic(rank)["pp"], rank
-        planned = plan.memory(rank).held["activations"]
+        assert sent == measure_traffic(plan, rank)["pp"], rank
+        planned = kept_activations(plan, rank)
         assert kept == pytest.approx(planned, rel=0.1) or (label == "zbv" and kept < planned), rank
 
 

@@ -15,11 +15,10 @@ from transformers import AutoModelForCausalLM
 from framework.checkpoint.folder import committed_name
 from framework.checkpoint.load import Reader
 from framework.comm.connect import connect
-from framework.launch.export import _read, _read_units
-from framework.model import expert_load
-from framework.model.expert_load import ExpertLoad
+from framework.commands.trained_model import _read, _read_units
+from framework.model import mixtures
 from framework.model.load import build_meta
-from framework.model.mixtures import find_mixtures
+from framework.model.mixtures import ExpertLoad, find_mixtures
 from framework.model.units import find_units
 from framework.model.weights import write_weights
 from framework.plan.plan import make_plan
@@ -128,7 +127,7 @@ def test_a_bias_survives_a_change_of_layout_and_is_exported_bit_by_bit(
 
 def count_one_rank() -> AbstractContextManager[Any]:
     """Each rank moves by the loads of its own tokens."""
-    return patch.object(expert_load, "all_reduce", lambda x, axis, label: None)
+    return patch.object(mixtures, "all_reduce", lambda x, axis, label: None)
 
 
 def count_one_microbatch() -> AbstractContextManager[Any]:

@@ -3,7 +3,7 @@
 import torch
 
 from framework.comm.connect import connect
-from framework.comm.streams import pass_bytes
+from framework.comm.p2p import pass_bytes
 from framework.mesh.topology import Topology
 
 

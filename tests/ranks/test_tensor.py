@@ -13,13 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
-from framework.comm.collectives import gather_objects
+from framework.comm.collectives import all_gather_object
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.errors import ModelError, TopologyError
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
-from framework.mesh.topology import Topology
+from framework.mesh.topology import Axis, Topology
 from framework.model.load import build_meta
 from framework.model.loss import TokenLoss
 from framework.model.shrink import shrink
@@ -296,7 +295,7 @@ def drop(tp: Communicator, sequence: bool, checkpoints: bool) -> tuple[Any, ...]
         checkpoint_activations(block)
     torch.manual_seed(1)
     output = model(input_ids=torch.arange(TOKENS)[None] + 3).logits
-    everywhere = list(zip(*gather_objects((states[0], inside[0], behind[0]), tp), strict=True))
+    everywhere = list(zip(*all_gather_object((states[0], inside[0], behind[0]), tp), strict=True))
     output.sum().backward()
     return *everywhere[:2], blocks[0].mlp.c_fc.weight.grad, everywhere[2]
 

@@ -18,9 +18,8 @@ from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology
 from framework.parallel.tensor import async_tp
 from framework.parallel.tensor.async_tp import AsyncGather, AsyncGatherTensor
-from framework.parallel.tensor.borders import make_border
+from framework.parallel.tensor.borders import ShardedTokens, make_border
 from framework.parallel.tensor.regions import Region
-from framework.parallel.tensor.sharded_tokens import ShardedTokens
 from tests.families import family
 from tests.ranks.pool import RankFailure, RankPool
 from tests.ranks.tensor_parity import CPU, TensorCase

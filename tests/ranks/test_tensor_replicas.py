@@ -1,6 +1,7 @@
 """Replicas: what tensor-parallel ranks hold alike is bitwise equal after 20 steps, and a drift does not go unseen."""
 
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import framework.train.rank
 from framework.comm.connect import connect
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE, DriftError
-from framework.parallel.zero.gradients import Bucket, GradientSync
+from framework.parallel.zero.buffers import UnitBuffer
+from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.replicas import find_drift
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
@@ -36,8 +38,11 @@ WORLD = 4
 def forget_tp() -> Any:
     """Gradients are not summed over tp: law 1 without its line."""
 
-    def without(sync: GradientSync, bucket: Bucket) -> Any:
-        yield from whole(sync, replace(bucket, partial=tuple(axis for axis in bucket.partial if axis.name != "tp")))
+    def without(sync: GradientSync, buffer: UnitBuffer) -> Any:
+        axes, other = buffer.plan.axes, copy(buffer)
+        axes = replace(axes, partial=tuple(axis for axis in axes.partial if axis.name != "tp"))
+        other.plan = replace(buffer.plan, axes=axes)
+        yield from whole(sync, other)
 
     whole = GradientSync._sum_replicas
     return patch.object(GradientSync, "_sum_replicas", without)

@@ -16,8 +16,8 @@ from transformers import PretrainedConfig
 
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout as TensorLayout
+from framework.mesh.topology import Axis
 from framework.model.load import build_meta
 from framework.model.precision import DTYPES
 from framework.model.units import Unit, find_units

@@ -11,12 +11,12 @@ from torch import Tensor
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.errors import LayoutError
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
+from framework.mesh.topology import Axis
 from framework.model.load import build_meta
 from framework.model.units import Unit, find_units
-from framework.optim.contract import FlatShard, ShardGroup
 from framework.optim.optimizers import FlatOptimizer
+from framework.optim.update_rules import FlatShard, ShardGroup
 from framework.parallel.zero.buffers import UnitBuffer, make_buffers
 from framework.parallel.zero.gradients import REDUCTIONS_IN_FLIGHT
 from framework.parallel.zero.lifetimes import Home, Homes, lifetimes_of
@@ -28,6 +28,7 @@ from framework.train.step import Run, train_step
 from framework.verify.layout import share
 from tests.families import build_config, family
 from tests.grid import few_of
+from tests.planned import held_by_buffers
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 
@@ -268,7 +269,9 @@ def test_units_that_travel_together_stay_under_the_plan(pool: RankPool, changes:
         )
         for (label, zero), together, count in product(BUCKETS.items(), (2, 4, 20), (1, 3))
     }
-    planned = {label: make_plan(recipe, case.config).memory(0).held["gathered"] for label, recipe in layouts.items()}
+    planned = {
+        label: held_by_buffers(make_plan(recipe, case.config), 0)["gathered"] for label, recipe in layouts.items()
+    }
     for found in pool.run(2, measure_peaks, replace(case, layouts=layouts), timeout_s=120):
         for label, (parameters, gradients) in found.items():
             gathered = parameters if "stage 3" in label else 0

@@ -21,7 +21,7 @@ import torch
 from framework.checkpoint.commit import newest_checkpoint
 from framework.checkpoint.load import Reader
 from framework.checkpoint.storage import checkpoints_of
-from framework.launch.export import _read
+from framework.commands.trained_model import _read
 from tests import tiny_run
 from tests.unit.test_track_wandb import steps_in_wandb
 

@@ -16,28 +16,28 @@ from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
-from framework.mesh.axis import Axis
 from framework.mesh.token_layout import TokenLayout
+from framework.mesh.topology import Axis
 from framework.model.flops import attention_masks
 from framework.model.stage import StageBounds
-from framework.parallel.pipeline.live import live_moments
+from framework.parallel.pipeline.lower import live_moments
 from framework.parallel.tensor.borders import ReplicatedBorder
 from framework.parallel.tensor.regions import RegionCall
 from framework.parallel.zero.buffers import DeferredGradients
-from framework.plan.activation_peaks import find_peaks
+from framework.plan.activation_peaks import MomentTable
 from framework.plan.activations import Activations
 from framework.plan.cluster import Cluster
 from framework.plan.forecast_memory import forecast_memory
-from framework.plan.memory_moments import moments_of
 from framework.plan.plan import Plan, make_plan
 from framework.plan.policies import uniform
-from framework.plan.settings import Settings, chosen_counts, planned_candidate
+from framework.plan.settings import Settings
 from framework.plan.shape import make_shape
 from framework.recipe.schema import Batch, Launch, Memory, Model, Parallel, Precision, Recipe, Zero
 from framework.train.build import build
 from framework.train.stage import StepInputs
 from scripts.bench.foresight_memory import FAMILIES, WIDTHS, compare, count
 from tests.families import build_config, family
+from tests.planned import held_by_buffers, moments_of
 from tests.ranks.parity import CPU, topology_of
 
 CONTEXT = 96
@@ -137,11 +137,12 @@ def test_messages_of_uneven_stages_are_foretold_in_the_order_in_which_they_leave
     batch = replace(recipe.batch, sequences_per_step=16)
     recipe = replace(recipe, batch=batch, parallel=Parallel(pp=2), launch=replace(recipe.launch, ranks=2))
     plan = make_plan(recipe, build_config(family("llama"), **recipe.model.config))
-    settings, shape = Settings.of(recipe), make_shape(plan.config, recipe)
-    found = forecast_memory(shape, planned_candidate(plan), settings, Cluster.from_recipe(recipe), chosen_counts(plan))
+    shape, settings = make_shape(plan.config, recipe), Settings.of(recipe)
+    found = forecast_memory(shape, plan.candidate, settings, Cluster.from_recipe(recipe))
     stage = plan.activations.of_stage(plan.pipeline.stages[0], uniform("none", 2))
-    planned = find_peaks(live_moments(plan.pipeline.lowered(8), 0), {0: stage})["forward"].between
-    even = find_peaks(moments_of("1f1b", 2, 1, 8)[0], {0: stage})["forward"].between
+    planned = MomentTable.of(live_moments(plan.pipeline.lowered(8), 0)).find_peaks({0: stage})["forward"].between
+    even = MomentTable.of(moments_of("1f1b", 2, 1, 8)[0]).find_peaks({0: stage})["forward"].between
+    assert found.stages[0] == plan.memory(0)
     assert found.stages[0].phases["forward"]["communication"] == planned != even
 
 
@@ -155,7 +156,7 @@ def test_moments_of_few_bits_are_compared_with_what_each_rank_plans() -> None:
         batch=replace(recipe.batch, sequences_per_step=10),
     )
     plan = make_plan(recipe, build_config(family("llama"), **recipe.model.config))
-    ranks = [(plan.memory(rank).held, [1]) for rank in range(5)]
+    ranks = [(held_by_buffers(plan, rank), [1]) for rank in range(5)]
     assert ranks[0][0]["optimizer"] != ranks[1][0]["optimizer"]
     assert compare(recipe, ranks).are_states_equal
     assert not compare(recipe, [ranks[0]] * 5).are_states_equal

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from framework.comm.communicator import Communicator
-from framework.comm.copy_stream import NO_VALUE, CopyPair, CopyStream
-from framework.mesh.axis import Axis
+from framework.comm.transfer import NO_VALUE, CopyPair, CopyStream
+from framework.mesh.topology import Axis
 from framework.parallel.activation_offload import ActivationOffload, LayerPass, choose_offloaded
 from scripts.bench.activation_offload import DIRECTIONS, Shares, ThreadCopyStream, length, merge, overlap
 from tests.gpu.trace import read_device_events, share_under

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.parallel.zero.bit_hash import ROW, BitHash
+from framework.parallel.zero.replicas import ROW, BitHash
 from framework.train.replicas import Difference, Witness, describe
 
 CPU = torch.device("cpu")

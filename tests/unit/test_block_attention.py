@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from framework.mesh.context import Interval
 from framework.parallel.context.block_attention import AttentionBlock, BlockAttention, check_kernel
 from framework.parallel.context.kernels import CpuFlash, Heads, Kernel, Result, TileKernel
-from framework.parallel.context.visible_rows import PieceKind, Scores, cut_pieces, find_pieces, visible_pairs
+from framework.parallel.context.visible_rows import PieceKind, Scores, cut_pieces, find_pieces
+from tests.visible_pairs import visible_pairs
 
 B, H, S, D = 2, 4, 64, 8
 Gradients = tuple[Tensor, Tensor, Tensor]

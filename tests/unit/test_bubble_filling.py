@@ -7,19 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.errors import ScheduleError
-from framework.parallel.pipeline import bubble_filling as filling
-from framework.parallel.pipeline.actions import Action, Kind, Schedule
-from framework.parallel.pipeline.bubble_filling import fill_bubbles
+from framework.parallel.pipeline import simulate as filling
+from framework.parallel.pipeline.actions import Action, ActionKind, Schedule
 from framework.parallel.pipeline.lower import RECEIVES, SENDS, lower
 from framework.parallel.pipeline.pipeline import forward_only
 from framework.parallel.pipeline.schedules import SCHEDULES, make_schedule
-from framework.parallel.pipeline.simulate import Costs, Timed, peak_live, simulate, unit_costs, validate
+from framework.parallel.pipeline.simulate import Costs, Timed, fill_bubbles, peak_live, simulate, unit_costs, validate
 from tests.unit.test_pipeline_schedules import assert_ends_even_if_messages_block, drawn_schedules
 
 LEAST_ROUNDING = 1 + 1e-9
 
 
-def without(schedule: Schedule, kind: Kind) -> list[tuple[Action, ...]]:
+def without(schedule: Schedule, kind: ActionKind) -> list[tuple[Action, ...]]:
     return [tuple(each for each in rank if each.kind is not kind) for rank in schedule.actions]
 
 
@@ -31,7 +30,7 @@ def test_filled_schedules_are_sound_and_take_no_longer(schedule: Schedule, data:
     costs = Costs(sizes, backwards, sizes, data.draw(st.sampled_from((0.0, 0.5))))
     filled = fill_bubbles(schedule, costs)
     validate(filled)
-    assert without(filled, Kind.VALIDATION) == list(schedule.actions)
+    assert without(filled, ActionKind.VALIDATION) == list(schedule.actions)
     assert simulate(filled, costs).length <= simulate(schedule, costs).length * LEAST_ROUNDING
     assert peak_live(filled) == peak_live(schedule)
     fewer = fill_bubbles(schedule, costs, min(filled.num_validation, 1))
@@ -66,9 +65,12 @@ def test_the_bubbles_of_1f1b_hold_some_and_those_of_equal_split_backwards_none()
 
 def test_what_comes_before_a_backward_of_its_stage_does_not_keep_parameters() -> None:
     """Between a forward and its backward a V gives the stage's parameters back, so both gather them."""
-    actions = tuple(Action(0, kind, at) for kind, at in ((Kind.FORWARD, 0), (Kind.VALIDATION, 1), (Kind.BACKWARD, 0)))
+    actions = tuple(
+        Action(0, kind, at)
+        for kind, at in ((ActionKind.FORWARD, 0), (ActionKind.VALIDATION, 1), (ActionKind.BACKWARD, 0))
+    )
     lowered = lower(Schedule("mine", 1, (0,), (actions,), 1), unit_costs(1), "microbatch", "step").ranks[0]
-    assert [each.kind.value for each in lowered if each.kind in (Kind.UNSHARD, Kind.RESHARD)] == [
+    assert [each.kind.value for each in lowered if each.kind in (ActionKind.UNSHARD, ActionKind.RESHARD)] == [
         "UNSHARD", "RESHARD", "UNSHARD", "RESHARD", "UNSHARD", "RESHARD",
     ]  # fmt: skip
 

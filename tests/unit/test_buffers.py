@@ -18,7 +18,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from framework.errors import ModelError
-from framework.model.buffers import build_buffers, persistent_buffers, set_buffers
+from framework.model.initial import build_buffers, persistent_buffers, set_buffers
 from framework.model.load import build_meta
 from framework.model.shrink import shrink
 from framework.parallel.zero.load_parameters import load_pretrained

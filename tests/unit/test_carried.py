@@ -10,12 +10,12 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from framework.cli import main
+from framework.commands.trained_model import load_model
 from framework.data.tokenize import save_tokenizer, train_bpe
 from framework.errors import EXIT_DONE, DataError, ModelError
-from framework.launch.export import load_model
 from framework.launch.settle import settle_tokens
+from framework.model.generate import add_end
 from framework.model.load import build_meta, load_config
-from framework.model.special_tokens import add_end
 from framework.model.weights import refuse_unwritable_configs
 from framework.plan.check import check_layout, check_weights
 from framework.recipe.compose import compose

@@ -35,10 +35,10 @@ from framework.comm.communicator import Communicator
 from framework.comm.transfer import Moment
 from framework.errors import CheckpointError
 from framework.lease import Lease
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, Shard
+from framework.mesh.topology import Axis
 from framework.optim import disk_chunks
-from framework.optim.disk_chunks import DiskShard, StateKind
+from framework.optim.disk_chunks import DiskShard, DiskState
 from framework.optim.disk_ring import DiskStates
 
 ALONE = Communicator(Axis("world", 1, 0))
@@ -226,7 +226,7 @@ def test_what_is_on_a_disk_is_saved_and_loaded_as_what_is_in_memory(tmp_path, mo
     """Byte for byte the same files, through memory for one entry; layouts of the two sides differ."""
     monkeypatch.setattr(disk_chunks, "CHUNK_BYTES", 1 << 14)
     shape, numel = (40, 250), 10_000
-    kinds = (StateKind("master", torch.float32), StateKind("exp_avg", torch.bfloat16))
+    kinds = (DiskState("master", torch.float32), DiskState("exp_avg", torch.bfloat16))
     tensors = {kind.name: content((numel,), kind.dtype) for kind in kinds}
     cuts = ((0, 3001), (3001, numel))
     with DiskStates(tmp_path / "run", "rank-0", [DiskShard(numel + 500, kinds)]) as states:

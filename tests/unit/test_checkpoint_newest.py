@@ -27,8 +27,8 @@ from framework.checkpoint.staging import Entry
 from framework.comm.communicator import Communicator
 from framework.errors import EXIT_FAILED, EXIT_USER, CheckpointError, StorageError
 from framework.lease import Lease
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
+from framework.mesh.topology import Axis
 
 ALONE = Communicator(Axis("world", 1, 0))
 NUMEL = 5_000

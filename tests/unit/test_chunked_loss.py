@@ -20,8 +20,9 @@ from framework.model.chunked_loss import ChunkedLoss
 from framework.model.load import build_meta, choose_experts
 from framework.model.logit_map import LogitMap, find_logit_map
 from framework.model.loss import IGNORE, Loss, TokenLoss, count_loss_tokens
-from framework.plan.logits import keep_chunked_loss
+from framework.parallel.zero.buffers import GradientState
 from framework.plan.plan import Plan, make_plan, unconnected
+from framework.plan.policies import keep_chunked_loss
 from framework.recipe.schema import Batch, Memory, Model, Parallel
 from framework.train.step import Run, train_step
 from framework.verify.evidence import keep_double, make_batches
@@ -217,7 +218,7 @@ def test_weights_left_for_later_are_those_of_a_whole_backward() -> None:
         if is_split:
             with LargestAllocation() as allocated:
                 left = stage.backward_input(edge, ())
-                assert not view.is_written
+                assert view.state is not GradientState.WRITTEN
                 stage.backward_weights(left, True)
             assert allocated.numel < NUM_TOKENS * WORDS["vocab_size"]
         else:

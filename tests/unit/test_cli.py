@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from framework import cli
+from framework.commands import sweep
 from framework.errors import EXIT_USER, MeshwrightError, NumericsError
-from framework.launch import sweep
-from framework.launch.subject import has_subject
+from framework.launch.resume import has_subject
 from framework.plan.plan_text import Wanted
 from framework.start import python_words
 from framework.verify.prepare import VerifyOptions
@@ -49,6 +49,9 @@ def rooms(monkeypatch):
                 raise error
             return code
 
+        if module in ("framework.commands.train", "framework.commands.generate"):  # the command's own file
+            monkeypatch.setattr(f"{module}.{name}", room)
+            return calls
         stand_in = types.ModuleType(module)
         setattr(stand_in, name, room)
         monkeypatch.setitem(sys.modules, module, stand_in)
@@ -218,7 +221,7 @@ def list_options(command):
 
 def test_commands_and_options_that_texts_name_exist():
     """`meshwright COMMAND --option` in docs, messages and comments; a line of a block of code as well."""
-    options = {command.name: list_options(command) for command in cli._commands()}
+    options = {command.name: list_options(command) for command in cli.COMMANDS}
     root = Path(cli.__file__).parents[1]
     files = [root / "README.md", root / "docker" / "README.md"]
     for folder, pattern in (
@@ -307,11 +310,11 @@ class TestArguments:
         assert tuple(rest) == expected
 
     def test_commands_on_runs_pass_their_arguments_on(self, run, rooms, tmp_path):
-        generated = rooms("framework.launch.generate", "generate_command")
+        generated = rooms("framework.commands.generate", "generate_command")
         run("generate", str(tmp_path), "--prompt", "def", "--temperature", "0", "--max-new-tokens", "9", "--seed", "3")
         named = {"prompt": "def", "max_new_tokens": 9, "temperature": 0.0, "seed": 3}
         assert generated.pop() == (tmp_path, named)
-        exported = rooms("framework.launch.export", "export_command")
+        exported = rooms("framework.commands.trained_model", "export_model")
         for words, named in ((), {}), (("--step", "7"), {"step": 7}), (("--best",), {"best": True}):
             run("export", "some-run", "--to", str(tmp_path), *words)
             assert exported.pop() == (Path("runs/some-run"), {"to": tmp_path, "best": False, "step": None} | named)
@@ -325,7 +328,7 @@ class TestArguments:
     @pytest.mark.parametrize("command", ["train", "verify", "plan", "prepare"])
     def test_a_wrong_recipe_reaches_no_room(self, run, rooms, command):
         calls = [
-            *rooms("framework.launch.local", "train"),
+            *rooms("framework.commands.train", "train"),
             *rooms("framework.verify.command", "verify"),
             *rooms("framework.plan.plan_command", "plan_command"),
             *rooms("framework.data.prepare", "prepare_command"),
@@ -352,7 +355,7 @@ class TestErrors:
 
 class TestTrain:
     def test_a_new_run_is_composed_in_full(self, run, rooms):
-        calls = rooms("framework.launch.local", "train")
+        calls = rooms("framework.commands.train", "train")
         assert run("train", "experiment=quickstart", "optim.lr=0.5")[0] == 0
         ((recipe, overrides, folders),) = calls
         assert (recipe.launch.ranks, recipe.optim.lr) == (2, 0.5)
@@ -360,7 +363,7 @@ class TestTrain:
 
     @pytest.mark.parametrize("argv", [(), ("train.steps=50", "optim=lion"), ("launch.ranks=2",)])
     def test_no_run_starts_where_nothing_says_what_to_train(self, run, rooms, argv):
-        calls = rooms("framework.launch.local", "train")
+        calls = rooms("framework.commands.train", "train")
         code, out, err = run("train", *argv)
         assert (code, out, calls) == (EXIT_USER, "", [])
         assert "\n  meshwright train experiment=quickstart\n" in err
@@ -369,7 +372,7 @@ class TestTrain:
 
     @pytest.mark.parametrize("word", ["experiment=quickstart", "model=gpt2", "data.sources.a.path=x"])
     def test_one_word_on_what_to_train_is_enough(self, run, rooms, word):
-        rooms("framework.launch.local", "train", code=5)
+        rooms("framework.commands.train", "train", code=5)
         assert run("train", word)[0] == 5
 
     @pytest.mark.parametrize(("own", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
@@ -380,7 +383,7 @@ class TestTrain:
         monkeypatch.setenv("OMP_WAIT_POLICY", own or "")
         if own is None:
             monkeypatch.delenv("OMP_WAIT_POLICY")
-        rooms("framework.launch.local", "train")
+        rooms("framework.commands.train", "train")
         run("train", "experiment=quickstart", "launch.device=cuda", "precision.compute=fp32")
         assert os.environ.get("OMP_WAIT_POLICY") == own
         monkeypatch.setattr("framework.launch.process.GPU_DRIVERS", (tmp_path,))
@@ -397,7 +400,7 @@ class TestTrain:
         saved = compose(["optim=lion", "train.steps=1000"]).require()
         (tmp_path / "mine").mkdir()
         save_recipe(saved, tmp_path / "mine" / "recipe.yaml")
-        calls = rooms("framework.launch.local", "train")
+        calls = rooms("framework.commands.train", "train")
         argv = ["train", "run.id=mine", f"run.root={tmp_path}", "optim.schedule.warmup_steps=400"]
         assert run(*argv)[0] == 0
         assert calls[0][0].optim.name == "lion"
@@ -476,7 +479,7 @@ class TestSweep:
             "os.kill(os.getppid(), signal.SIGINT); time.sleep(1); print('saved', flush=True)"
         )
         parent = (
-            "import sys; from framework.launch.sweep import run_process\n"
+            "import sys; from framework.commands.sweep import run_process\n"
             f"print(run_process([sys.executable, '-c', {child!r}]))"
         )
         out = subprocess.run(
@@ -593,13 +596,13 @@ class TestRunsByName:
         assert len(list(runs.iterdir())) == 2
 
     def test_a_new_run_may_be_named(self, run, rooms, runs):
-        calls = rooms("framework.launch.local", "train")
+        calls = rooms("framework.commands.train", "train")
         for more in ("experiment=quickstart", "model.config={vocab_size: 32000}"):
             assert run("train", "run.id=mine", more)[0] == 0
         assert [call[0].run.id for call in calls] == ["mine", "mine"]
 
     def test_a_folder_that_a_sweep_has_made_is_no_run_yet(self, run, rooms, runs):
-        calls = rooms("framework.launch.local", "train")
+        calls = rooms("framework.commands.train", "train")
         (runs / "demo-003").mkdir()
         code, _, err = run("train", "run.id=demo-003")
         assert code == EXIT_USER
@@ -620,7 +623,7 @@ class TestRunsByName:
     )
     @pytest.mark.parametrize("command", [["train"], ["submit"]])
     def test_what_is_trained_has_to_be_said(self, command, words, run, rooms, runs):
-        calls = rooms("framework.launch.local", "train")
+        calls = rooms("framework.commands.train", "train")
         code, _, err = run(*command, *words)
         assert code == EXIT_USER
         assert "nothing says what to train" in err

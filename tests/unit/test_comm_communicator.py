@@ -7,7 +7,7 @@ from framework.comm.collectives import all_gather, all_reduce, barrier, broadcas
 from framework.comm.communicator import Communicator
 from framework.comm.objects import broadcast_object, gather_numbers, gather_object, scatter_object
 from framework.comm.p2p import start_send
-from framework.mesh.axis import Axis
+from framework.mesh.topology import Axis
 
 UNCONNECTED = Communicator(Axis("tp", 2, 0))
 

@@ -7,7 +7,7 @@ import torch
 
 from framework.comm.algorithms import Pending, then
 from framework.comm.communicator import Communicator, Operation
-from framework.mesh.axis import Axis
+from framework.mesh.topology import Axis
 
 TP, DP = Communicator(Axis("tp", 2, 0)), Communicator(Axis("dp", 2, 0, (0, 2)))
 

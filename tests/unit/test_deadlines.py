@@ -8,7 +8,8 @@ import pytest
 from framework.monitor.phases import Current, Phase
 from framework.monitor.progress import FIRST_STEPS, LOOK_S, Progress, Save, StepPace, Stopwatch
 from framework.recipe.compose import compose
-from framework.recipe.deadlines import FLOOR_S, Deadlines, find_deadline_problems, find_deadlines
+from framework.recipe.deadlines import FLOOR_S, Deadlines, find_deadlines
+from framework.recipe.launch_rules import deadlines
 
 SLURM = ("launch=slurm", "launch.nodes=1", "batch.sequences_per_step=256")
 AUTO = Deadlines(step=None, first_steps=1200.0, start=1800.0, save=1800.0, validate=1800.0)
@@ -41,11 +42,11 @@ def test_phases_end_before_collectives_and_these_before_the_job(recipe, time, ha
 @pytest.mark.parametrize("name", ["step_deadline_s", "start_deadline_s", "save_deadline_s", "validate_deadline_s"])
 def test_a_deadline_behind_the_jobs_end_is_refused_with_the_largest_that_fits(recipe, name):
     short = launched(recipe, time="00:17:40")
-    (problem,) = find_deadline_problems(launched(short, **{name: 900.0}))
+    (problem,) = deadlines.find(launched(short, **{name: 900.0}))
     assert problem.key == f"launch.{name}"
     assert f"launch.{name}=799 or less" in problem.fix
-    assert not list(find_deadline_problems(launched(short, **{name: 799.0})))
-    assert not list(find_deadline_problems(launched(short, kind="local", **{name: 900.0})))
+    assert not list(deadlines.find(launched(short, **{name: 799.0})))
+    assert not list(deadlines.find(launched(short, kind="local", **{name: 900.0})))
 
 
 def test_the_ladder_is_checked_with_the_recipe():

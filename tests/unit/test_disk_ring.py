@@ -10,17 +10,16 @@ import torch
 
 from framework.errors import OffloadError, StorageError
 from framework.optim import disk_chunks
-from framework.optim.disk_chunks import NUM_BUFFERS, DiskShard, StateKind, file_bytes, place_chunks, ring_bytes
+from framework.optim.disk_chunks import NUM_BUFFERS, DiskShard, DiskState, file_bytes, place_chunks, ring_bytes
 from framework.optim.disk_file import PAGE_BYTES
 from framework.optim.disk_ring import DiskStates
 
-FP32 = tuple(StateKind(name, torch.float32) for name in ("master", "exp_avg", "exp_avg_sq"))
-# bf16 moments, and block-wise int8 ones with a scale for each 256 elements.
+FP32 = tuple(DiskState(name, torch.float32) for name in ("master", "exp_avg", "exp_avg_sq"))
+# Moments of fewer bits.
 MIXED = (
-    StateKind("master", torch.float64),
-    StateKind("exp_avg", torch.bfloat16),
-    StateKind("exp_avg_sq", torch.int8),
-    StateKind("scale", torch.float32, block=256),
+    DiskState("master", torch.float64),
+    DiskState("exp_avg", torch.bfloat16),
+    DiskState("exp_avg_sq", torch.int8),
 )
 # Of a chunk of FP32, once chunks are small.
 CHUNK_NUMEL = 4096
@@ -105,22 +104,21 @@ def test_chunks_come_in_order_and_cover_every_element_once(open_states):
     assert seen == [*expected, (0, 0, 1), (4, 0, CHUNK_NUMEL), (4, CHUNK_NUMEL, SIZES[4])]
 
 
-def test_states_of_several_dtypes_and_blocks(open_states):
+def test_states_of_several_dtypes(open_states):
     numel = 3 * CHUNK_NUMEL + 300
     states = open_states(numel, kinds=MIXED)
 
     def update(shard, where, found):
         count = where.stop - where.start
-        assert [len(found[kind.name]) for kind in MIXED] == [count, count, count, -(-count // 256)]
-        for kind in MIXED:
-            first = where.start // kind.block
-            found[kind.name] += torch.arange(first, first + len(found[kind.name])).to(kind.dtype)
+        assert [len(found[state.name]) for state in MIXED] == [count] * 3
+        for state in MIXED:
+            found[state.name] += torch.arange(where.start, where.stop).to(state.dtype)
 
     for _ in range(3):
         states.update([0], update)
-    for kind in MIXED:
-        expected = sum(torch.arange(kind.values(numel)).to(kind.dtype) for _ in range(3))
-        assert torch.equal(states.tensor(0, kind.name).read(), expected), kind
+    for state in MIXED:
+        expected = sum(torch.arange(numel).to(state.dtype) for _ in range(3))
+        assert torch.equal(states.tensor(0, state.name).read(), expected), state
 
 
 def test_intervals_are_read_and_written_as_those_of_a_tensor(open_states):

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from dataclasses import MISSING
 from pathlib import Path
 
-from framework.recipe.keys import list_keys
+from framework.recipe.keys import list_keys, plain
 from framework.recipe.problem import show
-from framework.recipe.saved import plain
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 FIRST, LAST = "<!-- keys -->", "<!-- end of keys -->"

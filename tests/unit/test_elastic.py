@@ -16,8 +16,7 @@ from framework.launch.task import check_place
 from framework.plan.check import check_layout
 from framework.plan.host_memory import bytes_checkpointed, bytes_of_copies, check_copies
 from framework.recipe.compose import compose, load_recipe, save_recipe
-from framework.recipe.derive import derive
-from framework.recipe.elastic import at_nodes, can_move, node_counts
+from framework.recipe.derive import at_nodes, can_move, derive, node_counts
 from framework.recipe.schema import Batch, Launch, Recipe
 from tests.tiny_run import RECIPE, write_corpus
 

@@ -15,13 +15,12 @@ from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
 from framework.errors import ModelError
-from framework.mesh.axis import Axis
 from framework.mesh.token_layout import TokenLayout
-from framework.model.expert_load import ExpertLoad, MixtureLoad, read_loads
+from framework.mesh.topology import Axis
 from framework.model.experts import ExpertsForm
 from framework.model.load import build_meta
-from framework.model.mixtures import Mixture, find_mixtures
-from framework.model.routed_tokens import RoutedTokens
+from framework.model.mixtures import ExpertLoad, Mixture, MixtureLoad, find_mixtures, read_loads
+from framework.model.routers import RoutedTokens
 from framework.model.shrink import shrink
 from framework.model.units import find_units
 from framework.monitor.phases import Phases

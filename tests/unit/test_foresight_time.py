@@ -14,7 +14,7 @@ from framework.parallel.pipeline.simulate import Costs, simulate
 from framework.plan.bubble import Lengths, least_length
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import Cluster, Grid, Link, LinkSpan
-from framework.plan.collectives import place_group, place_groups
+from framework.plan.exposure import place_group, place_groups
 from framework.plan.forecast import TimeForecast
 from framework.plan.profile import Kernels, Profile
 from framework.plan.shape import DEFAULT, ModelShape, make_shape

@@ -8,8 +8,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from framework.commands.generate import generate_command
 from framework.errors import ModelError
-from framework.launch.generate import generate_command
 from framework.model.generate import generate
 from tests.families import build_config, family
 

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from framework.verify.initial import compare_initial
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
@@ -17,6 +16,7 @@ from framework.model.units import Unit, find_units
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.train.build import materialize
+from framework.verify.compare import compare_initial
 from framework.verify.layout import initial_weights
 from tests.families import FAMILIES, build_config, family
 from tests.grid import few_of

@@ -10,8 +10,9 @@ import pytest
 
 from framework.checkpoint.held import LINEAGE_FILE, RunLineage
 from framework.checkpoint.node_memory import run_memory
-from framework.launch import submit
+from framework.commands import submit
 from framework.launch.directory import RunDirectory
+from framework.launch.parts import RunPart
 from framework.lease import Lease
 from framework.recipe.compose import compose
 
@@ -286,7 +287,7 @@ def test_submit_notes_the_jobs_of_a_chain_before_the_next_is_queued(tmp_path, mo
 
     monkeypatch.setattr(submit, "submit_script", submit_script)
     recipe = compose(["launch=slurm", "launch.chain=3", "launch.nodes=1", "launch.ranks_per_node=1"]).require()
-    assert submit._queue(run, Lease(run.path), recipe, [], []) == 0
+    assert submit._queue(run, Lease(run.path), RunPart(recipe, 0, None, ()), []) == 0
     assert noted == [[], ["8"], ["8", "9"]]
     assert run.jobs.read_text().split() == run.read_record()["launches"][-1]["jobs"] == ["8", "9", "10"]
 

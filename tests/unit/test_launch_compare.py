@@ -6,9 +6,9 @@ import math
 import pytest
 
 from framework.cli import main
+from framework.commands import status
+from framework.commands.diff import describe_difference, spread
 from framework.errors import EXIT_DONE, EXIT_USER
-from framework.launch import overview
-from framework.launch.diff import describe_difference, spread
 from framework.launch.directory import RunDirectory
 from framework.recipe.compose import compose, save_recipe
 
@@ -46,7 +46,7 @@ def test_a_sweep_ends_with_a_line_for_each_run_and_the_best_is_marked(make):
         make("c", "train.seed=1", "optim.lr=1e-4", losses=()),
     ]
     not_begun = RunDirectory.create(runs[0].path.parent, "d", "run")
-    table, hint = overview.describe_sweep([*runs, not_begun])
+    table, hint = status.describe_sweep([*runs, not_begun])
     head, *rows = table.strip().splitlines()
     assert head.split("  ")[0] == "run"
     assert [row.split()[0] for row in rows] == ["a", "b", "c"]
@@ -70,7 +70,7 @@ def test_a_recipe_that_nobody_can_read_costs_a_line_and_not_the_table(make):
     runs = [make("a"), make("b")]
     runs[0].recipe.write_text("train: {stpes: 3}\n")
     runs[0].record.unlink()
-    _, first, second = overview.describe_runs(runs, marks_best=False).splitlines()
+    _, first, second = status.describe_runs(runs, marks_best=False).splitlines()
     assert first.split() == ["a", "unreadable", "-", "-", "-", "-"]
     assert second.split()[:1] == ["b"]
     assert "2/250" in second
@@ -79,7 +79,7 @@ def test_a_recipe_that_nobody_can_read_costs_a_line_and_not_the_table(make):
 def test_a_last_line_that_a_crash_tore_does_not_hide_the_steps_before_it(make):
     metrics = make("a").path / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 3, "lo')
-    assert overview.read_curve_end(metrics) == (2, 4.0, 2000.0, None)
+    assert status.read_curve_end(metrics) == (2, 4.0, 2000.0, None)
 
 
 def test_a_validation_loss_that_is_not_a_number_is_not_the_lowest(make):
@@ -87,9 +87,9 @@ def test_a_validation_loss_that_is_not_a_number_is_not_the_lowest(make):
     metrics = make("a", losses=(5.0, 4.0, 3.0)).path / "metrics.jsonl"
     text = metrics.read_text().replace("null", "NaN", 1).replace("null", "4.5", 1).replace("null", "4.75", 1)
     metrics.write_text(text)
-    assert overview.read_curve_end(metrics)[3] == 4.5
+    assert status.read_curve_end(metrics)[3] == 4.5
     metrics.write_text(text.replace("4.5", "NaN").replace("4.75", "NaN"))
-    assert math.isnan(overview.read_curve_end(metrics)[3])
+    assert math.isnan(status.read_curve_end(metrics)[3])
 
 
 def test_status_without_runs_says_how_to_start_one(tmp_path, monkeypatch, capsys):

@@ -13,11 +13,13 @@ from functools import partial
 
 import pytest
 
+from framework.commands import submit
 from framework.errors import EXIT_FAILED, EXIT_USER, LeaseLost, MeshwrightError, RunError, RunInUse, StorageError
-from framework.launch import directory, local, submit
+from framework.launch import directory
 from framework.launch.directory import HolderState, RunDirectory, describe_self
+from framework.launch.jobs import JobState
+from framework.launch.parts import claim
 from framework.launch.places import refuse_unwritable
-from framework.launch.slurm import JobState
 from framework.launch.task import judge
 from framework.lease import read_lease
 
@@ -69,12 +71,12 @@ def test_what_speaks_against_a_launch_is_asked_under_the_lock_and_leaves_the_epo
 )
 def test_a_new_run_that_is_refused_leaves_epoch_and_checkpoints_where_they_are(tmp_path, root, left):
     run = create(tmp_path, "taken")
-    with run.lock(partial(local.claim, run, root)):
+    with run.lock(partial(claim, run, root)):
         pass
     (run.path / left).parent.mkdir(parents=True, exist_ok=True)
     (run.path / left).write_text("{}")
     before = read_lease(run.path), run.checkpoints
-    with pytest.raises(MeshwrightError), run.lock(partial(local.claim, run, str(tmp_path / "elsewhere"))):
+    with pytest.raises(MeshwrightError), run.lock(partial(claim, run, str(tmp_path / "elsewhere"))):
         pytest.fail("locked")
     assert (read_lease(run.path), run.checkpoints) == before
     assert not (tmp_path / "elsewhere").exists()
@@ -96,10 +98,9 @@ def test_a_resume_asks_for_a_job_before_and_under_the_lock(tmp_path, monkeypatch
         asked.append(run.find_holder() is not None)
         return "7" if asked[-1] else None
 
-    monkeypatch.setattr(submit, "resume_recipe", lambda *_: (None, []))
     monkeypatch.setattr(submit, "active_job", active_job)
     with pytest.raises(RunError, match="has job 7"):
-        submit._resume(run, [], [], dry_run=False)
+        submit._resume(run, [], [])
     assert asked == [False, True]
     assert read_lease(run.path)[0] == 0
 
@@ -346,7 +347,7 @@ def test_slurms_word_decides_who_is_over(monkeypatch):
         return describe_self(job, restart, step)
 
     states = {"7": "RUNNING", "8": "COMPLETED", "9": None}
-    monkeypatch.setattr("framework.launch.slurm.find_job", lambda job: states[job] and JobState(job, states[job]))
+    monkeypatch.setattr("framework.launch.task.find_job", lambda job: states[job] and JobState(job, states[job]))
     me = start("4", 1, 1)
     assert judge(start("4", 0, 5), me) is HolderState.OVER
     assert judge(start("4", 1, 0), me) is HolderState.OVER

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from framework.data.prepare import prepare
 from framework.errors import RecipeError
 from framework.launch.directory import RunDirectory
-from framework.launch.epochs import settle_length, settle_steps
-from framework.launch.resume import resume_recipe
+from framework.launch.parts import CheckedLayout, decide_next
+from framework.launch.settle import settle_steps
 from framework.recipe.compose import compose, save_recipe
 from framework.recipe.derive import derive
 from framework.recipe.describe import describe_derived
@@ -70,12 +69,9 @@ def test_a_schedule_is_judged_by_the_steps_that_follow():
 def test_a_run_goes_on_by_epochs(place):
     run = RunDirectory.create(Path("runs"), "mine", "run")
     save_recipe(settle("train.epochs=1", "run.id=mine"), run.recipe)
-    recipe, changes = resume_recipe(run, ["run.id=mine", "train.epochs=3"], [])
-    assert [change.key for change in changes] == ["train.epochs"]
-    settled, changes, prepared = settle_length(run, recipe, changes)
-    assert prepared.fingerprint == prepare(recipe).fingerprint
-    assert settled.train.steps == settle("train.epochs=3").train.steps
-    assert [(change.key, change.now) for change in changes] == [("train.steps", settled.train.steps)]
+    part = decide_next(run, ["run.id=mine", "train.epochs=3"], [], lambda recipe, is_new: CheckedLayout("llama"))
+    assert part.recipe.train.steps == settle("train.epochs=3").train.steps
+    assert [(change.key, change.now) for change in part.changes] == [("train.steps", part.recipe.train.steps)]
 
 
 def test_steps_that_are_typed_count_more_than_the_epochs_of_a_file(tmp_path):

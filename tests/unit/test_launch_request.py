@@ -7,10 +7,11 @@ import time
 
 import pytest
 
+from framework.commands import stop as request
 from framework.errors import EXIT_DONE, EXIT_FAILED, RunError
-from framework.launch import request
+from framework.launch import jobs
 from framework.launch.directory import RunDirectory
-from framework.launch.slurm import WAITING_OR_RUNNING, JobState
+from framework.launch.jobs import WAITING_OR_RUNNING, JobState
 from framework.monitor import stop as stop_module
 from framework.monitor.stop import SAVE_FILE, STOP_FILE, StepWatch, StopRequest
 from framework.recipe.compose import compose, save_recipe
@@ -28,6 +29,11 @@ def wait_for(condition):
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.01)
+
+
+def has_jobs(monkeypatch, find_jobs):
+    for module in (jobs, request):
+        monkeypatch.setattr(module, "find_jobs", find_jobs)
 
 
 def test_rank_0_hears_requests_to_save_and_to_stop(tmp_path):
@@ -182,7 +188,7 @@ def test_what_was_asked_of_a_launcher_that_was_killed_is_not_asked_of_the_next(r
 @pytest.mark.parametrize("state", sorted(set(WAITING_OR_RUNNING) - {"PENDING", "RUNNING"}))
 def test_a_job_that_starts_or_is_suspended_or_requeued_is_asked_to_stop(run, monkeypatch, capsys, state):
     """It hears of that at its first step; a save it could not make yet."""
-    monkeypatch.setattr(request, "find_jobs", lambda _: [("8", JobState("8", state))])
+    has_jobs(monkeypatch, lambda _: [("8", JobState("8", state))])
     with pytest.raises(RunError, match=f"is starting .*: job 8 is {state}"):
         request.save_command(run.path)
     assert not (run.path / SAVE_FILE).exists()
@@ -194,9 +200,7 @@ def test_a_job_that_starts_or_is_suspended_or_requeued_is_asked_to_stop(run, mon
 def test_a_job_that_completes_for_good_is_not_waited_for(run, monkeypatch, capsys):
     """COMPLETING is the state of a requeue, and of an end as well: nobody takes the request away then."""
     states = iter(("COMPLETING", "COMPLETING", None))
-    monkeypatch.setattr(
-        request, "find_jobs", lambda _: [("8", (state := next(states, "FAILED")) and JobState("8", state))]
-    )
+    has_jobs(monkeypatch, lambda _: [("8", (state := next(states, "FAILED")) and JobState("8", state))])
     monkeypatch.setattr(request, "ENDED_POLL_S", 0.0)
     assert request.stop_command(run.path, answer_s=5.0) == EXIT_FAILED
     assert "ended    without a newer checkpoint" in capsys.readouterr().err
@@ -205,9 +209,7 @@ def test_a_job_that_completes_for_good_is_not_waited_for(run, monkeypatch, capsy
 
 def test_only_jobs_in_the_queue_are_cancelled(run, monkeypatch, capsys):
     called = []
-    monkeypatch.setattr(
-        request, "find_jobs", lambda _: [("7", JobState("7", "COMPLETED")), ("8", JobState("8", "PENDING"))]
-    )
+    has_jobs(monkeypatch, lambda _: [("7", JobState("7", "COMPLETED")), ("8", JobState("8", "PENDING"))])
     monkeypatch.setattr(request.subprocess, "run", lambda words, env, check: called.append(words))
     assert request.stop_command(run.path) == EXIT_DONE
     assert called == [["scancel", "8"]]

@@ -1,16 +1,15 @@
 """What a resume may change, and how a change that makes another run is refused."""
 
 import re
-from functools import partial
 
 import pytest
 
 from framework.checkpoint.save import save_checkpoint
+from framework.commands import submit, train
 from framework.errors import EXIT_USER, RunError
-from framework.launch import local, submit
 from framework.launch.directory import RunDirectory, describe_self
 from framework.launch.identity import describe_identity, find_edits, fixed, values_of
-from framework.launch.resume import MAY_CHANGE, Change, resume_recipe
+from framework.launch.resume import MAY_CHANGE, RecipeChange, resume_recipe
 from framework.launch.settle import settle
 from framework.lease import take
 from framework.recipe.compose import compose, load_recipe, save_recipe
@@ -78,7 +77,7 @@ def test_change_that_makes_another_run_is_refused_with_the_difference(run, overr
         assert value.strip("[]") in table[0]
 
 
-@pytest.mark.parametrize("go_on", [local._resume, partial(submit._resume, dry_run=False)], ids=["train", "submit"])
+@pytest.mark.parametrize("go_on", [train._resume, submit._resume], ids=["train", "submit"])
 def test_a_resume_that_is_refused_leaves_a_start_that_runs_alone(run, go_on):
     """One whose lock is not seen here, as on a file system with locks of one machine only."""
     lease = take(run.path, describe_self())
@@ -115,7 +114,9 @@ def test_choice_does_not_undo_what_may_change(run):
 def test_every_pattern_of_what_may_change_names_a_key():
     keys = [key.path for key in list_keys()]
     for pattern, _ in MAY_CHANGE:
-        assert any(Change(key, 0, 1).is_allowed for key in keys if key.startswith(pattern.partition("*")[0])), pattern
+        assert any(RecipeChange(key, 0, 1).is_allowed for key in keys if key.startswith(pattern.partition("*")[0])), (
+            pattern
+        )
 
 
 @pytest.mark.parametrize("overrides", [["optim.lr=0.1"], ["experiment=quickstart", "optim=lion"]])

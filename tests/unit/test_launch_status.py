@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from framework.commands.status import describe_run, telling_line
 from framework.launch.directory import RunDirectory
-from framework.launch.status import describe_run, telling_line
 from framework.monitor.hang import Line
 from framework.monitor.ranks_file import RANKS_FILE, write_ranks
 from framework.recipe.compose import compose, save_recipe

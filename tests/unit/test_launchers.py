@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from framework.cli import main
+from framework.commands import stop
+from framework.commands.arguments import refuse_launcher
+from framework.commands.stop import stop_command
 from framework.errors import EXIT_USER, RecipeError
-from framework.launch import exports, request, slurm
+from framework.launch import exports, jobs
 from framework.launch.directory import RunDirectory
-from framework.launch.launchers import refuse_launcher
-from framework.launch.request import stop_command
-from framework.launch.slurm import JobState
+from framework.launch.jobs import JobState
 from framework.start import without_launchers
 
 SEVERAL = {
@@ -130,9 +131,9 @@ def told(tmp_path, monkeypatch):
 
 def test_slurm_gets_no_option_from_the_shell_and_finds_its_cluster(told, tmp_path, capsys, monkeypatch):
     (tmp_path / "job.sh").touch()
-    assert slurm.submit_script(tmp_path / "job.sh") == "7"
-    slurm.find_job("7")
-    slurm.partitions()
+    assert jobs.submit_script(tmp_path / "job.sh") == "7"
+    jobs.find_job("7")
+    jobs.partitions()
     for command in ("sbatch", "scontrol", "sacct", "sinfo"):
         had = told(command)
         assert [name for name in OPTIONS if name in had] == [], command
@@ -147,8 +148,8 @@ def test_slurm_gets_no_option_from_the_shell_and_finds_its_cluster(told, tmp_pat
 
 def test_scancel_of_stop_gets_none_either(told, tmp_path, monkeypatch):
     run = RunDirectory.create(tmp_path / "runs", "x", "run")
-    monkeypatch.setattr(request, "find_jobs", lambda _: [("7", JobState("7", "PENDING"))])
-    monkeypatch.setattr(request, "load_recipe", lambda _: None)
+    monkeypatch.setattr(stop, "find_jobs", lambda _: [("7", JobState("7", "PENDING"))])
+    monkeypatch.setattr(stop, "load_recipe", lambda _: None)
     (run.path / "recipe.yaml").touch()
     assert stop_command(run.path) == 0
     assert [name for name in OPTIONS if name in told("scancel")] == []

@@ -6,7 +6,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from framework.errors import ModelError
 from framework.model.load import build_meta, choose_experts
-from framework.model.load_balancing import LoadBalancingLoss, Routers, find_load_balancing_loss
+from framework.model.probe import find_load_balancing_loss
+from framework.model.routers import LoadBalancingLoss, Routers
 from framework.verify.evidence import keep_double
 from tests.families import build_config, family
 

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.comm.connect import connect
 from framework.mesh.layout import Layout, Shard
-from framework.optim.contract import FlatShard, ShardGroup
 from framework.optim.optimizers import FlatOptimizer
 from framework.optim.states import CHUNK_CPU
+from framework.optim.update_rules import FlatShard, ShardGroup
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Optim, Precision, Zero
 from framework.train.build import build

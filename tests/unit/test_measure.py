@@ -8,15 +8,22 @@ import torch
 import yaml
 
 from framework.cli import main
+from framework.commands.measure import (
+    MeasureOrder,
+    check_measured,
+    choose_file,
+    describe_findings,
+    describe_group,
+    describe_machine,
+    find_differences,
+    fit_line,
+    measure_command,
+    write_text,
+)
+from framework.commands.timings import Effort, choose_edges, combine, iter_forever, time_call
 from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, RecipeError
-from framework.launch import measure
+from framework.launch import agent
 from framework.launch.agent import Outcome
-from framework.launch.machine import check_measured, describe_machine, find_differences
-from framework.launch.measure import choose_file, measure_command
-from framework.launch.measure_order import Order
-from framework.launch.measured_file import describe_findings, describe_group, fit_line, write_text
-from framework.launch.measurements import combine
-from framework.launch.timings import Effort, choose_edges, iter_forever, time_call
 from framework.plan.cluster import COLLECTIVES, Cluster
 from framework.plan.correction import correct
 from framework.recipe.compose import compose
@@ -38,7 +45,7 @@ TINY = Effort(
     point_s=0.002,
 )
 HERE = ClusterMeasured("Some CPU, family 1, model 2", 4, [], "2.13.0")
-ORDER = Order("cpu", 2, 2, ["bf16", "fp32"], ".", "result.json", {})
+ORDER = MeasureOrder("cpu", 2, 2, ["bf16", "fp32"], ".", "result.json", None)
 SHAPES = [(m, k, n) for m in (16, 64) for k in (16, 64) for n in (16, 64, 128)]
 GRADIENTS = [shape[::-1] for shape in SHAPES]
 FOUND = {
@@ -182,7 +189,7 @@ def test_files_of_others_are_kept_and_names_that_no_choice_could_have_refused(tm
 
 
 def test_an_interrupted_measurement_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "run_ranks", lambda *_: Outcome(EXIT_INTERRUPTED))
+    monkeypatch.setattr(agent, "run_ranks", lambda *_: Outcome(EXIT_INTERRUPTED))
     assert measure_command(Recipe(), tmp_path / "new.yaml", effort=TINY) == EXIT_INTERRUPTED
     assert list(tmp_path.iterdir()) == []
 

@@ -5,8 +5,8 @@ import resource
 
 import pytest
 
+from framework.comm.connect import allow_descriptors, count_sockets
 from framework.errors import RecipeError
-from framework.mesh.descriptors import allow_descriptors, count_sockets
 from framework.mesh.topology import Topology
 
 

@@ -5,8 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.errors import TopologyError
-from framework.mesh.axis import Axis
-from framework.mesh.topology import AXIS_NAMES, Topology, count_expert_shards, count_node_neighbours, shards_within_node
+from framework.mesh.topology import (
+    AXIS_NAMES,
+    Axis,
+    Topology,
+    count_expert_shards,
+    count_node_neighbours,
+    shards_within_node,
+)
 
 
 @st.composite

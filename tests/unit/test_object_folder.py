@@ -30,8 +30,8 @@ from framework.errors import CheckpointError, LeaseLost, StorageError
 from framework.launch.directory import RunDirectory
 from framework.launch.places import place_checkpoints, refuse_unreachable
 from framework.lease import Holder, take
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout
+from framework.mesh.topology import Axis
 
 ALONE = Communicator(Axis("world", 1, 0))
 NUMEL = 700_000  # of fp32: pages of the reader, and blocks of the file, in several

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from framework.optim.clip import ROW, norm_rows, squared_norm
+from framework.optim.optimizers import ROW, norm_rows, squared_norm
 
 
 @pytest.mark.parametrize("numel", [1, ROW - 1, ROW, 3 * ROW + 5, 1 << 22])

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from framework.errors import LayoutError
-from framework.optim.contract import FlatShard, ShardGroup, UpdateKind
-from framework.optim.optimizers import OPTIMIZERS, FlatOptimizer, state_names
+from framework.optim.optimizers import FlatOptimizer, state_names
+from framework.optim.update_rules import OPTIMIZERS, FlatShard, ShardGroup, UpdateKind
 from framework.recipe.schema import Optim
 
 CPU = torch.device("cpu")

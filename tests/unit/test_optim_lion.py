@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from framework.optim.lion import Lion
+from framework.optim.update_rules import Lion
 
 LR, BETAS, DECAY = 1e-2, (0.9, 0.99), 0.1
 

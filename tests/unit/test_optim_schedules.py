@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.optim.schedules import learning_rate, wsd_decay_start
+from framework.optim.groups import learning_rate, wsd_decay_start
 from framework.recipe.schema import LearningRateSchedule
 
 PEAK = 3e-4

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from framework.mesh.layout import Layout, Shard
 from framework.optim import states
-from framework.optim.contract import FlatShard, ShardGroup
 from framework.optim.low_bit import BLOCK
 from framework.optim.optimizers import FlatOptimizer, Missed
 from framework.optim.states import CHUNK_CPU, MomentsDtype, count_state_bytes
+from framework.optim.update_rules import FlatShard, ShardGroup
 from framework.recipe.schema import Optim
 
 CPU = torch.device("cpu")

@@ -8,11 +8,10 @@ import pytest
 from framework.errors import ModelError, RecipeError, ScheduleError
 from framework.model.flops import unit_flops
 from framework.model.load import build_meta, load_config
-from framework.model.stage import find_layer_outputs
+from framework.model.probe import find_layer_outputs
 from framework.model.units import find_units
-from framework.parallel.pipeline.pipeline import Pipeline, plan_pipeline
+from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline, split_evenly
 from framework.parallel.pipeline.simulate import Costs, simulate
-from framework.parallel.pipeline.split import split_evenly
 from framework.plan.page import save_schedule
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
@@ -25,7 +24,7 @@ def problems_of(*overrides: str) -> dict[str, str]:
     return {each.key: f"{each.message} | {each.fix}" for each in compose([*PIPELINE, *overrides]).problems}
 
 
-def pipeline_of(*overrides: str) -> Pipeline:
+def pipeline_of(*overrides: str) -> PipelinePlan:
     recipe = compose([*PIPELINE, *overrides]).require()
     return make_plan(recipe, load_config(recipe.model)).pipeline
 
@@ -129,7 +128,7 @@ def test_a_family_that_does_not_run_on_token_ids_alone_is_refused_by_name() -> N
         find_layer_outputs(AutoConfig.for_model("roberta", pad_token_id=None))
 
 
-def step_time(pipeline: Pipeline, costs: list[float]) -> float:
+def step_time(pipeline: PipelinePlan, costs: list[float]) -> float:
     return simulate(pipeline.make(8), Costs(costs, costs, costs)).length
 
 

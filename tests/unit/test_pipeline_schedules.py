@@ -10,13 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.errors import ScheduleError
-from framework.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
+from framework.parallel.pipeline.actions import COMPUTE, Action, ActionKind, Schedule
 from framework.parallel.pipeline.draw import Panel, draw_grid, save_picture
 from framework.parallel.pipeline.lower import RECEIVES, SENDS, lower
-from framework.parallel.pipeline.schedules import SCHEDULES, make_schedule
+from framework.parallel.pipeline.pipeline import balance_ranks, split_by_cost, split_evenly
+from framework.parallel.pipeline.schedules import SCHEDULES, make_schedule, read_table, write_table
 from framework.parallel.pipeline.simulate import Costs, Timeline, needs, peak_live, simulate, unit_costs, validate
-from framework.parallel.pipeline.split import balance_ranks, split_by_cost, split_evenly
-from framework.parallel.pipeline.table import read_table, write_table
 
 STAGES, MICROBATCHES = 16, 64
 VIRTUAL = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3, 4), "zb_h1": (1,), "zbv": (2,), "dualpipe_v": (2,)}
@@ -122,7 +121,7 @@ def pair(actions: Sequence[Action]) -> list[tuple[Action, ...]]:
     blocks: list[tuple[Action, ...]] = []
     for action in actions:
         before = blocks[-1] if blocks else ()
-        is_pair = len(before) == 1 and (before[0].kind, action.kind) == (Kind.FORWARD, Kind.BACKWARD)
+        is_pair = len(before) == 1 and (before[0].kind, action.kind) == (ActionKind.FORWARD, ActionKind.BACKWARD)
         if is_pair and before[0].stage != action.stage:
             blocks[-1] = (*before, action)
         else:
@@ -144,7 +143,7 @@ def standing_in_pairs(schedule: Schedule, time_of_pair: float) -> float:
             needed = [places[each] for each in (needs(schedule, action) for action in block) if each is not None]
             if not block or any(at >= len(ends[owner]) for owner, at in needed):
                 continue
-            time = time_of_pair if len(block) == 2 else 1.0 + (block[0].kind is Kind.BACKWARD)
+            time = time_of_pair if len(block) == 2 else 1.0 + (block[0].kind is ActionKind.BACKWARD)
             ended.append(max([ended[-1] if ended else 0.0, *(ends[owner][at] for owner, at in needed)]) + time)
             busy[rank] += time
     return max(ended[-1] for ended in ends) - min(busy)
@@ -176,7 +175,11 @@ def test_a_stages_backwards_are_in_order_of_microbatches(name: str) -> None:
         schedule = make_schedule(name, 4, 11, virtual)
         for actions in schedule.actions:
             for stage in range(schedule.num_stages):
-                for kinds in ((Kind.FORWARD,), (Kind.BACKWARD, Kind.INPUT), (Kind.BACKWARD, Kind.WEIGHT)):
+                for kinds in (
+                    (ActionKind.FORWARD,),
+                    (ActionKind.BACKWARD, ActionKind.INPUT),
+                    (ActionKind.BACKWARD, ActionKind.WEIGHT),
+                ):
                     found = [each.microbatch for each in actions if each.stage == stage and each.kind in kinds]
                     assert found == sorted(found)
 
@@ -200,13 +203,13 @@ def test_lowered_lists_keep_the_computation_and_match_their_messages(
         assert tuple(each for each in actions if each.kind in COMPUTE) == schedule.actions[rank]
         for each in actions:
             if each.kind in SENDS:
-                to = each.stage + (1 if each.kind is Kind.SEND_ACTIVATION else -1)
+                to = each.stage + (1 if each.kind is ActionKind.SEND_ACTIVATION else -1)
                 links.setdefault((rank, schedule.rank_of_stage[to]), []).append(each)
     for rank, actions in enumerate(lowered):
         received: dict[int, list[Action]] = {}
         for each in actions:
             if each.kind in RECEIVES:
-                is_activation = each.kind is Kind.RECEIVE_ACTIVATION
+                is_activation = each.kind is ActionKind.RECEIVE_ACTIVATION
                 sent = Action(each.stage + (-1 if is_activation else 1), SENDS[not is_activation], each.microbatch)
                 received.setdefault(schedule.rank_of_stage[sent.stage], []).append(sent)
         for source, messages in received.items():
@@ -225,7 +228,7 @@ def assert_ends_even_if_messages_block(lowered: Sequence[Sequence[Action]], sche
             while positions[rank] < len(actions):
                 action = actions[positions[rank]]
                 if action.kind in SENDS:
-                    is_activation = action.kind is Kind.SEND_ACTIVATION
+                    is_activation = action.kind is ActionKind.SEND_ACTIVATION
                     to = action.stage + (1 if is_activation else -1)
                     peer, counterpart = (
                         schedule.rank_of_stage[to],
@@ -246,16 +249,16 @@ def test_lifetimes_are_in_their_places() -> None:
     once = lower(schedule, unit_costs(2), "step", "step").ranks
     assert " ".join(map(str, once[1])) == "1RECV_F0 1UNSHARD0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1WAIT_REDUCE1"
     each = Counter(action.kind for action in lower(schedule, unit_costs(2), "microbatch", "microbatch").ranks[0])
-    assert each[Kind.UNSHARD] == each[Kind.RESHARD] == 3  # F0, F1 B0, B1
-    assert each[Kind.WAIT_REDUCE] == 2
+    assert each[ActionKind.UNSHARD] == each[ActionKind.RESHARD] == 3  # F0, F1 B0, B1
+    assert each[ActionKind.WAIT_REDUCE] == 2
 
 
 class TestBadSchedules:
     def test_a_missing_a_double_and_a_misplaced_action_are_named(self) -> None:
         sound = make_schedule("1f1b", 2, 2)
         actions = [list(rank) for rank in sound.actions]
-        actions[0][-1] = Action(0, Kind.FORWARD, 0)
-        actions[1].append(Action(0, Kind.BACKWARD, 1))
+        actions[0][-1] = Action(0, ActionKind.FORWARD, 0)
+        actions[1].append(Action(0, ActionKind.BACKWARD, 1))
         with pytest.raises(ScheduleError) as found:
             validate(Schedule("mine", 2, sound.rank_of_stage, tuple(map(tuple, actions))))
         assert "0F0 is there twice" in str(found.value)
@@ -263,7 +266,7 @@ class TestBadSchedules:
 
     def test_a_half_backward_is_no_backward(self) -> None:
         with pytest.raises(ScheduleError, match="stage 0 has F I of microbatch 0, not F B or F I W"):
-            validate(Schedule("mine", 1, (0,), ((Action(0, Kind.FORWARD, 0), Action(0, Kind.INPUT, 0)),)))
+            validate(Schedule("mine", 1, (0,), ((Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.INPUT, 0)),)))
 
     def test_a_deadlock_is_reported_with_its_circle_and_the_grid(self, tmp_path: Path) -> None:
         path = tmp_path / "mine.csv"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from framework.errors import TopologyError
 from framework.mesh.placement import Placement
 from framework.mesh.topology import Topology
-from framework.recipe.launch_rules import find_placement_problems
+from framework.recipe.layout_rules import placement
 from framework.recipe.schema import Launch, Parallel, Recipe
 
 DEGREES = st.sampled_from((1, 2, 3, 4))
@@ -64,5 +64,5 @@ def test_the_rule_refuses_just_the_degrees_whose_group_leaves_its_node(tp, ranks
     spans = Placement(Topology(dp=2 * ranks_per_node, tp=tp), ranks_per_node).nodes_spanned("tp")
     launch = Launch(kind="slurm", ranks=None, nodes=2 * tp, ranks_per_node=ranks_per_node)
     recipe = Recipe(parallel=Parallel(tp=tp), launch=launch)
-    assert bool(list(find_placement_problems(recipe))) == (spans > 1)
-    assert not list(find_placement_problems(replace(recipe, launch=replace(launch, tp_across_nodes=True))))
+    assert bool(list(placement.find(recipe))) == (spans > 1)
+    assert not list(placement.find(replace(recipe, launch=replace(launch, tp_across_nodes=True))))

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from framework.mesh.layout import Layout, Run
-from framework.optim.contract import FlatShard, ShardGroup
 from framework.optim.optimizers import FlatOptimizer
 from framework.optim.states import Int8Storage, LowBitStates, MomentsDtype
+from framework.optim.update_rules import FlatShard, ShardGroup
 from framework.recipe.schema import Optim
 from framework.verify.plain import PlainMoments
 

@@ -9,17 +9,16 @@ import pytest
 from framework.cli import main
 from framework.errors import EXIT_MEMORY, EXIT_USER, RecipeError
 from framework.optim.optimizers import state_names
+from framework.plan.advice import caution_of_fit, describe_verdict, find_changes
 from framework.plan.check import check_layout
 from framework.plan.find import Question, choose_layout, search
 from framework.plan.forecast import MemoryForecast
 from framework.plan.forecast_plan import forecast_plan
-from framework.plan.host_memory import bytes_of_copies, bytes_of_fullest_node, ranks_on_nodes
-from framework.plan.memory import bytes_on_host
+from framework.plan.host_memory import bytes_of_copies, bytes_of_fullest_node
+from framework.plan.memory import measure_units, ranks_on_nodes, total_on_host
 from framework.plan.plan import Plan
-from framework.plan.verdict import caution_of_fit, describe_verdict, find_changes
 from framework.recipe.clusters import BY_GPU, OF_CPUS, read_shipped
-from framework.recipe.compose import compose
-from framework.recipe.layout_pins import compose_for_nodes, compose_open, find_pins
+from framework.recipe.compose import compose, compose_for_nodes, compose_open, find_pins
 
 WORDS = ["model=tiny_llama", "data=python_stdlib", "cluster=h100_ib", "launch.device=cuda", "precision=bf16"]
 WORDS += ["batch.sequences_per_step=64", "batch.sequences_per_microbatch=1", "launch.ranks=4"]
@@ -55,7 +54,7 @@ def test_what_a_node_holds_is_what_is_planned() -> None:
 def test_pinned_memory_is_whole_powers_of_two() -> None:
     plan = plan_of(*AWAY)
     buffers, states = plan.of_rank(0).buffers, state_names(plan.recipe.optim)
-    pinned, pageable = (bytes_on_host(buffers, states, "fp32", is_pinned=each) for each in (True, False))
+    pinned, pageable = (total_on_host(measure_units(buffers, states), is_pinned=each) for each in (True, False))
     # Masters and moments are not pinned; gradients arrive in fp32 and casts of masters leave in bf16.
     owned = [buffer.numel_owned for buffer in buffers]
     rounded = sum(1 << (numel * size - 1).bit_length() for numel in owned for size in (2, 4))

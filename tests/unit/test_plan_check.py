@@ -8,8 +8,9 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from framework import cli
+from framework.commands.train import check_model
 from framework.errors import EXIT_DONE, EXIT_USER, ModelError
-from framework.launch.local import check_model, summarize
+from framework.launch.parts import summarize
 from framework.plan.check import check_layout, check_layouts
 from framework.recipe.compose import compose
 from tests.grid import few_of
@@ -199,7 +200,7 @@ def with_weights(folder, *overrides):
 def test_the_header_names_the_model_of_the_weights(qwen3):
     """model.family stays at its default, llama, where weights are given."""
     recipe = with_weights(qwen3)
-    assert "model    qwen3, weights of" in summarize(recipe, check_model(recipe))
+    assert "model    qwen3, weights of" in summarize(recipe, check_model(recipe).model_type)
 
 
 def test_values_that_contradict_the_weights_config_are_an_explained_error(qwen3):
@@ -220,8 +221,8 @@ def test_values_that_contradict_the_weights_config_are_an_explained_error(qwen3)
 def test_weights_that_are_another_model_s_are_refused_where_a_run_begins_with_them(qwen3, change, says):
     with pytest.raises(ModelError, match=says):
         check_model(with_weights(qwen3, change))
-    assert check_model(with_weights(qwen3, change), is_new=False) == "qwen3"
-    assert check_model(with_weights(qwen3)) == "qwen3"
+    assert check_model(with_weights(qwen3, change), is_new=False).model_type == "qwen3"
+    assert check_model(with_weights(qwen3)).model_type == "qwen3"
 
 
 def test_weights_that_are_no_safetensors_are_refused(qwen3):

@@ -10,6 +10,7 @@ from framework.plan.forecast_plan import forecast_plan
 from framework.plan.page import describe_ranks
 from framework.plan.plan import make_plan
 from framework.plan.plan_text import describe_plan
+from framework.plan.traffic import measure_traffic
 from framework.recipe.compose import compose
 
 MIB = 2**20
@@ -100,9 +101,11 @@ def test_the_plan_names_the_fastest_method(context, cp, best):
 
 def test_recomputation_sends_a_forward_again():
     plan = plan_of("parallel.cp=8")
-    assert plan.traffic(0)["cp"] == 32 * 8 * (2 * 7 * 64 + 7 * 192) * MIB
+    assert measure_traffic(plan, 0)["cp"] == 32 * 8 * (2 * 7 * 64 + 7 * 192) * MIB
     for memory in ("none", "selective_checkpointing"):  # which keeps what attention gives
-        assert plan_of("parallel.cp=8", f"memory={memory}").traffic(0)["cp"] == 32 * 8 * (7 * 64 + 7 * 192) * MIB
+        assert (
+            measure_traffic(plan_of("parallel.cp=8", f"memory={memory}"), 0)["cp"] == 32 * 8 * (7 * 64 + 7 * 192) * MIB
+        )
 
 
 def test_a_rank_keeps_its_part_of_the_tokens_and_computes_its_part_of_the_attention():
@@ -112,7 +115,7 @@ def test_a_rank_keeps_its_part_of_the_tokens_and_computes_its_part_of_the_attent
     # Of a token as many FLOPs, with the whole context as length: MFU counts a token once.
     assert one.flops_per_token == eight.flops_per_token
     assert one.activations.costs.flops((0, 1, 0, 0)) == eight.activations.costs.flops((0, 1, 0, 0))
-    assert one.traffic(0)["cp"] == 0
+    assert measure_traffic(one, 0)["cp"] == 0
 
 
 def test_exchanged_heads_are_kept_and_gathered_keys_are_there_while_attention_computes():

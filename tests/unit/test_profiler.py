@@ -9,7 +9,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from framework.comm.communicator import Communicator
-from framework.mesh.axis import Axis
+from framework.mesh.topology import Axis
 from framework.train.profiler import name_unit
 
 

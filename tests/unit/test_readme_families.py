@@ -6,7 +6,7 @@ from pathlib import Path
 
 from framework.comm.communicator import Communicator
 from framework.errors import MeshwrightError
-from framework.mesh.axis import Axis
+from framework.mesh.topology import Axis
 from framework.model.load import build_meta
 from framework.parallel.tensor import ranks_per_kv_head
 from tests.families import FAMILIES, Family, build_config

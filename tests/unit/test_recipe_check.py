@@ -1,17 +1,17 @@
 """Derived numbers and the rules between keys."""
 
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.errors import RecipeError
-from framework.recipe.check import check_recipe
+from framework.recipe.check import RULES, check_recipe
 from framework.recipe.compose import compose
-from framework.recipe.context_rules import unpadded_lengths
-from framework.recipe.derive import derive
+from framework.recipe.derive import derive, unpadded_lengths
 from framework.recipe.describe import describe_derived
+from framework.recipe.keys import list_keys
 from framework.recipe.problem import Problem
 from framework.recipe.schema import Batch, Data, Launch, Parallel, Recipe, Source, Train
 
@@ -452,3 +452,51 @@ def test_options_of_what_is_not_sent_are_refused():
     assert problems_of("parallel.expert_hierarchical=node").keys() == {"parallel.expert_hierarchical"}
     two_hops = problems_of("parallel.ep=8", "parallel.expert_hierarchical=3", "launch.ranks=8")
     assert two_hops["parallel.expert_hierarchical"].fix == "one of 2, 4, 8; node; or null"
+
+
+class Watched:
+    """A recipe, or a group of it, that notes the keys that are read."""
+
+    def __init__(self, group, path: str, seen: set[str]) -> None:
+        self.__dict__ |= {"_group": group, "_path": path, "_seen": seen}
+
+    def __getattr__(self, name: str):
+        value, where = getattr(self._group, name), f"{self._path}.{name}".lstrip(".")
+        if is_dataclass(value):
+            return Watched(value, where, self._seen)
+        if not callable(value):
+            self._seen.add(where)
+        return value
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["launch=slurm", "launch.ranks=16", "parallel.tp=2", "zero.stage=2", "zero.shard_within=3"],
+        ["launch=slurm", "launch.nodes=[1,2]", "launch.ranks=null", "parallel.dp=2", "launch.spares=1"],
+        ["parallel.cp=2", "launch.ranks=4", "parallel.context=ulysses", "model.attention=sdpa", "batch.context=3"],
+        ["parallel.pp=2", "launch.ranks=2", "pipeline.schedule=dualpipe_v", "pipeline.fill_bubbles=validation"],
+        ["parallel.pp=2", "launch.ranks=2", "pipeline.layers=[1]", "pipeline.schedule=interleaved"],
+        ["parallel.ep=4", "launch.ranks=4", "parallel.expert_hierarchical=3", "model.experts=eager"],
+        ["memory.offload.optimizer=1", "memory.offload.home=disk", "precision.moments=int8", "optim=lion"],
+        ["memory.activation_checkpointing=auto", "memory.compile=always", "precision=fp8", "parallel.sequence=false"],
+        ["precision=fp64", "precision.master=none", "optim=sgd", "optim.momentum=0", "precision.moments=bf16"],
+        ["optim/schedule=wsd", "optim.schedule.decay_steps=9000", "optim.schedule.warmup_steps=9000", "train.epochs=1"],
+        ["checkpoint.root=S3://b", "run.root=s3://b", "checkpoint.neighbor_copies=1", "train.on_spike=rewind"],
+        ["track.profile_steps=[3,2]", "checkpoint.keep_best=true", "model.family=lama", "model.revision=main"],
+        ["data.bpe_vocab=null", "model.tokenizer=null", "train.validate_every_steps=5", "data.validation=0"],
+    ],
+)  # fmt: skip
+def test_a_rule_reads_only_the_keys_that_it_declares(overrides):
+    """A rule is silent where a key that it declares is wrong, and asked once for layouts that agree in these."""
+    recipe = compose(overrides).draft
+    known = {key.path for key in list_keys()}
+    for rule in RULES:
+        assert all(read in known or any(key.startswith(f"{read}.") for key in known) for read in rule.reads), rule
+        seen: set[str] = set()
+        if rule.reads and rule.reads != ("cluster",):  # that one asks its dataclass for its fields
+            list(rule.find(Watched(recipe, "", seen)))
+        assert not {key for key in seen if not any(key == read or key.startswith(f"{read}.") for read in rule.reads)}, (
+            rule
+        )

@@ -6,14 +6,14 @@ import sys
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from framework.recipe import families
+from framework.recipe import run_rules
 from framework.recipe.compose import compose
-from framework.recipe.families import find_family_problems, list_families, read_strings
+from framework.recipe.run_rules import list_families, read_strings
 from framework.recipe.schema import Model, Recipe
 
 
 def problems_of(family, **model):
-    return list(find_family_problems(Recipe(model=Model(family=family, **model))))
+    return list(run_rules.family.find(Recipe(model=Model(family=family, **model))))
 
 
 def test_every_family_of_transformers_passes():
@@ -39,7 +39,7 @@ def test_weights_say_what_the_model_is():
 
 
 def test_lists_that_lie_elsewhere_refuse_nothing(monkeypatch):
-    monkeypatch.setattr(families, "read_strings", frozenset)
+    monkeypatch.setattr(run_rules, "read_strings", frozenset)
     assert problems_of("lama") == []
 
 

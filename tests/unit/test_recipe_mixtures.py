@@ -10,6 +10,7 @@ from framework.model.load import build_meta
 from framework.plan.check import check_layout, most_bytes
 from framework.plan.memory import show_bytes
 from framework.plan.page import describe_layouts, describe_ranks
+from framework.plan.traffic import expert_traffic, measure_traffic
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
 from tests.grid import few_of
@@ -80,7 +81,7 @@ def test_the_page_says_which_experts_a_rank_has_and_what_is_sent_to_them():
     # 4 and with recomputation 2 more, x tokens x top-k x hidden x 2 bytes x 7/8, and before each forward 128 numbers of rows
     sent = 6 * 4096 * 8 * 2048 * 2 * 7 // 8 + 2 * 128 * 8 * 7 // 8
     assert f"a rank sends {show_bytes(sent)} per layer and microbatch" in page
-    assert plan.traffic(0)["ep"] == 48 * plan.derived.accumulation * sent
+    assert measure_traffic(plan, 0)["ep"] == 48 * plan.derived.accumulation * sent
     assert "mlp.experts.down_proj" in page
     assert "sharded over ep along dim 0" in page
 
@@ -90,14 +91,14 @@ def test_ranks_of_tp_that_have_whole_experts_send_a_part_of_the_tokens_each(expe
     layout = ("parallel.tp=2", "parallel.ep=4", f"parallel.expert_tp={expert_tp}", "memory=none")
     plan = check_layout(compose(["experiment=qwen3_30b_a3b", *layout]).require())
     rows = 4096 * 8 // share
-    assert plan.expert_traffic(plan.mixtures[0]) == (4 * rows * 2048 * 2 + 128 * 8) * 3 // 4
+    assert expert_traffic(plan, plan.mixtures[0]) == (4 * rows * 2048 * 2 + 128 * 8) * 3 // 4
 
 
 def test_two_hops_send_rows_twice_and_of_two_parts_twice_as_many_numbers():
     layout = ("parallel.expert_hierarchical=2", "parallel.expert_overlap=true", "memory=none")
     plan = check_layout(compose(["experiment=qwen3_30b_a3b", *layout]).require())
     rows, numbers = 4 * 4096 * 8 * 2048 * 2, 2 * 128 * 8
-    assert plan.expert_traffic(plan.mixtures[0]) == (rows + numbers) // 2 + (rows + numbers) * 3 // 4
+    assert expert_traffic(plan, plan.mixtures[0]) == (rows + numbers) // 2 + (rows + numbers) * 3 // 4
 
 
 def test_too_few_ranks_for_the_stages_are_refused():

@@ -8,8 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from framework.errors import RecipeError
-from framework.recipe.compose import compose, load_recipe, save_recipe
-from framework.recipe.resolve import resolve
+from framework.recipe.compose import compose, load_recipe, resolve, save_recipe
 from framework.recipe.saved import read_base
 from framework.recipe.schema import Data, Model, Optim, ParameterGroup, Recipe, Run, Source
 

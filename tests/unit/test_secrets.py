@@ -10,9 +10,9 @@ from transformers import LlamaConfig
 
 from framework.cli import main
 from framework.comm.connect import connect
+from framework.commands.train import train
 from framework.errors import EXIT_USER, RecipeError
 from framework.launch.directory import RunDirectory
-from framework.launch.local import train
 from framework.launch.resume import resume_recipe
 from framework.mesh.topology import Topology
 from framework.plan.plan import make_plan

@@ -11,8 +11,8 @@ from framework.errors import RunError
 from framework.launch.directory import RunDirectory
 from framework.launch.resume import resume_recipe
 from framework.launch.settle import keep_settled, settle_tokens
+from framework.model.generate import find_end, set_token_ids
 from framework.model.load import build_meta, load_config
-from framework.model.special_tokens import find_end, set_token_ids
 from framework.recipe.compose import compose, save_recipe
 from framework.recipe.schema import Model
 

@@ -5,7 +5,7 @@ from transformers import CONFIG_MAPPING
 
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError, TopologyError
-from framework.mesh.axis import Axis
+from framework.mesh.topology import Axis
 from framework.model.load import build_meta
 from framework.model.shrink import shrink
 from framework.plan.plan_command import plan_command

@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from framework.comm.communicator import Communicator
-from framework.mesh.axis import Axis
 from framework.mesh.token_layout import TokenLayout
+from framework.mesh.topology import Axis
 from framework.parallel.tensor.async_tp import AsyncGather, AsyncGatherTensor
-from framework.parallel.tensor.borders import Border, ReplicatedBorder, ShardedBorder
+from framework.parallel.tensor.borders import Border, ReplicatedBorder, ShardedBorder, ShardedTokens
 from framework.parallel.tensor.regions import Region
-from framework.parallel.tensor.sharded_tokens import ShardedTokens
 
 ALONE = Communicator(Axis("tp", 1, 0))
 

@@ -22,7 +22,7 @@ def find_untyped(actions):
     """(command, option) of the parsers that no action types."""
     typed = [(shlex.split(action.typed), action) for action in actions]
     untyped = []
-    for command in cli._commands():
+    for command in cli.COMMANDS:
         parser = argparse.ArgumentParser(add_help=False)
         command.add_options(parser)
         names = [

@@ -6,8 +6,7 @@ import torch
 from framework.mesh.box import Box
 from framework.model.experts import count_experts, find_experts
 from framework.model.load import build_meta, kept_in_fp32
-from framework.optim.groups import group_parameters
-from framework.optim.schedules import learning_rate
+from framework.optim.groups import group_parameters, learning_rate
 from framework.optim.stochastic_rounding import draw_bits
 from framework.recipe.schema import LearningRateSchedule, Optim, ParameterGroup
 from framework.verify import plain

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from framework.comm.board import Board
 from framework.comm.communicator import Communicator, Operation
-from framework.mesh.axis import Axis
+from framework.mesh.topology import Axis
 from framework.monitor import watch as watch_module
 from framework.monitor.hang import TRAINING, Line
 from framework.monitor.phases import Phase, Phases

@@ -1,6 +1,6 @@
 """Context parallelism: attention of sequences whose tokens are divided over `cp`.
 
-`attention` is what a layer calls; `ulysses` exchanges heads for tokens, `ring` and `gather` bring keys and values (`key_values`).
+`attention` is what a layer calls; `ulysses` exchanges heads for tokens, `ring` brings keys and values (`key_values`).
 `blocks` says which queries meet which keys, `block_attention` computes that, piece by piece (`visible_rows`), by `kernels`, and
 `merge` makes one softmax of it. `hook` puts it all into a model, and `probe` says of which models that is exact.
 """

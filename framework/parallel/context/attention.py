@@ -25,11 +25,10 @@ from framework.model.kept_outputs import KeptOutputs
 from framework.model.precision import sums_dtype
 from framework.parallel.context.block_attention import BlockAttention
 from framework.parallel.context.blocks import RankBlocks
-from framework.parallel.context.gather import Gather
 from framework.parallel.context.kernels import Result
 from framework.parallel.context.key_values import Contribution, HeadGroup, KeyValues, Portion
 from framework.parallel.context.merge import ChunkSums, MergedOutput, sinks_gradient
-from framework.parallel.context.ring import Ring
+from framework.parallel.context.ring import Gather, Ring
 from framework.parallel.context.ulysses import HeadExchange
 from framework.parallel.context.visible_rows import Scores
 
@@ -39,7 +38,8 @@ TRANSPORTS: dict[str, Callable[[Communicator], Transport]] = {"ring": Ring, "gat
 
 
 class ContextAttention:
-    """Attention over the tokens of all ranks of two axes, whose product is `cp`. method: how keys and values come over `ring`."""
+    """Attention over the tokens of all ranks of two axes, whose product is `cp`. method: the way in which keys and values come
+    over `ring`."""
 
     def __init__(
         self,
@@ -79,6 +79,7 @@ class ContextAttention:
         q, k, v = self.heads.enter(q, k, v)
         # Head by head: a CPU's kernel reads the keys of a head again for every block of queries, from fewer lines of its cache.
         k, v = k.contiguous(), v.contiguous()
+        # Sinks are replicated: each rank has those of all heads, and learns from its own.
         own_sinks = None if sinks is None else self.heads.select(sinks)
         # To the host, which decides by them what is computed: waiting for the device once here, not in every block.
         rows = None if first_rows is None else self.heads.gather_rows(first_rows).cpu()
@@ -94,18 +95,22 @@ class _Forward:
         self.log_sum = q.new_empty(q.shape[:3], dtype=sums_dtype(q.dtype))
 
     def start(self, group: HeadGroup) -> None:
+        # This rank's own keys first: every query sees itself, so what is merged later finds a finite sum; and the first message
+        # is on its way meanwhile.
         self.merged = MergedOutput(self.blocks.slices.chunks, self.q.shape[2], self.q.dtype)
         self.attend(self.blocks.whole(group), self.blocks.slices.ring_index, _select_heads(self.own, group.heads))
 
     def attend(self, portion: Portion, source: int, held: KeyValues) -> None:
         q = self.q[:, _query_heads(portion.heads, self.q, self.own)]
         for block, tensors in self.blocks.cut(q, held, portion, source):
+            # None where the window or the documents of these sequences leave no pair, which no plan of blocks knows.
             found = self.attention.forward(tensors)
             if found is not None:
                 self.merged.merge(block.queries, *found)
 
     def finish(self, group: HeadGroup) -> None:
         heads = _query_heads(group.heads, self.q, self.own)
+        # Last, once for each query: a sink in every block would count once for each block.
         if self.sinks is not None:
             self.merged.add_sinks(self.sinks[heads])
         self.out = self.merged.write(self.out, heads, self.q.shape[1], self.q.dtype)
@@ -134,9 +139,11 @@ class _Backward:
     def differentiate_own(self, group: HeadGroup) -> None:
         own = _select_heads(self.own, group.heads)
         contributions = self._contributions(self.blocks.whole(group), self.blocks.slices.ring_index, own)
+        # Where others' sums have come home already, own ones are added to them.
         if self.sums is not None:
             self.sums.add(contributions)
         elif self.blocks.slices.chunks == 1:
+            # One chunk of queries and one of keys: one block.
             ((_, dk, dv),) = contributions
             self.sums = KeyValues(dk, dv)
         else:
@@ -147,6 +154,7 @@ class _Backward:
         """One at a time, so that no more than one need be held."""
         heads = _query_heads(portion.heads, self.q, self.own)
         for block, tensors in self.blocks.cut(self.q[:, heads], held, portion, source):
+            # Of all keys of these queries, not of this block: then the block's part of the gradient needs no other block.
             of = self.result
             result = Result(*(x[:, heads, slice(*block.queries)] for x in (of.out, of.log_sum, of.gradient)))
             found = self.attention.backward(tensors, result)
@@ -162,6 +170,7 @@ class _Backward:
         if self.sums is None:
             self.sums = self._new_sums(portion.heads)
             self.sums.set([])
+        # A portion has the same tokens of every chunk, which lie apart in the rank's own order.
         chunks, tokens = self.blocks.slices.chunks, slice(*portion.tokens)
         for total, given in ((self.sums.k, sums.k), (self.sums.v, sums.v)):
             total.unflatten(2, (chunks, -1))[:, :, :, tokens] += given.unflatten(2, (chunks, -1))
@@ -170,6 +179,7 @@ class _Backward:
         heads = _query_heads(group.heads, self.q, self.own)
         self.dq = self.dq_sums.write(self.dq, heads, self.q.shape[1], self.q.dtype)
         assert self.sums is not None
+        # Rounded to the dtype of K and V once, here: sums over blocks and ranks are in fp32 at least.
         if group.heads == self._all_heads:
             self.total = KeyValues(self.sums.k.to(self.own.k.dtype), self.sums.v.to(self.own.v.dtype))
         elif self.total is not None and self.sums.k.dtype != self.total.k.dtype:
@@ -184,6 +194,7 @@ class _Backward:
     def _new_sums(self, heads: Interval) -> KeyValues:
         """For gradients of this rank's K/V in some heads; values are not set."""
         dtype = self.own.k.dtype
+        # The whole is made with the first group: later ones are written beside it.
         if heads != self._all_heads and self.total is None:
             self.total = self._new_heads(self._all_heads, dtype)
         if self.total is not None and dtype == sums_dtype(dtype):
@@ -231,6 +242,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, first_rows, out, log_sum = ctx.saved_tensors
         own, blocks = KeyValues(k, v), RankBlocks(ctx.attention.slices, ctx.scores, first_rows)
+        # It may come as an expanded view, which kernels do not take.
         result = Result(out.transpose(1, 2), log_sum, gradient.contiguous().transpose(1, 2))
         work = _Backward(q, result, own, blocks, ctx.attention.block)
         ctx.attention.transport.backward(own, blocks.route(own), work)

@@ -105,6 +105,7 @@ class BlockAttention:
         log_sum = q.new_full(shape, -math.inf, dtype=block.sums_dtype).transpose(1, 2)
         for piece in pieces:
             more, sum_of_more = _forward_piece(block, kernel, piece)
+            # Views of the rows of the piece: it is merged in place.
             merged = block.queries_of(out, piece), block.queries_of(log_sum, piece)
             merge_softmax(*merged, more.to(out.dtype), sum_of_more.to(log_sum.dtype))
         return out.to(q.dtype), log_sum
@@ -178,6 +179,7 @@ def check_kernel(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> bo
 
     Kernels differ between versions of torch and devices, and an error would show in the loss only.
     """
+    # Values narrower than keys, and more keys than queries: kernels differ most in what is not square.
     square, oblong = _draw(48, 16, device, dtype), _draw(96, 8, device, dtype)
     try:
         difference = max(_differ(kernel, *square, kind) for kind in PieceKind)

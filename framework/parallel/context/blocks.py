@@ -104,6 +104,7 @@ def find_steps(slices: ContextSlices, window: int | None) -> tuple[int, ...]:
     if window is None:
         return tuple(range(1, slices.ring))
     chunks = [slices.of_rank(index * slices.ulysses).chunk_intervals for index in range(slices.ring)]
+    # Over all ranks and not this one alone: every rank sends in every step that any of them needs.
     return tuple(
         step
         for step in range(1, slices.ring)
@@ -141,5 +142,6 @@ def _join_keys(pairs: list[Block]) -> list[Block]:
         # Of the same keys: each call's results would be as large as both chunks' together, and nothing is saved but a call.
         return pairs
     keys = first.keys[0], last.keys[1]
+    # Rows of keys in front of the queries, as if they were one chunk: all of them are seen, so only their number matters.
     rows = first.q_rows[0] - (keys[1] - keys[0]), first.q_rows[0]
     return [Block(first.queries, keys, first.q_rows, rows, True)]

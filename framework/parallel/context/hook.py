@@ -29,7 +29,7 @@ from framework.parallel.context.attention import ContextAttention
 from framework.parallel.context.block_attention import BlockAttention
 from framework.parallel.context.visible_rows import Scores
 from framework.parallel.stage_plan import StagePlan
-from framework.recipe.context_rules import find_uneven_heads
+from framework.recipe.layout_rules import find_uneven_heads
 from framework.recipe.schema import Parallel
 
 # What a model's config is told; without an entry among the mask functions.
@@ -98,6 +98,7 @@ def find_context_attentions(model: nn.Module) -> dict[nn.Module, tuple[ContextAt
 
 def hook_attentions(model: PreTrainedModel, make_hook: Callable[[], Hook]) -> None:
     """Give a hook of its own to every attention of the model, and have the model call them by it."""
+    # On the module and not in a registry of ours: a copy of a model has hooks of its own, and they go with it.
     for module in find_attentions(model):
         module.context_hook = make_hook()
     # Tensor parallelism gives some modules a config of their own.
@@ -144,9 +145,11 @@ def attend_module(
         raise ModelError(
             f"{type(module).__name__} hands {' and '.join(unknown)} to its attention function, which Meshwright does not know"
         )
+    # The dropped probabilities would depend on how a sequence is divided.
     if dropout := options.get("dropout"):
         raise AttentionDropout(f"{type(module).__name__} drops {dropout:g} of its attention's probabilities")
     first_rows = None if attention_mask is None else _read_first_rows(module, attention_mask)
+    # Before scores: a rule may change queries, and what they may see.
     rule = QUERY_RULES.get(type(module).__name__)
     if rule is not None:
         query, first_rows = rule(module, query, first_rows, hook.rows(query.device))

@@ -55,12 +55,12 @@ class Kernel(Protocol):
         """Rows of a tile, unless the caller knows better."""
 
     def forward(self, heads: Heads, kind: PieceKind, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-        """(out, log-sum-exp)"""
+        """(out [B, H, n, Dv], log-sum-exp [B, H, n]) of a piece. mask: [1, 1, n, m] or None."""
 
     def backward(
         self, heads: Heads, result: Result, kind: PieceKind, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dQ, dK, dV)"""
+        """(dQ, dK, dV), in the shapes of q, k and v: the piece's part of the gradients."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class TileKernel:
     def forward(self, heads: Heads, kind: PieceKind, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = _group_heads(heads)
         scores = self._score(q, k, scale)[0]
+        # In place from here on: the scores are the largest tensor, and nobody else has them.
         scores = _add_mask(scores, heads, kind, mask)
         log_sum = scores.logsumexp(-1, keepdim=True)
         out = torch.matmul(scores.sub_(log_sum).exp_(), v)
@@ -92,9 +93,11 @@ class TileKernel:
         # A copy of the scores where the cap's derivative still needs them.
         scores = _add_mask(scores if capped is None else scores.clone(), heads, kind, mask)
         p = scores.sub_(_group_queries(result.log_sum[..., None], k.shape[1])).exp_()
+        # p is over all keys of a query, as log_sum is, so the parts of pieces add up without being scaled again.
         dv = torch.matmul(p.mT, gradient)
         ds = torch.matmul(gradient, v.mT).sub_((gradient * out).sum(-1, keepdim=True)).mul_(p)
         if capped is not None:
+            # d tanh(x) = 1 - tanh(x)^2.
             ds.mul_(1 - capped.square())
         dq = torch.matmul(ds, k).mul_(scale).unflatten(2, (-1, heads.q.shape[2])).flatten(1, 2)
         dk = torch.matmul(ds.mT, q).mul_(scale)
@@ -115,6 +118,7 @@ def _group_queries(x: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def _group_heads(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    # Wider than bf16: a softmax of thousands of keys loses its small terms there.
     dtype = torch.float64 if heads.q.dtype == torch.float64 else torch.float32
     return _group_queries(heads.q, heads.k.shape[1]).to(dtype), heads.k.to(dtype), heads.v.to(dtype)
 
@@ -168,6 +172,7 @@ class CpuFlash:
             gradient, q, k, v, out, result.log_sum, 0.0, is_causal, attn_mask=mask, scale=scale
         )
         if k.shape[1] != heads.k.shape[1]:
+            # Repeated heads have a gradient each; the shared head's is their sum.
             dk, dv = (x.unflatten(1, (heads.k.shape[1], -1)).sum(2) for x in (dk, dv))
         return dq[..., : heads.q.shape[-1]], dk[..., : heads.k.shape[-1]], dv[..., : heads.v.shape[-1]]
 
@@ -204,6 +209,7 @@ class CudaFlash:
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)
         offset = torch.empty((), dtype=torch.uint64, device=q.device)
         log_sum, is_causal = result.log_sum.contiguous(), kind is PieceKind.CAUSAL
+        # Without cumulative lengths: every sequence of the batch is as long as the others.
         lengths = None, None, q.shape[2], k.shape[2]
         dq, dk, dv = flash_cuda_backward(
             gradient, q, k, v, out, log_sum, *lengths, 0.0, is_causal, seed, offset, scale=scale

@@ -46,6 +46,7 @@ class KeyValues:
                 self.v[:, :, slice(*tokens)] = dv
             seen.add(tokens)
             del dk, dv
+        # The intervals between those that blocks have written: nobody has set them.
         ends = [0, *(end for tokens in sorted(seen) for end in tokens), self.k.shape[2]]
         for start, stop in zip(ends[::2], ends[1::2], strict=True):
             self.k[:, :, start:stop] = 0
@@ -56,7 +57,7 @@ class KeyValues:
         return self.view(self.k.new_empty(self.k.numel() + self.v.numel(), dtype=dtype))
 
     def view(self, message: Tensor) -> "KeyValues":
-        """A message as tensors of these shapes."""
+        """A message, [elements of k and v], as tensors of these shapes."""
         keys, values = message.split([self.k.numel(), self.v.numel()])
         return KeyValues(keys.view(self.k.shape), values.view(self.v.shape), message)
 
@@ -77,6 +78,7 @@ class Portion:
         """A copy of them as a message, in new memory if none is given: k and v [B, heads, chunks * tokens, D]."""
         views = self.select(of, chunks)
         packed = views.new_message() if message is None else views.view(message)
+        # One copy on this side; on the other the message is read where it landed.
         packed.k.copy_(views.k)
         packed.v.copy_(views.v)
         return KeyValues(packed.k.flatten(2, 3), packed.v.flatten(2, 3), packed.message)
@@ -93,7 +95,9 @@ class HeadGroup:
 def group_heads(of: KeyValues, chunks: int, num_portions: int) -> list[HeadGroup]:
     """`num_portions` portions or a few more: heads are divided first, since that divides queries, too, then tokens of a chunk."""
     kv_heads, length = of.k.shape[1], of.k.shape[2] // chunks
+    # The least number of groups that divides the heads and is as many as asked for, if heads suffice.
     groups = next(count for count in range(min(num_portions, kv_heads), kv_heads + 1) if kv_heads % count == 0)
+    # What heads did not give is made of tokens; no portion may be empty.
     parts = min(-(-num_portions // groups), length)
     bounds = [length * number // parts for number in range(parts + 1)]
     heads = pairwise(range(0, kv_heads + 1, kv_heads // groups))

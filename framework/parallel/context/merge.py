@@ -41,6 +41,7 @@ class ChunkSums:
     def add(self, queries: Interval, x: Tensor) -> None:
         """x: [B, H, n, D], of the queries (start, stop)."""
         for number, rows in self.cut(queries):
+            # Taken over without a copy where dtypes agree: a block's results are nobody else's.
             part, mine = self.parts[number], x[:, :, rows]
             self.parts[number] = mine.to(self.dtype) if part is None else part.add_(mine)
 
@@ -91,6 +92,7 @@ class MergedOutput(ChunkSums):
         """One more key for every query. sinks: [H], scores."""
         scores = sinks.to(self.dtype)[:, None]
         for number, (part, log_sum) in enumerate(zip(self.parts, self.log_sums, strict=True)):
+            # Outputs shrink by the probability that the sink takes: it has no value to add.
             with_sink = torch.logaddexp(_filled(log_sum), scores)
             _filled(part).mul_(torch.exp(_filled(log_sum) - with_sink).unsqueeze(-1))
             self.log_sums[number] = with_sink
@@ -106,6 +108,7 @@ def sinks_gradient(sinks: Tensor, gradient: Tensor, out: Tensor, log_sum: Tensor
 
     gradient, out: [B, H, C, Dv]; log_sum: [B, H, C], sinks included.
     """
+    # d out / d sink = -p out: the sink has no value, so all it does is to take probability from the others.
     delta = (gradient.to(log_sum.dtype) * out).sum(-1)
     return -(torch.exp(sinks.to(log_sum.dtype)[:, None] - log_sum) * delta).sum((0, 2)).to(sinks.dtype)
 

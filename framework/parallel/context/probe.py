@@ -10,21 +10,20 @@ sinks, biases). Neither signature nor config tells which families pass; one that
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
-from framework.mesh.axis import Axis
 from framework.mesh.context import ContextSlices
-from framework.model.initial import seed_rng
-from framework.model.load import FORWARD_ERRORS, choose_experts
-from framework.model.shrink import shrink
+from framework.mesh.topology import Axis
+from framework.model.load import FORWARD_ERRORS
+from framework.model.probe import small_copy
 from framework.parallel.context.attention import ContextAttention
 from framework.parallel.context.block_attention import BlockAttention
 from framework.parallel.context.hook import Attention, AttentionDropout, Hook, hook_attentions
@@ -65,25 +64,27 @@ def refuse_undivided_context(
 
 def probe_causes(config: PretrainedConfig, has_documents: bool) -> list[Cause]:
     """Run a small copy of the model: the first cause, if any, why no division of its sequences is exact."""
-    # A list, not a generator: one that waits for its next value would leave the caller without autograd meanwhile.
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        lengths = [(sum(LENGTHS),), *([LENGTHS] if has_documents else [])]
-        probed = (map(Cause, _Probe(config).find_causes(each)) for each in lengths)
-        return list(islice(chain(chain.from_iterable(probed), _find_dropout(config)), 1))
+    for lengths in [(sum(LENGTHS),), *([LENGTHS] if has_documents else [])]:
+        # Each on a copy of its own: what was hooked once has no stock attention any more.
+        with small_copy(config) as model:
+            _fill_zeros(model)
+            what = next(_Probe(model).find_causes(lengths), None)
+        if what is not None:
+            return [Cause(what)]
+    return _find_dropout(config)
 
 
 class _Probe:
     """A small copy of the model, stock, and hooked to whatever it is run with."""
 
-    def __init__(self, config: PretrainedConfig) -> None:
-        self.config = config
-        self.model = _build_small(config, shrink(config))
-        self.model.eval()
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
 
     def find_causes(self, lengths: tuple[int, ...]) -> Iterator[str]:
         """Why documents of these lengths cannot be divided."""
         rows = _Rows(lengths)
         vocabulary = self.model.config.get_text_config().vocab_size
+        # Random ids: with equal ones a query could not tell which keys it sees.
         tokens = torch.randint(0, vocabulary, (1, rows.total))
         try:
             expected = self.model(input_ids=tokens, **self._positions(rows)).logits
@@ -91,6 +92,7 @@ class _Probe:
             yield f"a small one does not run on token ids and positions alone ({error})"
             return
         try:
+            # Our errors name the cause; those of the model need a look at where tokens mix.
             found = self._run_divided(tokens, rows)
         except ModelError as error:
             yield str(error)
@@ -123,6 +125,7 @@ class _Probe:
         mixing = self._find_mixing(tokens)
         if mixing is not None:
             return mixing
+        # The same attention in one row of tokens: what differs now is attention itself, else it was the positions.
         hook_attentions(self.model, lambda: Hook(rows.whole, lambda device: torch.arange(rows.total)))
         mask = None if len(rows.lengths) == 1 else rows.first_rows[:, None, :, None]
         in_order = self.model(input_ids=tokens, attention_mask=mask, **self._positions(rows)).logits
@@ -134,6 +137,7 @@ class _Probe:
     def _find_mixing(self, tokens: Tensor) -> str | None:
         """The first module that mixes tokens although attention does not: where one token changes, and others with it."""
         hook_attentions(self.model, lambda: Hook(_attend_to_nothing, lambda device: torch.arange(tokens.shape[1])))
+        # Attention gives zeros, so a change of token 0 may reach another token only through some other module.
         changed = tokens.clone()
         changed[:, 0] = (changed[:, 0] + 1) % self.model.config.get_text_config().vocab_size
         positions = torch.arange(tokens.shape[1])[None]
@@ -202,20 +206,11 @@ def _attend_to_nothing(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return v.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
-def _build_small(config: PretrainedConfig, small: PretrainedConfig) -> PreTrainedModel:
-    small.use_cache = small.get_text_config().use_cache = False
-    seed_rng(0)
-    try:
-        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
-    except FORWARD_ERRORS as error:
-        raise ModelError(f"a small {config.model_type} model cannot be built: {error}") from error
-    # What is zero at the start, such as sinks and biases, would not show.
+def _fill_zeros(model: PreTrainedModel) -> None:
+    """Give values to parameters that are zero at the start, such as sinks and biases: they would not show."""
     for parameter in model.parameters():
         if not parameter.any():
             parameter.normal_(std=0.1)
-    # Grouped matmuls want widths that a small copy may not have.
-    choose_experts(model, "eager", torch.float32)
-    return model
 
 
 def _is_close(found: Tensor, expected: Tensor) -> bool:
@@ -300,23 +295,23 @@ def _original_positions(config: PretrainedConfig) -> int | None:
     return None
 
 
-def _find_dropout(config: PretrainedConfig) -> Iterator[Cause]:
-    small = shrink(config)
+def _find_dropout(config: PretrainedConfig) -> list[Cause]:
+    """The dropout of attention, if the config asks for any."""
     dropouts = {
         path: value for path, value in _walk(config) if "drop" in path and isinstance(value, int | float) and value > 0
     }
-    for path, value in dropouts.items():
-        _set(small, path, value)
-    model = _build_small(config, small).train()
-    hook_attentions(model, lambda: Hook(_attend_to_nothing, lambda device: torch.arange(2)))
-    try:
-        model(input_ids=torch.zeros(1, 2, dtype=torch.int64))
-    except AttentionDropout as error:
-        named = [path for path in dropouts if "att" in path] or list(dropouts)
-        fix = " and ".join(f"model.config.{path}=0" for path in named)
-        yield Cause(f"{error}, and which ones would differ with how a sequence is divided", fix)
-    except FORWARD_ERRORS:
-        return  # in training some draw what a small copy lacks; in evaluation it ran
+    with small_copy(config, **dropouts) as model:
+        model.train()
+        hook_attentions(model, lambda: Hook(_attend_to_nothing, lambda device: torch.arange(2)))
+        try:
+            model(input_ids=torch.zeros(1, 2, dtype=torch.int64))
+        except AttentionDropout as error:
+            named = [path for path in dropouts if "att" in path] or list(dropouts)
+            fix = " and ".join(f"model.config.{path}=0" for path in named)
+            return [Cause(f"{error}, and which ones would differ with how a sequence is divided", fix)]
+        except FORWARD_ERRORS:
+            pass  # in training some draw what a small copy lacks; in evaluation it ran
+    return []
 
 
 def _walk(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
@@ -326,10 +321,3 @@ def _walk(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{inner}", each) for inner, each in _walk(value))
         else:
             yield name, value
-
-
-def _set(config: PretrainedConfig, path: str, value: Any) -> None:
-    *parts, name = path.split(".")
-    for part in parts:
-        config = getattr(config, part)
-    setattr(config, name, value)

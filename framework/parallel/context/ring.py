@@ -11,8 +11,14 @@ keys never travels.
 K and V travel in portions (`key_values`), each one message of both: all steps of one portion, then those of the next, whose first
 message is under way while the last step of the one before is computed.
 
-Steps in which no rank of the axis sees any key, because the window has ended, are left out: K/V go to the rank that needs them
-next, several ranks on. With n steps left n messages are sent instead of ring - 1.
+Gather is the other transport: every rank gets all keys and values at once (Llama 3, Dubey et al. 2024, 3.3.2). For short rings:
+it holds ring * kv. All are sent, whatever a window leaves; blocks in which no query sees a key are not computed.
+
+    forward     all-gather of K/V, under the blocks of this rank's own keys               (ring - 1) * kv bytes
+    backward    the same once more; reduce-scatter of dK/dV in fp32 at least              (ring - 1) * (kv + dkv) bytes
+
+Steps of a ring in which no rank of the axis sees any key, because the window has ended, are left out: K/V go to the rank that
+needs them next, several ranks on. With n steps left n messages are sent instead of ring - 1.
 """
 
 from collections.abc import Sequence
@@ -20,6 +26,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+import torch
+
+from framework.comm.algorithms import Pending
+from framework.comm.collectives import reduce_scatter, start_all_gather
 from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange
 from framework.model.precision import sums_dtype
@@ -76,6 +86,7 @@ class Ring:
 
     def forward(self, own: KeyValues, route: RingRoute, work: Attends) -> None:
         """Have `work` attend to the K/V of all ranks of the route."""
+        # The first message leaves before anything is computed.
         conveyor = _Conveyor(own, route, self.axis)
         for group in route.groups:
             work.start(group)
@@ -89,6 +100,7 @@ class Ring:
         conveyor = _Conveyor(own, route, self.axis)
         for group in route.groups:
             work.start(group)
+            # Sums whose last hop is under way to this rank: one portion's at most.
             homeward: list[tuple[Portion, _Shift]] = []
             for portion in group.portions:
                 last = self._sum_around(portion, route.steps, conveyor, work)
@@ -106,12 +118,14 @@ class Ring:
         """Add to the sums of others that come by. Returns the last hop, with which this rank's own come home."""
         sums: _Shift | None = None
         for step, following in zip(steps, (*steps[1:], self.axis.size), strict=False):
+            # By now the next rank's K/V are on their way under what is computed here.
             held = conveyor.take()
             contributions = work.differentiate(portion, self._source(step), held)
             # Waited for only now: the rank before added to them while this one was computing.
             so_far = held.new_message(sums_dtype(held.k.dtype)) if sums is None else sums.arrive()
             (so_far.set if sums is None else so_far.add)(contributions)
             del held, contributions  # before the next are received and computed
+            # As many ranks on as K/V go, so that sums and K/V of one rank meet at each rank; the last hop leads home.
             sums = _Shift(so_far, following - step, self.axis)
         return sums
 
@@ -125,6 +139,7 @@ class _Conveyor:
 
     def __init__(self, own: KeyValues, route: RingRoute, axis: Communicator):
         self._own, self._chunks, self._axis = own, route.chunks, axis
+        # The first hop goes from this rank to the first that needs its K/V; steps that nobody needs are jumped over.
         hops = [after - before for before, after in pairwise((0, *route.steps))]
         self._moves = iter(
             [
@@ -175,3 +190,74 @@ def _add_arrived(homeward: "list[tuple[Portion, _Shift]]", work: Differentiates)
     while homeward:
         portion, shift = homeward.pop()
         work.add(portion, shift.arrive())
+
+
+class Gather:
+    """Gathers keys and values along an axis; the interface of `Ring`."""
+
+    def __init__(self, axis: Communicator):
+        self.axis = axis
+
+    def forward(self, own: KeyValues, route: RingRoute, work: Attends) -> None:
+        """Have `work` attend to the K/V of all ranks of the route: `Ring.forward`."""
+        for group in route.groups:
+            for portion in group.portions:
+                coming = _Gathered(own, portion, route.chunks, self.axis)
+                if portion == group.portions[0]:
+                    work.start(group)
+                # Under the blocks of this rank's own keys, of the first portion; later ones wait for their message.
+                coming.wait()
+                for source in self._sources(route):
+                    work.attend(portion, source, coming.of(source))
+                del coming  # before the next are received
+            work.finish(group)
+
+    def backward(self, own: KeyValues, route: RingRoute, work: Differentiates) -> None:
+        """Have `work` differentiate by the K/V of all ranks of the route: `Ring.backward`."""
+        for group in route.groups:
+            work.start(group)
+            for portion in group.portions:
+                coming = _Gathered(own, portion, route.chunks, self.axis)
+                if portion == group.portions[0]:
+                    work.differentiate_own(group)
+                coming.wait()
+                self._differentiate(portion, coming, route, work)
+                del coming
+            work.finish(group)
+
+    def _differentiate(self, portion: Portion, coming: "_Gathered", route: RingRoute, work: Differentiates) -> None:
+        everyone, sources = coming.everyone, self._sources(route)
+        # Where dtypes agree a rank's sums take the place of its K/V, which have been read by then.
+        dtype = sums_dtype(everyone.dtype)
+        sums = everyone if dtype == everyone.dtype else torch.empty_like(everyone, dtype=dtype)
+        # What is not computed: this rank's own, and what a window leaves out.
+        sums[[each for each in range(len(sums)) if each not in sources]] = 0
+        for source in sources:
+            held = coming.of(source)
+            held.view(sums[source]).set(work.differentiate(portion, source, held))
+        # In place: this rank's part of the sums becomes what others gave to it.
+        reduce_scatter(sums[self.axis.rank], sums, self.axis)
+        work.add(portion, coming.packed.view(sums[self.axis.rank]))
+
+    def _sources(self, route: RingRoute) -> list[int]:
+        return [(self.axis.rank - step) % self.axis.size for step in route.steps]
+
+
+class _Gathered:
+    """The K/V of all ranks in some heads, on their way. everyone: [ring, elements of a rank's K and V]."""
+
+    def __init__(self, own: KeyValues, portion: Portion, chunks: int, axis: Communicator):
+        views = portion.select(own, chunks)
+        self.everyone = own.k.new_empty(axis.size, views.k.numel() + views.v.numel())
+        # Packed where the gather wants this rank's part, which it then need not copy.
+        self.packed = portion.pack(own, chunks, self.everyone[axis.rank])
+        # Started at once, so that the caller computes with its own keys meanwhile.
+        self._pending: Pending = start_all_gather(self.everyone, self.everyone[axis.rank], axis, "keys and values")
+
+    def wait(self) -> None:
+        """Until all have come."""
+        self._pending.wait()
+
+    def of(self, source: int) -> KeyValues:
+        """The K/V of the rank at an index."""
+        return self.packed.view(self.everyone[source])

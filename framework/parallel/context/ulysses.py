@@ -51,6 +51,7 @@ class HeadExchange:
         of k and v. Raises AssertionError where the axis does not divide the heads of q."""
         if self.axis.size == 1:
             return q, k, v
+        # Computed on every rank for all ranks: who sends what is known without asking.
         shares = share_heads(q.shape[1], k.shape[1], self.axis.size)
         index = _repeat_kv_heads(q.shape[1], k.shape[1], shares, self.axis)
         q, k, v = _EnterHeads.apply(_Exchange(self.axis, self.chunks, shares), q, k, v)
@@ -72,6 +73,7 @@ class HeadExchange:
         """Numbers of tokens [B, C] -> [B, u C], in the order of rows. Sends x to u-1 ranks."""
         if self.axis.size == 1:
             return x
+        # Waited for at once: attention needs them before its first block, and they are 8 bytes a token.
         everyone = x.new_empty(self.axis.size, *x.shape)
         all_gather(everyone, x.contiguous(), self.axis)
         return everyone.unflatten(2, (self.chunks, -1)).permute(1, 2, 0, 3).flatten(1)
@@ -127,11 +129,13 @@ class _Exchange:
     shares: Shares
 
     def enter(self, outside: Sequence[Tensor], inside: Sequence[Tensor]) -> None:
-        """Write what is inside."""
+        """Write `inside`, [B, u C, this rank's heads, D] of each tensor, from `outside`, [B, C, heads, D]."""
         self._move(outside[0].shape[1], partial(self._by_heads, outside), partial(self._by_tokens, inside), _copy_views)
 
     def leave(self, inside: Sequence[Tensor], outside: Sequence[Tensor]) -> None:
-        """Write what is outside; a head that several ranks have becomes the sum of theirs."""
+        """Write `outside`, [B, C, heads, D] of each tensor, from `inside`, [B, u C, this rank's heads, D]; a head that several
+        ranks have becomes the sum of theirs."""
+        # Only where ranks share key-value heads is there anything to add; else views are copied to their places.
         apart = all(_are_apart([heads[number] for heads in self.shares]) for number in range(len(outside)))
         land = _copy_views if apart else partial(_sum_views, shares=self.shares)
         self._move(outside[0].shape[1], partial(self._by_tokens, inside), partial(self._by_heads, outside), land)
@@ -146,6 +150,7 @@ class _Exchange:
         """Send each rank its views of every piece of this rank's tokens, and have what comes in their stead put in its places."""
         coming: _Message | None = None
         for piece in cut_tokens(tokens, self.chunks):
+            # Started before the one under way is landed: two messages are held, no more.
             following = _Message(find_sent(piece), find_places(piece), self.axis)
             if coming is not None:
                 land(coming.arrive(), coming.places)
@@ -231,8 +236,8 @@ class _EnterHeads(torch.autograd.Function):
     def forward(ctx: Any, exchange: _Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.heads = exchange, [x.shape[1] for x in tensors]
         own, size = exchange.shares[exchange.axis.rank], exchange.axis.size
-        # Head by head, and each tensor apart: with the tokens of a head a whole message's row apart, CPUs' flash attention takes
-        # 6% longer at 2k tokens.
+        # Memory head by head, and each tensor apart: with the tokens of a head a whole message's row apart, CPUs' flash attention
+        # takes 6% longer at 2k tokens.
         inside = [
             x.new_empty(x.shape[0], stop - start, size * x.shape[2], x.shape[3])
             for x, (start, stop) in zip(tensors, own, strict=True)

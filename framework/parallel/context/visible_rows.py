@@ -1,4 +1,4 @@
-"""Which keys a query may see, and a block of attention cut into pieces that kernels can compute.
+"""The keys that a query may see, and a block of attention cut into pieces that kernels can compute.
 
 A query at global row t sees the keys at rows max(first[t], t - window + 1) .. t, where first[t] is the first row of its document:
 an interval, whatever kind of mask the model has. So a block (an interval of queries against an interval of keys) falls into
@@ -22,7 +22,7 @@ SHORT_DOCUMENT = 128
 
 @dataclass(frozen=True)
 class Scores:
-    """How a score is made of a query and a key, and what a query may see.
+    """The way a score is made of a query and a key, and what a query may see.
 
     window: a query sees the last `window` rows up to and with its own (transformers' sliding_window).
     softcap: c in c tanh(s / c), after the scale.
@@ -34,7 +34,7 @@ class Scores:
 
 
 class PieceKind(Enum):
-    """Which keys of a piece its queries see."""
+    """The keys of a piece that its queries see."""
 
     FULL = auto()
     """Every query sees every key."""
@@ -74,6 +74,7 @@ def find_runs(q_rows: Interval, first_rows: Tensor | None) -> dict[int | None, l
 
 
 def _runs_of(start: int, first_row: Tensor) -> list[DocumentRun]:
+    # On the host by then (`ContextAttention`): a device would be waited for once for each sequence and block.
     values, counts = torch.unique_consecutive(first_row, return_counts=True)
     runs = []
     for first, count in zip(values.tolist(), counts.tolist(), strict=True):
@@ -82,36 +83,10 @@ def _runs_of(start: int, first_row: Tensor) -> list[DocumentRun]:
     return runs
 
 
-def visible_pairs(q_rows: Interval, k_rows: Interval, scores: Scores, first_rows: Tensor | None) -> int:
-    """Pairs of a query and a key that it sees: attention's work, 4 D FLOPs a pair and head forward and 10 D backward.
-
-    first_rows: [B, n] of these queries, which counts the pairs of B sequences; None: of one sequence.
-    """
-    runs = find_runs(q_rows, first_rows).values()
-    return sum(_count_pairs(run, k_rows, scores.window) for sequence in runs for run in sequence)
-
-
-def _count_pairs(run: DocumentRun, k_rows: Interval, window: int | None) -> int:
-    """Pairs with key <= query, less those with key <= query - window."""
-    lowest, stop = max(k_rows[0], run.first), max(k_rows[1], run.first)
-    causal = _count_causal(run.start, run.stop, lowest, stop)
-    return causal if window is None else causal - _count_causal(run.start - window, run.stop - window, lowest, stop)
-
-
-def _count_causal(start: int, stop: int, lowest: int, highest: int) -> int:
-    def triangle(side: int) -> int:
-        return side * (side + 1) // 2 if side > 0 else 0
-
-    def keys_from(first: int) -> int:
-        return triangle(stop - first) - triangle(start - first)
-
-    return keys_from(lowest) - keys_from(highest)
-
-
 def find_pieces(
     q_rows: Interval, k_rows: Interval, scores: Scores, first_rows: Tensor | None, tile: int
 ) -> list[BlockPiece]:
-    """Pieces of a block, those of the same queries side by side; none if no query sees any key."""
+    """Pieces of a block, those of the same queries side by side; none if no query sees any key. first_rows: [B, n] or None."""
     pieces: list[BlockPiece] = []
     for sequence, runs in find_runs(q_rows, first_rows).items():
         for group in _group_short(runs, tile):
@@ -124,6 +99,7 @@ def _group_short(runs: list[DocumentRun], tile: int) -> Iterator[list[DocumentRu
     """Short documents that begin and end here together, as many as fit in a tile; every other run alone."""
     group: list[DocumentRun] = []
     for run in runs:
+        # A document that began before these rows is not short, however few of its rows are here.
         is_short = run.first == run.start and run.stop - run.start < min(SHORT_DOCUMENT, tile)
         if group and not (is_short and run.stop - group[0].start <= tile):
             yield group
@@ -148,12 +124,14 @@ def _pieces_of(group: list[DocumentRun], k_rows: Interval, scores: Scores, tile:
 
 
 def _pieces_of_run(run: DocumentRun, k_rows: Interval, scores: Scores, tile: int) -> Iterator[BlockPiece]:
+    # Keys of the document up to its last query here: of others none is seen.
     lowest, stop = max(k_rows[0], run.first), min(k_rows[1], run.stop)
     start = max(run.start, lowest)
     window = scores.window or run.stop
     end = min(run.stop, stop + window - 1)
     if start >= end or lowest >= stop:
         return
+    # Even the last query sees the first key: the window cuts nothing off.
     if end - window <= lowest:
         yield from _causal_pieces((start, end), (lowest, stop))
         return
@@ -165,7 +143,9 @@ def _pieces_of_run(run: DocumentRun, k_rows: Interval, scores: Scores, tile: int
 
 def _pieces_of_tile(q: Interval, k: Interval, window: int) -> Iterator[BlockPiece]:
     """Pieces of a tile of queries, of which the first sees the first key."""
+    # The first key that the last query of the tile still sees; the first query sees all from k[0] on.
     seen_by_all = max(k[0], q[1] - window)
+    # The window is shorter than the tile: no key is seen by all, so one mask says it all.
     if seen_by_all > q[0]:
         yield BlockPiece(PieceKind.MASKED, q, k)
         return
@@ -178,6 +158,7 @@ def _pieces_of_tile(q: Interval, k: Interval, window: int) -> Iterator[BlockPiec
 
 def _causal_pieces(q: Interval, k: Interval) -> Iterator[BlockPiece]:
     """Pieces of a block where a query sees all keys up to its own row."""
+    # Rows that are both queries and keys. Behind them queries see all keys, in front of them keys are seen by all queries.
     diagonal = max(q[0], k[0]), min(q[1], k[1])
     if diagonal[0] >= diagonal[1]:
         yield BlockPiece(PieceKind.FULL, q, k)
@@ -195,6 +176,7 @@ def cut_pieces(pieces: Iterable[BlockPiece], tile: int) -> Iterator[BlockPiece]:
         if piece.kind is PieceKind.MASKED:
             yield piece
             continue
+        # Of a CAUSAL piece tiles above the diagonal are left out, those below it are FULL.
         for q in _cut(piece.q, tile):
             for k in _cut(piece.k, tile):
                 if piece.kind is PieceKind.FULL or k[1] <= q[0]:

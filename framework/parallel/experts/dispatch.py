@@ -27,13 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from framework.comm import duals
-from framework.model.capacity import Capacity
-from framework.model.experts import ExpertsForm
+from framework.model.experts import Capacity, ExpertsForm
 from framework.model.kept_outputs import KeepsOutputs, KeptOutputs
-from framework.model.matmul import GradView, RowGroups, StackedMatmul
-from framework.model.routed_tokens import RoutedTokens
-from framework.parallel.experts.passage import Journey, Passage, Route
-from framework.parallel.experts.rows import combine, spread
+from framework.model.matmul import MainGradient, RowGroups, StackedMatmul
+from framework.model.routers import RoutedTokens
+from framework.parallel.experts.exchange import DispatchedRows, DispatchPlan, ExpertRoute, combine, spread
 from framework.parallel.experts.shared import SharedExperts
 
 
@@ -52,7 +50,7 @@ class LocalExperts:
         return self.first, self.last
 
     def compute(self, x: Tensor, ids: Tensor, groups: RowGroups) -> Tensor:
-        """What each row's expert makes of it.  x: [R, H] -> [R, H]; ids: [R] int64, its number among this rank's experts."""
+        """The output of each row's expert.  x: [R, H] -> [R, H]; ids: [R] int64, the expert's number among this rank's."""
         # longcat_flash's first weight has matrices behind those of its experts, which no row meets.
         y = self._add_bias(self.first(x, groups.padded(len(self.first.weight))), self.form.first, ids)
         y = self._add_bias(self.last(self.form.activate(self.experts, y), groups), self.form.last, ids)
@@ -78,13 +76,14 @@ class Routing:
     @classmethod
     def of(cls, index: Tensor, num_experts: int, is_left_out: Tensor | None, keys: Tensor | None) -> "Routing":
         """index: [T, k], experts of each token; is_left_out: [T, k] bool, pairs that are not sent, None: all are. keys: see
-        `Route.sort_keys`."""
+        `ExpertRoute.sort_keys`."""
         ids = index.flatten()
         if is_left_out is not None:
             # Sorted behind all experts, where nobody reads them.
             ids = ids.masked_fill(is_left_out.flatten(), num_experts)
-        # Not bincount: on a GPU it waits for the largest id.
+        # One place more than experts: for pairs that are not sent. Not bincount: on a GPU it waits for the largest id.
         counts = ids.new_zeros(num_experts + 1).scatter_add_(0, ids, torch.ones_like(ids))[:num_experts]
+        # Stable: pairs of one expert stay in the order of tokens, on every rank and in every recomputation.
         return cls((ids if keys is None else keys[ids]).argsort(stable=True), counts)
 
 
@@ -99,7 +98,7 @@ class ExpertDispatch:
         self,
         local: LocalExperts,
         num_experts: int,
-        route: Route,
+        route: ExpertRoute,
         given: RoutedTokens,
         shared: SharedExperts | None = None,
         capacity: Capacity | None = None,
@@ -107,7 +106,7 @@ class ExpertDispatch:
     ):
         self.local, self.num_experts, self.route, self.given = local, num_experts, route, given
         self.shared, self.capacity, self.num_parts = shared, capacity, num_parts
-        self.report_dropped: Callable[[Tensor], None] = _tell_nobody
+        self.report_dropped: Callable[[Tensor], None] = _report_to_nobody
         self.kept = KeptOutputs()
 
     def keep_outputs(self, kept: KeptOutputs, _operation: str) -> None:
@@ -128,16 +127,18 @@ class ExpertDispatch:
         out = route(hidden_states, top_k_index, top_k_weights, left_out)
         if not self.local.keeps_tokens:
             return out
+        # A token that is routed to itself needs no expert: it comes back by its weight, with the gradient of both.
         kept = top_k_weights.masked_fill(top_k_index < self.num_experts, 0.0).sum(-1, keepdim=True)
         return out + (hidden_states * kept).to(out.dtype)
 
     def _route_interval(self, hidden: Tensor, index: Tensor, weights: Tensor, left_out: Tensor | None) -> Tensor:
-        """As `_route`, of rows that all ranks of `tp` are given alike: each sends an interval, filled up to equal lengths."""
+        """Route rows [T, H] that all ranks of `tp` are given alike: each sends an interval, filled up to equal lengths."""
         tp, num_rows = self.given.copies, hidden.shape[0]
         missing = -num_rows % tp.size
         if missing and left_out is None:
             left_out = torch.zeros_like(index, dtype=torch.bool)
         own, own_weights = (duals.scatter(_fill_up(x, missing), tp, 0) for x in (hidden, weights))
+        # Indices and choices have no gradient, so each rank cuts its own.
         own_index = _fill_up(index, missing).chunk(tp.size)[tp.rank]
         own_left_out = None if left_out is None else _fill_up(left_out, missing, True).chunk(tp.size)[tp.rank]
         return duals.join(self._route(own, own_index, own_weights, own_left_out), tp, 0)[:num_rows]
@@ -150,6 +151,7 @@ class ExpertDispatch:
         if self.local.form.has_identity:
             masks.append(index >= self.num_experts)
         if self.local.form.is_expert_major:
+            # llama4's rows of tokens that were not routed to the expert.
             masks.append(~hidden.detach().any(-1, keepdim=True))
         if self.capacity is not None:
             # Weights that are computed again may differ in their last bit, and another pair would find no room.
@@ -163,46 +165,49 @@ class ExpertDispatch:
         return self.given.own(capacity.find_dropped(self.given.join(index), self.given.join(weights), self.num_experts))
 
     def _route(self, hidden: Tensor, index: Tensor, weights: Tensor, left_out: Tensor | None) -> Tensor:
-        """left_out: [T, k] bool, pairs that are sent to nobody; None: there are none."""
+        """Send rows to their experts and combine the outputs. hidden: [T, H] -> [T, H]; index, weights: [T, k]; left_out: [T, k]
+        bool, pairs that are sent to nobody; None: there are none."""
         keys = self.route.sort_keys(self.num_experts, index.device)
         parts = [
-            _Part(x, w, Routing.of(i, self.num_experts, out, keys))
+            _TokenPart(x, w, Routing.of(i, self.num_experts, out, keys))
             for x, w, i, out in zip(
                 *(each.tensor_split(self.num_parts) for each in (hidden, weights, index)),
                 [None] * self.num_parts if left_out is None else left_out.tensor_split(self.num_parts),
                 strict=True,
             )
         ]
-        for part, passage in zip(parts, self.route.plan([part.routing.counts for part in parts]), strict=True):
-            part.depart(passage)
+        for part, plan in zip(parts, self.route.plan([part.routing.counts for part in parts]), strict=True):
+            part.depart(plan)
+        # All parts are on their way by now: what is computed here hides the first hop of each.
         if self.shared is not None:
             self.shared.compute_ahead()
         for part in parts:
             part.visit(self.local)
+        # Only now: the first part travels back while the last one's experts compute.
         outputs = [part.combine() for part in parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-class _Part:
+class _TokenPart:
     """Some of a rank's tokens on their way. x: [T, H]; weights: [T, k]."""
 
     def __init__(self, x: Tensor, weights: Tensor, routing: Routing):
         self.x, self.weights, self.routing = x, weights, routing
 
-    def depart(self, passage: Passage) -> None:
+    def depart(self, plan: DispatchPlan) -> None:
         """Start sending."""
-        self.journey = Journey(passage)
-        self.order = self.routing.order[: passage.num_sent]
-        self.journey.depart(spread(self.x, self.order, self.weights.shape[1]))
+        self.rows = DispatchedRows(plan)
+        self.order = self.routing.order[: plan.num_sent]
+        self.rows.depart(spread(self.x, self.order, self.weights.shape[1]))
 
     def visit(self, local: LocalExperts) -> None:
         """Compute what has come to this rank's experts, and start sending it back."""
-        passage = self.journey.passage
-        self.journey.depart_back(local.compute(self.journey.arrive(), passage.ids, passage.groups))
+        plan = self.rows.plan
+        self.rows.depart_back(local.compute(self.rows.arrive(), plan.ids, plan.groups))
 
     def combine(self) -> Tensor:
         """The weighted sums, [T, H], when all has come back."""
-        return combine(self.journey.arrive_back(), self.weights, self.order)
+        return combine(self.rows.arrive_back(), self.weights, self.order)
 
 
 def _fill_up(x: Tensor, missing: int, value: bool | int = 0) -> Tensor:
@@ -217,20 +222,20 @@ def _find_experts_of_rows(hidden: Tensor, num_experts: int) -> Tensor:
     return torch.arange(num_experts, device=hidden.device).repeat_interleave(rows_each).unsqueeze(1)
 
 
-def _tell_nobody(count: Tensor) -> None:
+def _report_to_nobody(count: Tensor) -> None:
     pass
 
 
-def report_dropped(model: nn.Module, tell: Callable[[nn.Module, Tensor], None]) -> None:
-    """Have every module of experts with a capacity tell how many pairs it drops in a forward: `tell(module, scalar)`."""
+def report_dropped(model: nn.Module, report: Callable[[nn.Module, Tensor], None]) -> None:
+    """Have every module of experts with a capacity report how many pairs it drops in a forward: `report(module, scalar)`."""
     for module in model.modules():
         forward: Any = module.__dict__.get("forward")
         if isinstance(forward, ExpertDispatch):
-            forward.report_dropped = partial(tell, module)
+            forward.report_dropped = partial(report, module)
 
 
 def write_stacked_gradients(
-    model: nn.Module, grad_views: Mapping[str, GradView]
+    model: nn.Module, grad_views: Mapping[str, MainGradient]
 ) -> dict[nn.Module, tuple[KeepsOutputs, ...]]:
     """Have the matmuls of experts that dispatch add their weights' gradients to the main gradients. grad_views: by parameter
     name, of the trained ones. Returns by the module of the experts what of it may be kept: the dispatch and its matmuls, also

@@ -30,6 +30,7 @@ class SharedExperts:
     @torch.compiler.disable
     def enter(self, mixture: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A hook in front of the mixture: its input, [.., H], is what shared experts are computed from."""
+        # Weak: the mixture's own code may free its input before it ends.
         self._input = ref(args[0] if args else kwargs["hidden_states"])
         mixture.__dict__[self.name] = self
 
@@ -47,6 +48,7 @@ class SharedExperts:
 
     @torch.compiler.disable
     def __call__(self, x: Tensor) -> Any:
+        # Used once: a second call is of another input, or of this one after a write in place, which its version shows.
         ahead, self._ahead = self._ahead, None
         if ahead is None or not _has_same_rows(x, ahead[0]) or x._version != ahead[1]:
             return self.module(x)
@@ -57,7 +59,7 @@ def _has_same_rows(x: Tensor, other: Tensor) -> bool:
     """Whether x is the other tensor, perhaps in another shape: families flatten sequences.  x: [.., H]."""
     if x is other:
         return True
-    # By storage, not by address: on meta tensors have none.
+    # By storage, not by address: on meta tensors have none. A view of other rows of the storage begins elsewhere.
     is_shared = (
         x.untyped_storage()._cdata == other.untyped_storage()._cdata and x.storage_offset() == other.storage_offset()
     )

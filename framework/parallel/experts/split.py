@@ -15,10 +15,9 @@ from transformers import PreTrainedModel
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
 from framework.mesh.layout import Layout, Shard, part
-from framework.model.capacity import capacity_of
-from framework.model.experts import ExpertsForm, count_experts, find_experts, find_unknown_experts
+from framework.model.experts import ExpertsForm, capacity_of, count_experts, find_experts, find_unknown_experts
 from framework.parallel.experts.dispatch import ExpertDispatch, LocalExperts
-from framework.parallel.experts.passage import Route
+from framework.parallel.experts.exchange import ExpertRoute
 from framework.parallel.experts.shared import stand_in
 from framework.parallel.stage_plan import StagePlan
 
@@ -98,7 +97,8 @@ def _split(name: str, experts: nn.Module, layouts: Mapping[str, Layout], ep: Com
 
 
 def _replicate(layout: Layout, ep: Communicator) -> Layout:
-    """Of what all experts share: each rank's gradient is of its own experts' rows, and each counts an equal interval."""
+    """The layout of a parameter that all experts share: each rank has the gradient of its own experts' rows, and counts an equal
+    interval."""
     return replace(
         layout,
         replicated=(*layout.replicated, "ep"),
@@ -116,13 +116,14 @@ def _replace_forward(model: PreTrainedModel, name: str, form: ExpertsForm, plan:
         else [axes["ep"]]
     )
     parent, _, child = name.rpartition(".")
-    # Where slices of experts compute inside a region, it is the region that computes shared experts.
+    # Looked for on meta: the mixture's own code runs once, without memory. Where slices of experts compute inside a region, it is
+    # the region that computes shared experts.
     if axes["expert_tp"].size == 1:
         shared = stand_in(model.get_submodule(parent), child, model.config.get_text_config().hidden_size)
     experts.forward = ExpertDispatch(  # type: ignore[method-assign]
         LocalExperts(experts, form, keeps_tokens=axes["expert_tp"].rank == 0),
         count_experts(experts) * axes["ep"].size,
-        Route(hops),
+        ExpertRoute(hops),
         plan.routed_tokens,
         shared,
         capacity_of(plan.recipe.model),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from framework.errors import ScheduleError
 
 
-class Kind(Enum):
+class ActionKind(Enum):
     """Kinds of actions.
 
     F is the forward of a microbatch; B its whole backward; I and W its two halves, the gradient of the stage's input and, any
@@ -33,8 +33,8 @@ class Kind(Enum):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
-F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
-V = Kind.VALIDATION
+F, B, I, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT  # noqa: E741
+V = ActionKind.VALIDATION
 
 TRAINING = (F, B, I, W)
 COMPUTE = (*TRAINING, V)
@@ -46,7 +46,7 @@ class Action(NamedTuple):
     # A tuple and no dataclass: the exhaustive tests make millions of them.
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     microbatch: int
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ def parse_action(text: str) -> Action:
     found = ACTION.fullmatch(text.strip())
     if found is None:
         raise ScheduleError(f"{text.strip()!r} is no action: stage, F, B, I or W, and microbatch, such as 0F3")
-    return Action(int(found[1]), Kind(found[2]), int(found[3]))
+    return Action(int(found[1]), ActionKind(found[2]), int(found[3]))
 
 
 @dataclass(frozen=True)

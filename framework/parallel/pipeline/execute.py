@@ -27,8 +27,8 @@ from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange_apart
 from framework.mesh.token_layout import TokenLayout
 from framework.model.precision import sums_dtype
-from framework.parallel.pipeline.actions import COMPUTE, Action, Kind
-from framework.parallel.pipeline.lower import FORWARDS, RECEIVES, SENDS, Lowered, Message
+from framework.parallel.pipeline.actions import COMPUTE, Action, ActionKind
+from framework.parallel.pipeline.lower import FORWARDS, RECEIVES, SENDS, Lowered, StageMessage
 from framework.parallel.pipeline.simulate import Timed
 
 Tensors = tuple[Tensor, ...]
@@ -61,10 +61,10 @@ class StageActions(Protocol):
         """The weight gradients that `backward_input` left out."""
 
     def unshard(self, is_forward: bool) -> None:
-        """Start to gather the parameters that the next forward, or backward, reads first."""
+        """Start to unshard the parameters that the next forward, or backward, reads first."""
 
     def reshard(self) -> None:
-        """Free the gathered parameters that the stage still holds."""
+        """Reshard the parameters that the stage still holds unsharded."""
 
     def wait_reduce(self) -> None:
         """Wait for the gradient reductions that have been started."""
@@ -92,7 +92,7 @@ class ActivationSpec:
         return hidden, torch.empty(self.num_sums, dtype=sums_dtype(self.dtype), device=self.device)
 
 
-class Links:
+class StageLinks:
     """The messages of one step on this rank, over the axis `pp`.
 
     No rank waits for a send to complete. A sent tensor is held until a message from its receiver shows that it was used: if
@@ -105,7 +105,7 @@ class Links:
     def __init__(self, axis: Communicator, lowered: Lowered, hidden: ActivationSpec):
         self._axis, self._lowered, self._hidden = axis, lowered, hidden
         self._arriving: dict[Action, tuple[Tensors, Pending]] = {}
-        self._leaving: list[tuple[Message, Pending]] = []
+        self._leaving: list[tuple[StageMessage, Pending]] = []
 
     def start(self, actions: Sequence[Action], outputs: dict[Action, Tensors]) -> None:
         """Start sends and receives that are neighbours in the list of actions. `outputs` loses what is sent.
@@ -167,7 +167,7 @@ def execute(
     lowered: Lowered,
     rank: int,
     stages: Mapping[int, StageActions],
-    links: Links,
+    links: StageLinks,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[dict[int, Tensor], list[Timed]]:
     """Run the rank's actions of one step.
@@ -198,7 +198,9 @@ class _Step:
     rank has handed over instead of sending them.
     """
 
-    def __init__(self, lowered: Lowered, stages: Mapping[int, StageActions], links: Links, clock: Callable[[], float]):
+    def __init__(
+        self, lowered: Lowered, stages: Mapping[int, StageActions], links: StageLinks, clock: Callable[[], float]
+    ):
         self._stages, self._links, self._clock = stages, links, clock
         self._last = lowered.num_stages - 1
         self._messages = lowered.messages
@@ -214,9 +216,9 @@ class _Step:
         time as a gap, as the simulated one does."""
         arrived: Tensors = ()
         if action.kind in FORWARDS and action.stage > 0:
-            arrived = self._take(action, Kind.RECEIVE_ACTIVATION)
-        elif action.kind in (Kind.BACKWARD, Kind.INPUT) and action.stage < self._last:
-            arrived = self._take(action, Kind.RECEIVE_GRADIENT)
+            arrived = self._take(action, ActionKind.RECEIVE_ACTIVATION)
+        elif action.kind in (ActionKind.BACKWARD, ActionKind.INPUT) and action.stage < self._last:
+            arrived = self._take(action, ActionKind.RECEIVE_GRADIENT)
         start = self._clock()
         with self._links.range(action):
             self._do(action, self._stages[action.stage], arrived)
@@ -224,20 +226,20 @@ class _Step:
 
     def _do(self, action: Action, stage: StageActions, arrived: Tensors) -> None:
         match action.kind:
-            case Kind.FORWARD:
+            case ActionKind.FORWARD:
                 self._forward(action, stage, arrived)
-            case Kind.VALIDATION:
+            case ActionKind.VALIDATION:
                 with torch.no_grad():
                     self._pass_on(action, stage.validate(action.microbatch, arrived))
-            case Kind.BACKWARD | Kind.INPUT:
+            case ActionKind.BACKWARD | ActionKind.INPUT:
                 self._backward(action, stage, arrived)
-            case Kind.WEIGHT:
+            case ActionKind.WEIGHT:
                 stage.backward_weights(self.left.pop(action), self._is_last_of(action.stage))
-            case Kind.UNSHARD:
-                stage.unshard(is_forward=action._replace(kind=Kind.FORWARD) not in self.live)
-            case Kind.RESHARD:
+            case ActionKind.UNSHARD:
+                stage.unshard(is_forward=action._replace(kind=ActionKind.FORWARD) not in self.live)
+            case ActionKind.RESHARD:
                 stage.reshard()
-            case Kind.WAIT_REDUCE:
+            case ActionKind.WAIT_REDUCE:
                 stage.wait_reduce()
 
     def _forward(self, action: Action, stage: StageActions, received: Tensors) -> None:
@@ -255,38 +257,38 @@ class _Step:
         if action.stage == self._last:
             (self.losses[action.microbatch],) = (each.detach() for each in outputs)
         else:
-            self._hand_on(action, Kind.SEND_ACTIVATION, tuple(each.detach() for each in outputs))
+            self._hand_on(action, ActionKind.SEND_ACTIVATION, tuple(each.detach() for each in outputs))
 
     def _backward(self, action: Action, stage: StageActions, gradients: Tensors) -> None:
-        received, outputs = self.live.pop(action._replace(kind=Kind.FORWARD))
+        received, outputs = self.live.pop(action._replace(kind=ActionKind.FORWARD))
         # The next stage sends gradients of all outputs, of the frozen ones too; the loss on the last stage receives none.
         trained = [edge for edge in outputs if edge is not None]
         gradients = tuple(each for each, edge in zip(gradients, outputs, strict=False) if edge is not None)
-        if action.kind is Kind.BACKWARD:
+        if action.kind is ActionKind.BACKWARD:
             stage.backward(trained, gradients, self._is_last_of(action.stage))
         else:
-            self.left[action._replace(kind=Kind.WEIGHT)] = stage.backward_input(trained, gradients)
+            self.left[action._replace(kind=ActionKind.WEIGHT)] = stage.backward_input(trained, gradients)
         if received:
             # Whatever is frozen below: the stage before waits for this message and would deadlock without it. It reads nothing
             # of one that has no gradients, which are not computed then.
             found = tuple(each.grad for each in received if each.grad is not None) if stage.trains_below else received
             assert len(found) == len(received), f"{action} gave its input no gradient"
-            self._hand_on(action, Kind.SEND_GRADIENT, found)
+            self._hand_on(action, ActionKind.SEND_GRADIENT, found)
 
-    def _take(self, action: Action, kind: Kind) -> Tensors:
+    def _take(self, action: Action, kind: ActionKind) -> Tensors:
         receive = action._replace(kind=kind)
         return self.local.pop(receive) if receive in self.local else self._links.take(receive)
 
-    def _hand_on(self, action: Action, kind: Kind, tensors: Tensors) -> None:
+    def _hand_on(self, action: Action, kind: ActionKind, tensors: Tensors) -> None:
         """Pass tensors to the neighbouring stage: as a message, or directly where it is on this rank."""
         send = action._replace(kind=kind)
         if send in self._messages:
             # Messages need contiguous memory, and the gradient of a hidden state may be a transposed view.
             self.outputs[send] = tuple(each.contiguous() for each in tensors)
-        elif kind is Kind.SEND_ACTIVATION:
-            self.local[Action(action.stage + 1, Kind.RECEIVE_ACTIVATION, action.microbatch)] = tensors
+        elif kind is ActionKind.SEND_ACTIVATION:
+            self.local[Action(action.stage + 1, ActionKind.RECEIVE_ACTIVATION, action.microbatch)] = tensors
         else:
-            self.local[Action(action.stage - 1, Kind.RECEIVE_GRADIENT, action.microbatch)] = tensors
+            self.local[Action(action.stage - 1, ActionKind.RECEIVE_GRADIENT, action.microbatch)] = tensors
 
     def _is_last_of(self, stage: int) -> bool:
         # Counts B and W, not I: only weight gradients complete the accumulation, and no reduction may start before.

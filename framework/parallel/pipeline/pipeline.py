@@ -3,36 +3,37 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
+
+import numpy as np
 
 from framework.errors import RecipeError
 from framework.model.stage import StageBounds, split_stages
-from framework.parallel.pipeline.actions import Action, Kind, Schedule
-from framework.parallel.pipeline.bubble_filling import fill_bubbles
+from framework.parallel.pipeline.actions import Action, ActionKind, Schedule
 from framework.parallel.pipeline.lower import Frequency, Lowered, lower
-from framework.parallel.pipeline.schedules import make_schedule
-from framework.parallel.pipeline.simulate import Costs, Timeline, simulate
-from framework.parallel.pipeline.split import balance_ranks, split_by_cost
-from framework.parallel.pipeline.table import read_table
+from framework.parallel.pipeline.schedules import make_schedule, read_table
+from framework.parallel.pipeline.simulate import Costs, Timeline, fill_bubbles, simulate
 from framework.recipe import schema
 from framework.recipe.derive import count_virtual_stages
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """The plan of a run's pipeline; equal on all ranks.
-
-    stages: the layers of each stage. rank_of_stage: the rank of each. costs: simulated times, in FLOPs. make: the schedule with
-    a given number of microbatches. unshard, reduce: how often, see `lower`. known, rooms: results computed before.
-    """
+class PipelinePlan:
+    """The plan of a run's pipeline; equal on all ranks."""
 
     stages: tuple[StageBounds, ...]
+    """The layers of each stage."""
     rank_of_stage: tuple[int, ...]
     costs: Costs
+    """Simulated times, in FLOPs."""
     make: Callable[[int], Schedule]
+    """The schedule with a given number of microbatches."""
     unshard: Frequency = "step"
     reduce: Frequency = "step"
+    """How often; see `lower`."""
     known: dict[tuple[int, int], Lowered] = field(default_factory=dict)
+    """Results computed before, as `rooms`."""
     rooms: dict[int, int] = field(default_factory=dict)
 
     def sends(self, index: int) -> bool:
@@ -49,7 +50,7 @@ class Pipeline:
     def simulated(self, num_microbatches: int, measured: Timeline) -> Timeline:
         """The simulated timeline of the schedule that a measured step has run, validation in its bubbles included."""
         actions = (each.action for rank in measured.ranks for each in rank)
-        validated = {action.microbatch for action in actions if action.kind is Kind.VALIDATION}
+        validated = {action.microbatch for action in actions if action.kind is ActionKind.VALIDATION}
         return simulate(self.schedule(num_microbatches, len(validated)), self.costs)
 
     def room(self, num_microbatches: int) -> int:
@@ -73,7 +74,7 @@ def forward_only(rank_of_stage: tuple[int, ...], num_microbatches: int) -> Sched
     times = range(num_microbatches + len(rank_of_stage) - 1)
     lists = [
         tuple(
-            Action(stage, Kind.VALIDATION, at - stage)
+            Action(stage, ActionKind.VALIDATION, at - stage)
             for at in times
             for stage in reversed(range(len(rank_of_stage)))
             if rank_of_stage[stage] == rank and 0 <= at - stage < num_microbatches
@@ -85,7 +86,7 @@ def forward_only(rank_of_stage: tuple[int, ...], num_microbatches: int) -> Sched
 
 def plan_pipeline(
     settings: schema.Pipeline, num_ranks: int, num_microbatches: int, unit_costs: Mapping[str, float], zero: schema.Zero
-) -> Pipeline:
+) -> PipelinePlan:
     """The pipeline of a recipe; a pure function, so all ranks plan the same one.
 
     unit_costs: forward time of each of the model's units, in any unit of time, in order of computation (`model.flops`).
@@ -103,12 +104,12 @@ def plan_pipeline(
     # I and W each have as many matmuls as F, so one list of costs serves for all three. Messages count as free: their time is
     # not known before the run, and `lower` starts them early enough to hide them.
     costs = [sum(layers[each.start : each.stop]) + ends[0] * each.is_first + ends[1] * each.is_last for each in stages]
-    return Pipeline(
+    return PipelinePlan(
         stages,
         schedule.rank_of_stage,
         Costs(costs, costs, costs),
         make,
-        # Parameters that are not kept are gathered for each use. Gradients that accumulate as shards are reduced before those of
+        # Parameters that are not kept are unsharded for each use. Gradients that accumulate as shards are reduced before those of
         # the next microbatch come, which go into the same buffer.
         "microbatch" if zero.stage == 3 and not zero.keep_gathered else "step",
         "microbatch" if zero.stage >= 2 and zero.accumulate == "sharded" else "step",
@@ -146,3 +147,113 @@ def count_layers(
             f" has {len(layers)} layers in {num_stages} stages. Use null, to cut by cost"
         )
     return settings.layers
+
+
+# Halvings of what is not known of the slowest stage's cost: to a part in a hundred thousand of the whole model's.
+STEPS = 20
+
+
+def split_evenly(num_layers: int, num_stages: int) -> list[int]:
+    """Number of layers of each stage; where the division leaves a rest, the first stages have one more."""
+    return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
+
+
+def split_by_cost(layers: Sequence[float], first: float, last: float, num_stages: int) -> list[int]:
+    """Number of layers of each stage, at least one, that minimises the largest cost of a stage; among equals the one with the
+    least sum of squares, that is the most even one.
+
+    layers: cost of each layer, in order. first, last: additional cost of the first stage (embedding) and the last (head).
+    """
+    # Dynamic programming over (stages so far, layers so far): at most S L^2 steps, whereas the number of splits is exponential.
+    # No stage of the best split costs more than the slowest one of a split that is known, so most steps are left out.
+    sums = [0.0, *accumulate(layers)]
+    num_layers = len(layers)
+    assert num_stages <= num_layers, f"{num_stages} stages of {num_layers} layers"
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        return sums[stop] - sums[start] + first * (stage == 0) + last * (stage == num_stages - 1)
+
+    most = _slowest_of_greedy(cost, num_layers, num_stages, sums[-1] + first + last)
+    # best[stop]: (largest cost, sum of squares, split) of the stages so far over the first `stop` layers.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(num_stages):
+        after: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        rest = num_stages - 1 - stage
+        for start, (largest, squares, split) in best.items():
+            for stop in range(start + 1, num_layers - rest + 1):
+                own = cost(stage, start, stop)
+                if own > most:
+                    break
+                # Tuples compare by the largest cost, then by squares, then by the split itself: all ranks find the same one.
+                found = (max(largest, own), squares + own * own, (*split, stop - start))
+                if stop not in after or found < after[stop]:
+                    after[stop] = found
+        best = after
+    return list(best[num_layers][2])
+
+
+def _slowest_of_greedy(cost: Callable[[int, int, int], float], num_layers: int, num_stages: int, high: float) -> float:
+    """The cost of the slowest stage of a split that is nearly the best. cost: of a stage over layers [start, stop); high: of all
+    in one stage."""
+
+    def fill(limit: float) -> list[float] | None:
+        """Costs of stages that take as many layers as the limit lets them; None where some are left over."""
+        costs, start = [], 0
+        for stage in range(num_stages):
+            end = num_layers - (num_stages - 1 - stage)
+            stop = start + 1
+            while stop < end and cost(stage, start, stop + 1) <= limit:
+                stop += 1
+            costs.append(cost(stage, start, stop))
+            start = stop
+        return costs if start == num_layers and max(costs) <= limit else None
+
+    slowest, low = high, 0.0
+    for _ in range(STEPS):
+        limit = (low + slowest) / 2
+        costs = fill(limit)
+        low, slowest = (low, max(costs)) if costs is not None else (limit, slowest)
+    return slowest
+
+
+def balance_ranks(
+    counts: Sequence[int], layers: Sequence[float], first: float, last: float, rank_of_stage: Sequence[int]
+) -> list[int]:
+    """The split `counts` with layers moved between stages as long as the slowest rank gets faster, or all get more even.
+
+    A rank runs its virtual stages in turn, so its cost is their sum. In a V embedding and head are on one rank: stages that are
+    even make that rank the slowest.
+    """
+    sums, num_ranks = np.array([0.0, *accumulate(layers)]), max(rank_of_stage) + 1
+
+    def measure(splits: np.ndarray) -> np.ndarray:
+        """(largest cost of a rank, sum of squares, largest of a stage) of each split [splits, stages]."""
+        stops = np.cumsum(splits, axis=1)
+        costs = sums[stops] - sums[stops - splits]
+        costs[:, 0] += first
+        costs[:, -1] += last
+        ranks, squares = np.zeros((len(splits), num_ranks)), np.zeros(len(splits))
+        # One after another, and not by a sum of numpy's, whose order would round otherwise for other numbers of stages.
+        for stage, rank in enumerate(rank_of_stage):
+            ranks[:, rank] += costs[:, stage]
+        for rank in range(num_ranks):
+            squares += ranks[:, rank] * ranks[:, rank]
+        return np.stack([ranks.max(axis=1), squares, costs.max(axis=1)], axis=1)
+
+    # Single moves of one layer, until none helps: few, because the stages are even already.
+    best = np.array(counts)
+    slowness = measure(best[None])[0].tolist()
+    while True:
+        sources, targets = np.nonzero((best > 1)[:, None] & ~np.eye(len(best), dtype=bool))
+        if not len(sources):
+            return best.tolist()
+        moves = np.tile(best, (len(sources), 1))
+        rows = np.arange(len(sources))
+        moves[rows, sources] -= 1
+        moves[rows, targets] += 1
+        measured = measure(moves)
+        # Of equals the first.
+        found = np.lexsort(measured.T[::-1])[0]
+        if measured[found].tolist() >= slowness:
+            return best.tolist()
+        best, slowness = moves[found], measured[found].tolist()

@@ -12,12 +12,15 @@ gradients are summed in the same order.
 Each function writes the list of one rank and knows nothing of the others; `validate` proves that the lists fit together.
 """
 
+import csv
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
 
 from framework.errors import ScheduleError
-from framework.parallel.pipeline.actions import Action, B, F, I, Kind, Schedule, W
+from framework.parallel.pipeline.actions import Action, ActionKind, B, F, I, Schedule, W, parse_action
+from framework.parallel.pipeline.simulate import validate
 
 
 class Writer:
@@ -29,7 +32,7 @@ class Writer:
         self.stages, self._num_microbatches = stages, num_microbatches
         self._next = {(stage, kind): 0 for stage in stages for kind in (F, I, W)}
 
-    def write(self, chunk: int, *kinds: Kind) -> None:
+    def write(self, chunk: int, *kinds: ActionKind) -> None:
         """Append the next microbatch of the rank's `chunk`-th stage, for each kind. B counts as the next I and the next W."""
         stage = self.stages[chunk]
         for kind in kinds:
@@ -40,7 +43,7 @@ class Writer:
             if microbatch < self._num_microbatches:
                 self.actions.append(Action(stage, kind, microbatch))
 
-    def done(self, chunk: int, kind: Kind) -> int:
+    def done(self, chunk: int, kind: ActionKind) -> int:
         """Number of microbatches of the rank's `chunk`-th stage that have been written for a kind."""
         return self._next[self.stages[chunk], kind]
 
@@ -236,3 +239,42 @@ def rank_of_stage(num_ranks: int, virtual_stages: int, is_v: bool) -> tuple[int,
     if is_v:
         return (*there, *reversed(range(num_ranks)))
     return tuple(there) * virtual_stages
+
+
+def write_table(path: Path, schedule: Schedule) -> None:
+    """Write the file that `read_table` reads."""
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(schedule.actions)
+
+
+def read_table(path: Path, num_ranks: int, num_microbatches: int) -> Schedule:
+    """The schedule of a file, checked to be complete and free of deadlock.
+
+    Raises ScheduleError that names the file, and the line where one is wrong.
+    """
+    try:
+        with path.open(newline="") as file:
+            rows = [[cell for cell in row if cell.strip()] for row in csv.reader(file)]
+    except OSError as error:
+        raise ScheduleError(f"pipeline.table={path} cannot be read: {error}") from error
+    rows = [row for row in rows if row]
+    if len(rows) != num_ranks:
+        raise ScheduleError(
+            f"{path} has {len(rows)} lines with actions; parallel.pp={num_ranks} needs one for each rank"
+        )
+    lists = []
+    for line, row in enumerate(rows, start=1):
+        try:
+            lists.append(tuple(parse_action(cell) for cell in row))
+        except ScheduleError as error:
+            raise ScheduleError(f"{path}, line {line}: {error}") from None
+    # The table says which stages are where by itself: any placement may be tried, not only loop and V.
+    owners = {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
+    missing = set(range(max(owners) + 1)) - set(owners)
+    if missing or len(owners) % num_ranks:
+        gap = f"nothing of stage {min(missing)}" if missing else f"{len(owners)} stages for {num_ranks} ranks"
+        raise ScheduleError(f"{path} has {gap}; stages are numbered from 0, equally many on each rank")
+    ranks = tuple(owners[stage] for stage in range(len(owners)))
+    schedule = Schedule(path.name, num_microbatches, ranks, tuple(lists))
+    validate(schedule)
+    return schedule

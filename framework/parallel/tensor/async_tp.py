@@ -7,7 +7,7 @@ A gather becomes one exchange of tokens with each other rank, all started at onc
 partial sums: the same bytes. NCCL runs exchanges in turn on a stream of its own, and a wait for one makes the current stream
 wait, never the host.
 
-Who is handed the region's input before it has come gets an `AsyncGatherTensor`: it has a shape and no memory. A column layer
+Until the region's input has come it is an `AsyncGatherTensor`, with a shape and no memory. A column layer
 multiplies its pieces. Every other operation, of whatever library, reaches `__torch_dispatch__`, which waits and hands it the
 whole; so nothing can read what has not come.
 

@@ -40,7 +40,7 @@ class RegionPlan:
 
 @dataclass
 class _Search:
-    """What finding roles needs, and what was not found."""
+    """The model, the tables by which roles are found, and the modules without one."""
 
     model: PreTrainedModel
     user: Mapping[str, str]
@@ -170,7 +170,7 @@ def _region(search: _Search, name: str, root: nn.Module) -> RegionPlan | None:
 
 
 def _check_ends(search: _Search, roles: Mapping[str, Role], has_experts: bool) -> None:
-    """What column layers take apart, row layers put together: a region with only one of them is not understood."""
+    """Note regions with only one kind of end: row layers put together what column layers take apart."""
     kinds = {role.kind for role in roles.values()} - {"replicated", "norm"}
     # Experts are both ends at once, so beside them one kind may stand alone (a shared expert's parts come in pairs anyway).
     if len(kinds) == 1 and not has_experts:
@@ -182,7 +182,8 @@ def _check_ends(search: _Search, roles: Mapping[str, Role], has_experts: bool) -
 
 
 def _role(search: _Search, name: str, has_experts: bool) -> Role | None:
-    """By the user's plan, the family's corrections, the general table, and for a plain weight by Hugging Face's own plan."""
+    """Look a module's role up: in the user's plan, the family's corrections, the general table, for a plain weight in Hugging
+    Face's own plan."""
     for pattern, text in search.user.items():
         if fnmatchcase(name, pattern):
             return parse_role(text)
@@ -210,8 +211,8 @@ def _hinted_role(search: _Search, name: str) -> Role | None:
 
 
 def _norm_role(search: _Search, name: str, norm: nn.Module) -> Role | None:
-    """Of a norm inside a region: of one head, of all heads, or with a weight for each head. One of hidden states is unknown: it
-    may be of a sum that is still in parts."""
+    """The role of a norm inside a region: of one head, of all heads, or with a weight for each head. A norm of hidden states is
+    unknown: it may be of a sum that is still in parts."""
     parameters = dict(norm.named_parameters(recurse=False))
     parent = search.model.get_submodule(name.rpartition(".")[0])
     shape = tuple(next(iter(parameters.values())).shape)

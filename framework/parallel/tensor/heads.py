@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from framework.mesh.axis import Axis
+from framework.mesh.topology import Axis
 from framework.parallel.tensor.find_regions import RegionPlan
-from framework.parallel.tensor.hooks import select_heads
 from framework.parallel.tensor.partition import Counts
+from framework.parallel.tensor.regions import select_heads
 from framework.parallel.tensor.rules import (
     HEAD_BIASES,
     HEAD_BLOCKS,
@@ -25,7 +25,7 @@ from framework.parallel.tensor.rules import (
 
 
 def ranks_per_kv_head(config: PretrainedConfig, tp: int) -> int:
-    """How many of `tp` ranks hold the same key-value heads: 1 unless there are fewer heads than ranks."""
+    """Number of ranks, of `tp`, that hold the same key-value heads: 1 unless there are fewer heads than ranks."""
     text = config.get_text_config()
     if getattr(text, "num_attention_heads", None) is None:
         return 1  # no attention: a topology is made for every family, also for those that splitting refuses later

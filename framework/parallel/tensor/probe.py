@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
-from framework.model.initial import seed_rng
-from framework.model.load import FORWARD_ERRORS, choose_experts
-from framework.model.shrink import shrink
+from framework.model.load import FORWARD_ERRORS
+from framework.model.probe import small_copy
 from framework.model.units import find_last_module, find_layers
 
 NUM_TOKENS = 6
@@ -30,25 +29,16 @@ def refuse_unordered_layers(config: PretrainedConfig) -> None:
 
     Says nothing where there is no small copy that runs: what is in the way of that is told by others.
     """
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        seed_rng(0)
-        try:
-            model = AutoModelForCausalLM.from_config(_small(config), dtype=torch.float32).eval()
-            choose_experts(model, "eager", torch.float32)  # grouped matmuls want widths that a small copy may not have
+    try:
+        with small_copy(config) as model:
             reason = _find_reason(_record_calls(model), _has_weights(model))
-        except (ModelError, *FORWARD_ERRORS):
-            return
+    except (ModelError, *FORWARD_ERRORS):
+        return
     if reason is not None:
         raise ModelError(
             f"parallel.sequence=true cannot divide the tokens of {config.model_type} models between layers: {reason}. Use"
             " parallel.sequence=false"
         )
-
-
-def _small(config: PretrainedConfig) -> PretrainedConfig:
-    small = shrink(config)
-    small.use_cache = small.get_text_config().use_cache = False
-    return small
 
 
 def _has_weights(model: PreTrainedModel) -> bool:
@@ -73,7 +63,7 @@ def _note(calls: list[Call], index: int, module: nn.Module, args: tuple[Any, ...
 
 
 def _find_reason(calls: list[Call], has_weights: bool) -> str | None:
-    """What is in the way; None where nothing is. has_weights: of the last module."""
+    """The reason why tokens cannot be divided, if there is one. has_weights: of the last module."""
     layers = [call for call in calls if call[0] != LAST]
     if not layers:
         return None

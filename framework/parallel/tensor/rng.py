@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from framework.mesh.axis import Axis
 from framework.mesh.token_layout import TokenLayout
+from framework.mesh.topology import Axis
 from framework.model.initial import seed_for
 
 RANDOM_WORDS = ("drop", "jitter")
@@ -28,8 +28,8 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 def uses_rng_in_training(model: PreTrainedModel) -> bool:
-    """Some dropout or jitter of the config or of a module is not zero, a module draws in any case, or the model's code is not
-    Hugging Face's: then nobody knows by what names it takes random numbers."""
+    """Whether the model takes random numbers: a dropout or jitter of the config or of a module is not zero, a module draws in any
+    case, or the model's code is not Hugging Face's and the names of its settings are unknown."""
     is_foreign = not type(model).__module__.startswith("transformers.models.")
     drops = any(isinstance(module, DROPOUTS) and module.p > 0 for module in model.modules())
     draws = any(type(module).__name__ in DRAWING_MODULES for module in model.modules())
@@ -37,7 +37,7 @@ def uses_rng_in_training(model: PreTrainedModel) -> bool:
 
 
 def mask_of(tokens: TokenLayout) -> int:
-    """What a rank's seed of a layer is exclusive-or'd with: 0 where all hold the same tokens, else a number of the rank's."""
+    """The number with which a rank's seed of a layer is exclusive-or'd: 0 where all hold the same tokens, else the rank's own."""
     return _rank_mask(tokens.tp) if tokens.num_parts > 1 else 0
 
 

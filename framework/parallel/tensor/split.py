@@ -18,10 +18,13 @@ from framework.mesh.layout import Layout, part
 from framework.model.experts import find_experts, form_of
 from framework.model.units import find_last_module, find_layers
 from framework.parallel.stage_plan import StagePlan
-from framework.parallel.tensor.borders import make_border
+from framework.parallel.tensor.borders import ShardedTokens, make_border
 from framework.parallel.tensor.find_regions import RegionPlan, find_regions
 from framework.parallel.tensor.heads import count_heads, divide_numbers
-from framework.parallel.tensor.hooks import (
+from framework.parallel.tensor.layers import ColumnLinear, RowLinear, SplitRMSNorm, look_up_locally
+from framework.parallel.tensor.partition import Counts, PartitionedDim, SplitParameters, partition
+from framework.parallel.tensor.regions import (
+    Region,
     end_outside,
     end_region,
     enter,
@@ -32,13 +35,8 @@ from framework.parallel.tensor.hooks import (
     scatter,
     start_outside,
 )
-from framework.parallel.tensor.layers import ColumnLinear, RowLinear, SplitRMSNorm, look_up_locally
-from framework.parallel.tensor.local_parameters import LocalParameters
-from framework.parallel.tensor.partition import Counts, PartitionedDim, partition
-from framework.parallel.tensor.regions import Region
 from framework.parallel.tensor.rng import RngStreams, uses_rng_in_training
 from framework.parallel.tensor.rules import PARAMETERS, WEIGHT_BEFORE_CAST, Role
-from framework.parallel.tensor.sharded_tokens import ShardedTokens
 
 NO_HEADS = Counts(1, 1)
 
@@ -58,7 +56,7 @@ def split_over_tp(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: S
         return dict(layouts)
     modules = [name for unit in plan.units for name in unit.modules]
     regions = find_regions(model, plan.recipe.model.tp_plan, modules, plan.axes["expert_tp"].size == 1)
-    splitter = _Splitter(model, plan, LocalParameters(layouts, plan.axes["tp"], plan.axes["kv"]))
+    splitter = _Splitter(model, plan, SplitParameters(layouts, plan.axes["tp"], plan.axes["kv"]))
     for region in regions:
         splitter.split_region(region)
     splitter.keep_whole_experts()
@@ -72,7 +70,7 @@ class _Splitter:
 
     model: PreTrainedModel
     plan: StagePlan
-    parameters: LocalParameters
+    parameters: SplitParameters
 
     def __post_init__(self) -> None:
         plan, memory = self.plan, self.plan.recipe.memory

@@ -19,21 +19,20 @@ shards each parameter along dim 0 instead and pays for it with a copy into and o
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from framework.comm.collectives import start_broadcast
-from framework.comm.communicator import Communicator
 from framework.comm.transfer import Download, HomeTransfers, fetch, write_across, zeros_on_host
 from framework.errors import LayoutError
 from framework.mesh.layout import Layout
 from framework.model.matmul import Accumulate, RowGroups, accumulate_matmul, accumulate_stacked_matmul
 from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.plan_buffers import BufferPlan, Slot, SlotInterval
-from framework.parallel.zero.stored import StoredTensor
 
 # Calls that add weight gradients which a backward has left for later, by the unit's name.
 DeferredGradients = dict[str, list[Callable[[], None]]]
@@ -41,9 +40,6 @@ DeferredGradients = dict[str, list[Callable[[], None]]]
 # A pooled tensor serves a need of at least half its size: embedding and head, which are about as large, share one, but a shard
 # never takes a whole unit's memory, which the next unit would then have to allocate anew.
 LARGEST_WASTE = 2
-
-# Elements of a block between the starts of two gradients are a multiple of this: 64 bytes of fp32, 128 of fp64.
-BLOCK_ALIGNMENT = 16
 
 
 class BufferPool:
@@ -75,26 +71,30 @@ class BufferPool:
         self._idle.append(tensor.new_empty(0).set_(tensor.untyped_storage()))
 
 
-class GradientBlock:
-    """Main gradients side by side in one flat tensor, so that one message sums those of several units. flat: [numel], once the
-    first of them has been taken."""
+class StoredTensor(Protocol):
+    """A flat tensor, [n], that is not in memory, such as one on a disk (`optim/disk_ring.py`). Slices are views of it."""
 
-    def __init__(self) -> None:
-        self.numel = 0
-        self.flat = torch.empty(0)
+    @property
+    def dtype(self) -> torch.dtype: ...
 
-    def reserve(self, numel: int) -> int:
-        """Where the next gradient, [numel], begins."""
-        start = self.numel
-        # On a boundary of 64 bytes, as tensors of their own would begin: kernels may add in another order elsewhere.
-        self.numel += -(-numel // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
-        return start
+    @property
+    def shape(self) -> torch.Size: ...
 
-    def take(self, start: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The gradient [numel] that was reserved at `start`: zeros."""
-        if not self.flat.numel():
-            self.flat = torch.zeros(self.numel, dtype=dtype, device=device)
-        return self.flat[start : start + numel]
+    @property
+    def nbytes(self) -> int: ...
+
+    def numel(self) -> int: ...
+
+    def __getitem__(self, where: slice, /) -> "StoredTensor": ...
+
+    def pieces(self) -> Iterator[Tensor]:
+        """The values from first to last in a few MiB at a time, each until the next is asked for."""
+
+    def read(self) -> Tensor:
+        """All values, in memory of their own."""
+
+    def write(self, values: Tensor) -> None:
+        """Set all values, [n]."""
 
 
 # What has elements of a buffer: in memory or not.
@@ -104,28 +104,24 @@ Values = TypeVar("Values", Tensor, StoredTensor)
 class UnitBuffer:
     """The memory of one unit's parameters that share a lifetime, a dtype and their axes, as `plan` says. None until `allocate`.
 
-    pool: the stage's, in which its units take turns with their full gradients. block, block_start: where the gradient lies, if
-    this rank keeps all of it for the whole step; else None. transfers: the stage's, to and from the host. parameters,
-    grad_views: by parameter name.
-    stored: the master where its home is a disk; `master` is then empty, but within `master_in_memory`.
-    is_copy: another stage on this rank has the same parameters and counts them.
-    is_complete: backward has left the unit, so no gradient of this microbatch may come any more. gradient_address: of the memory
-    of `gradient`; 0 while it has none.
+    pool: the stage's, in which its units take turns with their full gradients. transfers: the stage's, to and from the host.
     """
 
-    def __init__(
-        self, plan: BufferPlan, pool: BufferPool, transfers: HomeTransfers, block: GradientBlock | None = None
-    ):
-        self.plan, self.pool, self.transfers, self.block = plan, pool, transfers, block
-        self.block_start = 0 if block is None else block.reserve(plan.numel_padded)
+    def __init__(self, plan: BufferPlan, pool: BufferPool, transfers: HomeTransfers):
+        self.plan, self.pool, self.transfers = plan, pool, transfers
         self.parameters: dict[str, nn.Parameter] = {}
-        self.grad_views: dict[str, GradView] = {}
-        self.is_copy = self.is_complete = False
+        self.grad_views: dict[str, MainGradView] = {}
+        # Another stage on this rank has the same parameters and counts them.
+        self.is_copy = False
+        # Backward has left the unit, so no gradient of this microbatch may come any more.
+        self.is_complete = False
+        # Of the memory of `gradient`; 0 while it has none.
         self.gradient_address = 0
         self.full = self.shard = self.master = self.gradient = self.summed = self.reduced = self.delivered = (
             torch.empty(0)
         )
         self.cast: Tensor | None = None
+        # The master where its home is a disk; `master` is then empty, but within `master_in_memory`.
         self.stored: StoredTensor | None = None
         self._delivery: Download | None = None
 
@@ -224,16 +220,13 @@ class UnitBuffer:
         plan, dtype = self.plan, self.plan.dtypes.gradient
         if plan.lifetimes.keeps_gradients:
             # The sum lands in this rank's part of the full gradient itself: after the reduction nobody reads the rest.
-            if self.block is None:
-                self.gradient = torch.zeros(plan.numel_padded, dtype=dtype, device=device)
-            else:
-                self.gradient = self.block.take(self.block_start, plan.numel_padded, dtype, device)
+            self.gradient = torch.zeros(plan.numel_padded, dtype=dtype, device=device)
             self.gradient_address = self.gradient.data_ptr()
             self.summed = self.part(self.gradient)
         else:
             self.summed = torch.zeros(plan.numel_part, dtype=dtype, device=device)
         self.reduced = self.owned(self.summed)
-        self.grad_views = {slot.name: GradView(self, slot) for slot in self.slots}
+        self.grad_views = {slot.name: MainGradView(self, slot) for slot in self.slots}
 
     def part(self, full: Tensor) -> Tensor:
         """This rank's part, [numel_part], of a tensor over the whole buffer, [numel_padded]: a view."""
@@ -255,7 +248,8 @@ class UnitBuffer:
         takes it returns it to the pool, unless it is kept for the whole step."""
         full = self.gradient
         for grad_view in self.grad_views.values():
-            grad_view.is_written = False
+            if grad_view.state is GradientState.WRITTEN:
+                grad_view.state = GradientState.REDUCED
         if not self.plan.lifetimes.keeps_gradients:
             # The next microbatch's backward must not write where a reduction still reads: it gets other memory.
             self.gradient, self.gradient_address = full[:0], 0
@@ -341,16 +335,24 @@ class UnitBuffer:
         return interval.layout, values[interval.start - first : interval.stop - first]
 
 
-class GradView:
+class GradientState(Enum):
+    """The content of a parameter's main gradient in a step."""
+
+    UNREACHED = "no gradient of this step has come"
+    REDUCED = "gradients have come and been reduced: the next one is written"
+    WRITTEN = "gradients have come since the last reduction: the next one is added"
+
+
+class MainGradView:
     """One parameter's view of its buffer's main gradient: written first, then added to.
 
-    is_written: since the buffer was last started afresh; is_reached: in this step. deferred: while it is set, gradients do not
-    come here but, as calls that add them, into the list of their unit: a backward that leaves weights for later.
+    deferred: while it is set, gradients do not come here but, as calls that add them, into the list of their unit: a backward
+    that leaves weights for later.
     """
 
     def __init__(self, buffer: UnitBuffer, slot: Slot):
         self.parameter = buffer.parameters[slot.name]
-        self.is_written = self.is_reached = False
+        self.state = GradientState.UNREACHED
         self.deferred: DeferredGradients | None = None
         self._buffer, self._slot = buffer, slot
         self._shape = slot.layout.shape_local
@@ -367,55 +369,43 @@ class GradView:
         return self._buffer.gradient[self._slot.start : self._slot.stop].view(self._shape)
 
     @property
+    def is_reached(self) -> bool:
+        """Whether a gradient has come in this step."""
+        return self.state is not GradientState.UNREACHED
+
+    @property
     def is_deferred(self) -> bool:
         """Whether gradients of this backward come later."""
         return self.deferred is not None
 
     def add(self, gradient: Tensor) -> None:
-        """Add a gradient of the parameter's local shape, cast to the master dtype. Raises LayoutError after its unit's
-        reduction."""
-        if self.deferred is not None:
-            self._defer(partial(self.add, gradient))
-            return
-        view, is_first = self._open()
-        view.copy_(gradient) if is_first else view.add_(gradient)
+        """Add a gradient of the parameter's local shape, cast to the master dtype. This and the others raise LayoutError after
+        the unit's reduction."""
+        self._write(lambda view, is_first: view.copy_(gradient) if is_first else view.add_(gradient))
 
     def add_matmul(self, left: Tensor, right: Tensor, accumulate: Accumulate = accumulate_matmul) -> None:
         """Add left^T @ right. left: [k, m], right: [k, n], compute dtype, any strides; the parameter's local shape: [m, n].
-        accumulate: computes it. Raises LayoutError after its unit's reduction."""
-        if self.deferred is not None:
-            self._defer(partial(self.add_matmul, left.detach(), right.detach(), accumulate))
-            return
-        view, is_first = self._open()
-        accumulate(view, left, right, is_first)
+        accumulate: computes it."""
+        left, right = left.detach(), right.detach()
+        self._write(lambda view, is_first: accumulate(view, left, right, is_first))
 
     def add_stacked_matmul(self, left: Tensor, right: Tensor, groups: RowGroups) -> None:
         """Add left^T @ right of each group's rows. left: [R, m], right: [R, n], compute dtype; the parameter's local shape:
-        [E, m, n]. Raises LayoutError after its unit's reduction."""
-        if self.deferred is not None:
-            self._defer(partial(self.add_stacked_matmul, left.detach(), right.detach(), groups))
-            return
-        view, is_first = self._open()
-        accumulate_stacked_matmul(view, left, right, groups, is_first)
+        [E, m, n]."""
+        left, right = left.detach(), right.detach()
+        self._write(lambda view, is_first: accumulate_stacked_matmul(view, left, right, groups, is_first))
 
     def add_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Add rows to those of the gradient that `ids` name. ids: [n], some perhaps more than once; rows: [n, k].
-        Raises LayoutError after its unit's reduction."""
-        if self.deferred is not None:
-            self._defer(partial(self.add_rows, ids, rows.detach()))
-            return
-        view, is_first = self._open()
-        if is_first:
-            view.zero_()
-        if view.is_cuda:
-            # There index_add_ adds in whatever order threads come, and two equal runs would differ in their last bits.
-            view.index_put_((ids,), rows.to(view.dtype), accumulate=True)
-        else:
-            view.index_add_(0, ids, rows.to(view.dtype))
+        """Add rows to those of the gradient that `ids` name. ids: [n], some perhaps more than once; rows: [n, k]."""
+        rows = rows.detach()
+        self._write(lambda view, is_first: _add_rows(view, ids, rows, is_first))
 
-    def _defer(self, add: Callable[[], None]) -> None:
-        assert self.deferred is not None
-        self.deferred.setdefault(self._buffer.unit, []).append(add)
+    def _write(self, write: Callable[[Tensor, bool], Any]) -> None:
+        """Write to the view now, or leave it to the backward of weights. write: takes the view, and whether this is the first."""
+        if self.deferred is None:
+            write(*self._open())
+        else:
+            self.deferred.setdefault(self._buffer.unit, []).append(partial(self._write, write))
 
     def _open(self) -> tuple[Tensor, bool]:
         """The view, and whether what it gets is the first: if not, it is added to."""
@@ -425,8 +415,8 @@ class GradView:
                 f"{self._slot.name} received a gradient after backward had left its unit, {self._buffer.unit}, and reduced it:"
                 " the model computes with it elsewhere than its modules and ties tell"
             )
-        is_first = not self.is_written
-        self.is_written = self.is_reached = True
+        is_first = self.state is not GradientState.WRITTEN
+        self.state = GradientState.WRITTEN
         if self._kept is not None:
             return self._kept, is_first
         if not self._buffer.gradient_address:
@@ -438,15 +428,17 @@ class GradView:
         return view, is_first
 
 
+def _add_rows(view: Tensor, ids: Tensor, rows: Tensor, is_first: bool) -> None:
+    if is_first:
+        view.zero_()
+    if view.is_cuda:
+        # There index_add_ adds in whatever order threads come, and two equal runs would differ in their last bits.
+        view.index_put_((ids,), rows.to(view.dtype), accumulate=True)
+    else:
+        view.index_add_(0, ids, rows.to(view.dtype))
+
+
 def make_buffers(plans: Iterable[BufferPlan]) -> list[UnitBuffer]:
-    """The buffers of one stage, which share a pool; without memory until each is allocated. Gradients that this rank keeps whole
-    lie in blocks, one for all that are summed over the same axes."""
+    """The buffers of one stage, which share a pool; without memory until each is allocated."""
     pool, transfers = BufferPool(), HomeTransfers()
-    blocks: dict[tuple[Communicator, ...], GradientBlock] = {}
-
-    def make(plan: BufferPlan) -> UnitBuffer:
-        is_in_block = plan.is_trained and plan.is_whole and plan.lifetimes.keeps_gradients
-        block = blocks.setdefault(plan.axes.partial, GradientBlock()) if is_in_block else None
-        return UnitBuffer(plan, pool, transfers, block)
-
-    return [make(plan) for plan in plans]
+    return [UnitBuffer(plan, pool, transfers) for plan in plans]

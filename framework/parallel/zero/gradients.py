@@ -20,36 +20,15 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from framework.comm.algorithms import Pending
+from framework.comm.algorithms import ExposedCommunication, Pending
 from framework.comm.collectives import start_all_reduce, start_reduce_scatter
-from framework.comm.communicator import Communicator
-from framework.parallel.zero.buffers import DeferredGradients, GradientBlock, GradView, UnitBuffer
-from framework.parallel.zero.exposed_communication import ExposedCommunication
+from framework.parallel.zero.buffers import DeferredGradients, GradientState, MainGradView, UnitBuffer
 from framework.parallel.zero.plan_buffers import Slot
 from framework.parallel.zero.unit_buckets import find_unit_buckets
 
 # Full gradients that may be under way to their shards while backward fills the next one. With two, a reduction may take as
 # long as the backward of a unit and a half before anyone waits. FSDP2 allows one unless told otherwise.
 REDUCTIONS_IN_FLIGHT = 2
-
-# Units are summed over replicas together up to so many bytes. An all-reduce costs the host and gloo's threads 0.1 ms however
-# little it sends, as long as 0.3 MB take on their way; and to tell when backward has left a unit takes three hooks on it.
-# What is smaller than this is all summed behind backward: within it a first message of 1 MiB, as DDP sends, took longer
-# (1.10 of DDP's time instead of 1.05, scripts/bench/overhead.py on two cores of an AMD EPYC, 2026-11-23, when receives of small
-# messages were started one exchange ahead, which they no longer are).
-BUCKET_BYTES = 2**22
-
-
-@dataclass(frozen=True, eq=False)
-class Bucket:
-    """Buffers whose parts are summed over replicas in one message: neighbours in a block, or a single one.
-
-    reduced: what this rank owns of them, [n], side by side. partial: the axes over which they are summed, one after the other.
-    """
-
-    buffers: tuple[UnitBuffer, ...]
-    reduced: Tensor
-    partial: tuple[Communicator, ...]
 
 
 @dataclass(frozen=True)
@@ -76,43 +55,32 @@ class GradientSync:
     def __init__(self, buffers: Sequence[UnitBuffer], exposed: ExposedCommunication, reduce_dtype: torch.dtype):
         self.reduce_dtype = reduce_dtype
         self.buffers = [buffer for buffer in reversed(buffers) if buffer.is_trained]
-        self.grad_views: list[tuple[UnitBuffer, Slot, GradView]] = [
+        self.grad_views: list[tuple[UnitBuffer, Slot, MainGradView]] = [
             (buffer, slot, buffer.grad_views[slot.name]) for buffer in self.buffers for slot in buffer.slots
         ]
         self._exposed = exposed
         self._of_unit: dict[str, list[UnitBuffer]] = {}
         for buffer in self.buffers:
             self._of_unit.setdefault(buffer.unit, []).append(buffer)
-        self._bucket_of = {buffer: bucket for bucket in make_buckets(self.buffers) for buffer in bucket.buffers}
-        self._unsummed: Counter[Bucket] = Counter()  # buffers of a bucket that are still to come in this step
         self.is_last_backward = False
         self._deferred: DeferredGradients | None = None
         self._has_reduced: set[UnitBuffer] = set()
         self._message_of = {buffer: message for message in self._share_messages() for buffer in message}
         self._complete: Counter[UnitBuffer] = Counter()  # by a message's first buffer, how many of it have come
         self._reductions: deque[Reduction] = deque()
-        # What is under way of each bucket, and what follows it.
-        self._replica_sums: list[tuple[Pending, Iterator[Pending], Bucket]] = []
+        # The sum under way of each buffer, and those that follow it.
+        self._replica_sums: list[tuple[Pending, Iterator[Pending], UnitBuffer]] = []
         for _, _, grad_view in self.grad_views:
             # Weak: Python's collector does not see what autograd's hooks hold. A cycle through one would keep the run for
             # ever, with its memory and the threads of its process groups.
             grad_view.parameter.register_post_accumulate_grad_hook(partial(_collect, ref(grad_view)))
 
-    @property
-    def reduces_behind_backward(self) -> bool:
-        """Whether nothing is gained by telling when backward has left a unit: this rank keeps all gradients whole, and those that
-        it shares with the same ranks are summed in one message."""
-        buckets = dict.fromkeys(self._bucket_of.values())
-        shared = [bucket.buffers[0].block for bucket in buckets if bucket.partial]
-        return all(bucket.buffers[0].block is not None for bucket in buckets) and len(shared) == len(set(shared))
-
     def start_step(self) -> None:
         """Forget the former step's gradients."""
         for _, _, grad_view in self.grad_views:
-            grad_view.is_written = grad_view.is_reached = False
+            grad_view.state = GradientState.UNREACHED
         self._has_reduced = set()
         self._complete.clear()
-        self._unsummed = Counter(self._bucket_of.values())
 
     def start_backward(self, is_last: bool) -> None:
         """Announce the backward of a microbatch, and whether it is the step's last."""
@@ -164,8 +132,8 @@ class GradientSync:
             # would leave the network idle while each unit's answer comes back.
             self._exposed.wait([pending for pending, _, _ in self._replica_sums])
             sums, self._replica_sums = self._replica_sums, []
-            for _, rest, bucket in sums:
-                self._sum_next(rest, bucket)
+            for _, rest, buffer in sums:
+                self._sum_next(rest, buffer)
 
     def wait_for_reductions(self) -> None:
         """Wait for the reductions under way, and give their memory back."""
@@ -176,15 +144,10 @@ class GradientSync:
         """Start the reduce-scatter of a full gradient, [numel_padded] to [numel_part], over the shard axis."""
         buffer.open_gradient()
         for grad_view in buffer.grad_views.values():
-            if not grad_view.is_written:
+            if grad_view.state is not GradientState.WRITTEN:
                 # Pooled memory holds another unit's gradient. This rank takes part even if nothing here was written: others'
                 # data may have reached the parameter, and they wait in the same collective.
                 grad_view.view.zero_()
-        if buffer.block is not None:
-            # This rank keeps all of it, where it is: the sum over replicas is the first message, if any.
-            buffer.close_gradient()
-            self._start_replica_sums(buffer)
-            return
         message = self._message_of[buffer]
         self._complete[message[0]] += 1
         if self._complete[message[0]] == len(message):
@@ -236,7 +199,8 @@ class GradientSync:
             messages: dict[Hashable, list[UnitBuffer]] = {}
             for buffer in (buffer for index in bucket for buffer in units[index]):
                 key = (buffer.plan.axes.shard, buffer.plan.dtypes.gradient, buffer.plan.lifetimes.keeps_gradients)
-                messages.setdefault(key if buffer.block is None else buffer, []).append(buffer)
+                # On one rank nothing travels, and nothing need be packed.
+                messages.setdefault(key if buffer.plan.axes.shard.size > 1 else buffer, []).append(buffer)
             yield from messages.values()
 
     def _wait_for_oldest_reduction(self) -> None:
@@ -256,69 +220,32 @@ class GradientSync:
         # Once a step and not for each microbatch: a sum over replicas of a sum over microbatches, and 1/k of the bytes.
         if self.is_last_backward:
             for buffer in reduction.buffers:
-                self._start_replica_sums(buffer)
+                self._sum_next(self._sum_replicas(buffer), buffer)
 
-    def _start_replica_sums(self, buffer: UnitBuffer) -> None:
-        """Start what a bucket's parts still need once the last of its buffers has come."""
-        bucket = self._bucket_of[buffer]
-        self._unsummed[bucket] -= 1
-        if not self._unsummed[bucket]:
-            self._sum_next(self._sum_replicas(bucket), bucket)
-
-    def _sum_next(self, sums: Iterator[Pending], bucket: Bucket) -> None:
-        """Start the next of a bucket's sums; after the last, the way to where its masters live."""
+    def _sum_next(self, sums: Iterator[Pending], buffer: UnitBuffer) -> None:
+        """Start the next of a buffer's sums over replicas; after the last, the way to where its master lives."""
         pending = next(sums, None)
         if pending is not None:
-            self._replica_sums.append((pending, sums, bucket))
-            return
-        for buffer in bucket.buffers:
+            self._replica_sums.append((pending, sums, buffer))
+        else:
             buffer.start_delivery()
 
-    def _sum_replicas(self, bucket: Bucket) -> Iterator[Pending]:
-        """The sums that a bucket's parts still need, [numel_part] to [numel_owned], one after the other: each reads what the one
-        before has written, so it may be started only when that has been waited for."""
-        first = bucket.buffers[0]
-        label = f"gradient of {first.unit}"
-        if first.plan.axes.update.size > 1:
-            yield start_reduce_scatter(bucket.reduced, first.summed, first.plan.axes.update, label, self.reduce_dtype)
-        for axis in bucket.partial:
+    def _sum_replicas(self, buffer: UnitBuffer) -> Iterator[Pending]:
+        """The sums that a part still needs, [numel_part] to [numel_owned], one after the other: each reads what the one before
+        has written, so it may be started only when that has been waited for."""
+        axes, label = buffer.plan.axes, f"gradient of {buffer.unit}"
+        if axes.update.size > 1:
+            yield start_reduce_scatter(buffer.reduced, buffer.summed, axes.update, label, self.reduce_dtype)
+        for axis in (axis for axis in axes.partial if axis.size > 1):
             if axis.name == "embedding":
                 # Not before `finish`, behind all messages of the pipeline: over NCCL these may share its communicator, which
                 # runs operations in turn, and the first stage waits for a gradient that would be queued behind this sum.
                 yield Pending()
-                label = f"gradient of {first.slots[0].name}"  # both stages', whose units have other names
-            yield start_all_reduce(bucket.reduced, axis, label=label, reduce_dtype=self.reduce_dtype)
+                label = f"gradient of {buffer.slots[0].name}"  # both stages', whose units have other names
+            yield start_all_reduce(buffer.reduced, axis, label=label, reduce_dtype=self.reduce_dtype)
 
 
-def make_buckets(buffers: Sequence[UnitBuffer]) -> list[Bucket]:
-    """The buckets of allocated buffers, which are given in the order in which they are reduced. Neighbours in a block are
-    together, up to BUCKET_BYTES."""
-    buckets: list[list[UnitBuffer]] = []
-    filling: dict[tuple[GradientBlock, tuple[Communicator, ...]], list[UnitBuffer]] = {}
-    for buffer in buffers:
-        if buffer.block is None:
-            buckets.append([buffer])
-            continue
-        bucket = filling.setdefault((buffer.block, buffer.plan.axes.partial), [])
-        if not bucket:
-            buckets.append(bucket)
-        bucket.append(buffer)
-        if sum(each.gradient.nbytes for each in bucket) >= BUCKET_BYTES:
-            del filling[buffer.block, buffer.plan.axes.partial]
-    return [_make_bucket(bucket) for bucket in buckets]
-
-
-def _make_bucket(buffers: list[UnitBuffer]) -> Bucket:
-    first, block = buffers[0], buffers[0].block
-    partial = tuple(axis for axis in first.plan.axes.partial if axis.size > 1)
-    if block is None:
-        return Bucket(tuple(buffers), first.reduced, partial)
-    # A block's gradients lie in the order of computation, and a backward goes through them from the last to the first.
-    last = buffers[-1]
-    return Bucket(tuple(buffers), block.flat[last.block_start : first.block_start + first.plan.numel_padded], partial)
-
-
-def _collect(weak: ref[GradView], parameter: Tensor) -> None:
+def _collect(weak: ref[MainGradView], parameter: Tensor) -> None:
     """Take over what autograd has accumulated in a backward."""
     grad_view, gradient = weak(), parameter.grad
     # Else autograd would add the next microbatch's in the compute dtype, and keep a second copy of every gradient.

@@ -31,17 +31,17 @@ class Home(Enum):
 
 @dataclass(frozen=True)
 class Homes:
-    """The home of each state of a unit: the table's last column.
-
-    parameters: shards, or full parameters where these are resident. gradients: the sums that the optimizer reads. moments: the
-    optimizer's state. activations: what forward keeps for backward.
-    """
+    """The home of each state of a unit: the table's last column."""
 
     parameters: Home = Home.DEVICE
+    """Shards, or full parameters where these are resident."""
     gradients: Home = Home.DEVICE
+    """The sums that the optimizer reads."""
     master: Home = Home.DEVICE
     moments: Home = Home.DEVICE
+    """The optimizer's state."""
     activations: Home = Home.DEVICE
+    """Tensors that forward keeps for backward."""
 
     def check_built(self) -> None:
         """Raises LayoutError for a home that memory can be planned for, but that nothing brings a state to yet."""
@@ -70,24 +70,22 @@ HOMES_BUILT = {
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """One row of the table, with the recipe's choices.
-
-    keeps_gradients: the full gradients of all units live for the whole step and are reduced once, in its last backward;
-    else a unit's gradients are reduced into the shard after every backward of the unit.
-    keeps_parameters: a unit's unsharded parameters live until the optimizer's update; else until their use is over.
-    resident_parameters: their memory is never given back, so an update goes into it in place.
-    divides_updates: ranks that hold the same part divide its optimizer state and its update, and all-gather the updated part.
-    homes: where each state lives between its uses. bucket_bytes: units of together at most so many travel in one message.
-    prefetch_units: units that are unsharded ahead of the one in use.
-    """
+    """One row of the table, with the recipe's choices."""
 
     keeps_gradients: bool
+    """The full gradients of all units live for the whole step and are reduced once, in its last backward; else a unit's gradients
+    are reduced into the shard after every backward of the unit."""
     keeps_parameters: bool
+    """A unit's unsharded parameters live until the optimizer's update; else until their use is over."""
     resident_parameters: bool
+    """Their memory is never given back, so an update goes into it in place."""
     divides_updates: bool
+    """Ranks that hold the same part divide its optimizer state and its update, and all-gather the updated part."""
     homes: Homes = Homes()
     bucket_bytes: int = 0
+    """Units of together at most so many bytes travel in one message."""
     prefetch_units: int = 1
+    """Units that are unsharded ahead of the one in use."""
 
 
 def lifetimes_of(zero: Zero) -> Lifetimes:

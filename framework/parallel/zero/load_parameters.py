@@ -9,20 +9,30 @@ from transformers import PreTrainedModel
 
 from framework.mesh.box import Box
 from framework.mesh.layout import Layout
-from framework.model.buffers import persistent_buffers
+from framework.model.initial import persistent_buffers
 from framework.model.weights import read_weights
-from framework.parallel.zero.buffers import UnitBuffer
+from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
 
 
 def initialize_parameters(buffers: Sequence[UnitBuffer], drawn: Iterable[Mapping[str, Tensor]]) -> None:
     """Copy this rank's elements of what is drawn, whole parameters by name, to the masters of the buffers that hold them."""
     for values in drawn:
         for buffer in buffers:
-            with buffer.master_in_memory(is_changed=True) as master:
-                for slot in (slot for slot in buffer.slots if slot.name in values):
-                    for box, view in _view_boxes(*buffer.held(slot, master)).items():
-                        view.view(box.sizes).copy_(values[slot.name][box.slices()])
+            for slot in (slot for slot in buffer.slots if slot.name in values):
+                if buffer.stored is None:
+                    _copy_boxes(values[slot.name], *buffer.held(slot, buffer.master))
+                else:
+                    _copy_boxes(values[slot.name], *buffer.held(slot, buffer.stored))
         del values  # or it would live on while the next one is drawn
+
+
+def _copy_boxes(whole: Tensor, layout: Layout, held: Tensor | StoredTensor) -> None:
+    """Copy the boxes of a layout to its elements, [n]; those on a disk are written box by box, without memory for all."""
+    first = 0
+    for box in layout.boxes():
+        place, values = held[first : first + box.numel], whole[box.slices()].flatten()
+        place.copy_(values) if isinstance(place, Tensor) else place.write(values.cpu())
+        first += box.numel
 
 
 def load_pretrained(

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from framework.comm.algorithms import Pending, then
+from framework.comm.algorithms import ExposedCommunication, Pending, then
 from framework.comm.collectives import start_all_gather
 from framework.comm.transfer import fetch, write_across
 from framework.parallel.zero.buffers import UnitBuffer
-from framework.parallel.zero.exposed_communication import ExposedCommunication
 from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.unit_buckets import find_unit_buckets, gathers_alone
 
@@ -47,11 +46,6 @@ class ParameterSync:
         plans = [[buffer.plan for buffer in unit] for unit in units]
         found = find_unit_buckets(plans, {index for index, unit in enumerate(plans) if gathers_alone(unit)})
         self.buckets = {index: bucket for bucket in found for index in bucket}
-
-    @property
-    def sends_nothing(self) -> bool:
-        """Whether this rank owns all of every unit."""
-        return len(self._whole) == len(self.units)
 
     def start_unshard(self, index: int, *others: int) -> None:
         """Start to unshard a unit that is not there and not on its way: (n-1)/n of its bytes from each rank of the shard axis.
@@ -154,7 +148,7 @@ def _gather_part(buffer: UnitBuffer, part: Tensor) -> Pending:
 
 
 def _find_fp8(units: Sequence[Sequence[UnitBuffer]]) -> "Fp8Gather | None":
-    """What gathers the weights that travel as fp8 numbers; None where none do."""
+    """The all-gather of weights that travel as fp8 numbers; None where none do."""
     buffers = [buffer for unit in units for buffer in unit if buffer.plan.dtypes.gathered is not None]
     if not buffers:
         return None
@@ -165,7 +159,7 @@ def _find_fp8(units: Sequence[Sequence[UnitBuffer]]) -> "Fp8Gather | None":
 
 
 def share_messages(buffers: Sequence[UnitBuffer]) -> list[list[UnitBuffer]]:
-    """The buffers as they are gathered: together where they have one shard axis and one dtype, and nothing stands between the
+    """The buffers as they are unsharded: together where they have one shard axis and one dtype, and nothing stands between the
     memory that is sent and the memory that is written."""
     messages: dict[Hashable, list[UnitBuffer]] = {}
     for buffer in buffers:

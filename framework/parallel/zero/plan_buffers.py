@@ -7,18 +7,20 @@
 All numbers here follow from layouts, axes and dtypes, so they can be had for any rank of any mesh on a laptop.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import torch
 
 from framework.comm.communicator import Communicator
 from framework.errors import LayoutError
-from framework.mesh.axis import Axis
 from framework.mesh.layout import Layout, Run, part
+from framework.mesh.topology import Axis
 from framework.model.units import Unit
 from framework.parallel.zero.lifetimes import Home, Lifetimes
+from framework.recipe.schema import Offload
 
 # The optimizer group of parameters that no optimizer updates.
 FROZEN = ""
@@ -65,8 +67,8 @@ class BufferDtypes:
 
     @property
     def gradient(self) -> torch.dtype:
-        """Of gradients, their sums and the optimizer's moments: the master's, but at least fp32. In bf16 a sum would stand still
-        once it is 256 times as large as what is added."""
+        """The dtype of gradients, their sums and the optimizer's moments: the master's, but at least fp32. In bf16 a sum would
+        stand still once it is 256 times as large as what is added."""
         return torch.promote_types(self.master, torch.float32)
 
     @property
@@ -76,19 +78,18 @@ class BufferDtypes:
 
 @dataclass(frozen=True)
 class BufferAxes:
-    """Axes of a buffer as one rank sees them.
-
-    shard: the ranks that hold its parts. update: the ranks that divide the update of one part, of size 1 where each holder makes
-    all of it. replicas: over which every rank owns the same elements, outermost first. partial: those over which the gradient is
-    still a sum to be made after the reduce-scatters over shard and update. reading: the ranks that divide the reading of what
-    all of them own, of size 1 where each owns something else.
-    """
+    """Axes of a buffer as one rank sees them."""
 
     shard: Communicator
+    """The ranks that hold its parts."""
     update: Communicator
+    """The ranks that divide the update of one part; of size 1 where each holder makes all of it."""
     replicas: tuple[Communicator, ...]
+    """Axes over which every rank owns the same elements, outermost first."""
     partial: tuple[Communicator, ...]
+    """Axes over which the gradient is still a sum to be made after the reduce-scatters over shard and update."""
     reading: Communicator
+    """The ranks that divide the reading of what all of them own; of size 1 where each owns something else."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class BufferPlan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank owns all of the buffer, and keeps it: nothing is ever gathered, nothing scattered."""
+        """Whether this rank owns all of the buffer, and keeps it: nothing is ever unsharded, nothing scattered."""
         return self.lifetimes.resident_parameters and self.axes.shard.size == self.axes.update.size == 1
 
     @property
@@ -357,8 +358,8 @@ class _Kind:
         return cls(dtype, group == FROZEN, *zero_axes, layout.replicated, layout.partial, layout.gathered_in)
 
     def lifetimes(self, axes: Mapping[str, Communicator], lifetimes: Lifetimes) -> Lifetimes:
-        """The recipe's, but for experts of which this rank has the only shard: what is never gathered need not come and go. Dense
-        parameters are left as they are: on one rank they show what many do."""
+        """The recipe's, but for experts of which this rank has the only shard: what is always unsharded need not come and go.
+        Dense parameters are left as they are: on one rank they show what many do."""
         if self.shard_axis != "expert_shard" or axes["expert_shard"].size > 1:
             return lifetimes
         return replace(lifetimes, keeps_gradients=True, keeps_parameters=True, resident_parameters=True)
@@ -373,3 +374,56 @@ class _Kind:
             # No replica left to read for, either: each reads what it alone owns.
             return BufferAxes(shard, replica, replicated, partial, reading=nobody_else)
         return BufferAxes(shard, nobody_else, (replica, *replicated), (replica, *partial), reading=replica)
+
+
+def choose_homes(buffers: Sequence[BufferPlan], offload: Offload) -> list[BufferPlan]:
+    """The buffers of one stage with the homes of their master, moments and parameters.
+
+    optimizer: of what is trained. parameters: of what is not resident; experts of which a rank has the only shard are.
+    """
+    updated = _choose_units(buffers, offload.optimizer, lambda each: _global_numel(each) * each.is_trained)
+    unsharded = _choose_units(buffers, offload.parameters, _sharded_bytes)
+    return [
+        _place(
+            each,
+            Home(offload.home) if each.unit in updated and each.is_trained else Home.DEVICE,
+            Home.HOST if each.unit in unsharded and not each.lifetimes.resident_parameters else Home.DEVICE,
+        )
+        for each in buffers
+    ]
+
+
+def _global_numel(buffer: BufferPlan) -> int:
+    """Elements of its parameters on all ranks: alike on ranks of `tp` that hold uneven slices, so that they choose alike."""
+    return sum(prod(slot.layout.shape) for slot in buffer.slots)
+
+
+def _sharded_bytes(buffer: BufferPlan) -> int:
+    return 0 if buffer.lifetimes.resident_parameters else _global_numel(buffer) * buffer.dtypes.compute.itemsize
+
+
+def _choose_units(buffers: Sequence[BufferPlan], fraction: float, size: Callable[[BufferPlan], int]) -> set[str]:
+    """Units that have as near as may be `fraction` of the size so far, after every unit."""
+    sizes: dict[str, int] = {}
+    for buffer in buffers:
+        sizes[buffer.unit] = sizes.get(buffer.unit, 0) + size(buffer)
+    # Ranks that hold a parameter alike must update it alike, to the last bit, and a CPU rounds otherwise than a GPU: which units
+    # the stage of the other rank chooses is not known here.
+    stays = {buffer.unit for buffer in buffers if fraction < 1 and is_shared(buffer)}
+    chosen, so_far, taken = set(), 0, 0
+    for unit, num in sizes.items():
+        so_far += num
+        if unit not in stays and num and taken + num / 2 <= fraction * so_far:
+            chosen.add(unit)
+            taken += num
+    return chosen
+
+
+def is_shared(buffer: BufferPlan) -> bool:
+    """Whether another stage has a parameter of the buffer: a tied embedding."""
+    return any("embedding" in slot.layout.replicated for slot in buffer.slots)
+
+
+def _place(buffer: BufferPlan, updated: Home, unsharded: Home) -> BufferPlan:
+    homes = replace(buffer.lifetimes.homes, master=updated, moments=updated, parameters=unsharded)
+    return replace(buffer, lifetimes=replace(buffer.lifetimes, homes=homes))

@@ -1,4 +1,4 @@
-"""Unit buckets: consecutive units that are gathered in one message and reduced in one, because each is small.
+"""Unit buckets: consecutive units that are unsharded in one message and reduced in one, because each is small.
 
 A message costs the host 0.1 ms on gloo however little it sends. FSDP wraps modules by size for this, and DDP has its buckets;
 here units keep their buffers, so that nothing changes in what a rank owns: only what travels together.

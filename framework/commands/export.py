@@ -1,0 +1,28 @@
+"""`meshwright export`: the weights of a run's checkpoint as a folder that Hugging Face's `from_pretrained` loads."""
+
+import argparse
+from pathlib import Path
+
+from framework.commands.arguments import add_run
+from framework.errors import EXIT_DONE
+from framework.imports import loading_libraries
+from framework.launch.directory import find_run
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    add_run(parser)
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="the folder to write")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--best", action="store_true", help="with checkpoint.keep_best: of the lowest validation loss")
+    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; else the newest")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the folder. It appears whole or not at all."""
+    path = find_run(arguments.run)
+    with loading_libraries():
+        from framework.commands.trained_model import export_model
+
+    export_model(path, to=arguments.to, best=arguments.best, step=arguments.step)
+    return EXIT_DONE

@@ -1,0 +1,177 @@
+"""`meshwright train`: check the recipe and train it on this machine, as a new run or as the next part of an old one.
+
+check -> data -> run directory, lock, recipe.yaml -> ranks -> the command that goes on with the run
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, partial
+from pathlib import Path
+
+from framework.commands.arguments import add_multirun
+from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost, MeshwrightError, RecipeError
+from framework.imports import loading_libraries
+from framework.launch.directory import RunDirectory
+from framework.launch.parts import CheckedLayout, RunPart, claim, create_run, decide_new, decide_next
+from framework.launch.places import refuse_unreachable, refuse_unwritable
+from framework.launch.process import let_threads_sleep, may_use_gpus
+from framework.launch.record import describe_software
+from framework.launch.resume import compose_run, resume_command, saved_step
+from framework.lease import Lease
+from framework.monitor.goodput import find_age_s
+from framework.monitor.phases import Phase, PhaseBar
+from framework.optim.disk_file import refuse_folder
+from framework.recipe.derive import derive, has_range
+from framework.recipe.environment import fill
+from framework.recipe.schema import Recipe
+from framework.start import is_of_launcher, python_words
+from framework.track.goodput_log import note_gone, note_launch
+from framework.train import program
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    add_multirun(parser, "one after another")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train; the exit code of the run, or the first of a sweep that is not 0."""
+    if arguments.multirun:
+        from framework.commands.sweep import train_sweep
+
+        return train_sweep(arguments.overrides, arguments.recipes)
+    recipe = compose_run(arguments.overrides, arguments.recipes)
+    if not may_use_gpus(recipe.launch):  # a single rank lives in this process, which is about to import torch
+        let_threads_sleep()
+    bar = PhaseBar((Phase.LIBRARIES,))
+    bar.begin(Phase.LIBRARIES)
+    with loading_libraries():
+        import framework.launch.agent  # noqa: F401
+
+    bar.close()
+    return train(recipe, arguments.overrides, arguments.recipes)
+
+
+def train(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path]) -> int:
+    """Train `recipe` as a new run, or go on with the run that `recipe.run.id` names; returns the exit code.
+
+    overrides, recipe_dirs: the origin of `recipe`; on a resume they are applied to the saved recipe. Raises RunError, and other
+    errors that the user can mend, before the ranks start; errors of the ranks are printed.
+    """
+    if recipe.launch.kind != "local":
+        raise RecipeError(
+            f"launch.kind={recipe.launch.kind}: queue it with `meshwright submit`; to train it here: launch.kind=local"
+            f" launch.ranks={derive(recipe).world}"
+            + " launch.nodes=null" * has_range(recipe.launch)
+            + " launch.spares=0" * (recipe.launch.spares > 0)
+        )
+    rank_variables(recipe)
+    if recipe.run.id is not None and (run := RunDirectory(Path(recipe.run.root, recipe.run.id))).recipe.exists():
+        return _resume(run, overrides, recipe_dirs)
+    return _begin(recipe, overrides)
+
+
+def check_model(recipe: Recipe, is_new: bool = True) -> CheckedLayout:
+    """Lay every rank out before anything is written. Raises what ranks would raise. is_new: the run begins with its pretrained
+    weights, if it has any, and not with a checkpoint."""
+    with loading_libraries():
+        from framework.parallel.fp8_layers import require_torchao
+        from framework.plan.check import check_layout, check_weights
+        from framework.plan.host_memory import check_host_memory
+
+    plan = check_layout(recipe)
+    if is_new:
+        check_weights(plan)
+    if recipe.launch.kind == "local":  # of this machine: a cluster's nodes look for themselves
+        check_host_memory(plan)
+        if recipe.precision.compute == "fp8":
+            require_torchao()
+        if recipe.memory.offload.disk_path is not None:
+            refuse_folder(Path(recipe.memory.offload.disk_path))
+    return CheckedLayout(plan.config.model_type)
+
+
+def rank_variables(recipe: Recipe) -> dict[str, str]:
+    """launch.environment as the ranks on this machine get it. Raises RecipeError where it refers to what is not set here."""
+    return fill(recipe.launch.environment, os.environ)
+
+
+def _begin(recipe: Recipe, overrides: list[str]) -> int:
+    """Train a new run."""
+    refuse_unwritable(Path(recipe.run.root))
+    refuse_unreachable(recipe.checkpoint.root)
+    run, part = create_run(decide_new(recipe, check_model))
+    return _launch(run, partial(claim, run, recipe.checkpoint.root), lambda: part, overrides)
+
+
+def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> int:
+    """Go on with a run, under the saved recipe and the changes that it allows."""
+    decide = cache(partial(decide_next, run, overrides, recipe_dirs, check_model))
+    return _launch(run, decide, decide, overrides)
+
+
+def _launch(
+    run: RunDirectory, refuse: Callable[[], object], decide: Callable[[], RunPart], overrides: list[str]
+) -> int:
+    """Write the part and run its ranks, under the run's lock. refuse: see `RunDirectory.lock`."""
+    with run.lock(refuse) as lease:
+        part = decide()
+        part.write(run, lease)
+        part.note(run, lease, overrides, **describe_software())
+        return _run_ranks(run, lease, part.recipe, part.step)
+
+
+def _run_ranks(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) -> int:
+    from framework.launch.agent import Outcome, run_ranks
+
+    print(f"run      {run.path}" + (f", from step {from_step:,}" if from_step else ""), flush=True)
+    world, variables = derive(recipe).world, rank_variables(recipe)
+    with suppress(OSError, LeaseLost):  # a full disk, or another start's run: goodput begins with the ranks
+        lease.check()
+        note_launch(run.path, find_age_s())
+    for name in filter(
+        is_of_launcher, tuple(os.environ)
+    ):  # the ranks are this launcher's, which says itself who they are
+        del os.environ[name]
+    if world == 1 and not variables:
+        outcome = Outcome(program.main(run.path, lease))
+    else:  # variables are for a process that starts with them: libraries read theirs when they are loaded
+        outcome = run_ranks(python_words(program.__name__, str(run.path), str(lease.epoch)), world, run.log, variables)
+    with suppress(OSError, LeaseLost):  # the next start infers when this one ended
+        lease.check()
+        note_gone(run.path, outcome.code)
+    if outcome.message:
+        print(outcome.message, file=sys.stderr)
+    print(conclude(run, recipe, outcome.code), flush=True)
+    if outcome.code == EXIT_DONE and recipe.train.sample is not None:
+        _show_sample(run, lease, recipe.train.sample)
+    return outcome.code
+
+
+def _show_sample(run: RunDirectory, lease: Lease, prompt: str) -> None:
+    """Export the run and let it continue a text, which a newcomer wants to see."""
+    from framework.commands.generate import EXPORT_FOLDER, generate_command
+    from framework.commands.trained_model import export_model
+
+    folder = run.path / EXPORT_FOLDER
+    with lease.replacing(folder) as made:
+        export_model(run.path, made, name=folder)
+    print("sample   the text of train.sample, and how the model goes on:\n", flush=True)
+    generate_command(folder, prompt, max_new_tokens=80, temperature=0.7)
+
+
+def conclude(run: RunDirectory, recipe: Recipe, code: int) -> str:
+    """The end of the run, its folder, and the command that goes on with it."""
+    try:
+        step = saved_step(run)
+    except MeshwrightError as error:
+        return f"run      {run.path} ended with exit code {code}\nsaved    {str(error).splitlines()[0]}"
+    if code == EXIT_DONE:
+        return f"run      {run.path}\nlonger   {resume_command(run, recipe, f'train.steps={2 * step}')}"
+    how = "saved" if code == EXIT_RESUME else f"ended with exit code {code}; the newest checkpoint is"
+    if step == 0 and code != EXIT_RESUME:
+        return f"run      {run.path} ended with exit code {code} before its first checkpoint"
+    return f"run      {run.path} {how} at step {step:,}\nresume   {resume_command(run, recipe)}"

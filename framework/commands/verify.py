@@ -1,0 +1,47 @@
+"""`meshwright verify`: the recipe's layout against stock Hugging Face in one process."""
+
+import argparse
+from pathlib import Path
+
+from framework.commands.arguments import compose_recipe
+from framework.imports import loading_libraries
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--model-config", type=Path, metavar="FILE", help="a config.json instead of the recipe's model")
+    parser.add_argument(
+        "--dtype",
+        choices=["fp64", "fp32", "bf16", "fp16", "fp8"],
+        help="compare in it: to 1e-9, to 1e-5 (default), to measured bounds; --fp64 and --bf16 say the same",
+    )
+    parser.add_argument("--fp64", dest="dtype", action="store_const", const="fp64", help=argparse.SUPPRESS)
+    parser.add_argument("--bf16", dest="dtype", action="store_const", const="bf16", help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps to compare (default: 3)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="ranks (default: few that the layout needs)")
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="cuda: NCCL, or gloo on shared GPUs (default: cpu)",
+    )
+    parser.add_argument("--strict", action="store_true", help="the recipe in its own sizes, or a refusal")
+    parser.add_argument(
+        "--end-to-end", action="store_true", help="a whole run, from text to export, beside a plain loop"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare, and print the evidence."""
+    recipe = compose_recipe(arguments)
+    with loading_libraries():
+        from framework.verify.command import verify
+        from framework.verify.prepare import VerifyOptions
+
+    names = ("model_config", "dtype", "steps", "ranks", "device", "strict")
+    options = VerifyOptions(**{name: getattr(arguments, name) for name in names})
+    if arguments.end_to_end:
+        from framework.verify.end_to_end import verify_end_to_end
+
+        return verify_end_to_end(recipe, options, command=arguments.main)
+    return verify(recipe, options)

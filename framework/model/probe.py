@@ -1,0 +1,202 @@
+"""Questions to a family that only running it answers, each put to a small copy of the model on the CPU.
+
+find_layer_outputs         do its layers hand on hidden states alone, so that pipeline stages can be cut between them?
+find_load_balancing_loss   is its load-balancing loss the one that stages can compute from sums?
+keeps_documents_apart      does attention stay inside of documents that are packed into one row?
+refuse_mixed_dtypes        do its tables in fp32 meet weights of another dtype?
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from framework.errors import ModelError
+from framework.model.initial import seed_rng
+from framework.model.load import FORWARD_ERRORS, accepted_arguments, choose_experts
+from framework.model.routers import LoadBalancingLoss, Routers
+from framework.model.shrink import shrink
+from framework.model.stage import StageModel, hollow_out, refuse_split, split_stages
+from framework.model.units import Unit, find_units
+
+# Differences relative to the largest number: above the rounding of fp32, below what anything else makes. Of 54 families, those
+# that keep documents apart differ by 4e-7 at most, the others by 1e-2 at least.
+LARGEST_DIFFERENCE = 1e-4
+LARGEST_LOSS_DIFFERENCE = 1e-5
+# Tokens of packed documents: one longer than the small model's windows of 8 or 9 tokens.
+LENGTHS = (7, 12, 5)
+
+
+def set_value(config: PretrainedConfig, path: str, value: Any) -> None:
+    """Set a config's value by its dotted name."""
+    *parts, name = path.split(".")
+    for part in parts:
+        config = getattr(config, part)
+    setattr(config, name, value)
+
+
+@contextmanager
+def small_copy(config: PretrainedConfig, **changes: Any) -> Iterator[PreTrainedModel]:
+    """A small model of the family with random weights: fp32, in eval mode, without gradients or a cache.
+
+    The caller's RNG stays as it is. changes: of the small config, by dotted names. Raises ModelError where there is no small
+    copy.
+    """
+    small = shrink(config)
+    # Hugging Face's load-balancing loss fails on a part of a model without a router.
+    for name, value in ({"use_cache": False, "output_router_logits": False} | changes).items():
+        set_value(small, name, value)
+    small.get_text_config().use_cache = False
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        seed_rng(0)
+        try:
+            model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
+        except FORWARD_ERRORS as error:
+            raise ModelError(f"a small {config.model_type} model cannot be built: {error}") from error
+        choose_experts(model, "eager", torch.float32)  # grouped matmuls want widths that a small copy may not have
+        yield model
+
+
+def draw_tokens(model: PreTrainedModel, rows: int, length: int) -> Tensor:
+    """Random token ids: [rows, length]."""
+    return torch.randint(0, model.config.get_text_config().vocab_size, (rows, length))
+
+
+def find_layer_outputs(config: PretrainedConfig) -> bool:
+    """Whether the family's layers return tuples; the small copy is run whole and in two stages.
+
+    Raises ModelError for a family that cannot be split: its layers pass on more than hidden states, or are shared.
+    """
+    types: list[bool] = []
+    with small_copy(config) as whole:
+        units, tokens = find_units(whole), draw_tokens(whole, 2, 6)
+        layers = [unit for unit in units if unit.is_layer]
+        for unit in layers:
+            whole.get_submodule(unit.root).register_forward_hook(partial(_note_type, types))
+        try:
+            expected = whole(input_ids=tokens).logits
+        except FORWARD_ERRORS as error:
+            raise refuse_split(config, f"it does not run on token ids alone ({error})") from error
+        if len(layers) < 2 or len(types) != len(layers) or len(set(types)) != 1:
+            raise refuse_split(config, "its layers are not called one after another")
+        try:
+            found = _run_in_stages(whole, units, len(layers), types[0], tokens)
+        except FORWARD_ERRORS as error:
+            raise refuse_split(config, f"a part of it does not run alone ({error})") from error
+    if not _is_close(found, expected):
+        raise refuse_split(config, "its layers hand on more than hidden states, or share what they compute")
+    return types[0]
+
+
+def _note_type(types: list[bool], layer: nn.Module, args: Any, output: Any) -> None:
+    types.append(isinstance(output, tuple))
+
+
+def _run_in_stages(
+    whole: PreTrainedModel, units: Sequence[Unit], num_layers: int, returns_tuple: bool, tokens: Tensor
+) -> Tensor:
+    hidden: tuple[Any, ...] = ()
+    for bounds in split_stages((1, num_layers - 1)):
+        part = AutoModelForCausalLM.from_config(whole.config, dtype=torch.float32).eval()
+        part.load_state_dict(whole.state_dict())
+        hollow_out(part, units, bounds, returns_tuple, torch.float32)
+        hidden = StageModel(part, units, bounds)(hidden, input_ids=tokens)
+    return hidden[0].logits
+
+
+def find_load_balancing_loss(whole: PreTrainedModel) -> LoadBalancingLoss | None:
+    """The load-balancing loss that the model's config asks for, or None.
+
+    The small copy computes it in Hugging Face's code and from the sums. Raises ModelError for a family where the two differ.
+    """
+    config = whole.config
+    if not getattr(config, "output_router_logits", False):
+        return None
+    weight = getattr(config, "router_aux_loss_coef", None)
+    if weight is None:
+        raise _refuse_loss(config, "it has no router_aux_loss_coef")
+    try:
+        with small_copy(config, output_router_logits=True) as model:
+            tokens = draw_tokens(model, 2, 6)
+            expected = model(input_ids=tokens).aux_loss
+            routers = Routers(model, _read_loss(model, 1.0), torch.float32, torch.device("cpu"))
+            routers.start()
+            model(input_ids=tokens, output_router_logits=False)
+            difference = (routers.loss.compute(routers.end()) - expected).abs() / expected.abs()
+        loss = _read_loss(whole, weight)
+    except FORWARD_ERRORS as error:
+        raise _refuse_loss(config, f"it is not one of the routers' logits ({error})") from error
+    if not difference <= LARGEST_LOSS_DIFFERENCE:
+        raise _refuse_loss(config, "it is not E sum_e f_e P_e over all layers")
+    return loss
+
+
+def _read_loss(model: Any, weight: float) -> LoadBalancingLoss:
+    return LoadBalancingLoss(model.num_experts, model.num_experts_per_tok, weight)
+
+
+def _refuse_loss(config: PretrainedConfig, reason: str) -> ModelError:
+    return ModelError(
+        f"model.config.output_router_logits=true: the load-balancing loss of {config.model_type} models is not known: {reason}."
+        " Set it to false"
+    )
+
+
+def keeps_documents_apart(config: PretrainedConfig) -> bool:
+    """Whether packed documents have the same logits as alone, given positions that restart, and neither cache nor mask.
+
+    Hugging Face's mask functions keep attention inside of documents where positions restart, if the model hands the positions
+    on. Most do; gpt_oss, falcon, opt and others do not, and linear attention carries its state across. Neither signature nor
+    config tells which, and a model that mixes documents up trains on without a word.
+
+    Raises ModelError where the family's forward fails: roberta's wants the id of a padding token.
+    """
+    with small_copy(config) as model:
+        if "position_ids" not in accepted_arguments(model):
+            return False
+        tokens = draw_tokens(model, 1, sum(LENGTHS))
+        positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+        try:
+            packed = model(input_ids=tokens, position_ids=positions).logits
+            alone = torch.cat([model(input_ids=each).logits for each in tokens.split(LENGTHS, dim=1)], dim=1)
+        except FORWARD_ERRORS as error:
+            raise ModelError(
+                f"a small {config.model_type} model does not run on token ids and positions alone: {error}"
+            ) from error
+    return _is_close(packed, alone)
+
+
+def refuse_mixed_dtypes(model: PreTrainedModel, config: PretrainedConfig, compute: torch.dtype) -> None:
+    """Raise ModelError where a forward on a CPU fails in `compute` and not in fp32. model: of `config`, may be on meta.
+
+    Parameters are cast to the compute dtype, buffers keep theirs. Models cast what they read from a table of positions to the
+    dtype of the hidden states; xglm adds it as it is, hidden states become fp32, and torch refuses them beside weights of
+    another dtype. Models without tables are not run: every family deals with vectors, such as rotary frequencies and scales.
+    """
+    tables = [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.dim() > 1]
+    if not tables or compute not in (torch.bfloat16, torch.float16):
+        return
+    with small_copy(config) as copy:
+        tokens = draw_tokens(copy, 1, 8)
+        try:
+            copy(input_ids=tokens)
+        except FORWARD_ERRORS:
+            return  # it says nothing about dtypes
+        for parameter in copy.parameters():
+            parameter.data = parameter.data.to(compute)
+        try:
+            copy(input_ids=tokens)
+        except FORWARD_ERRORS as error:
+            dtype = str(compute).removeprefix("torch.")
+            raise ModelError(
+                f"{config.model_type} does not run in {dtype} on a CPU, because its {tables[0]} stays fp32"
+                f" ({str(error).splitlines()[0]}). Use precision=fp32"
+            ) from error
+
+
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    return bool((found - expected).abs().max() <= LARGEST_DIFFERENCE * expected.abs().max())

@@ -1,0 +1,155 @@
+"""Update rules of `optim.name`, and the shards that they update. A new rule is an entry of OPTIMIZERS."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from framework.mesh.layout import Layout
+from framework.recipe.schema import Optim
+
+
+class UpdateKind(Enum):
+    """The elements that an update must see at once. With WHOLE_MATRIX owners divide matrices, not intervals."""
+
+    PER_ELEMENT = "single elements"
+    WHOLE_MATRIX = "whole matrices"
+
+
+@dataclass(frozen=True, eq=False)
+class FlatShard:
+    """Elements of one or several parameters that this rank updates. value, gradient: [n] in the master dtype; value is updated in
+    place. layouts: the elements of each parameter, one after another; parameters: their names."""
+
+    layouts: tuple[Layout, ...]
+    value: Tensor
+    gradient: Tensor
+    parameters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """Shards that are updated alike. kind: what each of them holds."""
+
+    name: str
+    shards: tuple[FlatShard, ...]
+    lr_ratio: float
+    weight_decay: float
+    kind: UpdateKind = UpdateKind.PER_ELEMENT
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """The update rule of an optimizer.
+
+    make: torch's optimizer over parameter groups of one tensor each. As torch's fused ones do, it divides gradients by
+    `grad_scale` and does nothing where `found_inf` is 1.
+    """
+
+    kind: UpdateKind
+    # States per element, which a checkpoint keeps: by name, the share of it that an update retains.
+    states: Callable[[Optim], dict[str, float]]
+    make: Callable[[Optim, list[dict[str, Any]]], torch.optim.Optimizer]
+    # Whether it keeps a state `step` on the device.
+    counts_updates: bool = False
+    # States that are never below zero.
+    nonnegative: tuple[str, ...] = ()
+
+
+def _make_adamw(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """torch's fused kernel over its parameter groups."""
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+
+
+ADAMW = UpdateRule(
+    UpdateKind.PER_ELEMENT,
+    lambda optim: dict(zip(("exp_avg", "exp_avg_sq"), optim.betas, strict=True)),
+    _make_adamw,
+    counts_updates=True,
+    nonnegative=("exp_avg_sq",),
+)
+
+
+def _sgd_states(optim: Optim) -> dict[str, float]:
+    """Without momentum there is nothing to keep."""
+    return {"momentum_buffer": optim.momentum} if optim.momentum else {}
+
+
+def _make_sgd(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """torch's fused kernel over its parameter groups."""
+    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=True)
+
+
+SGD = UpdateRule(UpdateKind.PER_ELEMENT, _sgd_states, _make_sgd)
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023, arXiv 2302.06675, Algorithm 2): the sign of an interpolated momentum.
+
+        c = b1 m + (1 - b1) g        p <- (1 - lr wd) p - lr sign(c)        m <- b2 m + (1 - b2) g
+
+    One moment instead of Adam's two; the decay is decoupled. Parameters are updated one after the other; each has the state
+    `exp_avg`, in its dtype. `grad_scale` and `found_inf` are 0-dim tensors, as in torch's fused optimizers, set before `step()`,
+    so that clipping and skipping need no host sync.
+
+    grad_scale: gradients are divided by it, in place. found_inf: 1.0 leaves parameters and moments as they were.
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                # One by one: what an update allocates for a while is of one parameter's size, not of a group's.
+                if param.grad is not None:
+                    self._update(param, param.grad, group["lr"], group["betas"], group["weight_decay"])
+        return loss
+
+    def _update(self, param: Tensor, grad: Tensor, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        moment = self._moment(param)
+        # 1 or 0; a tensor where found_inf is set, so the host never asks which. fp64: 1 - b2 must not round to fp32.
+        taken: Tensor | float = 1.0
+        if self.grad_scale is not None:
+            grad.div_(self.grad_scale)
+        if self.found_inf is not None:
+            taken = 1.0 - self.found_inf.double()
+            grad.masked_fill_(self.found_inf > 0, 0.0)  # 0 * inf would be NaN below
+        sign = moment.lerp(grad, 1 - betas[0]).sign_().mul_(taken * lr)
+        param.mul_(1 - taken * (lr * weight_decay)).sub_(sign)
+        del sign  # one transient copy of the parameter at a time
+        moment.add_((grad - moment).mul_(taken * (1 - betas[1])))
+
+    def _moment(self, param: Tensor) -> Tensor:
+        state = self.state[param]
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        return state["exp_avg"]
+
+
+def _make_lion(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return Lion(groups, lr=optim.lr, betas=optim.betas)
+
+
+LION = UpdateRule(UpdateKind.PER_ELEMENT, lambda optim: {"exp_avg": optim.betas[1]}, _make_lion)
+
+# By `optim.name` of a recipe.
+OPTIMIZERS: dict[str, UpdateRule] = {"adamw": ADAMW, "lion": LION, "sgd": SGD}

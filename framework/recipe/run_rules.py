@@ -1,0 +1,389 @@
+"""Rules of the run: its model, optimizer, data, checkpoints, tracking, and all of its texts."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from framework.output import CONTROLS, in_a_line
+from framework.recipe.derive import count_nodes, count_ranks
+from framework.recipe.environment import looks_secret
+from framework.recipe.keys import flatten
+from framework.recipe.problem import COUNTED, DEGREES, Problem, refuse, refuse_useless, rule
+from framework.recipe.schema import Recipe
+from framework.recipe.suggest import nearest
+
+# What folders, wandb ids and SLURM job names all accept.
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+# Of wandb's own settings (wandb/sdk/wandb_settings.py): names that it would refuse when the run begins, whose telemetry would be
+# lost. Only its server refuses an unknown team.
+PROJECT_CHARACTERS, TAG_CHARACTERS = 128, 64
+NOT_IN_PROJECTS = "/\\#?%:"
+# Keys whose own rules say how to give a secret.
+OWN_SECRETS = ("launch.environment", "launch.set_up", "launch.sbatch")
+# A prompt may have lines.
+MAY_HAVE_LINES = ("train.sample",)
+# Files of transformers that list its automatic configurations.
+LISTS = ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py")
+NEAR = 3
+# Families that have been there as long as the lists: without them the lists lie elsewhere, and the rule is silent.
+OLD = {"gpt2", "llama"}
+
+
+# --- model and optimizer
+
+
+@rule("model.family", "model.weights", "model.config_file")
+def family(recipe: Recipe) -> Iterator[Problem]:
+    """A family that transformers does not have. Silent where weights or a config file state the model, and where the lists cannot
+    be read: building the model then refuses it."""
+    family, strings = recipe.model.family, read_strings()
+    if recipe.model.weights or recipe.model.config_file or family in strings or not strings >= OLD:
+        return
+    near = nearest(family.lower(), list_families(), NEAR)
+    fix = "a model_type, as the config.json of a model on the hub says it"
+    if near:
+        fix = f"did you mean {' or '.join(f'model.family={name}' for name in near)}?"
+    yield refuse(recipe, "model.family", "no model type of the installed transformers", fix)
+
+
+@cache
+def read_strings() -> frozenset[str]:
+    """All strings of the lists: the families' names, and others. A name that is not among them is no family."""
+    return frozenset(re.findall(r"[\"']([^\"'\n]*)[\"']", _read_lists()))
+
+
+def list_families() -> list[str]:
+    """The names that are listed with a configuration, for suggestions."""
+    # ("albert", "AlbertConfig"), in a list of pairs, or "mlcd": "MLCDVisionConfig", in a dict.
+    return [
+        pair or entry
+        for pair, entry in re.findall(r"\(\"([^\"]+)\", \"\w+Config\"|\"([^\"]+)\": \"\w+Config\"", _read_lists())
+    ]
+
+
+@cache
+def _read_lists() -> str:
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return ""
+    files = [Path(spec.origin).parent / name for name in LISTS]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+
+
+@rule("model.freeze", "optim.groups")
+def patterns(recipe: Recipe) -> Iterator[Problem]:
+    groups = {f"optim.groups.{name}.pattern": group.pattern for name, group in recipe.optim.groups.items()}
+    for key, pattern in (*groups.items(), *(("model.freeze", each) for each in recipe.model.freeze)):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            fix = "escape . [ ( with a backslash where they are meant as such"
+            yield Problem(key, pattern, f"not a regular expression: {error}", fix)
+
+
+@rule("optim.schedule", "train.steps", "train.epochs")
+def schedule(recipe: Recipe) -> Iterator[Problem]:
+    schedule, steps, key = recipe.optim.schedule, recipe.train.steps, "optim.schedule.decay_steps"
+    if recipe.train.epochs is not None:
+        return  # judged when the steps are known: launch/epochs.py
+    warmup, decay = schedule.warmup_steps, schedule.decay_steps
+    if warmup > steps:
+        message = f"the warm-up is longer than the run of train.steps={steps}"
+        fix = f"at most {steps}; or train.steps={warmup} and more"
+        yield refuse(recipe, "optim.schedule.warmup_steps", message, fix)
+    if decay is None:
+        return
+    if schedule.name != "wsd":
+        message = f"only wsd has a decay of its own, not {schedule.name}"
+        yield refuse(recipe, key, message, f"{key}=null; or optim/schedule=wsd")
+    elif warmup <= steps < warmup + decay:
+        message = f"warm-up and decay, {warmup} + {decay} steps, are longer than the run of train.steps={steps}"
+        fix = f"{key}={steps - warmup} or less" if warmup < steps else f"train.steps={warmup + decay}"
+        yield refuse(recipe, key, message, fix)
+
+
+@rule("optim.name", "optim.betas", "optim.eps", "optim.momentum")
+def optimizer(recipe: Recipe) -> Iterator[Problem]:
+    optim = recipe.optim
+    for name, owners in (("betas", ("adamw", "lion")), ("eps", ("adamw",)), ("momentum", ("sgd",))):
+        if optim.name not in owners:
+            message = f"{optim.name} has no {name}, so it would do nothing"
+            yield from refuse_useless(recipe, f"optim.{name}", message, f"optim={' or optim='.join(owners)}")
+    if any(beta >= 1.0 for beta in optim.betas):
+        yield refuse(recipe, "optim.betas", "at 1 a moment never forgets; each must be below 1", "0.9 to 0.999")
+    if optim.momentum >= 1.0:
+        yield refuse(recipe, "optim.momentum", "at 1 it never forgets; it must be below 1", "0.9")
+
+
+@rule("precision.moments", "optim.name", "optim.momentum")
+def moments(recipe: Recipe) -> Iterator[Problem]:
+    key, moments, optim = "precision.moments", recipe.precision.moments, recipe.optim
+    if moments != "fp32" and optim.name == "sgd" and optim.momentum == 0.0:
+        message = "sgd with optim.momentum=0 has no moments, so it would do nothing"
+        yield refuse(recipe, key, message, f"leave it out (~{key}); or optim.momentum=0.9")
+    elif moments == "int8" and optim.name == "lion":
+        message = (
+            "lion updates by a sign, as far for a small moment as for a large one, and of small ones int8 keeps the least: where"
+            " it turns the sign of moment and gradient, an update is wrong by all of its size"
+        )
+        yield refuse(recipe, key, message, f"{key}=bf16; or optim=adamw")
+
+
+@rule("optim.clip_norm")
+def clipping(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.optim.clip_norm == 0.0:
+        message = "a gradient clipped to norm 0 trains nothing"
+        yield refuse(recipe, "optim.clip_norm", message, "optim.clip_norm=null for no clipping")
+
+
+@rule("model.weights", "model.revision", "model.config_file")
+def weights(recipe: Recipe) -> Iterator[Problem]:
+    model = recipe.model
+    if model.revision is not None and model.weights is None:
+        message = "a revision of model.weights, which are not set"
+        yield refuse(recipe, "model.revision", message, "null; or model.weights=owner/name")
+    if model.weights is not None and model.config_file is not None:
+        message = f"model.weights={model.weights} has a config of its own"
+        yield refuse(recipe, "model.config_file", message, "give one; model.config.KEY changes a value of it")
+
+
+# --- data
+
+
+@rule("data.sources")
+def sources(recipe: Recipe) -> Iterator[Problem]:
+    sources = recipe.data.sources
+    if not sources:
+        fix = "a data recipe such as data=python_stdlib; or data.sources.NAME.path=..."
+        yield Problem("data.sources", None, "there is nothing to train on", fix)
+    elif not any(source.weight for source in sources.values()):
+        key = f"data.sources.{next(iter(sources))}.weight"
+        yield Problem(key, 0.0, "every source has weight 0, which leaves it out", f"{key}=1")
+
+
+@rule("data.bpe_vocab", "model.tokenizer", "model.weights")
+def tokenizer(recipe: Recipe) -> Iterator[Problem]:
+    vocab = recipe.data.bpe_vocab
+    given = next((name for name in ("tokenizer", "weights") if getattr(recipe.model, name) is not None), None)
+    if vocab is not None and given is not None:
+        has = f"model.{given}={getattr(recipe.model, given)} has a tokenizer already; a second one would be trained"
+        yield refuse(recipe, "data.bpe_vocab", has, f"data.bpe_vocab=null; or model.{given}=null")
+    elif vocab is None and given is None:
+        fix = "model.tokenizer=<hub name or folder>; or data.bpe_vocab=4096 to train one on the data"
+        yield Problem("model.tokenizer", None, "there is no tokenizer", fix)
+
+
+@rule("data.bpe_vocab", "model.config", "model.weights")
+def vocabulary(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.model.weights is None and recipe.model.config.get("vocab_size", 0) is None:
+        message = "the model's recipe takes it from data.bpe_vocab, which is null"
+        yield Problem("model.config.vocab_size", None, message, "model.config.vocab_size=<entries of the tokenizer>")
+
+
+@rule("data.validation", "train.validate_every_steps")
+def validation(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.train.validate_every_steps is not None and recipe.data.validation == 0.0:
+        message = f"no documents are held out, but train.validate_every_steps={recipe.train.validate_every_steps}"
+        yield refuse(recipe, "data.validation", message, "data.validation=0.005; or train.validate_every_steps=null")
+
+
+# --- checkpoints
+
+
+@rule("checkpoint.every_minutes", "checkpoint.interval", "checkpoint.mtbf_hours")
+def intervals(recipe: Recipe) -> Iterator[Problem]:
+    saves = recipe.checkpoint
+    if saves.every_minutes == 0.0:
+        message = "would save without end"
+        yield refuse(recipe, "checkpoint.every_minutes", message, "checkpoint.every_minutes=null for never")
+    if saves.interval is not None and not saves.mtbf_hours:
+        message = "needs checkpoint.mtbf_hours: how often the run fails says how often it should save"
+        fix = "checkpoint.mtbf_hours=8, say (jobs of 1,024 GPUs: arXiv 2410.21680); or checkpoint.interval=null"
+        yield refuse(recipe, "checkpoint.interval", message, fix)
+    elif saves.interval is None and saves.mtbf_hours is not None:
+        message = "nobody asks for it: checkpoint.interval=null"
+        yield refuse(recipe, "checkpoint.mtbf_hours", message, "checkpoint.interval=young_daly; or leave it out")
+
+
+@rule(*COUNTED, *DEGREES, "checkpoint.neighbor_copies", "checkpoint.neighbor_every_steps")
+def neighbors(recipe: Recipe) -> Iterator[Problem]:
+    key, other = "checkpoint.neighbor_copies", "checkpoint.neighbor_every_steps"
+    copies, every, nodes = (
+        recipe.checkpoint.neighbor_copies,
+        recipe.checkpoint.neighbor_every_steps,
+        count_nodes(recipe),
+    )
+    if copies >= nodes and copies:
+        there = "is" if nodes == 2 else "are"
+        message = f"a copy lies on a node of its own, and beside a rank's there {there} {nodes - 1}"
+        fix = f"{key}={nodes - 1}" if nodes > 1 else f"{key}=0; or launch=slurm with launch.nodes=2 or more"
+        yield refuse(recipe, key, message, fix)
+    elif copies and every is None:
+        yield refuse(recipe, key, f"nothing says how often: {other}=null", f"{other}=10, say; or {key}=0")
+    elif every is not None and not copies:
+        yield refuse(recipe, other, f"nobody holds a copy: {key}=0", f"{key}=1; or leave it out")
+
+
+@rule("train.on_spike", "checkpoint.every_steps", "checkpoint.every_minutes", "checkpoint.interval")
+def rewinds(recipe: Recipe) -> Iterator[Problem]:
+    saves = recipe.checkpoint
+    if recipe.train.on_spike == "rewind" and not (saves.every_steps or saves.every_minutes or saves.interval):
+        message = "a rewind goes back to a checkpoint, and none is saved before the end"
+        yield refuse(recipe, "train.on_spike", message, "checkpoint.every_steps=100; or train.on_spike=skip")
+
+
+@rule("checkpoint.keep_best", "train.validate_every_steps", "pipeline.fill_bubbles")
+def best(recipe: Recipe) -> Iterator[Problem]:
+    key = "checkpoint.keep_best"
+    if recipe.checkpoint.keep_best and recipe.train.validate_every_steps is None:
+        message = "nothing says which is the best: train.validate_every_steps=null"
+        yield refuse(recipe, key, message, f"{key}=false; or train.validate_every_steps=100")
+    elif recipe.checkpoint.keep_best and recipe.pipeline.fill_bubbles != "none":
+        message = "a validation in bubbles ends a step late, when its weights are no more"
+        yield refuse(recipe, key, message, f"{key}=false; or pipeline.fill_bubbles=none")
+
+
+@rule("run.root")
+def run_root(recipe: Recipe) -> Iterator[Problem]:
+    yield from find_run_root_problems(recipe)
+
+
+def find_run_root_problems(recipe: Recipe) -> Iterator[Problem]:
+    """The rule of run.root, by its text alone."""
+    root = recipe.run.root
+    if not root.strip():
+        yield refuse(recipe, "run.root", "names no folder", "run.root=runs")
+    elif "::" in root or re.match(r"[a-z][a-z0-9]*:/", root):
+        message = "is no folder: a run keeps its lock, lease and logs on a file system"
+        fix = f"run.root=runs checkpoint.root={root}, which keeps the checkpoints there"
+        yield refuse(recipe, "run.root", message, "a path without file://" if root.startswith("file:") else fix)
+
+
+@rule("checkpoint.root")
+def checkpoint_root(recipe: Recipe) -> Iterator[Problem]:
+    """A folder or a URL, by its text alone: whether a store answers is asked before a run begins."""
+    key, root = "checkpoint.root", recipe.checkpoint.root
+    if root is None:
+        return
+    protocol, is_url, rest = root.partition("://")
+    if not root.strip():
+        yield refuse(recipe, key, "names no place", "checkpoint.root=null for RUN/checkpoints")
+    elif "::" in root:
+        message = "chains protocols: a cache between the run and its store would show a former state"
+        yield refuse(recipe, key, message, f"{key}=s3://bucket/runs, the store itself")
+    elif protocol == "memory" and is_url:
+        message = "is the memory of one process, and goes with it"
+        yield refuse(recipe, key, message, f"{key}=s3://bucket/runs; or /dev/shm/runs")
+    elif (slip := re.match(r"([a-z][a-z0-9]+):/(?!/)", root)) is not None:
+        message = "would be a folder of that name here"
+        yield refuse(recipe, key, message, f"{key}={slip[1]}://{root[slip.end() :]}")
+    elif is_url and not rest.strip("/"):
+        yield refuse(recipe, key, "names no bucket or folder", f"{key}={protocol}://bucket/runs")
+    elif is_url:
+        from fsspec import available_protocols, registry  # for those who name one
+
+        if protocol not in (known := [*available_protocols(), *registry]):
+            near = nearest(protocol, known) or ["s3", "gs", "abfs"]
+            yield refuse(
+                recipe, key, f"fsspec knows no protocol {protocol}", ", ".join(f"{each}://..." for each in near)
+            )
+
+
+# --- names, tracking and texts
+
+
+@rule("run")
+def names(recipe: Recipe) -> Iterator[Problem]:
+    for key, value in (("run.id", recipe.run.id), ("run.name", recipe.run.name)):
+        if value is not None and not _RUN_ID.fullmatch(value):
+            message = "names a folder and a wandb run: letters, digits, . _ - only, 64 at most, none of . _ - first"
+            cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("._-")[:64]
+            yield Problem(key, value, message, f"{key}={cleaned}" if cleaned else "")
+
+
+@rule(*COUNTED, *DEGREES, "track.profile_steps", "track.profile_ranks")
+def profile(recipe: Recipe) -> Iterator[Problem]:
+    steps, ranks, world = recipe.track.profile_steps, recipe.track.profile_ranks, count_ranks(recipe)
+    if steps is None:
+        return
+    if steps[0] > steps[1]:
+        fix = f"track.profile_steps=[{steps[1]},{steps[0]}]"
+        yield refuse(recipe, "track.profile_steps", "the first step comes after the last", fix)
+    if not ranks or any(rank >= world for rank in ranks):
+        message = f"of {world} ranks, which have the numbers 0 to {world - 1}, these record nothing"
+        yield refuse(recipe, "track.profile_ranks", message, "track.profile_ranks=[0]")
+
+
+@rule("track.wandb")
+def wandb(recipe: Recipe) -> Iterator[Problem]:
+    wandb = recipe.track.wandb
+    yield from _project(recipe, wandb.project)
+    for key, name in (("track.wandb.entity", wandb.entity), ("track.wandb.group", wandb.group)):
+        if name is not None and (not name.strip() or len(name) > PROJECT_CHARACTERS):
+            message = f"names nothing: 1 to {PROJECT_CHARACTERS} characters"
+            yield refuse(recipe, key, message, f"leave it out ({key}=null)")
+    if wandb.entity is not None and "/" in wandb.entity:
+        entity, _, project = wandb.entity.partition("/")
+        yield refuse(recipe, "track.wandb.entity", "is a user or a team alone", _write(entity, project))
+    for tag in wandb.tags:
+        if not 0 < len(tag) <= TAG_CHARACTERS:
+            message = f"wandb takes tags of 1 to {TAG_CHARACTERS} characters, and one has {len(tag)}: {tag[:20]!r}"
+            yield refuse(recipe, "track.wandb.tags", message, "shorten it, or leave it out")
+
+
+def _project(recipe: Recipe, project: str) -> Iterator[Problem]:
+    key, (entity, _, rest) = "track.wandb.project", project.partition("/")
+    if not project.strip():
+        yield refuse(recipe, key, "names no project", f"{key}=meshwright")
+    elif len(project) > PROJECT_CHARACTERS:
+        message = f"wandb takes at most {PROJECT_CHARACTERS} characters, and it has {len(project)}"
+        yield refuse(recipe, key, message, "shorten it")
+    elif found := [character for character in NOT_IN_PROJECTS if character in project]:
+        is_path = found == ["/"] and entity and rest and "/" not in rest
+        message = f"wandb takes none of {' '.join(NOT_IN_PROJECTS)} in a project's name"
+        cleaned = "".join("-" if character in NOT_IN_PROJECTS else character for character in project)
+        yield refuse(recipe, key, message, _write(entity, rest) if is_path else f"{key}={cleaned}")
+
+
+def _write(entity: str, project: str) -> str:
+    return f"track.wandb.entity={entity}" + (f" track.wandb.project={project}" if project else "")
+
+
+@rule()
+def texts(recipe: Recipe) -> Iterator[Problem]:
+    """Texts that look like secrets, which recipe.yaml would keep, or have control characters, which a terminal obeys and which
+    break a line of a log in two. `launch` has rules of its own."""
+    for key, value in flatten(asdict(recipe)).items():
+        texts = [key, *_texts_in(value)]
+        if not key.startswith(OWN_SECRETS) and any(map(looks_secret, texts)):
+            message = "looks like a secret, and the run's recipe.yaml would keep it for all to read"
+            fix = "give it to the ranks by its variable, such as 'launch.environment.HF_TOKEN=${oc.env:HF_TOKEN}'"
+            yield Problem(key, None, message, fix)
+        found = next((text for text in texts if _has_controls(text, key in MAY_HAVE_LINES)), None)
+        if found is not None and not key.startswith("launch."):
+            yield Problem(in_a_line(key), None, f"has control characters: {in_a_line(found)[:80]}", "leave them out")
+
+
+def _has_controls(text: str, may_have_lines: bool) -> bool:
+    return CONTROLS.search(text) is not None or ("\r" in text) or ("\n" in text and not may_have_lines)
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, element in value.items():
+            yield from (str(name), *_texts_in(element))
+    elif isinstance(value, list | tuple):
+        for element in value:
+            yield from _texts_in(element)
+
+
+RUN_RULES = (
+    *(family, schedule, optimizer, moments, clipping, patterns, sources, tokenizer, vocabulary, weights, validation),
+    *(intervals, run_root, checkpoint_root, neighbors, rewinds, profile, best, names, wandb, texts),
+)
