@@ -43,22 +43,26 @@ class Command:
 
 
 COMMANDS = (
-    Command("train", "check the recipe and train it here", composes=True, works=True, runs_once=True),
-    Command("check", "every mistake of a recipe at once, or what it says in full", composes=True),
-    Command("verify", "the recipe's layout against stock Hugging Face in one process", composes=True, runs_once=True),
-    Command("plan", "does it fit, how long does it take, what does it cost: without any device", composes=True),
-    Command("search", "the fastest layouts that fit, by forecast", composes=True),
-    Command("prepare", "text to token store, resumable and on all cores", composes=True, works=True, runs_once=True),
-    Command("submit", "queue the recipe on a SLURM cluster", composes=True, works=True, runs_once=True),
-    Command("status", "how a run stands: job, step, checkpoint, loss, the log line that matters"),
-    Command("diff", "two runs beside one another: recipe, code, environment, curves"),
-    Command("save", "have a running run save a checkpoint now and go on", works=True, file="stop"),
-    Command("stop", "have a running run save and end, here or in SLURM's queue", works=True),
+    Command("train", "check a recipe and train it on this machine", composes=True, works=True, runs_once=True),
+    Command("check", "print a recipe in full, or all of its mistakes at once", composes=True),
+    Command(
+        "verify", "compare the recipe's layout with stock Hugging Face in one process", composes=True, runs_once=True
+    ),
+    Command("plan", "forecast memory, step time and cost, without any device", composes=True),
+    Command("search", "find the fastest layouts that fit, by forecast", composes=True),
+    Command(
+        "prepare", "turn text into a token store, resumable and on all cores", composes=True, works=True, runs_once=True
+    ),
+    Command("submit", "queue a recipe on a SLURM cluster", composes=True, works=True, runs_once=True),
+    Command("status", "show the state of a run: job, step, checkpoint, loss, telling line of the log"),
+    Command("diff", "compare two runs: recipe, code, environment, curves"),
+    Command("save", "make a running run save a checkpoint now and go on", works=True, file="stop"),
+    Command("stop", "make a running run save and end, here or in SLURM's queue", works=True),
     Command("inject", "inject a fault into a run: a death, a full disk, NaN, a flipped bit", works=True),
-    Command("doctor", "what is installed and within reach, and how to fix what is not", composes=True),
-    Command("generate", "let a trained model continue a text"),
-    Command("export", "a run's model as a folder that from_pretrained loads", works=True, runs_once=True),
-    Command("inspect", "what a checkpoint or a token store holds, every byte verified"),
+    Command("doctor", "check software, devices, disks and SLURM, and say how to fix what is missing", composes=True),
+    Command("generate", "continue a text with a trained model"),
+    Command("export", "write a run's model as a folder that from_pretrained loads", works=True, runs_once=True),
+    Command("inspect", "list the content of a checkpoint or a token store, every byte verified"),
 )
 
 # Words that are no commands, and the command that does it.

@@ -31,7 +31,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import cached_property
 from io import StringIO
@@ -48,6 +48,7 @@ from framework.comm import agreement, algorithms, collectives, connect, objects,
 from framework.data.prepare import prepare
 from framework.launch import process
 from framework.launch.directory import RunDirectory
+from framework.monitor.progress import Progress
 from framework.recipe.compose import compose, save_recipe
 from framework.train import program as rank_program
 from framework.train import rank as train
@@ -385,7 +386,7 @@ class SaveOnly(Loop):
 
     is_done = True  # type: ignore[assignment]
 
-    def steps(self, _stop: Any, _watch: Any) -> Iterator[int]:
+    def steps(self) -> Iterator[int]:
         account(HERE.counts)
         if HERE.phase == "start":
             HERE.phase = "save"
@@ -441,6 +442,20 @@ def run_rank(rank: int, world: int, phase: str, run_dir: Path, counts: Counts, f
         failures.append(error)
 
 
+class Unwatched(SimpleNamespace):
+    """A watchdog that watches nothing."""
+
+    def __init__(self, progress: Progress) -> None:
+        requests = SimpleNamespace(requested=False)
+        super().__init__(progress=progress, requests=requests, stop_talking=list, begin_save=list)
+
+    def hear(self, requests: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def end_save(self, is_committed: bool) -> None:
+        pass
+
+
 class Environment(dict[str, str]):
     """os.environ of the thread's rank, on top of the process's."""
 
@@ -494,19 +509,8 @@ def count_world(world: int, zero: int, folder: Path, files: FileSystem) -> Count
             stack.enter_context(
                 patch.object(train, "StopRequest", lambda: nullcontext(SimpleNamespace(requested=False)))
             )
-            stack.enter_context(
-                patch.object(
-                    train,
-                    "StepWatch",
-                    lambda *_, progress, **__: nullcontext(
-                        SimpleNamespace(begin_save=list, end_save=lambda _is_committed: None, progress=progress)
-                    ),
-                )
-            )
             # It asks the store three small questions a second, however many ranks there are (tests/unit/test_watch.py).
-            stack.enter_context(
-                patch.object(train, "Watch", lambda *_: nullcontext(SimpleNamespace(stop_talking=list)))
-            )
+            stack.enter_context(patch.object(train, "Watchdog", lambda progress, *_: nullcontext(Unwatched(progress))))
             # Python 3.11 has one lock for a property of all objects: a rank that meets the others in it would wait for ever.
             for found in vars(Saves).values():
                 if isinstance(found, cached_property) and hasattr(found, "lock"):

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 
 from framework.data.pack import Microbatch
-from framework.train.step import Run, run_alone
+from framework.train.step import TrainingRun, run_alone
 from framework.train.validation import Validation
 
 
-def evaluate(run: Run, microbatches: Iterable[Microbatch]) -> float:
+def evaluate(run: TrainingRun, microbatches: Iterable[Microbatch]) -> float:
     """Mean loss per token over all ranks' microbatches, of which every rank has the same number; leaves no trace in training."""
     validation = Validation(microbatches)
     run_alone(run, validation)

@@ -95,7 +95,7 @@ class Pending:
 def on_host(start: Callable[[Tensor, Tensor], Pending], out: Tensor, x: Tensor, axis: Communicator) -> Pending:
     """Start an operation of x whose result is `out`: on both as they are, or on host copies where the axis is staged.
 
-    out, x: shapes and dtypes as `start` wants them; one tensor for an operation in place. Staged, x is read before this
+    out, x: any shapes and dtypes that `start` takes; one tensor for an operation in place. Staged, x is read before this
     returns, `out` is written when it is waited for, and that wait is the CPU's too.
     """
     if not axis.staged:
@@ -107,7 +107,7 @@ def on_host(start: Callable[[Tensor, Tensor], Pending], out: Tensor, x: Tensor, 
 
 
 def to_host(x: Tensor) -> Tensor:
-    """A copy of x on the CPU, of its shape and dtype; a copy also if x is there. Waits for the device."""
+    """A copy of x, any shape, on the CPU; a copy also if x is there. Waits for the device."""
     return x.to("cpu", copy=True)
 
 
@@ -255,7 +255,8 @@ class _RoundedExchange:
             self.works = _exchange_parts(peers, self.sent, axis)
 
     def add_up(self, out: Tensor) -> None:
-        """out, of at most a part's elements, becomes the sum of what was received, in out's dtype and in the order of ranks."""
+        """Write the sum of what was received into out, [n] of at most a part's elements, in its dtype and in the order of
+        ranks."""
         first, *others = (part[: out.numel()] for part in self.received)
         out.copy_(first)
         for term in others:

@@ -20,7 +20,8 @@ mode that compares ranks' orders (`agreement`): there OrderError is raised.
 they are. Traced, they would be guarded on what they count, and recompiled in every step. It costs 1 us a call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, Literal
 
@@ -41,12 +42,13 @@ from framework.comm.communicator import Communicator
 from framework.comm.sealed import seal, unseal
 
 Reduction = Literal["sum", "max", "min"]
+Start = Callable[[Tensor, Tensor], Pending]  # of (out, x)
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 def all_reduce(x: Tensor, axis: Communicator, op: Reduction = "sum", label: str = "") -> None:
-    """x becomes the reduction of all ranks' x over the axis, in place. x: one shape and dtype on all ranks."""
+    """Reduce all ranks' x over the axis, in place. x: any shape; one shape and dtype on all ranks."""
     start_all_reduce(x, axis, op, label).wait()
 
 
@@ -64,19 +66,17 @@ def start_all_reduce(
     # Checked here, so that all backends and algorithms refuse the same tensors, before anything is recorded or sent.
     _check(x)
     check_agreement(axis, "all_reduce", label, x)
-    operation = axis.record("all_reduce", 2 * (axis.size - 1) * x.numel() * reduce_dtype.itemsize // axis.size, label)
-    with axis.range("all_reduce", label):
-        if reduce_dtype != x.dtype:
-            # Of rounded numbers a maximum would be one that no rank has.
-            assert op == "sum", f"{op} in {reduce_dtype}"
-            started = on_host(lambda out, _: sum_rounded(out, axis, reduce_dtype), x, x, axis)
-            return started.named(operation, axis)
-        return on_host(lambda out, _: _all_reduce(out, axis, op), x, x, axis).named(operation, axis)
+    num_bytes = 2 * (axis.size - 1) * x.numel() * reduce_dtype.itemsize // axis.size
+    if reduce_dtype != x.dtype:
+        # Of rounded numbers a maximum would be one that no rank has.
+        assert op == "sum", f"{op} in {reduce_dtype}"
+        return _start("all_reduce", label, num_bytes, lambda out, _: sum_rounded(out, axis, reduce_dtype), x, x, axis)
+    return _start("all_reduce", label, num_bytes, lambda out, _: _all_reduce(out, axis, op), x, x, axis)
 
 
 def all_gather(out: Tensor, x: Tensor, axis: Communicator) -> None:
-    """out = [x of rank 0, x of rank 1, ...], flattened. `x` may be this rank's part of `out` itself: then nothing is
-    copied.
+    """Gather all ranks' x: out = [x of rank 0, x of rank 1, ...], flattened. `x` may be this rank's part of `out` itself: then
+    nothing is copied.
 
     x: one size and dtype on all ranks of the axis; out: axis.size times as many elements of that dtype, of any shape.
     """
@@ -85,21 +85,18 @@ def all_gather(out: Tensor, x: Tensor, axis: Communicator) -> None:
 
 @torch.compiler.disable
 def start_all_gather(out: Tensor, x: Tensor, axis: Communicator, label: str = "") -> Pending:
-    """Start `all_gather`, of tensors shaped as there. Bytes: (n-1) x, or (n-1)/n of out."""
+    """Start `all_gather`: x of any shape, out of axis.size times its elements. Bytes: (n-1) x, or (n-1)/n of out."""
     _check(out, x, ratio=axis.size)
     if axis.size == 1:
         # The caller reads `out`, which usually is x's memory already.
         copy(out, x)
         return Pending()
     check_agreement(axis, "all_gather", label, x)
-    operation = axis.record("all_gather", (axis.size - 1) * x.nbytes, label)
-    with axis.range("all_gather", label):
-        started = on_host(lambda out, x: ALGORITHMS[x.device.type, "all_gather"].start(out, x, axis), out, x, axis)
-        return started.named(operation, axis)
+    return _start("all_gather", label, (axis.size - 1) * x.nbytes, partial(_choose, "all_gather", axis), out, x, axis)
 
 
 def reduce_scatter(out: Tensor, x: Tensor, axis: Communicator) -> None:
-    """out = this rank's part of the sum of all ranks' x, whose flattened parts are [part 0, part 1, ...] of equal size.
+    """Sum all ranks' x and keep this rank's part: out, of x whose flattened parts are [part 0, part 1, ...] of equal size.
 
     x: one shape and dtype on all ranks of the axis; out: 1/axis.size of its elements, that dtype, any shape. `out` may be this
     rank's part of `x` itself.
@@ -111,21 +108,19 @@ def reduce_scatter(out: Tensor, x: Tensor, axis: Communicator) -> None:
 def start_reduce_scatter(
     out: Tensor, x: Tensor, axis: Communicator, label: str = "", reduce_dtype: torch.dtype | None = None
 ) -> Pending:
-    """Start `reduce_scatter`, of tensors shaped as there. reduce_dtype: what travels, x's dtype if None. Bytes: (n-1)/n of x in
-    reduce_dtype."""
+    """Start `reduce_scatter`: x of any shape, out of 1/axis.size of its elements. reduce_dtype: what travels, x's dtype if None.
+    Bytes: (n-1)/n of x in reduce_dtype."""
     _check(x, out, ratio=axis.size)
     if axis.size == 1:
         copy(out, x)
         return Pending()
     reduce_dtype = reduce_dtype or x.dtype
     check_agreement(axis, "reduce_scatter", label, x)
-    operation = axis.record("reduce_scatter", (axis.size - 1) * out.numel() * reduce_dtype.itemsize, label)
-    with axis.range("reduce_scatter", label):
-        if reduce_dtype != x.dtype:
-            started = on_host(lambda out, x: scatter_rounded(out, x, axis, reduce_dtype), out, x, axis)
-            return started.named(operation, axis)
-        started = on_host(lambda out, x: ALGORITHMS[x.device.type, "reduce_scatter"].start(out, x, axis), out, x, axis)
-        return started.named(operation, axis)
+    start: Start = partial(_choose, "reduce_scatter", axis)
+    if reduce_dtype != x.dtype:
+        start = partial(scatter_rounded, axis=axis, reduce_dtype=reduce_dtype)
+    num_bytes = (axis.size - 1) * out.numel() * reduce_dtype.itemsize
+    return _start("reduce_scatter", label, num_bytes, start, out, x, axis)
 
 
 def all_to_all(
@@ -135,7 +130,7 @@ def all_to_all(
     out_splits: Sequence[int] | None = None,
     in_splits: Sequence[int] | None = None,
 ) -> None:
-    """Rank r's part s of x becomes rank s's part r of out.
+    """Exchange parts: rank r's part s of x becomes rank s's part r of out.
 
     x: [sum(in_splits), ...], out: [sum(out_splits), ...], of one dtype. Splits are the numbers of rows (dim 0) of each part, None
     for equal parts; they may be 0. Rank r's in_splits[s] is rank s's out_splits[r]: ranks know them, nothing is exchanged for it.
@@ -152,7 +147,7 @@ def start_all_to_all(
     in_splits: Sequence[int] | None = None,
     label: str = "",
 ) -> Pending:
-    """Start `all_to_all`, of tensors shaped as there. Bytes: the rows meant for others."""
+    """Start `all_to_all`: x [sum(in_splits), ...], out [sum(out_splits), ...]. Bytes: the rows meant for others."""
     _check(x)
     _check(out)
     if axis.size == 1:
@@ -161,37 +156,34 @@ def start_all_to_all(
     # Without x: uneven splits give ranks tensors of different sizes.
     check_agreement(axis, "all_to_all", label, None)
     rows_kept = in_splits[axis.rank] if in_splits is not None else x.shape[0] // axis.size
-    operation = axis.record("all_to_all", (x.shape[0] - rows_kept) * prod(x.shape[1:]) * x.itemsize, label)
     out_list = None if out_splits is None else list(out_splits)
     in_list = None if in_splits is None else list(in_splits)
 
     def start(out: Tensor, x: Tensor) -> Pending:
         return Pending([dist.all_to_all_single(out, x, out_list, in_list, axis.group, async_op=True)], [out, x])
 
-    with axis.range("all_to_all", label):
-        return on_host(start, out, x, axis).named(operation, axis)
+    num_bytes = (x.shape[0] - rows_kept) * prod(x.shape[1:]) * x.itemsize
+    return _start("all_to_all", label, num_bytes, start, out, x, axis)
 
 
 def broadcast(x: Tensor, axis: Communicator, source: int = 0) -> None:
-    """x becomes the x of the rank at index `source` of the axis, in place. x: one shape and dtype on all ranks."""
+    """Broadcast x of the rank at index `source` of the axis, in place. x: any shape; one shape and dtype on all ranks."""
     start_broadcast(x, axis, source).wait()
 
 
 @torch.compiler.disable
 def start_broadcast(x: Tensor, axis: Communicator, source: int = 0, label: str = "") -> Pending:
-    """Start `broadcast`, of a tensor as there."""
+    """Start `broadcast` of x, any shape."""
     if axis.size == 1:
         return Pending()
     _check(x)
     check_agreement(axis, "broadcast", label, x)
-    # A tree's inner ranks forward what they get; whom the backend lets forward is its affair, and the source is charged for all.
-    operation = axis.record("broadcast", x.nbytes if axis.rank == source else 0)
 
     def start(x: Tensor, _: Tensor) -> Pending:
         return Pending([dist.broadcast(x, group=axis.group, group_src=source, async_op=True)], [x])
 
-    with axis.range("broadcast", label):
-        return on_host(start, x, x, axis).named(operation, axis)
+    # A tree's inner ranks forward what they get; whom the backend lets forward is its affair, and the source is charged for all.
+    return _start("broadcast", label, x.nbytes if axis.rank == source else 0, start, x, x, axis)
 
 
 @torch.compiler.disable
@@ -204,6 +196,18 @@ def barrier(axis: Communicator) -> None:
     operation = axis.record("barrier", 0)
     with axis.waiting(operation):
         dist.barrier(group=axis.group)
+
+
+def _start(name: str, label: str, num_bytes: int, start: Start, out: Tensor, x: Tensor, axis: Communicator) -> Pending:
+    """Record the operation and start it, on host copies where the axis is staged."""
+    operation = axis.record(name, num_bytes, label)
+    with axis.range(name, label):
+        return on_host(start, out, x, axis).named(operation, axis)
+
+
+def _choose(name: str, axis: Communicator, out: Tensor, x: Tensor) -> Pending:
+    # By the device of the tensors that travel, which are host copies where the axis is staged.
+    return ALGORITHMS[x.device.type, name].start(out, x, axis)
 
 
 def _all_reduce(x: Tensor, axis: Communicator, op: Reduction) -> Pending:

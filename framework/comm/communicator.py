@@ -159,11 +159,11 @@ class Communicator:
         return self._group
 
     def send(self, x: Tensor, to: int, tag: int) -> Message:
-        """Start sending x, contiguous and on the CPU, to the rank at index `to`. Counts no traffic."""
+        """Start sending x, any shape, contiguous and on the CPU, to the rank at index `to`. Counts no traffic."""
         return Message(self.group.send([x], to, tag), self.timeout)
 
     def receive(self, x: Tensor, source: int, tag: int) -> Message:
-        """Start receiving into x, contiguous and on the CPU, from the rank at index `source`."""
+        """Start receiving into x, any shape, contiguous and on the CPU, from the rank at index `source`."""
         return Message(self.group.recv([x], source, tag), self.timeout)
 
     @property

@@ -90,7 +90,7 @@ def write_across(target: Tensor, source: Tensor) -> None:
 
 
 def fetch(x: Tensor, device: torch.device) -> Tensor:
-    """x where `device` reads it: x itself if it is there. What the host fetches from a device it waits for."""
+    """x, any shape, where `device` reads it: x itself if it is there. The host waits for what it fetches from a device."""
     return x if x.device == device else x.to(device)
 
 

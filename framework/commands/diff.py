@@ -26,7 +26,7 @@ Row = tuple[str, str, str]
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("first", metavar="RUN", help="a run's id or folder")
-    parser.add_argument("second", metavar="RUN", help="another one's")
+    parser.add_argument("second", metavar="RUN", help="the other run's id or folder")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -51,10 +51,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="FILE",
-        help="measure this machine in under two minutes and write what plan and search need of it, for cluster=FILE"
+        help="measure this machine in under two minutes and write its rates for plan and search, as cluster=FILE"
         " (default: measured.yaml)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="with --measure: also a file of another machine")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="with --measure: replace the file of another machine, too"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="the folder to write")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--best", action="store_true", help="with checkpoint.keep_best: of the lowest validation loss")
+    which.add_argument("--best", action="store_true", help="with checkpoint.keep_best: the lowest validation loss")
     which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; else the newest")
 
 

@@ -17,12 +17,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run's id or folder, or an exported folder")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
     parser.add_argument(
-        "--max-new-tokens", type=int, default=100, metavar="N", help="at most so many tokens (default: 100)"
+        "--max-new-tokens", type=int, default=100, metavar="N", help="most tokens to add (default: 100)"
     )
     parser.add_argument(
         "--temperature", type=float, default=0.8, metavar="T", help="0: always the likeliest token (default: 0.8)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
 
 
 def run(arguments: argparse.Namespace) -> int:

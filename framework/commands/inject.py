@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def list_command(path: Path | None) -> int:
-    """Print the faults that there are, or those that a run was to suffer and has suffered."""
+    """Print the kinds of faults, or the faults planned for a run and injected into it."""
     if path is None:
         width = max(map(len, KINDS))
         for name, kind in KINDS.items():
@@ -85,13 +85,13 @@ def list_command(path: Path | None) -> int:
     for record in read_log(run.path):
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["unix_s"]))
         print(
-            f"suffered {record['fault']}: {when}, rank {record['rank']} on {record['host']}, step {record.get('step', '?')}"
+            f"injected {record['fault']}: {when}, rank {record['rank']} on {record['host']}, step {record.get('step', '?')}"
         )
     return EXIT_DONE
 
 
 def inject_command(path: Path, words: Sequence[str], *, here: bool = False) -> int:
-    """Inject the fault. Raises RunError where it cannot. here: signal processes of this machine only."""
+    """Inject a fault into a run. Raises RunError where that is impossible. here: signal processes of this machine only."""
     run = RunDirectory.open(path)
     recipe, fault = load_recipe(run.recipe), parse_fault(words, SAVE_POINTS)
     if here:
@@ -103,7 +103,7 @@ def inject_command(path: Path, words: Sequence[str], *, here: bool = False) -> i
     if recipe.run.allow_faults and fault.node is None and (is_at_a_place or not KINDS[fault.kind].from_outside):
         with explain_errors(run.path):
             plan_faults(run.path, [fault])
-        print(f"planned  {fault.describe()}; {run.path / LOG_FILE} says when it was suffered")
+        print(f"planned  {fault.describe()}; {run.path / LOG_FILE} will say when it was injected")
         return EXIT_DONE
     return _signal(run, recipe, fault)
 
@@ -116,13 +116,13 @@ def _check(run: RunDirectory, recipe: Recipe, fault: Fault) -> None:
         raise RunError(f"point={fault.point}: only rank 0 comes there; the other ranks to {', '.join(RANK_POINTS)}")
     if not recipe.run.allow_faults and not KINDS[fault.kind].from_outside:
         raise RunError(
-            f"{fault.kind} is done by the rank itself, and the recipe of {run.path} does not let it: start the run, or go on with"
-            " it, with run.allow_faults=true"
+            f"only a rank itself can inject {fault.kind}, and the recipe of {run.path} does not allow it: start or resume the run"
+            " with run.allow_faults=true"
         )
     if not recipe.run.allow_faults and (fault.phase or fault.point or fault.times > 1):
         raise RunError(
-            "phase=, point= and times= need ranks that do it themselves: start the run, or go on with it, with"
-            " run.allow_faults=true. From outside a fault comes at once, or once the run has reported a step"
+            "phase=, point= and times= need ranks that inject faults themselves: start or resume the run with"
+            " run.allow_faults=true. From outside a fault acts at once, or once the run has reported a step"
         )
     reported = _reported_step(run)
     if fault.step is not None and fault.step > recipe.train.steps:
@@ -148,7 +148,7 @@ def _wait_for_step(run: RunDirectory, step: int | None) -> None:
 def _signal(run: RunDirectory, recipe: Recipe, fault: Fault) -> int:
     """A signal from outside to a rank, or to all ranks of a node."""
     if fault.node is None and fault.step is None and not is_running(run, find_jobs(run)):
-        raise RunError(f"{run.path} does not run: a signal would reach nobody")
+        raise RunError(f"{run.path} does not run: a signal would reach no process")
     _wait_for_step(run, fault.step)
     running = [state for _, state in find_jobs(run) if state and state.state == "RUNNING"]
     if not running:
@@ -169,7 +169,7 @@ def _signal(run: RunDirectory, recipe: Recipe, fault: Fault) -> int:
 
 
 def _choose_node(recipe: Recipe, fault: Fault, names: Sequence[str], job_id: str) -> str:
-    """Where the fault is to come, of the nodes that the run has now; on fewer than the recipe's most it has fewer ranks, too."""
+    """The node of the fault, among the nodes that the run has now: these may be fewer than the recipe's most."""
     if fault.node is None:
         number = place(derive(recipe)).node(fault.rank)
         if number >= len(names):
@@ -183,7 +183,7 @@ def _choose_node(recipe: Recipe, fault: Fault, names: Sequence[str], job_id: str
 
 
 def _find_nodes(run: RunDirectory) -> str:
-    """Where the newest start of a job's ranks is, in SLURM's notation: a job may have spare nodes, and have lost others."""
+    """The nodes of the newest start of a job's ranks, in SLURM's notation: a job may have spare nodes, and have lost others."""
     history = run.script.with_name("history")
     lines = history.read_text().splitlines() if history.is_file() else []
     found = [match[1] for line in lines if (match := re.search(r" start from=.* nodes=(\S+)", line))]
@@ -201,7 +201,7 @@ def _signal_here(run: RunDirectory, fault: Fault) -> int:
     for rank, pid in victims.items():
         note_fault(run.path, fault, rank, step=_reported_step(run) + 1, victim=pid)
         send_signal(fault, pid)
-        print(f"suffered {fault.describe()}: {SIGNALS[fault.kind].name} to rank {rank}, process {pid}", flush=True)
+        print(f"injected {fault.describe()}: {SIGNALS[fault.kind].name} to rank {rank}, process {pid}", flush=True)
     return EXIT_DONE
 
 
@@ -213,7 +213,7 @@ def _find_victims(run: RunDirectory, fault: Fault) -> dict[int, int]:
 
 
 def find_ranks(run_dir: Path) -> dict[int, int]:
-    """Rank -> process, of the run's ranks that live in this machine's, or container's, space of processes."""
+    """The processes of the run's ranks that live in this machine's, or container's, PID namespace, by rank."""
     found = {}
     here, wanted = os.readlink("/proc/self/ns/pid"), run_dir.resolve()
     for process in Path("/proc").glob("[0-9]*"):
@@ -245,7 +245,7 @@ def _corrupt(run: RunDirectory, fault: Fault) -> int:
     note_fault(run.path, fault, fault.rank, step=step_of(found))
     with explain_errors(file):
         damage(file, how)
-    print(f"suffered {fault.describe()}: {how} of {found.name}/{file.name}")
+    print(f"injected {fault.describe()}: {how} of {found.name}/{file.name}")
     return EXIT_DONE
 
 

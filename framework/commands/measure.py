@@ -31,7 +31,7 @@ from framework.recipe.problem import render_problems
 from framework.recipe.saved import CLUSTER, ENDINGS, plain, read_cluster_file, write_cluster_file
 from framework.recipe.schema import ClusterMeasured, Precision, Recipe
 from framework.start import python_words
-from framework.track.flops import peak_flops
+from framework.track.device import peak_flops
 
 if TYPE_CHECKING:
     from framework.commands.timings import Effort

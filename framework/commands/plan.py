@@ -12,18 +12,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--schedule-to",
         type=Path,
         metavar="FILE",
-        help="write the schedule too: .svg, .png or .pdf is its picture, .csv a table for pipeline.table",
+        help="also write the schedule: .svg, .png or .pdf as a picture, .csv as a table for pipeline.table",
     )
     details = {
-        "--ranks": "what each rank holds and sends, and leaves to its host",
-        "--layouts": "units and parameters as a rank has them",
+        "--ranks": "memory and messages of each rank, and what it leaves to its host",
+        "--layouts": "the units and parameters of a rank",
         "--schedule": "the pipeline's stages and actions, and all schedules compared",
-        "--options": "what each option that lowers memory saves and costs",
+        "--options": "savings and cost of each option that lowers memory",
     }
     for option, words in details.items():
-        parser.add_argument(option, action="store_true", help=f"and {words}")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at in a browser: one file")
-    parser.add_argument("--overwrite", action="store_true", help="in place of files that are not ours, too")
+        parser.add_argument(option, action="store_true", help=f"also print {words}")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser, in one file")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace files that no plan or search has written, too"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -22,15 +22,13 @@ from framework.launch.directory import RunDirectory, find_run, list_runs
 from framework.launch.identity import load_own_recipe
 from framework.launch.jobs import WAITING_OR_RUNNING, JobState, find_jobs, is_running
 from framework.launch.resume import resume_command, saved_step
-from framework.monitor.hang import Line, fold_ranks
-from framework.monitor.ranks_file import read_ranks
-from framework.monitor.stop import LONG_S, LONG_STEPS
+from framework.monitor.hang import RankStatus, fold_ranks, read_ranks
+from framework.monitor.progress import LONG_S, LONG_STEPS
 from framework.output import align
 from framework.recipe.compose import load_recipe
 from framework.recipe.schema import Recipe, Run
 from framework.track.console import format_count, format_duration
-from framework.track.goodput_log import read_account
-from framework.track.goodput_page import summarize_goodput
+from framework.track.goodput import read_account, summarize_goodput
 from framework.track.jsonl import METRICS_FILE, decode, read_records
 
 WIDEST = 64  # of the last column, of words that the runs do not share
@@ -60,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="*",
         metavar="RUN",
-        help="a run's or a sweep's id or folder; several, or none for all: a line each",
+        help="id or folder of a run or a sweep; a line each for several, or for all runs where none is given",
     )
 
 
@@ -201,9 +199,9 @@ def _describe_steps(run: RunDirectory, recipe: Recipe, now_s: float | None) -> s
     return f"{last['step']:,} of {total:,} ({last['step'] / total:.0%}), loss {last['loss']:.4f}{age}{eta}"
 
 
-def describe_ranks(unix_s: float, lines: Sequence[Line], now_s: float) -> list[str]:
+def describe_ranks(unix_s: float, lines: Sequence[RankStatus], now_s: float) -> list[str]:
     """The phase of every rank, ranks that do the same in one line. unix_s: when rank 0 wrote the lines."""
-    alike: dict[tuple[str, str], list[Line]] = {}
+    alike: dict[tuple[str, str], list[RankStatus]] = {}
     for line in lines:
         alike.setdefault((line.doing, line.wait), []).append(line)
     found = [_describe_alike(doing, wait, group) for (doing, wait), group in alike.items()]
@@ -212,7 +210,7 @@ def describe_ranks(unix_s: float, lines: Sequence[Line], now_s: float) -> list[s
     return found
 
 
-def _describe_alike(doing: str, wait: str, lines: Sequence[Line]) -> str:
+def _describe_alike(doing: str, wait: str, lines: Sequence[RankStatus]) -> str:
     hosts = list(dict.fromkeys(line.host for line in lines))
     where = f" on {', '.join(hosts[:3])}{' and others' if len(hosts) > 3 else ''}"
     who = f"[{lines[0].coordinates}]" if len(lines) == 1 else f"({len(lines)} ranks)"

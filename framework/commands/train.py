@@ -21,14 +21,13 @@ from framework.launch.process import let_threads_sleep, may_use_gpus
 from framework.launch.record import describe_software
 from framework.launch.resume import compose_run, resume_command, saved_step
 from framework.lease import Lease
-from framework.monitor.goodput import find_age_s
+from framework.monitor.goodput import find_age_s, note_gone, note_launch
 from framework.monitor.phases import Phase, PhaseBar
 from framework.optim.disk_file import refuse_folder
 from framework.recipe.derive import derive, has_range
 from framework.recipe.environment import fill
 from framework.recipe.schema import Recipe
 from framework.start import is_of_launcher, python_words
-from framework.track.goodput_log import note_gone, note_launch
 from framework.train import program
 
 

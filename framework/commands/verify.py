@@ -13,21 +13,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=["fp64", "fp32", "bf16", "fp16", "fp8"],
-        help="compare in it: to 1e-9, to 1e-5 (default), to measured bounds; --fp64 and --bf16 say the same",
+        help="dtype of the comparison: fp64 to 1e-9, fp32 (default) to 1e-5, others to measured bounds; or --fp64, --bf16",
     )
     parser.add_argument("--fp64", dest="dtype", action="store_const", const="fp64", help=argparse.SUPPRESS)
     parser.add_argument("--bf16", dest="dtype", action="store_const", const="bf16", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps to compare (default: 3)")
-    parser.add_argument("--ranks", type=int, metavar="N", help="ranks (default: few that the layout needs)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="ranks (default: as few as the layout needs)")
     parser.add_argument(
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",
         help="cuda: NCCL, or gloo on shared GPUs (default: cpu)",
     )
-    parser.add_argument("--strict", action="store_true", help="the recipe in its own sizes, or a refusal")
+    parser.add_argument("--strict", action="store_true", help="compare the recipe in its own sizes, or refuse")
     parser.add_argument(
-        "--end-to-end", action="store_true", help="a whole run, from text to export, beside a plain loop"
+        "--end-to-end", action="store_true", help="compare a whole run, from text to export, with a plain loop"
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from framework.faults.plan import PHASES, PLAN_FILE, Fault, count_suffered, note_fault, read_plan
+from framework.faults.plan import PHASES, PLAN_FILE, Fault, count_injected, note_fault, read_plan
 from framework.monitor.phases import Phase, RankObserver
 
 if TYPE_CHECKING:  # a rank makes its injector before it loads libraries, which is a phase as well
@@ -32,7 +32,7 @@ class FaultInjector(RankObserver):
         self._run_dir, self._rank = run_dir, rank
         self._stamp: tuple[int, int] | None = None
         self._faults: list[Fault] = []
-        self._suffered = count_suffered(run_dir, rank)
+        self._injected = count_injected(run_dir, rank)
         self._step = 0
         self._hooks: list[RemovableHandle] = []
         self._data_fails = False
@@ -97,11 +97,11 @@ class FaultInjector(RankObserver):
         return [
             fault
             for fault in self._faults
-            if concerns(fault) and (fault.step or 0) <= step and self._suffered[fault.id] < fault.times
+            if concerns(fault) and (fault.step or 0) <= step and self._injected[fault.id] < fault.times
         ]
 
     def _note(self, fault: Fault, **more: Any) -> None:
-        self._suffered[fault.id] += 1
+        self._injected[fault.id] += 1
         note_fault(self._run_dir, fault, self._rank, **more)
 
     def _read(self) -> None:

@@ -1,7 +1,7 @@
-"""What faults there are, which of them a run is to suffer (RUN/faults.jsonl), and which it has suffered (RUN/faults.log).
+"""The kinds of faults, the faults planned for a run (RUN/faults.jsonl), and the faults injected so far (RUN/faults.log).
 
-Both files only grow, a line at a time, so any number of commands and ranks may write them. A fault is noted before it acts:
-one that kills its rank is not met again by the next start.
+Both files only grow, a line at a time, so any number of commands and ranks may write them. A fault is noted before it acts: one
+that kills its rank is not injected again at the next start.
 """
 
 import json
@@ -16,21 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from framework.errors import RunError
-from framework.monitor.phases import Phase
+from framework.monitor.phases import START_UP, Phase
 from framework.recipe.suggest import nearest
 
 PLAN_FILE, LOG_FILE = "faults.jsonl", "faults.log"
 HOWS = ("truncate", "flip", "zero", "remove", "manifest")
-# As words of a command line: `wait-for-data` for "wait for data".
+# Words of the command line: `wait-for-data` for "wait for data".
 PHASES = {phase.value.replace(" ", "-"): phase for phase in Phase}
-START_UP = tuple(name for name, phase in PHASES.items() if list(Phase).index(phase) < list(Phase).index(Phase.DATA))
 NUMBERS = {"rank": int, "step": int, "times": int, "seconds": float}
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A fault by its name. options: that it takes beside `rank`, `step` and `times`. from_outside: another process can do it to
-    a rank, or its files, that has no door for faults."""
+class FaultKind:
+    """A kind of fault. options: beside `rank`, `step` and `times`. from_outside: another process can inject it, by a signal or
+    into files, where ranks have no injector."""
 
     meaning: str
     options: tuple[str, ...] = ()
@@ -38,18 +37,18 @@ class Kind:
 
 
 _SIGNAL = ("phase", "point", "node")
-KINDS: Mapping[str, Kind] = {
-    "kill": Kind("SIGKILL", _SIGNAL, True),
-    "term": Kind("SIGTERM: the run is asked to save and stop", _SIGNAL, True),
-    "stop": Kind("SIGSTOP, for so many seconds, or for good", (*_SIGNAL, "seconds"), True),
-    "slow": Kind("the forward of the rank takes so many seconds more (1), in so many steps (times=10)", ("seconds",)),
-    "nan": Kind("what the rank's backward begins with becomes NaN"),
-    "flip": Kind("one bit of the rank's own master weights flips, after the update of the step before"),
-    "oom": Kind("an allocation in the rank's forward fails"),
-    "data-error": Kind("the rank's samples of the step cannot be read (EIO)"),
-    "disk-full": Kind("no room (ENOSPC) when the rank writes its file of the next save"),
-    "eio": Kind("the disk fails (EIO) for so many seconds (1) when the rank writes its file of the next save", ("seconds",)),
-    "corrupt-checkpoint": Kind(
+KINDS: Mapping[str, FaultKind] = {
+    "kill": FaultKind("SIGKILL", _SIGNAL, True),
+    "term": FaultKind("SIGTERM: the run is asked to save and stop", _SIGNAL, True),
+    "stop": FaultKind("SIGSTOP, for so many seconds, or for good", (*_SIGNAL, "seconds"), True),
+    "slow": FaultKind("the forward of the rank takes so many seconds more (1), in so many steps (times=10)", ("seconds",)),
+    "nan": FaultKind("what the rank's backward begins with becomes NaN"),
+    "flip": FaultKind("one bit of the rank's own master weights flips, after the update of the step before"),
+    "oom": FaultKind("an allocation in the rank's forward fails"),
+    "data-error": FaultKind("the rank's samples of the step cannot be read (EIO)"),
+    "disk-full": FaultKind("no room (ENOSPC) when the rank writes its file of the next save"),
+    "eio": FaultKind("the disk fails (EIO) for so many seconds (1) when the rank writes its file of the next save", ("seconds",)),
+    "corrupt-checkpoint": FaultKind(
         f"the newest checkpoint is damaged; how={'|'.join(HOWS)}: the rank's file cut, with a bit flipped, empty, gone; or the"
         " manifest cut",
         ("how",),
@@ -60,7 +59,7 @@ KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault that a rank is to suffer.
+    """One fault of one rank.
 
     It acts as a step begins, the first from `step` on that finds it; with `phase` as that phase begins, in start-up or behind
     the step; with `point` at that point of a save (`SAVE_POINTS`), of the step or a later one; `times` times in all.
@@ -78,7 +77,7 @@ class Fault:
     times: int = 1
 
     def describe(self) -> str:
-        """As it is typed."""
+        """The words that a user types for it."""
         values = {
             name: value for name, value in asdict(self).items() if name not in ("kind", "id") and value is not None
         }
@@ -95,7 +94,7 @@ class Fault:
 
 
 def parse_fault(words: Sequence[str], points: Sequence[str]) -> Fault:
-    """The fault that `kill rank=1 step=30` says. points: those of a save. Raises RunError with what can be written instead."""
+    """Parse words such as `kill rank=1 step=30`. points: of a save. Raises RunError with the words that can be used instead."""
     name, given = words[0], [word.partition("=") for word in words[1:]]
     if name not in KINDS:
         raise RunError(
@@ -110,7 +109,7 @@ def parse_fault(words: Sequence[str], points: Sequence[str]) -> Fault:
             )
         values[key] = _read_value(key, text, points)
     fault = Fault(name, secrets.token_hex(3), **values)
-    if values.get("phase") in START_UP and values.get("step") is not None:
+    if PHASES.get(values.get("phase", "")) in START_UP and values.get("step") is not None:
         raise RunError(f"phase={values['phase']} is of the start-up, where no step is known yet: leave step= out")
     chosen = [key for key in ("phase", "point", "node") if values.get(key) is not None]
     if len(chosen) > 1:
@@ -142,17 +141,17 @@ def _guess(word: str, known: Any) -> str:
 
 
 def plan_faults(run_dir: Path, faults: Sequence[Fault]) -> None:
-    """Have the faults in the run's plan, where its ranks find them, all at once."""
+    """Add faults to the run's plan, all at once."""
     _append(run_dir / PLAN_FILE, "\n".join(json.dumps(asdict(fault)) for fault in faults))
 
 
 def read_plan(run_dir: Path) -> list[Fault]:
-    """All faults that were ever planned; a line that is not whole is no fault."""
+    """All faults that were ever planned; torn lines are left out."""
     return [Fault(**values) for values in _read_lines(run_dir / PLAN_FILE)]
 
 
 def note_fault(run_dir: Path, fault: Fault, rank: int, **more: Any) -> None:
-    """Note that the rank suffers the fault now, durably: it may be the last that this process does."""
+    """Note durably that the fault is injected into the rank now: it may be the last thing that this process does."""
     record = {"unix_s": time.time(), "fault": fault.describe(), "id": fault.id, "rank": rank, **more}
     _append(
         run_dir / LOG_FILE, json.dumps(record | {"host": socket.gethostname(), "pid": os.getpid()}), is_durable=True
@@ -160,12 +159,12 @@ def note_fault(run_dir: Path, fault: Fault, rank: int, **more: Any) -> None:
 
 
 def read_log(run_dir: Path) -> list[dict[str, Any]]:
-    """What was suffered, oldest first: unix_s, fault (as typed), id, rank, host, pid, and the step or phase."""
+    """The injected faults, oldest first: unix_s, fault (as typed), id, rank, host, pid, and the step or phase."""
     return list(_read_lines(run_dir / LOG_FILE))
 
 
-def count_suffered(run_dir: Path, rank: int) -> Counter[str]:
-    """How often the rank has suffered each fault, by its id."""
+def count_injected(run_dir: Path, rank: int) -> Counter[str]:
+    """Number of injections of each fault into the rank, by the fault's id."""
     return Counter(record["id"] for record in read_log(run_dir) if record["rank"] == rank)
 
 

@@ -12,8 +12,8 @@ from framework.launch.directory import HolderState, describe_self
 from framework.launch.jobs import WAITING_OR_RUNNING, find_job
 from framework.lease import Holder, read_lease
 from framework.mesh.placement import place
+from framework.monitor.goodput import Job
 from framework.recipe.derive import Derived
-from framework.track.goodput_log import Job
 
 OUTCOME = "MESHWRIGHT_OUTCOME"
 QUEUED = "MESHWRIGHT_QUEUED"

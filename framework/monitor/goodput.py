@@ -1,16 +1,28 @@
-"""What a rank's seconds were for, from its phases, its saves and its waits; rank 0 notes it for the run's goodput."""
+"""The goodput of a rank: divides its seconds into parts, from its phases, its saves and its waits. Rank 0 notes them in
+goodput.jsonl, from which `track/goodput.py` makes the account of the run."""
 
+import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 
 from framework.lease import Lease
 from framework.monitor.phases import Phase, Phases
-from framework.track.goodput import Event, Part
-from framework.track.goodput_log import GoodputLog, Job
+from framework.track.goodput import (
+    GOODPUT_FILE,
+    NOTE_DEFAULTS,
+    Accountant,
+    Event,
+    Note,
+    TimePart,
+    find_shares,
+    read_notes,
+)
 from framework.track.observers import Observers
 
 # Steps that compile, allocate and connect, and those behind them whose median is a normal step.
@@ -30,33 +42,33 @@ class Meter:
     """
 
     def __init__(self, phases: Phases, stalled_s: Callable[[], float] = lambda: 0.0) -> None:
-        self.seconds: dict[Part, float] = {}
+        self.seconds: dict[TimePart, float] = {}
         self.step_s: float | None = None
         self._phases, self._stalled_s = phases, stalled_s
         self._begun = False
         self._first: list[float] = []
         self._exposed_s = 0.0  # that no step has had room for
         self._restored_s = phases.so_far()[Phase.RESTORE]  # what is more of it the loop spends when it goes back
-        self.mark(Part.START_UP)
+        self.mark(TimePart.START_UP)
 
-    def mark(self, other: Part) -> float:
-        """Count up to now; `other` gets what is nobody's. Returns those seconds."""
+    def mark(self, other: TimePart) -> float:
+        """Count up to now; `other` gets the seconds that no phase claims. Returns those."""
         spent = self._phases.so_far()
         self.seconds |= {
-            Part.DATA_WAIT: spent[Phase.DATA],
-            Part.VALIDATION: spent[Phase.VALIDATE],
-            Part.RECOVERY: spent[Phase.RESTORE] - self._restored_s,
+            TimePart.DATA_WAIT: spent[Phase.DATA],
+            TimePart.VALIDATION: spent[Phase.VALIDATE],
+            TimePart.RECOVERY: spent[Phase.RESTORE] - self._restored_s,
         }
         rest_s = max(0.0, sum(spent.values()) - sum(self.seconds.values()))
         # Not the phase's time: a save that starts first reads the step under way, which is that step's.
-        stall_s = min(rest_s, max(0.0, self._stalled_s() - self.seconds.get(Part.CHECKPOINT, 0.0)))
-        for part, seconds in ((Part.CHECKPOINT, stall_s), (other, rest_s - stall_s)):
+        stall_s = min(rest_s, max(0.0, self._stalled_s() - self.seconds.get(TimePart.CHECKPOINT, 0.0)))
+        for part, seconds in ((TimePart.CHECKPOINT, stall_s), (other, rest_s - stall_s)):
             self.seconds[part] = self.seconds.get(part, 0.0) + seconds
         return rest_s - stall_s
 
     def end_step(self, exposed_s: float) -> None:
         """A step is over. exposed_s: exposed communication of a step that has been read; it is part of a step's seconds."""
-        seconds = self.mark(Part.STEP)
+        seconds = self.mark(TimePart.STEP)
         if len(self._first) < FIRST_STEPS + NORMAL_STEPS:
             self._first.append(seconds)
             self._find_compile(seconds)
@@ -64,20 +76,115 @@ class Meter:
         self._exposed_s += exposed_s
         hidden = min(self._exposed_s, seconds)
         self._exposed_s -= hidden
-        self._move(Part.STEP, Part.EXPOSED, hidden)
+        self._move(TimePart.STEP, TimePart.EXPOSED, hidden)
 
     def _find_compile(self, seconds: float) -> None:
         """The first steps count as compilation until a normal step is known, then what they took beyond one."""
         if len(self._first) <= FIRST_STEPS:
-            self._move(Part.STEP, Part.COMPILE, seconds)
+            self._move(TimePart.STEP, TimePart.COMPILE, seconds)
         if len(self._first) == FIRST_STEPS + NORMAL_STEPS:
             self.step_s = median(self._first[FIRST_STEPS:])
             normal = sum(min(each, self.step_s) for each in self._first[:FIRST_STEPS])
-            self._move(Part.COMPILE, Part.STEP, normal)
+            self._move(TimePart.COMPILE, TimePart.STEP, normal)
 
-    def _move(self, source: Part, target: Part, seconds: float) -> None:
+    def _move(self, source: TimePart, target: TimePart, seconds: float) -> None:
         self.seconds[source] -= seconds
         self.seconds[target] = self.seconds.get(target, 0.0) + seconds
+
+
+@dataclass(frozen=True)
+class Job:
+    """Wall clocks of a start's job and of the end of the start before it; None where there is no such thing."""
+
+    submitted_s: float | None = None
+    started_s: float | None = None
+    gone_s: float | None = None
+    gone_code: int | None = None
+
+
+class GoodputLog:
+    """Appends the notes of a start to goodput.jsonl, on rank 0. ranks: of this start. lease: of the run, once that is known: a
+    start that has lost it adds nothing."""
+
+    def __init__(self, run_dir: Path, ranks: int, now: Callable[[], float] = time.time) -> None:
+        self._path, self._ranks, self._now = run_dir / GOODPUT_FILE, ranks, now
+        self._accountant = Accountant()
+        self._file: Lines | None = None
+        self._start = 0
+        self.lease: Lease | None = None
+        self._noted: tuple[dict[TimePart, float], dict[TimePart, float]] = {}, {}  # of the run, of this start
+
+    def begin(self, elapsed_s: float, job: Job) -> None:
+        """A start begins; its process is `elapsed_s` old."""
+        for note in read_notes(self._path):
+            self._accountant.add(note)
+        self._start = self._accountant.num_starts + 1
+        about = {name: value for name, value in vars(job).items() if value is not None}
+        self._add(Note(Event.BEGIN, self._start, self._now(), elapsed_s, ranks=self._ranks, **about))
+
+    def note(
+        self,
+        event: Event,
+        parts: dict[TimePart, float],
+        step: int | None = None,
+        step_s: float | None = None,
+        code: int | None = None,
+    ) -> None:
+        """Note the seconds that this start has spent so far, by part."""
+        rounded = {str(part): round(seconds, 6) for part, seconds in parts.items() if seconds}
+        self._add(Note(event, self._start, self._now(), sum(parts.values()), step, rounded, step_s, code=code))
+        self._noted = self._accountant.account().seconds, dict(parts)
+
+    def shares(self, parts: dict[TimePart, float]) -> dict[TimePart, float]:
+        """Shares of the run's time up to now, where `parts` is what this start has spent so far. Adds no note."""
+        run, noted = self._noted
+        since = {part: parts.get(part, 0.0) - noted.get(part, 0.0) for part in TimePart}
+        return find_shares({part: run.get(part, 0.0) + since[part] for part in TimePart})
+
+    def _add(self, note: Note) -> None:
+        """Count a note and write it. A full disk spoils the file, not the shares that this process reports."""
+        if self.lease is not None:
+            self.lease.check()
+        self._accountant.add(note)
+        self._file = self._file or Lines(self._path)
+        self._file.append(note)
+
+
+class Lines:
+    """A file to which notes are appended, each by one write that the operating system has at once: a killed process loses
+    nothing. A line that was torn, by a crash or a full disk, gets its end before the next."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab+", buffering=0)
+        end = self._file.seek(0, os.SEEK_END)
+        self._file.seek(max(0, end - 1))
+        self._is_torn = self._file.read(1) not in (b"", b"\n")
+
+    def append(self, note: Note) -> None:
+        values = {name: value for name, value in vars(note).items() if value != NOTE_DEFAULTS[name] and value != {}}
+        line = f"{json.dumps(values, allow_nan=False)}\n".encode()
+        separator, self._is_torn = b"\n" * self._is_torn, True
+        written = self._file.write(separator + line)
+        self._is_torn = written != len(separator + line)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def append_note(path: Path, note: Note) -> None:
+    """Append one note and close the file."""
+    with closing(Lines(path)) as lines:
+        lines.append(note)
+
+
+def note_launch(run_dir: Path, age_s: float) -> None:
+    """Note that a launcher, `age_s` old, is about to start the ranks."""
+    append_note(run_dir / GOODPUT_FILE, Note(Event.LAUNCH, 0, time.time(), age_s))
+
+
+def note_gone(run_dir: Path, code: int) -> None:
+    """Note that the ranks of a launcher have ended."""
+    append_note(run_dir / GOODPUT_FILE, Note(Event.GONE, 0, time.time(), code=code))
 
 
 class Goodput:
@@ -119,18 +226,18 @@ class Goodput:
             self._note(Event.STEP)
 
     def shares(self) -> dict[str, float]:
-        """Of the run's time so far, over all starts; empty where nobody keeps the record."""
+        """Shares of the run's time so far, over all starts; empty on ranks that keep no record."""
         if self._log is None:
             return {}
         return {str(part): share for part, share in self._log.shares(self._meter.seconds).items()}
 
     def begin_close(self) -> None:
         """The loop is over."""
-        self._meter.mark(Part.STEP)
+        self._meter.mark(TimePart.STEP)
 
     def end(self, code: int) -> None:
         """This rank ends with that exit code, or is about to."""
-        self._meter.mark(Part.CLOSE)
+        self._meter.mark(TimePart.CLOSE)
         self._note(Event.END, code)
 
     def _note(self, event: Event, code: int | None = None) -> None:

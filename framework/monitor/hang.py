@@ -1,18 +1,25 @@
-"""Who is behind when a run hangs: from what every rank says of itself, and from who says nothing.
+"""The verdict on a run that hangs: the ranks that are behind, from what every rank reports and from those that are silent.
 
-A rank has two threads that communicate, one trains and one saves. Each is a node; one that waits in a collective has an edge to
-every rank that has not come to this call of it, one that waits for a message to its peers, and training that waits for a save to
-that. Nodes without an edge are what all the others wait for, at the end of whatever chain. So nobody is blamed for waiting.
+A rank has two threads that communicate: one trains and one saves. Each is a node of a graph. A node that waits in a collective
+has an edge to every rank that has not come to this call, and one that waits for a message has edges to its peers; training that
+waits for a save has an edge to it. All others wait, through whatever chain, for the nodes without an edge. So no rank is blamed
+for waiting.
 """
 
 import json
+import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from framework.monitor.phases import Phase
 
 TRAINING, SAVES = "training", "saves"
+# In the run's folder: the line of each rank, which rank 0 writes and `meshwright status` reads, without torch.
+RANKS_FILE = "ranks.json"
 # A report names so many ranks that are behind with all that is known of them.
 DETAILED = 4
 
@@ -21,7 +28,7 @@ Node = tuple[int, str]
 
 @dataclass(frozen=True)
 class Wait:
-    """A thread waits in the `number`-th call of operation `name` over an axis, for `label`. ranks: those that take part; for a
+    """A thread waits in the `number`-th call of operation `name` over an axis, for `label`. ranks: the members of the axis; for a
     message (is_message) only the peers."""
 
     axis: str
@@ -36,9 +43,8 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Line:
-    """What a rank says of itself every second. seconds: in this phase. wait: what it waits in, as text. saves_s: how long the
-    save behind training has been under way."""
+class RankStatus:
+    """The line that a rank publishes every second."""
 
     rank: int
     host: str
@@ -46,9 +52,9 @@ class Line:
     coordinates: str
     phase: str
     step: int | None
-    seconds: float
-    wait: str = ""
-    saves_s: float | None = None
+    seconds: float  # in this phase
+    wait: str = ""  # the operation in which it waits
+    saves_s: float | None = None  # how long the save behind training has been under way
 
     @property
     def name(self) -> str:
@@ -56,20 +62,20 @@ class Line:
 
     @property
     def doing(self) -> str:
-        """Its phase, with the step."""
+        """The phase with its step."""
         return describe_phase(self.phase, self.step)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str) -> "Line":
-        return Line(**json.loads(text))
+    def from_json(text: str) -> "RankStatus":
+        return RankStatus(**json.loads(text))
 
 
 @dataclass(frozen=True)
-class Lane:
-    """One thread: what it waits in, how often it has started what ({`axis operation`: calls}), and its stack, innermost first."""
+class ThreadStatus:
+    """One thread: its wait, the calls it has started ({`axis operation`: count}), and its stack, innermost frame first."""
 
     wait: Wait | None
     started: dict[str, int]
@@ -78,10 +84,10 @@ class Lane:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank says of itself when an alarm is sounded. lanes: by TRAINING and, with a save under way, SAVES."""
+    """The answer of a rank to an alarm. lanes: of its threads TRAINING and, with a save under way, SAVES."""
 
-    line: Line
-    lanes: dict[str, Lane]
+    line: RankStatus
+    lanes: dict[str, ThreadStatus]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -90,7 +96,7 @@ class Answer:
     def from_json(text: str) -> "Answer":
         found = json.loads(text)
         lanes = {name: _read_lane(lane) for name, lane in found["lanes"].items()}
-        return Answer(Line(**found["line"]), lanes)
+        return Answer(RankStatus(**found["line"]), lanes)
 
 
 @dataclass(frozen=True)
@@ -114,9 +120,12 @@ class Alarm:
 
 
 @dataclass(frozen=True)
-class Behind:
-    """Those for whom all others wait. silent: ranks that do not answer. busy: nodes that answer and wait for nobody. stuck: where
-    there are neither: nodes in an operation to which all have come. Empty where ranks wait for one another in a circle."""
+class Culprits:
+    """The ranks for which all others wait; empty where ranks wait for one another in a cycle.
+
+    silent: ranks that do not answer. busy: nodes that answer and wait for no node. stuck: where there are neither, nodes in an
+    operation to which all ranks have come.
+    """
 
     silent: tuple[int, ...] = ()
     busy: tuple[Node, ...] = ()
@@ -124,7 +133,7 @@ class Behind:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All of them."""
+        """All culprits."""
         return tuple(sorted({*self.silent, *(rank for rank, _ in (*self.busy, *self.stuck))}))
 
 
@@ -146,8 +155,8 @@ def fold_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def find_behind(answers: Mapping[int, Answer | None], alarm: Alarm) -> Behind:
-    """Follow who waits for whom to the end. answers: of every rank, None of one that gives none."""
+def find_culprits(answers: Mapping[int, Answer | None], alarm: Alarm) -> Culprits:
+    """The ends of all chains of waiting. answers: of every rank; None of a rank that gives none."""
     edges = {
         (rank, name): list(_edges(rank, name, answers))
         for rank, answer in answers.items()
@@ -167,13 +176,13 @@ def find_behind(answers: Mapping[int, Answer | None], alarm: Alarm) -> Behind:
     ends = sorted(node for node in seen if node[0] not in silent and not edges.get(node))
     busy = tuple(node for node in ends if _wait_of(node, answers) is None)
     if silent or busy:
-        return Behind(tuple(sorted(silent)), busy)
-    return Behind(stuck=tuple(ends))
+        return Culprits(tuple(sorted(silent)), busy)
+    return Culprits(stuck=tuple(ends))
 
 
-def write_report(alarm: Alarm, answers: Mapping[int, Answer | None], lines: Mapping[int, Line | None]) -> str:
-    """The verdict for people. lines: the last ones of ranks that do not answer."""
-    behind = find_behind(answers, alarm)
+def write_report(alarm: Alarm, answers: Mapping[int, Answer | None], lines: Mapping[int, RankStatus | None]) -> str:
+    """The verdict as text. lines: the last ones of ranks that do not answer."""
+    behind = find_culprits(answers, alarm)
     parts = [
         f"{_describe_alarm(alarm)} hangs: {_blame(behind, answers, lines)}",
         _describe_deadline(alarm),
@@ -184,9 +193,9 @@ def write_report(alarm: Alarm, answers: Mapping[int, Answer | None], lines: Mapp
     return "\n".join(parts)
 
 
-def describe_alone(alarm: Alarm, host: str, silent_s: float | None, first: Line | None, answer: Answer) -> str:
-    """The report of a rank that gets no verdict. host: who hosts the store. silent_s: since when it does not answer, None: it
-    never has. first: the last line of rank 0. answer: of this rank."""
+def describe_alone(alarm: Alarm, host: str, silent_s: float | None, first: RankStatus | None, answer: Answer) -> str:
+    """The report of a rank that gets no verdict. host: of the store. silent_s: for how long it has not answered; None: it never
+    has. first: the last line of rank 0. answer: of this rank."""
     mine, lane = answer.line, answer.lanes.get(alarm.lane)
     is_first = host.startswith("rank 0 ") and first is not None and mine.rank != 0
     who = f"{first.name}, does not answer" if is_first and first is not None else f"{host} does not answer"
@@ -240,8 +249,8 @@ def _wait_of(node: Node, answers: Mapping[int, Answer | None]) -> Wait | None:
     return lane.wait if lane is not None else None
 
 
-def _blame(behind: Behind, answers: Mapping[int, Answer | None], lines: Mapping[int, Line | None]) -> str:
-    """Who, in a few words."""
+def _blame(behind: Culprits, answers: Mapping[int, Answer | None], lines: Mapping[int, RankStatus | None]) -> str:
+    """The culprits in a few words."""
     if not behind.ranks:
         return "its ranks wait for one another, for they have taken different paths (track.debug_collectives=true finds such)"
     if behind.stuck:
@@ -258,7 +267,7 @@ def _blame(behind: Behind, answers: Mapping[int, Answer | None], lines: Mapping[
     return ", ".join(silent + busy)
 
 
-def _describe_silent(rank: int, line: Line | None) -> str:
+def _describe_silent(rank: int, line: RankStatus | None) -> str:
     if line is None:
         return f"rank {rank} does not answer and has not said a word: did it start?"
     place = f" in {line.wait}" if line.wait else ""
@@ -281,8 +290,8 @@ def _describe_node(node: Node, answers: Mapping[int, Answer | None]) -> str:
     return f"{line.name}, is in {what} for {seconds:.0f} s, {place}. It is at{stack}"
 
 
-def _describe_waits(answers: Mapping[int, Answer | None], behind: Behind) -> Iterator[str]:
-    """What the others wait in, alike ones in one line."""
+def _describe_waits(answers: Mapping[int, Answer | None], behind: Culprits) -> Iterator[str]:
+    """The waits of the other ranks, equal ones in one line."""
     waits: dict[str, list[int]] = {}
     for rank, answer in answers.items():
         for name, lane in answer.lanes.items() if answer is not None else ():
@@ -293,8 +302,24 @@ def _describe_waits(answers: Mapping[int, Answer | None], behind: Behind) -> Ite
         yield f"rank{'s' if len(ranks) > 1 else ''} {fold_ranks(ranks)} wait{'' if len(ranks) > 1 else 's'} in {label}"
 
 
-def _read_lane(found: dict[str, Any]) -> Lane:
+def _read_lane(found: dict[str, Any]) -> ThreadStatus:
     wait = found["wait"]
     if wait is not None:
         wait = Wait(**{**wait, "ranks": tuple(wait["ranks"])})
-    return Lane(wait, found["started"], tuple(found["stack"]))
+    return ThreadStatus(wait, found["started"], tuple(found["stack"]))
+
+
+def write_ranks(folder: Path, lines: list[RankStatus]) -> None:
+    """Write RUN/ranks.json atomically."""
+    path = folder / RANKS_FILE
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps({"unix_s": time.time(), "ranks": [vars(line) for line in lines]}))
+    os.replace(partial, path)
+
+
+def read_ranks(folder: Path) -> tuple[float, list[RankStatus]]:
+    """Read RUN/ranks.json: the wall clock of its writing and its lines; none where there is no such file."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        found = json.loads((folder / RANKS_FILE).read_text())
+        return found["unix_s"], [RankStatus(**line) for line in found["ranks"]]
+    return 0.0, []

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 
 class Phase(StrEnum):
-    """In the order in which a run comes to them."""
+    """The phases of a rank, in the order in which a run comes to them."""
 
     LIBRARIES = "load libraries"
     CONNECT = "connect ranks"
@@ -31,7 +31,7 @@ START_UP = (Phase.LIBRARIES, Phase.CONNECT, Phase.OPEN_DATA, Phase.BUILD, Phase.
 
 @dataclass(frozen=True)
 class Current:
-    """The phase that is under way, the step that it belongs to (None before the first), and its begin by `time.monotonic`."""
+    """The phase under way, its step (None before the first), and its begin by `time.monotonic`."""
 
     phase: Phase
     step: int | None
@@ -60,7 +60,7 @@ class RankObserver:
 class Phases:
     """The phases of one rank. The main thread changes them, any thread reads them.
 
-    observer: hears of all that the rank does. on_begin: hears of each phase that begins.
+    observer: of all events of the rank. on_begin: called with each phase that begins.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Phases:
         return {**self.seconds, current.phase: self.seconds[current.phase] + time.monotonic() - current.since_s}
 
     def begin(self, phase: Phase, step: int | None = None) -> None:
-        """What was under way is over; `phase` begins."""
+        """Begin `phase` and end the one under way."""
         now = time.monotonic()
         self.seconds[self._current.phase] += now - self._current.since_s
         self._current = Current(phase, self._current.step if step is None else step, now)
@@ -93,7 +93,7 @@ class Phases:
 
     @contextmanager
     def within(self, phase: Phase, step: int | None = None) -> Iterator[None]:
-        """`phase`, and afterwards again what was under way, which it interrupts."""
+        """Interrupt the phase under way by `phase`, from enter to exit."""
         outer = self._current
         self.begin(phase, step)
         try:

@@ -1,4 +1,4 @@
-"""What a rank is doing, for the threads that watch it, and how long it may go on with that."""
+"""The progress of a rank, for the threads that watch it, and the deadlines of its phases and steps."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from framework.recipe.deadlines import FLOOR_S, Deadlines
 if TYPE_CHECKING:
     from framework.comm.communicator import Communicator
 
-# The pace is that of so many last steps.
+# The number of last steps from which the pace is measured.
 RECENT_STEPS = 50
 # The first steps compile, load libraries and connect, and on a GPU the host runs ahead of them: until so many are measured
 # their times say little of the next.
@@ -21,6 +21,8 @@ FIRST_STEPS = 3
 # `auto`: a step may take so many times the median of the last ones and so many times their median deviation; and so many times
 # the longest of them, for a run of which each 40th step does more.
 MEDIANS, DEVIATIONS, LONGEST = 10.0, 30.0, 2.0
+# A step is first said to take long after such times, whichever is longer, then after each doubling.
+LONG_S, LONG_STEPS = 60.0, 10.0
 # A look at a watch counts for no more than this: whatever lies between two looks, such as the sleep of a laptop, a stopped
 # process or a machine too busy to run a thread, was time in which the rank could not work either.
 LOOK_S = 2.0
@@ -43,11 +45,11 @@ class StepPace:
 
     @property
     def longest_s(self) -> float:
-        """Of the last steps; 0 before the first."""
+        """The longest of the last steps; 0 before the first."""
         return max(list(self._recent), default=0.0)
 
     def find_deadline(self, deadlines: Deadlines) -> float:
-        """How long a step may take."""
+        """The deadline of a step, in seconds."""
         if not self.is_known:
             return deadlines.first_steps
         if deadlines.step is not None:
@@ -60,17 +62,15 @@ class StepPace:
 
 
 class Stopwatch:
-    """How long a value has been the same object, in seconds in which somebody looked.
-
-    seconds: of the last look.
-    """
+    """The time for which a value has been the same object, without time in which it was not looked at. seconds: of the last
+    look."""
 
     def __init__(self) -> None:
         self._value: object = None
         self._looked_s = self.seconds = 0.0
 
     def look(self, value: object, now_s: float) -> float:
-        """Seconds for which `value` was seen so far. now_s: of a clock that does not go back."""
+        """Look at `value`. Returns the seconds for which it was seen so far. now_s: of a clock that does not go back."""
         if value is not self._value:
             self._value, self.seconds = value, 0.0
         else:
@@ -88,20 +88,16 @@ class Save:
 
 @dataclass(eq=False)
 class Progress:
-    """The state of one rank. The main thread writes, but for `saves`, from which the saves' thread takes; any thread reads.
-
-    is_timed: a step is under way whose length the former ones tell. saves: those under way, the oldest first. communicators: over
-    which the thread of that name communicates (`hang.TRAINING`, `SAVES`), once they are connected. lease: of the run, once that
-    is known: a start that was held for dead writes no more of where its ranks are.
-    """
+    """The state of one rank. The main thread writes, but for `saves`, from which the saves' thread takes; any thread reads."""
 
     phases: Phases = field(default_factory=Phases)
     pace: StepPace = field(default_factory=StepPace)
-    is_timed: bool = False
-    saves: deque[Save] = field(default_factory=deque)
+    is_timed: bool = False  # a step is under way whose length is judged by the former ones
+    saves: deque[Save] = field(default_factory=deque)  # under way, the oldest first
+    # Of the thread of that name (`hang.TRAINING`, `SAVES`), once they are connected.
     communicators: "dict[str, tuple[Communicator, ...]]" = field(default_factory=dict)
-    hosts: dict[int, str] = field(default_factory=dict)
-    lease: Lease | None = None
+    hosts: dict[int, str] = field(default_factory=dict)  # by rank
+    lease: Lease | None = None  # of the run, once that is known: a start that has lost it writes no more
 
     @property
     def save(self) -> Save | None:
@@ -110,7 +106,7 @@ class Progress:
         return saves[0] if saves else None
 
     def find_deadline(self, current: Current, deadlines: Deadlines) -> tuple[float, str]:
-        """How long the phase may last, and the recipe's key of that."""
+        """The deadline of the phase in seconds, and the recipe's key that sets it."""
         if current.phase == Phase.SAVE:
             return deadlines.save, "launch.save_deadline_s"
         if current.phase == Phase.VALIDATE:
@@ -125,5 +121,5 @@ class Progress:
 
 
 def name_coordinates(topology: Topology, rank: int) -> str:
-    """`pp0 dp1 cp0 tp0`."""
+    """The coordinates of a rank, as `pp0 dp1 cp0 tp0`."""
     return " ".join(f"{axis}{topology.index(axis, rank)}" for axis in ("pp", "dp", "cp", "tp"))

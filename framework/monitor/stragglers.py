@@ -7,17 +7,17 @@ that median may be off by chance. A report, a save or a busy moment that falls o
     data            waits for its microbatches
     compute         time of a step in which it waits neither for data nor for another rank
     communication   waits for other ranks longer than these wait. All wait for a rank that is slow in data or in compute, so this
-                    is asked only where nobody is
+                    is judged only where no rank is
 
-Where every rank is alone in its pipeline stage nobody does the same work. There a rank is compared with itself and with what has
-become of the others:
+Where every rank is alone in its pipeline stage no two do the same work. There a rank is compared with its own past and with the
+change of the others:
 
     data            t - b - max(0, median of the others' t - b)
     compute         t - b * max(1, median of the others' t / b)
     communication   not judged: how long a stage waits follows from the schedule
 
-t: the seconds of this step; b: their median over BASELINE reports near the beginning of this start. So what slows all stages
-alike blames nobody, nor does a stage that has become faster. A rank that was slow from the beginning is not seen.
+t: the seconds of this step; b: their median over BASELINE reports near the beginning of this start. So nothing that slows all
+stages alike blames a rank, nor does a stage that has become faster. A rank that was slow from the beginning is not seen.
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 PHASES = ("data", "compute", "communication")
-# The last reports that are looked at, and how many there must be.
+# The last reports that are judged, and the least number of them.
 WINDOW, LEAST = 50, 20
 # A rank is slow when it holds up each step by so much of its time, and is so again no more when by less than the other.
 SLOW, CLEAR = 0.15, 0.08
@@ -45,7 +45,7 @@ DEVIATION_OF_MAD, ERROR_OF_MEDIAN = 1.4826, 1.2533
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that holds up each step by excess_s in a phase, a `fraction` of the step. is_slow: False where it is over."""
+    """A rank that delays each step by excess_s in a phase, a `fraction` of the step. is_slow: False if it is slow no longer."""
 
     rank: int
     phase: str
@@ -55,8 +55,8 @@ class Straggler:
 
 
 class Stragglers:
-    """Judges reports. groups: ranks that do the same work, and so can be compared. Where each is of one rank, these are compared
-    with their past. others: with what a slow rank is compared, in words."""
+    """Finds stragglers in reports. groups: ranks that do the same work and are compared; ranks of groups of one are compared with
+    their past. others: the comparison in words."""
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
         is_alone = all(len(group) == 1 for group in groups)
@@ -71,7 +71,8 @@ class Stragglers:
     def add(
         self, step_s: float, data_s: Sequence[float], own_s: Sequence[float], waited_s: Sequence[float]
     ) -> list[Straggler]:
-        """One reported step: its seconds, and those of each rank in the three phases. What has changed by it."""
+        """Add a reported step: its seconds, and the seconds of each rank in the three phases. Returns the ranks that have
+        changed."""
         excess = self._find_excess(np.array([data_s, own_s, waited_s]))
         if excess is None:
             return []
@@ -80,7 +81,7 @@ class Stragglers:
         return self._judge() if len(self._excess) >= LEAST else []
 
     def _find_excess(self, times: np.ndarray) -> np.ndarray | None:
-        """times and the result: [phases, ranks]. None where there is nothing to compare with, or not yet."""
+        """The excess of each rank. times, result: [phases, ranks]. None where there is no comparison, or not yet."""
         if self._past is not None:
             return self._past.find_excess(times)
         excess = np.zeros_like(times)
@@ -96,7 +97,7 @@ class Stragglers:
         step_s = float(np.median(self._steps_s))
         is_slow = (excess > SLOW * step_s) & (excess > chance) & (excess > LEAST_S)
         stays_slow = (excess > CLEAR * step_s) & (excess > CLEAR / SLOW * LEAST_S)
-        for group in self._groups:  # else others than the one that is waited for would be blamed
+        for group in self._groups:  # else ranks that wait for a slow one would be blamed
             if stays_slow[:2, group].any():
                 is_slow[2, group] = stays_slow[2, group] = False
         return self._change(excess, is_slow, stays_slow, step_s)
@@ -116,15 +117,15 @@ class Stragglers:
 
 
 class Past:
-    """The times of ranks that are each alone in their stage, near the beginning of this start."""
+    """The past of ranks that are each alone in their stage: their times near the beginning of this start."""
 
     def __init__(self) -> None:
         self._seen: list[np.ndarray] = []  # [phases, ranks] each
         self._usual: np.ndarray | None = None
 
     def find_excess(self, times: np.ndarray) -> np.ndarray | None:
-        """What each rank takes longer than then and than the others explain. times, result: [phases, ranks]. None until enough
-        is known."""
+        """The time of each rank beyond its own past and beyond what the others explain. times, result: [phases, ranks]. None
+        until enough is known."""
         if self._usual is None:
             self._seen.append(times)
             if len(self._seen) == WARM_UP + BASELINE:

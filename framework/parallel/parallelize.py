@@ -12,6 +12,7 @@ A new parallelism is one file and one line in TRANSFORMS.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from framework.comm.algorithms import ExposedCommunication
 from framework.mesh.layout import Layout
 from framework.model.chunked_loss import make_loss
+from framework.model.experts import find_experts
 from framework.model.kept_outputs import KeepsOutputs
 from framework.model.load import choose_experts, kept_in_fp32
 from framework.model.logit_map import LogitMap
@@ -29,7 +31,6 @@ from framework.model.precision import DTYPES
 from framework.model.stage import find_shared, hollow_out
 from framework.parallel.activation_checkpointing import checkpoint_layers
 from framework.parallel.activation_offload import ActivationOffload, offload_activations
-from framework.parallel.compilation import compile_layers, compiled_layers
 from framework.parallel.context import find_context_attentions, split_context
 from framework.parallel.experts import report_dropped, split_experts, write_stacked_gradients
 from framework.parallel.fp8_layers import find_fp8_linears, gather_in_fp8, make_matmul
@@ -41,6 +42,10 @@ from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.hooks import UnitHooks
 from framework.parallel.zero.parameters import ParameterSync
 from framework.parallel.zero.plan_buffers import shard_over_batch
+from framework.recipe.derive import compiles
+
+# Graphs of one layer: in training and in validation, each with an attention mask and without (rows of one document each).
+GRAPHS_PER_LAYER = 4
 
 Layouts = Mapping[str, Layout]
 Transform = Callable[[PreTrainedModel, Layouts, StagePlan], Layouts]
@@ -50,6 +55,44 @@ def select_experts_kernel(model: PreTrainedModel, layouts: Layouts, plan: StageP
     """Choose how stacked experts are multiplied (`model.experts`)."""
     choose_experts(model, plan.recipe.model.experts, plan.compute_dtype)
     return layouts
+
+
+def compile_layers(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
+    """Compile each layer's forward for the shapes that it meets, at its first call (`memory.compile: always`). Layouts stay.
+
+    The forward is compiled and not the call: what this rank does on the way in and out (unshard the unit, seed its random
+    numbers, scatter tokens) are hooks of the call, and stay outside. Within a layer, collectives, their waits and the borders of
+    tensor-parallel regions are calls that the compiler leaves alone: `torch.compiler.disable` stands on each of them. So it never
+    guards on what counts or changes from step to step, and one set of graphs serves all layers that are alike.
+    """
+    if layers := compiled_layers(model, plan):
+        _allow_graphs(GRAPHS_PER_LAYER * len(layers))
+    for layer in layers:
+        for _, module, form in find_experts(layer):
+            experts: Any = module
+            # Experts that dispatch are never traced, and who gives them gradient views knows them by their forward.
+            if "forward" in vars(module):
+                continue
+            # One expert after another (`model.experts: eager`): which have tokens, and how many, is known from the data only. The
+            # compiler would make graphs for each number of tokens that it meets, until it gave up.
+            if form.has_kernels and experts.config._experts_implementation == "eager":
+                experts.forward = torch.compiler.disable(experts.forward)
+        layer.forward = torch.compile(layer.forward, dynamic=False)  # type: ignore[method-assign]
+    return layouts
+
+
+def compiled_layers(model: PreTrainedModel, plan: StagePlan) -> list[nn.Module]:
+    """The layers of the stage that the recipe asks to compile: all or none."""
+    if not compiles(plan.recipe.memory):
+        return []
+    return [model.get_submodule(unit.root) for unit in plan.own_units if unit.is_layer]
+
+
+def _allow_graphs(count: int) -> None:
+    """Have torch keep at least so many graphs of one function. Layers may differ in a number (diffllama's lambda_init), and by
+    default torch gives up after eight: it warns in the log and runs the others uncompiled."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, count)
 
 
 def cut_to_stage(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:

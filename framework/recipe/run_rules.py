@@ -89,7 +89,7 @@ def patterns(recipe: Recipe) -> Iterator[Problem]:
 def schedule(recipe: Recipe) -> Iterator[Problem]:
     schedule, steps, key = recipe.optim.schedule, recipe.train.steps, "optim.schedule.decay_steps"
     if recipe.train.epochs is not None:
-        return  # judged when the steps are known: launch/epochs.py
+        return  # judged when the steps are known: launch/settle.py
     warmup, decay = schedule.warmup_steps, schedule.decay_steps
     if warmup > steps:
         message = f"the warm-up is longer than the run of train.steps={steps}"

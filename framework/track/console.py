@@ -14,7 +14,7 @@ from framework.errors import EXIT_DONE, EXIT_RESUME
 from framework.track.report import RunInfo, StepReport
 
 _BAR = "{percentage:3.0f}%|{bar:8}| {n_fmt}/{total_fmt} | {desc}"
-_COLUMNS = 80  # of a terminal that does not say
+_COLUMNS = 80  # of a terminal that does not tell its width
 
 
 class Console:
@@ -57,12 +57,12 @@ class Console:
             self.say(" | ".join([f"step {report.step}/{self._run.total_steps}", *fields]))
 
     def say(self, line: str) -> None:
-        """One line of text that does not tear the progress bar."""
+        """Print a line of text without tearing the progress bar."""
         tqdm.write(line, file=self._stream)
         self._stream.flush()
 
     def rewind(self, step: int) -> None:
-        """The pace is measured anew: what is left has become more."""
+        """Measure the pace anew."""
         self._first = None
 
     def close(self, exit_code: int) -> None:
@@ -72,7 +72,8 @@ class Console:
             self.say(_summary(self._run, self._last, self._last_validation, exit_code))
 
     def _remaining_s(self, report: StepReport) -> float:
-        """By the mean pace since the first report, which includes validation and saving; at first by the step itself."""
+        """The time left at the mean pace since the first report, which includes validation and saving; at first the step's
+        pace."""
         assert self._run is not None
         assert self._first is not None
         first_step, first_s = self._first
@@ -82,8 +83,8 @@ class Console:
 
 
 def format_fields(report: StepReport, remaining_s: float) -> list[str]:
-    """The fields of a line, what one looks for first at its beginning. MFU is absent where the device has no stated peak,
-    validation loss where none was measured."""
+    """The fields of a line, the most important ones first. MFU is absent where the device has no stated peak, validation loss
+    where none was measured."""
     fields = [
         f"loss {report.loss:.4f}",
         f"{format_count(report.tokens_per_s)} tokens/s",
@@ -106,7 +107,7 @@ def format_fields(report: StepReport, remaining_s: float) -> list[str]:
 
 
 def _fit(fields: Sequence[str], room: int) -> str:
-    """As many of the first fields as fit into so many columns, whole ones."""
+    """The first fields, as many whole ones as fit into `room` columns."""
     text = ""
     for field in fields:
         longer = f"{text} | {field}" if text else field
@@ -117,14 +118,14 @@ def _fit(fields: Sequence[str], room: int) -> str:
 
 
 def _count_columns(stream: TextIO) -> int:
-    """Asked for each report: a window may change its size."""
+    """The terminal's columns, read for each report: a window may change its size."""
     with suppress(OSError):
         return os.get_terminal_size(stream.fileno()).columns or _COLUMNS
     return _COLUMNS
 
 
 def format_count(count: float) -> str:
-    """Three digits and a decimal prefix: 12.3k, 4.56M."""
+    """Format a number with three digits and a decimal prefix: 12.3k, 4.56M."""
     for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(count) >= limit:
             return f"{count / limit:.3g}{suffix}"
@@ -132,7 +133,7 @@ def format_count(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """1:02:03, or 02:03 under an hour."""
+    """Format a duration: 1:02:03, or 02:03 under an hour."""
     return tqdm.format_interval(round(seconds))
 
 

@@ -1,29 +1,34 @@
-"""Goodput: where the wall time of a run goes, over all of its starts. Pure: notes in, seconds out.
+"""Goodput: where the wall time of a run goes, over all of its starts: from the notes in goodput.jsonl to seconds and a table.
 
-A start of the run's ranks leaves notes (`goodput_log.py` keeps them). Within a start, time is rank 0's monotonic clock: each note
-has the seconds of each part so far. Wall clocks join one start to the next, and because machines disagree on them no interval
-between starts is ever shorter than nothing:
+A start of the run's ranks appends notes (`monitor/goodput.py`), which are never changed, not even on a resume. Within
+a start, time is rank 0's monotonic clock: each note has the seconds of each part so far. Wall clocks join one start to the next,
+and because machines disagree on them no interval between starts is ever shorter than nothing:
 
     last note of A    A is gone    submitted    job starts    B begins
         |-- recovery ----|-- recovery --|-- queue --|-- recovery --|      A failed: B's start-up is recovery, too
         |-- close -------|-- off -------|-- queue --|-- start-up --|      A was asked to stop, or was done
 
-What is not known is not there: without a job nobody queued, and a start that was killed with its launcher is gone at its last
-note.
+Without a job there is no queue, and a start that was killed with its launcher counts as gone at its last note.
 
 Steps that are trained again were lost: when B resumes at step c, all that A spent on steps beyond c in its loop becomes lost
 work. Notes are not made at each step, so c may lie between two notes; steps between notes are taken to last alike.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RESUME
+from framework.track.console import format_duration
+from framework.track.report import RunInfo
 
 
-class Part(StrEnum):
-    """What a second of a run was for; in the order of tables and pictures."""
+class TimePart(StrEnum):
+    """The parts into which a run's time is divided, in the order of tables and pictures."""
 
     STEP = "step"
     EXPOSED = "exposed_communication"
@@ -40,81 +45,80 @@ class Part(StrEnum):
 
 
 class Event(StrEnum):
-    """Kinds of notes. LAUNCH: a launcher began, which starts ranks once it has prepared what they need. GO: the loop goes on from
-    a step, at first or after it went back. GONE: the ranks have ended. LAUNCH and GONE are by the launcher's clock."""
+    """Kinds of notes. LAUNCH and GONE are by the launcher's clock."""
 
-    LAUNCH = "launch"
-    BEGIN = "begin"
-    GO = "go"
+    LAUNCH = "launch"  # a launcher began, which starts ranks once it has prepared what they need
+    BEGIN = "begin"  # the ranks began
+    GO = "go"  # the loop goes on from a step, at first or after it went back
     STEP = "step"
     END = "end"
-    GONE = "gone"
+    GONE = "gone"  # the ranks have ended
 
 
-# What a loop spends on the steps between two notes, and so loses with them.
-OF_STEPS = (Part.STEP, Part.EXPOSED, Part.DATA_WAIT, Part.CHECKPOINT, Part.VALIDATION)
-# Nobody holds a machine meanwhile.
-UNPAID = (Part.QUEUE, Part.OFF)
-# How a run ends that was asked to, or is done; whatever else ends it is a failure.
+GOODPUT_FILE = "goodput.jsonl"
+# Parts that a loop spends on the steps between two notes, and so loses with them.
+OF_STEPS = (TimePart.STEP, TimePart.EXPOSED, TimePart.DATA_WAIT, TimePart.CHECKPOINT, TimePart.VALIDATION)
+# Parts in which no machine is held.
+UNPAID = (TimePart.QUEUE, TimePart.OFF)
+# The share of the time below which a part is not worth a word in a line.
+LEAST_SHARE = 0.005
+# Exit codes of a run that was asked to stop, or is done; every other one is a failure.
 STOPPED = (EXIT_DONE, EXIT_RESUME, EXIT_INTERRUPTED)
 
 
 @dataclass(frozen=True)
 class Note:
-    """One line of the record. start: number of the start, from 1. unix_s: wall clock; elapsed_s: since the start's process began,
-    by its monotonic clock. step: steps done.
-
-    parts: seconds of each part since the process began. step_s: how long a normal step takes, once that is known. ranks: of a
-    BEGIN. submitted_s, started_s: wall clocks of its job, where it has one. gone_s, gone_code: when and how the start before it
-    ended, where somebody else noted that. code: of an END or a GONE, the exit code.
-    """
+    """One line of goodput.jsonl, without the fields that have their defaults."""
 
     event: Event
-    start: int
-    unix_s: float
-    elapsed_s: float = 0.0
-    step: int | None = None
-    parts: Mapping[str, float] = field(default_factory=dict)
-    step_s: float | None = None
-    ranks: int = 1
-    submitted_s: float | None = None
-    started_s: float | None = None
-    gone_s: float | None = None
-    gone_code: int | None = None
-    code: int | None = None
+    start: int  # number of the start, from 1
+    unix_s: float  # wall clock
+    elapsed_s: float = 0.0  # since the start's process began, by its monotonic clock
+    step: int | None = None  # steps done
+    parts: Mapping[str, float] = field(default_factory=dict)  # seconds of each part since the process began
+    step_s: float | None = None  # how long a normal step takes, once that is known
+    ranks: int = 1  # of a BEGIN
+    submitted_s: float | None = None  # wall clock of the job's submission, where there is a job
+    started_s: float | None = None  # wall clock of the job's start
+    gone_s: float | None = None  # wall clock of the end of the start before, where the job's script noted it
+    gone_code: int | None = None  # exit code of the start before
+    code: int | None = None  # exit code, of an END or a GONE
+
+
+NOTE_DEFAULTS = MappingProxyType({each.name: each.default for each in fields(Note)})
 
 
 @dataclass
-class Row:
-    """A start, and what came before it since the last one. seconds: of each part."""
+class StartTimes:
+    """Seconds of each part of a start, and of the time between it and the start before."""
 
     ranks: int
-    seconds: dict[Part, float] = field(default_factory=lambda: dict.fromkeys(Part, 0.0))
+    seconds: dict[TimePart, float] = field(default_factory=lambda: dict.fromkeys(TimePart, 0.0))
 
-    def move(self, source: Part, target: Part, seconds: float) -> None:
-        """The total stays what it is."""
+    def move(self, source: TimePart, target: TimePart, seconds: float) -> None:
+        """Count seconds of `source` as `target`."""
         self.seconds[source] = max(0.0, self.seconds[source] - seconds)
         self.seconds[target] += seconds
 
 
 @dataclass(frozen=True)
 class Segment:
-    """What the steps from `first` (exclusive) to `last` took, as a part of a row."""
+    """The seconds that the steps from `first` (exclusive) to `last` took, a part of their start's."""
 
     first: int
     last: int
-    row: Row
-    seconds: dict[Part, float]
+    row: StartTimes
+    seconds: dict[TimePart, float]
 
 
 @dataclass(frozen=True)
 class Account:
-    """Where the time went. seconds: of each part over the whole run; rank_seconds: the same times the ranks that were held.
-    rows: of each start in order."""
+    """The account of a run. seconds: of each part over the whole run; rank_seconds: the same times the ranks that were held.
+    rows: seconds by part of each start, in order."""
 
-    seconds: dict[Part, float]
-    rank_seconds: dict[Part, float]
-    rows: tuple[dict[Part, float], ...]
+    seconds: dict[TimePart, float]
+    rank_seconds: dict[TimePart, float]
+    rows: tuple[dict[TimePart, float], ...]
 
     @property
     def wall_s(self) -> float:
@@ -123,36 +127,36 @@ class Account:
 
     @property
     def on_s(self) -> float:
-        """Without the time in which nobody ran."""
-        return self.wall_s - self.seconds[Part.OFF]
+        """`wall_s` without the time in which the run did not run."""
+        return self.wall_s - self.seconds[TimePart.OFF]
 
     @property
-    def shares(self) -> dict[Part, float]:
-        """Of `on_s`, of each part but OFF."""
+    def shares(self) -> dict[TimePart, float]:
+        """Shares of `on_s`, of each part but OFF."""
         return find_shares(self.seconds)
 
     @property
     def ettr(self) -> float:
-        """Effective training time ratio: the share of steps that count."""
-        return self.shares[Part.STEP]
+        """Effective training time ratio: the share of steps that were not lost."""
+        return self.shares[TimePart.STEP]
 
 
-def find_shares(seconds: Mapping[Part, float]) -> dict[Part, float]:
-    """Of all seconds but those of OFF; zeros in front of the first second."""
-    on = {part: each for part, each in seconds.items() if part != Part.OFF}
+def find_shares(seconds: Mapping[TimePart, float]) -> dict[TimePart, float]:
+    """Shares of all seconds but those of OFF; zeros before the first second."""
+    on = {part: each for part, each in seconds.items() if part != TimePart.OFF}
     on_s = sum(on.values()) or 1.0
     return {part: each / on_s for part, each in on.items()}
 
 
 class Accountant:
-    """Adds notes up, each once, in the order in which they were made."""
+    """Adds up the notes of a run, each once, in the order in which they were made."""
 
     def __init__(self) -> None:
-        self._rows: list[Row] = []
+        self._rows: list[StartTimes] = []
         self._steps: list[Segment] = []  # of steps that count, by their numbers
         self._last: Note | None = None
         self._seen_s = 0.0  # wall clock up to which time is accounted for
-        self._parts: dict[Part, float] = dict.fromkeys(Part, 0.0)  # of the newest start so far
+        self._parts: dict[TimePart, float] = dict.fromkeys(TimePart, 0.0)  # of the newest start so far
         self._done = 0  # steps
         self._code: int | None = None  # with which the newest start ended; None: it runs, or was killed
         self._recovers = False  # the newest start follows a failure
@@ -165,7 +169,7 @@ class Accountant:
         return self._last.start if self._last else 0
 
     def add(self, note: Note) -> None:
-        """A note of a start that is not the newest is left out: its ranks run on after others have taken the run over."""
+        """Add a note, unless its start is not the newest: its ranks run on after others have taken the run over."""
         if note.event is Event.BEGIN:
             if note.start > self.num_starts:
                 self._begin(note)
@@ -178,46 +182,48 @@ class Accountant:
 
     def account(self) -> Account:
         rows = self._rows
-        seconds = {part: sum(row.seconds[part] for row in rows) for part in Part}
-        paid = {part: 0.0 if part in UNPAID else sum(row.ranks * row.seconds[part] for row in rows) for part in Part}
+        seconds = {part: sum(row.seconds[part] for row in rows) for part in TimePart}
+        paid = {
+            part: 0.0 if part in UNPAID else sum(row.ranks * row.seconds[part] for row in rows) for part in TimePart
+        }
         return Account(seconds, paid, tuple(dict(row.seconds) for row in rows))
 
     def _begin(self, note: Note) -> None:
         """Join a start to the one before it, or to its submission."""
         if note.gone_s is not None:
             self._leave(note.gone_s, note.gone_code)
-        row, begun_s = Row(note.ranks), note.unix_s - note.elapsed_s
+        row, begun_s = StartTimes(note.ranks), note.unix_s - note.elapsed_s
         ready_s = next(each for each in (note.submitted_s, self._launched_s, begun_s) if each is not None)
         started_s = ready_s if note.started_s is None else note.started_s
         self._recovers = bool(self._rows) and self._code not in STOPPED
         if not self._rows:
             self._seen_s = min(ready_s, begun_s)
-        idle = Part.RECOVERY if self._recovers else Part.OFF
-        for until_s, part in ((ready_s, idle), (started_s, Part.QUEUE), (begun_s, self._of_start_up)):
+        idle = TimePart.RECOVERY if self._recovers else TimePart.OFF
+        for until_s, part in ((ready_s, idle), (started_s, TimePart.QUEUE), (begun_s, self._of_start_up)):
             row.seconds[part] += self._pass(min(until_s, begun_s))
         self._rows.append(row)
         self._seen_s = begun_s  # another machine's clock may be behind: from here on it counts
         self._launched_s = None
-        self._code, self._parts = None, dict.fromkeys(Part, 0.0)
+        self._code, self._parts = None, dict.fromkeys(TimePart, 0.0)
         self._spend(note)
 
     @property
-    def _of_start_up(self) -> Part:
-        return Part.RECOVERY if self._recovers else Part.START_UP
+    def _of_start_up(self) -> TimePart:
+        return TimePart.RECOVERY if self._recovers else TimePart.START_UP
 
     def _pass(self, until_s: float) -> float:
-        """Seconds from what is accounted for to that moment, which is from now on; none if that is past."""
+        """Advance the time that is accounted for to `until_s`; the seconds in between, none if that is past."""
         seconds = max(0.0, until_s - self._seen_s)
         self._seen_s += seconds
         return seconds
 
     def _spend(self, note: Note) -> None:
-        """The newest start has come so far."""
+        """Count what the newest start has spent since its last note."""
         row, steps = self._rows[-1], {}
-        for part in Part:
+        for part in TimePart:
             seconds = note.parts.get(part, 0.0) - self._parts[part]
             self._parts[part] += seconds
-            row.seconds[self._of_start_up if part is Part.START_UP else part] += seconds
+            row.seconds[self._of_start_up if part is TimePart.START_UP else part] += seconds
             if part in OF_STEPS:
                 steps[part] = seconds
         if note.step is not None:
@@ -229,28 +235,28 @@ class Accountant:
         self._last, self._code, self._seen_s = note, note.code, note.unix_s
         self._step_s = note.step_s or self._step_s
 
-    def _go(self, step: int, row: Row) -> None:
-        """The loop goes on from there: steps beyond it were trained in vain; steps up to it that no note has seen were not."""
+    def _go(self, step: int, row: StartTimes) -> None:
+        """Count steps beyond the one from which the loop goes on as lost; steps up to it that no note has seen as trained."""
         while self._steps and self._steps[-1].last > step:
             self._lose(self._steps.pop(), step)
         if step > self._done and self._recovers and self._step_s is not None:
-            unseen_s = min(row.seconds[Part.RECOVERY], self._step_s * (step - self._done))
-            row.move(Part.RECOVERY, Part.STEP, unseen_s)
-            self._steps.append(Segment(self._done, step, row, {Part.STEP: unseen_s}))
+            unseen_s = min(row.seconds[TimePart.RECOVERY], self._step_s * (step - self._done))
+            row.move(TimePart.RECOVERY, TimePart.STEP, unseen_s)
+            self._steps.append(Segment(self._done, step, row, {TimePart.STEP: unseen_s}))
 
     def _lose(self, lost: Segment, step: int) -> None:
-        """What came behind `step` becomes lost work, what came before it stays."""
+        """Count what came behind `step` as lost work."""
         share = (lost.last - max(lost.first, step)) / (lost.last - lost.first) if lost.last > lost.first else 1.0
         for part, seconds in lost.seconds.items():
-            lost.row.move(part, Part.LOST, share * seconds)
+            lost.row.move(part, TimePart.LOST, share * seconds)
         if lost.first < step:
             kept = {part: (1.0 - share) * seconds for part, seconds in lost.seconds.items()}
             self._steps.append(Segment(lost.first, step, lost.row, kept))
 
     def _leave(self, unix_s: float, code: int | None) -> None:
-        """The newest start has ended by then, as somebody else saw."""
+        """End the newest start at a time that its launcher or its job noted."""
         if self._rows:
-            part = Part.CLOSE if code in STOPPED else Part.RECOVERY
+            part = TimePart.CLOSE if code in STOPPED else TimePart.RECOVERY
             self._rows[-1].seconds[part] += self._pass(unix_s)
             self._code = code
 
@@ -261,3 +267,73 @@ def add_up(notes: Iterable[Note]) -> Account:
     for note in notes:
         accountant.add(note)
     return accountant.account()
+
+
+def read_notes(path: Path) -> Iterator[Note]:
+    """The notes of a file in order, without lines that are torn or no notes; none where there is no file."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            note = _decode(line)
+            if note is not None:
+                yield note
+
+
+def read_account(run_dir: Path) -> Account | None:
+    """The account of a run up to its last note; None where no start has noted anything."""
+    account = add_up(read_notes(run_dir / GOODPUT_FILE))
+    return account if account.rows else None
+
+
+def _decode(line: str) -> Note | None:
+    try:
+        values: Any = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(values, dict) or values.get("event") not in list(Event):
+        return None
+    if not isinstance(values.get("start"), int) or not isinstance(values.get("unix_s"), (int, float)):
+        return None
+    known = {name: value for name, value in values.items() if name in NOTE_DEFAULTS}
+    return Note(**{**known, "event": Event(known["event"])})
+
+
+def price_of(run: RunInfo) -> float | None:
+    """The price of a rank for an hour, if the recipe has it."""
+    price: float | None = run.config.get("launch", {}).get("price_per_gpu_hour")
+    return price
+
+
+def describe_goodput(account: Account, price: float | None, is_gpu: bool) -> Iterator[str]:
+    """A table of share, time, hours times ranks and cost by part; parts without time are left out."""
+    starts = f"{len(account.rows)} start{'s' * (len(account.rows) != 1)}"
+    yield f"goodput: {account.ettr:.1%} of {format_duration(account.on_s)} were steps that count, {starts}"
+    unit = "GPU hours" if is_gpu else "rank hours"
+    yield f"  {'':<22}{'share':>7}{'time':>11}{unit:>12}" + ("" if price is None else f"{'cost':>11}")
+    shares: dict[TimePart, float | None] = {**account.shares, TimePart.OFF: None}
+    for part in TimePart:
+        if account.seconds[part] > 0:
+            paid_s = None if part in UNPAID else account.rank_seconds[part]
+            yield _row(name_of(part), shares[part], account.seconds[part], paid_s, price)
+    yield _row("all", 1.0, account.on_s, sum(account.rank_seconds.values()), price)
+
+
+def _row(name: str, share: float | None, seconds: float, paid_s: float | None, price: float | None) -> str:
+    paid = "-" if paid_s is None else f"{paid_s / 3600:,.3g}"
+    cost = "" if price is None else f"{'-' if paid_s is None else f'{paid_s / 3600 * price:.2f}':>11}"
+    return f"  {name:<22}{'-' if share is None else f'{share:.1%}':>7}{format_duration(seconds):>11}{paid:>12}{cost}"
+
+
+def summarize_goodput(account: Account, price: float | None, is_gpu: bool) -> str:
+    """The account in a line: the largest parts, the time, and the cost."""
+    shares = sorted(account.shares.items(), key=lambda pair: -pair[1])
+    shown = ", ".join(f"{name_of(part)} {share:.1%}" for part, share in shares if share >= LEAST_SHARE)
+    hours = sum(account.rank_seconds.values()) / 3600
+    cost = "" if price is None else f", cost {hours * price:.2f}"
+    return f"{shown} of {format_duration(account.on_s)}; {hours:,.3g} {'GPU' if is_gpu else 'rank'} hours{cost}"
+
+
+def name_of(part: TimePart) -> str:
+    """The name of a part in tables."""
+    return {TimePart.START_UP: "start-up", TimePart.COMPILE: "warm-up"}.get(part, part.replace("_", " "))

@@ -5,9 +5,9 @@ Strict JSON. JSON has no NaN and no infinity, and a diverged loss must stay visi
 `float()` reads them back. `unix_s` is the wall clock when the step was reported.
 
 Each line is given to the operating system at once, so a killed process loses nothing; only a failing machine may lose the last
-lines, and one whose disk is full those that waited for room. On a resume at step k the records beyond k, of steps whose weights
-are lost, are dropped: one record per step remains. What is missing up to k is said, and filled in as far as the checkpoint
-knows: loss and gradient norm of the last 130 steps.
+lines, and one whose disk is full the lines that waited for room. On a resume at step k the records beyond k, of steps whose
+weights are lost, are dropped: one record per step remains. Missing records up to k are reported, and filled in as far as the
+checkpoint knows: loss and gradient norm of the last 130 steps.
 """
 
 import errno
@@ -29,7 +29,7 @@ from framework.track.report import RunInfo, StepReport
 METRICS_FILE = "metrics.jsonl"
 # Tokens of each expert by layer, of each report: {"step": 20, "expert_loads": {"layers.1": [31, 40, ...], ...}}.
 LOADS_FILE = "expert_loads.jsonl"
-# Lines that a full disk keeps out, of perhaps 100,000 steps.
+# The most bytes of lines that wait while the disk is full, of perhaps 100,000 steps.
 MOST_WAITING_BYTES = 64 << 20
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 
@@ -37,11 +37,11 @@ _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 class Jsonl:
     """Appends a record of each report to a file of the run. Rank 0 only: one writer per file.
 
-    file, record_of: the file's name, and what it has of a report; `unix_s` is added. lease: of the run. A start replaces the file
-    before it adds to it, so the descriptor of a former start is of a file that nobody reads any more. known: [step, loss,
-    gradient norm] of the last steps, as a checkpoint has them: of these, lost lines are filled in. every_steps: of reports.
+    file, record_of: the file's name, and its record of a report; `unix_s` is added. lease: of the run. A start replaces the file
+    before it adds to it, so the descriptor of a former start is of a file that is not read any more. known: [step, loss, gradient
+    norm] of the last steps, as a checkpoint has them, with which lost lines are filled in. every_steps: of reports.
 
-    What cannot be written (full disk) waits in memory, to the byte, and is written before the next record.
+    Bytes that cannot be written (full disk) wait in memory and are written before the next record.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Jsonl:
         self._write()
 
     def rewind(self, step: int) -> None:
-        """As a resume at that step."""
+        """Drop the records behind `step`, as a resume does."""
         assert self._file is not None, "rewind before open"
         self._write()
         truncate(self._path, step, self._lease)
@@ -107,8 +107,8 @@ def restore_records(
     lease: Lease,
     unix_s: float,
 ) -> None:
-    """`truncate` to the step that a run goes on from; what is missing up to there is said, and filled in from the (loss, gradient
-    norm) of `known` steps, with the mark `filled`."""
+    """Truncate the file to the step from which a run goes on; report missing records up to there, and fill them in from the
+    (loss, gradient norm) of `known` steps, with the mark `filled`."""
     truncate(path, run.start_step, lease)
     records = {record["step"]: record for record in read_records(path) if is_whole(record)}
     missing = find_missing(list(records), run.start_step, every_steps)
@@ -127,8 +127,8 @@ def restore_records(
 
 
 def find_missing(steps: Sequence[int], last_step: int, every_steps: int) -> list[int]:
-    """The steps up to `last_step` that were to be reported and have no record. Where reports came less often than now, as a gap
-    like most others shows, nothing is missing."""
+    """The steps up to `last_step` that should have a record and have none. A gap like most others shows that reports came less
+    often than now: nothing is missing there."""
     bounds = [0, *steps, last_step + 1]
     usual = Counter(later - step for step, later in pairwise([0, *steps])).most_common(1)
     longest = max(every_steps, usual[0][0] if usual else 1)
@@ -137,7 +137,7 @@ def find_missing(steps: Sequence[int], last_step: int, every_steps: int) -> list
 
 
 def _fill(run: RunInfo, step: int, loss: float, gradient_norm: float, unix_s: float) -> dict[str, Any]:
-    """A record of a step of which no more is known; other numbers are NaN."""
+    """A record of a step of which only loss and gradient norm are known; other numbers are NaN."""
     required: dict[str, Any] = {each.name: math.nan for each in fields(StepReport) if _is_required(each)}
     known: dict[str, Any] = {
         "step": step,
@@ -154,7 +154,7 @@ def _is_required(each: Field[Any]) -> bool:
 
 
 def metrics_of(report: StepReport) -> dict[str, Any]:
-    """The record of metrics.jsonl, in which the load of each expert would be nearly all."""
+    """The record of metrics.jsonl. The load of each expert, which would be nearly all of it, has a file of its own."""
     return {name: value for name, value in asdict(report).items() if name != "expert_loads"}
 
 
@@ -169,7 +169,7 @@ def loads_of(report: StepReport) -> dict[str, Any]:
 
 
 def read_last_records(path: Path, count: int) -> list[dict[str, Any]]:
-    """The last records of such a file, at most `count`, without those that a crash tore; none if there is no file."""
+    """The last records of such a file, at most `count`, without torn ones; none if there is no file."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8", errors="replace") as lines:
@@ -209,7 +209,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(line: str) -> dict[str, Any] | None:
-    """One line as a record with floats restored; None if it is torn."""
+    """A line as a record with floats restored; None if it is torn."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""All observers of a run behind one door that lets no failure of theirs through: a run is worth more than its curves."""
+"""The observers of a run, whose failures are contained: a run is worth more than its curves."""
 
 import logging
 from collections import Counter
@@ -11,7 +11,6 @@ from framework.errors import LeaseLost
 from framework.lease import Lease
 from framework.recipe.schema import Recipe
 from framework.track.console import Console
-from framework.track.goodput_page import GoodputTable
 from framework.track.jsonl import LOADS_FILE, Jsonl, loads_of
 from framework.track.report import Observer, RunInfo, StepReport, save_run_info
 from framework.track.summary import Summary
@@ -21,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class Observers:
-    """Fans out to each observer in order, closes in reverse order. A rank without observers holds an empty one.
+    """Passes reports to each observer in order, and closes them in reverse order. A rank without observers holds an empty one.
 
-    An observer that cannot open is left out. One that raises later is shouted about once and still told of later steps (a
-    full disk may be freed); how often it failed is said at the end. lease: of the run, checked before each report;
-    LeaseLost is the one error that passes, for it ends this process.
+    An observer that cannot open is left out. One that raises later is warned about once and still gets later reports (a full disk
+    may be freed); the number of its failures is printed at the end. lease: of the run, checked before each report; LeaseLost is
+    the one error that passes, for it ends this process.
     """
 
     def __init__(
@@ -43,7 +42,8 @@ class Observers:
         self._observers = [each for each in self._observers if self.contain(_name(each), partial(each.open, run))]
 
     def report(self, report: StepReport) -> None:
-        """Raises LeaseLost. Where the lease cannot be read the report is left out: nobody knows whose the files are."""
+        """Report a step. Raises LeaseLost. Where the lease cannot be read the report is left out: another start may own the
+        files."""
         if self._lease is not None and not self.contain("lease", self._lease.check):
             return
         for each in self._observers:
@@ -62,12 +62,12 @@ class Observers:
                 self._shout(f"{name} failed {count} times in this run, at last with {self._last[name]}")
 
     def contain(self, name: str, call: Callable[[], None]) -> bool:
-        """Whether the call came to its end; what it raises is shouted under the name, but for LeaseLost, which passes."""
+        """Run a call and warn about its error under a name; LeaseLost passes. Returns whether the call succeeded."""
         try:
             call()
         except LeaseLost:
             raise
-        except Exception as error:  # whatever an observer does, training goes on: this is the one place for it
+        except Exception as error:  # training goes on whatever an observer does: this is the one place for it
             self._failures[name] += 1
             self._last[name] = f"{type(error).__name__}: {error}"
             if self._failures[name] == 1:
@@ -83,12 +83,12 @@ def _name(observer: Observer) -> str:
 def open_observers(
     recipe: Recipe, run_dir: Path, run: RunInfo, lease: Lease | None = None, known: Sequence[Sequence[float]] = ()
 ) -> Observers:
-    """The observers that the recipe asks for, opened. For rank 0; other ranks use `Observers()`. lease: of the run, None where
-    nobody launches it. known: [step, loss, gradient norm] of the last steps."""
+    """Open the observers that the recipe selects, on rank 0; other ranks use `Observers()`. lease: of the run, None
+    without a launcher. known: [step, loss, gradient norm] of the last steps."""
     console, lease = Console(), lease or Lease(run_dir)
     metrics = Jsonl(run_dir, lease=lease, known=known, every_steps=recipe.track.every_steps)
-    # Closed in reverse order: the table stands between the report's files and the console's last word.
-    observers: list[Observer] = [console, GoodputTable(run_dir, console.say), metrics]
+    # Closed in reverse order: the report is made of the files of the others, and the console has the last word.
+    observers: list[Observer] = [console, metrics]
     if run.has_experts:
         observers.append(Jsonl(run_dir, file=LOADS_FILE, record_of=loads_of, lease=lease))
     if recipe.track.wandb.mode != "disabled":

@@ -1,5 +1,5 @@
-"""What observers are told: once what is run (`RunInfo`), then one `StepReport` per reported step. docs/metrics.md defines
-each metric: unit, where it is measured, over which ranks."""
+"""The input of observers: the description of the run (`RunInfo`), then a `StepReport` for each reported step. docs/metrics.md
+defines each metric: unit, where it is measured, over which ranks."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -13,7 +13,7 @@ RUN_INFO_FILE = "run_info.json"
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step as rank 0 sees it. Counts are of the whole run, `traffic` is of this step and this rank."""
+    """An optimizer step as rank 0 sees it. Counts are of the whole run, `traffic` is of this step and this rank."""
 
     step: int
     samples: int
@@ -55,55 +55,49 @@ class StepReport:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is run. JSON-able; kept as `run_info.json` beside the metrics so that a report can be written afterwards.
-
-    config: the recipe as plain dicts, without what nobody else may see (`recipe/environment.py`). start_step: steps done
-    before this process took over (0: a fresh run). accumulation: microbatches of a rank in a step. degrees: {axis: size}.
-    flops_per_token, peak_flops (of one device), unigram_entropy (nats per token): None if unknown.
-    sources: names of the data's sources. has_experts: whether the model has mixtures of experts. commands: {what: command line},
-    what a user may want to type next.
-    """
+    """The description of a run. JSON-able; kept as `run_info.json` beside the metrics, so that a report can be written
+    afterwards. None: unknown."""
 
     run_id: str
-    config: dict[str, Any]
+    config: dict[str, Any]  # the recipe as plain dicts, without secrets (`recipe/environment.py`)
     total_steps: int
-    start_step: int = 0
+    start_step: int = 0  # steps done before this process took over
     tokens_per_step: int = 0
-    accumulation: int = 1
+    accumulation: int = 1  # microbatches of a rank in a step
     world: int = 1
-    degrees: dict[str, int] = field(default_factory=dict)
+    degrees: dict[str, int] = field(default_factory=dict)  # by axis
     device: str = "cpu"
     model: str = ""
     num_parameters: int = 0
     num_parameters_active: int = 0
     flops_per_token: float | None = None
-    peak_flops: float | None = None
-    unigram_entropy: float | None = None
-    sources: tuple[str, ...] = ()
+    peak_flops: float | None = None  # of one device
+    unigram_entropy: float | None = None  # nats per token
+    sources: tuple[str, ...] = ()  # names of the data's sources
     has_experts: bool = False
-    commands: dict[str, str] = field(default_factory=dict)
+    commands: dict[str, str] = field(default_factory=dict)  # command lines that a user may want next, by purpose
 
     def next_commands(self, is_done: bool, is_saved: bool) -> dict[str, str]:
-        """What makes sense to type next: a run that is done cannot be resumed, one that has not saved has no model to use."""
+        """The commands that apply: a run that is done cannot be resumed, one that has not saved has no model to use."""
         hidden = {"resume"} if is_done else set() if is_saved else self.commands.keys() - {"resume"}
         return {what: command for what, command in self.commands.items() if what not in hidden}
 
 
 class Observer(Protocol):
-    """Watches a run from rank 0. Whatever it raises is contained: see `observers.py`."""
+    """Observes a run from rank 0. Its errors are contained: see `observers.py`."""
 
     def open(self, run: RunInfo) -> None: ...
 
     def report(self, report: StepReport) -> None: ...
 
     def rewind(self, step: int) -> None:
-        """The run goes back to the end of `step`: reports of later ones come again."""
+        """Handle that the run goes back to the end of `step`: reports of later steps come again."""
 
     def close(self, exit_code: int) -> None: ...
 
 
 def save_run_info(run_dir: Path, run: RunInfo, lease: Lease | None = None) -> None:
-    """Written whole or not at all."""
+    """Write run_info.json atomically."""
     text = json.dumps(asdict(run), indent=2) + "\n"
     (lease or Lease(run_dir)).write(run_dir / RUN_INFO_FILE, text.encode())
 

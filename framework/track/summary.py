@@ -11,14 +11,21 @@ from typing import Any
 
 from framework.lease import Lease
 from framework.track.console import format_count, format_duration
-from framework.track.goodput import Account
-from framework.track.goodput_log import GOODPUT_FILE, read_account
-from framework.track.goodput_page import GOODPUT_PICTURE, describe_goodput, draw_goodput, price_of
+from framework.track.goodput import GOODPUT_FILE, Account, TimePart, describe_goodput, name_of, price_of, read_account
 from framework.track.jsonl import LOADS_FILE, METRICS_FILE, is_whole, read_last_records, read_records
 from framework.track.report import RunInfo, StepReport, load_run_info
 
 REPORT_TEXT = "report.txt"
 REPORT_PICTURE = "report.png"
+GOODPUT_PICTURE = "goodput.png"
+# Useful work in blue, what belongs to each step beside it, then what surrounds it, and what failures cost in red.
+COLORS = {
+    TimePart.STEP: "#2f6db5", TimePart.EXPOSED: "#7fb2e5", TimePart.DATA_WAIT: "#35a0a0", TimePart.CHECKPOINT: "#7e5fb0",
+    TimePart.VALIDATION: "#b79bd8", TimePart.COMPILE: "#e0a020", TimePart.START_UP: "#f0cf7a", TimePart.QUEUE: "#b5b5b5",
+    TimePart.RECOVERY: "#c2322d", TimePart.LOST: "#e8837a", TimePart.CLOSE: "#6e6e6e", TimePart.OFF: "#dedede",
+}  # fmt: skip
+# Beyond so many starts each has no bar of its own: the last ones are shown.
+SHOWN_STARTS = 24
 
 # Reports at the end of a run over which the load of experts is averaged.
 LAST_LOADS = 20
@@ -39,36 +46,41 @@ _CURVES = (
 
 
 class Summary:
-    """Writes the report when a run ends, however it ends, and says where it is."""
+    """Writes the report when a run ends, however it ends, and prints where the time went and where the report is."""
 
     def __init__(self, run_dir: Path, say: Callable[[str], None], lease: Lease | None = None):
-        self._run_dir, self._lease = run_dir, lease
-        self._say = say
+        self._run_dir, self._say, self._lease = run_dir, say, lease
+        self._run: RunInfo | None = None
 
     def open(self, run: RunInfo) -> None:
-        """Nothing to prepare: all comes from the files of the run."""
+        self._run = run
 
     def report(self, report: StepReport) -> None:
-        """As above."""
+        """Nothing: the report is made of the run's files."""
 
     def rewind(self, step: int) -> None:
-        """As above."""
+        """Nothing: the same."""
 
     def close(self, exit_code: int) -> None:
-        self._say(f"report: {', '.join(str(path) for path in write_report(self._run_dir, self._lease))}")
+        account, run = read_account(self._run_dir), self._run
+        try:
+            self._say(f"report: {', '.join(str(path) for path in write_report(self._run_dir, self._lease))}")
+        finally:
+            if account is not None and run is not None:
+                self._say("\n".join(describe_goodput(account, price_of(run), run.device != "cpu")))
 
 
 @dataclass(frozen=True)
 class Curves:
-    """The metrics of a run by column, one value per reported step; `validation` is (step, loss), `by_source` of the last one;
-    `imbalance` is (step, mean over layers, largest) of experts; `load` by layer the tokens of each expert in the last reports."""
+    """The metrics of a run by column, one value per reported step."""
 
     columns: dict[str, list[Any]]
-    validation: list[tuple[int, float]] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)  # (step, loss)
+    # Of experts: (step, mean over layers, largest).
     imbalance: list[tuple[int, float, float]] = field(default_factory=list)
-    load: dict[str, list[int]] = field(default_factory=dict)
-    last: dict[str, Any] = field(default_factory=dict)
-    by_source: dict[str, float] = field(default_factory=dict)
+    load: dict[str, list[int]] = field(default_factory=dict)  # tokens of each expert in the last reports, by layer
+    last: dict[str, Any] = field(default_factory=dict)  # the last record
+    by_source: dict[str, float] = field(default_factory=dict)  # of the last validation
 
     def __getitem__(self, name: str) -> list[Any]:
         return self.columns[name]
@@ -110,7 +122,7 @@ def collect_curves(records: Iterable[dict[str, Any]]) -> Curves:
 
 
 def add_loads(records: Iterable[dict[str, Any]]) -> dict[str, list[int]]:
-    """By layer, the tokens of each expert in all of the records."""
+    """The tokens of each expert in all of the records, by layer."""
     sums: dict[str, list[int]] = {}
     for record in records:
         for layer, load in record["expert_loads"].items():
@@ -334,3 +346,66 @@ def _join(group: dict[str, Any], *keys: str) -> str:
 def _table(rows: list[tuple[str, str]]) -> list[str]:
     width = max((len(name) for name, _ in rows), default=0)
     return [f"  {name:<{width}}  {value}" for name, value in rows if value]
+
+
+def draw_goodput(account: Account, title: str) -> bytes:
+    """A PNG: the whole run as one bar with the share of each part, and below it a bar for each start."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = list(enumerate(account.rows, start=1))[-SHOWN_STARTS:]
+    unit_s, unit = _choose_unit(account.wall_s)
+    figure = Figure(figsize=(11, 3.2 + 0.32 * len(rows)), dpi=120, layout="constrained", facecolor="white")
+    figure.suptitle(f"{title}   {account.ettr:.1%} of {format_duration(account.on_s)} were steps that count")
+    whole, starts = figure.subplots(2, 1, height_ratios=(1, 0.6 + 0.45 * len(rows)))
+    _draw_bar(whole, 0.0, {part: 100 * share for part, share in account.shares.items()}, says=True)
+    whole.set(xlim=(0, 100), yticks=[], xlabel="% of the time, off left out")
+    for position, (_, row) in enumerate(rows):
+        _draw_bar(starts, position, {part: seconds / unit_s for part, seconds in row.items()})
+    starts.set_yticks(range(len(rows)), [str(number) for number, _ in rows])
+    starts.set(xlabel=unit, ylabel="start", ylim=(len(rows) - 0.4, -0.6))
+    for axes in (whole, starts):
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+    starts.grid(axis="x", alpha=0.25)
+    starts.set_axisbelow(True)
+    _draw_legend(figure, account)
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(picture)
+    return picture.getvalue()
+
+
+def _draw_bar(axes: Any, position: float, lengths: dict[TimePart, float], says: bool = False) -> None:
+    """Draw the parts end to end. says: write the length into each that has room for it."""
+    left = 0.0
+    for part in TimePart:
+        length = lengths.get(part, 0.0)
+        if length > 0:
+            axes.barh(position, length, left=left, color=COLORS[part], edgecolor="white", linewidth=0.4, height=0.72)
+            if says and length >= 4:
+                dark = part in (
+                    TimePart.STEP,
+                    TimePart.DATA_WAIT,
+                    TimePart.CHECKPOINT,
+                    TimePart.RECOVERY,
+                    TimePart.CLOSE,
+                )
+                color = "white" if dark else "black"
+                axes.text(left + length / 2, position, f"{length:.0f}%", ha="center", va="center", color=color)
+        left += length
+
+
+def _draw_legend(figure: Any, account: Account) -> None:
+    from matplotlib.patches import Patch
+
+    shown = [part for part in TimePart if account.seconds[part] > 0]
+    patches = [Patch(color=COLORS[part]) for part in shown]
+    labels = [f"{name_of(part)} {format_duration(account.seconds[part])}" for part in shown]
+    figure.legend(patches, labels, loc="outside lower center", ncols=5, frameon=False)
+
+
+def _choose_unit(seconds: float) -> tuple[float, str]:
+    for unit_s, unit in ((3600.0, "hours"), (60.0, "minutes")):
+        if seconds >= 2 * unit_s:
+            return unit_s, unit
+    return 1.0, "seconds"

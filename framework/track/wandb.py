@@ -2,21 +2,21 @@
 
 The observer in the training process starts `python -m framework.track.wandb RUN_DIR` and never talks to wandb: the mirror
 reads `run_info.json` and follows `metrics.jsonl`. So a slow, hanging or raising wandb costs training nothing, the file is
-the spool for however long the network is away, and a mirror that hangs at the end can be ended. Two pipes join them, of which
-the training process neither fills one nor waits for one before its end:
+the spool while the network is away, and a mirror that hangs at the end can be ended. Two pipes join them; before its end the
+training process waits for neither:
 
     stdin   the training process writes its exit code; closed without one, it was killed
     stdout  lines for the user: where the run is, or why it is not there
 
-Its arguments are the run's folder and the epoch of its lease: a mirror of a start that was held for dead is killed.
+Its arguments are the run's folder and the epoch of its lease: the mirror of a start that has lost the lease is killed.
 
 One run is one wandb run: its id is the run's id, a resume continues it. Charts are drawn against our `step`, and each step is
-sent once: a start sends what lies behind the newest step that wandb has. What was sent of steps that are trained again after a
-failure stays as it was, and what a former mirror could not send any more comes now. metrics.jsonl has the truth on both.
+sent once: a start sends the records behind the newest step that wandb has. Records of steps that are trained again after a
+failure stay as they were sent, and records that a former mirror could not send come now. metrics.jsonl is right about both.
 
 A rewind (train/rewind.py) takes steps back that wandb has, and wandb changes no step that it was given. So the run goes on as
-another wandb run, ID-rewound-1, which gets all records of metrics.jsonl from the first one on: the newest one is the curve of
-what the run now is. The one before gets the tag `rewound`. Which one it is follows from `rewinds` of the newest record.
+another wandb run, ID-rewound-1, which gets all records of metrics.jsonl from the first one on. The former wandb run gets the tag
+`rewound`. The number follows from `rewinds` of the newest record.
 """
 
 import json
@@ -45,12 +45,12 @@ LOG_FILE = "wandb.log"
 INIT_TIMEOUT_S = 30.0
 POLL_S = 0.5
 LEAST_ROOM_BYTES = 1 << 20
-# So long the end of a run waits for wandb; a mirror whose training process was killed ends itself after twice that.
+# The time for which the end of a run waits for wandb; a mirror whose training process was killed ends itself after twice that.
 CLOSE_TIMEOUT_S = 60.0
 ALONE_S = 2 * CLOSE_TIMEOUT_S
 # Beyond so many ranks one chart per rank is unreadable: wandb gets the slowest and the fastest, metrics.jsonl has all.
 MAX_RANKS_CHARTED = 64
-# Of a wandb run whose last steps the run has taken back, and in the name of the one that follows.
+# The tag of a wandb run whose last steps the run has taken back, and a part of the name of the next one.
 TAG_OF_REWOUND = "rewound"
 # Charts of the imbalance of experts: one of each group of layers.
 MAX_LAYER_GROUPS = 8
@@ -60,7 +60,7 @@ _EXIT_KILLED = 1
 
 
 class WandbObserver:
-    """Starts the mirror, relays what it says, and ends it. Only `close` waits for wandb, and for `close_timeout_s`."""
+    """Starts the mirror, relays its lines, and ends it. Only `close` waits for wandb, and for `close_timeout_s`."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class WandbObserver:
         process.stdout.close()
 
     def _relay(self, process: subprocess.Popen[bytes]) -> None:
-        """Pass on what the mirror has said since the last call, and once that it died; never waits."""
+        """Print the mirror's lines since the last call, and once that it died; never waits."""
         if self._has_ended:
             return
         assert process.stdout is not None
@@ -137,22 +137,22 @@ def mirror(run_dir: Path, said_by_parent: IO[str], lease: Lease) -> None:
     """Send every record of metrics.jsonl that wandb does not have yet until the training process ends. Raises LeaseLost once
     another start sends its own."""
     lease.check()
-    curve = Curve(load_run_info(run_dir), run_dir)
+    curve = MirroredRun(load_run_info(run_dir), run_dir)
     exit_code = None
     has_room = True
     while exit_code is None:
         # Asked before reading, so that what was written before the end is read after it.
         exit_code = _read_exit_code(said_by_parent, POLL_S)
         curve.send(lease)
-        # What wandb cannot write it drops without a word.
+        # wandb silently drops records that it cannot write.
         if has_room and not _has_room(run_dir / "wandb"):
             has_room = False
             _say(f"wandb: no room at {run_dir / 'wandb'}: what it shows may have gaps; {METRICS_FILE} has all")
     curve.finish(EXIT_DONE if exit_code in (EXIT_DONE, EXIT_RESUME) else exit_code)
 
 
-class Curve:
-    """The wandb run that has the records of metrics.jsonl; after a rewind that is another one."""
+class MirroredRun:
+    """The wandb run that has the records of metrics.jsonl; after a rewind another one begins."""
 
     def __init__(self, info: RunInfo, run_dir: Path) -> None:
         self._info, self._run_dir = info, run_dir
@@ -179,7 +179,8 @@ class Curve:
         self._records = NewRecords(self._run_dir / METRICS_FILE)
 
     def _send_new(self) -> int | None:
-        """The number of rewinds of a record behind one that this curve knows nothing of; None once all are sent."""
+        """Send new records. Returns the number of rewinds at a rewind that this wandb run does not have; None once all are
+        sent."""
         for record in self._records.read():
             if _rewinds_of(record) > self._rewinds:
                 return _rewinds_of(record)
@@ -199,8 +200,8 @@ def _has_room(folder: Path) -> bool:
 
 
 def _find_written(segments: list[Path], otherwise: int) -> int:
-    """The newest step in wandb's files, each of a former start; `otherwise` where wandb cannot read them. What a mirror was given
-    says less: of one that was killed the last of it is in no file."""
+    """The newest step in wandb's files, each of a former start; `otherwise` where wandb cannot read them. The records given to a
+    mirror tell less: the last ones of a killed mirror are in no file."""
     for segment in reversed(segments):
         newest = _read_segment(segment)
         if newest is None:
@@ -228,7 +229,8 @@ def write_sync(run_dir: Path) -> str:
 
 
 def chart_values(record: dict[str, Any]) -> dict[str, float]:
-    """One record as wandb's flat charts: what is not measured is absent, axes and ranks are `traffic/dp/bytes`, `.../3`."""
+    """A record as wandb's flat charts: metrics that were not measured are absent, axes and ranks are `traffic/dp/bytes`,
+    `.../3`."""
     values = {key: value for key, value in record.items() if isinstance(value, (int, float)) and key != "unix_s"}
     values |= {f"validation_loss/{name}": loss for name, loss in (record.get("validation_losses") or {}).items()}
     for axis, counts in record.get("traffic", {}).items():
@@ -308,7 +310,7 @@ def describe_derived(info: RunInfo) -> dict[str, Any]:
 
 
 def _has_key(wandb: Any) -> bool:
-    """Is there an API key where wandb looks for one (its environment variable, netrc, its settings)?"""
+    """Whether there is an API key where wandb looks for one (its environment variable, netrc, its settings)."""
     try:
         return bool(wandb.login(verify=False))
     except wandb.errors.UsageError:  # no key, and stdin is no terminal to ask for one
@@ -316,7 +318,7 @@ def _has_key(wandb: Any) -> bool:
 
 
 def _say(line: str) -> None:
-    """One line to the training process; it may be gone, which is no reason to lose what it has written."""
+    """Print a line to the training process, which may be gone: its records are sent all the same."""
     with suppress(BrokenPipeError):
         os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
@@ -364,7 +366,7 @@ def _read_exit_code(said_by_parent: IO[str], timeout_s: float) -> int | None:
 
 
 def _end_late(said_by_parent: IO[str]) -> None:
-    """In a thread: the training process is gone, or about to go, and has no way to end a mirror that hangs once it is gone."""
+    """In a thread: end this mirror if it hangs behind the end of the training process, which can then end it no more."""
     select.select([said_by_parent], [], [])
     time.sleep(ALONE_S)
     print(f"the training process ended {ALONE_S:.0f} s ago: this mirror ends unfinished", file=sys.stderr, flush=True)
@@ -372,8 +374,8 @@ def _end_late(said_by_parent: IO[str]) -> None:
 
 
 def main(run_dir: Path, lease: Lease) -> int:
-    """The mirror's process, which leads a group of its own. Ends when its stdin does, not by signals: a scheduler sends those to
-    every process of a job."""
+    """Run the mirror's process, which leads a group of its own. It ends when its stdin does, not by signals: a scheduler sends
+    those to every process of a job."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_late, args=(sys.stdin,), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Build a rank's Run: materialize parameters on the mesh, then attach hooks, gradients and loss.
+"""Build a rank's TrainingRun: materialize parameters on the mesh, then attach hooks, gradients and loss.
 
 plan = make_plan(recipe, config)       framework/plan: pure, equal on every rank
 mesh = connect(plan.topology, ...)     framework/comm: process groups
@@ -27,18 +27,16 @@ from framework.plan.plan import Plan
 from framework.plan.stage import PlannedStage
 from framework.train.loss_scale import LossScale
 from framework.train.router_bias import RouterBiases
-from framework.train.shards import find_copies, own_shards
 from framework.train.stage import RankStage
-from framework.train.step import Run
-from framework.train.update import StepOptimizer
-from framework.train.update_on_disk import open_disk
+from framework.train.step import TrainingRun
+from framework.train.update import StepOptimizer, find_copies, open_disk, own_shards
 
 
-def build(plan: Plan, mesh: Mesh, resumes: bool = False, run_id: str | None = None) -> Run:
+def build(plan: Plan, mesh: Mesh, resumes: bool = False, run_id: str | None = None) -> TrainingRun:
     """This rank's stages over a connected mesh, with their values and one optimizer.
 
     resumes: leave the parameters' values to a checkpoint that is loaded next. run_id: of the folder of states on a disk; None:
-    one that nobody else has.
+    a new one.
     """
     own = plan.lay_out(mesh.rank, mesh.axes, mesh.device)
     disk, masters = open_disk(plan.recipe, own.stages, mesh.rank, run_id)
@@ -105,12 +103,12 @@ def assemble(
     load: ExpertLoad,
     exposed: ExposedCommunication,
     disk: DiskStates | None,
-) -> Run:
-    """The Run: a rank's stages, one optimizer over all of them, and the facts that a step asks for."""
+) -> TrainingRun:
+    """The run of a rank: its stages, one optimizer over all of them, and the values that a step reads."""
     buffers = [buffer for stage in stages.values() for buffer in stage.buffers]
     shards = own_shards(buffers)
     auxiliary = plan.load_balancing
-    return Run(
+    return TrainingRun(
         stages=stages,
         pipeline=plan.pipeline,
         optimizer=StepOptimizer(plan.recipe, buffers, shards, plan.groups, mesh.device, disk),

@@ -1,4 +1,4 @@
-"""The loss scale of fp16: what the loss is multiplied by before backward, so that small gradients do not become zero.
+"""The loss scale of fp16: a factor of the loss before backward, so that small gradients do not become zero.
 
 fp16 has nothing between 0 and 6e-8 and nothing beyond 65,504. Backward is linear, so it gets `scale` in place of 1 as the
 gradient of the loss, and all gradients are `scale` times too large until the optimizer divides them, in the pass that clips:
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from framework.recipe.schema import Precision
 
-# As torch.amp.GradScaler: the first steps find the largest power of two that does not overflow.
+# The values of torch.amp.GradScaler: the first steps find the largest power of two that does not overflow.
 INITIAL = 2.0**16
 GROWTH_STEPS = 2000
 # Where all gradients are zero the scale would grow until it is infinite, and 0 * inf is NaN.
@@ -25,7 +25,7 @@ LARGEST = 2.0**40
 class LossScale:
     """The scale of one run, equal on all ranks: it follows from sums over the world alone.
 
-    dtype: that of the loss. The scale and the steps since it changed live on the device: no step waits for them.
+    dtype: of the loss. The scale and the steps since it changed live on the device: no step waits for them.
     """
 
     def __init__(self, precision: Precision, dtype: torch.dtype, device: torch.device):
@@ -53,7 +53,7 @@ class LossScale:
         return (self._scale.item(), int(self._clean)) if self._is_dynamic else (None, 0)
 
     def restore(self, scale: float, clean_steps: int) -> None:
-        """Go on from what `read` returned of a scale that changes."""
+        """Set the values that `read` has returned, of a scale that changes."""
         if self._is_dynamic:
             self._scale.fill_(scale)
             self._clean.fill_(clean_steps)

@@ -1,11 +1,12 @@
-"""The start-up probe: is every node fit to train, found out in about a second while the ranks connect?
+"""The start-up probe: checks in about a second, once the ranks are connected, whether every node is fit to train.
 
-    each rank    its clock, its device's arithmetic, its node's memory, whether it sees what rank 0 wrote, all-reduces per axis
-    rank 0       compares them with one another, with the plan and with the disk; says what is odd, names nodes that are bad
+    each rank    its clock, its device's arithmetic, its node's memory, whether it sees a file of rank 0, all-reduces per axis
+    rank 0       compares them with one another, with the plan and with the disk; prints oddities, names nodes that are bad
 
-A bad node ends all ranks with 87: the job's script leaves it out from then on. What is slow on CPUs, or not as expected, is said
-and no more. Whether code, versions and recipe are equal is compared before (`comm/connect.py`), and too few GPUs are found before
-that (`launch/task.py`). Nothing depends on clocks: that they differ is said, for people read the logs of several nodes together.
+A bad node ends all ranks with 87, and the job's script leaves it out from then on. A slow CPU, or a value that is not as
+expected, is only printed. Code, versions and recipe are compared before (`comm/connect.py`), and too few GPUs are found before
+that (`launch/task.py`). Nothing depends on clocks; their differences are printed because people read the logs of several nodes
+together.
 """
 
 import platform
@@ -38,42 +39,41 @@ from framework.plan.cluster import Cluster
 from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan
 
-# A new name shows at once on a network file system; what has not come by then is on another one.
+# A new name shows at once on a network file system; a file that has not come by then is on another one.
 SHARED_WITHIN_S = 10.0
-# Beyond it people who read logs of several nodes side by side are misled.
+# A larger difference of clocks misleads readers of several nodes' logs.
 CLOCK_BOUND_S = 1.0
-# Of the matrix: rows, and how often it is multiplied.
+# The rows of the matrix, and how often it is multiplied.
 ROWS, REPEATS = 256, 4
-# What an all-reduce sends: on CPUs little, for the ranks share a machine's memory often enough.
+# Bytes of an all-reduce: few on CPUs, where the ranks often share a machine's memory.
 BYTES_ON_CPU, BYTES_ON_GPU = 1 << 18, 1 << 26
 TIMED = 3
-# Slow: so many times the median of its peers, beyond their spread, and by more than what a busy machine makes of anything.
+# Slow: so many times the median of its peers, beyond their spread, and by more than the noise of a busy machine.
 SLOW_FACTOR, SPREADS, MIN_PEERS = 3.0, 6.0, 4
 NOISE_ON_CPU_S, NOISE_ON_GPU_S = 0.1, 1e-3
-# A collective reaches so much of the data sheet's rate at the least.
+# The least share of the data sheet's rate that a collective reaches.
 LEAST_SHARE = 0.1
 AXES = ("world", "tp", "cp", "dp", "pp", "ep")
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank found. clock_s: its wall clock as all left a barrier that took this rank barrier_s. wrong: what its device
-    computed, empty if it was right. device_s: of a matrix product. free: bytes of the host's memory, None where nobody knows.
-    sees_run: whether it found what rank 0 wrote. reduce_s: seconds of an all-reduce by axis, with the first rank of its group."""
+    """Measurements of one rank."""
 
     node: str
-    clock_s: float
-    barrier_s: float
-    wrong: str
-    device_s: float
-    free: int | None
-    sees_run: bool
+    clock_s: float  # its wall clock as all ranks left a barrier
+    barrier_s: float  # the time that the barrier took this rank
+    wrong: str  # errors of its device's arithmetic; empty if there are none
+    device_s: float  # of a matmul
+    free: int | None  # bytes of the host's memory; None where unknown
+    sees_run: bool  # whether it found the file of rank 0
+    # By axis: the first rank of this rank's group, and the seconds of an all-reduce.
     reduce_s: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A word on a node. is_bad: it must not train."""
+class NodeFinding:
+    """An oddity of a node. is_bad: it must not train."""
 
     node: str
     text: str
@@ -82,8 +82,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the plan says. host_bytes: that the ranks of a node take of its memory at the least. link_s: seconds of an all-reduce
-    by axis, on GPUs that it knows. is_gpu: slow nodes are then bad ones."""
+    """Expectations of the plan. host_bytes: the memory that the ranks of a node need at least. link_s: seconds of an all-reduce
+    by axis, on known GPUs. is_gpu: slow nodes are then bad ones."""
 
     host_bytes: int
     link_s: Mapping[str, float]
@@ -91,7 +91,7 @@ class Expected:
 
 
 def probe(plan: Plan, mesh: Mesh, lease: Lease) -> None:
-    """Raises NodeError on all ranks where a node is bad, RunError where the run's folder is not shared. Collective."""
+    """Raise NodeError on all ranks where a node is bad, RunError where the run's folder is not shared. Collective."""
     world = mesh.axis("world")
     name = broadcast_object(lambda: _leave_note(lease), world)
     facts = gather_object(_find_facts(mesh, lease.run, name), world)
@@ -111,19 +111,21 @@ def probe(plan: Plan, mesh: Mesh, lease: Lease) -> None:
                 lease.tidy()
 
 
-def judge(facts: Sequence[Facts], expected: Expected) -> Iterator[Finding]:
-    """What is odd about the ranks' nodes. facts: of all ranks, in their order."""
+def judge(facts: Sequence[Facts], expected: Expected) -> Iterator[NodeFinding]:
+    """The oddities of the ranks' nodes. facts: of all ranks, in their order."""
     yield from _judge_clocks(facts)
     for rank, each in enumerate(facts):
         if each.wrong:
-            yield Finding(each.node, f"the device of rank {rank} on {each.node} computes wrongly: {each.wrong}", True)
+            yield NodeFinding(
+                each.node, f"the device of rank {rank} on {each.node} computes wrongly: {each.wrong}", True
+            )
         if not each.sees_run:
             text = f"{each.node} does not see what rank 0 wrote into the run's folder {SHARED_WITHIN_S:.0f} s ago"
-            yield Finding(each.node, text, True)
+            yield NodeFinding(each.node, text, True)
     for node, free in {each.node: each.free for each in facts if each.free is not None}.items():
         if free < expected.host_bytes:
             text = f"{node} has {show_bytes(free)} of free memory; its ranks need at least {show_bytes(expected.host_bytes)}"
-            yield Finding(node, text)
+            yield NodeFinding(node, text)
     noise_s = NOISE_ON_GPU_S if expected.is_gpu else NOISE_ON_CPU_S
     seconds = {rank: each.device_s for rank, each in enumerate(facts)}
     for rank, usual_s in find_slow(seconds, noise_s).items():
@@ -131,14 +133,14 @@ def judge(facts: Sequence[Facts], expected: Expected) -> Iterator[Finding]:
         text = (
             f"rank {rank} on {node} multiplies matrices in {1e3 * seconds[rank]:.3g} ms, {times:.1f} times the median"
         )
-        yield Finding(node, text, expected.is_gpu)
+        yield NodeFinding(node, text, expected.is_gpu)
     for axis in dict.fromkeys(axis for each in facts for axis in each.reduce_s):
         yield from _judge_axis(axis, facts, expected, noise_s)
 
 
 def find_slow(seconds: Mapping[int, float], noise_s: float) -> dict[int, float]:
-    """Those who take far longer than their peers, with the median: by it and the median deviation, which one slow peer among
-    four does not move. Too few peers say nothing."""
+    """The keys that take far longer than their peers, with the peers' median: by the median and the median deviation, which one
+    slow peer among four does not move. None among fewer than four."""
     if len(seconds) < MIN_PEERS:
         return {}
     usual_s = median(seconds.values())
@@ -147,8 +149,8 @@ def find_slow(seconds: Mapping[int, float], noise_s: float) -> dict[int, float]:
     return {key: usual_s for key, each in seconds.items() if each > bound_s}
 
 
-def check_room(plan: Plan, run_dir: Path) -> list[Finding]:
-    """Whether the disk has room for the checkpoints that the run keeps at a time: `keep`, and one that is being written."""
+def check_room(plan: Plan, run_dir: Path) -> list[NodeFinding]:
+    """Check the disk for room for `checkpoint.keep` checkpoints and one that is being written."""
     keep, here = plan.recipe.checkpoint.keep, checkpoints_of(run_dir)
     if isinstance(here, ObjectPath):
         return []  # a store does not say how much room it has
@@ -163,19 +165,19 @@ def check_room(plan: Plan, run_dir: Path) -> list[Finding]:
         f"{run_dir} has {show_bytes(free)} of free space, and the run writes {to_come} more checkpoints of about"
         f" {show_bytes(each)} before it removes one: free space, lower checkpoint.keep, or a save fails"
     )
-    return [Finding(platform.node(), text)]
+    return [NodeFinding(platform.node(), text)]
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """About what a checkpoint takes: a master copy and the optimizer's states of each parameter."""
+    """The approximate bytes of a checkpoint: a master copy and the optimizer's states of each parameter."""
     widths = {"fp32": 4, "bf16": 2, "int8": 1, "fp16": 2}
     precision = plan.recipe.precision
     states = len(state_names(plan.recipe.optim))
     return plan.size.total * (widths.get(precision.master, 4) + states * widths.get(precision.moments, 4))
 
 
-def refuse(bad: Sequence[Finding], facts: Sequence[Facts], lease: Lease) -> None:
-    """Raises NodeError with the bad nodes, which a job leaves out from then on; RunError where hardly a node sees the run."""
+def refuse(bad: Sequence[NodeFinding], facts: Sequence[Facts], lease: Lease) -> None:
+    """Raise NodeError with the bad nodes, which a job leaves out from then on; RunError where no other node sees the run."""
     if not bad:
         return
     nodes, blind = list(dict.fromkeys(each.node for each in bad)), {each.node for each in facts if not each.sees_run}
@@ -192,10 +194,11 @@ def refuse(bad: Sequence[Finding], facts: Sequence[Facts], lease: Lease) -> None
 
 
 def compute_known(device: torch.device, work: Tensor | None = None) -> tuple[str, float]:
-    """(what the device computed wrongly, empty if nothing; the shortest seconds of a product).
+    """Compute a matmul whose result is known. Returns (errors, empty if none; the shortest seconds of a matmul).
 
     H H' = n 1 for a Hadamard matrix H, and for any signs of its rows: every product and partial sum is an integer of at most n =
-    256, which all dtypes of more than seven bits hold exactly. So equality is asked for, and no tolerance hides a wrong bit.
+    256, which all dtypes of more than seven bits hold exactly. So the check is equality, and no tolerance hides a wrong bit.
+    work: [ROWS, ROWS], the matrix to multiply.
     """
     signs = hadamard(ROWS).to(device) if work is None else work
     known, shortest_s, wrong = ROWS * torch.eye(ROWS, device=device), float("inf"), ""
@@ -209,7 +212,7 @@ def compute_known(device: torch.device, work: Tensor | None = None) -> tuple[str
         if not torch.equal(found, known):
             count = int((found != known).sum())
             wrong = (
-                f"{count} of {ROWS * ROWS} elements of a known product are wrong, in repeat {repeat + 1} of {REPEATS}"
+                f"{count} of {ROWS * ROWS} elements of a known matmul are wrong, in repeat {repeat + 1} of {REPEATS}"
             )
     return wrong or find_memory_errors(device), shortest_s
 
@@ -223,7 +226,7 @@ def hadamard(rows: int) -> Tensor:
 
 
 def find_memory_errors(device: torch.device) -> str:
-    """Errors of a GPU's memory that ECC could not correct since the driver began, by NVML; empty where nobody counts them."""
+    """Errors of a GPU's memory that ECC could not correct since the driver began, by NVML; empty without a count."""
     if device.type != "cuda":
         return ""
     try:
@@ -257,7 +260,7 @@ def _read_clock(world: Communicator) -> tuple[float, float]:
     return time.time(), time.monotonic() - began_s
 
 
-def _judge_clocks(facts: Sequence[Facts]) -> Iterator[Finding]:
+def _judge_clocks(facts: Sequence[Facts]) -> Iterator[NodeFinding]:
     first, slack_s = facts[0], max(each.barrier_s for each in facts)
     seen = set()
     for each in facts:
@@ -266,11 +269,11 @@ def _judge_clocks(facts: Sequence[Facts]) -> Iterator[Finding]:
             seen.add(each.node)
             where = "ahead of" if skew_s > 0 else "behind"
             text = f"the clock of {each.node} is {abs(skew_s):.1f} s {where} that of rank 0's node: times in the logs differ"
-            yield Finding(each.node, f"{text}. Training does not depend on it")
+            yield NodeFinding(each.node, f"{text}. Training does not depend on it")
 
 
-def _judge_axis(axis: str, facts: Sequence[Facts], expected: Expected, noise_s: float) -> Iterator[Finding]:
-    """Groups of an axis against one another, and on GPUs the usual one against the plan's link."""
+def _judge_axis(axis: str, facts: Sequence[Facts], expected: Expected, noise_s: float) -> Iterator[NodeFinding]:
+    """Compare the groups of an axis with one another, and on GPUs their median with the plan's link."""
     groups: dict[int, list[float]] = defaultdict(list)
     nodes: dict[int, list[str]] = defaultdict(list)
     for each in facts:
@@ -286,12 +289,12 @@ def _judge_axis(axis: str, facts: Sequence[Facts], expected: Expected, noise_s: 
             f"an all-reduce over {axis} takes {1e3 * times[first]:.3g} ms on {', '.join(inside)},"
             f" {times[first] / usual_s:.1f} times the median of {len(times)} groups"
         )
-        # Of several nodes nobody can say which one it is.
-        yield Finding(inside[0], text, expected.is_gpu and len(inside) == 1)
+        # Among several nodes the slow one is unknown.
+        yield NodeFinding(inside[0], text, expected.is_gpu and len(inside) == 1)
     usual_s, planned_s = median(times.values()), expected.link_s.get(axis)
     if planned_s is not None and usual_s > planned_s / LEAST_SHARE:
         text = f"an all-reduce over {axis} takes {1e3 * usual_s:.3g} ms, and {1e3 * planned_s:.3g} ms by the rates of its links"
-        yield Finding(facts[0].node, f"{text}: is NCCL on the right network (NCCL_SOCKET_IFNAME, NCCL_IB_HCA)?")
+        yield NodeFinding(facts[0].node, f"{text}: is NCCL on the right network (NCCL_SOCKET_IFNAME, NCCL_IB_HCA)?")
 
 
 def _time_axes(mesh: Mesh) -> Iterator[tuple[str, tuple[int, ...], float]]:
@@ -328,7 +331,7 @@ def _expect(plan: Plan, mesh: Mesh) -> Expected:
 
 
 def _leave_note(lease: Lease) -> str:
-    """A file of a new name in the run's folder; its path there, empty if there is no room for it. On rank 0."""
+    """Make a file of a new name in the run's folder, on rank 0. Returns its path there; empty if there is no room for it."""
     try:
         path = lease.workplace() / f"probe-{uuid.uuid4().hex}"
         path.touch()

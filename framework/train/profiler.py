@@ -20,19 +20,19 @@ from torch.utils.hooks import RemovableHandle
 from framework.lease import Lease
 from framework.model.units import Unit
 from framework.recipe.schema import Track
-from framework.train.step import Run
+from framework.train.step import TrainingRun
 
 FOLDER = "profile"
 OPERATORS_SHOWN = 60
 
 
 class StepProfiler:
-    """Records the steps of `track.profile_steps` on a rank of `track.profile_ranks`; on others it does nothing.
+    """Records the steps of `track.profile_steps` on a rank of `track.profile_ranks`; on other ranks it does nothing.
 
-    units: the whole model's. lease: of the run that the trace is written into. say: hears where it lies.
+    units: the whole model's. lease: of the run into which the trace is written. say: prints where it lies.
     """
 
-    def __init__(self, run: Run, units: Sequence[Unit], track: Track, lease: Lease, say: Callable[[str], None]):
+    def __init__(self, run: TrainingRun, units: Sequence[Unit], track: Track, lease: Lease, say: Callable[[str], None]):
         self._run, self._units, self._lease, self._say = run, units, lease, say
         is_chosen = track.profile_steps is not None and run.mesh.rank in track.profile_ranks
         self._steps = track.profile_steps if is_chosen else None
@@ -41,7 +41,7 @@ class StepProfiler:
         self._is_on_gpu = run.mesh.device.type == "cuda"
 
     def begin_step(self, step: int) -> None:
-        """This step is next: start to record, or end."""
+        """Start to record, or end, before this step."""
         if self._steps is None:
             return
         first, last = self._steps
@@ -51,7 +51,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Write what was recorded, if anything was."""
+        """Write the recorded steps, if there are any."""
         recorded, self._profile, self._steps = self._profile, None, None
         if recorded is None:
             return
@@ -89,7 +89,7 @@ class StepProfiler:
         self._hooks = [hook for name, module in modules for hook in name_unit(name, module)]
 
 
-def _find_modules(run: Run, units: Sequence[Unit]) -> list[tuple[str, nn.Module]]:
+def _find_modules(run: TrainingRun, units: Sequence[Unit]) -> list[tuple[str, nn.Module]]:
     """(unit, module) of this rank's stages: a layer as a whole, elsewhere the modules that hold its parameters."""
     owned = (
         (stage.model.model, unit) for stage in run.stages.values() for unit in units if stage.model.bounds.owns(unit)

@@ -26,7 +26,7 @@ from framework.lease import Lease, read_lease
 from framework.monitor.phases import START_UP, PhaseBar, Phases, RankObserver
 from framework.monitor.stop import StopRequest
 from framework.recipe.compose import load_recipe
-from framework.recipe.derive import at_nodes, derive
+from framework.recipe.derive import Derived, at_nodes, derive
 from framework.recipe.schema import Recipe
 
 # Ranks of a job's former start, killed with their node perhaps, may take so long to vanish.
@@ -53,10 +53,11 @@ def train_as_launched(run_dir: Path, lease: Lease | None) -> int:
     recipe = load_recipe(run.recipe)
     if is_task():
         recipe = at_nodes(recipe, count_nodes())
-    threads = limit_threads(recipe.launch, derive(recipe).ranks_per_node)
+    derived = derive(recipe)
+    threads = limit_threads(recipe.launch, derived.ranks_per_node)
     with run.attend():
         if is_task():
-            return _train_task(run, recipe, threads, began_at)
+            return _train_task(run, recipe, derived, threads, began_at)
         bar = PhaseBar(START_UP if rank_in_environment() == 0 else ())
         try:
             phases = Phases(_observe(recipe, run_dir), bar.begin)
@@ -73,12 +74,12 @@ def train_as_launched(run_dir: Path, lease: Lease | None) -> int:
             bar.close()
 
 
-def _train_task(run: RunDirectory, recipe: Recipe, threads: int, began_at: int) -> int:
+def _train_task(run: RunDirectory, recipe: Recipe, derived: Derived, threads: int, began_at: int) -> int:
     """A rank inside a job. Requests to stop count from now on: a time limit may be near while the ranks still connect."""
     phases = Phases(_observe(recipe, run.path))
     with StopRequest() as stop:
         adopt_task()
-        check_place(derive(recipe))
+        check_place(derived)
         with loading_libraries():
             import torch
 

@@ -1,4 +1,4 @@
-"""One rank of a run, from its saved recipe to its exit code: plan, connect, build, train."""
+"""The spine of a rank, from its saved recipe to its exit code: plan, connect, build, restore, train."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,8 +44,8 @@ from framework.monitor.goodput import Goodput, open_goodput
 from framework.monitor.hang import TRAINING
 from framework.monitor.phases import Phase, Phases
 from framework.monitor.progress import Progress, name_coordinates
-from framework.monitor.stop import StepWatch, StopRequest, end_process
-from framework.monitor.watch import Watch
+from framework.monitor.stop import StopRequest, end_process
+from framework.monitor.watchdog import Watchdog
 from framework.optim.disk_file import refuse_folder
 from framework.parallel.fp8_layers import emulates_fp8
 from framework.parallel.pipeline.draw import save_timeline
@@ -54,22 +54,24 @@ from framework.plan.advice import explain_out_of_memory
 from framework.plan.host_memory import check_host_memory
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.deadlines import find_deadlines
-from framework.recipe.derive import derive
+from framework.recipe.derive import Derived, derive
 from framework.recipe.schema import Recipe
 from framework.track.observers import Observers, open_observers
-from framework.track.run_info import describe_run
-from framework.track.sample_ledger import LedgerOfRank
+from framework.track.report import RunInfo
+from framework.track.sample_ledger import SampleLedger, next_start
 from framework.train.build import build
 from framework.train.loop import Loop
 from framework.train.probe import probe
 from framework.train.profiler import StepProfiler
+from framework.train.reports import Reporter, describe_run
+from framework.train.save_policy import SavePolicy
 from framework.train.saves import Saves
 from framework.train.state import RunState
 from framework.train.validation import Validation
 
 # In debug mode a rank that starts no collective for so long while others wait is taken for lost.
 COLLECTIVE_CHECK_S = 120.0
-# Of the data's beginning, from which the prompt of a suggested command is taken.
+# The number of tokens at the data's beginning that make the prompt of a suggested command.
 PROMPT_TOKENS = 24
 
 
@@ -86,15 +88,19 @@ def train_rank(
 
     stop: requests to stop that count already while this rank connects; None: they count from the first step on.
     fingerprint: values that must be equal on all ranks. phases: of this rank, from its start on, with its observer.
-    end_hung: ends this process where the run hangs. lease: of the run, on rank 0; None where nobody launches it.
+    end_hung: ends this process where the run hangs. lease: of the run, on rank 0; None without a launcher.
     """
     assert recipe.precision.compute != "auto", "precision.compute=auto reached a rank: the launcher resolves it"
     phases = phases or Phases()
-    goodput = open_goodput(launched_place(), run_dir, phases, lease, describe_job(run_dir))
+    place, derived = launched_place(), derive(recipe)
+    goodput = open_goodput(place, run_dir, phases, lease, describe_job(run_dir))
     progress, deadlines = Progress(phases), find_deadlines(recipe)
-    place = launched_place(), name_place(recipe)
-    with Watch(progress, deadlines, *place, open_store_beside, end_hung, run_dir) as hangs:
-        check_nodes(recipe)
+    say = partial(print, "[rank 0]", file=sys.stderr, flush=True) if place[0] == 0 else None
+    watching = Watchdog(
+        progress, deadlines, place, name_place(derived, place[0]), open_store_beside, end_hung, run_dir, say
+    )
+    with watching as watchdog:
+        check_nodes(recipe, derived)
         plan = make_plan(recipe, load_config(recipe.model, find_folder))
         check_host_memory(plan)
         if recipe.memory.offload.disk_path is not None:
@@ -110,28 +116,23 @@ def train_rank(
             probe(plan, mesh, lease)
         progress.phases.begin(Phase.OPEN_DATA)
         prepared = open_data(recipe, plan.config, mesh.axis("world"))
-        say = partial(print, "[rank 0]", file=sys.stderr, flush=True) if mesh.rank == 0 else None
-        folder = run_dir if mesh.rank == 0 else None
-        watch = partial(StepWatch, end=end_hung, say=say, folder=folder, lease=lease, progress=progress)
-        with nullcontext(stop) if stop else StopRequest() as requests, watch(requests) as steps:
-            code = _train(plan, prepared, mesh, lease, requests, steps, progress.phases, goodput)
-        hangs.stop_talking()
+        with nullcontext(stop) if stop else StopRequest() as requests, watchdog.hear(requests):
+            code = train_connected(plan, prepared, mesh, lease, watchdog, goodput)
+        watchdog.stop_talking()
         # Not after an error: closing waits for the other ranks, which may be waiting for this one.
         mesh.close()
         goodput.end(code)
     return code
 
 
-def name_place(recipe: Recipe) -> str:
+def name_place(derived: Derived, rank: int) -> str:
     """This rank's coordinates, as in `pp0 dp1 cp0 tp0`."""
-    derived = derive(recipe)
     topology = Topology(pp=derived.pp, dp=derived.dp, cp=derived.cp, tp=derived.tp)
-    return name_coordinates(topology, launched_place()[0] % topology.world)  # `connect` refuses one beyond the world
+    return name_coordinates(topology, rank % topology.world)  # `connect` refuses one beyond the world
 
 
-def check_nodes(recipe: Recipe) -> None:
-    """Raises TopologyError where ZeRO shards within a node and the launcher's nodes are not those that the recipe plans with."""
-    derived = derive(recipe)
+def check_nodes(recipe: Recipe, derived: Derived) -> None:
+    """Raise TopologyError where ZeRO shards within a node and the launcher's nodes are not those that the recipe plans with."""
     here, nodes = ranks_per_node(), num_nodes()
     if recipe.zero.shard_within == "node" and (here, nodes) != (derived.ranks_per_node, derived.nodes):
         raise TopologyError(
@@ -141,38 +142,20 @@ def check_nodes(recipe: Recipe) -> None:
         )
 
 
-def _train(
-    plan: Plan,
-    prepared: Prepared,
-    mesh: Mesh,
-    lease: Lease,
-    stop: StopRequest,
-    watch: StepWatch,
-    phases: Phases,
-    goodput: Goodput | None = None,
+def train_connected(
+    plan: Plan, prepared: Prepared, mesh: Mesh, lease: Lease, watchdog: Watchdog, goodput: Goodput | None = None
 ) -> int:
-    recipe, run_dir = plan.recipe, lease.run
-    goodput = goodput or Goodput(phases)
-    saves = Saves(recipe.checkpoint, mesh, lease, watch, phases)
+    """Build and restore the run on connected ranks, train it, and return the exit code."""
+    recipe, run_dir, phases = plan.recipe, lease.run, watchdog.progress.phases
+    saves = Saves(recipe.checkpoint, mesh, lease, watchdog)
     resumes = saves.start.resumes
     phases.begin(Phase.BUILD)
     with explain_out_of_memory(plan, mesh.rank):
         run = build(plan, mesh, resumes, run_dir.name)
         phases.begin(Phase.RESTORE)
         state = saves.restore(run) if resumes else RunState(run_dir.name, prepared.fingerprint)
-    if state.data != prepared.fingerprint:
-        raise DataError(
-            f"the prepared data is not what {run_dir.name} was trained on (fingerprint {prepared.fingerprint}, was {state.data}):"
-            " its data cursor would point elsewhere. Restore the files of data.sources, or start a new run"
-        )
-    settle = partial(settle_identity, RunDirectory(run_dir), lease, recipe, state.to_json(), prepared.tokenizer)
-    identity = broadcast_object(settle, mesh.axis("world"))
-    state.recipe, state.tokenizer = identity["recipe"], identity["tokenizer"]
-    prompt = _find_prompt(recipe, prepared) if mesh.rank == 0 else ""
-    sources = tuple(source.name for source in prepared.sources)
-    info = describe_run(
-        plan, mesh, name_run(run_dir, recipe.run), state.step, prepared.unigram_entropy, sources, prompt
-    )
+    _settle_identity(recipe, prepared, mesh, lease, state)
+    info = _describe_run(plan, prepared, mesh, run_dir, state.step)
     saver = saves.open(state.step)
     phases.begin(Phase.STEP, state.step)
     if mesh.rank == 0 and mesh.device.type == "cuda" and emulates_fp8(recipe.precision, mesh.device):
@@ -180,37 +163,20 @@ def _train(
             "fp8 is emulated: this GPU has no kernel for it. It is the same numbers, slower than bf16", file=sys.stderr
         )
     observers = open_observers(recipe, run_dir, info, lease, state.spikes.seen) if mesh.rank == 0 else Observers()
-    samples = LedgerOfRank(recipe.track.sample_ledger, mesh, run_dir)
-    samples.begin(state.samples)
-    observer = phases.observer
-    loader = _open_loader(plan, prepared, mesh, state, [observer.read_batch, samples.note])
-    loop = Loop(run, state, recipe, loader, observers, info, saver, phases, goodput)
+    # Of the ranks that read the same samples one writes them.
+    is_writer = all(mesh.axis(name).rank == 0 for name in ("pp", "cp", "tp"))
+    samples = SampleLedger(run_dir, mesh.axis("dp").rank if is_writer and recipe.track.sample_ledger else None)
+    _begin_samples(samples, plan, mesh, run_dir, state.samples)
+    loader = _open_loader(plan, prepared, mesh, state, [phases.observer.read_batch, samples.note])
+    reporter = Reporter(run, plan, info, observers, saver, watchdog, goodput)
+    policy = SavePolicy(recipe.checkpoint, recipe.train.steps, saver)
+    loop = Loop(run, state, plan, loader, policy, reporter, watchdog)
     code = EXIT_FAILED
-    profiler = StepProfiler(run, plan.units, recipe.track, lease, print)
-    observers.contain("profile", partial(profiler.begin_step, state.step + 1))
     try:
         with explain_out_of_memory(plan, mesh.rank), loader:
-            observer.begin_step(state.step + 1, run)
-            for step in loop.steps(stop, watch):
-                loop.compare_replicas(is_saved=False)
-                if step == recipe.track.timeline_step:
-                    _draw_timeline(loop, plan.title, lease, observers)
-                if loop.must_validate() and loop.rewind_due is None:
-                    loop.begin_validation(Validation(_validation_batches(plan, prepared, mesh), len(sources)))
-                    if loop.is_done or recipe.pipeline.fill_bubbles == "none":
-                        loop.end_validation()
-                if goal := loop.find_goal():
-                    with phases.within(Phase.SAVE):
-                        saves.save(loop, goal, is_last=loop.is_done)
-                if saves.rewind_if_due(loop):
-                    samples.begin(loop.state.samples)
-                following = loop.state.step + 1  # of an older step, if the run has gone back
-                observers.contain("profile", partial(profiler.begin_step, following))
-                if not loop.is_done:
-                    observer.begin_step(following, run)
-            observers.contain("profile", profiler.close)
+            _train_steps(plan, prepared, mesh, lease, loop, saves, samples, observers)
             phases.begin(Phase.SAVE)
-            saves.finish(loop, is_stopped=lambda: stop.requested)
+            saves.finish(loop, is_stopped=lambda: watchdog.requests.requested)
             phases.begin(Phase.CLOSE)
         code = EXIT_DONE if loop.is_done else EXIT_RESUME
     except MeshwrightError as error:
@@ -220,14 +186,74 @@ def _train(
     finally:
         saves.end()
         with suppress(LeaseLost):  # which the run ends with already
-            goodput.end(code)
+            reporter.goodput.end(code)
         observers.close(code)
         run.close()
     return code
 
 
-def _open_loader(plan: Plan, prepared: Prepared, mesh: Mesh, state: RunState, hearers: Sequence[Hear]) -> Loader:
-    """This rank's microbatches, from the run's cursor on. hearers: are told of each batch."""
+def _train_steps(
+    plan: Plan,
+    prepared: Prepared,
+    mesh: Mesh,
+    lease: Lease,
+    loop: Loop,
+    saves: Saves,
+    samples: SampleLedger,
+    observers: Observers,
+) -> None:
+    """Train to the last step, or until the run is asked to stop; validate, save and go back behind the steps that call for it."""
+    recipe, run = plan.recipe, loop.run
+    profiler = StepProfiler(run, plan.units, recipe.track, lease, print)
+    observers.contain("profile", partial(profiler.begin_step, loop.state.step + 1))
+    saves.phases.observer.begin_step(loop.state.step + 1, run)
+    for step in loop.steps():
+        loop.compare_replicas(is_saved=False)
+        if step == recipe.track.timeline_step:
+            _draw_timeline(plan, loop, lease, observers)
+        if loop.must_validate() and loop.rewind_due is None:
+            loop.begin_validation(Validation(_validation_batches(plan, prepared, mesh), len(prepared.sources)))
+            if loop.is_done or recipe.pipeline.fill_bubbles == "none":
+                loop.end_validation()
+        if goal := loop.find_goal():
+            with saves.phases.within(Phase.SAVE):
+                saves.save(loop, goal, is_last=loop.is_done)
+        if saves.rewind_if_due(loop):
+            _begin_samples(samples, plan, mesh, lease.run, loop.state.samples)
+        following = loop.state.step + 1  # of an older step, if the run has gone back
+        observers.contain("profile", partial(profiler.begin_step, following))
+        if not loop.is_done:
+            saves.phases.observer.begin_step(following, run)
+    observers.contain("profile", profiler.close)
+
+
+def _begin_samples(samples: SampleLedger, plan: Plan, mesh: Mesh, run_dir: Path, cursor: int) -> None:
+    """Begin the ledger of samples anew at `cursor`, if the run has one. Collective: all ranks note the same number."""
+    if plan.recipe.track.sample_ledger:
+        samples.begin(broadcast_object(partial(next_start, run_dir), mesh.axis("world")), cursor)
+
+
+def _settle_identity(recipe: Recipe, prepared: Prepared, mesh: Mesh, lease: Lease, state: RunState) -> None:
+    """Refuse other data, another recipe or another tokenizer than the run was trained with, and record them in its state."""
+    if state.data != prepared.fingerprint:
+        raise DataError(
+            f"the prepared data is not what {lease.run.name} was trained on (fingerprint {prepared.fingerprint}, was"
+            f" {state.data}): its data cursor would point elsewhere. Restore the files of data.sources, or start a new run"
+        )
+    settle = partial(settle_identity, RunDirectory(lease.run), lease, recipe, state.to_json(), prepared.tokenizer)
+    identity = broadcast_object(settle, mesh.axis("world"))
+    state.recipe, state.tokenizer = identity["recipe"], identity["tokenizer"]
+
+
+def _describe_run(plan: Plan, prepared: Prepared, mesh: Mesh, run_dir: Path, step: int) -> RunInfo:
+    prompt = _find_prompt(plan.recipe, prepared) if mesh.rank == 0 else ""
+    sources = tuple(source.name for source in prepared.sources)
+    named = name_run(run_dir, plan.recipe.run)
+    return describe_run(plan, mesh, named, step, prepared.unigram_entropy, sources, prompt)
+
+
+def _open_loader(plan: Plan, prepared: Prepared, mesh: Mesh, state: RunState, hear: Sequence[Hear]) -> Loader:
+    """The loader of this rank's microbatches, from the run's cursor on. hear: called with each batch."""
     derived, dp = plan.derived, mesh.axis("dp")
     loader = Loader(
         prepared,
@@ -240,14 +266,14 @@ def _open_loader(plan: Plan, prepared: Prepared, mesh: Mesh, state: RunState, he
         dp_size=dp.size,
         slices=plan.context_slices(mesh.rank),
         device=mesh.device,
-        hear=hearers,
+        hear=hear,
     )
     loader.skip(state.skipped_samples)
     return loader
 
 
 def _validation_batches(plan: Plan, prepared: Prepared, mesh: Mesh) -> Iterator[Microbatch]:
-    """Draws nothing of what is trained on: every pass begins at the split's first sequence."""
+    """The batches of one validation: every pass begins at the first sequence of the validation split."""
     derived, dp = plan.derived, mesh.axis("dp")
     return validation_batches(
         prepared,
@@ -269,9 +295,9 @@ def _find_prompt(recipe: Recipe, prepared: Prepared) -> str:
     return decode_start(prepared.tokenizer, stream.read(0, min(stream.num_tokens, PROMPT_TOKENS)))
 
 
-def _draw_timeline(loop: Loop, title: str, lease: Lease, observers: Observers) -> None:
-    """What the ranks of this rank's pipeline did in the last step; rank 0 draws its own."""
+def _draw_timeline(plan: Plan, loop: Loop, lease: Lease, observers: Observers) -> None:
+    """Draw the last step's actions of this rank's pipeline; rank 0 draws its own pipeline."""
     timeline = Timeline(tuple(all_gather_object(loop.timed, loop.run.mesh.axis("pp"))))
     if loop.run.mesh.rank == 0:
-        simulated = loop.run.pipeline.simulated(loop.derived.accumulation, timeline)
-        observers.contain("timeline", partial(save_timeline, lease, title, simulated, timeline))
+        simulated = loop.run.pipeline.simulated(plan.derived.accumulation, timeline)
+        observers.contain("timeline", partial(save_timeline, lease, plan.title, simulated, timeline))

@@ -1,20 +1,20 @@
-"""Replicas: ranks that hold the same elements hold the same bits, in every step. Here is who finds out when they do not.
+"""Comparison of replicas: ranks that hold the same elements must hold the same bits, in every step.
 
-Nothing sends updated replicas around: each rank computes its own from gradients that a sum has made equal, bit by bit. A flipped
-bit, a sum that was left out, a kernel that is not deterministic let them drift apart, and no loss shows it soon.
+No rank sends updated replicas: each computes its own from gradients that a sum has made equal, bit by bit. A flipped bit, a
+missing sum or a kernel that is not deterministic lets them drift apart, and the loss does not show it soon.
 
     state        compared over                                     when
-    parameters   who gathers the same: shard, update, replicas     in the step, as forward and backward have read them
+    parameters   axes that gather the same: shard, update, replicas  in the step, as forward and backward have read them
     master       the buffer's replicas                             behind the update
     moments      the same                                          behind the update
     buffers      the ranks of a stage                              behind the update
 
 A rank hashes its bits (`bit_hash.py`), one number for each unit's buffer and state, and ranks compare the largest with the
 smallest: an all-reduce of 16 bytes a number over each axis of replicas, and one number over the world. Only where they differ do
-all ranks tell which hashes they have, and the majority names who is wrong.
+all ranks exchange their hashes, and the majority tells which rank is wrong.
 
-What one rank alone holds nobody can compare: masters and moments that ZeRO shards over all ranks, and a unit's parameters at
-stage 3, which are there for one use at a time.
+Values that one rank alone holds cannot be compared: masters and moments that ZeRO shards over all ranks, and a unit's parameters
+at stage 3, which exist for one use at a time.
 """
 
 from collections import Counter
@@ -30,16 +30,17 @@ from framework.comm.communicator import Communicator
 from framework.comm.transfer import upload
 from framework.errors import DriftError
 from framework.model.initial import persistent_buffers
+from framework.monitor.progress import name_coordinates
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.replicas import Hashed, find_drift, hash_buffer
-from framework.train.step import Run
+from framework.train.step import TrainingRun
 
 BUFFER_AXES = ("batch", "tp")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What a rank says of something that differs: over which ranks, and the hash that it has."""
+    """A value that differs between `ranks`, with the hash that this rank has."""
 
     state: str
     unit: str
@@ -48,11 +49,11 @@ class Difference:
     hash: int
 
 
-def hash_states(run: Run) -> list[Hashed]:
-    """Of masters, moments and the model's buffers, between steps."""
+def hash_states(run: TrainingRun) -> list[Hashed]:
+    """Hashes of masters, moments and the model's buffers, between steps."""
     hashed = []
     for buffer in run.buffers:
-        # Where nobody has the same there is nothing to read.
+        # Values without a replica are not read.
         if any(axis.size > 1 for axis in buffer.plan.axes.replicas) or _is_tied_here(run, buffer):
             for state, pieces in (("master", _master(buffer)), ("moments", _moments(run, buffer))):
                 hashed.append(hash_buffer(buffer, state, buffer.plan.axes.replicas, run.hashes.hash(pieces)))
@@ -64,9 +65,9 @@ def hash_states(run: Run) -> list[Hashed]:
     return hashed
 
 
-def find_differences(run: Run, hashed: Sequence[Hashed]) -> list[Difference]:
-    """What differs on some rank of an axis from what others have there, as this rank sees it. Collective over all axes: an
-    all-reduce of 16 bytes a hash over each."""
+def find_differences(run: TrainingRun, hashed: Sequence[Hashed]) -> list[Difference]:
+    """The hashes of this rank that differ from those of some rank of an axis. Collective over all axes: an all-reduce of 16 bytes
+    a hash over each."""
     by_axis: dict[Communicator, list[Hashed]] = {}
     for each in hashed:
         for axis in (axis for axis in each.axes if axis.size > 1):
@@ -88,7 +89,7 @@ def find_differences(run: Run, hashed: Sequence[Hashed]) -> list[Difference]:
     return found
 
 
-def check_replicas(run: Run, step: int, parameters: Sequence[Hashed] = ()) -> None:
+def check_replicas(run: TrainingRun, step: int, parameters: Sequence[Hashed] = ()) -> None:
     """Raise DriftError on all ranks if some of them hold different values of what they hold alike. Collective over the world:
     one number, so that ranks that saw nothing stop with the others instead of waiting for them in the next step.
 
@@ -115,7 +116,7 @@ def check_replicas(run: Run, step: int, parameters: Sequence[Hashed] = ()) -> No
 
 @dataclass(frozen=True)
 class Witness:
-    """What one rank says: who it is, what differs, and the parameters that do."""
+    """The statement of one rank: its name, its differences, and the parameters that differ."""
 
     place: str
     differences: tuple[Difference, ...]
@@ -125,8 +126,8 @@ class Witness:
 def describe(witnesses: Sequence[Witness]) -> list[str]:
     """A line for each state of a unit that differs. witnesses: of all ranks, in their order.
 
-    Ranks are joined over the axes on which they differ, and the hash that most of them have is taken for the right one; where
-    none has a majority all are named.
+    Ranks are joined over the axes on which they differ. The hash of the majority is taken for the right one; without a majority
+    all ranks are named.
     """
     lines = []
     names = {(each.key, each.state): each.unit for witness in witnesses for each in witness.differences}
@@ -149,13 +150,13 @@ def _accuse(hashes: Mapping[int, int], witnesses: Sequence[Witness]) -> str:
     named = [rank for rank, value in hashes.items() if value != usual]
     if 2 * votes <= len(hashes):
         all_of_them = " and ".join(witnesses[rank].place for rank in hashes)
-        return f"{all_of_them} differ, and no majority says who is wrong"
+        return f"{all_of_them} differ, and no majority tells which is wrong"
     wrong = " and ".join(witnesses[rank].place for rank in named)
-    return f"{wrong} differ{'s' * (len(named) == 1)} from {votes} others, that are equal"
+    return f"{wrong} differ{'s' * (len(named) == 1)} from {votes} others, which are equal"
 
 
 def _join(told: Mapping[int, Difference]) -> list[list[int]]:
-    """The ranks that differ, those together that some axis joins."""
+    """Groups of the ranks that differ, joined over their axes."""
     groups: list[set[int]] = []
     for rank, each in told.items():
         joined = {rank, *(other for other in each.ranks if other in told)}
@@ -172,7 +173,7 @@ def _master(buffer: UnitBuffer) -> Iterator[Tensor]:
         yield buffer.master[: max(0, buffer.plan.numel - buffer.plan.start)]
 
 
-def _moments(run: Run, buffer: UnitBuffer) -> Iterator[Tensor]:
+def _moments(run: TrainingRun, buffer: UnitBuffer) -> Iterator[Tensor]:
     for shard in (each.shard for each in run.shards if each.buffer is buffer):
         if buffer.stored is None:
             yield from run.optimizer.states_of(shard).memory(shard, 0, shard.value.numel())
@@ -182,11 +183,11 @@ def _moments(run: Run, buffer: UnitBuffer) -> Iterator[Tensor]:
                 yield from (state,) if isinstance(state, Tensor) else state.pieces()
 
 
-def _is_tied_here(run: Run, buffer: UnitBuffer) -> bool:
+def _is_tied_here(run: TrainingRun, buffer: UnitBuffer) -> bool:
     return any(buffer in pair for pair in run.tied_copies)
 
 
-def _compare_tied(run: Run, hashed: Sequence[Hashed]) -> Iterator[Difference]:
+def _compare_tied(run: TrainingRun, hashed: Sequence[Hashed]) -> Iterator[Difference]:
     """Parameters that two stages of this rank have."""
     tied = {buffer.slots[0].name for pair in run.tied_copies for buffer in pair}
     for state in ("master", "moments"):
@@ -197,6 +198,5 @@ def _compare_tied(run: Run, hashed: Sequence[Hashed]) -> Iterator[Difference]:
                 yield Difference(state, unit, f"{name} here", (run.mesh.rank,), values[0])
 
 
-def _place_of(run: Run) -> str:
-    where = " ".join(f"{name}{run.mesh.axis(name).rank}" for name in ("pp", "dp", "cp", "tp"))
-    return f"rank {run.mesh.rank} [{where}] on {gethostname()}"
+def _place_of(run: TrainingRun) -> str:
+    return f"rank {run.mesh.rank} [{name_coordinates(run.mesh.topology, run.mesh.rank)}] on {gethostname()}"

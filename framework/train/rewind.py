@@ -1,4 +1,4 @@
-"""Rewind: where spikes persist, all ranks go back to a checkpoint from before them and train on newer data.
+"""Rewind: where spikes persist, all ranks go back to a checkpoint from before them and leave out the data since.
 
     settle      the save that is under way comes to its end
     retire      rank 0 takes their names from the checkpoints that are newer than `first spike - MARGIN`      commit.py
@@ -6,8 +6,8 @@
     record      the samples from there to the step that completed the spikes join RunState.skipped_samples, in that checkpoint
     go on       at the step and the cursor of the checkpoint; the cursor's samples are now those behind the ones left out
 
-What was decided follows from sums that all ranks have read, and what it leads to is in the checkpoint before a step is trained
-from it: a resume, on whatever layout, is the run that went on.
+The decision follows from sums that all ranks have read, and is in the checkpoint before a step is trained from it: a resume, on
+whatever layout, continues the same run.
 """
 
 from functools import partial
@@ -25,13 +25,13 @@ from framework.lease import Lease
 from framework.train.loop import Loop, RewindDue
 from framework.train.state import RunState, restore
 
-# Steps between the checkpoint and the first spike, at least: what a spike shows may have been done to the weights steps ago. As
-# long as this, a run that spikes right behind a rewind goes back further.
+# Steps between the checkpoint and the first spike, at least: the weights may have been hurt steps before a spike shows it. With
+# so long a margin a run that spikes right behind a rewind goes back further.
 MARGIN = 10
 
 
 def rewind(loop: Loop, saver: Saver, lease: Lease) -> None:
-    """Go back, as `loop.rewind_due` says. Collective. Raises NumericsError, on all ranks, after `train.max_rewinds`, and where no
+    """Go back for `loop.rewind_due`. Collective. Raises NumericsError, on all ranks, after `train.max_rewinds`, and where no
     checkpoint is old enough."""
     due, spiked, world = loop.rewind_due, loop.state, loop.run.mesh.axis("world")
     root = checkpoints_of(lease.run)
@@ -52,7 +52,8 @@ def rewind(loop: Loop, saver: Saver, lease: Lease) -> None:
 
 
 def leave_out(skipped: Skipped, first: int, stop: int) -> list[list[int]]:
-    """`skipped` and the samples at places [first, stop) of the run that has skipped them: of the whole order, as `skipped`."""
+    """Add the samples at places [first, stop) of a run that has skipped `skipped` to these; both in numbers of the whole
+    order."""
     low, high = index_samples(np.array([first, stop]), skipped)
     return add_skipped(skipped, int(low), int(high))
 

@@ -1,5 +1,5 @@
-"""Balancing without an auxiliary loss: after each step the bias that corrects a router's choice of experts goes up for those with
-less than the mean load, and down for those with more (DeepSeek-V3, section 2.1.2).
+"""Load balancing without an auxiliary loss: after each step the bias that corrects a router's choice of experts goes up for
+experts with less than the mean load, and down for experts with more (DeepSeek-V3, section 2.1.2).
 
     bias_e += rate * sign(mean load - load_e)
 
@@ -38,8 +38,8 @@ class RouterBiases:
         self._num_experts = upload_values([each.num_experts for each in mixtures], torch.float64, device).view(-1, 1)
 
     def update(self, sums: Tensor | None, is_finite: Tensor) -> None:
-        """One step. sums: those of `ExpertLoad.sum_over_ranks`; is_finite: bool scalar on the device, whether the step updates.
-        Nothing here waits for the device."""
+        """Move the biases by one step. sums: of `ExpertLoad.sum_over_ranks`; is_finite: bool scalar on the device, whether the
+        step updates. Does not wait for the device."""
         if sums is None or not self._parts:
             return
         loads = chosen_tokens(sums)

@@ -1,7 +1,7 @@
-"""The steps that a run can go back to, for one rank: where a start goes on from, what is saved behind training, exported, held in
-the memory of nodes, and what a rewind leaves.
+"""Saves of one rank: finding and restoring the step from which a start goes on, saving behind training, exports, copies in the
+memory of nodes, and rewinds.
 
-    find       Saves(...)               from the nodes' memory, else from a checkpoint, else from the beginning
+    find       saves.start              in the nodes' memory, else in a checkpoint, else the beginning
     restore    saves.restore(run)       fill the run with it
     open       saves.open(step)         a new generation (held.py), the saver's thread, exports
     save       saves.save(loop, ...)    at the end of a step; the next update waits until its tensors are staged
@@ -29,29 +29,30 @@ from framework.launch.exports import Exports, exports_have_ended
 from framework.lease import Lease
 from framework.monitor.hang import SAVES
 from framework.monitor.phases import Phase, Phases
-from framework.monitor.stop import StepWatch
+from framework.monitor.watchdog import Watchdog
 from framework.recipe.schema import Checkpoint
 from framework.train.loop import Loop
 from framework.train.rewind import rewind
 from framework.train.state import RunState, restore, saved_entries, updated_names
-from framework.train.step import Run
+from framework.train.step import TrainingRun
 
-# An error that ends the run gives a save that is under way so long to come to its end.
+# The time that a save under way has to end, behind an error that ends the run.
 PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True)
 class Saves:
-    """What a rank needs for all this. watch, phases: hear of saves.
-
-    Its methods are collective, but for `abandon` and `end`.
-    """
+    """The saves of a rank. All methods are collective, but for `abandon` and `end`. watchdog: watches them, and knows the
+    phases."""
 
     rules: Checkpoint
     mesh: Mesh
     lease: Lease
-    watch: StepWatch
-    phases: Phases
+    watchdog: Watchdog
+
+    @property
+    def phases(self) -> Phases:
+        return self.watchdog.progress.phases
 
     @cached_property
     def root(self) -> Place:
@@ -59,7 +60,7 @@ class Saves:
 
     @cached_property
     def birth(self) -> str:
-        """What tells the run from those that were at its path before: nodes may hold steps of them."""
+        """The mark that tells this run from earlier ones at its path, of which nodes may hold steps."""
         return broadcast_object(self._read_birth, self.mesh.axis("world"))
 
     @cached_property
@@ -73,9 +74,9 @@ class Saves:
 
     @cached_property
     def start(self) -> StartPoint:
-        """Where this start goes on from. Rank 0 decides: two ranks may see two states of the folder (NFS), and some would start
-        over while others resume."""
-        # Before it looks: what a former start commits from here on must not count.
+        """The step from which this start goes on. Rank 0 decides: ranks may see the folder in two states (NFS), and some would
+        start over while others resume."""
+        # First: a checkpoint that a former start commits from here on must not count.
         broadcast_object(self._enter, self.mesh.axis("world"))
         return self.copies.find_start(self.lease.run, self.root)
 
@@ -86,9 +87,9 @@ class Saves:
 
     @cached_property
     def keeper(self) -> CopyKeeper:
-        """Copies travel over the group over which the ranks' saves agree."""
+        """The copies that nodes keep, sent over the group over which the ranks' saves agree."""
         world = connect_beside(self.mesh, SAVES)
-        self.watch.progress.communicators[SAVES] = (world,)
+        self.watchdog.progress.communicators[SAVES] = (world,)
         return CopyKeeper(self.copies.memory, self.neighbours, "", world)
 
     @cached_property
@@ -107,8 +108,8 @@ class Saves:
             hold=self.keeper.hold,
         )
 
-    def restore(self, run: Run) -> RunState:
-        """Fill the run from where it goes on, and say where that is if it is no checkpoint."""
+    def restore(self, run: TrainingRun) -> RunState:
+        """Fill the run with the step from which it goes on; print which one if nodes held it."""
         held = self.start.held
         if held is None:
             return restore(run, self.root, self.start.found, self.lease)
@@ -125,7 +126,7 @@ class Saves:
         """The saver of a start that goes on from `step`."""
         self._begin_generation(step)
         held, possible, wanted = self.start.held, self.neighbours.possible, self.rules.neighbor_copies
-        # What is held of other steps, or for a run that keeps no copies any more, only takes memory.
+        # Copies of other steps, or of a run that keeps no copies any more, only take memory.
         if self.neighbours.copies:
             self.copies.clear(keep=held.name if held is not None else None)
         else:
@@ -135,14 +136,14 @@ class Saves:
         return self.saver
 
     def save(self, loop: Loop, goal: Goal, is_last: bool = False) -> None:
-        """Start to save the step that was taken last; the next update waits until its tensors are staged. Weights that spikes
-        have hurt, by the step that was read for this, are not saved."""
+        """Start to save the last step; the next update waits until its tensors are staged. Nothing is saved if the step that was
+        read for this shows that the run has to go back."""
         loop.begin_save()
         if loop.rewind_due is not None:
             return
         loop.compare_replicas(is_saved=True)
-        if Goal.DISK in goal:  # which is what a request asks for
-            self.watch.begin_save()
+        if Goal.DISK in goal:  # a request asks for that
+            self.watchdog.begin_save()
         run, state = loop.run, loop.state
         run.optimizer.hold(self._wait_until_staged)
         self.phases.observer.begin_save(state.step)
@@ -150,8 +151,8 @@ class Saves:
         loop.end_save(goal)
 
     def rewind_if_due(self, loop: Loop) -> bool:
-        """Go back to an older checkpoint, if the last steps ask for it; whether they did. What nodes hold and what was exported
-        of later steps goes as well."""
+        """Go back to an older checkpoint, if the last steps call for it, and remove copies and exports of later steps. Returns
+        whether the run has gone back."""
         if loop.rewind_due is None:
             return False
         with self.phases.within(Phase.SAVE):
@@ -164,8 +165,8 @@ class Saves:
         return True
 
     def finish(self, loop: Loop, is_stopped: Callable[[], bool]) -> None:
-        """Save the last step, unless that is done, and wait for saves and exports. is_stopped: whether not to wait for exports
-        any longer."""
+        """Save the last step, unless that is done, and wait for saves and exports. is_stopped: whether to stop waiting for
+        exports."""
         if not loop.is_done:
             self.saver.settle()
             self.phases.begin(Phase.SAVE)  # each save has a deadline of its own
@@ -178,7 +179,7 @@ class Saves:
         self.copies.leave()  # the last step is on the disk
 
     def abandon(self) -> None:
-        """The run ends by an error of its own: give a save that is under way a while."""
+        """Give a save that is under way a while to end, behind an error that ends the run."""
         self.saver.abandon(PATIENCE_S)
 
     def end(self) -> None:
@@ -203,10 +204,10 @@ class Saves:
         self.keeper.generation = broadcast_object(partial(begin_generation, self.lease, step), self.mesh.axis("world"))
 
     def _wait_until_staged(self) -> None:
-        with self.watch.waiting(), self.phases.within(Phase.SAVE):
+        with self.watchdog.waiting(), self.phases.within(Phase.SAVE):
             self.saver.wait_until_staged()
 
     def _end_save(self, step: int, is_committed: bool) -> None:
         """In the saver's thread."""
-        self.watch.end_save(is_committed)
+        self.watchdog.end_save(is_committed)
         self.exports.end_save(step, is_committed)

@@ -48,7 +48,7 @@ class SpikeLimits(NamedTuple):
     gradient_norm: float = inf
 
     def are_exceeded(self, loss: float, gradient_norm: float) -> bool:
-        """Whether finite values are those of a spike."""
+        """Whether finite values are a spike."""
         return loss > self.loss or gradient_norm > self.gradient_norm
 
     @property
@@ -61,10 +61,10 @@ NO_LIMITS = SpikeLimits()
 
 @dataclass
 class SpikeState:
-    """What the detector knows of a run's past. JSON-able, a part of RunState: a resume decides as the uninterrupted run.
+    """The detector's state. JSON-able, a part of RunState: a resume decides as the uninterrupted run.
 
     seen: [step, loss, gradient norm] of the last steps with finite values. recent: spikes among the last PERSISTENT_WITHIN steps,
-    those among them that were not finite. count: spikes of the run.
+    with those that were not finite. count: spikes of the run.
     """
 
     seen: list[list[float]] = field(default_factory=list)
@@ -72,12 +72,12 @@ class SpikeState:
     count: int = 0
 
     def limits(self, step: int) -> SpikeLimits:
-        """Those of a step. The steps up to `step - LAG` have been added, of newer ones it does not matter."""
+        """The limits of a step. The steps up to `step - LAG` must have been added; newer ones change nothing."""
         known = [values for at, *values in self.seen if at <= step - LAG][-WINDOW:]
         return find_limits([loss for loss, _ in known], [norm for _, norm in known])
 
     def add(self, step: int, loss: float, gradient_norm: float, limits: SpikeLimits) -> bool:
-        """Add the values of a step, one after another. Whether it was a spike by its limits."""
+        """Add the values of a step, in the order of steps. Returns whether it was a spike by its limits."""
         is_finite = isfinite(loss) and isfinite(gradient_norm)
         is_spike = is_finite and limits.are_exceeded(loss, gradient_norm)
         self.count += is_spike
@@ -91,7 +91,7 @@ class SpikeState:
 
     @property
     def first_persistent(self) -> int | None:
-        """The first of the spikes that have not stayed alone; None where there are none, or few."""
+        """The step of the first spike, where so many of the last steps were spikes that weights are hurt; else None."""
         return self.recent[0] if len(self.recent) >= PERSISTENT_SPIKES else None
 
 

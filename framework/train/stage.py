@@ -1,4 +1,4 @@
-"""A pipeline stage on this rank, as the executor drives it: part of the model, its parameters, gradients and hooks."""
+"""A pipeline stage of this rank for the executor: part of the model, its parameters, gradients and hooks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,24 +19,18 @@ from framework.parallel.zero.buffers import DeferredGradients
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What one step asks of the stages of a rank.
+    """The inputs of one step for the stages of a rank."""
 
-    microbatches: on the device; first those to train on, then those of validation. seeds: of the random draws in each microbatch
-    to train on. num_tokens: int64 scalar, the loss tokens of the whole batch, by which losses are divided, once `counting` has
-    ended. num_microbatches: of the whole batch, over which load-balancing losses are averaged. loss_scale: scalar of the loss's
-    dtype, the gradient of the loss from which backward starts.
-    """
-
-    microbatches: Sequence[Microbatch]
-    seeds: Sequence[tuple[int | str, ...]]
-    num_tokens: Tensor
-    num_microbatches: int
-    loss_scale: Tensor
+    microbatches: Sequence[Microbatch]  # on the device; first those to train on, then those of validation
+    seeds: Sequence[tuple[int | str, ...]]  # of the dropout of each microbatch to train on
+    num_tokens: Tensor  # int64 scalar: loss tokens of the whole batch, which divide the loss once `counting` has ended
+    num_microbatches: int  # of the whole batch, over which load-balancing losses are averaged
+    loss_scale: Tensor  # scalar of the loss's dtype: the gradient of the loss from which backward starts
     counting: Pending = field(default_factory=Pending)
 
 
 class RankStage:
-    """One stage of this rank; lives as long as the run. `start_step` gives the inputs of the executor's calls that follow."""
+    """A stage of this rank, for the whole run. `start_step` gives the inputs of the executor's calls that follow."""
 
     def __init__(self, model: StageModel, attached: AttachedStage):
         self.model, self.buffers, self.trains_below = model, attached.buffers, attached.plan.trains_below
@@ -52,7 +46,7 @@ class RankStage:
 
     @property
     def inputs(self) -> StepInputs:
-        """Those of the step that is under way."""
+        """The inputs of the step that is under way."""
         assert self._inputs is not None, "no step was started"
         return self._inputs
 
@@ -65,7 +59,8 @@ class RankStage:
         return (self._part_of_loss(microbatch, *outputs),) if self.model.bounds.is_last else outputs
 
     def validate(self, microbatch: int, received: Tensors) -> Tensors:
-        """As `forward`, [B, T, D]; on the last stage the sum of the losses of the microbatch's tokens, a scalar."""
+        """Forward without dropout: hidden states [B, T, D], or on the last stage the sum of the losses of the microbatch's
+        tokens, a scalar."""
         self._set_dropout(is_on=False)
         outputs = self._compute(microbatch, received, None)
         if not self.model.bounds.is_last:

@@ -16,21 +16,21 @@ from framework.mesh.layout import Layout
 from framework.model.initial import persistent_buffers
 from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
 from framework.train.spikes import SpikeState
-from framework.train.step import Run
+from framework.train.step import TrainingRun
 
 
 @dataclass
 class RunState:
-    """How far a run has come. `samples` is the data cursor: order belongs to the data, so this one integer continues it on
-    any number of ranks. There is no random state to keep: every seed is a function of (seed, step, microbatch).
+    """The progress of a run.
 
-    samples, tokens: that the weights have been trained on. skipped_samples: global samples [first, stop) that rewinds have left
-    out; the cursor counts those that are left (`index_samples`)."""
+    `samples` is the data cursor: order belongs to the data, so this one integer continues it on any number of ranks. There is no
+    random state to keep: every seed is a function of (seed, step, microbatch).
+    """
 
     run_id: str
     data: str  # fingerprint of the prepared data that `samples` counts
     step: int = 0
-    samples: int = 0
+    samples: int = 0  # on which the weights have been trained, as `tokens`
     tokens: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0  # the last steps, over however many starts
@@ -41,6 +41,7 @@ class RunState:
     best_validation_loss: float | None = None
     spikes: SpikeState = field(default_factory=SpikeState)
     rewinds: int = 0
+    # Global samples [first, stop) that rewinds have left out; the cursor counts the others (`index_samples`).
     skipped_samples: list[list[int]] = field(default_factory=list)
     recipe: dict[str, Any] = field(default_factory=dict)  # with the tokenizer's hash: launch/identity.py
     tokenizer: str = ""
@@ -54,14 +55,14 @@ class RunState:
 
 
 def restore(
-    run: Run,
+    run: TrainingRun,
     checkpoints: Place,
     found: FoundCheckpoints | None = None,
     lease: Lease | None = None,
     load_held: Callable[[Sequence[Entry]], dict[str, Any] | None] = lambda entries: None,
 ) -> RunState:
-    """Fill a run from a step that nodes hold, or from the newest whole checkpoint, whatever layout saved it. found: what rank 0
-    has told of checkpoints already. load_held: fills entries and returns the state, None where a checkpoint must do."""
+    """Fill a run from a step that nodes hold, or from the newest whole checkpoint, whatever layout saved it. found: checkpoints
+    that rank 0 has found already. load_held: fills the entries and returns the state; None where a checkpoint must do."""
     entries = list(read_entries(run))
     values = load_held(entries) or load_newest(
         checkpoints, entries, run.mesh.axis("world"), found, lease, updated_names(run)
@@ -82,11 +83,11 @@ def restore(
     return state
 
 
-def saved_entries(run: Run) -> Iterator[Entry]:
-    """Everything of a run that lives in tensors, as checkpoint entries over the run's own memory: each element once over all
-    ranks, but for small tensors that all have.
+def saved_entries(run: TrainingRun) -> Iterator[Entry]:
+    """All tensors of a run as checkpoint entries over the run's own memory: each element once over all ranks, but for small
+    tensors that all ranks have.
 
-    weight/NAME: the truth of a parameter, its master copy, or what a frozen one is. buffer/NAME: a buffer of the model's
+    weight/NAME: the master copy of a parameter, or the frozen parameter. buffer/NAME: a buffer of the model's
     state dict. Others: the optimizer's state of that name.
     """
     yield from _entries(run, UnitBuffer.counted, [buffer for buffer in run.buffers if not buffer.is_copy])
@@ -95,10 +96,9 @@ def saved_entries(run: Run) -> Iterator[Entry]:
     yield from (_buffer_entry(name, tensor.clone()) for name, tensor in by_name.items())
 
 
-def read_entries(run: Run) -> Iterator[Entry]:
-    """What this rank reads of a checkpoint: of what several replicas own alike each reads a share. `share_read` then completes
-    every rank, and takes moments of few bits. Were each to read all that it owns, r replicas would open the files of all r: r^2
-    for stage 0."""
+def read_entries(run: TrainingRun) -> Iterator[Entry]:
+    """The entries that this rank reads of a checkpoint. Replicas read a share each of what they own alike, and `share_read`
+    completes every rank. Were each to read all that it owns, r replicas would open the files of all r: r^2 for stage 0."""
     run.optimizer.open_states()
     yield from _entries(run, UnitBuffer.read, run.buffers)
     for stage in run.stages.values():
@@ -106,15 +106,15 @@ def read_entries(run: Run) -> Iterator[Entry]:
             yield _buffer_entry(name, tensor)
 
 
-def updated_names(run: Run) -> set[str]:
-    """The entries that updates make, of finite gradients only: their values are finite, or every step from there on would be
-    skipped. What is frozen, and buffers, may hold what they like."""
+def updated_names(run: TrainingRun) -> set[str]:
+    """The names of entries that updates change: their values must be finite, or every step from there on would be skipped. Frozen
+    parameters and buffers may hold any values."""
     trained = [slot.name for buffer in run.buffers if buffer.is_trained for slot in buffer.slots]
     return {f"{kind}/{name}" for kind in ("weight", *run.optimizer.state_names) for name in trained}
 
 
-def share_read(run: Run) -> None:
-    """Complete what `read_entries` has filled: replicas tell one another their shares. Collective over `replica`."""
+def share_read(run: TrainingRun) -> None:
+    """Complete the entries of `read_entries`: replicas exchange their shares. Collective over `replica`."""
     for buffer in run.buffers:
         _share_read(buffer, buffer.master_at_home)
     for name in run.optimizer.state_names:
@@ -132,7 +132,9 @@ def _share_read(buffer: UnitBuffer, values: Tensor | StoredTensor, origin: int |
         values.write(in_memory)
 
 
-def _entries(run: Run, cut: Callable[..., tuple[Layout, Any]], buffers: Sequence[UnitBuffer]) -> Iterator[Entry]:
+def _entries(
+    run: TrainingRun, cut: Callable[..., tuple[Layout, Any]], buffers: Sequence[UnitBuffer]
+) -> Iterator[Entry]:
     """Entries of parameters and optimizer states. cut: of a buffer, a slot and values, the layout and elements of an entry;
     buffers: those of the run that have entries."""
     for buffer in buffers:

@@ -24,11 +24,10 @@ from framework.parallel.zero.plan_buffers import Slot
 from framework.parallel.zero.replicas import BitHash, Hashed, hash_parameters
 from framework.train.loss_scale import LossScale
 from framework.train.router_bias import RouterBiases
-from framework.train.shards import OwnedShard
 from framework.train.spikes import NO_LIMITS, SpikeLimits
 from framework.train.stage import RankStage, StepInputs
 from framework.train.sums import Flags, StepSums, StepValues
-from framework.train.update import StepOptimizer
+from framework.train.update import OwnedShard, StepOptimizer
 from framework.train.validation import Validation
 
 # Microbatches that go through the pipeline together in a validation.
@@ -38,7 +37,7 @@ NO_FLAGS = Flags()
 
 @dataclass(frozen=True)
 class TrainedParameter:
-    """A trained parameter of one stage of this rank. index: of the parameter among all trained ones of the whole model."""
+    """A trained parameter of one stage of this rank. index: its number among all trained parameters of the whole model."""
 
     buffer: UnitBuffer
     slot: Slot
@@ -47,35 +46,29 @@ class TrainedParameter:
 
 
 @dataclass(frozen=True)
-class Run:
-    """What a rank trains with.
+class TrainingRun:
+    """The objects that a rank trains with. `buffers`, `counted_rows`, `trained` and `held` never change: they are found at the
+    first step and kept."""
 
-    stages: this rank's, by number. shards: those of the optimizer. tied_copies: buffers of one parameter in two stages of this
-    rank, the second of each pair with the gradients of its own stage only. parameter_index: a number for each trained parameter
-    of the whole model, equal on all ranks. disk: states that live there. activations: what goes from stage to stage. load,
-    biases: of routers, if any. loss_scale: 1 in every dtype but fp16.
-
-    What never changes is found at the first step and kept: `buffers`, `counted_rows`, `trained`, `held`.
-    """
-
-    stages: dict[int, RankStage]
+    stages: dict[int, RankStage]  # of this rank, by number
     pipeline: PipelinePlan
     optimizer: StepOptimizer
-    disk: DiskStates | None
-    shards: list[OwnedShard]
+    disk: DiskStates | None  # states that live on a disk
+    shards: list[OwnedShard]  # of the optimizer
+    # Buffers of one parameter in two stages of this rank; the second of each pair has the gradients of its own stage only.
     tied_copies: list[tuple[UnitBuffer, UnitBuffer]]
-    parameter_index: dict[str, int]
-    activations: ActivationSpec
+    parameter_index: dict[str, int]  # a number for each trained parameter of the whole model, equal on all ranks
+    activations: ActivationSpec  # of the messages from stage to stage
     load: ExpertLoad
     biases: RouterBiases
-    loss_scale: LossScale
+    loss_scale: LossScale  # 1 in every dtype but fp16
     exposed_communication: ExposedCommunication
     mesh: Mesh
     clip_norm: float | None
     seed: int
 
     def close(self) -> None:
-        """Remove the file of the states that live on a disk. Nothing happens without one."""
+        """Remove the file of the states that live on a disk, if there is one."""
         if self.disk is not None:
             self.disk.close()
 
@@ -89,7 +82,7 @@ class Run:
 
     @cached_property
     def counted_rows(self) -> list[Tensor]:
-        """The rows (`norm_rows`) of what this rank counts of the global gradient, when it is reduced: views."""
+        """The rows (`norm_rows`) of the elements that this rank counts of the reduced global gradient: views."""
         trained = (buffer for buffer in self.buffers if buffer.is_trained)
         return norm_rows(elements for buffer in trained for elements in buffer.counted_elements(buffer.reduced))
 
@@ -104,7 +97,7 @@ class Run:
 
     @cached_property
     def held(self) -> Tensor:
-        """[trained parameters of the model] fp64 on the device: 1 for those that this rank trains."""
+        """[trained parameters of the model] fp64 on the device: 1 for each that this rank trains."""
         held = torch.zeros(len(self.parameter_index), dtype=torch.float64)
         held[[each.index for each in self.trained]] = 1
         return upload(held, self.mesh.device)
@@ -112,10 +105,10 @@ class Run:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step has found, equal on all ranks but for `timed`: what this rank did when, by its host's clock.
+    """The result of a step, equal on all ranks but for `timed`: this rank's actions with their times, by its host's clock.
 
-    loads: of experts, until the next step (`ExpertLoad.sum_over_ranks`); None without experts, or where nobody asks for them.
-    hashed: parameters as the step has read them, where that is asked for; this rank's.
+    loads: of experts, until the next step (`ExpertLoad.sum_over_ranks`); None without experts, or where they are not counted.
+    hashed: this rank's parameters as the step has read them, where they are compared.
     """
 
     sums: StepSums
@@ -133,7 +126,7 @@ class StepResult:
 
 
 def train_step(
-    run: Run,
+    run: TrainingRun,
     microbatches: Sequence[Microbatch],
     step: int,
     lr: float,
@@ -145,22 +138,21 @@ def train_step(
 ) -> StepResult:
     """Forward, backward, reduce, clip, update. Collective over the world.
 
-    microbatches: this rank's share of the batch, equally many on all ranks. flags: what this rank asks of all of them. The loss
-    is of the whole batch, the norm that of its gradient before clipping. is_reported: the load of experts is asked for. limits:
-    above which nothing is updated, equal on all ranks. is_compared: hash parameters, for `check_replicas` behind the step.
+    microbatches: this rank's share of the batch, equally many on all ranks. flags: requests of this rank to all of them. The loss
+    is of the whole batch, the norm that of its gradient before clipping. is_reported: count the load of experts. limits: above
+    them nothing is updated; equal on all ranks. is_compared: hash parameters, for `check_replicas` behind the step.
 
-    Nothing of ours here waits for the device, but for `parallel.ep`: once per layer and forward the host must know how many rows
-    it receives. The model's own code may wait: transformers' masks ask whether positions restart.
+    The framework does not wait for the device here, but for `parallel.ep`: once per layer and forward the host must know how many
+    rows it receives. The model's own code may wait: transformers' masks ask whether positions restart.
 
-    validation: of the weights as they are before the update: in the step's bubbles, and what they do not hold right before the
-    update.
+    validation: of the weights before the update: in the step's bubbles, and the rest right before the update.
     """
     batch_axis = run.mesh.axis("batch")
     validation = validation or Validation(())
     own = _to_device(run, microbatches)
     filling = _take(run, validation, run.pipeline.room(len(own)))
     num_tokens = torch.stack([count_loss_tokens(each.labels) for each in own]).sum()
-    # Nobody waits for the count before a loss needs it.
+    # No rank waits for the count before a loss needs it.
     counting = start_all_reduce(num_tokens, batch_axis)
     seeds = [(run.seed, "dropout", step, index * batch_axis.size + batch_axis.rank) for index in range(len(own))]
     for stage in run.stages.values():
@@ -184,7 +176,7 @@ def train_step(
     loss = torch.stack(losses[: len(own)]).sum() if losses else torch.zeros((), device=run.mesh.device)
     loads = run.load.sum_over_ranks()
     sums = _sum(run, loss, flags, limits)
-    # Those that forward and backward have read: the update makes them old.
+    # The parameters that forward and backward have read: the update invalidates them.
     stages = run.stages.values() if is_compared else ()
     hashed = [each for stage in stages for each in hash_parameters(stage.parameters, run.hashes)]
     _update(run, sums, lr, step, loads)
@@ -193,9 +185,9 @@ def train_step(
     return StepResult(sums.totals, timed, loads, hashed)
 
 
-def _execute(run: Run, inputs: StepInputs) -> tuple[list[Tensor], tuple[Timed, ...]]:
-    """Losses by microbatch if this rank has the last stage: parts of the batch's of those to train on, sums over tokens of those
-    of validation; and when what was done."""
+def _execute(run: TrainingRun, inputs: StepInputs) -> tuple[list[Tensor], tuple[Timed, ...]]:
+    """Run the lowered schedule. Returns the losses by microbatch if this rank has the last stage, scalars: shares of the batch's
+    loss of microbatches to train on, sums over tokens of those of validation; and the actions with their times."""
     axis, num_trained = run.mesh.axis("pp"), len(inputs.seeds)
     lowered = run.pipeline.lowered(num_trained, len(inputs.microbatches) - num_trained)
     links = StageLinks(axis, lowered, run.activations)
@@ -207,14 +199,15 @@ def _execute(run: Run, inputs: StepInputs) -> tuple[list[Tensor], tuple[Timed, .
 
 @dataclass(frozen=True)
 class _Summed:
-    """totals: over the world; norm: of the gradient, a view of them. missed: what this rank's backward has not reached."""
+    """The sums of a step over the world. norm: of the gradient, a view of them. missed: parameters that this rank's backward has
+    not reached."""
 
     totals: StepSums
     norm: Tensor
     missed: Sequence[TrainedParameter]
 
 
-def _sum(run: Run, loss: Tensor, flags: Flags, limits: SpikeLimits) -> _Summed:
+def _sum(run: TrainingRun, loss: Tensor, flags: Flags, limits: SpikeLimits) -> _Summed:
     """Sum loss, norm and flags over the world."""
     missed = [each for each in run.trained if not each.view.is_reached]
     # The loss is on all ranks of tp.
@@ -224,7 +217,7 @@ def _sum(run: Run, loss: Tensor, flags: Flags, limits: SpikeLimits) -> _Summed:
     return _Summed(sums, sums.take_norm(run.loss_scale.value), missed)
 
 
-def _update(run: Run, sums: _Summed, lr: float, step: int, loads: Tensor | None) -> None:
+def _update(run: TrainingRun, sums: _Summed, lr: float, step: int, loads: Tensor | None) -> None:
     """Clip and update, unless loss or norm is not finite or above its limit. loads: of experts."""
     loss, norm = sums.totals.loss, sums.norm
     divisor = clip_divisor(norm, run.clip_norm) * run.loss_scale.value
@@ -232,7 +225,7 @@ def _update(run: Run, sums: _Summed, lr: float, step: int, loads: Tensor | None)
         stage.parameters.invalidate()
     is_finite = loss.isfinite() & norm.isfinite()
     run.loss_scale.update(is_finite)
-    # On the device: the host hears of this step when it has sent the next.
+    # On the device: the host reads this step when it has sent the next.
     is_taken = is_finite & sums.totals.are_within_limits
     run.optimizer.wait_for_readers()  # a bias may be a master that is being saved
     # Before the update, which sends masters to the parameters: no gradient reaches a bias, so it is left as it is then.
@@ -240,8 +233,8 @@ def _update(run: Run, sums: _Summed, lr: float, step: int, loads: Tensor | None)
     run.optimizer.step(lr, divisor, ~is_taken, step, _missed_elements(run, sums.missed, sums.totals.reached))
 
 
-def _find_reached(run: Run, missed: Sequence[TrainedParameter]) -> Tensor:
-    """[trained parameters of the model] fp64: 1 for those that this rank's backward has reached."""
+def _find_reached(run: TrainingRun, missed: Sequence[TrainedParameter]) -> Tensor:
+    """[trained parameters of the model] fp64: 1 for each that this rank's backward has reached."""
     if not missed:
         return run.held
     reached = run.held.clone()
@@ -251,9 +244,9 @@ def _find_reached(run: Run, missed: Sequence[TrainedParameter]) -> Tensor:
     return reached
 
 
-def _missed_elements(run: Run, missed: Sequence[TrainedParameter], reached: Tensor) -> list[Missed]:
-    """What this rank's own backward missed in this step, within the optimizer's shards. Stock optimizers leave alone, decay
-    included, what no rank's backward has reached: that is known on the device, and is not asked for."""
+def _missed_elements(run: TrainingRun, missed: Sequence[TrainedParameter], reached: Tensor) -> list[Missed]:
+    """The elements of the optimizer's shards that this rank's own backward missed in this step. Stock optimizers leave elements
+    that no rank's backward has reached alone, decay included; only the device knows whether another rank reached them."""
     return [
         Missed(
             owned.shard,
@@ -267,16 +260,16 @@ def _missed_elements(run: Run, missed: Sequence[TrainedParameter], reached: Tens
     ]
 
 
-def run_alone(run: Run, validation: Validation) -> None:
+def run_alone(run: TrainingRun, validation: Validation) -> None:
     """Run what is left of a validation, forwards only."""
     while filling := _take(run, validation, VALIDATION_MICROBATCHES):
         nothing = torch.zeros((), dtype=torch.int64, device=run.mesh.device)
         validation.add(filling, _execute(run, StepInputs(filling, (), nothing, 0, run.loss_scale.value))[0])
 
 
-def _take(run: Run, validation: Validation, most: int) -> list[Microbatch]:
+def _take(run: TrainingRun, validation: Validation, most: int) -> list[Microbatch]:
     return _to_device(run, validation.take(most))
 
 
-def _to_device(run: Run, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+def _to_device(run: TrainingRun, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
     return [each.map(partial(upload, device=run.mesh.device)) for each in microbatches]

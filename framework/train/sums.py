@@ -1,6 +1,6 @@
-"""What all ranks learn of a step: a few scalars and a number for each trained parameter, summed over the world in one all-reduce.
+"""The sums of a step over the world, in one all-reduce: a few scalars and a number for each trained parameter.
 
-What has one number for each rank (`loop.RankTimes`) is gathered for reported steps only.
+Values with one number for each rank (`reports.RankTimes`) are gathered for reported steps only.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ NUM_SCALARS = 6
 
 @dataclass(frozen=True)
 class Flags:
-    """What one rank asks of all of them, to stop after this step, to save after it, and whether a save is under way on it. A flag
-    of any rank counts."""
+    """Requests of one rank to all: to stop or to save after this step; and whether a save is under way on it. A flag of any rank
+    counts."""
 
     stop: bool = False
     save: bool = False
@@ -31,10 +31,10 @@ class StepSums:
     ranks that ask to save, the loss scale (after `take_norm`), ranks that are saving; then for each of the model's P trained
     parameters the ranks whose backward has reached it.
 
-    Why the last in every step: which parameters a forward uses may depend on its data, so a rank that missed one must hear in
-    this very step whether another reached it, and the others cannot know that one asks: to agree on asking, hosts would wait for
-    one another, or for the device. No fixed number of scalars holds an exact answer. Beside the scalars, because a message costs
-    the host far more than its bytes: 8 for each parameter tensor, 7 KiB of a model of 671B.
+    The last are sent in every step: which parameters a forward uses may depend on its data, so a rank that missed one must hear
+    in this very step whether another reached it, and the others cannot know that one asks: to agree on asking, hosts would wait
+    for one another, or for the device. No fixed number of scalars holds an exact answer. Beside the scalars, because a message
+    costs the host far more than its bytes: 8 for each parameter tensor, 7 KiB of a model of 671B.
 
     limits: [2] fp64 on the device, of loss and norm, equal on all ranks and not summed: they come with the scalars' copy.
     """
@@ -82,7 +82,7 @@ class StepSums:
 
     def take_norm(self, loss_scale: Tensor) -> Tensor:
         """The norm, a scalar, once the squares of gradients that are `loss_scale` times too large are summed over the world. In
-        place: the host reads what the device clips by, to the last bit, and the scale itself."""
+        place: the host reads the norm by which the device clips, to the last bit, and the scale."""
         self.vector[4].copy_(loss_scale)
         return self.vector[1].sqrt_().div_(loss_scale)
 

@@ -3,28 +3,91 @@
     device    all units at home there in one call, in the order of the device's stream
     host      unit after unit, in the order in which the next forward reads them: wait for its gradient, update, cast, start the
               upload, which runs beside the update of the next unit (ZeRO-Offload, Ren et al. 2021, section 4)
-    disk      chunk after chunk of all units there, in the same order                                  update_on_disk.py
+    disk      chunk after chunk of all units there, in the same order:
+              read a chunk | copy its gradient to the host, update its master and moments, cast to parameters | write it
 
 The host's update begins when the norm is known, because it may clip or skip: for that the host waits once a step. It runs on
-`launch.threads_per_rank` threads.
+`launch.threads_per_rank` threads. For the disk it has memory for the ring and the gradient of one chunk. Every chunk is updated
+by torch's fused kernel over a part of a shard: bit for bit as over the shard, because parts begin at whole vectors of it. The
+kernel computes the rest behind the last whole vector by other instructions, which round otherwise.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from uuid import uuid4
 
 import torch
 from torch import Tensor
 
 from framework.comm.transfer import fetch
-from framework.optim.disk_ring import DiskStates
+from framework.optim.disk_ring import DiskStates, DiskTensor
 from framework.optim.groups import GroupAssignment
-from framework.optim.optimizers import FlatOptimizer, Missed, state_names
+from framework.optim.optimizers import FlatOptimizer, Missed, check_kinds, state_names
 from framework.optim.states import States
-from framework.optim.update_rules import FlatShard
+from framework.optim.update_rules import OPTIMIZERS, FlatShard, ShardGroup
 from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
-from framework.recipe.schema import Recipe
-from framework.train.shards import OwnedShard, group_shards
-from framework.train.update_on_disk import DiskOptimizer
+from framework.parallel.zero.plan_buffers import GroupSpan
+from framework.plan.memory import disk_shards, within_owned
+from framework.plan.stage import PlannedStage
+from framework.recipe.schema import Optim, Recipe
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class OwnedShard:
+    """A shard of the optimizer and the place that it has: `span` of `buffer`."""
+
+    buffer: UnitBuffer
+    span: GroupSpan
+    shard: FlatShard
+
+
+def own_shards(buffers: Iterable[UnitBuffer]) -> list[OwnedShard]:
+    """The optimizer's shards: one flat run for each optimizer group of a trained buffer, in the order of computation, as views of
+    the buffers' masters and reduced gradients, [n] each. The buffers have memory."""
+    return [
+        OwnedShard(buffer, span, _shard(buffer, span))
+        for buffer in buffers
+        if buffer.plan.is_trained
+        for span in buffer.plan.spans
+    ]
+
+
+def group_shards(shards: Sequence[OwnedShard], assignments: Iterable[GroupAssignment]) -> list[ShardGroup]:
+    """The shards by optimizer group."""
+    by_group = {each.key: each for each in assignments}
+    return [
+        ShardGroup(
+            by_group[key].group,
+            tuple(each.shard for each in shards if each.span.group == key),
+            by_group[key].lr_ratio,
+            by_group[key].weight_decay,
+        )
+        for key in dict.fromkeys(each.span.group for each in shards)
+    ]
+
+
+def find_copies(buffers: Sequence[UnitBuffer]) -> list[tuple[UnitBuffer, UnitBuffer]]:
+    """Buffers of one parameter in two stages of this rank; the second of each pair counts nothing."""
+    known: dict[str, UnitBuffer] = {}
+    copies = []
+    for buffer in buffers:
+        first = known.setdefault(buffer.plan.slots[0].name, buffer)
+        if first is not buffer:
+            buffer.is_copy = True
+            copies.append((first, buffer))
+    return copies
+
+
+def _shard(buffer: UnitBuffer, span: GroupSpan) -> FlatShard:
+    where = slice(span.start - buffer.plan.start, span.stop - buffer.plan.start)
+    held = {slot.name: buffer.plan.held[slot.name] for slot in buffer.slots if slot.group == span.group}
+    layouts = {name: each.layout for name, each in held.items() if each.start < each.stop}
+    return FlatShard(tuple(layouts.values()), buffer.master[where], buffer.delivered[where], tuple(layouts))
 
 
 @dataclass(eq=False)
@@ -36,7 +99,7 @@ class UpdatedTogether:
     device: torch.device
 
     def update(self, lr: float, divisor: Tensor, skip: Tensor, step: int, missed: Iterable[Missed]) -> None:
-        """One update, and the parameters that follow from it. As for `FlatOptimizer.step`; missed: of these buffers."""
+        """Update the masters and cast them to the parameters. Arguments as of `FlatOptimizer.step`; missed: of these buffers."""
         for buffer in self.buffers:
             buffer.wait_for_delivery()
         here = [replace(each, is_reached=fetch(each.is_reached, self.device)) for each in missed]
@@ -50,7 +113,7 @@ class UpdatedTogether:
         return self.optimizer.shards
 
     def state(self, shard: FlatShard, name: str) -> Tensor:
-        """As that of `FlatOptimizer`."""
+        """A per-element state of a shard, [n]."""
         return self.optimizer.state(shard, name)
 
     @property
@@ -60,6 +123,106 @@ class UpdatedTogether:
     @num_updates.setter
     def num_updates(self, count: int) -> None:
         self.optimizer.num_updates = count
+
+
+@dataclass(frozen=True)
+class _DiskUpdate:
+    """An update of a step, on the host. missed: elements that perhaps no rank has reached."""
+
+    lr: float
+    divisor: Tensor
+    missed: Sequence[Missed]
+
+
+class DiskOptimizer:
+    """The recipe's optimizer over shards whose states are in the file `states`, which has one shard for each of `buffers`, also
+    for those of which this rank owns padding only. owned: the shards of these. Raises LayoutError as `FlatOptimizer` does, and
+    from `update` what `DiskStates` raises."""
+
+    def __init__(
+        self,
+        optim: Optim,
+        states: DiskStates,
+        buffers: Sequence[UnitBuffer],
+        owned: Sequence[OwnedShard],
+        groups: Sequence[ShardGroup],
+    ):
+        self._optim, self._rule, self._states = optim, OPTIMIZERS[optim.name], states
+        check_kinds(optim.name, self._rule, groups)
+        self._buffers = tuple(buffers)
+        assert [each.plan.numel_owned for each in self._buffers] == [each.numel for each in states.shards]
+        self._owned = {each.shard: each for each in owned}
+        self._group_of = {shard: group for group in groups for shard in group.shards}
+        self._num_updates = 0
+
+    @property
+    def num_updates(self) -> int:
+        """Updates done so far; 0 for an optimizer that does not count them."""
+        return self._num_updates
+
+    @num_updates.setter
+    def num_updates(self, count: int) -> None:
+        self._num_updates = count * self._rule.counts_updates
+
+    @property
+    def shards(self) -> tuple[FlatShard, ...]:
+        return tuple(self._owned)
+
+    def state(self, shard: FlatShard, name: str) -> DiskTensor:
+        """A per-element state of a shard: [n], in its dtype."""
+        owned = self._owned[shard]
+        where = within_owned(owned.buffer.plan, owned.span)
+        return self._states.tensor(self._buffers.index(owned.buffer), name)[where]
+
+    def update(self, lr: float, divisor: Tensor, skip: Tensor, step: int, missed: Sequence[Missed]) -> None:
+        """Update the masters and cast them to the parameters. Arguments as of `StepOptimizer.step`; missed: of these shards."""
+        if fetch(skip, HOST):
+            return  # neither read nor written
+        here = [replace(each, is_reached=fetch(each.is_reached, HOST)) for each in missed]
+        update = _DiskUpdate(lr, fetch(divisor, HOST), here)
+        self._states.update(range(len(self._buffers)), partial(self._update_chunk, update))
+        self.num_updates += 1
+
+    def _update_chunk(self, update: _DiskUpdate, index: int, where: slice, states: Mapping[str, Tensor]) -> None:
+        buffer = self._buffers[index]
+        for shard, owned in self._owned.items():
+            span = within_owned(buffer.plan, owned.span)
+            if owned.buffer is buffer and span.start <= where.start < span.stop:
+                self._update_part(update, shard, slice(where.start - span.start, where.stop - span.start), states)
+        buffer.copy_to_params(where.start, (states["master"],))
+
+    def _update_part(self, update: _DiskUpdate, shard: FlatShard, where: slice, states: Mapping[str, Tensor]) -> None:
+        """Update elements `where` of a shard, whose states are given."""
+        group, master = self._group_of[shard], states["master"]
+        master.grad = fetch(shard.gradient[where], HOST)
+        kernel = self._rule.make(self._optim, [{"params": [master], "weight_decay": group.weight_decay}])
+        kernel.param_groups[0]["lr"] = update.lr * group.lr_ratio
+        kernel.state[master] |= {name: state for name, state in states.items() if name != "master"}
+        if self._rule.counts_updates:
+            kernel.state[master]["step"] = torch.tensor(float(self.num_updates))
+        if master.dtype == torch.float32:
+            kernel.grad_scale = update.divisor.float()  # type: ignore[attr-defined]
+        else:  # the kernels read their divisor as fp32, which would round fp64 gradients
+            master.grad.div_(update.divisor)
+        kernel.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+        with _preserving(states.values(), [each for each in update.missed if each.shard is shard], where):
+            kernel.step()
+
+
+@contextmanager
+def _preserving(states: Iterable[Tensor], missed: Iterable[Missed], where: slice) -> Iterator[None]:
+    """Keep elements that no rank has reached, and their states. states: of the elements `where` of the shard, [m] each."""
+    bounds = [(max(each.start, where.start), min(each.stop, where.stop), each.is_reached) for each in missed]
+    views = [
+        (state[start - where.start : stop - where.start], is_reached)
+        for state in states
+        for start, stop, is_reached in bounds
+        if start < stop
+    ]
+    saved = [view.clone() for view, _ in views]
+    yield
+    for (view, is_reached), old in zip(views, saved, strict=True):
+        torch.where(is_reached, view, old, out=view)
 
 
 class StepOptimizer:
@@ -106,33 +269,34 @@ class StepOptimizer:
         return tuple(self._part_of)
 
     def hold(self, wait_for_readers: Callable[[], None]) -> None:
-        """Have the next update first call this, which returns when nobody reads any more what it changes."""
+        """Have the next update first call this, which returns when no save reads the masters and states any more."""
         self._wait_for_readers = wait_for_readers
 
     def wait_for_readers(self) -> None:
-        """Return when masters and states may be changed, by whomever."""
+        """Return when masters and states may be changed."""
         if self._wait_for_readers is not None:
             self._wait_for_readers()
             self._wait_for_readers = None
 
     def step(self, lr: float, divisor: Tensor, skip: Tensor, step: int, missed: Sequence[Missed] = ()) -> None:
-        """Divide the gradients by `divisor` and update at learning rate `lr`, but what nobody has reached; no effect where `skip`
-        is 1. divisor, skip: scalars on the device; step: of the run; missed: what this rank's backward has not reached."""
+        """Divide the gradients by `divisor` and update at learning rate `lr` all that some rank has reached; no effect where
+        `skip` is 1. divisor, skip: scalars on the device. step: of the run. missed: elements that this rank's backward has not
+        reached."""
         self.wait_for_readers()
         for part in self.parts:
             part.update(lr, divisor, skip, step, [each for each in missed if self._part_of[each.shard] is part])
 
     def states_of(self, shard: FlatShard) -> States:
-        """What keeps the states of a shard that is in memory."""
+        """The states of a shard that is in memory."""
         return next(part.optimizer.states for part in self._in_memory if shard in part.shards)
 
     def open_states(self) -> None:
-        """Have `state` return what may be written."""
+        """Make the tensors that `state` returns writable."""
         for part in self._in_memory:
             part.optimizer.states.open()
 
     def close_states(self) -> None:
-        """Take what was written since `open_states`."""
+        """Take over the values written since `open_states`."""
         for part in self._in_memory:
             part.optimizer.states.close()
 
@@ -149,3 +313,17 @@ class StepOptimizer:
     def num_updates(self, count: int) -> None:
         for part in self.parts:
             part.num_updates = count
+
+
+def open_disk(
+    recipe: Recipe, stages: Sequence[PlannedStage], rank: int, run_id: str | None
+) -> tuple[DiskStates | None, list[DiskTensor]]:
+    """The file of the rank's states that live on a disk, all zero, and the master of each buffer in it, in their order; None
+    where no state does. run_id: of the file's folder; None: a new one. Raises as `DiskFile` does."""
+    shards = disk_shards([each for stage in stages for each in stage.buffers], state_names(recipe.optim))
+    if not shards:
+        return None, []
+    folder = recipe.memory.offload.disk_path
+    assert folder is not None, "memory.offload.home=disk without disk_path passed the check"
+    disk = DiskStates(Path(folder) / (run_id or f"run-{uuid4().hex[:12]}"), f"rank-{rank}", shards)
+    return disk, [disk.tensor(index, "master") for index in range(len(shards))]

@@ -15,17 +15,17 @@ from framework.model.loss import count_loss_tokens
 
 @dataclass(frozen=True)
 class ValidationLoss:
-    """Mean losses per token: of all sources together, and of each; None for one without a token to predict."""
+    """Mean losses per token, of all sources together and of each; None for a source without a token to predict."""
 
     mean: float
     by_source: tuple[float | None, ...]
 
 
 class Validation:
-    """Gives microbatches and collects what was found of them; every rank has the same number.
+    """Hands out microbatches and collects their losses; every rank has the same number of them.
 
-    The losses are added up in their order at the end, so it does not matter which of them ran where. num_sources: of which
-    microbatches are, by `Microbatch.source`. num_taken: microbatches so far; num_free: those of them that ran in bubbles.
+    The losses are added up in their order at the end, so it does not matter which of them ran where. num_sources: of the
+    microbatches, by `Microbatch.source`. num_taken: microbatches so far. num_free: microbatches that ran in bubbles.
     """
 
     def __init__(self, microbatches: Iterable[Microbatch], num_sources: int = 1):
@@ -44,7 +44,7 @@ class Validation:
         return taken
 
     def add(self, microbatches: Iterable[Microbatch], losses: Iterable[Tensor]) -> None:
-        """Note the losses of microbatches: scalars, sums over the tokens of each; nothing on a rank without the last stage."""
+        """Add the losses of microbatches: scalars, sums over the tokens of each; none on a rank without the last stage."""
         found = list(losses)
         self._losses += found
         if found:

@@ -25,8 +25,8 @@ from framework.plan.plan import Plan, make_plan
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
 from framework.train.build import build
-from framework.train.shards import OwnedShard
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
+from framework.train.update import OwnedShard
 from framework.verify.evidence import Evidence, TokenBatch, keep_double, make_batches
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def run_layout(plan: Plan, batches: Sequence[TokenBatch], mesh: Mesh) -> Evidenc
         return _train(run, plan, batches, mesh)
 
 
-def _train(run: Run, plan: Plan, batches: Sequence[TokenBatch], mesh: Mesh) -> Evidence:
+def _train(run: TrainingRun, plan: Plan, batches: Sequence[TokenBatch], mesh: Mesh) -> Evidence:
     recipe, losses, norms, gradients, by_step = plan.recipe, [], [], {}, []
     for step, batch in enumerate(batches):
         lr = learning_rate(step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)
@@ -71,7 +71,7 @@ def share(batch: TokenBatch, sequences_per_microbatch: int, mesh: Mesh) -> list[
     return [cut_context(each, slices) for each in whole[dp.rank :: dp.size]]
 
 
-def owned_gradients(run: Run) -> dict[str, tuple[Layout, Tensor]]:
+def owned_gradients(run: TrainingRun) -> dict[str, tuple[Layout, Tensor]]:
     """Layout and own elements of every gradient: zero where a parameter is frozen, as the oracle has it."""
     return {
         slot.name: buffer.counted(slot, buffer.delivered if buffer.is_trained else torch.zeros_like(buffer.master))
@@ -81,7 +81,7 @@ def owned_gradients(run: Run) -> dict[str, tuple[Layout, Tensor]]:
     }
 
 
-def owned_weights(run: Run) -> dict[str, tuple[Layout, Tensor]]:
+def owned_weights(run: TrainingRun) -> dict[str, tuple[Layout, Tensor]]:
     """Layout and own elements of every parameter, in the master dtype, and of every correction bias that is a buffer."""
     parameters: dict[str, tuple[Layout, Tensor]] = {}
     for buffer in (buffer for buffer in run.buffers if not buffer.is_copy):
@@ -92,13 +92,13 @@ def owned_weights(run: Run) -> dict[str, tuple[Layout, Tensor]]:
     return parameters | {name: (Layout(tuple(bias.shape)), bias.view(-1)) for name, bias in biases.items()}
 
 
-def _find_block_starts(run: Run, owned: OwnedShard) -> Tensor:
+def _find_block_starts(run: TrainingRun, owned: OwnedShard) -> Tensor:
     states = run.optimizer.states_of(owned.shard)
     assert isinstance(states, LowBitStates)
     return states.block_starts(owned.shard).double()
 
 
-def owned_blocks(run: Run) -> dict[str, tuple[Layout, Tensor]]:
+def owned_blocks(run: TrainingRun) -> dict[str, tuple[Layout, Tensor]]:
     """Layout of every parameter and, for each own element, the number of the first element of its block of moments.
 
     0 for frozen parameters, so that a rank that trains nothing has something to gather, too.

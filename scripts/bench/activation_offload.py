@@ -38,7 +38,7 @@ from framework.plan.plan import make_plan
 from framework.recipe.schema import Batch, Launch, Memory, Precision, Recipe, Zero
 from framework.train.build import build
 from framework.train.profiler import name_unit
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
 
@@ -172,7 +172,7 @@ def read_ranges(recorded: profile) -> list[tuple[str, Interval]]:
     ]
 
 
-def build_run(options: argparse.Namespace) -> tuple[Run, list[Microbatch]]:
+def build_run(options: argparse.Namespace) -> tuple[TrainingRun, list[Microbatch]]:
     """A rank alone, and the microbatch of all its steps."""
     config = LlamaConfig(
         hidden_size=options.hidden, intermediate_size=options.hidden * 11 // 4, num_hidden_layers=options.layers,
@@ -192,7 +192,9 @@ def build_run(options: argparse.Namespace) -> tuple[Run, list[Microbatch]]:
     return run, share(batch, 1, mesh)
 
 
-def offload_with_threads(run: Run, fraction: float, cores: Sequence[int], link: float | None) -> ActivationOffload:
+def offload_with_threads(
+    run: TrainingRun, fraction: float, cores: Sequence[int], link: float | None
+) -> ActivationOffload:
     """What `memory.offload.activations` attaches on a GPU, with threads for streams; and the layers named in a trace."""
     (stage,) = run.stages.values()
     model = stage.model.model

@@ -45,7 +45,7 @@ from framework.plan.plan import make_plan
 from framework.recipe.schema import Batch, Launch, Memory, Optim, Precision, Recipe, Zero
 from framework.train.build import build
 from framework.train.state import saved_entries
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 
 WIDTH, VOCABULARY, CONTEXT = 1024, 1024, 32
 CPU = torch.device("cpu")
@@ -111,7 +111,7 @@ def measure(rank: int, ranks: int, folder: Path, options: argparse.Namespace) ->
 class Bench:
     """One rank's training and its saves, each of which ends before the next begins."""
 
-    def __init__(self, run: Run, folder: Path):
+    def __init__(self, run: TrainingRun, folder: Path):
         self.measured: dict[str, Measured] = defaultdict(Measured)
         self.memory = StagingMemory(CPU, num_neighbours=run.mesh.topology.world)
         self.step_cpu_s = 0.0
@@ -211,7 +211,7 @@ class Bench:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def build_run(num_parameters: int, ranks: int, rank: int, rendezvous: Path) -> Run:
+def build_run(num_parameters: int, ranks: int, rank: int, rendezvous: Path) -> TrainingRun:
     """A rank of a Llama of about so many parameters."""
     recipe, config = describe_llama(num_parameters, ranks)
     plan = make_plan(recipe, config)

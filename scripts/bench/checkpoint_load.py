@@ -41,7 +41,7 @@ from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel, Recipe, Zero
 from framework.train.build import build
 from framework.train.state import read_entries, saved_entries, share_read
-from framework.train.step import Run
+from framework.train.step import TrainingRun
 from scripts.bench.checkpoint import CPU, cpu_seconds, describe_llama, forget
 
 LAYOUTS: dict[str, tuple[int, Parallel, Zero]] = {
@@ -107,13 +107,13 @@ def run_rank(rank: int, work: Callable[..., None], layout: str, folder: Path, op
     mesh.close()
 
 
-def save(run: Run, recipe: Recipe, folder: Path, rounds: int) -> None:
+def save(run: TrainingRun, recipe: Recipe, folder: Path, rounds: int) -> None:
     """Both checkpoints, of the same layout."""
     save_checkpoint(folder / "ours", 1, saved_entries(run), {"step": 1}, run.mesh.axis("world"), keep=1)
     dcp.save(tensors_for_dcp(run, recipe), checkpoint_id=folder / "dcp", no_dist=run.mesh.topology.world == 1)
 
 
-def load(run: Run, recipe: Recipe, folder: Path, rounds: int) -> None:
+def load(run: TrainingRun, recipe: Recipe, folder: Path, rounds: int) -> None:
     """Load in turns."""
     tensors = tensors_for_dcp(run, recipe)
     owned = sum(each.nbytes for each in local_tensors(tensors.values()))
@@ -142,7 +142,7 @@ def load(run: Run, recipe: Recipe, folder: Path, rounds: int) -> None:
         (folder / "found.json").write_text(json.dumps(found))
 
 
-def measure(work: Callable[[], int], owned: int, run: Run) -> Cost:
+def measure(work: Callable[[], int], owned: int, run: TrainingRun) -> Cost:
     world = run.mesh.axis("world")
     all_reduce(torch.ones(1), world)
     began, cpu_s = time.perf_counter(), cpu_seconds()
@@ -152,7 +152,7 @@ def measure(work: Callable[[], int], owned: int, run: Run) -> Cost:
     return Cost(max(one[0] for one in each), sum(one[1] for one in each), max(one[2] for one in each))
 
 
-def tensors_for_dcp(run: Run, recipe: Recipe) -> dict[str, Any]:
+def tensors_for_dcp(run: TrainingRun, recipe: Recipe) -> dict[str, Any]:
     """What a rank of the run holds, as DCP is given it: shards of tensor parallelism as they are, of ZeRO by rows."""
     topology, world = run.mesh.topology, run.mesh.axis("world")
     along = init_device_mesh("cpu", (world.size,)) if topology.world > 1 else None

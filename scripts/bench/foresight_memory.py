@@ -46,7 +46,7 @@ from framework.plan.plan import Plan, make_plan
 from framework.recipe.compose import compose
 from framework.recipe.schema import Batch, Launch, Memory, Model, Precision, Recipe
 from framework.train.build import build
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.verify.pool import RankPool
 from scripts.random_recipes import Drawn, draw, write
 
@@ -199,7 +199,7 @@ def _make_batch(plan: Plan, rank: int) -> list[Microbatch]:
     return [cut_context(Microbatch(each[:, :-1].clone(), each[:, 1:].clone(), positions), slices) for each in tokens]
 
 
-def count_states(run: Run) -> dict[str, int]:
+def count_states(run: TrainingRun) -> dict[str, int]:
     """Bytes of distinct memory; what two kinds share counts for the first of them."""
     states = [
         tensor
@@ -221,7 +221,7 @@ def count_states(run: Run) -> dict[str, int]:
     return totals
 
 
-def count_activations(run: Run, batch: Sequence[Microbatch]) -> list[int]:
+def count_activations(run: TrainingRun, batch: Sequence[Microbatch]) -> list[int]:
     """Bytes allocated when each forward of a step ends, without full parameters and gradients that have come since."""
     found: list[int] = []
     allocations = Allocations()
@@ -239,7 +239,7 @@ def count_activations(run: Run, batch: Sequence[Microbatch]) -> list[int]:
     return found
 
 
-def _storages_of_buffers(run: Run) -> set[int]:
+def _storages_of_buffers(run: TrainingRun) -> set[int]:
     return {each.untyped_storage()._cdata for buffer in run.buffers for each in (buffer.full, buffer.gradient)}
 
 

@@ -22,7 +22,7 @@ from framework.comm.connect import connect
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Batch, Launch, Memory, Offload, Optim, Precision, Recipe, Zero
 from framework.train.build import build
-from framework.train.step import Run
+from framework.train.step import TrainingRun
 
 WIDTH, LAYERS = 512, 8
 
@@ -63,7 +63,7 @@ def main() -> None:
         )
 
 
-def build_run(num_parameters: int) -> Run:
+def build_run(num_parameters: int) -> TrainingRun:
     """A rank alone with all masters and moments on the host, and gradients that have arrived there."""
     layer = 4 * WIDTH**2
     width = max(64, (num_parameters // LAYERS - layer) // (3 * WIDTH) // 64 * 64)
@@ -85,7 +85,7 @@ def build_run(num_parameters: int) -> Run:
     return run
 
 
-def step_of_ours(run: Run) -> Callable[[], None]:
+def step_of_ours(run: TrainingRun) -> Callable[[], None]:
     divisor, skip = torch.ones((), dtype=torch.float64), torch.tensor(False)
     return lambda: run.optimizer.step(1e-4, divisor, skip, 0)
 

@@ -15,7 +15,8 @@ from framework.errors import EXIT_DONE, EXIT_RESUME, DataError, NumericsError
 from framework.launch.directory import RunDirectory
 from framework.launch.process import end_hung, report_error, run_process
 from framework.monitor.progress import FIRST_STEPS
-from framework.monitor.stop import StepWatch, StopRequest
+from framework.monitor.stop import StopRequest
+from framework.monitor.watchdog import Watchdog
 
 RANK = int(os.environ["RANK"])
 
@@ -105,13 +106,13 @@ def add_until_asked(folder: Path) -> int:
     from framework.mesh.topology import Topology
     from framework.monitor.phases import Phase
     from framework.monitor.progress import Progress
-    from framework.monitor.watch import Watch
     from framework.recipe.deadlines import Deadlines
 
     progress, (rank, world) = Progress(), launched_place()
     deadlines = Deadlines(step=60.0, first_steps=60.0, start=60.0, save=60.0, validate=60.0)
     place = f"dp{rank}"
-    with Watch(progress, deadlines, (rank, world), place, open_store_beside, end_hung, folder), StopRequest() as stop:
+    watching = Watchdog(progress, deadlines, (rank, world), place, open_store_beside, end_hung, folder)
+    with watching, StopRequest() as stop:
         mesh = connect(Topology(dp=world), torch.device("cpu"))
         for step in count(1):
             progress.phases.begin(Phase.STEP, step)
@@ -137,16 +138,16 @@ def reduce_watched(folder, hangs) -> None:
     from framework.monitor.hang import TRAINING
     from framework.monitor.phases import Phase
     from framework.monitor.progress import Progress
-    from framework.monitor.watch import Watch
     from framework.recipe.deadlines import Deadlines
 
     progress, place = Progress(), launched_place()
     deadlines = Deadlines(step=2.0, first_steps=60.0, start=60.0, save=60.0, validate=60.0)
-    with Watch(progress, deadlines, place, f"dp{RANK}", open_store_beside, end_hung, folder), StopRequest() as stop:
+    watching = Watchdog(progress, deadlines, place, f"dp{RANK}", open_store_beside, end_hung, folder)
+    with watching as watch, StopRequest() as stop:
         progress.phases.begin(Phase.CONNECT)
         mesh = connect(Topology(dp=place[1]), torch.device("cpu"))
         progress.communicators[TRAINING] = tuple(mesh.axes.values())
-        with StepWatch(stop, end_hung, progress=progress) as watch:
+        with watch.hear(stop):
             for step in count(1):
                 progress.phases.begin(Phase.STEP, step)
                 with watch.step(step):
@@ -178,7 +179,7 @@ def reduce_forever(folder, at_work, timeout_s=1800.0) -> None:
     mesh = connect(Topology(dp=2), torch.device("cpu"))
     # Not `connect`'s: on a busy machine a rank may need longer than that to start.
     _set_pg_timeout(timedelta(seconds=timeout_s), mesh.axis("world").group)
-    with StopRequest() as stop, StepWatch(stop, end_hung, patience_s=1.0) as watch:
+    with Watchdog(end=end_hung, patience_s=1.0) as watch, StopRequest() as stop, watch.hear(stop):
         for step in count(1):
             with watch.step(step):
                 for _ in range(5):

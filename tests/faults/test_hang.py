@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from framework.errors import EXIT_FAILED
-from framework.monitor.watch import FLIGHT_RECORDS
+from framework.monitor.watchdog import FLIGHT_RECORDS
 from tests.faults.test_launch_agent import PROGRAM, ROOT, folder, launch
 
 __all__ = ["folder"]

@@ -31,8 +31,7 @@ from framework.launch.directory import RunDirectory
 from framework.optim.disk_file import MEMORY_FILE_SYSTEMS, file_system_of
 from framework.recipe import layout_rules
 from framework.recipe.compose import compose, load_recipe, save_recipe
-from framework.track.goodput import Part
-from framework.track.goodput_log import read_account
+from framework.track.goodput import TimePart, read_account
 from framework.track.jsonl import METRICS_FILE, read_records
 from tests import tiny_run
 from tests.hostile_folder import refuse_imported, write_hostile_modules
@@ -326,12 +325,12 @@ def assert_adds_up(run_id, wall_s):
     )  # a process that begins and one that prints its end
     assert min(account.seconds.values()) >= 0
     assert len(account.rows) == 2
-    assert account.seconds[Part.RECOVERY] >= 0.5
-    assert account.seconds[Part.STEP] > 0
-    assert account.seconds[Part.OFF] == account.seconds[Part.QUEUE] == 0
+    assert account.seconds[TimePart.RECOVERY] >= 0.5
+    assert account.seconds[TimePart.STEP] > 0
+    assert account.seconds[TimePart.OFF] == account.seconds[TimePart.QUEUE] == 0
     shares = list(read_records(Path("runs", run_id, METRICS_FILE)))[-1]["goodput"]
     assert sum(shares.values()) == pytest.approx(1.0)
-    assert shares["recovery"] == pytest.approx(account.shares[Part.RECOVERY], rel=0.7)  # the end came later
+    assert shares["recovery"] == pytest.approx(account.shares[TimePart.RECOVERY], rel=0.7)  # the end came later
     assert Path("runs", run_id, "goodput.png").stat().st_size > 0
 
 

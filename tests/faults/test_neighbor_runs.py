@@ -19,8 +19,7 @@ from framework.errors import EXIT_DONE
 from framework.lease import Lease
 from framework.mesh.topology import Topology
 from framework.model.load import load_config
-from framework.monitor.phases import Phases
-from framework.monitor.stop import StepWatch, StopRequest
+from framework.monitor.watchdog import Watchdog
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.track.observers import Observers
@@ -43,7 +42,7 @@ def train_body(rank, recipe, place, rendezvous, death):
     def find_goal(loop):
         time.sleep(0.01)  # steps of milliseconds would leave no time between two saves
         if death is not None and rank == death[0] and loop.state.step >= death[1]:
-            while loop._saver.is_busy:
+            while loop.policy.saver.is_busy:
                 time.sleep(0.01)
             saved = newest_listed(run_dir / "checkpoints")
             if all(any(name.step > saved for name in memory.list()) for memory in memories):
@@ -56,9 +55,9 @@ def train_body(rank, recipe, place, rendezvous, death):
         patch.setattr(saves, "node_name", lambda: f"n{rank}")
         patch.setattr(saves, "memory_of", partial(memory_of, memory=place / "shm"))
         mesh = connect(Topology(dp=2), torch.device("cpu"), f"file://{rendezvous}", rank, timeout_s=30)
-        with StopRequest() as stop, StepWatch(stop) as watch:
+        with Watchdog() as watchdog:
             plan = make_plan(recipe, load_config(recipe.model))
-            code = train._train(plan, prepare(recipe), mesh, Lease(run_dir), stop, watch, Phases())
+            code = train.train_connected(plan, prepare(recipe), mesh, Lease(run_dir), watchdog)
         mesh.close()
     return code
 

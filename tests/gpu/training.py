@@ -12,7 +12,7 @@ from framework.model.precision import DTYPES
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Recipe
 from framework.train.build import build
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import keep_double, make_batches
 from framework.verify.layout import share
 from tests.families import build_config, family
@@ -25,7 +25,7 @@ LR = 1e-2
 class Training:
     """A run, and this rank's microbatches of each batch."""
 
-    run: Run
+    run: TrainingRun
     batches: list[list[Microbatch]]
 
 

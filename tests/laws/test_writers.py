@@ -91,15 +91,15 @@ KNOWN = {
     "commands/timings.py time_disk": "a file of this process's own beside runs, which it removes: no start reads it",
     "commands/search.py _write_layouts": "the folder of a search, under a name of its own: it holds runs and is none",
     "commands/search.py _rank_again": "the same folder's cluster.yaml: of a search, no rank writes or reads it",
-    "track/goodput_log.py Lines.__init__": "checked before each note, once the lease is had; lines are added",
+    "monitor/goodput.py Lines.__init__": "checked before each note, once the lease is had; lines are added",
     "track/jsonl.py Jsonl.open": "an open that writes nothing; the newer start replaces the file",
     "track/jsonl.py Jsonl.rewind": "as `Jsonl.open`",
     "track/jsonl.py truncate": IN_WORKPLACE,
-    "track/sample_ledger.py SampleLedger.__init__": "lines of a start, which the cursor of a newer one cuts off",
+    "track/sample_ledger.py SampleLedger.begin": "lines of a start, which the cursor of a newer one cuts off",
     "track/wandb.py WandbObserver.open": CHECKED,
     "train/profiler.py StepProfiler.close": CHECKED,
-    "monitor/ranks_file.py write_ranks": CHECKED,
-    "monitor/watch.py Watch._keep_flight_records": CHECKED,
+    "monitor/hang.py write_ranks": CHECKED,
+    "monitor/watchdog.py Watchdog._keep_flight_records": CHECKED,
 }
 
 

@@ -13,7 +13,7 @@ from framework.data.pack import Microbatch
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Model, Offload, Parallel, Pipeline, Recipe, Zero
 from framework.train.build import build
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
 from tests.families import build_config, family
@@ -77,7 +77,7 @@ def train(layout: Layout, mesh: Mesh) -> Numbers:
     return found
 
 
-def build_layout(layout: Layout, mesh: Mesh) -> tuple[Run, list[list[Microbatch]]]:
+def build_layout(layout: Layout, mesh: Mesh) -> tuple[TrainingRun, list[list[Microbatch]]]:
     """A rank's run, and its microbatches of each step."""
     recipe, config = layout.recipe, layout.config
     with BUILDING:

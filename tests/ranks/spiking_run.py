@@ -19,8 +19,7 @@ from framework.errors import MeshwrightError
 from framework.lease import Lease
 from framework.mesh.topology import Topology
 from framework.model.load import load_config
-from framework.monitor.phases import Phases
-from framework.monitor.stop import StepWatch, StopRequest
+from framework.monitor.watchdog import Watchdog
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.recipe.schema import Recipe
@@ -105,14 +104,14 @@ def train_body(
 
     tp = recipe.parallel.tp
     mesh = connect(Topology(dp=world // tp, tp=tp), torch.device("cpu"), rendezvous, rank)
-    with ExitStack() as stack, StopRequest() as stop, StepWatch(stop) as watch:
+    with ExitStack() as stack, Watchdog() as watchdog:
         stack.enter_context(patch.object(Loader, "batch", batch))
         stack.enter_context(patch.object(train, "open_observers", open_observers))
         for each in patches:
             stack.enter_context(each())
         plan, message = make_plan(recipe, load_config(recipe.model)), ""
         try:
-            code = train._train(plan, prepare(recipe), mesh, Lease(run_dir), stop, watch, Phases())
+            code = train.train_connected(plan, prepare(recipe), mesh, Lease(run_dir), watchdog)
         except (MeshwrightError, Killed) as error:
             code, message = getattr(error, "exit_code", -9), str(error)
     mesh.close()

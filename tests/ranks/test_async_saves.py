@@ -14,8 +14,7 @@ from framework.errors import EXIT_DONE
 from framework.lease import Lease
 from framework.mesh.topology import Topology
 from framework.model.load import load_config
-from framework.monitor.phases import Phases
-from framework.monitor.stop import StepWatch, StopRequest
+from framework.monitor.watchdog import Watchdog
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.track.observers import Observers
@@ -49,14 +48,13 @@ def train_body(rank, world, rendezvous, recipe, run_dir, holds):
         yield from plain(*args)
 
     with (
-        StopRequest() as stop,
-        StepWatch(stop) as watch,
+        Watchdog() as watchdog,
         patch.object(train, "open_observers", lambda *words: Observers()),
         patch.object(StagedFile, "_fill", fill_late),
         patch.object(StepOptimizer, "hold", StepOptimizer.hold if holds else lambda *args: None),
     ):
         plan = make_plan(recipe, load_config(recipe.model))
-        code = train._train(plan, prepare(recipe), mesh, Lease(run_dir), stop, watch, Phases())
+        code = train.train_connected(plan, prepare(recipe), mesh, Lease(run_dir), watchdog)
     mesh.close()
     return code
 

@@ -24,7 +24,7 @@ from framework.train.build import build
 from framework.train.replicas import check_replicas
 from framework.train.stage import RankStage, StepInputs
 from framework.train.state import RunState, restore, saved_entries
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.verify.layout import share
 from tests.families import family
 from tests.grid import few_of
@@ -47,26 +47,26 @@ def bits_of(values: Tensor) -> Tensor:
     return values.view(torch.uint8)
 
 
-Find = Callable[[Run], Tensor]
+Find = Callable[[TrainingRun], Tensor]
 
 
 def first(
-    run: Run, of: Callable[[UnitBuffer], Tensor], fits: Callable[[UnitBuffer], bool] = lambda buffer: True
+    run: TrainingRun, of: Callable[[UnitBuffer], Tensor], fits: Callable[[UnitBuffer], bool] = lambda buffer: True
 ) -> Tensor:
     """Of the first buffer that others hold, too."""
     shared = (buffer for buffer in run.buffers if any(axis.size > 1 for axis in buffer.plan.axes.replicas))
     return of(next(buffer for buffer in shared if fits(buffer)))
 
 
-def master(run: Run) -> Tensor:
+def master(run: TrainingRun) -> Tensor:
     return first(run, lambda buffer: buffer.master)
 
 
-def norm_master(run: Run) -> Tensor:
+def norm_master(run: TrainingRun) -> Tensor:
     return first(run, lambda buffer: buffer.master, lambda buffer: "norm" in buffer.slots[0].name)
 
 
-def moment(run: Run) -> Tensor:
+def moment(run: TrainingRun) -> Tensor:
     name = run.optimizer.state_names[1]
     shared = [each for each in run.shards if any(axis.size > 1 for axis in each.buffer.plan.axes.replicas)]
     state = run.optimizer.state(shared[-1].shard, name)
@@ -74,7 +74,7 @@ def moment(run: Run) -> Tensor:
     return state
 
 
-def router_bias(run: Run) -> Tensor:
+def router_bias(run: TrainingRun) -> Tensor:
     return next(
         tensor.view(-1)
         for stage in run.stages.values()
@@ -83,17 +83,17 @@ def router_bias(run: Run) -> Tensor:
     )
 
 
-def tied_embedding(run: Run) -> Tensor:
+def tied_embedding(run: TrainingRun) -> Tensor:
     return first(
         run, lambda buffer: buffer.master, lambda buffer: "embedding" in {a.name for a in buffer.plan.axes.replicas}
     )
 
 
-def kv_weight(run: Run) -> Tensor:
+def kv_weight(run: TrainingRun) -> Tensor:
     return first(run, lambda buffer: buffer.master, lambda buffer: "kv" in {a.name for a in buffer.plan.axes.replicas})
 
 
-def router_weight(run: Run) -> Tensor:
+def router_weight(run: TrainingRun) -> Tensor:
     def of(buffer: UnitBuffer) -> Tensor:
         slot = next(slot for slot in buffer.slots if ".gate." in slot.name)
         return buffer.held(slot, buffer.master)[1]
@@ -101,7 +101,7 @@ def router_weight(run: Run) -> Tensor:
     return first(run, of, lambda buffer: any(".gate." in slot.name for slot in buffer.slots))
 
 
-def parameters(run: Run) -> Tensor:
+def parameters(run: TrainingRun) -> Tensor:
     """Of the last unit, as this rank has gathered them: elements that are another rank's."""
     buffer = run.buffers[-1]
     elements = buffer.full[: buffer.plan.numel]
@@ -148,7 +148,7 @@ LAYOUTS: Mapping[str, tuple[str, Recipe, Mapping[str, tuple[Find, str, bool]]]] 
 }
 
 
-def flipped(find: Find, run: Run) -> Callable[[], None]:
+def flipped(find: Find, run: TrainingRun) -> Callable[[], None]:
     """Flips a bit of this rank, one in the middle of a number; called again, it is as it was."""
 
     def flip() -> None:
@@ -229,7 +229,7 @@ def test_50_clean_steps_differ_nowhere(pool: RankPool, name: str) -> None:
 # --- a drift that goes through a restart
 
 
-def find_drift(run: Run, step: int) -> str:
+def find_drift(run: TrainingRun, step: int) -> str:
     """What the comparison says, `` where all replicas are equal."""
     try:
         check_replicas(run, step)
@@ -249,7 +249,7 @@ def restart_with_a_flip(
     plan, batches = make_plan(recipe, case.config), case.batches()
     run, finds = build(plan, mesh), [find for find, _, _ in flips.values()]
 
-    def take(run: Run, step: int) -> None:
+    def take(run: TrainingRun, step: int) -> None:
         train_step(run, share(batches[step], recipe.batch.sequences_per_microbatch, mesh), step, 1e-2)
 
     take(run, 0)

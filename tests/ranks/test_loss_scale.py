@@ -20,7 +20,7 @@ from framework.recipe.schema import Parallel, Pipeline, Precision, Recipe, Zero
 from framework.train.build import build
 from framework.train.loss_scale import INITIAL, LossScale
 from framework.train.stage import RankStage, StepInputs
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.verify.compare import NUM_REFERENCES, exceeds, judge
 from framework.verify.evidence import perturb
 from framework.verify.layout import initial_weights, share
@@ -96,7 +96,7 @@ def overflow_here(step: list[int]) -> Any:
     return patch.object(RankStage, "start_step", start)
 
 
-def scale_by_own_gradients(run: Run) -> Any:
+def scale_by_own_gradients(run: TrainingRun) -> Any:
     """Sabotage: each rank judges the gradients of its own backward."""
     whole = LossScale.update
 
@@ -108,7 +108,7 @@ def scale_by_own_gradients(run: Run) -> Any:
 
 
 def train_with_an_overflow(
-    rank: int, world: int, rendezvous: str, case: Case, sabotage: Callable[[Run], Any]
+    rank: int, world: int, rendezvous: str, case: Case, sabotage: Callable[[TrainingRun], Any]
 ) -> list[tuple[float, float, bool]]:
     """Body: of each step its scale, the scale after it, and whether this rank's masters have moved."""
     (recipe,) = case.layouts.values()
@@ -136,5 +136,5 @@ def test_a_rank_that_overflows_halves_the_scale_of_all(pool: RankPool) -> None:
     assert [scale for _, scale, _ in first] != [scale for _, scale, _ in second]
 
 
-def whole(_run: Run) -> Any:
+def whole(_run: TrainingRun) -> Any:
     return nullcontext()

@@ -18,7 +18,7 @@ from framework.plan.plan import make_plan
 from framework.recipe.schema import Offload, Recipe, Zero
 from framework.train.build import build
 from framework.train.state import RunState, restore, saved_entries
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.train.update import UpdatedTogether
 from framework.verify.evidence import make_batches
 from framework.verify.layout import run_layout, share
@@ -90,7 +90,7 @@ def test_any_layout_with_states_on_the_host_is_the_same_run(pool: RankPool, name
     assert_homes_change_nothing(pool, [name])
 
 
-def count_by_home(run: Run) -> dict[str, dict[str, int]]:
+def count_by_home(run: TrainingRun) -> dict[str, dict[str, int]]:
     """Bytes of distinct memory by home and kind, between two steps; each object says where it lives."""
     kinds: dict[str, dict[str, list[Tensor]]] = {home: {kind: [] for kind in KINDS} for home in ("device", "host")}
     for buffer in run.buffers:

@@ -15,7 +15,7 @@ from framework.plan.plan import Plan, make_plan
 from framework.recipe.schema import Offload, Recipe
 from framework.train.build import build
 from framework.train.state import RunState, restore, saved_entries
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import owned_weights, run_layout, share
 from tests.families import build_config, family
@@ -97,7 +97,7 @@ def resume_across_homes(rank: int, world: int, rendezvous: str, folder: Path) ->
     return found, run.optimizer.num_updates
 
 
-def check_bytes(run: Run, plan: Plan) -> None:
+def check_bytes(run: TrainingRun, plan: Plan) -> None:
     """Of what is offloaded the host has the ring, and the disk the rest: as the plan says, byte for byte."""
     planned = plan.memory(run.mesh.rank)
     if run.disk is None:
@@ -109,7 +109,7 @@ def check_bytes(run: Run, plan: Plan) -> None:
     assert planned.held["master"] == planned.held["optimizer"] == 0
 
 
-def step_through(run: Run, plan: Plan, mesh: Mesh, batches: Any, first: int) -> None:
+def step_through(run: TrainingRun, plan: Plan, mesh: Mesh, batches: Any, first: int) -> None:
     for step, batch in enumerate(batches, first):
         train_step(run, share(batch, plan.recipe.batch.sequences_per_microbatch, mesh), step, 1e-2)
 

@@ -22,7 +22,7 @@ from framework.plan.traffic import measure_traffic
 from framework.recipe.compose import compose
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.train.build import build
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.verify.layout import share
 from tests.families import build_config, family
 from tests.grid import few_of
@@ -71,7 +71,7 @@ def measure(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, tup
     return found
 
 
-def measure_memory(run: Run) -> dict[str, int]:
+def measure_memory(run: TrainingRun) -> dict[str, int]:
     """Bytes of distinct memory; what two kinds share counts for the first of them."""
     states = [
         tensor

@@ -15,7 +15,7 @@ from framework.plan.plan import make_plan
 from framework.recipe.schema import Zero
 from framework.train.build import build
 from framework.train.state import RunState, restore, saved_entries
-from framework.train.step import Run
+from framework.train.step import TrainingRun
 from tests.families import family
 from tests.grid import few_of
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
@@ -49,7 +49,7 @@ def save_and_restore(rank: int, world: int, rendezvous: str, case: Case, root: P
     return {name for name in opened if name.startswith("rank-")}, all(same)
 
 
-def bits_of(run: Run) -> list[torch.Tensor]:
+def bits_of(run: TrainingRun) -> list[torch.Tensor]:
     """All that this rank owns, padding left out: not only what it counts."""
     masters = [buffer.held(slot, buffer.master)[1] for buffer in run.buffers for slot in buffer.slots]
     states = [

@@ -22,8 +22,7 @@ from framework.lease import Lease
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Topology
 from framework.model.load import load_config
-from framework.monitor.phases import Phases
-from framework.monitor.stop import StepWatch, StopRequest
+from framework.monitor.watchdog import Watchdog
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.track.observers import Observers
@@ -177,11 +176,10 @@ def train_body(rank, world, rendezvous, recipe, run_dirs):
     mesh = connect(Topology(dp=world), CPU, rendezvous, rank, timeout_s=15)
     # Observers draw a report, which takes longer than the steps.
     with (
-        StopRequest() as stop,
-        StepWatch(stop) as watch,
+        Watchdog() as watchdog,
         patch.object(train, "open_observers", lambda *words: Observers()),
     ):
-        code = train._train(make_plan(recipe, config), prepared, mesh, Lease(run_dirs[rank]), stop, watch, Phases())
+        code = train.train_connected(make_plan(recipe, config), prepared, mesh, Lease(run_dirs[rank]), watchdog)
     mesh.close()
     return code
 

@@ -19,7 +19,7 @@ from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from framework.train import rank as train
 from framework.train import rewind, saves
 from framework.train.state import RunState
-from framework.train.step import Run
+from framework.train.step import TrainingRun
 from tests import tiny_run
 from tests.grid import few_of
 from tests.ranks.pool import RankPool
@@ -199,7 +199,7 @@ def save_huge_weights() -> AbstractContextManager[Any]:
     """As where memory was faulty between the update and the hashes of the second save: every value is finite, no loss is."""
     whole, calls = saves.saved_entries, count()
 
-    def huge(run: Run) -> list[Entry]:
+    def huge(run: TrainingRun) -> list[Entry]:
         factor = 1e30 if next(calls) == 1 else 1.0
         entries = list(whole(run))
         return [replace(each, data=each.data * factor) if each.name.startswith("weight/") else each for each in entries]

@@ -15,13 +15,13 @@ from framework.errors import EXIT_DONE
 from framework.lease import Lease
 from framework.mesh.topology import Topology
 from framework.model.load import load_config
-from framework.monitor.phases import Phases
-from framework.monitor.stop import StepWatch, StopRequest
 from framework.monitor.stragglers import BASELINE, LEAST, WARM_UP, WINDOW
+from framework.monitor.watchdog import Watchdog
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.train import loop
 from framework.train import rank as train
+from framework.train import reports as step_reports
 from tests import tiny_run
 from tests.grid import few_of
 
@@ -62,16 +62,15 @@ def train_body(rank, world, rendezvous, recipe, folder, phase, from_step=0):
     mesh = connect(Topology(dp=world // pp, pp=pp), torch.device("cpu"), rendezvous, rank, timeout_s=30)
     reports, said = Reports(), []
     where = {"data": (Loader, "batch"), "compute": (loop, "learning_rate")}.get(
-        phase if rank == 1 else "", (loop, "find_bubble")
+        phase if rank == 1 else "", (step_reports, "find_bubble")
     )
     plain = getattr(*where)
     with (
-        StopRequest() as stop,
-        StepWatch(stop, say=said.append) as watch,
+        Watchdog(say=said.append) as watchdog,
         patch.object(train, "open_observers", lambda *words: reports),
         patch.object(*where, slowed(plain, from_step) if where[1] != "find_bubble" else plain),
     ):
-        code = train._train(make_plan(recipe, config), prepared, mesh, Lease(folder), stop, watch, Phases())
+        code = train.train_connected(make_plan(recipe, config), prepared, mesh, Lease(folder), watchdog)
     mesh.close()
     return code, said, reports.stragglers
 

@@ -29,7 +29,7 @@ from framework.plan.layer_widths import layer_widths
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Recipe
 from framework.train.build import build
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.verify.layout import share
 from tests.families import build_config, family
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
@@ -205,7 +205,7 @@ def let_go_of_rows() -> AbstractContextManager[Any]:
     return patch.object(exchange, "start_all_to_all", start)
 
 
-def measure_step(run: Run, microbatches: list[Microbatch]) -> int:
+def measure_step(run: TrainingRun, microbatches: list[Microbatch]) -> int:
     with torch.profiler.profile(profile_memory=True) as profile:
         train_step(run, microbatches, 1, 1e-3)
     return peak_of(profile)

@@ -11,7 +11,7 @@ from framework.mesh.topology import Topology
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Zero
 from framework.train.build import build
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.verify.layout import share
 from tests.families import family
 from tests.grid import few_of
@@ -22,7 +22,7 @@ SKIPPED = 2  # the unit layers.1
 DIVIDED = Zero(stage=2, shard_within=2, optimizer_within="all")
 
 
-def skip_a_gather(run: Run) -> None:
+def skip_a_gather(run: TrainingRun) -> None:
     """As if the unit's unshard had been forgotten."""
     start_unshard = run.stages[0].parameters.start_unshard
 

@@ -19,7 +19,7 @@ from framework.plan.plan import make_plan
 from framework.recipe.schema import Recipe, Zero
 from framework.train.build import build
 from framework.train.state import RunState, restore, saved_entries
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.verify.compare import compare
 from framework.verify.evidence import Evidence, TokenBatch, make_batches
 from framework.verify.layout import gather_full, owned_weights, share
@@ -176,7 +176,7 @@ def test_layers_that_one_of_four_ranks_enters_equal_one_process(pool: RankPool, 
     assert_equal(pool, 4, [replace(case, changes={"open_tokens": opened}, by_microbatch=True)])
 
 
-def train_steps(run: Run, recipe: Recipe, batches: list[TokenBatch], start: int = 0) -> list[list[float]]:
+def train_steps(run: TrainingRun, recipe: Recipe, batches: list[TokenBatch], start: int = 0) -> list[list[float]]:
     """Loss and norm of each step."""
     rows = recipe.batch.sequences_per_microbatch
     values = [
@@ -186,11 +186,11 @@ def train_steps(run: Run, recipe: Recipe, batches: list[TokenBatch], start: int 
     return [[each.loss, each.gradient_norm] for each in values]
 
 
-def weights_of(run: Run) -> dict[str, Tensor]:
+def weights_of(run: TrainingRun) -> dict[str, Tensor]:
     return gather_full(owned_weights(run), run.mesh.axis("world"))
 
 
-def states_of(run: Run) -> dict[str, Tensor]:
+def states_of(run: TrainingRun) -> dict[str, Tensor]:
     """Everything that a checkpoint keeps, in full, by entry."""
     parts = {entry.name: (entry.layout, entry.data) for entry in saved_entries(run)}
     return gather_full(parts, run.mesh.axis("world"))

@@ -24,7 +24,7 @@ from framework.parallel.zero.plan_buffers import plan_buffers, shard_over_batch
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Optim, Recipe, Zero
 from framework.train.build import build
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.verify.layout import share
 from tests.families import build_config, family
 from tests.grid import few_of
@@ -192,7 +192,7 @@ def measure_peaks(rank: int, world: int, rendezvous: str, case: Case) -> dict[st
     return found
 
 
-def watch_peaks(run: Run, recipe: Recipe, case: Case) -> tuple[int, int]:
+def watch_peaks(run: TrainingRun, recipe: Recipe, case: Case) -> tuple[int, int]:
     """Unsharding alone adds to full parameters; a pool never gives memory back, so its size is its peak."""
     peak = 0
     unshard, start_unshard = run.stages[0].parameters.unshard, run.stages[0].parameters.start_unshard

@@ -10,8 +10,7 @@ import torch
 import yaml
 
 from framework.faults.plan import read_log
-from framework.track.goodput import Part
-from framework.track.goodput_log import read_account
+from framework.track.goodput import TimePart, read_account
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from tests.slurm.cluster import SEQUENCES, STEPS, Desk, wait_for, wandb_segments
 from tests.slurm.ledger import read_starts
@@ -90,13 +89,15 @@ def test_goodput_adds_up_over_requeues_and_kills(desk, evidence, run):
     assert account.wall_s == pytest.approx(wall_s, rel=0.02, abs=3)  # these clocks have whole seconds
     assert min(account.seconds.values()) >= 0
     assert len(account.rows) == len(desk.starts(run))
-    assert account.seconds[Part.OFF] < 1  # from the last word to the requeue, whose moment SLURM tells in whole seconds
+    assert (
+        account.seconds[TimePart.OFF] < 1
+    )  # from the last word to the requeue, whose moment SLURM tells in whole seconds
     if run == "limit":
-        assert account.seconds[Part.QUEUE] > 2  # SLURM has each requeue wait
-        assert account.seconds[Part.RECOVERY] == account.seconds[Part.LOST] == 0
+        assert account.seconds[TimePart.QUEUE] > 2  # SLURM has each requeue wait
+        assert account.seconds[TimePart.RECOVERY] == account.seconds[TimePart.LOST] == 0
     else:
-        assert account.seconds[Part.RECOVERY] > 1
-        assert account.seconds[Part.LOST] > 0
+        assert account.seconds[TimePart.RECOVERY] > 1
+        assert account.seconds[TimePart.LOST] > 0
 
 
 @needs("killed_ranks")

@@ -36,7 +36,7 @@ from framework.recipe.compose import compose
 from framework.recipe.schema import KEPT_OPERATIONS, Memory, Parallel
 from framework.train.build import build
 from framework.train.stage import RankStage
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
 from tests.families import FAMILIES, UNGATED, build_config, family
@@ -74,7 +74,7 @@ def plan_of(
     return make_plan(replace(recipe, memory=memory, batch=replace(recipe.batch, context=CONTEXT)), config)
 
 
-def prepare(plan: Plan) -> tuple[Run, list[Any]]:
+def prepare(plan: Plan) -> tuple[TrainingRun, list[Any]]:
     """A run of one rank, and a microbatch for its steps."""
     mesh, context = connect(topology_of(plan.recipe, plan.config), CPU), plan.recipe.batch.context
     (batch,) = make_batches(plan.config, 1, 1, context, seed=11)
@@ -82,14 +82,14 @@ def prepare(plan: Plan) -> tuple[Run, list[Any]]:
     return build(plan, mesh), share(replace(batch, input_ids=tokens, labels=tokens), 1, mesh)
 
 
-def start(plan: Plan) -> tuple[Run, list[Any]]:
+def start(plan: Plan) -> tuple[TrainingRun, list[Any]]:
     """A run of one rank that has made its first step, and a microbatch for the next."""
     run, microbatches = prepare(plan)
     train_step(run, microbatches, 0, 1e-3)
     return run, microbatches
 
 
-def count_held(run: Run, microbatches: Sequence[Any], folder: Path) -> int:
+def count_held(run: TrainingRun, microbatches: Sequence[Any], folder: Path) -> int:
     """Bytes that are allocated in a forward and still are when it has ended."""
     gc.collect()  # an earlier run's, whose memory would go meanwhile
     with torch.profiler.profile(profile_memory=True) as profile:
@@ -109,7 +109,7 @@ CORE = {
 }
 
 
-def count_flops(run: Run, microbatches: list[Any]) -> int:
+def count_flops(run: TrainingRun, microbatches: list[Any]) -> int:
     with FlopCounterMode(display=False, custom_mapping=CORE) as counter:
         train_step(run, microbatches, 1, 1e-3)
     return counter.get_total_flops()

@@ -31,7 +31,7 @@ from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Offload, Parallel, Recipe
 from framework.train.build import build
 from framework.train.profiler import name_unit
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
 from tests.families import build_config, family
@@ -371,7 +371,7 @@ def make_recipe(num_layers: int, checkpointing: str, fraction: float) -> tuple[R
     return replace(recipe, memory=memory, batch=replace(recipe.batch, context=CONTEXT)), config
 
 
-def make_run(num_layers: int, checkpointing: str, fraction: float) -> tuple[Run, list]:
+def make_run(num_layers: int, checkpointing: str, fraction: float) -> tuple[TrainingRun, list]:
     recipe, config = make_recipe(num_layers, checkpointing, fraction)
     mesh = connect(topology_of(recipe, config), CPU)
     (batch,) = make_batches(config, 1, SEQUENCES, CONTEXT, seed=11)
@@ -381,7 +381,7 @@ def make_run(num_layers: int, checkpointing: str, fraction: float) -> tuple[Run,
     return run, inputs
 
 
-def measure_kept(run: Run, inputs: list) -> int:
+def measure_kept(run: TrainingRun, inputs: list) -> int:
     """Bytes that a step has allocated and not freed where its forward ends and its backward begins, as torch's allocator tells.
     Blocks of the host are there already. What goes in this step and was there before it, does not count: the allocator tells of
     it where a former profile has seen it come, and else not."""

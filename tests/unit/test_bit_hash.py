@@ -76,12 +76,12 @@ def witness(rank: int, *differences: tuple[str, tuple[int, ...], int]) -> Witnes
 
 def test_the_majority_names_who_is_wrong() -> None:
     lines = describe([witness(rank, ("0", (0, 1, 2), 9 if rank == 1 else 5)) for rank in range(3)])
-    assert lines == ["master of layers.0: rank 1 differs from 2 others, that are equal"]
+    assert lines == ["master of layers.0: rank 1 differs from 2 others, which are equal"]
 
 
 def test_two_name_both() -> None:
     (line,) = describe([witness(0, ("0", (0, 1), 5)), witness(1, ("0", (0, 1), 6))])
-    assert line == "master of layers.0: rank 0 and rank 1 differ, and no majority says who is wrong"
+    assert line == "master of layers.0: rank 0 and rank 1 differ, and no majority tells which is wrong"
 
 
 def test_two_axes_of_two_ranks_make_a_majority() -> None:
@@ -92,7 +92,7 @@ def test_two_axes_of_two_ranks_make_a_majority() -> None:
         witness(2),
         witness(3, ("0", (1, 3), 5)),
     ]
-    assert describe(witnesses) == ["master of layers.0: rank 1 differs from 2 others, that are equal"]
+    assert describe(witnesses) == ["master of layers.0: rank 1 differs from 2 others, which are equal"]
 
 
 def test_groups_that_no_axis_joins_are_told_apart() -> None:

@@ -46,14 +46,14 @@ def test_the_loop_saves_by_the_interval_that_the_recipe_asks_for() -> None:
     loop = start_loop(1, [])
 
     def interval_s(rules: Checkpoint) -> float:
-        loop.recipe = replace(loop.recipe, checkpoint=rules)
-        return loop._find_interval_s()
+        loop.policy.rules = rules
+        return loop.policy.find_interval_s()
 
     assert interval_s(Checkpoint()) == math.inf
     assert interval_s(Checkpoint(every_minutes=2.0)) == 120
     by_cost = Checkpoint(every_minutes=2.0, interval="young_daly", mtbf_hours=8.0)
     assert interval_s(by_cost) == daly_interval_s(ASSUMED_COST_S, 8 * 3600.0)
-    loop._saver.started, loop._saver.disk_stalled_s = 2, 8.0
+    loop.policy.saver.started, loop.policy.saver.disk_stalled_s = 2, 8.0
     assert interval_s(by_cost) == daly_interval_s(4.0, 8 * 3600.0)
 
 
@@ -73,12 +73,12 @@ def goals(loop: Loop, steps: range, busy_at: tuple[int, ...] = ()) -> dict[int, 
 def test_copies_are_put_off_while_a_save_is_under_way_and_never_left_out() -> None:
     loop = start_loop(1, [])
     rules = Checkpoint(every_steps=8, neighbor_copies=1, neighbor_every_steps=4)
-    loop.recipe = replace(loop.recipe, checkpoint=rules, train=replace(loop.recipe.train, steps=20))
+    loop.policy.rules, loop.policy.num_steps = rules, 20
     both = Goal.DISK | Goal.MEMORY
     assert goals(loop, range(1, 17)) == {4: Goal.MEMORY, 8: both, 12: Goal.MEMORY, 16: both}
     assert goals(loop, range(3, 7)) == {4: Goal.MEMORY}, "after going back to an older step"
     # A save that lasts from step 8 to 13.
-    loop._last_save_step = -2
+    loop.policy.go_back()
     assert goals(loop, range(1, 17), busy_at=(3, 9, 10, 11, 12, 13)) == {
         5: Goal.MEMORY,
         8: both,
@@ -90,9 +90,8 @@ def test_copies_are_put_off_while_a_save_is_under_way_and_never_left_out() -> No
 
 def test_the_next_step_is_too_early_for_all_to_know_that_a_save_has_ended() -> None:
     loop = start_loop(1, [])
-    steps = replace(loop.recipe.train, steps=20)
-    rules = Checkpoint(neighbor_copies=1, neighbor_every_steps=1)
-    loop.recipe = replace(loop.recipe, checkpoint=rules, train=steps)
+    loop.policy.num_steps = 20
+    loop.policy.rules = rules = Checkpoint(neighbor_copies=1, neighbor_every_steps=1)
     assert list(goals(loop, range(1, 8))) == [1, 3, 5, 7]
-    loop.recipe = replace(loop.recipe, checkpoint=replace(rules, mode="sync"))
+    loop.policy.rules = replace(rules, mode="sync")
     assert list(goals(loop, range(1, 5))) == [1, 2, 3, 4]

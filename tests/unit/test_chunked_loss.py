@@ -24,7 +24,7 @@ from framework.parallel.zero.buffers import GradientState
 from framework.plan.plan import Plan, make_plan, unconnected
 from framework.plan.policies import keep_chunked_loss
 from framework.recipe.schema import Batch, Memory, Model, Parallel
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import keep_double, make_batches
 from framework.verify.layout import share
 from tests.evaluation import evaluate
@@ -134,7 +134,7 @@ WORDS = {"vocab_size": 997}
 NUM_TOKENS = 2 * 160
 
 
-def build_long(name: str, memory: Memory, **groups: Any) -> tuple[Run, list[Any]]:
+def build_long(name: str, memory: Memory, **groups: Any) -> tuple[TrainingRun, list[Any]]:
     config = build_config(family(name), **WORDS, max_position_embeddings=256)
     config.use_cache = False
     recipe = replace(small_recipe("fp32", 1), batch=LONG, memory=replace(memory, compile="never"), **groups)

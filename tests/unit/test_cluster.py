@@ -12,7 +12,7 @@ from framework.recipe.clusters import BY_GPU, KINDS, find_cluster, find_cluster_
 from framework.recipe.compose import compose
 from framework.recipe.schema import Cluster as Described
 from framework.recipe.schema import Launch, Recipe
-from framework.track.flops import PEAK_BF16_FLOPS, find_peak, peak_flops
+from framework.track.device import PEAK_BF16_FLOPS, find_peak, peak_flops
 
 SHIPPED = ("h100_ib", "h100_efa", "h200_ib", "a100_ib", "b200_ib", "laptop")
 # Published with the issue: bus bandwidth in GB/s at 256 MB, of eight GPUs on each node.

@@ -10,6 +10,7 @@ from framework.errors import TopologyError
 from framework.mesh.topology import AXIS_NAMES, Topology
 from framework.plan.plan import make_topology
 from framework.recipe.compose import compose
+from framework.recipe.derive import derive
 from framework.train import rank as train
 
 CPU = torch.device("cpu")
@@ -72,7 +73,7 @@ def test_hsdp_shards_within_the_recipes_nodes_and_refuses_others_before_anyone_c
     words = ["zero=hsdp", "precision=fp32", *launch, "batch.sequences_per_step=32"]
     recipe = compose(words).require()
     if degree is not None:
-        train.check_nodes(recipe)
+        train.check_nodes(recipe, derive(recipe))
         assert make_topology(recipe, LlamaConfig()).shard == degree
     else:
         monkeypatch.setattr(train, "connect", lambda *words, **more: pytest.fail("a rank has connected"))

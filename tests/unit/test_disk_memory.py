@@ -12,7 +12,7 @@ import torch
 from framework.optim import disk_chunks
 from framework.plan.plan import Plan
 from framework.recipe.schema import Offload
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from tests.unit.test_activation_checkpointing import memory_of, plan_of, start
 
 NUM_LAYERS = 6
@@ -33,7 +33,7 @@ def plan_with(offload: Offload) -> Plan:
     return plan_of(replace(memory_of("full"), offload=offload), NUM_LAYERS, WIDTHS)
 
 
-def follow(plan: Plan, folder: Path) -> tuple[Run, list[int]]:
+def follow(plan: Plan, folder: Path) -> tuple[TrainingRun, list[int]]:
     """A run of two steps, and the bytes that torch has allocated after each allocation, since before it was built."""
     gc.collect()
     with torch.profiler.profile(profile_memory=True) as profile:

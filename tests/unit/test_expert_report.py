@@ -23,14 +23,15 @@ from framework.model.mixtures import ExpertLoad, Mixture, MixtureLoad, find_mixt
 from framework.model.routers import RoutedTokens
 from framework.model.shrink import shrink
 from framework.model.units import find_units
-from framework.monitor.phases import Phases
-from framework.monitor.stop import StepWatch, StopRequest
+from framework.monitor.watchdog import Watchdog
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Model, Track, Train
 from framework.track.report import RunInfo, StepReport
 from framework.train.build import build
 from framework.train.loop import Loop
+from framework.train.reports import Reporter
 from framework.train.router_bias import RouterBiases
+from framework.train.save_policy import SavePolicy
 from framework.train.state import RunState
 from tests.families import build_config, family
 from tests.ranks.parity import CONTEXT, CPU, small_recipe, topology_of
@@ -47,23 +48,18 @@ def report_steps(name: str) -> list[StepReport]:
     )
     config = build_config(family(name))
     config.use_cache = False
-    run = build(make_plan(recipe, config), connect(topology_of(recipe, config), CPU))
+    plan = make_plan(recipe, config)
+    run = build(plan, connect(topology_of(recipe, config), CPU))
     rows = torch.arange(2 * CONTEXT).view(2, CONTEXT) % 97
     loader: Any = SimpleNamespace(batch=lambda samples: [Microbatch(rows, rows, None)] * 2)
     reports: list[StepReport] = []
     observers: Any = SimpleNamespace(report=reports.append)
-    loop = Loop(
-        run,
-        RunState("r", ""),
-        recipe,
-        loader,
-        observers,
-        RunInfo("r", {}, 3),
-        Saver(Path(), ALONE, Retention(1)),
-        Phases(),
-    )
-    with StopRequest() as stop, StepWatch(stop) as watch:
-        list(loop.steps(stop, watch))
+    info, saver = RunInfo("r", {}, 3), Saver(Path(), ALONE, Retention(1))
+    watchdog = Watchdog()
+    policy = SavePolicy(recipe.checkpoint, recipe.train.steps, saver)
+    reporter = Reporter(run, plan, info, observers, saver, watchdog)
+    loop = Loop(run, RunState("r", ""), plan, loader, policy, reporter, watchdog)
+    list(loop.steps())
     loop.begin_save()
     return reports
 

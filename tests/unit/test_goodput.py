@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME
-from framework.track.goodput import Account, Accountant, Event, Note, Part, Segment, add_up
+from framework.track.goodput import Account, Accountant, Event, Note, Segment, TimePart, add_up
 
 NEAR = 1e-4  # wall clocks of 1e9 s are known to 1e-7
 
@@ -27,14 +27,14 @@ class Story:
     notes_every: int = 1
     now: float = 1e9
     began: float = 1e9
-    true: dict[Part, float] = field(default_factory=lambda: dict.fromkeys(Part, 0.0))
+    true: dict[TimePart, float] = field(default_factory=lambda: dict.fromkeys(TimePart, 0.0))
     steps: dict[int, float] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     skews: list[float] = field(default_factory=list)
     recovers: bool = False
     start: int = 0
 
-    def spend(self, *parts: Part, most: float = 100.0) -> float:
+    def spend(self, *parts: TimePart, most: float = 100.0) -> float:
         seconds = self.random.choice((0.0, self.random.uniform(0.0, most)))
         self.now += seconds
         self.true[parts[0]] += seconds
@@ -43,25 +43,25 @@ class Story:
     def begin(self, resume: int, in_job: bool, queued: bool) -> None:
         """Off or dead for a while, perhaps a queue, then start-up and the loop from step `resume`."""
         job = {}
-        start_up = Part.RECOVERY if self.recovers else Part.START_UP
+        start_up = TimePart.RECOVERY if self.recovers else TimePart.START_UP
         if self.start:
-            self.spend(Part.RECOVERY if self.recovers else Part.OFF, most=1e4)
+            self.spend(TimePart.RECOVERY if self.recovers else TimePart.OFF, most=1e4)
         self.skews.append(self.random.uniform(-self.skew_s, self.skew_s))
         if in_job:
             job["submitted_s"] = self.clock()
             if queued:
-                self.spend(Part.QUEUE, most=1e4)
+                self.spend(TimePart.QUEUE, most=1e4)
             job["started_s"] = self.clock()
             self.spend(start_up)
         self.start += 1
-        self.parts = dict.fromkeys(Part, 0.0)
+        self.parts = dict.fromkeys(TimePart, 0.0)
         self.begun = self.now
         self.note(Event.BEGIN, None, ranks=2, **job)
-        self.parts[Part.START_UP] += self.spend(start_up)
+        self.parts[TimePart.START_UP] += self.spend(start_up)
         for step in [each for each in self.steps if each > resume]:
             lost = self.steps.pop(step)
-            self.true[Part.STEP] -= lost
-            self.true[Part.LOST] += lost
+            self.true[TimePart.STEP] -= lost
+            self.true[TimePart.LOST] += lost
         self.done = resume
         self.note(Event.GO, resume)
 
@@ -79,8 +79,8 @@ class Story:
             self.now += seconds
             self.done += 1
             self.steps[self.done] = seconds
-            self.true[Part.STEP] += seconds
-            self.parts[Part.STEP] += seconds
+            self.true[TimePart.STEP] += seconds
+            self.parts[TimePart.STEP] += seconds
             if self.done % self.notes_every == 0:
                 self.note(Event.STEP, self.done)
 
@@ -88,10 +88,10 @@ class Story:
         """With an exit code of its own, or killed (None). seen: a launcher notes that they are gone."""
         is_asked = code in (EXIT_DONE, EXIT_RESUME)
         if code is not None:
-            self.parts[Part.CLOSE] += self.spend(Part.CLOSE)
+            self.parts[TimePart.CLOSE] += self.spend(TimePart.CLOSE)
             self.note(Event.END, self.done, code=code)
         if seen:
-            self.spend(Part.CLOSE if is_asked else Part.RECOVERY)
+            self.spend(TimePart.CLOSE if is_asked else TimePart.RECOVERY)
             self.notes.append(Note(Event.GONE, 0, self.clock(), code=137 if code is None else code))
         self.recovers = not is_asked
 
@@ -146,7 +146,7 @@ def test_clocks_that_differ_make_no_time_negative_and_move_only_what_lies_betwee
     off_s = sum(abs(one - other) for one, other in pairwise(story.skews))
     assert abs(account.wall_s - story.wall_s) <= off_s + NEAR
     # No clock but the start's own measures steps. Those behind the last note of a start that is killed nobody knows.
-    known, true = (each[Part.STEP] + each[Part.LOST] for each in (account.seconds, story.true))
+    known, true = (each[TimePart.STEP] + each[TimePart.LOST] for each in (account.seconds, story.true))
     assert known <= true + 1e-3
     assert known == pytest.approx(true) or notes_every > 1
 
@@ -163,15 +163,15 @@ def test_steps_that_no_note_has_seen_change_no_sum(seed, notes_every):
 
 def killed_and_resumed(**last) -> list[Note]:
     """Ten steps of 2 s, killed; noticed 5 s later, begun again 10 s later on a machine whose clock is 100 s behind."""
-    parts = {Part.START_UP: 3.0, Part.STEP: 20.0}
+    parts = {TimePart.START_UP: 3.0, TimePart.STEP: 20.0}
     return [
         Note(Event.BEGIN, 1, 1000.0, ranks=4),
-        Note(Event.GO, 1, 1003.0, 3.0, 0, {Part.START_UP: 3.0}),
+        Note(Event.GO, 1, 1003.0, 3.0, 0, {TimePart.START_UP: 3.0}),
         Note(Event.STEP, 1, 1023.0, 23.0, 10, parts, 2.0),
         Note(Event.GONE, 0, 1028.0, code=137),
         Note(Event.BEGIN, 2, 1038.0, ranks=2, **last),
-        Note(Event.GO, 2, 1041.0, 3.0, 4, {Part.START_UP: 3.0}),
-        Note(Event.STEP, 2, 1047.0, 9.0, 7, {Part.START_UP: 3.0, Part.STEP: 6.0}, 2.0),
+        Note(Event.GO, 2, 1041.0, 3.0, 4, {TimePart.START_UP: 3.0}),
+        Note(Event.STEP, 2, 1047.0, 9.0, 7, {TimePart.START_UP: 3.0, TimePart.STEP: 6.0}, 2.0),
     ]
 
 
@@ -179,41 +179,41 @@ def test_a_killed_start_has_lost_what_lay_behind_the_checkpoint_and_the_rest_is_
     account = add_up(killed_and_resumed())
     spent = {part: seconds for part, seconds in account.seconds.items() if seconds}
     assert spent == {
-        Part.STEP: 8.0 + 6.0, Part.LOST: 12.0, Part.START_UP: 3.0, Part.RECOVERY: 5.0 + 10.0 + 3.0
+        TimePart.STEP: 8.0 + 6.0, TimePart.LOST: 12.0, TimePart.START_UP: 3.0, TimePart.RECOVERY: 5.0 + 10.0 + 3.0
     }  # fmt: skip
-    assert account.rank_seconds[Part.LOST] == 48.0
-    assert account.rank_seconds[Part.RECOVERY] == 5 * 4 + 13 * 2
+    assert account.rank_seconds[TimePart.LOST] == 48.0
+    assert account.rank_seconds[TimePart.RECOVERY] == 5 * 4 + 13 * 2
     assert account.ettr == pytest.approx(14 / 47)
 
 
 def test_a_requeue_waits_in_the_queue_and_pays_for_nothing_meanwhile():
     account = add_up(killed_and_resumed(submitted_s=1030.0, started_s=1037.0))
-    assert account.seconds[Part.QUEUE] == 7.0
-    assert account.seconds[Part.RECOVERY] == 5.0 + 2.0 + 1.0 + 3.0
-    assert account.rank_seconds[Part.QUEUE] == 0.0
+    assert account.seconds[TimePart.QUEUE] == 7.0
+    assert account.seconds[TimePart.RECOVERY] == 5.0 + 2.0 + 1.0 + 3.0
+    assert account.rank_seconds[TimePart.QUEUE] == 0.0
 
 
 def test_a_start_in_the_same_job_has_not_queued_again():
     account = add_up(killed_and_resumed(submitted_s=900.0, started_s=999.0))
-    assert account.seconds[Part.QUEUE] == 0.0
-    assert account.seconds[Part.RECOVERY] == 18.0
+    assert account.seconds[TimePart.QUEUE] == 0.0
+    assert account.seconds[TimePart.RECOVERY] == 18.0
 
 
 def test_a_stop_by_the_user_is_off_until_somebody_goes_on():
     notes = [replace(note, code=EXIT_RESUME) if note.event is Event.GONE else note for note in killed_and_resumed()]
     notes[-2] = replace(notes[-2], step=10)
     account = add_up([*notes[:-1], replace(notes[-1], step=13)])
-    assert account.seconds[Part.OFF] == 10.0
-    assert account.seconds[Part.CLOSE] == 5.0
-    assert account.seconds[Part.LOST] == account.seconds[Part.RECOVERY] == 0.0
-    assert Part.OFF not in account.shares
+    assert account.seconds[TimePart.OFF] == 10.0
+    assert account.seconds[TimePart.CLOSE] == 5.0
+    assert account.seconds[TimePart.LOST] == account.seconds[TimePart.RECOVERY] == 0.0
+    assert TimePart.OFF not in account.shares
     assert account.on_s == account.wall_s - 10.0
 
 
 def test_a_launcher_that_prepares_data_is_start_up():
     launch = Note(Event.LAUNCH, 0, 990.0, 600.0)
     account = add_up([launch, *killed_and_resumed()[:3]])
-    assert account.seconds[Part.START_UP] == 610.0 + 3.0
+    assert account.seconds[TimePart.START_UP] == 610.0 + 3.0
 
 
 def test_steps_that_no_note_has_seen_count_once_their_checkpoint_is_resumed():
@@ -221,21 +221,24 @@ def test_steps_that_no_note_has_seen_count_once_their_checkpoint_is_resumed():
     notes = killed_and_resumed()
     notes[-2:] = [replace(notes[-2], step=13), replace(notes[-1], step=16)]
     account = add_up(notes)
-    assert account.seconds[Part.STEP] == 20.0 + 6.0 + 6.0
-    assert account.seconds[Part.RECOVERY] == 18.0 - 6.0
-    assert account.seconds[Part.LOST] == 0.0
+    assert account.seconds[TimePart.STEP] == 20.0 + 6.0 + 6.0
+    assert account.seconds[TimePart.RECOVERY] == 18.0 - 6.0
+    assert account.seconds[TimePart.LOST] == 0.0
 
 
 def test_a_loop_that_goes_back_has_lost_the_steps_behind():
-    parts = {Part.START_UP: 3.0, Part.STEP: 20.0}
-    back = [Note(Event.GO, 1, 1023.0, 23.0, 6, parts), Note(Event.STEP, 1, 1027.0, 27.0, 8, {**parts, Part.STEP: 24.0})]
+    parts = {TimePart.START_UP: 3.0, TimePart.STEP: 20.0}
+    back = [
+        Note(Event.GO, 1, 1023.0, 23.0, 6, parts),
+        Note(Event.STEP, 1, 1027.0, 27.0, 8, {**parts, TimePart.STEP: 24.0}),
+    ]
     account = add_up([*killed_and_resumed()[:3], *back])
-    assert (account.seconds[Part.LOST], account.seconds[Part.STEP]) == (8.0, 16.0)
+    assert (account.seconds[TimePart.LOST], account.seconds[TimePart.STEP]) == (8.0, 16.0)
 
 
 def test_ranks_that_outlive_their_successor_are_not_counted():
     notes = killed_and_resumed()
-    thawed = Note(Event.STEP, 1, 2000.0, 1000.0, 400, {Part.STEP: 990.0})
+    thawed = Note(Event.STEP, 1, 2000.0, 1000.0, 400, {TimePart.STEP: 990.0})
     assert add_up([*notes, thawed]) == add_up(notes)
 
 
@@ -277,4 +280,4 @@ def check_all(kind: type[Accountant]) -> None:
         check_sums(skewed.account())
         for note in killed_and_resumed():
             between.add(note)
-        assert between.account().seconds[Part.LOST] == 12.0
+        assert between.account().seconds[TimePart.LOST] == 12.0

@@ -12,12 +12,31 @@ from hypothesis import strategies as st
 
 from framework.errors import EXIT_DONE
 from framework.launch.task import read_job
-from framework.monitor.goodput import FIRST_STEPS, NORMAL_STEPS, Goodput, Meter, find_age_s
+from framework.monitor.goodput import (
+    FIRST_STEPS,
+    NORMAL_STEPS,
+    Goodput,
+    GoodputLog,
+    Job,
+    Meter,
+    append_note,
+    find_age_s,
+    note_gone,
+)
 from framework.monitor.phases import Phase, Phases
-from framework.track.goodput import OF_STEPS, Event, Note, Part
-from framework.track.goodput_log import GOODPUT_FILE, GoodputLog, Job, append_note, note_gone, read_account, read_notes
-from framework.track.goodput_page import SHOWN_STARTS, describe_goodput, draw_goodput, summarize_goodput
+from framework.track.goodput import (
+    GOODPUT_FILE,
+    OF_STEPS,
+    Event,
+    Note,
+    TimePart,
+    describe_goodput,
+    read_account,
+    read_notes,
+    summarize_goodput,
+)
 from framework.track.observers import Observers
+from framework.track.summary import SHOWN_STARTS, draw_goodput
 
 
 class Clock:
@@ -51,13 +70,14 @@ def test_a_rank_that_compiles_waits_saves_and_validates_says_so():
             clock.spend(Phase.VALIDATE, 5.0)
             clock.spend(Phase.RESTORE, 4.0)  # the loop went back
         meter.end_step(exposed_s=0.25)
-    meter.mark(Part.STEP)
+    meter.mark(TimePart.STEP)
     clock.spend(Phase.CLOSE, 11.0)
-    meter.mark(Part.CLOSE)
+    meter.mark(TimePart.CLOSE)
     assert meter.step_s == 2.0
     assert meter.seconds == pytest.approx({
-        Part.START_UP: 7.0, Part.DATA_WAIT: 5.0, Part.VALIDATION: 5.0, Part.CHECKPOINT: 2.0, Part.COMPILE: 58.0 + 2.0,
-        Part.RECOVERY: 4.0, Part.STEP: 10 * 2.0 + 1.0 - 4 * 0.25, Part.EXPOSED: 4 * 0.25, Part.CLOSE: 11.0,
+        TimePart.START_UP: 7.0, TimePart.DATA_WAIT: 5.0, TimePart.VALIDATION: 5.0, TimePart.CHECKPOINT: 2.0,
+        TimePart.COMPILE: 58.0 + 2.0,
+        TimePart.RECOVERY: 4.0, TimePart.STEP: 10 * 2.0 + 1.0 - 4 * 0.25, TimePart.EXPOSED: 4 * 0.25, TimePart.CLOSE: 11.0,
     })  # fmt: skip
     assert sum(meter.seconds.values()) == pytest.approx(clock.total)
 
@@ -115,7 +135,7 @@ def test_a_loop_that_goes_back_is_noted_where_it_was_and_where_it_is(tmp_path):
     goodput.end(EXIT_DONE)
     account = read_account(tmp_path)
     assert account is not None
-    assert account.seconds[Part.LOST] == pytest.approx(0.06)
+    assert account.seconds[TimePart.LOST] == pytest.approx(0.06)
 
 
 def test_a_full_disk_stops_nothing_and_what_the_process_says_stays_right(tmp_path, caplog):
@@ -138,7 +158,7 @@ def test_torn_and_foreign_lines_are_left_out_and_what_follows_them_is_not(tmp_pa
     append_note(path, Note(Event.BEGIN, 1, 1000.0, ranks=2))
     with path.open("a") as file:
         file.write('{"event": "step", "start": 1, "unix_s": 10')  # killed in a write
-    append_note(path, Note(Event.GO, 1, 1003.0, 3.0, 0, {Part.START_UP: 3.0}))
+    append_note(path, Note(Event.GO, 1, 1003.0, 3.0, 0, {TimePart.START_UP: 3.0}))
     with path.open("a") as file:
         file.write('[1]\n{"event": "party"}\n{"event": "step", "start": "x", "unix_s": 1}\n')
     assert [note.event for note in read_notes(path)] == [Event.BEGIN, Event.GO]
@@ -151,7 +171,7 @@ def test_a_start_reads_what_the_former_ones_left(tmp_path):
     for number in (1, 2, 3):
         log = GoodputLog(tmp_path, 1, now=lambda number=number: 1000.0 * number)
         log.begin(0.0, Job())
-        log.note(Event.GO, {Part.START_UP: 5.0}, step=0)
+        log.note(Event.GO, {TimePart.START_UP: 5.0}, step=0)
         note_gone(tmp_path, EXIT_DONE)
     begins = [note.start for note in read_notes(tmp_path / GOODPUT_FILE) if note.event is Event.BEGIN]
     assert begins == [1, 2, 3]

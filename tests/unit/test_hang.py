@@ -3,12 +3,23 @@
 import pytest
 
 from framework.monitor import hang
-from framework.monitor.hang import SAVES, TRAINING, Alarm, Answer, Behind, Lane, Line, Wait, find_behind, write_report
+from framework.monitor.hang import (
+    SAVES,
+    TRAINING,
+    Alarm,
+    Answer,
+    Culprits,
+    RankStatus,
+    ThreadStatus,
+    Wait,
+    find_culprits,
+    write_report,
+)
 from framework.monitor.phases import Phase
 
 
 def line_of(rank, phase=Phase.STEP, step=41, seconds=125.0, saves_s=None):
-    return Line(rank, f"n{rank}", 100 + rank, f"pp0 dp{rank} cp0 tp0", phase, step, seconds, "", saves_s)
+    return RankStatus(rank, f"n{rank}", 100 + rank, f"pp0 dp{rank} cp0 tp0", phase, step, seconds, "", saves_s)
 
 
 def alarm_of(rank=0, phase=Phase.STEP, lane=TRAINING):
@@ -17,11 +28,11 @@ def alarm_of(rank=0, phase=Phase.STEP, lane=TRAINING):
 
 def waits(rank, ranks, *, number=7, axis="world", name="all_reduce", phase=Phase.STEP, message=False):
     wait = Wait(axis, name, "gradient of layers.3", number, tuple(ranks), message)
-    return Answer(line_of(rank, phase), {TRAINING: Lane(wait, {f"{axis} {name}": number}, ("a.py:1 in wait",))})
+    return Answer(line_of(rank, phase), {TRAINING: ThreadStatus(wait, {f"{axis} {name}": number}, ("a.py:1 in wait",))})
 
 
 def busy(rank, number=6, axis="world", phase=Phase.STEP, step=41):
-    lane = Lane(None, {f"{axis} all_reduce": number}, ("model.py:12 in forward", "step.py:3 in train_step"))
+    lane = ThreadStatus(None, {f"{axis} all_reduce": number}, ("model.py:12 in forward", "step.py:3 in train_step"))
     return Answer(line_of(rank, phase, step), {TRAINING: lane})
 
 
@@ -30,7 +41,7 @@ WORLD = (0, 1, 2, 3)
 
 def test_a_rank_that_does_not_answer_is_behind():
     answers = {rank: waits(rank, WORLD) for rank in (0, 2, 3)} | {1: None}
-    assert find_behind(answers, alarm_of()) == Behind(silent=(1,))
+    assert find_culprits(answers, alarm_of()) == Culprits(silent=(1,))
     report = write_report(alarm_of(), answers, {1: line_of(1, seconds=3.0)})
     assert report.startswith("step 41 hangs: rank 1 [pp0 dp1 cp0 tp0] on n1, pid 101, does not answer\n")
     assert "Last seen in step 41, for 3 s" in report
@@ -60,12 +71,12 @@ def test_sabotaged_a_judge_that_does_not_see_who_waits_blames_the_wrong_rank(mon
 @pytest.mark.parametrize("rank", [0, 1])
 def test_whoever_sounds_the_alarm_the_same_rank_is_behind(rank):
     answers = {0: waits(0, (0, 1)), 1: busy(1, phase=Phase.DATA)}
-    assert find_behind(answers, alarm_of(rank)).ranks == (1,)
+    assert find_culprits(answers, alarm_of(rank)).ranks == (1,)
 
 
 def test_two_ranks_that_hang_are_both_named():
     answers = {0: waits(0, WORLD), 1: None, 2: busy(2), 3: waits(3, WORLD)}
-    assert find_behind(answers, alarm_of()) == Behind(silent=(1,), busy=((2, TRAINING),))
+    assert find_culprits(answers, alarm_of()) == Culprits(silent=(1,), busy=((2, TRAINING),))
     assert "ranks 1 do not answer, ranks 2 are behind" in write_report(alarm_of(), answers, {})
 
 
@@ -77,25 +88,25 @@ def test_a_chain_of_waits_is_followed_to_its_end():
         2: waits(2, (3,), name="receive", number=0, message=True),
         3: busy(3),
     }
-    assert find_behind(answers, alarm_of()).ranks == (3,)
+    assert find_culprits(answers, alarm_of()).ranks == (3,)
 
 
 def test_a_rank_that_has_come_and_works_on_is_not_waited_for():
     """Ranks 0 and 2 are in the call of rank 1, which has gone on to the next one: rank 3 is missing."""
     answers = {rank: waits(rank, WORLD, number=7) for rank in (0, 2)}
     answers |= {1: waits(1, WORLD, number=8), 3: busy(3, number=6)}
-    assert find_behind(answers, alarm_of()).ranks == (3,)
+    assert find_culprits(answers, alarm_of()).ranks == (3,)
 
 
 def test_ranks_that_took_different_paths_wait_in_a_circle():
     answers = {0: waits(0, (0, 1), axis="tp"), 1: waits(1, (0, 1), axis="dp")}
-    assert find_behind(answers, alarm_of()) == Behind()
+    assert find_culprits(answers, alarm_of()) == Culprits()
     assert "they have taken different paths" in write_report(alarm_of(), answers, {})
 
 
 def test_a_collective_that_all_have_come_to_is_the_networks_fault():
     answers = {rank: waits(rank, WORLD) for rank in WORLD}
-    assert find_behind(answers, alarm_of()).busy == ()
+    assert find_culprits(answers, alarm_of()).busy == ()
     assert "all ranks have come to all_reduce of gradient of layers.3 over world" in write_report(
         alarm_of(), answers, {}
     )
@@ -103,15 +114,15 @@ def test_a_collective_that_all_have_come_to_is_the_networks_fault():
 
 def test_a_rank_that_never_came_to_connect_is_named():
     connects = {rank: waits(rank, WORLD, name="connect", number=1, phase=Phase.CONNECT) for rank in (0, 1, 3)}
-    assert find_behind(connects | {2: None}, alarm_of(phase=Phase.CONNECT)).silent == (2,)
+    assert find_culprits(connects | {2: None}, alarm_of(phase=Phase.CONNECT)).silent == (2,)
     assert "rank 2 does not answer and has not said a word" in write_report(alarm_of(), connects | {2: None}, {2: None})
-    plans = Answer(line_of(2, Phase.LIBRARIES, None), {TRAINING: Lane(None, {})})
-    assert find_behind(connects | {2: plans}, alarm_of(phase=Phase.CONNECT)).ranks == (2,)
+    plans = Answer(line_of(2, Phase.LIBRARIES, None), {TRAINING: ThreadStatus(None, {})})
+    assert find_culprits(connects | {2: plans}, alarm_of(phase=Phase.CONNECT)).ranks == (2,)
 
 
 def saves(rank, wait=None, training=None, phase=Phase.SAVE):
-    lane = Lane(wait, {"world broadcast_object": 3 if wait else 2}, ("save.py:9 in write",))
-    return Answer(line_of(rank, phase, saves_s=130.0), {TRAINING: Lane(training, {}), SAVES: lane})
+    lane = ThreadStatus(wait, {"world broadcast_object": 3 if wait else 2}, ("save.py:9 in write",))
+    return Answer(line_of(rank, phase, saves_s=130.0), {TRAINING: ThreadStatus(training, {}), SAVES: lane})
 
 
 @pytest.mark.parametrize("lane", [TRAINING, SAVES])
@@ -120,7 +131,7 @@ def test_the_rank_whose_disk_hangs_in_a_save_is_behind(lane):
     told = Wait("world", "broadcast_object", "", 3, (0, 1, 2))
     answers = {0: saves(0, told), 1: saves(1, None, Wait("batch", "all_reduce", "", 9, (0, 1, 2)), Phase.STEP)}
     answers[2] = saves(2, told)
-    assert find_behind(answers, alarm_of(0, Phase.SAVE, lane)).busy == ((1, SAVES),)
+    assert find_culprits(answers, alarm_of(0, Phase.SAVE, lane)).busy == ((1, SAVES),)
     report = write_report(alarm_of(0, Phase.SAVE, lane), answers, {})
     assert "rank 1 [pp0 dp1 cp0 tp0] on n1, pid 101, is in its save behind training for 130 s" in report
     assert "save.py:9" in report
@@ -129,13 +140,13 @@ def test_the_rank_whose_disk_hangs_in_a_save_is_behind(lane):
 def test_a_save_that_hangs_does_not_blame_a_rank_that_trains():
     told = Wait("world", "broadcast_object", "", 3, (0, 1))
     answers = {0: saves(0, told, phase=Phase.STEP), 1: saves(1, None, phase=Phase.STEP)}
-    assert find_behind(answers, alarm_of(0, Phase.STEP, SAVES)).ranks == (1,)
+    assert find_culprits(answers, alarm_of(0, Phase.STEP, SAVES)).ranks == (1,)
 
 
 def test_what_ranks_say_survives_the_board():
     for said in (waits(3, WORLD), busy(1), saves(0, Wait("world", "broadcast_object", "", 3, (0, 1)))):
         assert Answer.from_json(said.to_json()) == said
-        assert Line.from_json(said.line.to_json()) == said.line
+        assert RankStatus.from_json(said.line.to_json()) == said.line
     assert Alarm.from_json(alarm_of().to_json()) == alarm_of()
 
 

@@ -134,7 +134,7 @@ def test_a_device_that_computes_rightly_is_well_and_one_wrong_bit_is_not():
         assert torch.equal((rows @ rows.T).double(), 64.0 * torch.eye(64, dtype=torch.float64))
     signs = hadamard(256)
     signs[3, 4] += 2.0**-10
-    assert "elements of a known product are wrong" in compute_known(CPU, signs)[0]
+    assert "elements of a known matmul are wrong" in compute_known(CPU, signs)[0]
 
 
 def plan_of(keep=2, total=1000):

@@ -4,6 +4,8 @@ import errno
 import signal
 import threading
 import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +14,11 @@ from framework.errors import EXIT_DONE, EXIT_FAILED, RunError
 from framework.launch import jobs
 from framework.launch.directory import RunDirectory
 from framework.launch.jobs import WAITING_OR_RUNNING, JobState
-from framework.monitor import stop as stop_module
-from framework.monitor.stop import SAVE_FILE, STOP_FILE, StepWatch, StopRequest
+from framework.lease import Lease
+from framework.monitor import watchdog as watchdog_module
+from framework.monitor.progress import Progress
+from framework.monitor.stop import SAVE_FILE, STOP_FILE, StopRequest
+from framework.monitor.watchdog import Watchdog
 from framework.recipe.compose import compose, save_recipe
 
 
@@ -36,13 +41,21 @@ def has_jobs(monkeypatch, find_jobs):
         monkeypatch.setattr(module, "find_jobs", find_jobs)
 
 
+@contextmanager
+def watched(folder=None, **arguments):
+    """A watchdog and the requests that it hears."""
+    progress = Progress(lease=Lease(folder) if isinstance(folder, Path) else None)
+    with Watchdog(progress, folder=folder, **arguments) as watch, StopRequest() as stop, watch.hear(stop):
+        yield watch, stop
+
+
 def test_rank_0_hears_requests_to_save_and_to_stop(tmp_path):
-    with StopRequest() as stop, StepWatch(stop, folder=tmp_path) as watch:
+    with watched(folder=tmp_path) as (watch, stop):
         (tmp_path / SAVE_FILE).touch()
         wait_for(lambda: stop.wants_save)
         assert not stop.requested
         watch.begin_save()
-        assert not watch._look()
+        assert not watch.find_requests()
         assert not stop.wants_save, "the save that is under way answers it"
         watch.end_save(is_committed=True)
         assert not (tmp_path / SAVE_FILE).exists()
@@ -54,13 +67,13 @@ def test_rank_0_hears_requests_to_save_and_to_stop(tmp_path):
 def test_a_run_does_not_end_later_for_being_watched(tmp_path):
     started = time.monotonic()
     for _ in range(10):
-        with StopRequest() as stop, StepWatch(stop, folder=tmp_path):
+        with watched(folder=tmp_path):
             pass
     assert time.monotonic() - started < 2.5  # ten polls of half a second would be five
 
 
 def test_a_request_stays_where_its_save_has_failed_or_had_begun_before_it(tmp_path):
-    with StopRequest() as stop, StepWatch(stop, folder=tmp_path) as watch:
+    with watched(folder=tmp_path) as (watch, stop):
         watch.begin_save()
         (tmp_path / SAVE_FILE).touch()
         watch.end_save(is_committed=True)
@@ -88,7 +101,7 @@ class FailingFolder:
 def test_a_stale_handle_ends_neither_the_watch_nor_the_run(tmp_path):
     (tmp_path / SAVE_FILE).touch()
     folder = FailingFolder(tmp_path, num_failures=1)
-    with StopRequest() as stop, StepWatch(stop, folder=folder) as watch:
+    with watched(folder=folder) as (watch, stop):
         wait_for(lambda: stop.wants_save)
         folder.num_failures = 10
         watch.begin_save()
@@ -107,8 +120,8 @@ def test_a_log_that_cannot_be_written_does_not_end_the_watch(monkeypatch):
         said.append(text)
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(stop_module, "LONG_S", 0.0)
-    with StopRequest() as stop, StepWatch(stop, say=say) as watch:
+    monkeypatch.setattr(watchdog_module, "LONG_S", 0.0)
+    with watched(say=say) as (watch, _):
         with watch.step(1):
             time.sleep(0.001)
         with watch.step(2):
@@ -118,7 +131,7 @@ def test_a_log_that_cannot_be_written_does_not_end_the_watch(monkeypatch):
 def judge_step(seconds_of_steps, asked_after_s, took_s, **patience):
     """Whether a step of `took_s` seconds, after steps of `seconds_of_steps`, is ended as hung."""
     errors = []
-    with StopRequest() as stop, StepWatch(stop, errors.append, **patience) as watch:
+    with watched(end=errors.append, **patience) as (watch, _):
         for number, seconds in enumerate(seconds_of_steps):
             with watch.step(number):
                 time.sleep(seconds)

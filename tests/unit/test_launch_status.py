@@ -7,8 +7,7 @@ import pytest
 
 from framework.commands.status import describe_run, telling_line
 from framework.launch.directory import RunDirectory
-from framework.monitor.hang import Line
-from framework.monitor.ranks_file import RANKS_FILE, write_ranks
+from framework.monitor.hang import RANKS_FILE, RankStatus, write_ranks
 from framework.recipe.compose import compose, save_recipe
 
 
@@ -73,9 +72,9 @@ def test_the_end_of_a_run_that_was_asked_to_end_is_no_trouble(tmp_path, said, sh
 def test_phase_and_step_of_every_rank_are_shown_alike_ones_together(run):
     report(run, age_s=1)
     place = "pp0 dp{} cp0 tp0"
-    lines = [Line(rank, f"n{rank // 512}", 9, place.format(rank), "step", 21, 0.5) for rank in range(1024)]
-    lines[7] = Line(7, "n0", 9, place.format(7), "wait for data", 21, 12.0)
-    lines[9] = Line(9, "n0", 9, place.format(9), "step", 20, 1.0, "all_reduce of sums over world")
+    lines = [RankStatus(rank, f"n{rank // 512}", 9, place.format(rank), "step", 21, 0.5) for rank in range(1024)]
+    lines[7] = RankStatus(7, "n0", 9, place.format(7), "wait for data", 21, 12.0)
+    lines[9] = RankStatus(9, "n0", 9, place.format(9), "step", 20, 1.0, "all_reduce of sums over world")
     write_ranks(run.path, lines)
     with run.lock():
         described = describe_run(run)
@@ -87,7 +86,7 @@ def test_phase_and_step_of_every_rank_are_shown_alike_ones_together(run):
 
 def test_what_ranks_did_long_ago_is_said_to_be_old(run):
     report(run, age_s=1)
-    write_ranks(run.path, [Line(0, "n0", 9, "pp0 dp0 cp0 tp0", "step", 21, 0.5)])
+    write_ranks(run.path, [RankStatus(0, "n0", 9, "pp0 dp0 cp0 tp0", "step", 21, 0.5)])
     written = json.loads((run.path / RANKS_FILE).read_text())
     (run.path / RANKS_FILE).write_text(json.dumps(written | {"unix_s": time.time() - 90}))
     with run.lock():

@@ -12,14 +12,15 @@ from framework.checkpoint.commit import Retention
 from framework.checkpoint.save import Saver, save_checkpoint
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
-from framework.monitor.phases import Phases
-from framework.monitor.stop import StepWatch, StopRequest
+from framework.monitor.watchdog import Watchdog
 from framework.plan.plan import make_plan
 from framework.recipe.schema import LearningRateSchedule, Optim, Precision, Train
 from framework.track.report import RunInfo, StepReport
 from framework.train.build import build
 from framework.train.loop import Loop
 from framework.train.loss_scale import GROWTH_STEPS, INITIAL, LARGEST, LossScale
+from framework.train.reports import Reporter
+from framework.train.save_policy import SavePolicy
 from framework.train.state import RunState, restore, saved_entries
 from framework.verify.plain import PlainLossScale
 from tests.families import build_config, family
@@ -105,25 +106,20 @@ def start_loop(steps: int, reports: list[StepReport]) -> Loop:
     recipe = replace(small, train=Train(steps=steps), precision=Precision("fp16"), optim=optim)
     config = build_config(family("llama"))
     config.use_cache = False
-    run = build(make_plan(recipe, config), connect(topology_of(recipe, config), CPU))
+    plan = make_plan(recipe, config)
+    run = build(plan, connect(topology_of(recipe, config), CPU))
     rows = torch.arange(2 * CONTEXT).view(2, CONTEXT) % 97
     loader: Any = SimpleNamespace(batch=lambda samples: [Microbatch(rows, rows, None)])
     observers: Any = SimpleNamespace(report=reports.append)
-    return Loop(
-        run,
-        RunState("r", ""),
-        recipe,
-        loader,
-        observers,
-        RunInfo("r", {}, steps),
-        Saver(Path(), run.mesh.axis("world"), Retention(1)),
-        Phases(),
-    )
+    info, saver = RunInfo("r", {}, steps), Saver(Path(), run.mesh.axis("world"), Retention(1))
+    watchdog = Watchdog()
+    policy = SavePolicy(recipe.checkpoint, recipe.train.steps, saver)
+    reporter = Reporter(run, plan, info, observers, saver, watchdog)
+    return Loop(run, RunState("r", ""), plan, loader, policy, reporter, watchdog)
 
 
 def train(loop: Loop) -> None:
-    with StopRequest() as stop, StepWatch(stop) as watch:
-        list(loop.steps(stop, watch))
+    list(loop.steps())
     loop.begin_save()
 
 

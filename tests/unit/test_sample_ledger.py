@@ -19,11 +19,11 @@ def train(folder, first, last, dp=DP, change=lambda samples: samples):
     """A start of `dp` ranks from step `first` to `last`; change: of what a rank reads in a step."""
     start = next_start(folder)
     for rank in range(dp):
-        ledger = SampleLedger(folder, rank, start, first * PER_STEP)
+        ledger = SampleLedger(folder, rank)
+        ledger.begin(start, first * PER_STEP)
         for step in range(first, last):
             samples = change(np.arange(step * PER_STEP + rank, (step + 1) * PER_STEP, dp))
             ledger.note(step * PER_STEP, samples, [rows_of([sample]) for sample in samples])
-        ledger.close()
 
 
 def test_a_run_that_was_rewound_and_divided_anew_has_read_every_sample_once(tmp_path):
@@ -60,7 +60,8 @@ def test_what_is_lost_or_repeated_is_found(tmp_path, change, problem):
 def test_other_tokens_under_the_same_number_are_found(tmp_path):
     for name, shift in (("a", 0), ("b", 1)):
         (tmp_path / name).mkdir()
-        ledger = SampleLedger(tmp_path / name, 0, 0, 0)
+        ledger = SampleLedger(tmp_path / name, 0)
+        ledger.begin(0, 0)
         ledger.note(0, np.arange(3), [rows_of([0, 1 + shift, 2])])
     first, second = (read_lineage(tmp_path / name) for name in "ab")
     assert find_ledger_problems(first, 3, first) == []

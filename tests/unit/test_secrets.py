@@ -21,8 +21,8 @@ from framework.recipe.compose import compose, load_recipe, save_recipe
 from framework.recipe.environment import describe_public, fill, hide_secrets, is_secret, looks_secret, secret_in
 from framework.recipe.saved import to_yaml
 from framework.recipe.schema import Launch, Model, Recipe
-from framework.track.run_info import describe_run
 from framework.train import program
+from framework.train.reports import describe_run
 
 SECRET = "hf_sEcReTsEcReT"
 REFERENCE = "${oc.env:HF_TOKEN}"

@@ -22,7 +22,7 @@ from framework.comm.transfer import pin, upload
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Model, Offload, Optim, Precision, Recipe, Zero
 from framework.train.build import build
-from framework.train.step import Run, train_step
+from framework.train.step import TrainingRun, train_step
 from framework.train.sums import Flags
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
@@ -98,7 +98,7 @@ def ours(calls: Sequence[str]) -> list[str]:
     return [call.removeprefix(f"{PACKAGE}/") for call in calls if call.startswith(str(PACKAGE))]
 
 
-def build_run(recipe: Recipe, model: str = "llama") -> tuple[Run, list[Any]]:
+def build_run(recipe: Recipe, model: str = "llama") -> tuple[TrainingRun, list[Any]]:
     config = build_config(family(model))
     config.use_cache = False
     mesh = connect(topology_of(recipe, config), CPU)

@@ -1,4 +1,4 @@
-"""The watch of a rank: real threads, a real store, deadlines of a fraction of a second; only the work of ranks is made up."""
+"""The watchdog of a rank: real threads, a real store, deadlines of a fraction of a second; only the work of ranks is made up."""
 
 import json
 import threading
@@ -10,12 +10,11 @@ import torch.distributed as dist
 from framework.comm.board import Board
 from framework.comm.communicator import Communicator, Operation
 from framework.mesh.topology import Axis
-from framework.monitor import watch as watch_module
-from framework.monitor.hang import TRAINING, Line
+from framework.monitor import watchdog as watchdog_module
+from framework.monitor.hang import RANKS_FILE, TRAINING, RankStatus, read_ranks, write_ranks
 from framework.monitor.phases import Phase, Phases
 from framework.monitor.progress import FIRST_STEPS, Progress, Save
-from framework.monitor.ranks_file import RANKS_FILE, read_ranks, write_ranks
-from framework.monitor.watch import Watch
+from framework.monitor.watchdog import Watchdog
 from framework.recipe.deadlines import Deadlines
 
 pytestmark = pytest.mark.waits
@@ -44,7 +43,7 @@ class Ranks:
         self.is_stopped = threading.Event()
         self.progress = [Progress(Phases()) for _ in range(world)]
         self.watches = [
-            Watch(each, deadlines, (rank, world), f"dp{rank}", self.open, lambda e, r=rank: self.end(r, e), tmp_path)
+            Watchdog(each, deadlines, (rank, world), f"dp{rank}", self.open, lambda e, r=rank: self.end(r, e), tmp_path)
             for rank, each in enumerate(self.progress)
         ]
         self.running = [each for rank, each in enumerate(self.watches) if rank not in silent]
@@ -102,7 +101,7 @@ def test_all_ranks_end_with_a_verdict_that_names_the_one_that_is_behind(tmp_path
 
 
 def test_sabotaged_a_watch_that_judges_nothing_is_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(Watch, "judge", lambda watch, now_s: None)
+    monkeypatch.setattr(Watchdog, "judge", lambda watch, now_s: None)
     monkeypatch.setattr("tests.unit.test_watch.END_S", 2.5)
     with pytest.raises(AssertionError, match="only \\[\\] have ended"):
         check_hang(tmp_path)
@@ -126,9 +125,9 @@ def test_another_rank_judges_where_rank_0_does_not_answer(tmp_path):
 
 
 def test_a_rank_ends_by_itself_where_the_host_of_the_store_is_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch_module, "SILENT_S", 2.0)
+    monkeypatch.setattr(watchdog_module, "SILENT_S", 2.0)
     with Ranks(2, tmp_path, silent=(0,)) as ranks:
-        Board(ranks.store, 0, 2).write(Line(0, "n0", 5, "dp0", "step", 6, 0.1).to_json())
+        Board(ranks.store, 0, 2).write(RankStatus(0, "n0", 5, "dp0", "step", 6, 0.1).to_json())
         wait_until(lambda: 0 in ranks.progress[1].hosts)
         ranks.is_stopped.set()
         ranks.step(1, 7, waits="sums")
@@ -197,7 +196,7 @@ class CountingStore:
 def test_a_beat_asks_the_store_no_more_in_a_large_world(world):
     store = dist.HashStore()
     for rank in range(world):
-        Board(store, rank, world).write(Line(rank, "n", 1, "", "step", 1, 0.0).to_json())
+        Board(store, rank, world).write(RankStatus(rank, "n", 1, "", "step", 1, 0.0).to_json())
     counting = CountingStore(store)
     board = Board(counting, 0, world)
     board.read(range(world))
@@ -221,7 +220,7 @@ def test_a_board_without_some_ranks_is_read_all_the_same():
 
 
 def test_what_ranks_do_is_written_whole_or_not_at_all(tmp_path):
-    lines = [Line(rank, "n", 1, "dp0", "step", 4, 0.5) for rank in range(3)]
+    lines = [RankStatus(rank, "n", 1, "dp0", "step", 4, 0.5) for rank in range(3)]
     write_ranks(tmp_path, lines)
     written_s, found = read_ranks(tmp_path)
     assert found == lines

@@ -278,8 +278,8 @@ class UnitBuffer:
             self.copy_to_params(0, self.stored.pieces() if self.stored is not None else (self.master,))
 
     def copy_to_params(self, first: int, pieces: Iterable[Tensor]) -> None:
-        """Cast pieces of the updated master, from its element `first` on, to the compute dtype, where the parameters live. Each
-        is read before the next is asked for."""
+        """Cast pieces [n] of the updated master, from its element `first` on, to the compute dtype, where the parameters live.
+        Each is read before the next is asked for."""
         for piece in pieces:
             write_across(self.owned(self.shard)[first : first + len(piece)], piece)
             first += len(piece)
@@ -362,7 +362,7 @@ class MainGradView:
 
     @property
     def view(self) -> Tensor:
-        """The parameter's gradient, of its local shape, master dtype."""
+        """The parameter's gradient, [its local shape], master dtype."""
         return self._make_view() if self._kept is None else self._kept
 
     def _make_view(self) -> Tensor:

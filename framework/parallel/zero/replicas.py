@@ -109,7 +109,7 @@ def hash_parameters(parameters: ParameterSync, hashes: BitHash) -> Iterator[Hash
 
 
 def hash_buffer(buffer: UnitBuffer, state: str, axes: Iterable[Communicator], value: Tensor) -> Hashed:
-    """A hash of a state of a unit's buffer."""
+    """The hash of a state of a unit's buffer. value: an int64 scalar."""
     return Hashed(state, buffer.unit, buffer.slots[0].name, tuple(axes), value)
 
 

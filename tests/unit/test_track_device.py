@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from framework.track.flops import mfu, peak_flops
-from framework.track.memory import peak_memory_bytes
+from framework.track.device import mfu, peak_flops, peak_memory_bytes
 
 
 @pytest.mark.parametrize(

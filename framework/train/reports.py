@@ -1,0 +1,243 @@
+"""Input of rank 0's observers: the description of the run, and a report of each step from its sums and the ranks' times."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+
+from framework.checkpoint.save import Saver
+from framework.comm.algorithms import ExposedWait
+from framework.comm.connect import Mesh
+from framework.comm.objects import gather_numbers
+from framework.comm.transfer import AsyncHostCopy
+from framework.model.mixtures import read_loads
+from framework.monitor.goodput import Goodput
+from framework.monitor.progress import name_coordinates
+from framework.monitor.stragglers import WINDOW, Stragglers
+from framework.monitor.watchdog import Watchdog
+from framework.plan.plan import Plan
+from framework.recipe.environment import describe_public
+from framework.recipe.overrides import write_resume
+from framework.recipe.schema import Run
+from framework.track.device import find_peak, mfu, peak_memory_bytes
+from framework.track.observers import Observers
+from framework.track.report import RunInfo, StepReport
+from framework.train.spikes import SpikeLimits
+from framework.train.state import RunState
+from framework.train.step import TrainingRun
+from framework.train.sums import StepValues
+from framework.train.validation import ValidationLoss
+
+
+class RankTimes(NamedTuple):
+    """One rank's seconds of a step, by its host's clock."""
+
+    busy_s: float  # without waiting for data
+    data_wait_s: float
+    computed_s: float  # in actions of the pipeline
+    span_s: float  # from the first microbatch at hand to the end of the last action
+    waited_s: float  # for other ranks
+    own_s: float  # busy, and not waiting for other ranks
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step that has been sent to the device and not yet read."""
+
+    sums: AsyncHostCopy
+    step: int
+    samples: int  # after it, as `tokens`
+    tokens: int
+    lr: float
+    limits: SpikeLimits  # above which it is a spike
+    seconds: float  # of this rank, as `times`
+    times: RankTimes
+    waits: list[ExposedWait]
+    traffic: dict[str, dict[str, int]]
+    loads: AsyncHostCopy | None  # of experts, flat
+
+
+class Reporter:
+    """Reports steps to rank 0's observers. On all ranks, because each adds its times. watchdog: knows hosts, and prints lines."""
+
+    def __init__(
+        self,
+        run: TrainingRun,
+        plan: Plan,
+        info: RunInfo,
+        observers: Observers,
+        saver: Saver,
+        watchdog: Watchdog,
+        goodput: Goodput | None = None,
+    ) -> None:
+        self.observers, self.goodput = observers, goodput or Goodput(watchdog.progress.phases)
+        self._run, self._plan, self._info = run, plan, info
+        self._saver, self._watchdog = saver, watchdog
+        self._reported_stall_s = 0.0
+        # Ranks with other stages have other work.
+        topology = run.mesh.topology
+        groups: dict[int, list[int]] = {}
+        for rank in range(topology.world):
+            groups.setdefault(topology.index("pp", rank), []).append(rank)
+        self._stragglers = Stragglers(list(groups.values()))
+
+    def report(
+        self,
+        pending: PendingStep,
+        values: StepValues,
+        state: RunState,
+        validation_loss: ValidationLoss | None = None,
+        free_fraction: float | None = None,
+    ) -> None:
+        """Report a step, with the validation of its weights if there was one. Collective.
+
+        Only now are the ranks' times gathered, to rank 0, by the hosts: they have just read the sums of one all-reduce, so they
+        are here at about the same time, while the device has the next step to do. In the sums of every step these would be four
+        numbers for each rank.
+        """
+        own = find_device_times(pending, self._run.mesh.device)
+        times = [RankTimes(*each) for each in gather_numbers(own, self._run.mesh.axis("world"))]
+        if times:  # on rank 0
+            self._find_stragglers(pending, times)
+            validation = {
+                "validation_loss": None if validation_loss is None else validation_loss.mean,
+                "validation_losses": self._name_losses(validation_loss),
+                "validation_free_fraction": free_fraction,
+            }
+            self.observers.report(self._describe(pending, values, state, times, **validation))
+
+    def _describe(
+        self, pending: PendingStep, values: StepValues, state: RunState, times: Sequence[RankTimes], **more: Any
+    ) -> StepReport:
+        tokens_per_s = self._plan.derived.tokens_per_step / pending.seconds
+        return StepReport(
+            step=pending.step,
+            samples=pending.samples,
+            tokens=pending.tokens,
+            loss=values.loss,
+            gradient_norm=values.gradient_norm,
+            lr=pending.lr,
+            step_s=pending.seconds,
+            tokens_per_s=tokens_per_s,
+            tokens_per_s_per_rank=tuple(self._plan.derived.tokens_of_rank / each.busy_s for each in times),
+            data_wait_s=max(each.data_wait_s for each in times),
+            pipeline_bubble=find_bubble(times),
+            exposed_communication_s=sum(each.seconds for each in pending.waits),
+            mfu=mfu(tokens_per_s, self._info.flops_per_token or 0.0, self._info.world, self._info.peak_flops),
+            memory_bytes=peak_memory_bytes(self._run.mesh.device),
+            traffic=pending.traffic,
+            skipped_steps=state.skipped_steps,
+            spikes=state.spikes.count,
+            loss_limit=pending.limits.loss if pending.limits.are_known else None,
+            gradient_norm_limit=pending.limits.gradient_norm if pending.limits.are_known else None,
+            rewinds=state.rewinds,
+            skipped_samples=tuple((first, stop) for first, stop in state.skipped_samples),
+            loss_scale=values.loss_scale if self._plan.recipe.precision.compute == "fp16" else None,
+            save_stall_s=self._take_stall(),
+            failed_saves=self._saver.failures,
+            stragglers={f"{rank} {phase}": excess_s for (rank, phase), excess_s in self._stragglers.slow.items()},
+            goodput=self.goodput.shares(),
+            **self._describe_experts(pending),
+            **more,
+        )
+
+    def _find_stragglers(self, pending: PendingStep, times: Sequence[RankTimes]) -> None:
+        """Print which ranks have become slow, or are so no longer."""
+        data, own, waited = ([getattr(each, name) for each in times] for name in ("data_wait_s", "own_s", "waited_s"))
+        for found in self._stragglers.add(pending.seconds, data, own, waited):
+            host = self._watchdog.progress.hosts.get(found.rank, "")
+            who = f"rank {found.rank} [{name_coordinates(self._run.mesh.topology, found.rank)}]{host and f' on {host}'}"
+            if found.is_slow:
+                self._watchdog.say(
+                    f"{who} is slow in {found.phase}: {found.excess_s * 1e3:.0f} ms a step longer than {self._stragglers.others},"
+                    f" {found.fraction:.0%} of a step (median of the last reported steps, at most {WINDOW})"
+                )
+            else:
+                self._watchdog.say(f"{who} is no longer slow in {found.phase}")
+
+    def _take_stall(self) -> float:
+        """Seconds for which saves have stalled the loop since the last report."""
+        former, self._reported_stall_s = self._reported_stall_s, self._saver.stalled_s
+        return self._reported_stall_s - former
+
+    def _describe_experts(self, pending: PendingStep) -> dict[str, Any]:
+        """Values of the report about routers, by name; none for a dense model."""
+        if pending.loads is None:
+            return {}
+        loads = read_loads(self._run.load.mixtures, pending.loads.values())
+        imbalance = {layer: load.imbalance for layer, load in loads.items()}
+        entropies = [load.entropy for load in loads.values() if load.entropy is not None]
+        return {
+            "expert_imbalance": imbalance,
+            "expert_imbalance_max": max(imbalance.values()),
+            "expert_imbalance_mean": fmean(imbalance.values()),
+            "router_entropy": fmean(entropies) if entropies else None,
+            "dropped_tokens": sum(load.dropped for load in loads.values()),
+            "expert_loads": {layer: load.tokens for layer, load in loads.items()},
+        }
+
+    def _name_losses(self, found: ValidationLoss | None) -> dict[str, float]:
+        """Validation losses by source, where there are several."""
+        names = self._info.sources
+        if found is None or len(names) < 2:
+            return {}
+        return {name: loss for name, loss in zip(names, found.by_source, strict=True) if loss is not None}
+
+
+def find_device_times(pending: PendingStep, device: torch.device) -> RankTimes:
+    """The rank's times. On a GPU `waited` and `own` are the device's, as its host only launches; its events have passed when the
+    step's sums are read. Not run on a GPU."""
+    if device.type != "cuda":
+        return pending.times
+    waited_s = sum(each.seconds for each in pending.waits)
+    return pending.times._replace(waited_s=waited_s, own_s=pending.seconds - pending.times.data_wait_s - waited_s)
+
+
+def find_bubble(times: Sequence[RankTimes]) -> float:
+    """Share of the ranks' time, until the last of them has ended its actions, in which they were idle."""
+    longest = max(each.span_s for each in times)
+    return 1.0 - sum(each.computed_s for each in times) / (len(times) * longest) if longest else 0.0
+
+
+def describe_run(
+    plan: Plan,
+    mesh: Mesh,
+    named: Run,
+    start_step: int,
+    unigram_entropy: float | None,
+    sources: tuple[str, ...],
+    prompt: str,
+) -> RunInfo:
+    """The description of a run before its first step. named: the keys that name the run's folder. unigram_entropy: of the
+    validation split, in nats per token. sources: names of the data's sources. prompt: a text that the model may continue."""
+    recipe = plan.recipe
+    device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
+    run_id = str(named.id)
+    run = f"{named.root}/{run_id}"
+    return RunInfo(
+        run_id=run_id,
+        config=describe_public(recipe),
+        total_steps=recipe.train.steps,
+        start_step=start_step,
+        tokens_per_step=plan.derived.tokens_per_step,
+        accumulation=plan.derived.accumulation,
+        world=plan.derived.world,
+        degrees=plan.derived.degrees,
+        device=device,
+        model=plan.config.model_type,
+        num_parameters=plan.size.total,
+        num_parameters_active=plan.size.active,
+        flops_per_token=plan.flops_per_token,
+        peak_flops=find_peak(device, recipe.cluster),
+        unigram_entropy=unigram_entropy,
+        sources=sources,
+        has_experts=bool(plan.mixtures),
+        commands={
+            "resume": write_resume(recipe.launch.kind, named),
+            "export": shlex.join(["meshwright", "export", run, "--to", f"{run_id}-model"]),
+            "generate": shlex.join(["meshwright", "generate", run, "--prompt", prompt]),
+        },
+    )
