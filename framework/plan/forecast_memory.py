@@ -99,19 +99,6 @@ def describe_estimate(shape: ModelShape, candidate: Candidate) -> str | None:
     )
 
 
-def spare_bytes(shape: ModelShape, candidate: Candidate, settings: Settings | Recipe, cluster: Cluster) -> int:
-    """`forecast_memory(...).spare` alone, for a search; negative where the fullest rank lacks bytes."""
-    states, activations = memory_model(shape, settings).parts(candidate, None)
-    return cluster.memory_bytes - max(map(_most, states, activations))
-
-
-def spare_of_options(
-    shape: ModelShape, stages: Candidate, options: StateOptions, settings: Settings | Recipe, cluster: Cluster
-) -> np.ndarray:
-    """`spare_bytes` of all options at once: `stages` with states in other places."""
-    return memory_model(shape, settings).spare(stages, options, cluster.memory_bytes)
-
-
 def host_spare_of_options(
     shape: ModelShape, stages: Candidate, options: StateOptions, settings: Settings | Recipe, cluster: Cluster
 ) -> np.ndarray:

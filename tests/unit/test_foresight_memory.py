@@ -14,7 +14,7 @@ from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import unit_costs
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import Cluster
-from framework.plan.forecast_memory import describe_estimate, forecast_memory, spare_bytes
+from framework.plan.forecast_memory import describe_estimate, forecast_memory
 from framework.plan.memory import KINDS, measure_units, total_on_disk, total_on_host
 from framework.plan.memory_states import CONTEXT_BYTES, FRAGMENTATION
 from framework.plan.plan import Plan, make_plan
@@ -114,7 +114,6 @@ def assert_is_planned(plan: Plan) -> None:
         disk, ring = total_on_disk(plan.of_rank(rank).buffers, names)
         assert stage.host - stage.on_host["activations"] == sum(on_host.values()) + ring, title
         assert stage.disk == disk, title
-    assert spare_bytes(shape, candidate, settings, cluster_of(0)) == found.spare
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])

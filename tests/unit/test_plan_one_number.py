@@ -9,6 +9,7 @@ from framework.plan.advice import describe_relief, describe_savings, describe_ve
 from framework.plan.check import check_layout, most_bytes
 from framework.plan.forecast_plan import forecast_plan
 from framework.plan.memory import show_bytes
+from framework.plan.memory_states import StateOptions
 from framework.plan.page import describe_ranks
 from framework.plan.page_of_plan import make_page
 from framework.plan.plan import GB, Plan, make_plan
@@ -73,7 +74,8 @@ def test_a_search_prunes_by_the_same_number(plan: Plan) -> None:
     found = forecast_plan(plan)
     engine = Engine.of(plan.shape, Settings.of(plan.recipe), found.cluster)
     assert engine.memory(plan.candidate).stages == found.forecast.memory.stages
-    assert engine.spare(plan.candidate) == found.forecast.memory.spare
+    options = StateOptions(((plan.candidate.zero, plan.candidate.shard, plan.candidate.offload),))
+    assert engine.spare(plan.candidate, options).tolist() == [found.forecast.memory.spare]
 
 
 def test_a_budget_is_met_by_that_number() -> None:
