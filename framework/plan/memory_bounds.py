@@ -68,12 +68,9 @@ class MemoryBounds:
     memory: MemoryModel
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def least(self, c: Candidate) -> int:
-        """Bytes of the fullest rank wherever states lie."""
-        return self.least_of_ways(c, (_way_of(c),), ((c.schedule, c.virtual),))[0]
-
     def least_of_ways(self, c: Candidate, ways: Sequence[Way], schedules: tuple[tuple[str, int], ...]) -> list[int]:
-        """The same with activations kept in each of these ways, by any of these schedules: names, and stages of a rank."""
+        """The least bytes of the fullest rank wherever states lie, with activations kept in each of these ways, by any of these
+        schedules: names, and stages of a rank."""
         flight, form = self._in_flight(c, schedules), form_of(c)
         # A share of all gradients and three units' in full; all of them where each rank keeps all.
         gradients = min(flight.reduced + flight.sharded // (c.dp * c.cp), flight.whole)
@@ -82,12 +79,6 @@ class MemoryBounds:
         return [
             fixed + self._add_up(c.sequences, self._layer_bytes(c, form, way), bool(way[1]), flight) for way in ways
         ]
-
-    def activations(self, c: Candidate) -> int:
-        """Bytes of the first rank beside states, in backward, at the least."""
-        way, flight = _way_of(c), self._in_flight(c, ((c.schedule, c.virtual),))
-        layer = self._layer_bytes(c, form_of(c), way)
-        return self._workspace + self._add_up(c.sequences, layer, bool(way[1]), flight)
 
     def _add_up(self, sequences: int, layer: LayerBytes, is_offloaded: bool, flight: InFlight) -> int:
         moving = layer.working
@@ -159,10 +150,6 @@ class MemoryBounds:
             sum(unit.numel * count // (c.tp if unit.has_experts else 1) for unit, count in units),
             sum(unit.numel * count for unit, count in units),
         )
-
-
-def _way_of(c: Candidate) -> Way:
-    return c.checkpointing, c.offload & {"activations"}
 
 
 def _sum_largest(sizes: Sequence[tuple[int, int]], most: int) -> int:

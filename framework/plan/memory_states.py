@@ -33,7 +33,6 @@ from framework.plan.shape import Degrees, ModelShape, RankUnit, StageUnits
 from framework.recipe.schema import Offload
 
 PHASES = ("forward", "loss", "backward", "reduction", "optimizer")
-BACKWARD = PHASES.index("backward")
 MIB = 2**20
 # torch's default for one stream on Hopper (CUBLAS_WORKSPACE_CONFIG); 8.5 MiB on other GPUs. Computation has one stream.
 CUBLAS_BYTES = 32 * MIB
@@ -143,12 +142,11 @@ class StateOptions:
 
 class StateTable(NamedTuple):
     """Bytes of each option. totals, moving: [options, ranks, phases], host: [options, ranks], as of `PhaseBytes`; outside: not
-    torch's, of any rank. in_backward: [options], on the first rank of the pipeline, with the slack of what comes and goes."""
+    torch's, of any rank."""
 
     totals: np.ndarray
     moving: np.ndarray
     outside: int
-    in_backward: np.ndarray
     host: np.ndarray
 
 
@@ -181,9 +179,7 @@ class StateBytes:
         totals = np.array([[part.totals for part in ranks] for ranks in parts], dtype=np.int64)
         moving = np.array([[part.moving for part in ranks] for ranks in parts], dtype=np.int64)
         host = np.array([[part.host for part in ranks] for ranks in parts], dtype=np.int64)
-        first = moving[:, 0, BACKWARD]
-        in_backward = totals[:, 0, BACKWARD] + (FRAGMENTATION * first).astype(np.int64)
-        return StateTable(totals, moving, self.pipelines.outside(stages), in_backward, host)
+        return StateTable(totals, moving, self.pipelines.outside(stages), host)
 
     def _states(self, each: Candidate) -> list[PhaseBytes]:
         offload, found = each.offload - {"activations"}, []

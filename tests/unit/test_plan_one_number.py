@@ -74,9 +74,8 @@ def test_a_search_prunes_by_the_same_number(plan: Plan) -> None:
     found = forecast_plan(plan)
     engine = Engine.of(plan.shape, Settings.of(plan.recipe), found.cluster)
     assert engine.memory(plan.candidate).stages == found.forecast.memory.stages
-    c = plan.candidate
-    options = StateOptions(((c.zero, c.shard, c.offload),))
-    assert engine.spare(c, options).tolist() == [found.forecast.memory.spare]
+    options = StateOptions(((plan.candidate.zero, plan.candidate.shard, plan.candidate.offload),))
+    assert engine.spare(plan.candidate, options).tolist() == [found.forecast.memory.spare]
 
 
 def test_a_budget_is_met_by_that_number() -> None:
