@@ -21,7 +21,7 @@ from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import TimeForecast
 from framework.plan.profile import Profile
 from framework.plan.shape import DEFAULT, ModelShape, make_shape
-from framework.plan.time import forecast_time
+from framework.plan.time import TimeModel
 from framework.recipe.clusters import read_shipped
 from framework.recipe.schema import Memory, Recipe, Zero
 
@@ -282,7 +282,7 @@ def megatron_flops(shape: ModelShape, context: int) -> float:
 def compare(anchor: Anchor, shapes: Shapes) -> tuple[float, TimeForecast]:
     """(what is foretold in the unit that is printed, the forecast)."""
     shape = shapes.of(anchor.model)
-    found = forecast_time(shape, anchor.candidate, anchor.settings, anchor.cluster, anchor.profile)
+    found = TimeModel(shape, anchor.settings, anchor.cluster, anchor.profile).forecast(anchor.candidate)
     rate = found.tokens_per_s_and_rank
     if anchor.is_tflops:
         rate *= megatron_flops(shape, anchor.candidate.context) / 1e12
