@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from framework.errors import MeshwrightError, OutOfMemory, RecipeError
+from framework.plan.candidate import OFFLOADED, candidate_of
 from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import Forecast, MemoryForecast
 from framework.plan.forecast_memory import forecast_memory
 from framework.plan.forecast_plan import PlanForecast, forecast_plan
-from framework.plan.layouts import OFFLOADED, candidate_of
 from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan, make_plan
 from framework.plan.rejections import ModelRules, describe_shortages

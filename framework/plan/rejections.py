@@ -20,9 +20,8 @@ from framework.model.stage import StageBounds, refuse_shared_layers
 from framework.parallel.context import probe_causes, refuse_undivided_context, refuse_uneven_heads
 from framework.parallel.experts import check_experts
 from framework.parallel.pipeline.pipeline import refuse_few_layers
-from framework.plan.candidate import Candidate
+from framework.plan.candidate import Candidate, method_of, recipe_of
 from framework.plan.forecast import NodeForecast
-from framework.plan.layouts import method_of, recipe_of
 from framework.plan.memory import show_bytes
 from framework.plan.shape import Degrees, ModelShape, refuse_dropped_layers
 from framework.plan.space import CHOICES, Space

@@ -34,10 +34,10 @@ from framework.comm.collectives import all_reduce
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch, cut_context
 from framework.model.load import load_config
+from framework.plan.candidate import OFFLOADED, candidate_of, recipe_of
 from framework.plan.cluster import ClusterRates
 from framework.plan.find import AS_FAST, Question, best_of, least_of_fastest, resolved, search
 from framework.plan.forecast import TimeForecast
-from framework.plan.layouts import OFFLOADED, candidate_of, recipe_of
 from framework.plan.plan import make_plan
 from framework.plan.search import Ranked
 from framework.plan.shape import make_shape
