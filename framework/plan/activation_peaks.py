@@ -5,7 +5,6 @@ For a search the schedule is as short as may be: a few microbatches, of which a 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -75,21 +74,6 @@ class MomentTable:
         between = np.array([each.between for each in listed], dtype=np.int64)
         kinds = np.flatnonzero(forward), np.flatnonzero(~forward)
         return cls(stages, *kinds, own, live[:, :, 0], live[:, :, 1], between)
-
-    def covers(self, other: "MomentTable") -> bool:
-        """Whether at each moment of another rank with equal stages this one has at least as much at a moment of its own."""
-        own, theirs = self._numbers, other._numbers
-        as_much = np.all(own[None, :, :] >= theirs[:, None, :], axis=2)
-        return bool(np.all(np.any(as_much, axis=1)))
-
-    @cached_property
-    def _numbers(self) -> np.ndarray:
-        """[moments, numbers]: what is compared of a moment. Its kind and its stage have to be the same: a one at a place of
-        theirs, zeros elsewhere."""
-        kinds = np.zeros((len(self.own), 2 * len(self.stages)), dtype=np.int64)
-        kinds[self.forwards, 2 * self.own[self.forwards]] = 1
-        kinds[self.backwards, 2 * self.own[self.backwards] + 1] = 1
-        return np.hstack([kinds, self.whole, self.left, self.between[:, None]])
 
     def find_peaks(self, stages: Mapping[int, StageActivations]) -> dict[str, Peak]:
         """The most that the rank has in `forward`, `loss` and `backward` of its stages, which are given by index."""

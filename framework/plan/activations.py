@@ -102,11 +102,9 @@ class Activations:
     """Bytes of activations of one rank and one microbatch. All ranks of a run hold as many in a layer."""
 
     tokens: TokenLayout
-    # Features of hidden states.
+    # Features of hidden states, rows of the whole model's output embedding, bytes of an activation.
     width: int
-    # Rows of the whole model's output embedding.
     vocabulary: int
-    # Bytes of an activation.
     itemsize: int
     # The form of a layer; None where it has no formula: then its bytes are an estimate.
     layer: LayerWidths | None
@@ -136,11 +134,6 @@ class Activations:
         """Bytes that a layer by itself keeps for its backward, where all have one policy; without the mask of some."""
         reads_mask = self.policy == "none" and bool(self.masks) and None not in self.masks
         return self.cost_of(self.policy).kept + self._masked_bytes * reads_mask
-
-    @property
-    def recomputed_bytes(self) -> int:
-        """Bytes beside those while a checkpointed layer is computed again."""
-        return self.cost_of(self.policy).recomputed
 
     @property
     def policy(self) -> Policy:
@@ -244,11 +237,6 @@ class Activations:
         return self.tokens.sequences * self.tokens.context
 
     @property
-    def _sequence_length(self) -> int:
-        """Tokens of a sequence, of all ranks."""
-        return self.tokens.context if self.tokens.slices is None else self.tokens.slices.context
-
-    @property
     def _kept_outputs(self) -> tuple[int, float]:
         """(bytes, FLOPs of a token) that `selective` keeps beside the input, and computes again."""
         # Where rows are not dispatched transformers' kernels multiply experts: none of our matmuls, and so not kept.
@@ -276,13 +264,14 @@ class Activations:
         widths = self.layer
         if widths is None:
             return self.layer_flops
-        h, mixture = widths.hidden, widths.mixture
+        h, mixture, slices = widths.hidden, widths.mixture, self.tokens.slices
+        sequence_length = self.tokens.context if slices is None else slices.context  # of all ranks
         flops = {
             "q_proj": 2.0 * h * widths.q,
             "k_proj": 2.0 * h * widths.kv,
             "v_proj": 2.0 * h * widths.kv,
             "o_proj": 2.0 * widths.q * h,
-            "attention": 4.0 * widths.q * self._sequence_length,
+            "attention": 4.0 * widths.q * sequence_length,
         }
         if mixture is None:
             flops |= dict.fromkeys(("gate_proj", "up_proj"), 2.0 * h * widths.inner)
@@ -300,9 +289,7 @@ class Activations:
     def _balance_bytes(self) -> int:
         """Softmax of a router's logits, which the auxiliary loss keeps of each layer, whatever is computed again."""
         mixture = None if self.layer is None else self.layer.mixture
-        if mixture is None or not mixture.is_balanced:
-            return 0
-        return self._num_routed * mixture.experts * self.itemsize
+        return self._num_routed * mixture.experts * self.itemsize if mixture is not None and mixture.is_balanced else 0
 
     @property
     def _num_routed(self) -> int:
@@ -344,9 +331,8 @@ class Activations:
     def _mixture_bytes(self, mixture: MixtureWidths) -> int:
         """Bytes that a mixture keeps, its input included, where the router is uniform. The router keeps its input whole,
         also where others gather it again."""
-        e, routed, inner = self.itemsize, self._num_routed, mixture.inner
-        if self._slices_experts:
-            inner = -(-mixture.inner // self.tokens.tp.size)
+        e, routed = self.itemsize, self._num_routed
+        inner = -(-mixture.inner // (self.tokens.tp.size if self._slices_experts else 1))
         router = routed * (4 * mixture.experts + 16 * mixture.top_k)
         row = (2 * self.width + 4 * inner) * e + 24
         return routed * self.width * e + router + self.rows_in_experts(mixture.top_k) * row + self._balance_bytes
@@ -369,12 +355,9 @@ class Activations:
         """
         if self.layer is None:
             return 0
-        rows = self.tokens.sequences if self._is_divided or self.packs else 1
+        is_divided = self.tokens.slices is not None and self.tokens.slices.ranks > 1
+        rows = self.tokens.sequences if is_divided or self.packs else 1
         return 2 * rows * self.tokens.context * (self.layer.q // self.layer.heads) * self.itemsize
-
-    @property
-    def _is_divided(self) -> bool:
-        return self.tokens.slices is not None and self.tokens.slices.ranks > 1
 
     def masks_of(self, stage: StageBounds) -> tuple[str | None, ...]:
         """The masks of a stage's layers."""
@@ -452,9 +435,9 @@ class Activations:
     def backward_temporaries(self) -> int:
         """Gradients inside of a layer, beside what the layer keeps and what of that has gone: of the mlp's features twice, and of
         hidden states. Of a mixture `transient_bytes` has them."""
-        gathered = self._num_tokens * self.width * self.itemsize * (self.tokens.num_parts > 1)
         if self.mixture is not None or self.layer is None:
             return 0
+        gathered = self._num_tokens * self.width * self.itemsize * (self.tokens.num_parts > 1)
         inner = -(-self.layer.inner // self.tokens.tp.size)
         return 2 * self._num_tokens * inner * self.itemsize + self.hidden_bytes + gathered
 

@@ -15,13 +15,11 @@ on microbatches, and activations (`memory_activations.py`), for which it is the 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from framework.parallel.pipeline.pipeline import PipelinePlan
-from framework.plan.activation_peaks import representative
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import MemoryForecast, NodeForecast, StageMemory
@@ -144,7 +142,6 @@ class MemoryModel:
     pipelines: Pipelines
     states: StateBytes
     activations: ActivationBytes
-    _known: dict[Any, list[int]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, shape: ModelShape, settings: Settings, pipeline: PipelinePlan | None = None) -> "MemoryModel":
@@ -203,39 +200,16 @@ class MemoryModel:
 
     def spare(self, stages: Candidate, options: StateOptions, limit: int) -> np.ndarray:
         """Bytes that each option leaves of a limit, on its fullest rank. options: the same layout with states elsewhere."""
-        table, ranks = self.states.of_options(stages, options), self._deciding_ranks(stages)
-        beside = [self.activations.of_rank(stages, rank) for rank in ranks]
-        moving = table.moving[:, ranks] + np.array([part.moving for part in beside], dtype=np.int64)
-        totals = table.totals[:, ranks] + np.array([part.totals for part in beside], dtype=np.int64)
+        table, beside = self.states.of_options(stages, options), self.activations.of_ranks(stages, None)
+        moving = table.moving + np.array([part.moving for part in beside], dtype=np.int64)
+        totals = table.totals + np.array([part.totals for part in beside], dtype=np.int64)
         reserved = totals + (FRAGMENTATION * moving).astype(np.int64)
         found: np.ndarray = limit - table.outside - reserved.max(axis=(1, 2))
         return found
 
     def offloaded(self, stages: Candidate, options: StateOptions, here: int) -> np.ndarray:
         """Bytes of the host's memory that each option takes on the fullest node of `here` ranks."""
-        beside = np.array([self.activations.of_rank(stages, rank).host for rank in range(stages.pp)], dtype=np.int64)
+        beside = np.array([part.host for part in self.activations.of_ranks(stages, None)], dtype=np.int64)
         counts = np.array(ranks_on_nodes(stages.world, stages.pp, here), dtype=np.int64)
         found: np.ndarray = ((self.states.of_options(stages, options).host + beside) @ counts.T).max(axis=1)
         return found
-
-    def _deciding_ranks(self, each: Candidate) -> list[int]:
-        """Ranks of the pipeline of which one is the fullest: without those that hold equal stages and at no moment more than
-        another one has at one of its own, as most ranks in the middle."""
-        microbatches = representative(each.schedule, each.pp, each.accumulation)
-        key = "deciding", each.schedule, each.pp, each.virtual, each.context, microbatches
-        if key not in self._known:
-            self._known[key] = self._find_deciding_ranks(each)
-        return self._known[key]
-
-    def _find_deciding_ranks(self, each: Candidate) -> list[int]:
-        kept: dict[Any, list[int]] = {}
-        tables = [self.activations.moments(each, rank)[1] for rank in range(each.pp)]
-        for rank, stages in enumerate(self.pipelines.places(each).of_ranks):
-            forms = [
-                (stage.is_first, stage.is_last, self.pipelines.shape.kinds[stage.start : stage.stop])
-                for stage in stages
-            ]
-            others = kept.setdefault(tuple(forms), [])
-            if not any(tables[other].covers(tables[rank]) for other in others):
-                others.append(rank)
-        return sorted(rank for ranks in kept.values() for rank in ranks)

@@ -26,16 +26,19 @@ def read_masks(recipe: Recipe, text: PretrainedConfig, cp: int, context: int) ->
 
 @dataclass(frozen=True)
 class LayerWidths:
-    """Features of a whole layer of Llama's form. kv_heads: of key-value heads; inner: of the mlp, or of one expert; has_qk_norms:
-    of queries and keys; mixture: None where the mlp is no mixture."""
+    """Features of a whole layer of Llama's form."""
 
     hidden: int
     q: int
     kv: int
     heads: int
+    # Key-value heads.
     kv_heads: int
+    # Of the mlp, or of one expert.
     inner: int
+    # RMS norms of queries and keys.
     has_qk_norms: bool = False
+    # None where the mlp is no mixture.
     mixture: "MixtureWidths | None" = None
 
 

@@ -17,26 +17,29 @@ KINDS = ("parameters", "gradients", "master", "optimizer", "gathered")
 
 @dataclass(frozen=True)
 class UnitMemory:
-    """Bytes of one unit on a rank. device, host: of its states by kind; casts: on the host, of masters on their way to the
-    device; pinning: that torch's cache of pinned memory adds to what a GPU copies to and from; unsharded, unreduced: what comes
-    and goes with its full parameters and its full gradients. whole: of its parameters in the compute dtype, of all ranks;
-    bucket_bytes: units of up to so many of these travel in one message, in which this one's parameters and gradients take
-    gather_message and reduce_message. gathers_alone: all but its parameters. keeps_parameters: what is unsharded stays for the
-    step. prefetch_units: units that are unsharded ahead."""
+    """Bytes of one unit on a rank."""
 
     is_layer: bool
+    # Of its states by kind, on the device and on the host.
     device: Mapping[str, int]
     host: Mapping[str, int]
+    # On the host: casts of masters on their way to the device, and what torch's cache of pinned memory adds.
     casts: int
     pinning: int
+    # Of its full parameters and full gradients, which come and go.
     unsharded: int
     unreduced: int
+    # Of its parameters in the compute dtype, of all ranks.
     whole: int
+    # Units of up to so many bytes travel in one message, in which this one's parameters and gradients take these.
     bucket_bytes: int
     gather_message: int
     reduce_message: int
+    # Its parameters travel in messages of their own.
     gathers_alone: bool
+    # What is unsharded stays for the step.
     keeps_parameters: bool
+    # Units that are unsharded ahead.
     prefetch_units: int
 
     @property

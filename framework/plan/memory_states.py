@@ -152,24 +152,6 @@ class StateTable(NamedTuple):
     host: np.ndarray
 
 
-class UnitOfOptions(NamedTuple):
-    """Bytes of one unit by option: for the whole run, what comes and goes with its full parameters and gradients, and on the
-    host."""
-
-    is_layer: bool
-    lasting: np.ndarray
-    unsharded: np.ndarray
-    unreduced: np.ndarray
-    host: np.ndarray
-
-
-def _sum_largest(sizes: Sequence[np.ndarray], most: int) -> np.ndarray:
-    """Sum of the `most` largest sizes, for each option."""
-    if len(sizes) <= most:
-        return sum(sizes, np.zeros(1, dtype=np.int64))
-    return np.sort(np.stack(sizes), axis=0)[-most:].sum(axis=0)
-
-
 @dataclass(frozen=True, eq=False)
 class StateBytes:
     """State bytes for one model and one recipe, cached by what they depend on."""
@@ -179,10 +161,9 @@ class StateBytes:
 
     def of_ranks(self, each: Candidate) -> Sequence[PhaseBytes]:
         """Bytes of each rank of the pipeline."""
-        layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
         # Which of dp and cp the batch's ranks are decides how many communicators there are.
         zero = each.zero, each.shard, each.dp * each.cp, each.cp > 1, each.offload - {"activations"}
-        found: Sequence[PhaseBytes] = self._remember(("states", layout, zero), lambda: self._states(each))
+        found: Sequence[PhaseBytes] = self._remember(("states", self._layout(each), zero), lambda: self._states(each))
         return found
 
     def of_options(self, stages: Candidate, options: StateOptions) -> StateTable:
@@ -196,120 +177,30 @@ class StateBytes:
     def _make_table(self, stages: Candidate, options: StateOptions) -> StateTable:
         names = ("zero", "shard", "offload")
         layouts = [stages.changed(dict(zip(names, each, strict=True))) for each in options.states]
-        if self._divides_units and not self._has_small_units(stages, layouts):
-            totals, moving, host = self._add_up_units(stages, options, layouts)
-        else:
-            parts = [self.of_ranks(each) for each in layouts]
-            totals = np.array([[part.totals for part in ranks] for ranks in parts], dtype=np.int64)
-            moving = np.array([[part.moving for part in ranks] for ranks in parts], dtype=np.int64)
-            host = np.array([[part.host for part in ranks] for ranks in parts], dtype=np.int64)
+        parts = [self.of_ranks(each) for each in layouts]
+        totals = np.array([[part.totals for part in ranks] for ranks in parts], dtype=np.int64)
+        moving = np.array([[part.moving for part in ranks] for ranks in parts], dtype=np.int64)
+        host = np.array([[part.host for part in ranks] for ranks in parts], dtype=np.int64)
         first = moving[:, 0, BACKWARD]
         in_backward = totals[:, 0, BACKWARD] + (FRAGMENTATION * first).astype(np.int64)
         return StateTable(totals, moving, self.pipelines.outside(stages), in_backward, host)
 
-    def _add_up_units(
-        self, stages: Candidate, options: StateOptions, layouts: Sequence[Candidate]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(totals, moving [options, ranks, phases], host [options, ranks])."""
-        places = self.pipelines.places(stages)
-        memo: dict[Any, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        ranks = []
-        for held in places.of_ranks:
-            units = [self.pipelines.shape.stage_units(stage, places.degrees) for stage in held]
-            key = tuple(map(id, units))
-            if key not in memo:
-                memo[key] = self._phases_of_options(units, options, layouts)
-            ranks.append(memo[key])
-        totals, moving, host = (np.stack(arrays, axis=1) for arrays in zip(*ranks, strict=True))
-        return totals, moving, host
-
-    @property
-    def _divides_units(self) -> bool:
-        """Whether all units of a kind have the same homes: none is offloaded in part, nothing lies on disks."""
-        offload = self.pipelines.settings.recipe.memory.offload
-        return offload.home == "host" and {offload.optimizer, offload.parameters} <= {0.0, 1.0}
-
-    def _has_small_units(self, stages: Candidate, layouts: Sequence[Candidate]) -> bool:
-        """Whether what comes and goes depends on all units: some may travel together, or all stay until the update."""
-        zero = self.pipelines.settings.recipe.zero
-        places = self.pipelines.places(stages)
-        found = [
-            self.pipelines.shape.stage_units(stage, places.degrees) for of_rank in places.of_ranks for stage in of_rank
-        ]
-
-        def is_so(each: Candidate) -> bool:
-            offload = self.pipelines.settings.offload(each)
-            small = [
-                count
-                for stage in {id(stage): stage for stage in found}.values()
-                for unit, count in stage.counted
-                if self._measure_unit(each, unit, stage.order, offload).may_share_messages
-            ]
-            return sum(small) > 1
-
-        return zero.keep_gathered or (zero.bucket_bytes > 0 and any(map(is_so, layouts)))
-
-    def _phases_of_options(
-        self, stages: Sequence[StageUnits], options: StateOptions, layouts: Sequence[Candidate]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(totals, moving [options, phases], host [options]) of a rank with such stages, as `_part_of_states` has them of one."""
-        counts: dict[tuple[int, tuple[str, ...]], int] = {}
-        found = {}
-        for stage in stages:
-            for unit, count in stage.counted:
-                key = id(unit), stage.order
-                counts[key] = counts.get(key, 0) + count
-                found[key] = self._unit_of_options(unit, stage.order, options, layouts)
-        lasting = sum(count * found[key].lasting for key, count in counts.items())
-        used = 1 + self.pipelines.settings.recipe.zero.prefetch_units
-        layers = [
-            found[key].unsharded
-            for key, count in counts.items()
-            for _ in range(min(count, used))
-            if found[key].is_layer
-        ]
-        ends = [each.unsharded for each in found.values() if not each.is_layer]
-        unreduced = [found[key].unreduced for key, count in counts.items() for _ in range(min(count, 3))]
-        parameters = _sum_largest(layers, used) + _sum_largest(ends, 1)
-        gradients = _sum_largest(unreduced, 3)
-        moving = np.stack(
-            np.broadcast_arrays(parameters, parameters, parameters + gradients, gradients, 0 * gradients), axis=1
-        )
-        host = np.asarray(sum(count * found[key].host for key, count in counts.items()))
-        return moving + np.asarray(lasting)[:, None], moving, host
-
-    def _unit_of_options(
-        self, unit: RankUnit, order: tuple[str, ...], options: StateOptions, layouts: Sequence[Candidate]
-    ) -> "UnitOfOptions":
-        first = layouts[0]
-        degrees = first.tp, first.ep, first.expert_tp, first.dp * first.cp
-
-        def measure() -> UnitOfOptions:
-            units = [self._measure_unit(each, unit, order, self.pipelines.settings.offload(each)) for each in layouts]
-            numbers = [
-                (
-                    sum(each.device.values()),
-                    each.unsharded,
-                    each.unreduced,
-                    sum(total_on_host([(each, 1)], self._is_pinned).values()),
-                )
-                for each in units
-            ]
-            return UnitOfOptions(units[0].is_layer, *np.array(numbers, dtype=np.int64).T)
-
-        return self._remember(("unit of options", id(unit), order, degrees, options), measure)
-
     def _states(self, each: Candidate) -> list[PhaseBytes]:
+        offload, found = each.offload - {"activations"}, []
+        for units in self._remember(("units of ranks", self._layout(each)), partial(self._units_of_ranks, each)):
+            # The same units are there for all candidates whose ranks hold such stages.
+            key = tuple(map(id, units)), self.pipelines.outside(each), each.zero, each.shard, each.dp * each.cp, offload
+            found.append(self._remember(("states of rank", key), partial(self._part_of_states, each, units)))
+        return found
+
+    def _units_of_ranks(self, each: Candidate) -> list[list[StageUnits]]:
         places = self.pipelines.places(each)
-        memo: dict[Any, PhaseBytes] = {}
-        parts = []
-        for stages in places.of_ranks:
-            units = [self.pipelines.shape.stage_units(stage, places.degrees) for stage in stages]
-            key = tuple(map(id, units))
-            if key not in memo:
-                memo[key] = self._part_of_states(each, units)
-            parts.append(memo[key])
-        return parts
+        return [[self.pipelines.shape.stage_units(stage, places.degrees) for stage in own] for own in places.of_ranks]
+
+    @staticmethod
+    def _layout(each: Candidate) -> tuple[Any, ...]:
+        """Fields of a candidate that the stages of its ranks depend on."""
+        return each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
 
     def _part_of_states(self, each: Candidate, stages: Sequence[StageUnits]) -> PhaseBytes:
         device, gathered, host, disk = self._measure(each, stages)
@@ -325,7 +216,7 @@ class StateBytes:
         """(bytes of the device by kind, gathered parameters and gradients, bytes of the host by kind, of a file) of such
         stages."""
         offload, names, moments = (
-            self.pipelines.settings.offload(each),
+            self._remember(("offload", each.offload), partial(self.pipelines.settings.offload, each)),
             self.pipelines.settings.states,
             self._moments_dtype,
         )

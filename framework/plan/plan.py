@@ -62,29 +62,31 @@ GB = 2**30
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The layout of a run.
+    """The layout of a run: a frozen value. Properties are computed when they are first read."""
 
-    recipe: with the device and the compute dtype of where it will run, and whether the loss is chunked. whole: the model on
-    meta, as Hugging Face builds it; stages are copies of parts of it. units: its parts in order of computation. ties: under the
-    name that a parameter has in its unit, all its names. groups: what the optimizer does with each trained parameter of the whole
-    model. returns_tuple: whether layers return tuples (only known of a cut model). load_balancing: the routers' auxiliary loss,
-    None without one. mixtures: of experts, in order. logit_map: what stands between head and logits where the loss is chunked,
-    else None. device: where ranks compute; the index of a GPU is not known.
-    """
-
+    # With the device and the compute dtype of where it will run, and whether the loss is chunked.
     recipe: Recipe
     config: PretrainedConfig
     derived: Derived
     topology: Topology
+    # Where ranks compute; the index of a GPU is not known.
     device: torch.device
+    # The model on meta, as Hugging Face builds it; stages are copies of parts of it.
     whole: PreTrainedModel
+    # Its parts in order of computation.
     units: tuple[Unit, ...]
+    # All names of a parameter, by its name in its unit.
     ties: Mapping[str, tuple[str, ...]]
+    # The optimizer's group of each trained parameter of the whole model.
     groups: tuple[GroupAssignment, ...]
     pipeline: PipelinePlan
+    # Layers return tuples; known only where the model is cut into stages.
     returns_tuple: bool
+    # The routers' auxiliary loss; None without one.
     load_balancing: LoadBalancingLoss | None
+    # Mixtures of experts, in order.
     mixtures: tuple[Mixture, ...]
+    # Operations between head and logits where the loss is chunked, else None.
     logit_map: LogitMap | None
 
     @property
