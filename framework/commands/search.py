@@ -324,7 +324,7 @@ def _rank_again(request: SearchRequest, folder: Path) -> int:
 
 def _read_measured(folder: Path) -> Iterator[tuple[Any, float]]:
     """(layout, median seconds of a step) of each run below a folder that has trained long enough."""
-    from framework.plan.layouts import candidate_of
+    from framework.plan.candidate import candidate_of
 
     for saved in sorted(folder.glob("*/recipe.yaml")):
         metrics = saved.parent / METRICS_FILE

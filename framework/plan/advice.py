@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from framework.errors import MeshwrightError, OutOfMemory, RecipeError
+from framework.plan.candidate import OFFLOADED, candidate_of
 from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import Forecast, MemoryForecast
 from framework.plan.forecast_memory import forecast_memory
 from framework.plan.forecast_plan import PlanForecast, forecast_plan
-from framework.plan.layouts import OFFLOADED, candidate_of
 from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan, make_plan
-from framework.plan.rejections import describe_shortages
+from framework.plan.rejections import ModelRules, describe_shortages
 from framework.plan.settings import Settings
 from framework.plan.time import TimeModel
 from framework.plan.traffic import measure_traffic
@@ -203,7 +203,7 @@ def _try(found: PlanForecast, settings: Sequence[Setting]) -> FittingChange | No
         return None
     try:
         candidate = candidate_of(recipe)
-        if found.shape.refusal(candidate):
+        if ModelRules(found.shape).refuse(candidate):
             return None
         memory = forecast_memory(found.shape, candidate, Settings.of(recipe), found.cluster)
         if not memory.fits:

@@ -9,10 +9,9 @@ from time import process_time
 from framework.errors import RecipeError
 from framework.model.experts import count_experts, find_experts
 from framework.model.load import load_config
-from framework.plan.candidate import Candidate
+from framework.plan.candidate import OFFLOADED, Candidate, recipe_of, values_of
 from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import Forecast
-from framework.plan.layouts import OFFLOADED, recipe_of, values_of
 from framework.plan.memory import show_bytes
 from framework.plan.rejections import SIZES, collect_constraints, describe, group_rejections
 from framework.plan.search import By, Engine, Ranked, Search, SearchResult

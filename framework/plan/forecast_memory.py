@@ -55,7 +55,7 @@ def forecast_memory(
 
     settings: keep what is cached; made of a recipe where that is given. chosen: layers of each stage by policy of
     activation checkpointing; None: all as the candidate says. Raises what the model's transforms raise for degrees that do not
-    fit (`ModelShape.refusal` asks first), RecipeError for more stages than layers.
+    fit (`ModelRules.refuse` asks first), RecipeError for more stages than layers.
     """
     return memory_model(shape, settings).forecast(candidate, cluster, chosen)
 

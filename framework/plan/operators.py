@@ -24,9 +24,8 @@ from framework.model.flops import experts_per_token, flops_per_token, unit_flops
 from framework.model.units import Unit
 from framework.parallel.tensor.rules import FAMILIES, ROLES
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import ClusterRates
 from framework.plan.context import AttentionShape, attention_shapes
-from framework.plan.profile import Kernels, Profile
+from framework.plan.profile import Rates
 
 # Below this share of a layer's FLOPs, FLOPs without shapes (a router) are not reported.
 NEGLIGIBLE = 0.02
@@ -252,57 +251,6 @@ class UnitWork:
     def backward(self) -> float:
         """Seconds of the whole backward."""
         return self.input.total + self.weight.total + self.again.total
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Seconds of kernels on a cluster, by a profile. dtype: of the matmuls; itemsize: of an activation."""
-
-    cluster: ClusterRates
-    profile: Profile
-    dtype: str
-    itemsize: int
-
-    @property
-    def peak(self) -> float:
-        """FLOP/s over which MFU is counted: of bf16, or of a wider compute dtype."""
-        rates = self.cluster.peak_flops
-        return rates["bf16" if self.itemsize == 2 and "bf16" in rates else self.dtype]
-
-    def matmul(self, rows: float, inner: int, columns: int, narrow: bool = True) -> float:
-        """Seconds of [rows, inner] times [inner, columns]. narrow: in fp8 where the recipe says so, with the casts of both
-        factors; else in bf16 then."""
-        if rows <= 0:
-            return 0.0
-        dtype = self.dtype if narrow or self.dtype != "fp8" else "bf16"
-        seconds = self.cluster.matmul_seconds(max(1, round(rows)), inner, columns, dtype) / self.profile.matmul
-        casts = self.elementwise(inner * (rows + columns), self.profile.cast) if dtype == "fp8" else 0.0
-        return seconds + casts
-
-    def gradient(self, rows: float, inner: int, columns: int, added_bytes: float, narrow: bool) -> float:
-        """Seconds of the weight gradient of so many tokens, which moves `added_bytes` to be added. narrow: as of `matmul`."""
-        if rows <= 0:
-            return 0.0
-        dtype = self.dtype if narrow or self.dtype != "fp8" else "bf16"
-        seconds = self.cluster.gradient_seconds(max(1, round(rows)), inner, columns, added_bytes, dtype)
-        casts = self.elementwise(rows * (inner + columns), self.profile.cast) if dtype == "fp8" else 0.0
-        return seconds / self.profile.matmul + casts
-
-    def attention(self, flops: float, shape: tuple[int, int], *, backward: bool = False) -> float:
-        """Seconds of so many FLOPs in an attention's kernel. shape: tokens of a sequence, features of a head."""
-        dtype = "bf16" if self.dtype == "fp8" else self.dtype
-        seconds = self.cluster.attention_seconds(flops, dtype, backward=backward, shape=shape)
-        return seconds / self.profile.attention
-
-    def elementwise(self, elements: float, kernels: Kernels, times: float = 1.0) -> float:
-        """Seconds of an operation's kernels over so many elements, which move equally much each. times: backward's bytes over
-        forward's."""
-        launches = kernels.launches * times
-        return launches * self.cluster.memory_seconds(elements * kernels.bytes(self.itemsize) * times / launches)
-
-    def moved(self, num_bytes: float) -> float:
-        """Seconds of one pass that reads and writes so many bytes in all."""
-        return self.cluster.memory_seconds(num_bytes)
 
 
 class LayerTimes:

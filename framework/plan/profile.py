@@ -6,6 +6,8 @@ another value of the same dataclass. `OURS` is read off this repository's execut
 
 from dataclasses import dataclass, replace
 
+from framework.plan.cluster import ClusterRates
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -101,3 +103,54 @@ class Profile:
 # NCCL's kernels hold some 16 of an H100's 132 multiprocessors while they run (its default of 16 channels, a block each).
 NCCL_STOLEN = 16 / 132
 OURS = Profile("meshwright", stolen=NCCL_STOLEN)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds of kernels on a cluster, by a profile. dtype: of the matmuls; itemsize: of an activation."""
+
+    cluster: ClusterRates
+    profile: Profile
+    dtype: str
+    itemsize: int
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s over which MFU is counted: of bf16, or of a wider compute dtype."""
+        rates = self.cluster.peak_flops
+        return rates["bf16" if self.itemsize == 2 and "bf16" in rates else self.dtype]
+
+    def matmul(self, rows: float, inner: int, columns: int, narrow: bool = True) -> float:
+        """Seconds of [rows, inner] times [inner, columns]. narrow: in fp8 where the recipe says so, with the casts of both
+        factors; else in bf16 then."""
+        if rows <= 0:
+            return 0.0
+        dtype = self.dtype if narrow or self.dtype != "fp8" else "bf16"
+        seconds = self.cluster.matmul_seconds(max(1, round(rows)), inner, columns, dtype) / self.profile.matmul
+        casts = self.elementwise(inner * (rows + columns), self.profile.cast) if dtype == "fp8" else 0.0
+        return seconds + casts
+
+    def gradient(self, rows: float, inner: int, columns: int, added_bytes: float, narrow: bool) -> float:
+        """Seconds of the weight gradient of so many tokens, which moves `added_bytes` to be added. narrow: as of `matmul`."""
+        if rows <= 0:
+            return 0.0
+        dtype = self.dtype if narrow or self.dtype != "fp8" else "bf16"
+        seconds = self.cluster.gradient_seconds(max(1, round(rows)), inner, columns, added_bytes, dtype)
+        casts = self.elementwise(rows * (inner + columns), self.profile.cast) if dtype == "fp8" else 0.0
+        return seconds / self.profile.matmul + casts
+
+    def attention(self, flops: float, shape: tuple[int, int], *, backward: bool = False) -> float:
+        """Seconds of so many FLOPs in an attention's kernel. shape: tokens of a sequence, features of a head."""
+        dtype = "bf16" if self.dtype == "fp8" else self.dtype
+        seconds = self.cluster.attention_seconds(flops, dtype, backward=backward, shape=shape)
+        return seconds / self.profile.attention
+
+    def elementwise(self, elements: float, kernels: Kernels, times: float = 1.0) -> float:
+        """Seconds of an operation's kernels over so many elements, which move equally much each. times: backward's bytes over
+        forward's."""
+        launches = kernels.launches * times
+        return launches * self.cluster.memory_seconds(elements * kernels.bytes(self.itemsize) * times / launches)
+
+    def moved(self, num_bytes: float) -> float:
+        """Seconds of one pass that reads and writes so many bytes in all."""
+        return self.cluster.memory_seconds(num_bytes)

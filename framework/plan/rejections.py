@@ -10,17 +10,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Literal, Protocol
+from typing import Literal
 
-from framework.plan.candidate import Candidate
+from framework.errors import MeshwrightError
+from framework.mesh.context import ContextSlices
+from framework.model.load import layer_configs
+from framework.model.probe import find_layer_outputs
+from framework.model.stage import StageBounds, refuse_shared_layers
+from framework.parallel.context import probe_causes, refuse_undivided_context, refuse_uneven_heads
+from framework.parallel.experts import check_experts
+from framework.parallel.pipeline.pipeline import refuse_few_layers
+from framework.plan.candidate import Candidate, method_of, recipe_of
 from framework.plan.forecast import NodeForecast
-from framework.plan.layouts import method_of, recipe_of
 from framework.plan.memory import show_bytes
+from framework.plan.shape import Degrees, ModelShape, refuse_dropped_layers
 from framework.plan.space import CHOICES, Space
 from framework.recipe.check import layout_rules
 from framework.recipe.layout_keys import FOLLOWING_KEYS, LAYOUT_KEYS
 from framework.recipe.problem import Problem
-from framework.recipe.schema import Recipe
+from framework.recipe.schema import Parallel, Recipe
 
 Kind = Literal["rule", "model", "memory", "node"]
 # Rejections for lack of memory or disk.
@@ -47,18 +55,71 @@ FIELDS_OF_KEYS: dict[str, tuple[str, ...]] = {
 }
 
 
-class RefusesDegrees(Protocol):
-    """A model's refusals of degrees: the reason in one line, or None."""
+@dataclass(frozen=True)
+class ModelRules:
+    """Degrees that a model cannot have: the reason in one line, or None. Rules of recipes (degrees that do not multiply to the
+    world, batches that do not divide) are not asked here."""
 
-    def refusal_of_tp(
-        self, tp: int, sequence: bool = False, ep: int = 1, expert_tp: int | None = None
-    ) -> str | None: ...
+    shape: ModelShape
 
-    def refusal_of_experts(self, ep: int, expert_tp: int = 1, tp: int = 1) -> str | None: ...
+    def refuse(self, c: Candidate) -> str | None:
+        """The first reason against a candidate."""
+        return self.refuse_pp(c) or self.refuse_experts(c) or self.refuse_tp(c) or self.refuse_cp(c)
 
-    def refusal_of_pp(self, pp: int, schedule: str = "1f1b", virtual: int = 1, context: int = 4096) -> str | None: ...
+    def refuse_tp(self, c: Candidate) -> str | None:
+        """Refusal of a tensor-parallel degree: layers are laid out to find it."""
+        degrees = Degrees.of(c)
 
-    def refusal_of_cp(self, candidate: Candidate) -> str | None: ...
+        def check() -> None:
+            refuse_dropped_layers(self.shape.config, 1, c.tp)
+            self.shape.stage_units(StageBounds(0, 1, 0, self.shape.num_layers), degrees)
+
+        return self._ask(("tp", degrees), check)
+
+    def refuse_experts(self, c: Candidate) -> str | None:
+        """Refusal of an expert-parallel degree. A dense model has nothing that expert_tp could divide."""
+        if c.ep == 1 and not self.shape.mixtures:
+            return None
+        capacity, is_whole = self.shape.recipe.model.expert_capacity, c.expert_tp < c.tp
+        return self._ask(("ep", c.ep, is_whole), lambda: check_experts(self.shape.whole, c.ep, capacity, is_whole))
+
+    def refuse_pp(self, c: Candidate) -> str | None:
+        """Refusal of a number of stages."""
+        shape, owners = self.shape, self.shape.owners(c.pp, c.schedule, c.virtual)
+
+        def check() -> None:
+            refuse_dropped_layers(shape.config, c.pp, 1)
+            if c.pp == 1 and c.virtual == 1:
+                return
+            refuse_shared_layers(shape.config, shape.units, shape.ties)
+            refuse_few_layers(shape.num_layers, owners)
+            shape.remember("layer outputs", lambda: find_layer_outputs(shape.config))
+
+        return self._ask(("pp", owners, c.context), check)
+
+    def refuse_cp(self, c: Candidate) -> str | None:
+        """Refusal of a context-parallel degree and its method: a small copy of the model is run to find it."""
+        config, ring, packs = self.shape.config, c.cp // c.ulysses, self.shape.recipe.data.pack == "documents"
+
+        def check() -> None:
+            if c.cp == 1:
+                return
+            refuse_uneven_heads(layer_configs(config), Parallel(tp=c.tp, cp=c.cp, context=[c.ulysses, ring]))
+            causes = self.shape.remember("causes", lambda: tuple(probe_causes(config, packs)))
+            refuse_undivided_context(config, ContextSlices(c.context, c.ulysses, ring), packs, causes)
+
+        return self._ask(("cp", c.tp, c.cp, c.ulysses, c.context), check)
+
+    def _ask(self, key: tuple[object, ...], check: Callable[[], object]) -> str | None:
+        def ask() -> str | None:
+            try:
+                check()
+            except MeshwrightError as error:
+                return " ".join(str(error).split())
+            return None
+
+        found: str | None = self.shape.remember(("refusal", *key), ask)
+        return found
 
 
 @dataclass(frozen=True)
@@ -123,7 +184,7 @@ class Constraints:
         return None
 
 
-def collect_constraints(space: Space, model: RefusesDegrees) -> Constraints:
+def collect_constraints(space: Space, model: ModelShape) -> Constraints:
     """Collect the constraints of recipes and of the model, each at the choice behind which it can be asked."""
     recipes = _Recipes(space)
     rules = [
@@ -178,21 +239,22 @@ def _ask_rule(rule: Callable[[Recipe], Iterable[Problem]], recipes: _Recipes, c:
     return problem.key, f"{problem.key}{value}: {problem.message}"
 
 
-def _model_constraints(model: RefusesDegrees) -> list[Constraint]:
+def _model_constraints(shape: ModelShape) -> list[Constraint]:
+    rules = ModelRules(shape)
+
     def ask(refusal: Callable[[Candidate], str | None], c: Candidate) -> tuple[str, str] | None:
         reason = refusal(c)
         return None if reason is None else ("", reason)
 
+    whole_experts = {"sequence": False, "ep": 1}
     asked: list[tuple[tuple[str, ...], Callable[[Candidate], str | None]]] = [
-        (("tp", "pp"), lambda c: model.refusal_of_pp(c.pp, context=c.context)),
-        (("tp",), lambda c: model.refusal_of_tp(c.tp)),
-        (("tp", "cp", "ulysses"), model.refusal_of_cp),
-        (("ep", "expert_tp", "tp"), lambda c: model.refusal_of_experts(c.ep, c.expert_tp, c.tp)),
-        (
-            ("tp", "sequence", "ep", "expert_tp"),
-            lambda c: model.refusal_of_tp(c.tp, c.sequence, c.ep, c.expert_tp),
-        ),
-        (("pp", "schedule", "virtual"), lambda c: model.refusal_of_pp(c.pp, c.schedule, c.virtual, c.context)),
+        # First what degrees alone are refused for, before other choices are made.
+        (("tp", "pp"), lambda c: rules.refuse_pp(c.changed({"schedule": "1f1b", "virtual": 1}))),
+        (("tp",), lambda c: rules.refuse_tp(c.changed(whole_experts | {"expert_tp": c.tp}))),
+        (("tp", "cp", "ulysses"), rules.refuse_cp),
+        (("ep", "expert_tp", "tp"), rules.refuse_experts),
+        (("tp", "sequence", "ep", "expert_tp"), rules.refuse_tp),
+        (("pp", "schedule", "virtual"), rules.refuse_pp),
     ]
     return [Constraint("model", fields, partial(ask, refusal)) for fields, refusal in asked]
 

@@ -10,8 +10,7 @@ import torch
 
 from framework.model.precision import DTYPES
 from framework.optim.optimizers import state_names
-from framework.plan.candidate import Candidate
-from framework.plan.layouts import OFFLOADED, candidate_of
+from framework.plan.candidate import OFFLOADED, Candidate, candidate_of
 from framework.plan.target import resolve_target
 from framework.recipe.derive import carry_derived
 from framework.recipe.schema import Memory, Offload, Recipe, Zero

@@ -38,8 +38,8 @@ from framework.plan.exposure import (
 )
 from framework.plan.forecast import TimeForecast
 from framework.plan.forecast_memory import memory_model
-from framework.plan.operators import LayerTimes, Rates, UnitWork, Work, read_operators
-from framework.plan.profile import OURS, Profile
+from framework.plan.operators import LayerTimes, UnitWork, Work, read_operators
+from framework.plan.profile import OURS, Profile, Rates
 from framework.plan.settings import Settings
 from framework.plan.shape import Degrees, ModelShape, RankUnit
 from framework.plan.sharding import ShardedUnit, Sharding
@@ -194,7 +194,6 @@ class TimeModel:
         self.sharding = Sharding(settings.zero, gathered, reduced, self.links, self.profile)
         self.update = Update(settings, cluster, self.profile, itemsize)
         self.memory = memory_model(shape, Settings.of(settings))
-        self._kept = frozenset(memory.kept_operations)
         self._lengths = Lengths()
         self._known: dict[Any, Any] = {}
 
@@ -299,7 +298,7 @@ class TimeModel:
 
         def read() -> LayerTimes:
             operators = read_operators(self.shape.whole, self.shape.units, context)
-            return LayerTimes(operators, self.rates, self._kept)
+            return LayerTimes(operators, self.rates, frozenset(self.settings.memory.kept_operations))
 
         return self._remember(("times", context), read)
 
@@ -444,10 +443,3 @@ class TimeModel:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
-
-
-def forecast_time(
-    shape: ModelShape, candidate: Candidate, settings: Recipe, cluster: ClusterRates, profile: Profile | None = None
-) -> TimeForecast:
-    """The step time of one candidate; for many keep a `TimeModel`."""
-    return TimeModel(shape, settings, cluster, profile).forecast(candidate)

@@ -18,10 +18,11 @@ from framework.plan.exposure import place_group, place_groups
 from framework.plan.forecast import TimeForecast
 from framework.plan.profile import Kernels, Profile
 from framework.plan.shape import DEFAULT, ModelShape, make_shape
-from framework.plan.time import PARTS, TimeModel, forecast_time
+from framework.plan.time import PARTS, TimeModel
 from framework.plan.update import expected_goodput
 from framework.recipe import schema
 from framework.recipe.clusters import read_shipped
+from framework.recipe.schema import Recipe
 
 TFLOPS, HUGE = 1e12, 1e30
 NOTHING = Kernels(0, 0, 1)
@@ -52,6 +53,12 @@ def machine(rate: float = HUGE, ranks_per_node: int = 8, **changes: Any) -> Clus
     values |= {"overhead_s": 0.0, "processors": 1, "tile": (1, 1), "ramp": 0}
     shipped = ClusterRates.from_group(read_shipped("h100_ib"))
     return replace(shipped, ranks_per_node=ranks_per_node, links=links, **(values | changes))
+
+
+def forecast_time(
+    shape: ModelShape, candidate: Candidate, settings: Recipe, cluster: ClusterRates, profile: Profile | None = None
+) -> TimeForecast:
+    return TimeModel(shape, settings, cluster, profile).forecast(candidate)
 
 
 def llama(**changes: Any) -> PretrainedConfig:
