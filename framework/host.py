@@ -1,4 +1,4 @@
-"""What this machine gives to a process: cores and memory, as its container or job limits them."""
+"""Cores and memory of this machine that a process may use, within the limits of its container or job."""
 
 import os
 from pathlib import Path

@@ -6,7 +6,7 @@ imports inside functions.
 """
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,6 +40,7 @@ ORACLE = ("oracle", "plain", "reference", "evidence", "compare")
 ORACLE_KNOWS = ("framework.errors", "framework.recipe.schema", *(f"framework.verify.{name}" for name in ORACLE))
 
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
+REFUSED_OPENINGS = ("What", "Of", "Those", "As", "By", "That", "Which", "Who", "Whom", "Whose", "How")
 # Calls whose result nobody can change, or (loggers) that the standard library keeps anyway.
 HARMLESS_CALLS = {
     "re.compile", "getattr", "frozenset", "tuple", "str", "int", "float", "partial", "functools.partial", "MappingProxyType",
@@ -228,6 +229,16 @@ def options_are_passed_by_name(source: Source) -> Iterator[Breach]:
                 yield value.lineno, f"{owner}.{option} is passed by its place: pass it by name"
 
 
+def docstrings_name_the_thing(source: Source) -> Iterator[Breach]:
+    """A docstring begins with a noun phrase or an imperative, as those of PyTorch do."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node) or " "
+            first = text.split()[:1]
+            if text.startswith("The one that") or (first and first[0].strip(",.:;") in REFUSED_OPENINGS):
+                yield getattr(node, "lineno", 1), f"a docstring begins with {' '.join(text.split()[:4])!r}"
+
+
 LAWS: tuple[Law, ...] = (
     imports_downwards,
     parallelisms_do_not_know_each_other,
@@ -241,6 +252,7 @@ LAWS: tuple[Law, ...] = (
     foreign_code_never_runs,
     modules_hold_no_state,
     options_are_passed_by_name,
+    docstrings_name_the_thing,
 )
 
 
@@ -290,3 +302,13 @@ def _changed_by(node: ast.AST) -> Iterator[ast.expr]:
     is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     if is_method and node.func.attr in MUTATING_METHODS:
         yield node.func.value
+
+
+def find_classes_twice(sources: Iterable[Source]) -> dict[str, list[str]]:
+    """Names of classes that more than one file of the package defines, with their files."""
+    files: dict[str, list[str]] = {}
+    for source in sources:
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, []).append(source.path)
+    return {name: paths for name, paths in files.items() if len(paths) > 1}

@@ -65,6 +65,9 @@ BREACHES = [
     ("modules_hold_no_state", "train/loop.py", "SEEN = []\nSEEN += [1]"),
     ("modules_hold_no_state", "train/loop.py", "STATE = State()\ndef f(x):\n    STATE.step = x"),
     ("modules_hold_no_state", "train/loop.py", "from framework.mesh.topology import NAMES\nNAMES.update(x=1)"),
+    ("docstrings_name_the_thing", "mesh/box.py", '"""What a box is."""'),
+    ("docstrings_name_the_thing", "mesh/box.py", 'def f():\n    """Of all boxes."""'),
+    ("docstrings_name_the_thing", "mesh/box.py", 'class Box:\n    """The one that is asked for."""'),
     ("options_are_passed_by_name", "cli.py", "export_command(run, arguments.to, best=arguments.best)"),
     ("options_are_passed_by_name", "commands/search.py", "describe(result, name, asked.options.best)"),
 ]
@@ -109,6 +112,15 @@ def test_a_breach_is_seen_by_its_law(law, path, text):
 @pytest.mark.parametrize(("path", "text"), KEPT)
 def test_what_is_allowed_breaks_no_law(path, text):
     assert [breach for law in LAWS for breach in law(Source(path, text))] == []
+
+
+def test_no_class_name_is_used_twice(sources):
+    assert source_laws.find_classes_twice(sources) == {}
+
+
+def test_a_class_name_that_is_used_twice_is_seen():
+    files = [Source(f"{room}.py", "class Run:\n    pass") for room in ("train", "model")]
+    assert source_laws.find_classes_twice(files) == {"Run": ["train.py", "model.py"]}
 
 
 def test_every_law_has_a_breach_to_see():
