@@ -11,4 +11,4 @@ def evaluate(run: TrainingRun, microbatches: Iterable[Microbatch]) -> float:
     """Mean loss per token over all ranks' microbatches, of which every rank has the same number; leaves no trace in training."""
     validation = Validation(microbatches)
     run_alone(run, validation)
-    return validation.mean(run.mesh)
+    return validation.means(run.mesh).mean

@@ -8,16 +8,14 @@ gradient of A's input:
     map             from         to           result on rank r                     adjoint
     copy_to         replicated   independent  x                                    reduce_from
     reduce_from     independent  replicated   sum_s x_s                            copy_to
-    gather          independent  independent  all x_s, concatenated                reduce_scatter
-    reduce_scatter  independent  independent  part r of sum_s x_s                  gather
+    reduce_scatter  independent  independent  part r of sum_s x_s                  all x_s, concatenated
     scatter         replicated   independent  part r of x                          join
     join            independent  replicated   all x_s, concatenated                scatter
-    all_to_all      independent  independent  part r of every x_s                  all_to_all with swapped splits
 
 A gradient has the kind of its tensor: that of a replicated tensor is the same on all ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -46,16 +44,6 @@ def reduce_from(x: Tensor, axis: Communicator) -> Tensor:
     return _apply(x, axis, partial(_all_reduce, axis=axis), _alias)
 
 
-def gather(x: Tensor, axis: Communicator, dim: int) -> Tensor:
-    """All ranks' x, concatenated along dim, for ranks that use it in their own ways: the gradients are summed, then
-    split.
-
-    x: [..., part, ...] of one shape on all ranks of the axis -> [..., axis.size * part, ...]. Forward: an all-gather, backward a
-    reduce-scatter, each of the result's size.
-    """
-    return _apply(x, axis, partial(_all_gather, axis=axis, dim=dim), partial(_reduce_scatter, axis=axis, dim=dim))
-
-
 def reduce_scatter(x: Tensor, axis: Communicator, dim: int) -> Tensor:
     """This rank's part along dim of the sum of all ranks' x.
 
@@ -81,19 +69,6 @@ def join(x: Tensor, axis: Communicator, dim: int) -> Tensor:
     result's size, backward sends nothing.
     """
     return _apply(x, axis, partial(_all_gather, axis=axis, dim=dim), partial(_take_part, axis=axis, dim=dim))
-
-
-def all_to_all(
-    x: Tensor, axis: Communicator, in_splits: Sequence[int] | None = None, out_splits: Sequence[int] | None = None
-) -> Tensor:
-    """Rank r's part s of x becomes rank s's part r: tokens to their experts' ranks, and back with swapped splits.
-
-    x: [sum(in_splits), ...] -> [sum(out_splits), ...]; the splits are rows per rank, None for equal parts. Forward and backward:
-    an all-to-all of the rows that are meant for others.
-    """
-    there = partial(_all_to_all, axis=axis, in_splits=in_splits, out_splits=out_splits)
-    back = partial(_all_to_all, axis=axis, in_splits=out_splits, out_splits=in_splits)
-    return _apply(x, axis, there, back)
 
 
 class _Linear(torch.autograd.Function):
@@ -164,12 +139,3 @@ def _parts(x: Tensor, axis: Communicator, dim: int) -> Tensor:
         f"{axis.size} ranks of {axis.name} do not divide dim {dim} of {tuple(x.shape)}"
     )
     return x.unflatten(dim, (axis.size, -1))
-
-
-def _all_to_all(
-    x: Tensor, axis: Communicator, in_splits: Sequence[int] | None, out_splits: Sequence[int] | None
-) -> Tensor:
-    rows = x.shape[0] if out_splits is None else sum(out_splits)
-    out = x.new_empty(rows, *x.shape[1:])
-    collectives.all_to_all(out, x.contiguous(), axis, out_splits, in_splits)
-    return out

@@ -134,6 +134,7 @@ STREAM_TAG = 5
 SEGMENT_BYTES = 16 << 20
 
 
+@torch.compiler.disable
 def pass_bytes(
     sends: Sequence[tuple[Tensor, int]],
     receives: Sequence[tuple[Tensor, int]],

@@ -27,8 +27,9 @@ from framework.plan.cluster import COLLECTIVES, RINGS
 from framework.recipe.clusters import find_cluster_problems, name_of_gpu, read_shipped
 from framework.recipe.convert import to_recipe
 from framework.recipe.environment import fill
+from framework.recipe.keys import plain
 from framework.recipe.problem import render_problems
-from framework.recipe.saved import CLUSTER, ENDINGS, plain, read_cluster_file, write_cluster_file
+from framework.recipe.saved import CLUSTER, ENDINGS, read_cluster_file, write_cluster_file
 from framework.recipe.schema import ClusterMeasured, Precision, Recipe
 from framework.start import python_words
 from framework.track.device import peak_flops

@@ -292,9 +292,9 @@ def _cluster_name(request: SearchRequest) -> str:
 
 
 def _rank_again(request: SearchRequest, folder: Path) -> int:
-    from framework.plan.cluster import Cluster
+    from framework.plan.cluster import ClusterRates
     from framework.plan.correction import Tried, correct, describe_factors, fit_factors, write_text
-    from framework.plan.find import foretell, resolved
+    from framework.plan.find import forecast_layout, resolved
     from framework.plan.rejections import describe
     from framework.recipe.clusters import find_cluster
     from framework.recipe.saved import write_cluster_file
@@ -302,7 +302,7 @@ def _rank_again(request: SearchRequest, folder: Path) -> int:
     measured = dict(_read_measured(folder))
     if not measured:
         raise RunError(f"{folder}: no run there has trained more than {WARM_UP} steps: see their logs below {folder}")
-    tried = [Tried(foretell(layout, request.recipe).time, step_s) for layout, step_s in measured.items()]
+    tried = [Tried(forecast_layout(layout, request.recipe).time, step_s) for layout, step_s in measured.items()]
     factors = fit_factors(tried)
     recipe = resolved(request.recipe)
     group = correct(find_cluster(recipe)[0], factors, folder.name)
@@ -312,7 +312,7 @@ def _rank_again(request: SearchRequest, folder: Path) -> int:
         for each, layout in zip(tried, measured, strict=True):
             print(f"{each.forecast.step_s:>11.4g}  {each.step_s:>10.4g}  {describe(layout)}")
         print(f"{describe_factors(factors)}\ncluster={folder / CORRECTED}\n")
-    cluster = Cluster.from_recipe(replace(recipe, cluster=group))
+    cluster = ClusterRates.from_recipe(replace(recipe, cluster=group))
     layouts = [
         {"layout": describe(layout), "predicted_s": each.forecast.step_s, "measured_s": each.step_s}
         for each, layout in zip(tried, measured, strict=True)
@@ -324,7 +324,7 @@ def _rank_again(request: SearchRequest, folder: Path) -> int:
 
 def _read_measured(folder: Path) -> Iterator[tuple[Any, float]]:
     """(layout, median seconds of a step) of each run below a folder that has trained long enough."""
-    from framework.plan.layouts import candidate_of
+    from framework.plan.candidate import candidate_of
 
     for saved in sorted(folder.glob("*/recipe.yaml")):
         metrics = saved.parent / METRICS_FILE

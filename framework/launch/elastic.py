@@ -82,11 +82,11 @@ def _plan_count(recipe: Recipe, nodes: int, is_most: bool) -> NodeCount:
 
 def _bytes_of_rank(recipe: Recipe) -> int | None:
     """Memory of a rank's device where the recipe tells: on a CPU the job's request, on a GPU by its name."""
-    from framework.plan.cluster import Cluster
+    from framework.plan.cluster import ClusterRates
     from framework.plan.target import target_device
 
     launch = recipe.launch
     if target_device(launch) == "cpu":
         return None if launch.memory_per_rank_gb is None else int(launch.memory_per_rank_gb * 2**30)
-    cluster = Cluster.from_recipe(recipe)
+    cluster = ClusterRates.from_recipe(recipe)
     return None if cluster.is_assumed else cluster.memory_bytes

@@ -21,14 +21,17 @@ from framework.mesh.topology import Axis
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """The tokens of one rank. sequences: of a microbatch; context: tokens of each that the rank has inside regions; tp: its ranks
-    share the tokens where `is_sharded`. slices: which rows of the sequences these are; None: all of them."""
+    """The tokens of one rank."""
 
     sequences: int
+    """Of a microbatch."""
     context: int
+    """Tokens of each sequence that the rank has inside regions."""
     tp: Axis
     is_sharded: bool = False
+    """Ranks of `tp` share the tokens between regions."""
     slices: ContextSlices | None = None
+    """The rows of the sequences that these tokens are; None: all of them."""
 
     @property
     def num_parts(self) -> int:

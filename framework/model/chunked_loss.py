@@ -26,17 +26,17 @@ from framework.comm.communicator import Communicator
 from framework.mesh.layout import part
 from framework.model.logit_map import LogitMap
 from framework.model.loss import IGNORE, LocalSums, Loss, TokenLoss, chunk_size, logits_gradient
-from framework.model.matmul import InputCall, MainGradient, Matmul, MatmulLinear
+from framework.model.matmul import GradView, InputCall, Matmul, MatmulLinear
 
 
 def make_loss(
     model: PreTrainedModel,
-    grad_views: Iterable[MainGradient],
+    grad_views: Iterable[GradView],
     logit_map: LogitMap | None,
     axis: Communicator,
     vocabulary: int,
 ) -> Loss:
-    """The loss of a stage of these logits, or, with a map, in their place; the model's head then computes it."""
+    """The loss of a stage: from its logits, or, with a map, computed by the model's head in their place."""
     if logit_map is None:
         return TokenLoss(axis, vocabulary)
     return ChunkedLoss(model.get_output_embeddings(), grad_views, logit_map, axis, vocabulary)
@@ -53,7 +53,7 @@ class ChunkedLoss:
     def __init__(
         self,
         head: nn.Linear,
-        grad_views: Iterable[MainGradient],
+        grad_views: Iterable[GradView],
         logit_map: LogitMap,
         axis: Communicator,
         vocabulary: int,
@@ -70,11 +70,11 @@ class ChunkedLoss:
         head.register_forward_hook(self._keep)
 
     def expect(self, labels: Tensor) -> None:
-        """The labels [B, T] of the forward that comes next."""
+        """Set the labels [B, T] of the next forward."""
         self._labels = labels
 
     def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
-        """The loss of the forward that was, a scalar in at least fp32.  logits: [B, T, 0], of an empty vocabulary."""
+        """The loss of the last forward, a scalar in at least fp32.  logits: [B, T, 0], of an empty vocabulary."""
         total, self._total, self._labels = self._total, None, None
         assert total is not None, "the model did not call its head"
         assert not logits.numel(), f"logits {tuple(logits.shape)} that the head did not give"
@@ -99,7 +99,7 @@ class ChunkedLoss:
         return args[0].new_empty(*args[0].shape[:-1], 0)
 
 
-def _make_matmul(head: nn.Linear, grad_views: Iterable[MainGradient]) -> Matmul:
+def _make_matmul(head: nn.Linear, grad_views: Iterable[GradView]) -> Matmul:
     matmul = Matmul(head, is_transposed=False)
     for view in grad_views:
         if view.parameter is head.weight:
@@ -109,7 +109,7 @@ def _make_matmul(head: nn.Linear, grad_views: Iterable[MainGradient]) -> Matmul:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """x: [B, T, D], labels: [N] -> the summed loss. `source` stands for the weight in autograd's graph (`Matmul.graph_input`).
-    call: what brings x back in backward, if it is not kept whole."""
+    call: gathers x again in backward, if x is not kept whole."""
 
     @staticmethod
     def forward(
@@ -162,7 +162,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _logits_again(loss: ChunkedLoss, rows: Tensor, bias: Tensor | None) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The logits of a chunk, and what brings their gradient to the head's output.  rows: [n, D]."""
+    """The logits of a chunk, and the function that turns their gradient into that of the head's output.  rows: [n, D]."""
     y = loss.matmul.forward(rows, bias)
     if not loss.map.operations:
         return y, _same

@@ -111,7 +111,7 @@ def find_unknown_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def count_experts(experts: nn.Module) -> int:
-    """The number of experts in the module: of all, or of those that a rank holds."""
+    """The number of experts in the module: all, or those that a rank holds."""
     return experts.get_parameter("down_proj").shape[0]
 
 
@@ -123,18 +123,19 @@ UNITS = 1 << 16
 
 @dataclass(frozen=True)
 class Capacity:
-    """factor: at least 1, where 1 is room for exactly an even load. priority: which pairs an expert takes first: those with the
-    largest weights, or the sequence's first."""
+    """The capacity of experts, C above."""
 
-    factor: float
-    priority: Priority
+    factor: float  # at least 1, which is room for exactly an even load
+    priority: (
+        Priority  # the pairs that an expert takes first: those with the largest weights, or the first of the sequence
+    )
 
     def room(self, tokens: int, top_k: int, num_experts: int) -> int:
-        """C of a sequence of so many tokens."""
+        """The capacity C for a sequence of `tokens` tokens."""
         return ceil(self.factor * tokens * top_k / num_experts)
 
     def find_dropped(self, index: Tensor, weights: Tensor, num_experts: int) -> Tensor:
-        """[B, S, k] bool: the pairs that find no room.  index, weights: [B, S, k], the router's."""
+        """Whether each pair is dropped: [B, S, k] bool.  index, weights: [B, S, k], the router's."""
         tokens, top_k = index.shape[1:]
         experts = index.flatten(1)
         pairs = torch.arange(experts.shape[1], device=index.device).expand_as(experts)

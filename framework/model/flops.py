@@ -18,10 +18,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.model.experts import count_experts, find_experts
 from framework.model.load import layer_configs
+from framework.model.shrink import EXPERTS_PER_TOKEN
 from framework.model.units import Unit
 
-# Names under which configs have the number of experts that a token is sent to.
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 # Kinds of attention to the tokens nearby, and where configs have how many.
 LOCAL_ATTENTIONS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
@@ -151,5 +150,6 @@ def _local_reaches(config: PretrainedConfig) -> dict[str, int]:
 
 
 def experts_per_token(config: PretrainedConfig) -> int | None:
-    counts = (getattr(config, key, None) for key in _EXPERTS_PER_TOKEN)
+    """The number of experts that a token is sent to; None for a dense model."""
+    counts = (getattr(config, key, None) for key in EXPERTS_PER_TOKEN)
     return next((count for count in counts if count), None)

@@ -86,7 +86,7 @@ def multiply(
 
 
 def _quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    """x in fp8, times a scale that is returned with it.  x: [R, K] -> [R, K rounded up], contiguous, and [] or [R, 1] fp32."""
+    """x in fp8, and the scale that it was multiplied by.  x: [R, K] -> [R, K rounded up], contiguous, and [] or [R, 1] fp32."""
     scale = scale_of(x.abs().amax(-1, keepdim=True) if scaling == "row" else x.abs().amax(), dtype)
     numbers = cast(x, scale, dtype).contiguous()
     missing = -x.shape[1] % ALIGNMENT  # of a microbatch's tokens, over which gradients of weights are summed

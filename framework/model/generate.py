@@ -109,13 +109,13 @@ def find_end(stated: Any, tokenizer: PreTrainedTokenizerBase) -> int | list[int]
 
 
 def add_end(stated: Any, tokenizer: PreTrainedTokenizerBase) -> int | list[int] | None:
-    """The ids that end a text: those stated, and the tokenizer's."""
+    """The stated ids that end a text, and the tokenizer's."""
     end, known = tokenizer.eos_token_id, stated if isinstance(stated, list) else [stated]
     return stated if end is None or end in known else [*known, end] if stated is not None else end
 
 
 def set_token_ids(model: PreTrainedModel, ids: Mapping[str, int | list[int] | None]) -> None:
-    """Write the ids where generation and whoever loads the model look for them."""
+    """Write the ids to the model's config and to its generation config."""
     generation = (model.generation_config,) if model.can_generate() else ()
     for place in (model.config, model.config.get_text_config(), *generation):
         for name, token_id in ids.items():

@@ -28,11 +28,13 @@ def resolve_folder(name_or_path: str, revision: str | None = None) -> Path:
     Of a hub repository only the safetensors, JSON and tokenizer files of its top folder are fetched, once. revision: a commit,
     branch or tag; None: the newest. Raises ModelError when there is neither such a folder nor a hub model that can be reached.
     """
-    folder = Path(name_or_path).expanduser()
-    return folder if folder.is_dir() else _fetch(name_or_path, revision, FILES)
+    return _fetch(name_or_path, revision, FILES)
 
 
 def _fetch(name_or_path: str, revision: str | None, files: Sequence[str], key: str = "model.weights") -> Path:
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        return folder
     try:
         return _snapshot(name_or_path, revision, files, is_offline=False)
     except HFValidationError as error:
@@ -54,7 +56,7 @@ def _fetch(name_or_path: str, revision: str | None, files: Sequence[str], key: s
 
 
 def find_folder(name_or_path: str, revision: str | None = None) -> Path:
-    """The same folder, on this machine already: the hub is not asked. ModelError where it is not in this machine's cache."""
+    """The folder of a model that is on this machine; never asks the hub. Raises ModelError where it is not in the hub cache."""
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
         return folder
@@ -69,18 +71,16 @@ def find_folder(name_or_path: str, revision: str | None = None) -> Path:
 
 
 def fetch_config(name_or_path: str, revision: str | None = None) -> Path:
-    """The folder of a model with its configuration in it, for a question that needs no weights: none are fetched.
+    """The folder of a model with its configuration. Fetches no weights.
 
     Raises what `resolve_folder` raises.
     """
-    folder = Path(name_or_path).expanduser()
-    return folder if folder.is_dir() else _fetch(name_or_path, revision, CONFIG_FILES)
+    return _fetch(name_or_path, revision, CONFIG_FILES)
 
 
 def fetch_tokenizer(name_or_path: str, revision: str | None, key: str) -> Path:
     """The folder of a tokenizer that the recipe's `key` names. Raises what `resolve_folder` raises."""
-    folder = Path(name_or_path).expanduser()
-    return folder if folder.is_dir() else _fetch(name_or_path, revision, TOKENIZER_FILES, key)
+    return _fetch(name_or_path, revision, TOKENIZER_FILES, key)
 
 
 def pin_revision(model: Model) -> Model:
@@ -168,7 +168,7 @@ def keep_files(weights: Path, folder: Path) -> None:
 
 
 def list_processors(folder: Path) -> list[Path]:
-    """Files that an export has as they are."""
+    """Files that an export copies as they are."""
     return [folder / name for name in PROCESSORS if (folder / name).is_file()]
 
 

@@ -62,7 +62,7 @@ def draw_unit(model: PreTrainedModel, unit: Unit, seed: int, device: torch.devic
         for own_name, parameter in module._parameters.items()
         if parameter in names
     ]
-    # NaN marks elements that nobody writes. A tied parameter is one tensor under all of its names.
+    # NaN marks elements that are not written. A tied parameter is one tensor under all of its names.
     drawn = {
         parameter: nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=torch.float32, device=device), False)
         for parameter in names
@@ -105,7 +105,7 @@ def draw_with_ties(
 def refuse_uninitialised(config: PretrainedConfig) -> None:
     """Raise ModelError where the family's initialiser leaves a parameter without values, found by drawing a small copy.
 
-    A family without a copy that is small is not asked: its ranks find out.
+    A family without a small copy is not checked here; its ranks raise.
     """
     try:
         model = build_meta(shrink(config))
@@ -138,7 +138,7 @@ MOST_EMPTY, MOST_FILLED = 1 << 20, 1 << 27
 def build_buffers(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Buffers of the whole model of `config` by all their names, on the CPU: bitwise those of `from_config` in `dtype`.
 
-    Raises ModelError for a buffer to which nobody writes.
+    Raises ModelError for a buffer that has no values.
     """
     with torch.random.fork_rng(devices=[]), _parameters_on_meta(), MarkUnwritten():
         torch.default_generator.manual_seed(0)  # a random buffer is equal on all ranks
@@ -154,10 +154,7 @@ def build_buffers(config: PretrainedConfig, dtype: torch.dtype = torch.float32) 
 
 
 def set_buffers(model: nn.Module, values: Mapping[str, Tensor], device: torch.device) -> None:
-    """Give the model, or a stage of it, the values of its buffers on `device`.
-
-    values: by name, of the whole model.
-    """
+    """Set the buffers of the model, or of a stage of it, on `device`. values: by name, of the whole model."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             full_name = f"{path}.{name}" if path else name
@@ -168,8 +165,7 @@ def set_buffers(model: nn.Module, values: Mapping[str, Tensor], device: torch.de
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that are part of the model's state dict, by name, in their own shapes and dtypes: values that no
-    optimizer changes, yet weights all the same (DeepSeek's correction of its router's bias)."""
+    """The buffers in the model's state dict, by name: weights that no optimizer changes, as the bias of DeepSeek's router."""
     buffers = dict(model.named_buffers())
     return {name: buffers[name] for name in model.state_dict() if name in buffers}
 

@@ -53,19 +53,19 @@ class _Kept:
 
 
 class LayerCall:
-    """One microbatch's passage through a layer: what its forward keeps for its recomputation, in order."""
+    """One microbatch's call of a layer: the outputs that its forward keeps for its recomputation, in order."""
 
     def __init__(self) -> None:
         self._kept: list[_Kept | None] = []
         self._next = 0
 
     def keep(self, value: Any) -> Any:
-        """Keep an output; returns it."""
+        """Keep an output, and return it."""
         self._kept.append(_Kept(value))
         return value
 
     def take(self, compute: Callable[[], Any]) -> Any:
-        """The next that was kept; computed where that could not be."""
+        """The next kept output; computed where it could not be kept."""
         assert self._next < len(self._kept), "a recomputation meets an operation that its forward has not met"
         kept, self._next = self._kept[self._next], self._next + 1
         if kept is None:
@@ -75,14 +75,14 @@ class LayerCall:
         return tree_map_only(Tensor, Tensor.detach, kept.value)
 
     def end_forward(self) -> None:
-        """Keep nothing that the layer has written to meanwhile: it was another value when the operation returned it."""
+        """Drop outputs that the layer has since written to: they were other values when the operation returned them."""
         self._kept = [kept if kept is not None and kept.is_unchanged else None for kept in self._kept]
 
     def start_recomputation(self) -> None:
         self._next = 0
 
     def forget(self) -> None:
-        """End the last recomputation."""
+        """End the last recomputation: drop all kept outputs."""
         self._kept.clear()
 
 
@@ -99,15 +99,15 @@ class KeptOutputs:
         self._is_recomputing = self._saves_first = False
 
     def forward(self, call: LayerCall) -> AbstractContextManager[None]:
-        """A context in which the layer's forward runs, for the call."""
+        """A context for the layer's forward."""
         return _Pass(self, call, is_recomputing=False)
 
     def recomputation(self, call: LayerCall) -> AbstractContextManager[None]:
-        """A context in which the forward runs again: what is kept is taken over. With a graph it is the last."""
+        """A context for the recomputation, which takes kept outputs over. With a graph it is the last one."""
         return _Pass(self, call, is_recomputing=True)
 
     def compute(self, operation: str, compute: Callable[[], Any]) -> Any:
-        """The operation's output: kept, taken over or computed."""
+        """The operation's output: computed, and kept if it is named; or taken over."""
         if self._call is None or operation not in self.operations:
             return compute()
         return self.compute_once(compute)
@@ -119,8 +119,10 @@ class KeptOutputs:
         return self._call.take(compute) if self._is_recomputing else self._call.keep(compute())
 
     def compute_attention(self, compute: Callable[[], Any]) -> Any:
-        """The output of an attention that is made of several of torch's: kept and taken over as one. Each part would be kept,
-        else; messages between parts are not sent again either."""
+        """The output of an attention that consists of several of torch's: kept and taken over as one.
+
+        Else each part would be kept. Messages between parts are not sent again either.
+        """
         return compute() if self._catch is None else self._catch.compute_whole(compute)
 
     def save(self, ctx: Any, x: Tensor) -> None:
@@ -133,7 +135,7 @@ class KeptOutputs:
                 _Save.apply(x.detach().requires_grad_())
 
     def start(self, call: LayerCall, is_recomputing: bool) -> AbstractContextManager[Any] | None:
-        """Begin a pass; returns what catches operations meanwhile."""
+        """Begin a pass. Returns the mode that catches operations, if there is one."""
         self._call, self._is_recomputing = call, is_recomputing
         # Without a graph nothing is saved: a layer then runs for its output alone.
         self._saves_first = is_recomputing and torch.is_grad_enabled()
@@ -142,7 +144,7 @@ class KeptOutputs:
         return self._catch
 
     def end(self) -> None:
-        """End the pass that is under way."""
+        """End the pass."""
         call = self._call
         assert call is not None, "a pass that was not started"
         if not self._is_recomputing:
@@ -168,10 +170,10 @@ class _Pass(AbstractContextManager[None]):
 
 
 class KeepsOutputs(Protocol):
-    """An operation of a layer that asks for its output itself."""
+    """An operation of a layer that keeps its own output."""
 
     def keep_outputs(self, kept: KeptOutputs, operation: str, /) -> None:
-        """From now on the layer is recomputed in backward. operation: by which of its names this output may be kept."""
+        """Keep outputs from now on, as the layer is recomputed in backward. operation: the name of this output in recipes."""
 
 
 class _Save(torch.autograd.Function):

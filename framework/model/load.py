@@ -109,9 +109,9 @@ def _load_pretrained_config(model: Model, folder: Path) -> PretrainedConfig:
 
 
 def read_config(file: Path) -> PretrainedConfig:
-    """The config of a config.json, of a class that the installed transformers has, whatever code its folder brings.
+    """The config in a config.json, of a class of the installed transformers. No code of the folder is run.
 
-    Raises ModelError where only code of the folder could read it, and what transformers raises for a file that is none.
+    Raises ModelError where only code of the folder could read it, and transformers' own errors for any other file.
     """
     values = json.loads(file.read_text(encoding="utf-8"))
     if isinstance(values, dict) and values.get("auto_map") and values.get("model_type") not in CONFIG_MAPPING:
@@ -124,7 +124,7 @@ def read_config(file: Path) -> PretrainedConfig:
 
 
 def load_config_file(path: Path) -> PretrainedConfig:
-    """The config in a Hugging Face `config.json`, or in a folder's. Raises ModelError for a file that is none."""
+    """The config in a `config.json`, or in that of a folder. Raises ModelError for any other file."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ModelError(f"{path}: there is no such config.json, which transformers writes beside a model")
@@ -135,8 +135,10 @@ def load_config_file(path: Path) -> PretrainedConfig:
 
 
 def inline_config_file(model: Model) -> Model:
-    """The model with what its config_file says as family and config: what a run keeps does not change with the file. Values that
-    the family does not declare and its code does not read are left out."""
+    """The model with the contents of its config_file as family and config, so that a run does not change with the file.
+
+    Values that the family neither declares nor reads are left out.
+    """
     if model.config_file is None:
         return model
     config = load_config(model)
@@ -153,7 +155,7 @@ def inline_config_file(model: Model) -> Model:
 
 def _without_code(config: PretrainedConfig) -> PretrainedConfig:
     """The config without the code that its file names: classes in the folder, and kernels, which transformers would fetch from
-    the hub when the model is built. What computes attention and experts is the recipe's to say."""
+    the hub when the model is built. The recipe alone chooses the kernels of attention and experts."""
     config._attn_implementation = config._experts_implementation = None
     for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if each is not None:
@@ -231,8 +233,7 @@ def _for_training(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def layer_configs(config: PretrainedConfig) -> Sequence[PretrainedConfig]:
-    """The config of each layer where layers have sizes of their own, which the common config then refuses to say; else that one
-    config."""
+    """The config of each layer where layers have sizes of their own, which the common config then lacks; else the one config."""
     if not getattr(config, "is_heterogeneous", False):
         return [config]
     return [config.per_layer_config[index] for index in range(config.num_hidden_layers)]
@@ -264,7 +265,7 @@ def _reason(error: Exception) -> str:
 
 
 def _refuse_other_family(config: PretrainedConfig, model: Model) -> None:
-    """Raises ModelError where the recipe's family is stated and is not that of the weights."""
+    """Raise ModelError where the recipe states another family than that of the weights."""
     if model.family not in (Model().family, config.model_type):
         raise ModelError(
             f"model.family={model.family} contradicts model.weights={model.weights}, whose config.json says"

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class LogitMap:
-    """Operations on single elements, one after another. Without any, logits are what the head gives."""
+    """Elementwise operations, one after another. Without any, the logits are the head's output."""
 
     operations: tuple[Callable[[Tensor], Tensor], ...]
     names: tuple[str, ...]
@@ -76,14 +76,14 @@ def _run(model: PreTrainedModel, recorder: "_Recorder") -> Tensor:
 
 
 def _backbones(model: nn.Module, layers: str) -> Iterator[nn.Module]:
-    """The modules that hold the list of layers, but for the model itself: the outermost that is called answers."""
+    """The modules around the list of layers, but for the model itself; the outermost one that is called answers."""
     parts = layers.split(".")
     yield from (model.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts)))
 
 
 @contextmanager
 def _answering(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Modules have these forwards meanwhile. In a module's own dict, which Python reads before its class."""
+    """Replace forwards of modules for a while, in the module's own dict, which Python reads before its class."""
     for module, forward in forwards.items():
         module.__dict__["forward"] = forward
     try:
@@ -101,7 +101,7 @@ class _Outputs(tuple):
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes what happens to the head's output. newest: what has become of it; refused: why it cannot be done in chunks."""
+    """Records operations on the head's output. newest: their result so far; refused: why chunks are not possible."""
 
     def __init__(self) -> None:
         super().__init__()

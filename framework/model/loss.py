@@ -40,7 +40,7 @@ LEAST_CHUNK, LARGEST_CHUNK = 128, 1024
 
 
 def chunk_size(num_tokens: int) -> int:
-    """Tokens whose logits exist at a time, of so many, in the chunked form."""
+    """Tokens per chunk, whose logits exist at a time, in the chunked form."""
     return min(max(-(-num_tokens // NUM_CHUNKS), LEAST_CHUNK), LARGEST_CHUNK)
 
 
@@ -86,7 +86,7 @@ class Loss(Protocol):
     """The loss of a stage with a head: call `expect` before the model's forward, and the loss with the logits that it returns."""
 
     def expect(self, labels: Tensor) -> None:
-        """The labels [B, T] of the forward that comes next."""
+        """Set the labels [B, T] of the next forward."""
 
     def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
         """`token_loss` of this microbatch."""
@@ -104,7 +104,7 @@ class TokenLoss:
     vocabulary: int
 
     def expect(self, labels: Tensor) -> None:
-        """Logits come whole from the model: nothing of the loss is computed within its forward."""
+        """Nothing to set: the loss is computed after the model's forward."""
 
     def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
         """The loss, a scalar in at least fp32. logits: [B, T, V/tp] in compute dtype; labels, num_tokens: as in `token_loss`."""
@@ -150,14 +150,14 @@ class LocalSums:
 
     @classmethod
     def make(cls, labels: Tensor, start: int, vocabulary_local: int, like: Tensor) -> "LocalSums":
-        """For labels [N], nothing read yet. like: has the device, and the dtype that is widened."""
+        """Empty sums for labels [N]. like: a tensor of the same device, and of the dtype that is widened."""
         wide_dtype = torch.promote_types(like.dtype, torch.float32)
         places, is_mine = find_places(labels, start, vocabulary_local)
         maxima, sums, targets = like.new_empty(3, len(labels), dtype=wide_dtype)
         return cls(maxima, sums, targets, labels, places, is_mine)
 
     def read(self, logits: Tensor, rows: slice) -> None:
-        """Take the numbers of some tokens. logits: [n, V/tp] of their own dtype, which are overwritten."""
+        """Read the numbers of some tokens. logits: [n, V/tp] of their own dtype, which are overwritten."""
         self.maxima[rows] = logits.amax(-1)
         self.targets[rows] = logits.gather(-1, self.places[rows, None]).squeeze(-1)
         self.sums[rows] = logits.sub_(self.maxima[rows, None]).exp_().sum(-1)

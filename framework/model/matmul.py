@@ -23,14 +23,14 @@ from framework.model.kept_outputs import KeptOutputs
 Accumulate = Callable[[Tensor, Tensor, Tensor, bool], None]
 
 
-class MainGradient(Protocol):
+class GradView(Protocol):
     """The main gradient of one weight: a view of the buffer in which it is summed over microbatches."""
 
     parameter: nn.Parameter
 
     @property
     def is_deferred(self) -> bool:
-        """Whether what is added now arrives later, with its factors kept until then."""
+        """Whether gradients that are added now arrive later; their factors are kept until then."""
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient of the weight's own shape."""
@@ -46,7 +46,7 @@ class MainGradient(Protocol):
 
 
 class LayerWeight:
-    """One weight of a layer, and where its gradient goes. name: the layer's parameter.
+    """One weight of a layer, and the destination of its gradient. name: of the layer's parameter.
 
     It is looked up in the layer at the time of use, in forward and again in backward, so it may move in between.
     """
@@ -54,18 +54,18 @@ class LayerWeight:
     def __init__(self, layer: nn.Module, name: str, is_transposed: bool) -> None:
         self.name, self.is_transposed = name, is_transposed
         self._layer = layer
-        self.grad_view: MainGradient | None = None
+        self.grad_view: GradView | None = None
         self.tick: Tensor | None = None
         self.kept: KeptOutputs | None = None
         self._operation = ""
 
     def keep_outputs(self, kept: KeptOutputs, operation: str) -> None:
-        """From now on the layer is recomputed in backward. operation: by which of its names this matmul's output may be kept."""
+        """Keep outputs from now on, as the layer is recomputed in backward. operation: the name of this output in recipes."""
         self.kept = kept
         self._operation = operation
 
     def save(self, ctx: Any, x: Tensor) -> None:
-        """Save x, of any shape, for the backward of the function that is to call `compute`."""
+        """Save x, of any shape, for the backward of the function that calls `compute`."""
         if self.kept is None:
             ctx.save_for_backward(x)
         else:
@@ -77,8 +77,8 @@ class LayerWeight:
             return compute(*args)
         return self.kept.compute(self._operation, partial(compute, *args))
 
-    def write_gradient_to(self, grad_view: MainGradient) -> None:
-        """From now on `weight_gradient` adds to the main gradient, and autograd gets none."""
+    def write_gradient_to(self, grad_view: GradView) -> None:
+        """Have `weight_gradient` add to the main gradient from now on; autograd gets none."""
         self.grad_view = grad_view
         # One scalar for the whole run: a new one in each call would cost an allocation, and nothing reads its value.
         self.tick = torch.zeros((), device=grad_view.parameter.device, requires_grad=True)
@@ -99,10 +99,10 @@ class LayerWeight:
 
 
 class Matmul(LayerWeight):
-    """The three matmuls of one linear layer. None of the methods is differentiable: they are what autograd functions are made of.
+    """The three matmuls of one linear layer. No method is differentiable: autograd functions call them.
 
-    This is where another kind of matmul belongs: a subclass per kind (fp8, int8, gradients that are added in fp32), with its
-    scales and the history that they follow from as its attributes. They live as long as the layer, and callers stay as they are.
+    Another kind of matmul (fp8, int8) is a subclass, with its scales and their history as attributes. It lives as long as the
+    layer, and callers stay as they are.
     """
 
     def __init__(self, layer: nn.Module, is_transposed: bool) -> None:
@@ -158,14 +158,14 @@ class WeightGradientSum:
             self.total = torch.zeros(matmul.matrix.shape, dtype=wide_dtype, device=matmul.weight.device)
 
     def add(self, x: Tensor, dy: Tensor) -> None:
-        """x: [n, K]; dy: [n, N]."""
+        """Add the gradient of some rows.  x: [n, K]; dy: [n, N]."""
         if self.total is None:
             self.matmul.weight_gradient(x, dy)
         else:
             accumulate_matmul(self.total, dy, x, is_first=False)
 
     def end(self) -> Tensor | None:
-        """dW in the weight's orientation; None where it has gone, or will go, to the main gradient."""
+        """dW in the weight's orientation; None where it is, or will be, in the main gradient."""
         if self.total is None:
             return None
         total = self.total.t() if self.matmul.is_transposed else self.total
@@ -185,7 +185,7 @@ class RowGroups:
 
     @classmethod
     def of(cls, counts: Sequence[int], device: torch.device) -> "RowGroups":
-        """counts: rows of each group."""
+        """Groups of so many rows each."""
         return cls(tuple(counts), upload_values(tuple(accumulate(counts)), torch.int32, device))
 
     @property
@@ -199,7 +199,7 @@ class RowGroups:
         return x.split_with_sizes(self.counts)
 
     def padded(self, count: int) -> "RowGroups":
-        """With empty groups behind, `count` in all: for matrices at the end of a stack that no row meets."""
+        """The groups, followed by empty ones up to `count`: for matrices at the end of a stack without rows."""
         missing = count - len(self.offsets)
         if missing == 0:
             return self
@@ -242,7 +242,7 @@ class StackedMatmul(LayerWeight):
 
 
 class _Stacked(torch.autograd.Function):
-    """`source` stands for the weight in autograd's graph."""
+    """Autograd function of a stacked matmul. `source` stands for the weight in autograd's graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor, stacked: StackedMatmul, groups: RowGroups) -> Tensor:
@@ -260,7 +260,7 @@ class _Stacked(torch.autograd.Function):
 
 
 class InputCall(Protocol):
-    """One passage of an input that a layer need not keep whole for backward, such as that of a tensor-parallel region."""
+    """An input that a layer need not keep whole for backward, such as that of a tensor-parallel region."""
 
     def find_kept(self, x: Tensor) -> Tensor | None:
         """Return the tensor to keep instead of x, or None to keep x."""
@@ -288,7 +288,7 @@ class MatmulLinear(nn.Linear):
 
     @property
     def input_call(self) -> InputCall | None:
-        """The passage of the input that the layer has just got; None where it keeps it whole."""
+        """The input that the layer has just got, if it need not be kept whole."""
         return None
 
 

@@ -95,7 +95,7 @@ ENTROPY, ROUTED, DROPPED = -3, -2, -1
 
 
 class ExpertLoad:
-    """The sums of this rank's routers in the step that is under way. One for all stages of a rank; lives as long as the run.
+    """The loads of this rank's experts in the current step. One for all stages of a rank; lives as long as the run.
 
     mixtures: the whole model's, equal on all ranks. world: over which the sums are made. always: count in every step, whether it
     is reported or not.
@@ -111,8 +111,7 @@ class ExpertLoad:
         self._rows: dict[nn.Module, int] = {}
 
     def watch(self, model: nn.Module, layers: Sequence[str], tokens: RoutedTokens) -> None:
-        """Count in these layers of a stage's model. tokens: those that its routers see. On ranks that do not count nothing is
-        set, so nothing is computed."""
+        """Count in these layers of a stage's model. tokens: those that its routers see. Ranks that do not count get no hooks."""
         for row, mixture in enumerate(self.mixtures):
             if mixture.layer not in layers or not tokens.is_counted:
                 continue
@@ -125,7 +124,7 @@ class ExpertLoad:
                 router.register_forward_hook(partial(self._note_router, row, tokens))
 
     def start_step(self, is_reported: bool) -> None:
-        """Begin a step, whose sums are asked for where it is reported."""
+        """Begin a step. is_reported: its sums are read."""
         self._is_reported = is_reported
         self._is_counted = bool(self.mixtures) and (is_reported or self._always)
         if self._is_counted:
@@ -133,7 +132,7 @@ class ExpertLoad:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """A training forward: what is routed meanwhile counts."""
+        """A context for a training forward, in which loads are counted."""
         self._is_counting = self._is_counted
         try:
             yield
@@ -141,7 +140,7 @@ class ExpertLoad:
             self._is_counting = False
 
     def drop(self, experts: nn.Module, count: Tensor) -> None:
-        """Tokens that a router has sent to experts and that these have not taken. count: scalar on the device."""
+        """Count tokens that experts have dropped. count: scalar on the device."""
         if self._is_counting and experts in self._rows:
             self.sums[self._rows[experts], DROPPED] += count
 

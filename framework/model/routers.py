@@ -72,12 +72,12 @@ class RoutedTokens:
 
     @property
     def is_counted(self) -> bool:
-        """Whether this rank counts its tokens: one of those that see them does."""
+        """Whether this rank counts its tokens: one of the ranks that see them does."""
         return self.copies.rank == 0
 
     @property
     def are_shared_out(self) -> bool:
-        """Whether the copies may divide the rows among them: each sees all, and what they make of them is alike."""
+        """Whether the copies may divide the rows among them: each sees all rows, and computes the same."""
         return self.copies.size > 1 and not self.sums_copies
 
     @property
@@ -86,13 +86,13 @@ class RoutedTokens:
         return self.rows * self.over.size > self.slices.context
 
     def is_padding(self, rows: Tensor) -> Tensor:
-        """[T, 1] bool, rows that are no tokens.  rows: [T, ...]."""
+        """Whether each row is padding: [T, 1] bool.  rows: [T, ...]."""
         place = torch.arange(rows.shape[0], device=rows.device) % self.rows
         return (place >= self.valid).unsqueeze(1)
 
     def join(self, x: Tensor) -> Tensor:
-        """x of whole sequences, in their order.  x: [T, k] -> [sequences, context, k]; an all-gather over those who see other
-        tokens. Not differentiable."""
+        """All tokens of the sequences, in order.  x: [T, k] -> [sequences, context, k]. An all-gather over `over`; not
+        differentiable."""
         x = x.unflatten(0, (-1, self.rows))
         gathered = x.new_empty(self.over.size, *x.shape)
         all_gather(gathered, x.contiguous(), self.over)
@@ -176,7 +176,7 @@ class Routers:
             router.register_forward_hook(partial(self._note, index))
 
     def start(self) -> None:
-        """Begin a forward: from here on logits are collected."""
+        """Begin a forward: collect logits from now on."""
         self._logits = []
 
     def end(self, before: Tensor | None = None) -> Tensor:
@@ -204,7 +204,7 @@ class Routers:
         return loss if self.tokens.slices.rank == 0 else loss - loss.detach()
 
     def _share(self, own: Tensor) -> Tensor:
-        """The value in full, since the sums are alike on all copies; of the gradient a part only."""
+        """The full value, because the sums are equal on all copies, with a part of the gradient."""
         return own.detach() + (own - own.detach()) / (self.tokens.copies.size if self.tokens.sums_copies else 1)
 
     @torch.compiler.disable

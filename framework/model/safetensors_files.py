@@ -160,9 +160,8 @@ class FilePosition:
 def plan_files(folder: Path, tensors: Mapping[str, Tensor], max_file_bytes: int) -> dict[str, FilePosition]:
     """Create the files that will hold `tensors` (meta), in full size but without content, and return each tensor's position.
 
-    tensors: by name, in the shapes and dtypes of the files.
-
-    More than one file comes with an index. Raises ModelError if the disk has too little room.
+    tensors: by name, in the shapes and dtypes of the files. More than one file comes with an index.
+    Raises ModelError if the disk has too little room.
     """
     needed, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(folder).free
     if needed > free:

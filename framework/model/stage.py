@@ -207,7 +207,7 @@ def _replace_input(args: tuple[Any, ...], kwargs: dict[str, Any], hidden_states:
 
 
 class PassThrough(nn.Module):
-    """Stands for another stage's layer: returns its input [B, T, D]."""
+    """Stand-in for another stage's layer: returns its input [B, T, D]."""
 
     def __init__(self, returns_tuple: bool):
         super().__init__()
@@ -218,7 +218,7 @@ class PassThrough(nn.Module):
 
 
 class Zeros(nn.Module):
-    """Stands for another stage's embedding: returns zeros [B, T, width] in `dtype` for an input [B, T, ...].
+    """Stand-in for another stage's embedding: returns zeros [B, T, width] in `dtype` for an input [B, T, ...].
 
     weight: [0], where the inputs are: llama4 sends its tokens to the device of its embedding.
     """
@@ -229,7 +229,7 @@ class Zeros(nn.Module):
         self.weight = torch.empty(0, dtype=dtype, device="meta")
 
     def move(self, device: torch.device) -> None:
-        """Have `weight` on the device."""
+        """Move `weight` to the device."""
         if self.weight.device != device:
             self.weight = torch.empty(0, dtype=self.dtype, device=device)
 
@@ -240,7 +240,7 @@ class Zeros(nn.Module):
 
 
 class Resized(nn.Module):
-    """Stands for another stage's linear layer or norm: returns its input [..., D], or zeros [..., width] where the width changes.
+    """Stand-in for another stage's linear layer or norm: returns its input [..., D], or zeros [..., width] of another width.
 
     width: None for a norm; 0 for the head, whose logits then take no memory.
     """
@@ -294,7 +294,7 @@ def _holder(parameter: str) -> str:
 
 
 def refuse_shared_layers(config: PretrainedConfig, units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]]) -> None:
-    """Raises ModelError where layers share weights (zamba's attention): stages would have to hold them together.
+    """Raise ModelError where layers share weights (zamba's attention), which stages would have to hold together.
 
     units: of the whole model; ties: all names of each parameter."""
     layers = {unit.root: unit.name for unit in units if unit.is_layer}

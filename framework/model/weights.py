@@ -63,12 +63,11 @@ def refuse_other_weights(folder: Path, model_meta: PreTrainedModel, names: Itera
 
 @dataclass(frozen=True)
 class _Match:
-    """Where a folder has what is asked for. assemblies: by the name of an entry; stored: by each name asked for, the names under
-    which the folder has it; needed: the assemblies of all of them, once each."""
+    """The assemblies that make the entries that are asked for."""
 
-    assemblies: Mapping[str, Assembly]
-    stored: Mapping[str, list[str]]
-    needed: list[Assembly]
+    assemblies: Mapping[str, Assembly]  # by the name of an entry
+    stored: Mapping[str, list[str]]  # by each name asked for, the names under which the folder has it
+    needed: list[Assembly]  # once each
 
 
 def _match(model_meta: PreTrainedModel, files: LazyFiles, names: Iterable[str]) -> _Match:
@@ -86,7 +85,7 @@ def _match(model_meta: PreTrainedModel, files: LazyFiles, names: Iterable[str]) 
 
 
 def refuse_unwritable_configs(model: PreTrainedModel) -> None:
-    """Raises ModelError where an export would fail over the model's config, as transformers refuses some to be saved."""
+    """Raise ModelError where an export would fail because transformers does not save the model's config."""
     with TemporaryDirectory() as folder:
         try:
             _write_configs(Path(folder), model, torch.float32)
@@ -155,7 +154,7 @@ class Differences:
         return bool(self.missing or self.unexpected or self.shapes)
 
     def explain(self, model: PreTrainedModel) -> str:
-        """The error text: all names, and what to do; another vocabulary size has an answer of its own."""
+        """The error text: all names, and the fix; another vocabulary size has a fix of its own."""
         shapes = [f"{name}: {list(stored)}, the model has {list(own)}" for name, stored, own in self.shapes]
         lines = [*_shown("missing", self.missing), *_shown("not of this model", self.unexpected)]
         lines += _shown("of another shape", shapes)

@@ -45,8 +45,10 @@ def print_line(line: str) -> None:
 
 
 def refuse_folder(root: Path, mounts: Path = MOUNTS) -> None:
-    """Raises OffloadError where no file of states can be made below `root`: it is no folder, not writable, or is memory. Leaves
-    nothing; for each rank, before it connects."""
+    """Raise OffloadError where no file of states can be made below `root`: it is no folder, not writable, or in memory.
+
+    Writes nothing. Each rank calls it before it connects.
+    """
     kind = file_system_of(root, mounts)
     if not root.is_dir():
         raise OffloadError(
@@ -64,7 +66,7 @@ def refuse_folder(root: Path, mounts: Path = MOUNTS) -> None:
 
 
 def file_system_of(path: Path, mounts: Path = MOUNTS) -> str:
-    """The type of the file system that `path` is on, such as ext4; empty where the system does not tell."""
+    """The type of the file system of `path`, such as ext4; empty where it is not known."""
     try:
         rows = [line.split() for line in mounts.read_text().splitlines()]
     except OSError:
@@ -211,7 +213,7 @@ def _remove(fd: int, path: Path, pid: int) -> None:
 
 
 def _remove_dead(own: Path) -> None:
-    """Remove the files beside `own` whose processes are dead: of more ranks, or of ranks that are on other hosts now."""
+    """Remove files beside `own` whose processes are dead: of ranks that are gone, or on other hosts now."""
     for path in own.parent.iterdir():
         with suppress(OSError):  # it may go meanwhile
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -231,7 +233,7 @@ def _try_lock(fd: int) -> bool:
 
 
 def _is_locked_at(fd: int, path: Path) -> bool:
-    """Lock the file; whether that is done and the file is still the one at `path`. Closes it if not."""
+    """Lock the file. Returns whether it is locked and still the one at `path`, else closes it."""
     is_ours = False
     try:
         # Another rank may have removed it before it was locked.

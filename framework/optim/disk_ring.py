@@ -99,7 +99,7 @@ class DiskStates:
             self.file.write(memoryview(self._page), part.chunk.offset + part.chunk.stamp)
 
     def close(self) -> None:
-        """Remove the file. Nothing happens the second time."""
+        """Remove the file. A second call does nothing."""
         self._broken = True
         self.file.close()
 
@@ -169,7 +169,7 @@ class DiskStates:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Use of the ring's memory and the file by one caller, the last one if it fails."""
+        """A context for the one user of the ring's memory and the file. If it fails, every later use is refused."""
         if self._broken:
             raise StorageError(
                 f"{self.file.path} is closed, in use, or an update of its states failed: they are of no step"

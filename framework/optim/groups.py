@@ -43,7 +43,7 @@ class GroupAssignment:
 
     @property
     def key(self) -> str:
-        """Equal for parameters that are updated alike."""
+        """A key that is equal for parameters that are updated alike."""
         return f"{self.group} x{self.lr_ratio:g} decay {self.weight_decay:g}"
 
 
@@ -126,7 +126,7 @@ def _first_matches(names: list[str], optim: Optim) -> dict[str, str]:
 
 
 def _near(pattern: str, names: list[str], count: int = 3) -> list[str]:
-    """The names, with layer numbers as `*`, that share the most with the pattern."""
+    """The names, with layer numbers as `*`, that are most like the pattern."""
     shapes_of_names = dict.fromkeys(_LAYER_INDEX.sub("*", name) for name in names)
     words = [word for word in re.split(r"[^A-Za-z0-9_]+", pattern) if word] or [pattern]
 

@@ -33,7 +33,7 @@ def state_names(optim: Optim) -> tuple[str, ...]:
 
 
 class FlatOptimizer:
-    """The recipe's optimizer over flat shards. LayoutError where it updates what the shards of a group do not hold whole.
+    """The recipe's optimizer over flat shards. Raises LayoutError where its rule needs whole matrices and shards are intervals.
 
     moments: `precision.moments`; seed: of stochastic rounding, of moments and of values in bf16.
     """
@@ -85,7 +85,7 @@ class FlatOptimizer:
 
     def step(self, lr: float, divisor: Tensor, skip: Tensor, step: int) -> None:
         """Divide the gradients by `divisor` and update at learning rate `lr`; no effect where `skip` (scalar) is 1. step: of the
-        run, for which what has few bits is rounded."""
+        run, for which random bits are drawn."""
         if not self._kernel_divides:  # the kernels read their divisor as fp32, which would round fp64 gradients
             torch._foreach_div_([shard.gradient for shard in self.shards], divisor)
         found_inf, grad_scale = skip.float(), divisor.float()
@@ -122,7 +122,7 @@ class FlatOptimizer:
 
     @contextmanager
     def preserving(self, missed: Sequence[Missed]) -> Iterator[None]:
-        """Leave what nobody has reached, and its states, as they are. The device decides: the host does not wait to know."""
+        """Leave elements that no rank has reached, and their states, as they are. The device decides: no host waits."""
         views = [
             (view, each.is_reached)
             for each in missed
@@ -138,7 +138,7 @@ class FlatOptimizer:
 
 
 def check_kinds(name: str, rule: UpdateRule, groups: Sequence[ShardGroup]) -> None:
-    """LayoutError that names the optimizer and a group whose shards hold something else than it updates."""
+    """Raise LayoutError where the shards of a group are not of the kind that the rule updates."""
     for group in groups:
         if group.kind is not rule.kind:
             raise LayoutError(
@@ -155,7 +155,7 @@ ROW = 4096
 
 
 def norm_rows(owned: Iterable[Tensor]) -> list[Tensor]:
-    """The rows that `squared_norm` adds up of what this rank owns: views, [rows, ROW] of each tensor and [1, n] of its rest."""
+    """The rows of the tensors that this rank owns, for `squared_norm`: views, [rows, ROW] of each and [1, n] of its rest."""
     return [rows for each in owned for rows in _rows_of(each.view(-1))]
 
 

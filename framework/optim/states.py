@@ -92,7 +92,7 @@ class States:
         return {name: state[run.start : run.stop] for name, state in self._states[run.shard].items()}
 
     def load(self, chunk: StateChunk) -> None:
-        """Bring the chunk's states to its views."""
+        """Decode the chunk's states into its views."""
 
     def store(self, chunk: StateChunk, step: int) -> None:
         """Keep what is in the chunk's views; step: of the run, for which random bits are drawn."""
@@ -244,12 +244,12 @@ class LowBitStates(States):
         return [run for chunk in self.chunks for run in chunk.runs if run.shard is shard]
 
     def _within(self, chunk: StateChunk, run: StateRun) -> slice:
-        """Where a run's elements are in the scratch of its chunk."""
+        """The place of a run's elements in the scratch of its chunk."""
         first = run.place - chunk.blocks[0] * self._block
         return slice(first, first + run.numel)
 
     def _in_blocks(self, run: StateRun) -> slice:
-        """Where a run's elements are in its blocks."""
+        """The place of a run's elements in its blocks."""
         first = run.place - run.blocks[0] * self._block
         return slice(first, first + run.numel)
 
@@ -350,12 +350,12 @@ class Masters:
         return [next(rounded) if is_rounded(run.shard) else _values(run) for run in self._chunks[number].runs]
 
     def load(self, number: int) -> None:
-        """Bring a chunk's values to its views."""
+        """Copy a chunk's values to its views."""
         for run, scratch in zip(self._rounded[number], self._split(self._scratch, number), strict=True):
             scratch.copy_(_values(run))
 
     def store(self, number: int, step: int) -> None:
-        """Keep what is in a chunk's views; step: what the random bits of this step are drawn for."""
+        """Keep what is in a chunk's views; step: of the run, for which random bits are drawn."""
         scratches, bits = self._split(self._scratch, number), self._split(self._bits, number)
         for run, scratch, words in zip(self._rounded[number], scratches, bits, strict=True):
             draw_bits((self._seed, "master", step, run.parameter), run.boxes, run.shape, words)

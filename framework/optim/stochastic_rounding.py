@@ -30,7 +30,7 @@ Key = tuple[int | str, ...]
 
 
 def is_needed(retained: float, mantissa_bits: int, is_signed: bool) -> bool:
-    """Whether a moment is right on average only with stochastic rounding. retained: what a step leaves of it, beta.
+    """Whether a moment is right on average only with stochastic rounding. retained: the share of it that a step retains, beta.
 
     To nearest, a number stays where it is while a step changes it by less than half a spacing: 2^-(mantissa_bits + 1) of it at
     most. A first moment whose steps are larger is closer to the truth if rounded to nearest. A second one would still be too

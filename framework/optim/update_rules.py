@@ -32,7 +32,7 @@ class FlatShard:
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """Shards that are updated alike. kind: what each of them holds."""
+    """Shards that are updated alike. kind: of each of them."""
 
     name: str
     shards: tuple[FlatShard, ...]
@@ -74,7 +74,7 @@ ADAMW = UpdateRule(
 
 
 def _sgd_states(optim: Optim) -> dict[str, float]:
-    """Without momentum there is nothing to keep."""
+    """The momentum, if there is any."""
     return {"momentum_buffer": optim.momentum} if optim.momentum else {}
 
 

@@ -70,11 +70,6 @@ def checkpoint_layers(
         layer.forward = GroupedForward(forward, partial(unshard, name), chain) if name in grouped else forward
 
 
-def checkpoint_activations(layer: nn.Module) -> None:
-    """Make this layer's forward recompute in backward."""
-    layer.forward = CheckpointedForward(layer.forward, KeptOutputs(), is_random=True)  # type: ignore[method-assign]
-
-
 def _keep_outputs(
     layer: nn.Module, named: Sequence[str], operations: Mapping[nn.Module, Sequence[KeepsOutputs]]
 ) -> KeptOutputs:

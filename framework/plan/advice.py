@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from framework.errors import MeshwrightError, OutOfMemory, RecipeError
-from framework.plan.cluster import Cluster
+from framework.plan.candidate import OFFLOADED, candidate_of
+from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import Forecast, MemoryForecast
 from framework.plan.forecast_memory import forecast_memory
 from framework.plan.forecast_plan import PlanForecast, forecast_plan
-from framework.plan.layouts import OFFLOADED, candidate_of
 from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan, make_plan
-from framework.plan.rejections import describe_shortages
+from framework.plan.rejections import ModelRules, describe_shortages
 from framework.plan.settings import Settings
 from framework.plan.time import TimeModel
 from framework.plan.traffic import measure_traffic
@@ -121,7 +121,7 @@ class FittingChange:
         return _write(self.settings)
 
 
-def describe_verdict(memory: MemoryForecast, cluster: Cluster) -> str:
+def describe_verdict(memory: MemoryForecast, cluster: ClusterRates) -> str:
     """Say whether a layout fits, such as `fits the 79.6 GiB of h100_ib with 9.1 GiB to spare`."""
     limit = f"{show_bytes(memory.limit)} of {cluster.name}{', which is assumed,' if cluster.is_assumed else ''}"
     shortages = list(describe_shortages(memory.node))
@@ -203,7 +203,7 @@ def _try(found: PlanForecast, settings: Sequence[Setting]) -> FittingChange | No
         return None
     try:
         candidate = candidate_of(recipe)
-        if found.shape.refusal(candidate):
+        if ModelRules(found.shape).refuse(candidate):
             return None
         memory = forecast_memory(found.shape, candidate, Settings.of(recipe), found.cluster)
         if not memory.fits:

@@ -1,4 +1,4 @@
-"""`parallel.layout=auto`: the layout is chosen where a recipe is composed, before anything is planned, saved or started by it."""
+"""`parallel.layout=auto`: choose the layout once a recipe is composed, before anything is planned, saved or started."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -13,8 +13,8 @@ from framework.recipe.schema import Recipe
 
 
 def require_layout(composition: Composition, overrides: Iterable[str], recipe_dirs: Sequence[Path]) -> Recipe:
-    """The recipe with a layout: where it is left to the search, the fastest, which is said in a line on stderr, for what is on
-    stdout may be kept. RecipeError with all problems, or where no layout can be trained."""
+    """The recipe with a layout: with parallel.layout=auto the chosen one, named in a line on stderr, for stdout may be parsed.
+    RecipeError with all problems, or where no layout can be trained."""
     recipe = composition.require()
     if recipe.parallel.layout == "stated":
         return recipe

@@ -1,7 +1,7 @@
-"""The length of a pipeline's step: the simulator's timeline, remembered as its critical path.
+"""The length of a pipeline's step: the simulator's timeline, memoized as its critical path.
 
 A timeline is as long as its longest path through actions that wait for one another, and which path that is changes little where
-costs change little. So each schedule is simulated once for costs that are rounded, and what is kept is the path: how many
+costs change little. So each schedule is simulated once for costs that are rounded, and what is stored is the path: how many
 forwards and backwards of each stage, and how many messages, lie on it. The length with exact costs is the path's, and no less
 than the busiest rank's own work. Of many microbatches the last ones only repeat: lengths grow by the same amount for each.
 """
@@ -23,7 +23,7 @@ ROUNDED = 0.125
 
 @dataclass(frozen=True)
 class Path:
-    """Actions on a timeline's longest path, by stage, and its messages between ranks."""
+    """The longest path of a timeline: its actions by stage, and its messages between ranks."""
 
     forwards: tuple[int, ...]
     inputs: tuple[int, ...]
@@ -31,7 +31,7 @@ class Path:
     messages: int
 
     def length(self, costs: Costs) -> float:
-        """Time of all of them."""
+        """Length of the path with these costs."""
         total = self.messages * costs.message
         for counts, times in ((self.forwards, costs.forward), (self.inputs, costs.input), (self.weights, costs.weight)):
             total += sum(count * time for count, time in zip(counts, times, strict=True) if count)
@@ -70,7 +70,7 @@ class Lengths:
 
 
 def least_length(name: str, owners: Sequence[int], num_microbatches: int, costs: Costs) -> float:
-    """What no timeline of the named schedule is shorter than: a rank's work behind the forwards that its first action waits for,
+    """Lower bound of the named schedule's length: a rank's work behind the forwards that its first action waits for,
     and the way of a microbatch to the last stage and back, on which all microbatches follow one another. owners: the rank of each
     stage."""
     starts: dict[int, float] = {}

@@ -1,24 +1,27 @@
-"""A layout as numbers: what a search tries thousands of, and what memory and time are foretold of."""
+"""Candidate: a layout as numbers, of which bytes and seconds are forecast, and of which a search tries thousands.
+
+`candidate_of` reads the layout of a recipe, `recipe_of` is its inverse.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, cast
+
+from framework.errors import RecipeError
+from framework.mesh.topology import shards_within_node
+from framework.recipe.derive import Derived, count_virtual_stages, derive
+from framework.recipe.layout_keys import FOLLOWING_KEYS, LAYOUT_KEYS, is_world_stated, let_rest_follow, value_of
+from framework.recipe.schema import Offload, Recipe
 
 Checkpointing = Literal["none", "selective", "full", "sqrt"]
+OFFLOADED = ("optimizer", "parameters", "activations")
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """The degrees and choices of a recipe that memory and time depend on, all resolved: nothing here is `auto`.
-
-    dp, cp, tp, pp, ep: degrees; a world has dp x cp x tp x pp ranks. sequence: sequence parallelism over tp. ulysses: ranks
-    of cp that exchange heads, the others divide keys and values; is_gather: these gather them instead of passing them
-    round. expert_tp: ranks of tp that slice each expert, 1 where experts are whole. schedule: a name of SCHEDULES. virtual:
-    stages of a rank of the pipeline. zero: the stage, 0 to 3. shard: ranks over which ZeRO shards, 1 at stage 0.
-    checkpointing: of all layers. offload: what has its home on the host, names as in memory.offload. sequences: of a
-    microbatch and a rank. accumulation: microbatches of a step. context: tokens of a sequence. ranks_per_node: of the
-    cluster."""
+    """The degrees and choices of a recipe that memory and time depend on, all resolved: nothing here is `auto`. A world has
+    dp x cp x tp x pp ranks."""
 
     dp: int = 1
     cp: int = 1
@@ -26,22 +29,34 @@ class Candidate:
     pp: int = 1
     ep: int = 1
     sequence: bool = False
+    """Sequence parallelism over tp."""
     ulysses: int = 1
+    """Ranks of cp that exchange heads; the others divide keys and values."""
     is_gather: bool = False
+    """Whether these gather keys and values instead of passing them round."""
     expert_tp: int = 1
+    """Ranks of tp that slice each expert; 1: experts are whole."""
     schedule: str = "1f1b"
     virtual: int = 1
+    """Stages of a rank of the pipeline."""
     zero: int = 0
+    """ZeRO's stage."""
     shard: int = 1
+    """Ranks over which ZeRO shards; 1 at stage 0."""
     checkpointing: Checkpointing = "none"
+    """Activation checkpointing of all layers."""
     offload: frozenset[str] = field(default_factory=frozenset)
+    """Names as in memory.offload."""
     sequences: int = 1
+    """Of a microbatch and a rank."""
     accumulation: int = 1
+    """Microbatches of a step."""
     context: int = 4096
+    """Tokens of a sequence."""
     ranks_per_node: int = 8
 
     def changed(self, values: Mapping[str, Any]) -> "Candidate":
-        """With other values of some fields: what `dataclasses.replace` does in a fifth of the time, as searches make many."""
+        """Replace some fields: `dataclasses.replace` in a fifth of the time, as searches make many."""
         own = list(_READ(self))
         for name, value in values.items():
             own[_PLACES[name]] = value
@@ -49,24 +64,151 @@ class Candidate:
 
     @property
     def world(self) -> int:
-        """Ranks of all."""
+        """Ranks of the run."""
         return self.dp * self.cp * self.tp * self.pp
 
     @property
     def nodes(self) -> int:
-        """Of the cluster."""
+        """Nodes of the run."""
         return -(-self.world // self.ranks_per_node)
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch on a rank, before tp divides anything; padding of cp not counted."""
+        """Tokens of a microbatch on a rank, before tp divides anything; padding of cp not counted."""
         return self.sequences * self.context // self.cp
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all ranks."""
+        """Tokens of a step, of all ranks."""
         return self.dp * self.accumulation * self.sequences * self.context
 
 
 _PLACES = {each.name: place for place, each in enumerate(fields(Candidate))}
 _READ = attrgetter(*_PLACES)
+
+
+def candidate_of(recipe: Recipe) -> Candidate:
+    """The layout of a checked recipe as numbers. RecipeError where no candidate says what the recipe does: parts of units
+    offloaded, activation checkpointing by layer, a schedule of the user's own."""
+    derived = derive(recipe)
+    return Candidate(
+        dp=derived.dp,
+        cp=derived.cp,
+        tp=derived.tp,
+        pp=derived.pp,
+        ep=derived.ep,
+        sequence=recipe.parallel.sequence and derived.tp > 1,
+        ulysses=derived.ulysses,
+        is_gather=recipe.parallel.context == "gather" and derived.cp > 1,
+        expert_tp=derived.expert_tp,
+        schedule=_schedule(recipe),
+        virtual=count_virtual_stages(recipe.pipeline),
+        zero=recipe.zero.stage,
+        shard=count_shards(recipe, derived),
+        checkpointing=_checkpointing(recipe),
+        offload=_offloaded(recipe.memory.offload),
+        sequences=derived.sequences_per_microbatch,
+        accumulation=derived.accumulation,
+        context=derived.context,
+        ranks_per_node=derived.ranks_per_node,
+    )
+
+
+def recipe_of(candidate: Candidate, base: Recipe, pinned: frozenset[str] = frozenset()) -> Recipe:
+    """`base` with the candidate's layout. pinned: keys that stay as `base` has them, for the rules to judge."""
+    parallel = base.parallel
+    recipe = replace(
+        base,
+        parallel=replace(
+            parallel,
+            # Where the ranks are stated dp follows: the same layout then serves another number of nodes.
+            dp=None if is_world_stated(base) and "parallel.dp" not in pinned else candidate.dp,
+            tp=candidate.tp,
+            pp=candidate.pp,
+            cp=candidate.cp,
+            ep=candidate.ep,
+            sequence=candidate.sequence if candidate.tp > 1 else parallel.sequence,
+            context=method_of(candidate),
+            expert_tp=_expert_tp(candidate),
+        ),
+        pipeline=replace(base.pipeline, schedule=cast(Any, candidate.schedule), virtual_stages=candidate.virtual),
+        zero=replace(base.zero, stage=candidate.zero, shard_within=_shard_within(candidate)),
+        memory=replace(
+            base.memory,
+            activation_checkpointing=candidate.checkpointing,
+            offload=replace(
+                base.memory.offload,
+                optimizer=float("optimizer" in candidate.offload),
+                parameters=float("parameters" in candidate.offload),
+                activations=float("activations" in candidate.offload),
+            ),
+        ),
+        batch=replace(base.batch, sequences_per_microbatch=candidate.sequences),
+    )
+    return let_rest_follow(recipe, pinned)
+
+
+def values_of(recipe: Recipe, base: Recipe) -> dict[str, Any]:
+    """The keys of a file that make `base` into `recipe`: those of the layout, and those that follow from it and differ."""
+    stated = {"parallel.layout": "stated"} if base.parallel.layout != "stated" else {}
+    followers = {key: value_of(recipe, key) for key in FOLLOWING_KEYS if value_of(recipe, key) != value_of(base, key)}
+    return stated | {key: value_of(recipe, key) for key in LAYOUT_KEYS} | followers
+
+
+def method_of(candidate: Candidate) -> Any:
+    """The value of parallel.context."""
+    if candidate.cp == 1:
+        return "ring"
+    if candidate.ulysses == candidate.cp:
+        return "ulysses"
+    if candidate.ulysses > 1:
+        return [candidate.ulysses, candidate.cp // candidate.ulysses]
+    return "gather" if candidate.is_gather else "ring"
+
+
+def count_shards(recipe: Recipe, derived: Derived) -> int:
+    """Ranks over which ZeRO shards, as in the Plan's topology."""
+    batch, within = derived.dp * derived.cp, recipe.zero.shard_within
+    if recipe.zero.stage == 0:
+        return 1
+    if within == "node":
+        return shards_within_node(derived.world, batch, derived.tp, derived.ranks_per_node, derived.nodes)
+    return within or batch
+
+
+def _schedule(recipe: Recipe) -> str:
+    if recipe.pipeline.table is not None:
+        raise RecipeError(
+            f"pipeline.table={recipe.pipeline.table} is a schedule of your own, which no layout is compared by: leave it out,"
+            " and choose one of pipeline.schedule"
+        )
+    return recipe.pipeline.schedule
+
+
+def _checkpointing(recipe: Recipe) -> Checkpointing:
+    policy = recipe.memory.activation_checkpointing
+    if policy == "auto":
+        raise RecipeError(
+            "memory.activation_checkpointing=auto chooses by layer, which no layout is compared by: none, selective, full or sqrt"
+        )
+    return policy
+
+
+def _offloaded(offload: Offload) -> frozenset[str]:
+    fractions: Mapping[str, float] = {name: getattr(offload, name) for name in OFFLOADED}
+    partial = {name: fraction for name, fraction in fractions.items() if fraction not in (0.0, 1.0)}
+    if partial:
+        name, fraction = next(iter(partial.items()))
+        raise RecipeError(
+            f"memory.offload.{name}={fraction} offloads a part, and layouts are compared with all or none: 0 or 1"
+        )
+    return frozenset(name for name, fraction in fractions.items() if fraction)
+
+
+def _expert_tp(candidate: Candidate) -> int | None:
+    """null where it is what ep and tp make of it."""
+    return None if candidate.expert_tp == (1 if candidate.ep > 1 else candidate.tp) else candidate.expert_tp
+
+
+def _shard_within(candidate: Candidate) -> int | None:
+    return None if candidate.zero == 0 or candidate.shard == candidate.dp * candidate.cp else candidate.shard

@@ -127,7 +127,7 @@ class DeviceLink:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterRates:
     """Rates of a device and of the links between devices, in bytes, FLOPs and seconds."""
 
     name: str
@@ -184,7 +184,7 @@ class Cluster:
     )
 
     @classmethod
-    def from_recipe(cls, recipe: Recipe) -> "Cluster":
+    def from_recipe(cls, recipe: Recipe) -> "ClusterRates":
         """The recipe's cluster. CPU ranks divide a node's memory; each is taken to compute as fast as one of its devices."""
         described, is_assumed = find_cluster(recipe)
         whole, launch = cls.from_group(described, is_assumed), recipe.launch
@@ -199,7 +199,7 @@ class Cluster:
         return whole
 
     @classmethod
-    def from_group(cls, group: ClusterRecipe, is_assumed: bool = False) -> "Cluster":
+    def from_group(cls, group: ClusterRecipe, is_assumed: bool = False) -> "ClusterRates":
         """The cluster of the keys of one file."""
         assert group.name is not None, "a cluster's file names it"
         bare = cls(

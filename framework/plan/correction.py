@@ -5,8 +5,8 @@ below minimise
 
     sum_i ((sum_k s_k p_ik - m_i) / m_i)^2 + PRIOR sum_k (s_k - 1)^2        1/4 <= s_k <= 4
 
-so that what the layouts cannot tell apart stays as it was. The rates of kind k are divided by s_k. Waiting in a pipeline follows
-from the others, and counts as computation.
+so that factors which the layouts cannot tell apart stay near 1. The rates of kind k are divided by s_k. Waiting in a pipeline
+follows from the others, and counts as computation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ class Tried:
 
 
 def fit_factors(tried: Sequence[Tried]) -> dict[str, float]:
-    """By kind, how many times as long its parts take as was foretold."""
+    """Measured over predicted seconds of each kind of parts."""
     parts = np.array(
         [[sum(each.forecast.parts.get(name, 0.0) for name in names) for names in KINDS.values()] for each in tried]
     )
@@ -87,9 +87,9 @@ def _slower_link(link: ClusterLink, factor: float) -> ClusterLink:
 
 
 def describe_factors(factors: Mapping[str, float]) -> str:
-    """In a line."""
+    """The factors in a line."""
     words = [f"{kind} x{factor:.2f}" for kind, factor in factors.items()]
-    return f"measured over foretold seconds: {', '.join(words)}"
+    return f"measured over predicted seconds: {', '.join(words)}"
 
 
 def write_text(group: Cluster, comment: str) -> str:

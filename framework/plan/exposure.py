@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from framework.mesh.topology import count_expert_shards
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import Cluster, Collective
+from framework.plan.cluster import ClusterRates, Collective
 from framework.plan.operators import LayerOperators, UnitWork
 from framework.plan.profile import Profile
 
@@ -80,11 +80,11 @@ def place_groups(c: Candidate) -> Groups:
 class LinkTimes:
     """Seconds of messages on a cluster. itemsize: bytes of an activation."""
 
-    cluster: Cluster
+    cluster: ClusterRates
     itemsize: int
 
     def collective(self, kind: Collective, num_bytes: float, group: Group) -> float:
-        """Seconds of a collective of a whole tensor of so many bytes, as `Cluster.collective_seconds`."""
+        """Seconds of a collective of a whole tensor of so many bytes, as `ClusterRates.collective_seconds`."""
         if group.size == 1 or not num_bytes:
             return 0.0
         return self.cluster.collective_seconds(kind, num_bytes, group.size, group.nodes)

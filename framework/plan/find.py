@@ -1,4 +1,4 @@
-"""A search of a recipe: what is asked of the model and of the cluster once, then all layouts; and `parallel.layout=auto`."""
+"""Search a recipe's layouts: the model and the cluster are read once, then all layouts; `parallel.layout=auto`."""
 
 import gc
 from collections.abc import Iterator
@@ -9,10 +9,9 @@ from time import process_time
 from framework.errors import RecipeError
 from framework.model.experts import count_experts, find_experts
 from framework.model.load import load_config
-from framework.plan.candidate import Candidate
-from framework.plan.cluster import Cluster
+from framework.plan.candidate import OFFLOADED, Candidate, recipe_of, values_of
+from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import Forecast
-from framework.plan.layouts import OFFLOADED, recipe_of, values_of
 from framework.plan.memory import show_bytes
 from framework.plan.rejections import SIZES, collect_constraints, describe, group_rejections
 from framework.plan.search import By, Engine, Ranked, Search, SearchResult
@@ -30,26 +29,26 @@ AS_FAST = 0.02
 
 @dataclass(frozen=True)
 class Question:
-    """What is searched. recipe: its layout but for `pinned` is open; best, meshes, within: what is wanted, as in `Search`;
-    cluster: None for that of the recipe."""
+    """A search to run. recipe: its layout but for `pinned` is open; best, meshes, within: as in `Search`; cluster: None for the
+    recipe's."""
 
     recipe: Recipe
     pinned: frozenset[str] = frozenset()
     by: By = "time"
     best: int = 20
-    cluster: Cluster | None = None
+    cluster: ClusterRates | None = None
     meshes: int = 0
     within: float = 0.0
 
 
 def search(question: Question) -> SearchResult:
-    """All layouts of a recipe. Raises RecipeError where what is fixed is nothing that a search compares, and what the model's
-    config raises."""
+    """Search all layouts of a recipe. Raises RecipeError for pinned values that a search does not compare, and what the
+    model's config raises."""
     began = process_time()
     refuse_partial(question.recipe, question.pinned)
     recipe = resolved(question.recipe)
     refuse_crowded_nodes(recipe)
-    config, cluster = load_config(recipe.model), question.cluster or Cluster.from_recipe(recipe)
+    config, cluster = load_config(recipe.model), question.cluster or ClusterRates.from_recipe(recipe)
     shape = make_shape(config, recipe)
     num_experts = max((count_experts(experts) for _, experts, _ in find_experts(shape.whole)), default=0)
     space = Space(recipe, question.pinned, shape.num_layers, num_experts)
@@ -82,16 +81,16 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def foretell(candidate: Candidate, recipe: Recipe, cluster: Cluster | None = None) -> Forecast:
-    """What is foretold of one layout of a recipe."""
+def forecast_layout(candidate: Candidate, recipe: Recipe, cluster: ClusterRates | None = None) -> Forecast:
+    """Forecast one layout of a recipe."""
     recipe = resolved(recipe)
     shape = make_shape(load_config(recipe.model), recipe)
-    engine = Engine.of(shape, Settings.of(recipe), cluster or Cluster.from_recipe(recipe))
+    engine = Engine.of(shape, Settings.of(recipe), cluster or ClusterRates.from_recipe(recipe))
     return Forecast(engine.memory(candidate), engine.time(candidate))
 
 
 def best_of(result: SearchResult) -> Ranked:
-    """The best. RecipeError where no layout fits, with the reasons that most layouts are refused for."""
+    """The best layout. RecipeError where none fits, with the reasons that most layouts are refused for."""
     if result.ranked:
         return result.ranked[0]
     reasons = [f"  {count:,}: {each.line}" for each, count in group_rejections(result.rejections)[:8]]
@@ -105,7 +104,7 @@ def best_of(result: SearchResult) -> Ranked:
 
 
 def choose_layout(recipe: Recipe, pinned: frozenset[str]) -> tuple[Recipe, str]:
-    """(the recipe with the layout that is chosen, which and why in a line). For parallel.layout=auto."""
+    """Choose for parallel.layout=auto: (the recipe with the chosen layout, a line that names it and says why)."""
     result = search(Question(recipe, pinned, best=1, within=AS_FAST))
     fastest = best_of(result)
     chosen = least_of_fastest(result)
@@ -127,8 +126,8 @@ def choose_layout(recipe: Recipe, pinned: frozenset[str]) -> tuple[Recipe, str]:
 
 
 def least_of_fastest(result: SearchResult) -> Ranked:
-    """Of the layouts that are about as fast as the fastest the one with least memory: no forecast tells them apart by time, and
-    room is what a longer context, or an allocator in pieces, asks for."""
+    """The layout with least memory among those within AS_FAST of the fastest: no forecast tells them apart by time, and room is
+    needed for a longer context, or a fragmented allocator."""
     most_s = best_of(result).step_s * (1 + AS_FAST)
     as_fast = [each for each in (*result.ranked, *result.others) if each.step_s <= most_s]
     # Of equal bytes the first, which is the fastest.
@@ -136,13 +135,13 @@ def least_of_fastest(result: SearchResult) -> Ranked:
 
 
 def values_for(ranked: Ranked, recipe: Recipe, pinned: frozenset[str]) -> dict[str, object]:
-    """What a file states so that the recipe has this layout."""
+    """The keys of a layout's file that give the recipe this layout."""
     return values_of(recipe_of(ranked.candidate, recipe, pinned), recipe)
 
 
 def cluster_name(recipe: Recipe) -> str:
-    """The cluster that is foretold for."""
-    cluster = Cluster.from_recipe(resolved(recipe))
+    """Name of the cluster that forecasts are for."""
+    cluster = ClusterRates.from_recipe(resolved(recipe))
     return f"{cluster.name}{' (assumed)' if cluster.is_assumed else ''}"
 
 

@@ -33,7 +33,7 @@ from framework.parallel.pipeline.simulate import Costs
 from framework.plan.activation_peaks import MomentTable, Peak, StageActivations, make_moments, representative
 from framework.plan.activations import Activations
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import Cluster
+from framework.plan.cluster import ClusterRates
 from framework.plan.context import ContextCost, ContextMethod
 from framework.plan.forecast import MemoryForecast, NodeForecast, StageMemory
 from framework.plan.layer_widths import read_masks
@@ -61,20 +61,20 @@ def forecast_memory(
     shape: ModelShape,
     candidate: Candidate,
     settings: Settings | Recipe,
-    cluster: Cluster,
+    cluster: ClusterRates,
     chosen: Mapping[int, Counts] | None = None,
 ) -> MemoryForecast:
     """The memory of a rank at each place of the pipeline: of the first one along all other axes, as `Plan.memory`.
 
     settings: keep what is cached; made of a recipe where that is given. chosen: layers of each stage by policy of
     activation checkpointing; None: all as the candidate says. Raises what the model's transforms raise for degrees that do not
-    fit (`ModelShape.refusal` asks first), RecipeError for more stages than layers.
+    fit (`ModelRules.refuse` asks first), RecipeError for more stages than layers.
     """
     return memory_model(shape, settings).forecast(candidate, cluster, chosen)
 
 
 def _forecast_node(
-    shape: ModelShape, candidate: Candidate, settings: Settings, cluster: Cluster, stages: Sequence[StageMemory]
+    shape: ModelShape, candidate: Candidate, settings: Settings, cluster: ClusterRates, stages: Sequence[StageMemory]
 ) -> NodeForecast:
     """Forecast of the resources that the ranks of the fullest node share."""
     world, here = candidate.world, cluster.ranks_per_node
@@ -113,7 +113,7 @@ def describe_estimate(shape: ModelShape, candidate: Candidate) -> str | None:
 
 
 def host_spare_of_options(
-    shape: ModelShape, stages: Candidate, options: StateOptions, settings: Settings | Recipe, cluster: Cluster
+    shape: ModelShape, stages: Candidate, options: StateOptions, settings: Settings | Recipe, cluster: ClusterRates
 ) -> np.ndarray:
     """Bytes of the host's memory that each option leaves on the fullest node, for a search: as `NodeForecast.spare`, but for
     copies of steps, which depend little on the layout."""
@@ -354,7 +354,9 @@ class MemoryModel:
         pipelines = Pipelines(shape, settings, pipeline)
         return cls(pipelines, StateBytes(pipelines), ActivationBytes(pipelines))
 
-    def forecast(self, each: Candidate, cluster: Cluster, chosen: Mapping[int, Counts] | None = None) -> MemoryForecast:
+    def forecast(
+        self, each: Candidate, cluster: ClusterRates, chosen: Mapping[int, Counts] | None = None
+    ) -> MemoryForecast:
         """The memory of devices and of a node, on a cluster. chosen: as of `stages`."""
         shape, settings, stages = self.pipelines.shape, self.pipelines.settings, self.stages(each, chosen)
         return MemoryForecast(stages, cluster.memory_bytes, _forecast_node(shape, each, settings, cluster, stages))

@@ -1,4 +1,4 @@
-"""What is foretold of a plan: the forecasts by which a search ranks layouts, of the one that the recipe states."""
+"""Forecasts of a plan: for the layout that the recipe states, those by which a search ranks layouts."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from framework.parallel.pipeline.simulate import Costs
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import Cluster
+from framework.plan.cluster import ClusterRates
 from framework.plan.context import find_methods
 from framework.plan.forecast import Forecast, MemoryForecast, NodeForecast
 from framework.plan.forecast_memory import describe_estimate
@@ -35,7 +35,7 @@ class PlanForecast:
 
     plan: Plan
     shape: ModelShape
-    cluster: Cluster
+    cluster: ClusterRates
     candidate: Candidate
     forecast: Forecast
     costs: Costs
@@ -44,9 +44,9 @@ class PlanForecast:
 
 
 def forecast_plan(plan: Plan) -> PlanForecast:
-    """On the recipe's cluster."""
+    """Forecast a plan on the recipe's cluster."""
     refuse_crowded_nodes(plan.recipe)
-    cluster, cautions = Cluster.from_recipe(plan.recipe), []
+    cluster, cautions = ClusterRates.from_recipe(plan.recipe), []
     shape, candidate = plan.shape, plan.candidate
     memory = plan.memory_model.forecast(candidate, cluster, plan.chosen)
     if plan.recipe.memory.activation_checkpointing == "auto":
@@ -90,7 +90,7 @@ def _compare_methods(plan: Plan, times: TimeModel, candidate: Candidate) -> tupl
 
 
 def _doubt_memory(shape: ModelShape, memory: MemoryForecast) -> list[str]:
-    """What a run may need beyond the forecast where little is to spare."""
+    """Cautions about a run's needs beyond the forecast, where little is to spare."""
     if not 0 <= memory.spare < LITTLE * memory.limit:
         return []
     doubts = ["slack of the allocator and buffers of NCCL are assumptions"]

@@ -1,8 +1,8 @@
-"""Operators: what a layer, the embedding and the head compute, and how long that takes on one rank for one microbatch.
+"""Operators of a layer, the embedding and the head, and their seconds on one rank for one microbatch.
 
 A layer is read off the model on meta: its linear layers with their roles under tensor parallelism, its attention, its stacked
-experts, its norms. What it multiplies beyond these (a convolution, a state-space scan) is counted by the FLOPs of its unit and
-told as one matmul: `estimated` is the share of the layer's FLOPs that is so.
+experts, its norms. What it multiplies beyond these (a convolution, a state-space scan) is counted by the FLOPs of its unit
+as one matmul: `estimated` is the share of the layer's FLOPs that is so.
 
     forward            Y = X W^T, attention, elementwise
     input gradient     dX = dY W, attention's backward, elementwise backward
@@ -24,11 +24,10 @@ from framework.model.flops import experts_per_token, flops_per_token, unit_flops
 from framework.model.units import Unit
 from framework.parallel.tensor.rules import FAMILIES, ROLES
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import Cluster
 from framework.plan.context import AttentionShape, attention_shapes
-from framework.plan.profile import Kernels, Profile
+from framework.plan.profile import Rates
 
-# Below this share of a layer's FLOPs what is told by FLOPs alone (a router) is not worth a word.
+# Below this share of a layer's FLOPs, FLOPs without shapes (a router) are not reported.
 NEGLIGIBLE = 0.02
 
 
@@ -86,7 +85,7 @@ class LayerOperators:
 
     @property
     def estimated(self) -> float:
-        """Share of the FLOPs that is told without shapes."""
+        """Share of the FLOPs that is counted without shapes."""
         rest = (self.flops - self.known) / self.flops if self.flops else 0.0
         return rest if rest > NEGLIGIBLE else 0.0
 
@@ -105,7 +104,7 @@ class ModelOperators:
 
     @property
     def estimated(self) -> float:
-        """Share of the layers' FLOPs that is told without shapes."""
+        """Share of the layers' FLOPs that is counted without shapes."""
         total = sum(each.flops for each in self.layers)
         return sum(each.estimated * each.flops for each in self.layers) / total if total else 0.0
 
@@ -213,7 +212,7 @@ class Work:
 
     @property
     def total(self) -> float:
-        """Of all kinds."""
+        """Seconds of all kinds."""
         return self.matmuls + self.attention + self.elementwise
 
     def __add__(self, other: "Work") -> "Work":
@@ -222,7 +221,7 @@ class Work:
         )
 
     def times(self, factor: float) -> "Work":
-        """So often."""
+        """The work, repeated."""
         return Work(self.matmuls * factor, self.attention * factor, self.elementwise * factor)
 
 
@@ -254,59 +253,8 @@ class UnitWork:
         return self.input.total + self.weight.total + self.again.total
 
 
-@dataclass(frozen=True)
-class Rates:
-    """How long kernels take: of a cluster, by a profile. dtype: of the matmuls; itemsize: of an activation."""
-
-    cluster: Cluster
-    profile: Profile
-    dtype: str
-    itemsize: int
-
-    @property
-    def peak(self) -> float:
-        """FLOP/s over which MFU is counted: of bf16, or of a wider compute dtype."""
-        rates = self.cluster.peak_flops
-        return rates["bf16" if self.itemsize == 2 and "bf16" in rates else self.dtype]
-
-    def matmul(self, rows: float, inner: int, columns: int, narrow: bool = True) -> float:
-        """Seconds of [rows, inner] times [inner, columns]. narrow: in fp8 where the recipe says so, with the casts of both
-        factors; else in bf16 then."""
-        if rows <= 0:
-            return 0.0
-        dtype = self.dtype if narrow or self.dtype != "fp8" else "bf16"
-        seconds = self.cluster.matmul_seconds(max(1, round(rows)), inner, columns, dtype) / self.profile.matmul
-        casts = self.elementwise(inner * (rows + columns), self.profile.cast) if dtype == "fp8" else 0.0
-        return seconds + casts
-
-    def gradient(self, rows: float, inner: int, columns: int, added_bytes: float, narrow: bool) -> float:
-        """Seconds of the weight gradient of so many tokens, which moves `added_bytes` to be added. narrow: as of `matmul`."""
-        if rows <= 0:
-            return 0.0
-        dtype = self.dtype if narrow or self.dtype != "fp8" else "bf16"
-        seconds = self.cluster.gradient_seconds(max(1, round(rows)), inner, columns, added_bytes, dtype)
-        casts = self.elementwise(rows * (inner + columns), self.profile.cast) if dtype == "fp8" else 0.0
-        return seconds / self.profile.matmul + casts
-
-    def attention(self, flops: float, shape: tuple[int, int], *, backward: bool = False) -> float:
-        """Seconds of so many FLOPs in an attention's kernel. shape: tokens of a sequence, features of a head."""
-        dtype = "bf16" if self.dtype == "fp8" else self.dtype
-        seconds = self.cluster.attention_seconds(flops, dtype, backward=backward, shape=shape)
-        return seconds / self.profile.attention
-
-    def elementwise(self, elements: float, kernels: Kernels, times: float = 1.0) -> float:
-        """Seconds of an operation's kernels over so many elements, which move equally much each. times: backward's bytes over
-        forward's."""
-        launches = kernels.launches * times
-        return launches * self.cluster.memory_seconds(elements * kernels.bytes(self.itemsize) * times / launches)
-
-    def moved(self, num_bytes: float) -> float:
-        """Seconds of one pass that reads and writes so many bytes in all."""
-        return self.cluster.memory_seconds(num_bytes)
-
-
 class LayerTimes:
-    """Seconds of units of one model on one cluster by one profile. They are remembered by the numbers of a candidate that they
+    """Seconds of units of one model on one cluster by one profile. Memoized by the numbers of a candidate that they
     depend on, because a search asks for the same layer in thousands of layouts."""
 
     def __init__(self, operators: ModelOperators, rates: Rates, kept: frozenset[str]):
@@ -314,7 +262,7 @@ class LayerTimes:
         self._layers: dict[tuple[object, ...], UnitWork] = {}
 
     def layer(self, layer: LayerOperators, candidate: Candidate) -> UnitWork:
-        """Of one layer. What sqrt computes beside the layer itself is not in it: see `again_of_groups`."""
+        """Seconds of one layer, without what sqrt computes of other layers (`UnitTime.grouped`)."""
         c = candidate
         # Of sequences and cp only what attention reads: how many sequences' work a rank has.
         sizes = (c.tokens, c.sequences / c.cp, c.cp // c.ulysses, c.tp, c.sequence, c.ep, c.expert_tp)
@@ -366,7 +314,7 @@ class LayerTimes:
         return self.rates.gradient(rows, inner, columns, added, narrow)
 
     def _attention_flops(self, layer: LayerOperators, c: Candidate) -> float:
-        """Of a rank's attention in forward."""
+        """FLOPs of a rank's attention in forward."""
         shape = layer.attention
         if shape is None:
             return 0.0
@@ -419,8 +367,8 @@ class LayerTimes:
     def _again(
         self, layer: LayerOperators, forward: Work, matmuls: Mapping[str, float], experts: float, policy: str
     ) -> Work:
-        """What a checkpointed layer computes once more: its forward but for the last matmul, whose output backward does not read;
-        with selective, without the operations that are kept."""
+        """Recomputation of a checkpointed layer: its forward but for the last matmul, whose output backward does not read; with
+        selective, without the operations that are kept."""
         if policy == "none":
             return Work()
         kept = self.kept if policy == "selective" else frozenset()

@@ -12,7 +12,7 @@ from framework.plan.memory import show_bytes
 from framework.plan.page_charts import WORDS, Row, Rows, plan_charts
 from framework.plan.page_html import Page, Section
 from framework.plan.plan import Plan
-from framework.plan.plan_text import GIB, all_kinds, show_hours, show_seconds
+from framework.plan.plan_text import GIB, show_hours, show_seconds
 from framework.plan.traffic import measure_traffic
 
 # Boxes that a browser draws without the reader waiting for it.
@@ -94,7 +94,7 @@ def _kinds(stages: Iterable[StageMemory]) -> list[str]:
 
 
 def _by_kind(held: Mapping[str, int], stage: StageMemory, kinds: Sequence[str], common: Row) -> Iterator[Row]:
-    sizes = all_kinds(held, stage)
+    sizes = {**held, OUTSIDE: stage.outside, SLACK: stage.slack}
     for order, kind in enumerate(kinds):
         if sizes.get(kind):
             yield {**common, "kind": kind, "order": order, "gb": sizes[kind] / GIB}

@@ -13,7 +13,7 @@ from framework.plan.forecast import OUTSIDE, SLACK, Forecast
 from framework.plan.memory import show_bytes
 from framework.plan.page_charts import layouts_charts
 from framework.plan.page_html import Page, Table
-from framework.plan.plan_text import GIB, all_kinds, show_seconds
+from framework.plan.plan_text import GIB, show_seconds
 from framework.plan.rejections import Rejection, collect_constraints, describe, group_rejections
 from framework.plan.search import Search, SearchResult
 from framework.recipe.layout_keys import with_value
@@ -164,7 +164,7 @@ def _names(layouts: Iterable[ShownLayout]) -> Mapping[str, list[str]]:
 def _row(number: int, layout: ShownLayout, names: Mapping[str, list[str]]) -> dict[str, Any]:
     c, memory, time = layout.candidate, layout.forecast.memory, layout.forecast.time
     fullest = memory.fullest
-    held = all_kinds(fullest.held, fullest)
+    held = fullest.kinds
     over = f"{layout.missing / GIB:,.1f} GiB over"
     return {
         "number": number,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.plan.advice import FittingChange, describe_changes, describe_verdict
-from framework.plan.forecast import OUTSIDE, SLACK, MemoryForecast, StageMemory, TimeForecast
+from framework.plan.forecast import MemoryForecast, TimeForecast
 from framework.plan.forecast_memory import checkpoint_bytes
 from framework.plan.forecast_plan import PlanForecast
 from framework.plan.memory import show_bytes
@@ -66,7 +66,7 @@ def _describe(found: PlanForecast, changes: Sequence[FittingChange]) -> Iterator
 def _describe_memory(plan: Plan, memory: MemoryForecast) -> str:
     """The kinds of bytes of the fullest rank, the largest first."""
     place = memory.stages.index(memory.fullest)
-    kinds = all_kinds(memory.fullest.held, memory.fullest)
+    kinds = memory.fullest.kinds
     host = ""
     if memory.fullest.host:
         host = f"; on the host {show_bytes(memory.fullest.host)}, of a node {show_bytes(memory.node.offloaded)}"
@@ -130,11 +130,6 @@ def _largest_first(sizes: Mapping[str, Any], show: Callable[[Any], str]) -> str:
 def wrap(line: str) -> list[str]:
     """A line of a name and words, in lines of at most WIDTH columns, the later ones below the words."""
     return textwrap.wrap(line, WIDTH, subsequent_indent=" " * MARGIN, break_long_words=False) or [""]
-
-
-def all_kinds(held: Mapping[str, int], stage: StageMemory) -> dict[str, int]:
-    """Bytes by kind, with those outside of tensors."""
-    return {**held, OUTSIDE: stage.outside, SLACK: stage.slack}
 
 
 def show_seconds(seconds: float) -> str:

@@ -1,10 +1,12 @@
-"""Implementation profiles: what a training system overlaps, fuses and adds, beside what the machine can do.
+"""Implementation profiles: overlap, fusion and overheads of a training system, beside the rates of the machine.
 
-A cluster says how fast kernels and links are. A profile says which kernels a system launches and what it hides behind what, so
-that another system is another value of the same dataclass. `OURS` is read off this repository's executor.
+A cluster says how fast kernels and links are; a profile, which kernels a system launches and what it overlaps. Another system is
+another value of the same dataclass. `OURS` is read off this repository's executor.
 """
 
 from dataclasses import dataclass, replace
+
+from framework.plan.cluster import ClusterRates
 
 
 @dataclass(frozen=True)
@@ -42,35 +44,16 @@ FUSED_CAST = Kernels(2.5, 0, 2)
 
 @dataclass(frozen=True)
 class Profile:
-    """How a system runs a step.
-
-    Rates. matmul, attention: of the cluster's rates, the share that its kernels reach inside a step (clocks under load, layouts
-    of their factors). attention_backward: FLOPs of an attention's backward over its forward's: five matmuls for two.
-    attends_half: whether attention computes the causal half alone.
-
-    Elementwise. norm, rope, activation, residual, merge, loss: their kernels in forward; cast: of each factor of an fp8 matmul;
-    narrows_experts: whether experts are multiplied in fp8 as linear layers are; backward_passes: bytes of their backward over
-    those of forward. gradient_bytes: for each weight and microbatch, of adding to its main gradient, beside the matmul itself.
-    optimizer_passes: of the update over all states, 1 where one kernel does all of it.
-
-    Overlap. hides_gathers, hides_reductions: share of the computation under which gathers of the next unit's parameters, and
-    reductions, run. gather_copies, reduce_copies: passes over memory of a gathered unit's bytes, and of a reduced one's, to copy
-    them out of and into the buffers of collectives. hides_tp: share of the borders' collectives under matmuls, forward and
-    backward; hides_tp_gradient: share of the weight gradients under which the sum of a region's input gradient travels.
-    hides_ep: share of a layer's computation, of another microbatch, under which rows travel; rows_sent: bytes of rows that
-    leave a rank over those of each expert's rows in the compute dtype. hides_p2p: share of a message between stages that holds
-    nobody up. stolen: share of the compute device that a collective beside it takes: a GPU's multiprocessors, a CPU's core.
-
-    Overheads. microbatch_s: of each microbatch and stage on the host, which nothing hides. step_s: of each step: flags, data,
-    logs.
-    restart_s: from a failure to the first step behind it.
-    """
+    """A training system's way to run a step: shares of rates, kernels, overlap, overheads."""
 
     name: str
     matmul: float = 1.0
+    """Share of the cluster's rate that matmuls reach inside a step (clocks, layouts of factors); `attention` likewise."""
     attention: float = 1.0
     attention_backward: float = 2.5
+    """FLOPs of attention's backward over its forward's: five matmuls for two."""
     attends_half: bool = True
+    """Whether attention computes the causal half alone."""
     norm: Kernels = EAGER_NORM
     rope: Kernels = EAGER_ROPE
     activation: Kernels = EAGER_ACTIVATION
@@ -78,26 +61,41 @@ class Profile:
     merge: Kernels = MERGE
     loss: Kernels = EAGER_LOSS
     cast: Kernels = EAGER_CAST
+    """Of each factor of an fp8 matmul."""
     narrows_experts: bool = False
+    """Whether experts are multiplied in fp8 as linear layers are."""
     backward_passes: float = 2.0
+    """Bytes of elementwise backwards over those of forwards."""
     gradient_bytes: float = 8.0
+    """Moved for each weight and microbatch to add to its main gradient, beside the matmul itself."""
     optimizer_passes: float = 1.0
+    """Passes of the update over all states; 1: one kernel does all of it."""
     hides_gathers: float = 1.0
+    """Share of the computation under which gathers of the next unit's parameters run; `hides_reductions` likewise."""
     hides_reductions: float = 1.0
     gather_copies: float = 0.0
+    """Passes over memory of a gathered unit, to copy it out of the collective's buffer; `reduce_copies`: into it."""
     reduce_copies: float = 0.0
     hides_tp: float = 0.0
+    """Share of the borders' collectives under matmuls."""
     hides_tp_gradient: float = 1.0
+    """Share of the weight gradients under which the sum of a region's input gradient travels."""
     hides_ep: float = 0.0
+    """Share of a layer's computation, of another microbatch, under which rows travel."""
     rows_sent: float = 1.0
+    """Bytes of rows that leave a rank over those of each expert's rows in the compute dtype."""
     hides_p2p: float = 1.0
+    """Share of a message between stages that holds nobody up."""
     stolen: float = 0.0
+    """Share of the compute device that a collective beside it takes, such as a GPU's multiprocessors."""
     microbatch_s: float = 0.0
+    """Host time of each microbatch and stage, which nothing hides; `step_s`: of each step (flags, data, logs)."""
     step_s: float = 0.0
     restart_s: float = 300.0
+    """From a failure to the first step behind it."""
 
     def fused(self) -> "Profile":
-        """The same with torch.compile over each layer."""
+        """The profile with torch.compile over each layer."""
         fused = {"norm": FUSED_NORM, "rope": FUSED_ROPE, "activation": FUSED_ACTIVATION, "cast": FUSED_CAST}
         return replace(self, name=f"{self.name}, compiled", **fused)  # type: ignore[arg-type]
 
@@ -105,3 +103,54 @@ class Profile:
 # NCCL's kernels hold some 16 of an H100's 132 multiprocessors while they run (its default of 16 channels, a block each).
 NCCL_STOLEN = 16 / 132
 OURS = Profile("meshwright", stolen=NCCL_STOLEN)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds of kernels on a cluster, by a profile. dtype: of the matmuls; itemsize: of an activation."""
+
+    cluster: ClusterRates
+    profile: Profile
+    dtype: str
+    itemsize: int
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s over which MFU is counted: of bf16, or of a wider compute dtype."""
+        rates = self.cluster.peak_flops
+        return rates["bf16" if self.itemsize == 2 and "bf16" in rates else self.dtype]
+
+    def matmul(self, rows: float, inner: int, columns: int, narrow: bool = True) -> float:
+        """Seconds of [rows, inner] times [inner, columns]. narrow: in fp8 where the recipe says so, with the casts of both
+        factors; else in bf16 then."""
+        if rows <= 0:
+            return 0.0
+        dtype = self.dtype if narrow or self.dtype != "fp8" else "bf16"
+        seconds = self.cluster.matmul_seconds(max(1, round(rows)), inner, columns, dtype) / self.profile.matmul
+        casts = self.elementwise(inner * (rows + columns), self.profile.cast) if dtype == "fp8" else 0.0
+        return seconds + casts
+
+    def gradient(self, rows: float, inner: int, columns: int, added_bytes: float, narrow: bool) -> float:
+        """Seconds of the weight gradient of so many tokens, which moves `added_bytes` to be added. narrow: as of `matmul`."""
+        if rows <= 0:
+            return 0.0
+        dtype = self.dtype if narrow or self.dtype != "fp8" else "bf16"
+        seconds = self.cluster.gradient_seconds(max(1, round(rows)), inner, columns, added_bytes, dtype)
+        casts = self.elementwise(rows * (inner + columns), self.profile.cast) if dtype == "fp8" else 0.0
+        return seconds / self.profile.matmul + casts
+
+    def attention(self, flops: float, shape: tuple[int, int], *, backward: bool = False) -> float:
+        """Seconds of so many FLOPs in an attention's kernel. shape: tokens of a sequence, features of a head."""
+        dtype = "bf16" if self.dtype == "fp8" else self.dtype
+        seconds = self.cluster.attention_seconds(flops, dtype, backward=backward, shape=shape)
+        return seconds / self.profile.attention
+
+    def elementwise(self, elements: float, kernels: Kernels, times: float = 1.0) -> float:
+        """Seconds of an operation's kernels over so many elements, which move equally much each. times: backward's bytes over
+        forward's."""
+        launches = kernels.launches * times
+        return launches * self.cluster.memory_seconds(elements * kernels.bytes(self.itemsize) * times / launches)
+
+    def moved(self, num_bytes: float) -> float:
+        """Seconds of one pass that reads and writes so many bytes in all."""
+        return self.cluster.memory_seconds(num_bytes)

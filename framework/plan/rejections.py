@@ -1,4 +1,4 @@
-"""Why layouts are refused: by the rules that recipes obey, by the model, by a device's memory. Each reason in a line.
+"""Rejections: reasons why layouts are refused, by the rules of recipes, by the model, by a device's memory.
 
 A rule of `recipe/check.py` says which keys it reads. So it is asked once for all layouts that agree in these, as soon as a search
 has chosen them, of a real recipe: nothing here knows what is legal.
@@ -10,20 +10,28 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Literal, Protocol
+from typing import Literal
 
-from framework.plan.candidate import Candidate
+from framework.errors import MeshwrightError
+from framework.mesh.context import ContextSlices
+from framework.model.load import layer_configs
+from framework.model.probe import find_layer_outputs
+from framework.model.stage import StageBounds, refuse_shared_layers
+from framework.parallel.context import probe_causes, refuse_undivided_context, refuse_uneven_heads
+from framework.parallel.experts import check_experts
+from framework.parallel.pipeline.pipeline import refuse_few_layers
+from framework.plan.candidate import Candidate, method_of, recipe_of
 from framework.plan.forecast import NodeForecast
-from framework.plan.layouts import method_of, recipe_of
 from framework.plan.memory import show_bytes
+from framework.plan.shape import Degrees, ModelShape, refuse_dropped_layers
 from framework.plan.space import CHOICES, Space
 from framework.recipe.check import layout_rules
 from framework.recipe.layout_keys import FOLLOWING_KEYS, LAYOUT_KEYS
 from framework.recipe.problem import Problem
-from framework.recipe.schema import Recipe
+from framework.recipe.schema import Parallel, Recipe
 
 Kind = Literal["rule", "model", "memory", "node"]
-# Kinds of what some memory or disk has no room for.
+# Rejections for lack of memory or disk.
 SIZES = ("memory", "node")
 _NUMBERS = re.compile(r"\d+(\.\d+)?|=\[.*?\]|=[a-z_]+")
 
@@ -47,18 +55,71 @@ FIELDS_OF_KEYS: dict[str, tuple[str, ...]] = {
 }
 
 
-class Model(Protocol):
-    """What a model's shape says of degrees: why it cannot have them, in one line, or None."""
+@dataclass(frozen=True)
+class ModelRules:
+    """Degrees that a model cannot have: the reason in one line, or None. Rules of recipes (degrees that do not multiply to the
+    world, batches that do not divide) are not asked here."""
 
-    def refusal_of_tp(
-        self, tp: int, sequence: bool = False, ep: int = 1, expert_tp: int | None = None
-    ) -> str | None: ...
+    shape: ModelShape
 
-    def refusal_of_experts(self, ep: int, expert_tp: int = 1, tp: int = 1) -> str | None: ...
+    def refuse(self, c: Candidate) -> str | None:
+        """The first reason against a candidate."""
+        return self.refuse_pp(c) or self.refuse_experts(c) or self.refuse_tp(c) or self.refuse_cp(c)
 
-    def refusal_of_pp(self, pp: int, schedule: str = "1f1b", virtual: int = 1, context: int = 4096) -> str | None: ...
+    def refuse_tp(self, c: Candidate) -> str | None:
+        """Refusal of a tensor-parallel degree: layers are laid out to find it."""
+        degrees = Degrees.of(c)
 
-    def refusal_of_cp(self, candidate: Candidate) -> str | None: ...
+        def check() -> None:
+            refuse_dropped_layers(self.shape.config, 1, c.tp)
+            self.shape.stage_units(StageBounds(0, 1, 0, self.shape.num_layers), degrees)
+
+        return self._ask(("tp", degrees), check)
+
+    def refuse_experts(self, c: Candidate) -> str | None:
+        """Refusal of an expert-parallel degree. A dense model has nothing that expert_tp could divide."""
+        if c.ep == 1 and not self.shape.mixtures:
+            return None
+        capacity, is_whole = self.shape.recipe.model.expert_capacity, c.expert_tp < c.tp
+        return self._ask(("ep", c.ep, is_whole), lambda: check_experts(self.shape.whole, c.ep, capacity, is_whole))
+
+    def refuse_pp(self, c: Candidate) -> str | None:
+        """Refusal of a number of stages."""
+        shape, owners = self.shape, self.shape.owners(c.pp, c.schedule, c.virtual)
+
+        def check() -> None:
+            refuse_dropped_layers(shape.config, c.pp, 1)
+            if c.pp == 1 and c.virtual == 1:
+                return
+            refuse_shared_layers(shape.config, shape.units, shape.ties)
+            refuse_few_layers(shape.num_layers, owners)
+            shape.remember("layer outputs", lambda: find_layer_outputs(shape.config))
+
+        return self._ask(("pp", owners, c.context), check)
+
+    def refuse_cp(self, c: Candidate) -> str | None:
+        """Refusal of a context-parallel degree and its method: a small copy of the model is run to find it."""
+        config, ring, packs = self.shape.config, c.cp // c.ulysses, self.shape.recipe.data.pack == "documents"
+
+        def check() -> None:
+            if c.cp == 1:
+                return
+            refuse_uneven_heads(layer_configs(config), Parallel(tp=c.tp, cp=c.cp, context=[c.ulysses, ring]))
+            causes = self.shape.remember("causes", lambda: tuple(probe_causes(config, packs)))
+            refuse_undivided_context(config, ContextSlices(c.context, c.ulysses, ring), packs, causes)
+
+        return self._ask(("cp", c.tp, c.cp, c.ulysses, c.context), check)
+
+    def _ask(self, key: tuple[object, ...], check: Callable[[], object]) -> str | None:
+        def ask() -> str | None:
+            try:
+                check()
+            except MeshwrightError as error:
+                return " ".join(str(error).split())
+            return None
+
+        found: str | None = self.shape.remember(("refusal", *key), ask)
+        return found
 
 
 @dataclass(frozen=True)
@@ -76,18 +137,18 @@ class Rejection:
 
     @property
     def layout(self) -> str:
-        """What was chosen, in words."""
+        """The choices so far, in words."""
         return describe(self.candidate, self.choice)
 
     @property
     def line(self) -> str:
-        """All in a line."""
+        """Layout and reason in a line."""
         return f"{self.layout}: {self.reason}"
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """Something that refuses layouts. fields: of the candidate, all that its answer depends on; ask: the reason, or None."""
+    """A rule that refuses layouts. fields: of the candidate, all that its answer depends on; ask: the reason, or None."""
 
     kind: Kind
     fields: tuple[str, ...]
@@ -110,7 +171,7 @@ class Constraint:
 
 @dataclass(frozen=True)
 class Constraints:
-    """All of them, by the choice behind which they can be asked."""
+    """All constraints, by the choice behind which they can be asked."""
 
     by_choice: dict[str, tuple[Constraint, ...]]
 
@@ -123,8 +184,8 @@ class Constraints:
         return None
 
 
-def collect_constraints(space: Space, model: Model) -> Constraints:
-    """Those of recipes and those of the model, each as early as all that it reads is chosen."""
+def collect_constraints(space: Space, model: ModelShape) -> Constraints:
+    """Collect the constraints of recipes and of the model, each at the choice behind which it can be asked."""
     recipes = _Recipes(space)
     rules = [
         Constraint("rule", fields_read(reads), partial(_ask_rule, rule, recipes)) for reads, rule in layout_rules()
@@ -164,7 +225,7 @@ class _Recipes:
     _last: tuple[Candidate, Recipe] | None = None
 
     def of(self, c: Candidate) -> Recipe:
-        """That of a candidate, the space's base with its layout."""
+        """The space's base recipe with the candidate's layout."""
         if self._last is None or self._last[0] is not c:
             self._last = c, recipe_of(c, self.space.base, self.space.pinned)
         return self._last[1]
@@ -178,21 +239,22 @@ def _ask_rule(rule: Callable[[Recipe], Iterable[Problem]], recipes: _Recipes, c:
     return problem.key, f"{problem.key}{value}: {problem.message}"
 
 
-def _model_constraints(model: Model) -> list[Constraint]:
+def _model_constraints(shape: ModelShape) -> list[Constraint]:
+    rules = ModelRules(shape)
+
     def ask(refusal: Callable[[Candidate], str | None], c: Candidate) -> tuple[str, str] | None:
         reason = refusal(c)
         return None if reason is None else ("", reason)
 
+    whole_experts = {"sequence": False, "ep": 1}
     asked: list[tuple[tuple[str, ...], Callable[[Candidate], str | None]]] = [
-        (("tp", "pp"), lambda c: model.refusal_of_pp(c.pp, context=c.context)),
-        (("tp",), lambda c: model.refusal_of_tp(c.tp)),
-        (("tp", "cp", "ulysses"), model.refusal_of_cp),
-        (("ep", "expert_tp", "tp"), lambda c: model.refusal_of_experts(c.ep, c.expert_tp, c.tp)),
-        (
-            ("tp", "sequence", "ep", "expert_tp"),
-            lambda c: model.refusal_of_tp(c.tp, c.sequence, c.ep, c.expert_tp),
-        ),
-        (("pp", "schedule", "virtual"), lambda c: model.refusal_of_pp(c.pp, c.schedule, c.virtual, c.context)),
+        # First what degrees alone are refused for, before other choices are made.
+        (("tp", "pp"), lambda c: rules.refuse_pp(c.changed({"schedule": "1f1b", "virtual": 1}))),
+        (("tp",), lambda c: rules.refuse_tp(c.changed(whole_experts | {"expert_tp": c.tp}))),
+        (("tp", "cp", "ulysses"), rules.refuse_cp),
+        (("ep", "expert_tp", "tp"), rules.refuse_experts),
+        (("tp", "sequence", "ep", "expert_tp"), rules.refuse_tp),
+        (("pp", "schedule", "virtual"), rules.refuse_pp),
     ]
     return [Constraint("model", fields, partial(ask, refusal)) for fields, refusal in asked]
 
@@ -248,8 +310,8 @@ _WORDS: dict[str, Callable[[Candidate], list[str]]] = {
 
 
 def too_large(c: Candidate, missing: int, limit: int, choice: str = "states", count: int = 1) -> Rejection:
-    """Of a layout whose fullest rank needs more than it may use. Up to another choice than the last, whatever the later ones
-    are, and of several layouts, of which it is the nearest: at least so much."""
+    """Rejection of layouts whose fullest rank needs more than it may use: by at least so much where later choices are open, or
+    for several layouts, of which `c` is the nearest."""
     least = "" if choice == "states" and count == 1 else "at least "
     reason = f"does not fit: {least}{show_bytes(missing)} over the {show_bytes(limit)} of a device"
     return Rejection("memory", c, choice, reason, missing=missing, count=count)

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import Cluster
+from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import Forecast, MemoryForecast, TimeForecast
 from framework.plan.forecast_memory import MemoryModel, forecast_memory, host_spare_of_options, memory_model
 from framework.plan.memory_bounds import MemoryBounds, Way
@@ -56,14 +56,14 @@ class Engine:
 
     shape: ModelShape
     settings: Settings
-    cluster: Cluster
+    cluster: ClusterRates
     times: TimeModel
     bytes: MemoryModel
     least_bytes: MemoryBounds
     least_time: TimeBounds
 
     @classmethod
-    def of(cls, shape: ModelShape, settings: Settings, cluster: Cluster) -> "Engine":
+    def of(cls, shape: ModelShape, settings: Settings, cluster: ClusterRates) -> "Engine":
         """The engine of a recipe."""
         times, model = TimeModel(shape, settings.recipe, cluster), memory_model(shape, settings)
         return cls(shape, settings, cluster, times, model, MemoryBounds(model), TimeBounds(times))
@@ -219,7 +219,7 @@ class Search:
                 yield from self.expand(c, DIVISION)
 
     def _consider_division(self, c: Candidate) -> None:
-        """Of its microbatches the smallest needs least bytes, and the largest least time."""
+        """Bound a division: its smallest microbatches need least bytes, its largest ones least time."""
         works = sorted(self.space.values(WORK, c), key=itemgetter("sequences"))
         smallest, schedules = c.changed(works[0]), self._schedules(c)
         if not schedules:

@@ -1,4 +1,4 @@
-"""What `meshwright search` prints: the best layouts as a table, and what became of the others."""
+"""Text and JSON of `meshwright search`: the best layouts as a table, and why the others are not in it."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from framework.plan.search import By, Ranked, SearchResult
 from framework.recipe.keys import plain
 from framework.recipe.schema import Recipe
 
-# What a step is for; the largest of the other parts is what holds it up.
+# Useful parts of a step; the largest of the others is its bottleneck.
 USEFUL = ("matmuls", "attention")
 SHOWN_REASONS = 8
 GIB = 2**30
@@ -16,7 +16,7 @@ RANKED_BY = {"time": "seconds of a step", "memory": "bytes of the fullest rank"}
 
 
 def describe_search(result: SearchResult, cluster: str, pinned: frozenset[str], shown: int) -> Iterator[str]:
-    """The page, in lines."""
+    """The printed result, in lines."""
     fixed = f"; fixed: {', '.join(sorted(pinned))}" if pinned else ""
     yield f"{result.num_layouts:,} layouts of {_count_ranks(result.space.world)} on {cluster}, by {RANKED_BY[result.by]}{fixed}"
     yield ""
@@ -94,7 +94,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
 def to_json(
     result: SearchResult, cluster: str, pinned: frozenset[str], recipes: Sequence[dict[str, Any]], is_full: bool = False
 ) -> dict[str, Any]:
-    """All that the page says. recipes: what a file states for each of the best; is_full: every rejection, not one of each
+    """The printed result as JSON. recipes: the keys of a file for each of the best; is_full: every rejection, not one of each
     reason."""
     return {
         "by": result.by,
@@ -136,11 +136,11 @@ def _ranked_json(each: Ranked, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def comment_of(ranked: Ranked, cluster: str, recipe: Recipe) -> str:
-    """What a written layout is of."""
+    """Comment of a written layout: for which model and machine, and its forecast."""
     time, memory = ranked.forecast.time, ranked.forecast.memory
     lines = (
         describe(ranked.candidate),
-        f"for {recipe.model.family} on {ranked.candidate.world} ranks of {cluster}, as `meshwright search` foretells:",
+        f"for {recipe.model.family} on {ranked.candidate.world} ranks of {cluster}, as `meshwright search` predicts:",
         f"{time.step_s:.4g} s a step, {time.tokens_per_s_and_rank:,.0f} tokens/s a rank, MFU {time.mfu:.1%},"
         f" {memory.fullest.reserved / GIB:.1f} GiB with {memory.spare / GIB:.1f} to spare.",
         "Use it: layout=THIS_FILE",

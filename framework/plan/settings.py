@@ -1,4 +1,4 @@
-"""Settings: what of a recipe memory depends on and no search changes; and the candidate of a planned recipe."""
+"""Settings: the keys of a recipe that memory depends on and no search changes; and the candidate of a planned recipe."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -10,8 +10,7 @@ import torch
 
 from framework.model.precision import DTYPES
 from framework.optim.optimizers import state_names
-from framework.plan.candidate import Candidate
-from framework.plan.layouts import OFFLOADED, candidate_of
+from framework.plan.candidate import OFFLOADED, Candidate, candidate_of
 from framework.plan.target import resolve_target
 from framework.recipe.derive import carry_derived
 from framework.recipe.schema import Memory, Offload, Recipe, Zero
@@ -27,7 +26,7 @@ class Settings:
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Settings":
-        """Those of a recipe, with the device and the dtype of where it will run."""
+        """The settings of a recipe, with the device and the dtype of where it will run."""
         return cls(resolve_target(recipe))
 
     @cached_property
@@ -46,7 +45,7 @@ class Settings:
         return state_names(self.recipe.optim)
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` returns, made once for each key."""
+        """The result of `make`, made once for each key."""
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]

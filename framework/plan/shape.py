@@ -1,11 +1,11 @@
-"""ModelShape: a model as numbers, read once from one model on meta, for forecasts of thousands of layouts.
+"""ModelShape: the sizes of a model, read once from one model on meta, for forecasts of thousands of layouts.
 
 Layers of one kind (equal modules, parameters and heads) are laid out once for each set of degrees, by the transforms that lay out
 a run: what they leave a rank of a layer's parameters is what it will have of all layers of that kind. So a model of 80 equal
 layers costs as much as one of one layer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import cycle
@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.comm.communicator import Communicator
-from framework.errors import MeshwrightError, ModelError
+from framework.errors import ModelError
 from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
@@ -24,13 +24,10 @@ from framework.model.flops import ModelSize, experts_per_token, flops_per_token,
 from framework.model.load import build_meta, kept_in_fp32, layer_configs
 from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.precision import DTYPES
-from framework.model.probe import find_layer_outputs
-from framework.model.stage import StageBounds, copy_stage, refuse_shared_layers, split_stages
+from framework.model.stage import StageBounds, copy_stage, split_stages
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment, group_trained
-from framework.parallel.context import probe_causes, refuse_undivided_context, refuse_uneven_heads
-from framework.parallel.experts import check_experts
-from framework.parallel.pipeline.pipeline import count_layers, refuse_few_layers
+from framework.parallel.pipeline.pipeline import count_layers
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor import ranks_per_kv_head
@@ -49,7 +46,7 @@ DEFAULT = Recipe(precision=Precision(compute="bf16"), launch=Launch(device="cuda
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """What parameters of a rank depend on before ZeRO. expert_tp: ranks that slice each expert."""
+    """Degrees that a rank's parameters depend on before ZeRO. expert_tp: ranks that slice each expert."""
 
     tp: int = 1
     ep: int = 1
@@ -70,7 +67,7 @@ class RankUnit:
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
-        """Of its parameters, by name."""
+        """Layouts of its parameters, by name."""
         return {name: self.local.layouts[name] for name in self.unit.parameters}
 
     @cached_property
@@ -101,7 +98,7 @@ class StageUnits:
 
     @property
     def counted(self) -> tuple[tuple[RankUnit, int], ...]:
-        """All, with how many are alike."""
+        """All units, with how many are alike."""
         return (*((each, 1) for each in self.ends), *self.layers)
 
     @property
@@ -185,20 +182,20 @@ class ModelShape:
 
     def flops(self, context: int) -> Mapping[str, float]:
         """FLOPs of a token in the forward of each unit, by name, with sequences of so many tokens."""
-        return self._remember(("flops", context), lambda: unit_flops(self.whole, self.units, context))
+        return self.remember(("flops", context), lambda: unit_flops(self.whole, self.units, context))
 
     def layer_flops(self, context: int) -> Sequence[float]:
-        """Those of each layer."""
+        """FLOPs of a token in the forward of each layer."""
         found = self.flops(context)
         return [found[unit.name] for unit in self.units if unit.is_layer]
 
     def flops_per_token(self, context: int) -> float:
         """FLOPs of a token in forward and backward of the whole model: what MFU counts."""
-        return self._remember(("per token", context), lambda: flops_per_token(self.whole, context))
+        return self.remember(("per token", context), lambda: flops_per_token(self.whole, context))
 
     def attentions(self, tp: int, context: int) -> Sequence[AttentionShape | None]:
         """The attention of each layer on a rank of tp, None of one without."""
-        return self._remember(("attentions", tp, context), lambda: attention_shapes(self.text, tp, context))
+        return self.remember(("attentions", tp, context), lambda: attention_shapes(self.text, tp, context))
 
     # --- stages
 
@@ -221,7 +218,7 @@ class ModelShape:
             settings = Pipeline(virtual_stages=virtual, layers=wanted)
             return tuple(split_stages(count_layers(settings, self.layer_flops(context), ends, owners)))
 
-        return self._remember(("stages", owners, context, layers and tuple(layers)), split)
+        return self.remember(("stages", owners, context, layers and tuple(layers)), split)
 
     def owners(self, pp: int, schedule: str = "1f1b", virtual: int = 1) -> tuple[int, ...]:
         """The rank of each stage."""
@@ -230,10 +227,10 @@ class ModelShape:
     # --- parameters
 
     def stage_units(self, bounds: StageBounds, degrees: Degrees) -> StageUnits:
-        """What a rank with such degrees holds of a stage. Raises what the transforms raise for degrees that do not fit."""
+        """The units of a stage on a rank with such degrees. Raises what the transforms raise for degrees that do not fit."""
         ends = bounds.is_first, bounds.is_last
         kinds = self.kinds[bounds.start : bounds.stop]
-        return self._remember((ends, kinds, degrees), lambda: self._find_stage_units(bounds, degrees))
+        return self.remember((ends, kinds, degrees), lambda: self._find_stage_units(bounds, degrees))
 
     def _find_stage_units(self, bounds: StageBounds, degrees: Degrees) -> StageUnits:
         if self._is_laid_out_whole:
@@ -285,14 +282,14 @@ class ModelShape:
         )
 
     def _lay_out(self, bounds: StageBounds, degrees: Degrees) -> Mapping[str, RankUnit]:
-        """By name, the units of such a stage that have parameters."""
+        """Lay out a stage: its units that have parameters, by name."""
 
         def lay_out() -> Mapping[str, RankUnit]:
             plan = self._stage_plan(bounds, degrees)
             local = lay_out_parameters(copy_stage(self.whole, self.units, bounds, returns_tuple=False), plan)
             return {unit.name: RankUnit(unit, local) for unit in plan.own_units if unit.parameters}
 
-        return self._remember((bounds, degrees), lay_out)
+        return self.remember((bounds, degrees), lay_out)
 
     def _stage_plan(self, bounds: StageBounds, degrees: Degrees) -> StagePlan:
         tp, ep, expert_tp = degrees.tp, degrees.ep, degrees.expert_tp
@@ -315,80 +312,8 @@ class ModelShape:
             device=torch.device("cpu"),
         )
 
-    # --- legality
-
-    def refusal(self, candidate: Candidate) -> str | None:
-        """Why the model cannot have a candidate's degrees, in one line; None where it can. What recipes are refused for whatever
-        the model (degrees that do not multiply to the world, batches that do not divide) is not asked here."""
-        return (
-            self.refusal_of_pp(candidate.pp, candidate.schedule, candidate.virtual, candidate.context)
-            or self.refusal_of_experts(candidate.ep, candidate.expert_tp, candidate.tp)
-            or self.refusal_of_tp(candidate.tp, candidate.sequence, candidate.ep, candidate.expert_tp)
-            or self.refusal_of_cp(candidate)
-        )
-
-    def refusal_of_tp(self, tp: int, sequence: bool = False, ep: int = 1, expert_tp: int | None = None) -> str | None:
-        """Of a tensor-parallel degree, whose layers are laid out to know it. expert_tp: None for what ep makes it."""
-        slices = (1 if ep > 1 else tp) if expert_tp is None else expert_tp
-        degrees = Degrees(tp, ep, slices, sequence and tp > 1)
-
-        def check() -> None:
-            refuse_dropped_layers(self.config, 1, tp)
-            self.stage_units(StageBounds(0, 1, 0, self.num_layers), degrees)
-
-        return self._ask(("tp", degrees), check)
-
-    def refusal_of_experts(self, ep: int, expert_tp: int = 1, tp: int = 1) -> str | None:
-        """Of an expert-parallel degree. A dense model has nothing that expert_tp could divide."""
-        if ep == 1 and not self.mixtures:
-            return None
-        capacity, is_whole = self.recipe.model.expert_capacity, expert_tp < tp
-        return self._ask(("ep", ep, is_whole), lambda: check_experts(self.whole, ep, capacity, is_whole))
-
-    def refusal_of_pp(self, pp: int, schedule: str = "1f1b", virtual: int = 1, context: int = 4096) -> str | None:
-        """Of a number of stages."""
-        owners = self.owners(pp, schedule, virtual)
-
-        def check() -> None:
-            refuse_dropped_layers(self.config, pp, 1)
-            if pp == 1 and virtual == 1:
-                return
-            refuse_shared_layers(self.config, self.units, self.ties)
-            refuse_few_layers(self.num_layers, owners)
-            self._remember("layer outputs", lambda: find_layer_outputs(self.config))
-
-        return self._ask(("pp", owners, context), check)
-
-    def refusal_of_cp(self, candidate: Candidate) -> str | None:
-        """Of a context-parallel degree and its method. A small copy of the model is run to know it."""
-        cp, ulysses, context = candidate.cp, candidate.ulysses, candidate.context
-        has_documents = self.recipe.data.pack == "documents"
-
-        def check() -> None:
-            if cp == 1:
-                return
-            parallel = Parallel(tp=candidate.tp, cp=cp, context=[ulysses, cp // ulysses])
-            refuse_uneven_heads(layer_configs(self.config), parallel)
-            self._refuse_context(context, ulysses, cp // ulysses, has_documents)
-
-        return self._ask(("cp", candidate.tp, cp, ulysses, context), check)
-
-    def _refuse_context(self, context: int, ulysses: int, ring: int, has_documents: bool) -> None:
-        known = self._remember("causes", lambda: tuple(probe_causes(self.config, has_documents)))
-        refuse_undivided_context(self.config, ContextSlices(context, ulysses, ring), has_documents, known)
-
-    def _ask(self, key: tuple[Any, ...], check: Any) -> str | None:
-        def ask() -> str | None:
-            try:
-                check()
-            except MeshwrightError as error:
-                return " ".join(str(error).split())
-            return None
-
-        return self._remember(("refusal", *key), ask)
-
-    def _remember(self, key: Any, make: Any) -> Any:
-        # Callers are one thread: a shape is asked by a search, not shared.
+    def remember(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The result of `make`, made once for each key. For one thread."""
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
@@ -445,7 +370,7 @@ def _describe_layers(
     ties: Mapping[str, tuple[str, ...]],
     groups: Mapping[str, str],
 ) -> Iterator[Any]:
-    """Of each layer all that its layout on a rank may depend on."""
+    """All that a layer's layout on a rank may depend on, for each layer."""
     # Two layers of equal shapes may still be cut differently: by the heads that their configs say, and by a recipe's tp_plan,
     # whose patterns may name one layer.
     config = whole.config.get_text_config()

@@ -1,4 +1,4 @@
-"""The space of layouts: which values each choice may take on so many ranks, and what the user has fixed.
+"""The space of layouts: the values that each choice may take on so many ranks, and those that the user has fixed.
 
 Nothing is refused here that a recipe could say, except what another layout stands for, exactly or at no cost:
 
@@ -14,8 +14,7 @@ from typing import Any, get_args
 
 from framework.errors import RecipeError, TopologyError
 from framework.mesh.topology import shards_within_node
-from framework.plan.candidate import Candidate, Checkpointing
-from framework.plan.layouts import method_of
+from framework.plan.candidate import Candidate, Checkpointing, method_of
 from framework.recipe.derive import count_nodes, count_ranks
 from framework.recipe.layout_keys import value_of
 from framework.recipe.schema import Recipe
@@ -39,8 +38,8 @@ Values = Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched: layouts of `base` on its ranks. pinned: keys whose values stay as the recipe has them. num_layers: of the
-    model; num_experts: of a mixture, 0 of a dense model."""
+    """The layouts of `base` on its ranks. pinned: keys whose values stay as the recipe has them; num_layers: of the model;
+    num_experts: of a mixture, 0 of a dense model."""
 
     base: Recipe
     pinned: frozenset[str]
@@ -60,7 +59,7 @@ class Space:
 
     @cached_property
     def sequences_per_step(self) -> int:
-        """Of the batch. RecipeError where the recipe does not state it."""
+        """Sequences of a step. RecipeError where the recipe does not state them."""
         batch = self.base.batch
         stated = batch.sequences_per_step or (batch.tokens_per_step or 0) // batch.context
         if not stated:
@@ -70,7 +69,7 @@ class Space:
         return stated
 
     def root(self) -> Candidate:
-        """A candidate of which nothing is chosen yet."""
+        """A candidate with no choice made."""
         return Candidate(context=self.base.batch.context, ranks_per_node=self.ranks_per_node)
 
     def values(self, choice: str, c: Candidate) -> tuple[Mapping[str, Any], ...]:
@@ -94,7 +93,7 @@ class Space:
                     yield {"tp": tp, "pp": pp, "cp": cp, "dp": max(1, self.world // tp // pp // cp)}
 
     def _degrees_of(self, name: str, ranks: int) -> list[int]:
-        """Those that divide so many ranks, or the one that is asked for, of which the rules then say what is wrong."""
+        """Divisors of `ranks`; or the pinned value, which the rules then judge."""
         if f"parallel.{name}" in self.pinned:
             return [getattr(self.base.parallel, name)]
         return divisors(max(1, ranks))
@@ -138,7 +137,7 @@ class Space:
             yield {"schedule": schedule, "virtual": virtual}
 
     def _virtual_stages(self, pp: int) -> list[int]:
-        """Powers of two, and as many as there are layers for; at least 2, of which the rules then say what is wrong."""
+        """Powers of two, and as many as there are layers for; at least 2, which the rules then judge."""
         most = self.num_layers // pp
         powers = [1 << bits for bits in range(1, max(most, 2).bit_length()) if 1 << bits <= max(most, 2)]
         own = self.base.pipeline.virtual_stages
@@ -173,7 +172,7 @@ class Space:
 
 
 def divisors(number: int) -> list[int]:
-    """In rising order."""
+    """Divisors in rising order."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 

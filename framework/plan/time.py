@@ -23,7 +23,7 @@ from framework.parallel.activation_checkpointing import count_groups
 from framework.parallel.pipeline.simulate import Costs
 from framework.plan.bubble import Lengths, least_length
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import Cluster, Collective
+from framework.plan.cluster import ClusterRates, Collective
 from framework.plan.exposure import (
     NOTHING,
     Exposure,
@@ -38,8 +38,8 @@ from framework.plan.exposure import (
 )
 from framework.plan.forecast import TimeForecast
 from framework.plan.forecast_memory import memory_model
-from framework.plan.operators import LayerTimes, Rates, UnitWork, Work, read_operators
-from framework.plan.profile import OURS, Profile
+from framework.plan.operators import LayerTimes, UnitWork, Work, read_operators
+from framework.plan.profile import OURS, Profile, Rates
 from framework.plan.settings import Settings
 from framework.plan.shape import Degrees, ModelShape, RankUnit
 from framework.plan.sharding import ShardedUnit, Sharding
@@ -151,7 +151,7 @@ class StageTime:
 
 
 @dataclass(frozen=True)
-class RankTimes:
+class PipelineTimes:
     """All ranks of a pipeline. stages: in order; by rank: seconds of its microbatches (busy), of what comes once a step (late),
     the update's parts, elements that it updates."""
 
@@ -172,7 +172,7 @@ class TimeModel:
     """Step-time forecasts of one model with one recipe's choices on one cluster. profile: of the implementation, by default ours.
     What layouts share is memoized. For one thread."""
 
-    def __init__(self, shape: ModelShape, settings: Recipe, cluster: Cluster, profile: Profile | None = None):
+    def __init__(self, shape: ModelShape, settings: Recipe, cluster: ClusterRates, profile: Profile | None = None):
         compute = settings.precision.compute
         dtype = "bf16" if compute == "auto" else compute
         itemsize = {"fp32": 4, "fp64": 8}.get(dtype, 2)
@@ -194,7 +194,6 @@ class TimeModel:
         self.sharding = Sharding(settings.zero, gathered, reduced, self.links, self.profile)
         self.update = Update(settings, cluster, self.profile, itemsize)
         self.memory = memory_model(shape, Settings.of(settings))
-        self._kept = frozenset(memory.kept_operations)
         self._lengths = Lengths()
         self._known: dict[Any, Any] = {}
 
@@ -213,7 +212,7 @@ class TimeModel:
         parts["host"] += self.profile.step_s
         return self._conclude(c, parts, hidden, max(ranks.owned))
 
-    def ranks(self, c: Candidate, groups: Groups) -> RankTimes:
+    def ranks(self, c: Candidate, groups: Groups) -> PipelineTimes:
         """The stages and the work of each rank of the pipeline."""
         forms, order, owners = self.stages(c)
         found = [self.stage(form, c, groups) for form in forms]
@@ -225,7 +224,7 @@ class TimeModel:
             owned[owner] += stage.owned
         updates = [self.update.seconds(elements, c) for elements in owned]
         late = [once + sum(update.values()) for once, update in zip(late, updates, strict=True)]
-        return RankTimes(stages, busy, late, updates, owned)
+        return PipelineTimes(stages, busy, late, updates, owned)
 
     def costs(self, candidate: Candidate) -> Costs:
         """Seconds of each stage's actions for one microbatch, and of a message: the simulator's costs of a step's timeline."""
@@ -268,7 +267,7 @@ class TimeModel:
             self.times(c.context).operators.estimated,
         )
 
-    def _length(self, c: Candidate, groups: Groups, ranks: RankTimes) -> float:
+    def _length(self, c: Candidate, groups: Groups, ranks: PipelineTimes) -> float:
         """Seconds of the pipeline's actions, from the first to the last of all ranks."""
         if c.pp == 1:
             return ranks.busy[0]
@@ -299,7 +298,7 @@ class TimeModel:
 
         def read() -> LayerTimes:
             operators = read_operators(self.shape.whole, self.shape.units, context)
-            return LayerTimes(operators, self.rates, self._kept)
+            return LayerTimes(operators, self.rates, frozenset(self.settings.memory.kept_operations))
 
         return self._remember(("times", context), read)
 
@@ -444,10 +443,3 @@ class TimeModel:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
-
-
-def forecast_time(
-    shape: ModelShape, candidate: Candidate, settings: Recipe, cluster: Cluster, profile: Profile | None = None
-) -> TimeForecast:
-    """The step time of one candidate; for many keep a `TimeModel`."""
-    return TimeModel(shape, settings, cluster, profile).forecast(candidate)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import Cluster
+from framework.plan.cluster import ClusterRates
 from framework.plan.profile import Profile
 from framework.recipe.schema import Recipe
 
@@ -26,7 +26,7 @@ class Update:
     """The update of one rank. itemsize: bytes of a parameter that forward reads."""
 
     settings: Recipe
-    cluster: Cluster
+    cluster: ClusterRates
     profile: Profile
     itemsize: int
 

@@ -18,7 +18,7 @@ from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.replicas import Hashed
 from framework.plan.plan import Plan
 from framework.train.replicas import check_replicas
-from framework.train.reports import PendingStep, RankTimes, Reporter
+from framework.train.reports import PendingStep, Reporter, StepTimes
 from framework.train.save_policy import SavePolicy
 from framework.train.spikes import NO_LIMITS
 from framework.train.state import RunState
@@ -183,7 +183,7 @@ class Loop:
         traffic = ledger.totals(ledger.difference(ledger.snapshot(self.run.mesh), before))
         self.timed = result.timed
         busy_s, waited_s = time.perf_counter() - loaded, self.run.mesh.waits.seconds - waited_before
-        times = RankTimes(
+        times = StepTimes(
             busy_s=busy_s,
             data_wait_s=loaded - started,
             computed_s=sum(each.end - each.start for each in result.timed),

@@ -35,7 +35,7 @@ from framework.errors import NodeError, RunError
 from framework.launch.task import is_task, leave_out
 from framework.lease import Lease
 from framework.optim.optimizers import state_names
-from framework.plan.cluster import Cluster
+from framework.plan.cluster import ClusterRates
 from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan
 
@@ -320,7 +320,7 @@ def _expect(plan: Plan, mesh: Mesh) -> Expected:
     is_gpu, here = mesh.device.type == "cuda", plan.derived.ranks_per_node
     # A save stages there what the node's ranks write; on CPUs they hold as much, and more.
     host = checkpoint_bytes(plan) // max(1, plan.derived.world // here) * (1 if is_gpu else 2)
-    cluster = Cluster.from_recipe(plan.recipe)
+    cluster = ClusterRates.from_recipe(plan.recipe)
     links = {}
     if is_gpu and not cluster.is_assumed:
         for name in AXES:

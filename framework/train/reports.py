@@ -32,7 +32,7 @@ from framework.train.sums import StepValues
 from framework.train.validation import ValidationLoss
 
 
-class RankTimes(NamedTuple):
+class StepTimes(NamedTuple):
     """One rank's seconds of a step, by its host's clock."""
 
     busy_s: float  # without waiting for data
@@ -54,7 +54,7 @@ class PendingStep:
     lr: float
     limits: SpikeLimits  # above which it is a spike
     seconds: float  # of this rank, as `times`
-    times: RankTimes
+    times: StepTimes
     waits: list[ExposedWait]
     traffic: dict[str, dict[str, int]]
     loads: AsyncHostCopy | None  # of experts, flat
@@ -99,7 +99,7 @@ class Reporter:
         numbers for each rank.
         """
         own = find_device_times(pending, self._run.mesh.device)
-        times = [RankTimes(*each) for each in gather_numbers(own, self._run.mesh.axis("world"))]
+        times = [StepTimes(*each) for each in gather_numbers(own, self._run.mesh.axis("world"))]
         if times:  # on rank 0
             self._find_stragglers(pending, times)
             validation = {
@@ -110,7 +110,7 @@ class Reporter:
             self.observers.report(self._describe(pending, values, state, times, **validation))
 
     def _describe(
-        self, pending: PendingStep, values: StepValues, state: RunState, times: Sequence[RankTimes], **more: Any
+        self, pending: PendingStep, values: StepValues, state: RunState, times: Sequence[StepTimes], **more: Any
     ) -> StepReport:
         tokens_per_s = self._plan.derived.tokens_per_step / pending.seconds
         return StepReport(
@@ -144,7 +144,7 @@ class Reporter:
             **more,
         )
 
-    def _find_stragglers(self, pending: PendingStep, times: Sequence[RankTimes]) -> None:
+    def _find_stragglers(self, pending: PendingStep, times: Sequence[StepTimes]) -> None:
         """Print which ranks have become slow, or are so no longer."""
         data, own, waited = ([getattr(each, name) for each in times] for name in ("data_wait_s", "own_s", "waited_s"))
         for found in self._stragglers.add(pending.seconds, data, own, waited):
@@ -187,7 +187,7 @@ class Reporter:
         return {name: loss for name, loss in zip(names, found.by_source, strict=True) if loss is not None}
 
 
-def find_device_times(pending: PendingStep, device: torch.device) -> RankTimes:
+def find_device_times(pending: PendingStep, device: torch.device) -> StepTimes:
     """The rank's times. On a GPU `waited` and `own` are the device's, as its host only launches; its events have passed when the
     step's sums are read. Not run on a GPU."""
     if device.type != "cuda":
@@ -196,7 +196,7 @@ def find_device_times(pending: PendingStep, device: torch.device) -> RankTimes:
     return pending.times._replace(waited_s=waited_s, own_s=pending.seconds - pending.times.data_wait_s - waited_s)
 
 
-def find_bubble(times: Sequence[RankTimes]) -> float:
+def find_bubble(times: Sequence[StepTimes]) -> float:
     """Share of the ranks' time, until the last of them has ended its actions, in which they were idle."""
     longest = max(each.span_s for each in times)
     return 1.0 - sum(each.computed_s for each in times) / (len(times) * longest) if longest else 0.0

@@ -1,6 +1,6 @@
 """The sums of a step over the world, in one all-reduce: a few scalars and a number for each trained parameter.
 
-Values with one number for each rank (`reports.RankTimes`) are gathered for reported steps only.
+Values with one number for each rank (`reports.StepTimes`) are gathered for reported steps only.
 """
 
 from collections.abc import Sequence

@@ -63,10 +63,6 @@ class Validation:
         by_source = [loss / count if count else None for loss, count in zip(losses, num_tokens, strict=True)]
         return ValidationLoss(sum(losses) / max(sum(num_tokens), 1.0), tuple(by_source))
 
-    def mean(self, mesh: Mesh) -> float:
-        """The mean loss per token over all ranks' microbatches; collective."""
-        return self.means(mesh).mean
-
     @property
     def free_fraction(self) -> float:
         """Share of the microbatches that ran where ranks would have been idle."""

@@ -1,4 +1,4 @@
-"""Published throughput beside what is foretold of it: anchors of the time forecast, none of which anything is fitted to.
+"""Published throughput beside what is predicted of it: anchors of the time forecast, none of which anything is fitted to.
 
     python scripts/bench/anchors.py [--parts]
 
@@ -17,15 +17,15 @@ from profiles import AUTOMODEL, DEEPSEEK, MEGATRON, TORCHTITAN, TORCHTITAN_ASYNC
 from transformers import AutoConfig, PretrainedConfig
 
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import Cluster
+from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import TimeForecast
 from framework.plan.profile import Profile
 from framework.plan.shape import DEFAULT, ModelShape, make_shape
-from framework.plan.time import forecast_time
+from framework.plan.time import TimeModel
 from framework.recipe.clusters import read_shipped
 from framework.recipe.schema import Memory, Recipe, Zero
 
-H100 = Cluster.from_group(read_shipped("h100_ib"))
+H100 = ClusterRates.from_group(read_shipped("h100_ib"))
 # Meta's nodes, as torchtitan's page describes them: HBM2e at 2.4 TB/s, of which large copies reach as much as of HBM3, and a
 # limit of 500 W in place of 700. Power goes with the clock and the square of the voltage, and near its limit the voltage with
 # the clock's root at least: the clock falls by the square root of the power.
@@ -42,7 +42,7 @@ GRAND_TETON = replace(
 NVLINK_OF_H800 = 160 / 450
 
 
-def h800() -> Cluster:
+def h800() -> ClusterRates:
     """DeepSeek's nodes: H100s whose NVLinks are slower."""
     links = {
         kind: replace(
@@ -146,7 +146,7 @@ class Anchor:
     model: str
     printed: float
     candidate: Candidate
-    cluster: Cluster
+    cluster: ClusterRates
     profile: Profile
     settings: Recipe = DEFAULT
     assumed: str = ""
@@ -280,9 +280,9 @@ def megatron_flops(shape: ModelShape, context: int) -> float:
 
 
 def compare(anchor: Anchor, shapes: Shapes) -> tuple[float, TimeForecast]:
-    """(what is foretold in the unit that is printed, the forecast)."""
+    """(what is predicted in the unit that is printed, the forecast)."""
     shape = shapes.of(anchor.model)
-    found = forecast_time(shape, anchor.candidate, anchor.settings, anchor.cluster, anchor.profile)
+    found = TimeModel(shape, anchor.settings, anchor.cluster, anchor.profile).forecast(anchor.candidate)
     rate = found.tokens_per_s_and_rank
     if anchor.is_tflops:
         rate *= megatron_flops(shape, anchor.candidate.context) / 1e12
@@ -293,7 +293,7 @@ def print_table(anchors: Sequence[Anchor], shows_parts: bool) -> None:
     """A row for each anchor, and the median error of each source and of all."""
     shapes, errors = Shapes(), dict[str, list[float]]()
     print(
-        "| source | model | run | printed | foretold | error | MFU foretold | assumed |\n|---|---|---|---|---|---|---|---|"
+        "| source | model | run | printed | predicted | error | MFU predicted | assumed |\n|---|---|---|---|---|---|---|---|"
     )
     for anchor in anchors:
         rate, found = compare(anchor, shapes)
@@ -314,7 +314,7 @@ def print_table(anchors: Sequence[Anchor], shows_parts: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", action="store_true", help="where the foretold time goes, below each row")
+    parser.add_argument("--parts", action="store_true", help="where the predicted time goes, below each row")
     print_table([*torchtitan(), *megatron(), *others()], parser.parse_args().parts)
 
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from framework.errors import MeshwrightError
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import Cluster
+from framework.plan.cluster import ClusterRates
 from framework.plan.shape import make_shape
 from framework.recipe.clusters import read_shipped
 from scripts.bench.nanotron import GIB, UNITS, Choice, Fitted, Llama, Nanotron, find_refusal, split_blocks
@@ -177,9 +177,9 @@ def read_llama(size: str) -> Llama:
 
 
 @cache
-def read_cluster() -> Cluster:
+def read_cluster() -> ClusterRates:
     """The nodes that the runs were made on."""
-    return Cluster.from_group(read_shipped("h100_efa"))
+    return ClusterRates.from_group(read_shipped("h100_efa"))
 
 
 def foretell(rows: Sequence[Row], fitted: Fitted) -> list[Outcome]:

@@ -34,14 +34,14 @@ from framework.comm.collectives import all_reduce
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch, cut_context
 from framework.model.load import load_config
-from framework.plan.cluster import Cluster
+from framework.plan.candidate import OFFLOADED, candidate_of, recipe_of
+from framework.plan.cluster import ClusterRates
 from framework.plan.find import AS_FAST, Question, best_of, least_of_fastest, resolved, search
 from framework.plan.forecast import TimeForecast
-from framework.plan.layouts import OFFLOADED, candidate_of, recipe_of
 from framework.plan.plan import make_plan
 from framework.plan.search import Ranked
 from framework.plan.shape import make_shape
-from framework.plan.time import forecast_time
+from framework.plan.time import TimeModel
 from framework.recipe import schema
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose
@@ -197,7 +197,7 @@ def measure(recipes: Sequence[Recipe], rounds: int, num_steps: int, pool: RankPo
 def predict(recipe: Recipe) -> TimeForecast:
     """The forecast of a recipe on its cluster; as `plan` makes it."""
     shape = make_shape(load_config(recipe.model), recipe)
-    return forecast_time(shape, candidate_of(recipe), recipe, Cluster.from_recipe(recipe))
+    return TimeModel(shape, recipe, ClusterRates.from_recipe(recipe)).forecast(candidate_of(recipe))
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from framework.plan.plan import unconnected
 
 
 @dataclass
-class MainGradient:
-    """A weight's gradient in fp32 that is added to (`model.matmul.MainGradient`)."""
+class GradView:
+    """A weight's gradient in fp32 that is added to (`model.matmul.GradView`)."""
 
     parameter: nn.Parameter
     view: Tensor
@@ -81,7 +81,7 @@ class GradientsInForward(torch.autograd.Function):
 def make_forms(vocabulary: int, hidden: int, dtype: torch.dtype) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     axis = unconnected(Topology(), 0)["tp"]
     weight = nn.Parameter(torch.randn(vocabulary, hidden, dtype=dtype) * 0.05)
-    main = MainGradient(weight, torch.zeros(vocabulary, hidden))
+    main = GradView(weight, torch.zeros(vocabulary, hidden))
     head = nn.Linear(hidden, vocabulary, bias=False, device="meta")
     head.weight = weight
     chunked = ChunkedLoss(head, [main], LogitMap((), ()), axis, vocabulary)

@@ -22,7 +22,7 @@ from functools import lru_cache
 from math import ceil
 
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import Cluster
+from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import MemoryForecast, StageMemory, TimeForecast
 from framework.plan.shape import ModelShape
 
@@ -202,7 +202,7 @@ class Nanotron:
     """Forecasts of one model's runs on one cluster."""
 
     llama: Llama
-    cluster: Cluster
+    cluster: ClusterRates
     fitted: Fitted = Fitted()
 
     def choose(self, candidate: Candidate) -> Choice:

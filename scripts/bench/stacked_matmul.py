@@ -64,8 +64,8 @@ def draw_groups(experts: int, rows: int) -> RowGroups:
     return RowGroups.of(chosen.bincount(minlength=experts).tolist(), torch.device("cpu"))
 
 
-class MainGradient:
-    """A main gradient in fp32, as `model.matmul.MainGradient`."""
+class GradView:
+    """A main gradient in fp32, as `model.matmul.GradView`."""
 
     def __init__(self, parameter: torch.nn.Parameter):
         self.parameter = parameter
@@ -159,7 +159,7 @@ def module_ways(dtype: torch.dtype, experts: int, top_k: int, tokens: int, hidde
     alone = Communicator(Axis("ep", 1, 0))
     local = LocalExperts(modules["ours"], form, keeps_tokens=False)
     for matmul in local.matmuls:
-        matmul.write_gradient_to(MainGradient(modules["ours"].get_parameter(matmul.name)))
+        matmul.write_gradient_to(GradView(modules["ours"].get_parameter(matmul.name)))
     modules["ours"].forward = ExpertDispatch(local, experts, ExpertRoute([alone]), RoutedTokens.of_one_rank())  # type: ignore[assignment]
 
     def both(module: torch.nn.Module) -> None:

@@ -78,7 +78,7 @@ def train(case: Case, recipe: Recipe, mesh: Any, fills: bool) -> Trained:
             validations.append(evaluate(run, held_out))
         readings.append(train_step(run, microbatches, step, 1e-2, validation=validation).sums.vector)
         if fills:
-            validations.append(validation.mean(mesh))
+            validations.append(validation.means(mesh).mean)
             free = validation.free_fraction
         states.append(torch.get_rng_state())
     weights = {name: values.clone() for name, (_, values) in owned_weights(run).items()}

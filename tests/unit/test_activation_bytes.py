@@ -26,7 +26,7 @@ from framework.parallel.tensor.regions import RegionCall
 from framework.parallel.zero.buffers import DeferredGradients
 from framework.plan.activation_peaks import MomentTable
 from framework.plan.activations import Activations
-from framework.plan.cluster import Cluster
+from framework.plan.cluster import ClusterRates
 from framework.plan.forecast_memory import forecast_memory
 from framework.plan.plan import Plan, make_plan
 from framework.plan.policies import uniform
@@ -138,7 +138,7 @@ def test_messages_of_uneven_stages_are_foretold_in_the_order_in_which_they_leave
     recipe = replace(recipe, batch=batch, parallel=Parallel(pp=2), launch=replace(recipe.launch, ranks=2))
     plan = make_plan(recipe, build_config(family("llama"), **recipe.model.config))
     shape, settings = make_shape(plan.config, recipe), Settings.of(recipe)
-    found = forecast_memory(shape, plan.candidate, settings, Cluster.from_recipe(recipe))
+    found = forecast_memory(shape, plan.candidate, settings, ClusterRates.from_recipe(recipe))
     stage = plan.activations.of_stage(plan.pipeline.stages[0], uniform("none", 2))
     planned = MomentTable.of(live_moments(plan.pipeline.lowered(8), 0)).find_peaks({0: stage})["forward"].between
     even = MomentTable.of(moments_of("1f1b", 2, 1, 8)[0]).find_peaks({0: stage})["forward"].between

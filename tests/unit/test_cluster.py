@@ -5,7 +5,7 @@ from math import log
 
 import pytest
 
-from framework.plan.cluster import COLLECTIVES, Cluster, Grid
+from framework.plan.cluster import COLLECTIVES, ClusterRates, Grid
 from framework.plan.target import resolve_target
 from framework.recipe import clusters
 from framework.recipe.clusters import BY_GPU, KINDS, find_cluster, find_cluster_problems, read_shipped
@@ -25,7 +25,7 @@ EFA = {
 
 
 def shipped(name):
-    return Cluster.from_group(read_shipped(name))
+    return ClusterRates.from_group(read_shipped(name))
 
 
 def plain(**changes):
@@ -88,7 +88,7 @@ def test_cpu_ranks_of_this_machine_have_its_cores_and_memory(monkeypatch):
     assert list(find_cluster_problems(Recipe(cluster=described))) == []
     for ranks, gib in ((1, 6), (3, 2), (6, 1)):
         recipe = Recipe(launch=Launch(device="cpu", ranks=ranks))
-        assert Cluster.from_recipe(recipe).memory_bytes == gib * 2**30
+        assert ClusterRates.from_recipe(recipe).memory_bytes == gib * 2**30
 
 
 def test_a_named_cluster_says_what_its_devices_are_where_the_recipe_does_not():
@@ -201,7 +201,7 @@ def test_a_matmul_is_what_was_measured_of_its_shape_and_lies_between_where_nothi
     rows = [[m, k, n, 0.01 * (m + 2 * k + 3 * n) / 1000] for m in (64, 256) for k in (64, 1024) for n in (32, 512)]
     described = read_shipped("laptop")
     matmul = {"fp32": replace(described.matmul["fp32"], measured=rows)}
-    cluster = Cluster.from_group(replace(described, matmul=matmul))
+    cluster = ClusterRates.from_group(replace(described, matmul=matmul))
     for m, k, n, tflops in rows:
         assert 2e-12 * m * k * n / cluster.matmul_seconds(m, k, n, "fp32") == pytest.approx(tflops)
     ends = [cluster.matmul_seconds(m, 64, 32, "fp32") / m for m in (64, 256)]
@@ -268,7 +268,7 @@ def test_measured_collectives_take_what_was_measured():
     described = read_shipped("laptop")
     link = replace(described.links["all_reduce"], measured=[[0.004, 60], [1.0, 900], [16.0, 20000]])
     links = described.links | {"all_reduce": link}
-    cluster = Cluster.from_group(replace(described, devices_per_node=2, links=links))
+    cluster = ClusterRates.from_group(replace(described, devices_per_node=2, links=links))
     for size, micros in link.measured:
         assert cluster.collective_seconds("all_reduce", size * 1e6, 2, 1) == pytest.approx(micros * 1e-6)
     assert 60e-6 < cluster.collective_seconds("all_reduce", 1e5, 2, 1) < 900e-6

@@ -13,11 +13,12 @@ from framework.parallel.pipeline.lower import LiveMoment, live_moments, lower
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import unit_costs
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import Cluster
+from framework.plan.cluster import ClusterRates
 from framework.plan.forecast_memory import describe_estimate, forecast_memory
 from framework.plan.memory import KINDS, measure_units, total_on_disk, total_on_host
 from framework.plan.memory_states import CONTEXT_BYTES, FRAGMENTATION
 from framework.plan.plan import Plan, make_plan
+from framework.plan.rejections import ModelRules
 from framework.plan.settings import Settings
 from framework.plan.shape import DEFAULT, make_shape
 from framework.recipe.check import check_recipe
@@ -95,15 +96,15 @@ def plans(family: Family, seed: int, count: int) -> Iterator[Plan]:
         yield plan
 
 
-def cluster_of(num_bytes: int) -> Cluster:
-    return replace(Cluster.from_group(read_shipped("h100_ib")), memory_bytes=num_bytes)
+def cluster_of(num_bytes: int) -> ClusterRates:
+    return replace(ClusterRates.from_group(read_shipped("h100_ib")), memory_bytes=num_bytes)
 
 
 def assert_is_planned(plan: Plan) -> None:
     """States are those of the buffers that ranks lay out, and a search has the plan's number."""
     shape, settings = make_shape(plan.config, plan.recipe), Settings.of(plan.recipe)
     candidate, chosen = plan.candidate, plan.chosen
-    assert shape.refusal(candidate) is None
+    assert ModelRules(shape).refuse(candidate) is None
     found = forecast_memory(shape, candidate, settings, cluster_of(0), chosen)
     names, moments = state_names(plan.recipe.optim), plan.recipe.precision.moments
     for rank, stage in zip(plan.topology.ranks("pp", 0), found.stages, strict=True):
@@ -183,7 +184,7 @@ def test_the_fullest_phase_is_what_a_rank_holds_and_slack_is_beside_it() -> None
     ],
 )
 def test_a_degree_is_refused_with_the_words_of_the_rules(candidate: Candidate, words: str) -> None:
-    refusal = make_shape(build_config(family("llama"))).refusal(replace(candidate, context=64))
+    refusal = ModelRules(make_shape(build_config(family("llama")))).refuse(replace(candidate, context=64))
     assert refusal is not None
     assert words in refusal
     assert "\n" not in refusal

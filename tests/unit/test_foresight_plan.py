@@ -10,7 +10,7 @@ from framework.cli import main
 from framework.plan.advice import describe_verdict
 from framework.plan.candidate import Candidate
 from framework.plan.check import check_layout
-from framework.plan.cluster import Cluster
+from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import MemoryForecast, StageMemory
 from framework.plan.forecast_memory import forecast_memory
 from framework.plan.forecast_plan import BY_DATA_SHEETS, forecast_plan
@@ -28,7 +28,7 @@ def test_bytes_do_not_depend_on_what_was_asked_before() -> None:
     """NCCL has a communicator more with cp, whose layouts else have the states of those without."""
     config = build_config(family("llama"))
     recipe = resolve_target(compose(["launch.device=cuda", "cluster=h100_ib"], []).require())
-    cluster, settings = Cluster.from_recipe(recipe), Settings.of(recipe)
+    cluster, settings = ClusterRates.from_recipe(recipe), Settings.of(recipe)
     candidates = [Candidate(dp=4, zero=3, shard=4, context=32), Candidate(dp=2, cp=2, zero=3, shard=4, context=32)]
     shape = make_shape(config, recipe)
     both = [forecast_memory(shape, each, settings, cluster).fullest.reserved for each in candidates]
@@ -46,7 +46,7 @@ def test_nodes_on_the_command_line_are_slurms_for_plan_and_search() -> None:
 
 def test_a_machine_that_nobody_named_is_called_assumed() -> None:
     memory = MemoryForecast((StageMemory({"parameters": 2**30}, 0, {}),), 2 * 2**30)
-    cluster = Cluster.from_recipe(resolve_target(compose(list(TINY), []).require()))
+    cluster = ClusterRates.from_recipe(resolve_target(compose(list(TINY), []).require()))
     assert describe_verdict(memory, cluster) == "fits the 2.0 GiB of h100_ib with 1.0 GiB to spare"
     assumed = replace(cluster, is_assumed=True)
     assert describe_verdict(memory, assumed).startswith("fits the 2.0 GiB of h100_ib, which is assumed,")

@@ -15,12 +15,11 @@ from framework.cli import main
 from framework.errors import MeshwrightError, RecipeError
 from framework.model.load import load_config
 from framework.plan.auto import require_layout
-from framework.plan.candidate import Candidate
+from framework.plan.candidate import Candidate, candidate_of, recipe_of, values_of
 from framework.plan.check import check_layout
-from framework.plan.cluster import Cluster
+from framework.plan.cluster import ClusterRates
 from framework.plan.find import Question, best_of, search
 from framework.plan.forecast import Forecast
-from framework.plan.layouts import candidate_of, recipe_of, values_of
 from framework.plan.memory_bounds import first_in_flight
 from framework.plan.memory_states import FRAGMENTATION, StateOptions
 from framework.plan.page_html import require_page
@@ -91,7 +90,7 @@ class Whole:
         self.shape: ModelShape = make_shape(load_config(self.recipe.model), self.recipe)
         self.space = Space(self.recipe, question.pinned, self.shape.num_layers, num_experts)
         self.constraints: Constraints = collect_constraints(self.space, self.shape)
-        self.cluster = Cluster.from_recipe(self.recipe)
+        self.cluster = ClusterRates.from_recipe(self.recipe)
         self.engine = Engine.of(self.shape, Settings.of(self.recipe), self.cluster)
 
     def limit(self, num_bytes: int) -> None:

@@ -13,15 +13,16 @@ from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Costs, simulate
 from framework.plan.bubble import Lengths, least_length
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import Cluster, Grid, Link, LinkSpan
+from framework.plan.cluster import ClusterRates, Grid, Link, LinkSpan
 from framework.plan.exposure import place_group, place_groups
 from framework.plan.forecast import TimeForecast
 from framework.plan.profile import Kernels, Profile
 from framework.plan.shape import DEFAULT, ModelShape, make_shape
-from framework.plan.time import PARTS, TimeModel, forecast_time
+from framework.plan.time import PARTS, TimeModel
 from framework.plan.update import expected_goodput
 from framework.recipe import schema
 from framework.recipe.clusters import read_shipped
+from framework.recipe.schema import Recipe
 
 TFLOPS, HUGE = 1e12, 1e30
 NOTHING = Kernels(0, 0, 1)
@@ -36,7 +37,7 @@ BARE = Profile(
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
 
-def machine(rate: float = HUGE, ranks_per_node: int = 8, **changes: Any) -> Cluster:
+def machine(rate: float = HUGE, ranks_per_node: int = 8, **changes: Any) -> ClusterRates:
     """A cluster of 1 TFLOP/s in every matmul, whose links carry `rate` bytes a second without latency. No kernel takes time to
     launch, and memory none to read."""
     links: Any = {kind: Link(0.0, (LinkSpan(1, rate, 0.0),)) for kind in KINDS}
@@ -50,8 +51,14 @@ def machine(rate: float = HUGE, ranks_per_node: int = 8, **changes: Any) -> Clus
     }
     values |= dict.fromkeys(("memory_rate", "host_rate", "disk_rate"), HUGE)
     values |= {"overhead_s": 0.0, "processors": 1, "tile": (1, 1), "ramp": 0}
-    shipped = Cluster.from_group(read_shipped("h100_ib"))
+    shipped = ClusterRates.from_group(read_shipped("h100_ib"))
     return replace(shipped, ranks_per_node=ranks_per_node, links=links, **(values | changes))
+
+
+def forecast_time(
+    shape: ModelShape, candidate: Candidate, settings: Recipe, cluster: ClusterRates, profile: Profile | None = None
+) -> TimeForecast:
+    return TimeModel(shape, settings, cluster, profile).forecast(candidate)
 
 
 def llama(**changes: Any) -> PretrainedConfig:

@@ -9,7 +9,7 @@ import torch
 from framework.errors import EXIT_NODE, EXIT_USER, LeaseLost, NodeError, RunError
 from framework.launch import task
 from framework.lease import Holder, Lease, take
-from framework.plan.cluster import Cluster
+from framework.plan.cluster import ClusterRates
 from framework.recipe.schema import Launch, Recipe
 from framework.train import probe
 from framework.train.probe import Expected, Facts, check_room, compute_known, find_slow, hadamard, judge, refuse
@@ -112,7 +112,7 @@ def test_a_slow_group_over_two_nodes_condemns_neither():
 
 
 def test_links_far_below_their_rates_are_said():
-    cluster = Cluster.from_recipe(Recipe(launch=Launch(gres="gpu:h100", device="cuda")))
+    cluster = ClusterRates.from_recipe(Recipe(launch=Launch(gres="gpu:h100", device="cuda")))
     planned_s = cluster.collective_seconds("all_reduce", probe.BYTES_ON_GPU, ranks=4, nodes=4)
     assert 0.001 < planned_s < 0.01
     facts = [replace(WELL, reduce_s={"world": (0, 20 * planned_s)})] * 4

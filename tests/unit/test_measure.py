@@ -24,7 +24,7 @@ from framework.commands.timings import Effort, choose_edges, combine, iter_forev
 from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, RecipeError
 from framework.launch import agent
 from framework.launch.agent import Outcome
-from framework.plan.cluster import COLLECTIVES, Cluster
+from framework.plan.cluster import COLLECTIVES, ClusterRates
 from framework.plan.correction import correct
 from framework.recipe.compose import compose
 from framework.recipe.schema import ClusterMeasured, Launch, Recipe
@@ -67,7 +67,7 @@ FOUND = {
 def cluster_of(text, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(text)
-    return Cluster.from_group(compose(["experiment=quickstart", f"cluster={file}"]).require().cluster)
+    return ClusterRates.from_group(compose(["experiment=quickstart", f"cluster={file}"]).require().cluster)
 
 
 def test_a_plan_by_the_file_takes_as_long_as_what_was_measured(tmp_path):
@@ -101,7 +101,7 @@ def test_what_layouts_have_taken_longer_slows_all_that_was_measured(tmp_path):
     file.write_text(write_text("mine", describe_group(ORDER, FOUND, HERE, 8 << 30, 64 << 30), ORDER, HERE))
     group = compose(["experiment=quickstart", f"cluster={file}"]).require().cluster
     slower = correct(group, {"computation": 2.0, "memory": 3.0, "links": 4.0, "host": 1.0}, "slower")
-    before, after = Cluster.from_group(group), Cluster.from_group(slower)
+    before, after = ClusterRates.from_group(group), ClusterRates.from_group(slower)
     own = before.overhead_s
 
     def factor(seconds, less=0.0):

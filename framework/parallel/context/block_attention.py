@@ -31,17 +31,17 @@ AGREEMENT = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, to
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Queries against keys. heads: q [B, H, n, D], k [B, Hk, m, D], v [B, Hk, m, Dv]; H a multiple of Hk, any strides.
-
-    q_rows, k_rows: global rows of the n queries and m keys. first_rows: [B, n], the row at which each query's document begins;
-    None: 0. Best on the host, which reads them.
-    """
+    """Queries against keys."""
 
     heads: Heads
+    """q [B, H, n, D], k [B, Hk, m, D], v [B, Hk, m, Dv]; H a multiple of Hk, any strides."""
     q_rows: Interval
+    """Global rows of the n queries."""
     k_rows: Interval
+    """Global rows of the m keys."""
     scores: Scores
     first_rows: Tensor | None = None
+    """[B, n], the row at which each query's document begins; None: 0. Best on the host, which reads them."""
 
     @property
     def sums_dtype(self) -> torch.dtype:

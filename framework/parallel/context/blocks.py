@@ -25,14 +25,17 @@ from framework.parallel.context.visible_rows import Scores
 
 @dataclass(frozen=True)
 class Block:
-    """Queries and keys for one call, as rows. queries, keys: (start, stop) of tokens as ranks hold them; q_rows, k_rows: of the
-    sequence. is_whole: every query sees every key, as far as order and window go."""
+    """Queries and keys for one call, as rows."""
 
     queries: Interval
+    """(start, stop) of tokens as this rank holds them."""
     keys: Interval
+    """(start, stop) of tokens as the message holds them."""
     q_rows: Interval
+    """The queries' rows of the sequence."""
     k_rows: Interval
     is_whole: bool
+    """Every query sees every key, as far as order and window go."""
 
     @property
     def is_diagonal(self) -> bool:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from framework.comm import duals
 from framework.model.experts import Capacity, ExpertsForm
 from framework.model.kept_outputs import KeepsOutputs, KeptOutputs
-from framework.model.matmul import MainGradient, RowGroups, StackedMatmul
+from framework.model.matmul import GradView, RowGroups, StackedMatmul
 from framework.model.routers import RoutedTokens
 from framework.parallel.experts.exchange import DispatchedRows, DispatchPlan, ExpertRoute, combine, spread
 from framework.parallel.experts.shared import SharedExperts
@@ -235,7 +235,7 @@ def report_dropped(model: nn.Module, report: Callable[[nn.Module, Tensor], None]
 
 
 def write_stacked_gradients(
-    model: nn.Module, grad_views: Mapping[str, MainGradient]
+    model: nn.Module, grad_views: Mapping[str, GradView]
 ) -> dict[nn.Module, tuple[KeepsOutputs, ...]]:
     """Have the matmuls of experts that dispatch add their weights' gradients to the main gradients. grad_views: by parameter
     name, of the trained ones. Returns by the module of the experts what of it may be kept: the dispatch and its matmuls, also

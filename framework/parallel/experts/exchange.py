@@ -201,14 +201,17 @@ def invert(order: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Hop:
-    """Rows sent over one axis, and sorted on arrival. sent, received: for and from each rank; order, inverse: [R] int64, from the
-    order of arrival to that of what follows, and back."""
+    """Rows sent over one axis, and sorted on arrival."""
 
     axis: Communicator
     sent: Sequence[int]
+    """Rows for each rank."""
     received: Sequence[int]
+    """Rows from each rank."""
     order: Tensor
+    """[R] int64, from the order of arrival to that of what follows."""
     inverse: Tensor
+    """[R] int64, the way back."""
 
     def start(self) -> RowExchange:
         """The exchange towards the experts; `RowExchange.back` is the other."""

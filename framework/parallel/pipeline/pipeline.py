@@ -36,10 +36,6 @@ class PipelinePlan:
     """Results computed before, as `rooms`."""
     rooms: dict[int, int] = field(default_factory=dict)
 
-    def sends(self, index: int) -> bool:
-        """Whether a stage's output goes to another rank."""
-        return len(set(self.rank_of_stage[index : index + 2])) == 2
-
     def schedule(self, num_microbatches: int, num_validation: int = 0) -> Schedule:
         """The schedule of a training step with `num_validation` microbatches, at most `room`, in its bubbles; with no training
         microbatches, that of a validation alone."""
