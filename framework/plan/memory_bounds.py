@@ -23,8 +23,7 @@ from framework.parallel.activation_checkpointing import count_groups
 from framework.parallel.pipeline.schedules import group_sizes
 from framework.plan.activation_peaks import representative
 from framework.plan.candidate import Candidate, Checkpointing
-from framework.plan.forecast_memory import MemoryModel
-from framework.plan.memory_activations import form_of
+from framework.plan.forecast_memory import MemoryModel, form_of
 from framework.plan.memory_states import slack_of
 
 # Of an element's gradient at the least (`BufferDtypes.gradient`).

@@ -330,7 +330,8 @@ def test_bounds_of_bytes_are_below_all_that_they_stand_for(enumerated: Enumerate
         work = replace(stages, schedule="1f1b", virtual=1, checkpointing="none", offload=frozenset())
         needs, way = enumerated.forecasts[each].bytes, (each.checkpointing, stages.offload)
         (of_work,) = least.least_of_ways(work, (way,), enumerated.schedules(each))
-        assert of_work <= least.least(stages) <= needs, each
+        (of_stages,) = least.least_of_ways(stages, (way,), ((each.schedule, each.virtual),))
+        assert of_work <= of_stages <= needs, each
         options = StateOptions(((each.zero, each.shard, each.offload),))
         assert engine.spare(stages, options).tolist() == [limit - needs]
 
