@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -90,11 +91,15 @@ def test_layers_with_a_mask_are_those_with_a_window_and_of_packed_documents_all(
 
 
 def find_tensors(call: Any) -> Iterator[Tensor]:
-    """What a deferred call holds."""
-    for each in (*call.args, *call.keywords.values()):
+    """The tensors that a deferred call holds, by its arguments or in its closure."""
+    if isinstance(call, partial):
+        held = (*call.args, *call.keywords.values())
+    else:
+        held = tuple(cell.cell_contents for cell in call.__closure__ or ())
+    for each in held:
         if isinstance(each, Tensor):
             yield each
-        elif isinstance(each, partial):
+        elif isinstance(each, partial | FunctionType):
             yield from find_tensors(each)
 
 

@@ -21,7 +21,6 @@ from framework.recipe.compose import compose, load_recipe, save_recipe
 from framework.recipe.environment import describe_public, fill, hide_secrets, is_secret, looks_secret, secret_in
 from framework.recipe.saved import to_yaml
 from framework.recipe.schema import Launch, Model, Recipe
-from framework.train import program
 from framework.train.reports import describe_run
 
 SECRET = "hf_sEcReTsEcReT"
@@ -247,7 +246,7 @@ def test_a_missing_variable_is_named_before_anything_is_made(value, monkeypatch)
     monkeypatch.delenv("HF_TOKEN") if value is None else monkeypatch.setenv("HF_TOKEN", value)
     recipe = compose([*BASE, "launch.environment.TOKEN_OF_MINE=${oc.env:HF_TOKEN}"]).require()
     with pytest.raises(RecipeError) as error:
-        train(recipe, [], [], program.main)
+        train(recipe, [], [])
     assert "launch.environment.TOKEN_OF_MINE refers to HF_TOKEN" in str(error.value)
     assert "export HF_TOKEN" in str(error.value)
     assert error.value.exit_code == EXIT_USER
