@@ -1,4 +1,4 @@
-"""Packing: sample i of a token stream as input, labels and positions, and its slices for context parallelism.
+"""Pack documents into sequences: sample i of a token stream as input, labels and positions, and slices for context parallelism.
 
 Identity: a stream of N tokens x has ceil((N - 1) / T) samples; sample i has, for t in [0, T) and n = i T + t,
 

@@ -1,6 +1,6 @@
-"""The script of a job.
+"""Render the SLURM job script.
 
-It is rendered from a template of `slurm/` and written into the run directory; sbatch gets that file, byte for byte. Nothing of
+A template of `slurm/` becomes a file in the run directory; sbatch gets that file, byte for byte. Nothing of
 a site is in the templates: it comes from the recipe's `launch` keys.
 """
 

@@ -1,4 +1,4 @@
-"""Bytes that a rank holds at the most, in closed form: the table of `parallel/zero/lifetimes.py`, padding included."""
+"""Bytes of parameters, gradients and optimizer states, in closed form from `parallel/zero/lifetimes.py`: part of the forecast."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The rules between the keys of a recipe, asked in order."""
+"""Check a recipe by the rules of `layout_rules`, `run_rules` and `launch_rules`, in order."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The observers of a run, whose failures are contained: a run is worth more than its curves."""
+"""Contain the failures of a run's observers: no observer stops training. A new tracker is an entry of `open_observers`."""
 
 import logging
 from collections import Counter

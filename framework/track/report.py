@@ -1,5 +1,5 @@
-"""The input of observers: the description of the run (`RunInfo`), then a `StepReport` for each reported step. docs/metrics.md
-defines each metric: unit, where it is measured, over which ranks."""
+"""The interface of observers and their input: the description of the run (`RunInfo`), then a `StepReport` for each reported step.
+docs/metrics.md defines each metric: unit, where it is measured, over which ranks."""
 
 import json
 from dataclasses import asdict, dataclass, field

@@ -1,4 +1,5 @@
-"""One optimizer step, without a branch on parallelism: sizes of one take the same path."""
+"""One training step: forward and backward of all microbatches by the schedule, gradient norm, update. Axes of size 1 take the
+same path."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""ContextAttention: causal attention where each rank of `cp` holds some of a sequence's tokens.
+"""ContextAttention: causal attention where each rank of `cp` holds some of a sequence's tokens. A transport of keys and
+values is an entry of TRANSPORTS.
 
     heads for tokens    over `ulysses`: this rank's heads of whole chunks         `ulysses`
     blocks              over `ring`: queries of this rank against the K/V of      `ring`, `gather`, `blocks`, `merge`

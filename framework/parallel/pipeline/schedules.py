@@ -1,4 +1,6 @@
-"""Schedules: pure functions from (ranks, microbatches, virtual stages) to each rank's list of actions.
+"""Schedules gpipe, 1f1b, interleaved, zb_h1, zbv, dualpipe_v.
+
+Pure functions from (ranks, microbatches, virtual stages) to each rank's list of actions.
 
 P ranks, V virtual stages on each, S = P V stages, M microbatches. The placement of stages:
 

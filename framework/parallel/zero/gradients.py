@@ -1,4 +1,4 @@
-"""Gradients: collected in their unit's main gradient, reduced unit by unit while backward goes on.
+"""Accumulate gradients in their unit's main gradient, and start its reduce-scatter while backward goes on.
 
 Each parameter's gradient of a microbatch is written (first) or added (later) to the unit's main gradient in the master
 dtype. When backward has left a unit, its gradient is reduce-scattered over the shard axis, and after the step's last backward

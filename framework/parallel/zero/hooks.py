@@ -1,4 +1,4 @@
-"""The order in which units are unsharded, resharded and reduced, and the hooks that tell where forward and backward are.
+"""Hooks that tell where forward and backward are, and the order in which they have units unsharded, resharded and reduced.
 
 The order is a function of positions alone, equal on all ranks. A rank tells where its computation is. From there everything
 follows, also for units that this rank's computation left out (a layer that is skipped for its data): they take their turn, too,
