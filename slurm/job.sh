@@ -150,7 +150,10 @@ start_soon() { # start_soon [CHANGE...]: other changes that a job takes only whi
     ${SLURM_JOB_QOS:+--qos="$SLURM_JOB_QOS"} --wrap "for try in {1..240}; do
       state=\$(squeue --noheader --states=all --job=$slurm_job --format=%T)
       case \$state in
-        PENDING) scontrol update JobId=$slurm_job StartTime=now+3 ${*@Q}; exit ;;
+        PENDING)    # four times: SLURM may set its delay behind the first request
+          scontrol update JobId=$slurm_job StartTime=now+3 ${*@Q}
+          asked=\$((asked + 1))
+          [ \$asked -lt 4 ] || exit ;;
         CANCELLED) exit ;;
       esac
       sleep 0.5
