@@ -147,13 +147,10 @@ start_soon() { # start_soon [CHANGE...]: other changes that a job takes only whi
   sbatch --quiet --job-name="soon-$job" --output=/dev/null --nodes=1 --ntasks=1 --time=2 --deadline=now+4minutes \
     ${soon_after:+--begin="$soon_after"} \
     ${SLURM_JOB_PARTITION:+--partition="$SLURM_JOB_PARTITION"} ${SLURM_JOB_ACCOUNT:+--account="$SLURM_JOB_ACCOUNT"} \
-    ${SLURM_JOB_QOS:+--qos="$SLURM_JOB_QOS"} --wrap "for try in {1..240}; do
+    ${SLURM_JOB_QOS:+--qos="$SLURM_JOB_QOS"} --wrap "for try in \$(seq 240); do    # sh runs this, not bash
       state=\$(squeue --noheader --states=all --job=$slurm_job --format=%T)
       case \$state in
-        PENDING)    # four times: SLURM may set its delay behind the first request
-          scontrol update JobId=$slurm_job StartTime=now+3 ${*@Q}
-          asked=\$((asked + 1))
-          [ \$asked -lt 4 ] || exit ;;
+        PENDING) scontrol update JobId=$slurm_job StartTime=now+3 ${*@Q}; exit ;;
         CANCELLED) exit ;;
       esac
       sleep 0.5

@@ -121,7 +121,8 @@ def test_with_too_few_nodes_the_job_is_requeued_without_the_bad_ones(tmp_path, j
     """Nor on those that its user has left out: the new list takes the place of the old one."""
     _, done, notes = job(script(tmp_path, 2, 1), "n1,n2,n3", ["87 n1 -", "87 n2 -"], EXCLUDED=excluded)
     assert (notes / "requeues").read_text() == "requeue 7\n"
-    assert f" 'ExcNodeList={in_front}n1,n2'\n" in (notes / "soon").read_text()
+    assert f" 'ExcNodeList={in_front}n1,n2'; exit" in (notes / "soon").read_text()
+    assert "{1.." not in (notes / "soon").read_text(), "sbatch runs it by sh, where that is one word"
     assert "too few nodes are left, the run needs 2; requeued" in done.stdout
 
 
