@@ -112,7 +112,7 @@ class FoundCheckpoints:
     damaged: dict[Place, DamagedCheckpoint]
     """Newer ones."""
     manifest: Manifest | None = None
-    """Of the newest."""
+    """The newest one's."""
     lost: str | None = None
     """A message if one that was committed after the newest is gone."""
 

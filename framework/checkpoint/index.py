@@ -103,7 +103,7 @@ class Manifest:
     entries: dict[str, EntryRecord]
     index: FileRecord
     block_bytes: int = BLOCK_BYTES
-    """Of the ranks' files."""
+    """Block size of the ranks' files."""
 
 
 def encode_manifest(manifest: Manifest) -> str:

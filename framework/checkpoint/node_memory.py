@@ -53,7 +53,7 @@ class NodeMemory:
 
     path: Path
     epoch: int = 0
-    """Of the start's lease; 0 without a launcher."""
+    """Epoch of the start's lease; 0 without a launcher."""
     birth: str = NO_BIRTH
     """Unique among the runs at one path. Births sort in the order of time."""
 

@@ -96,7 +96,7 @@ class ObjectFolder:
 
     def begin(self, lease: Lease, step: int) -> ObjectPath:
         unfinished = self.root / f"step-{step:08d}.{lease.epoch}"
-        # What was committed under this name is gone; a rewind or damage may have left some of it.
+        # A former commit under this name is gone; a rewind or damage may have left some of it.
         lease.check()
         unfinished.remove_all()
         return unfinished

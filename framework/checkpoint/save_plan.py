@@ -101,11 +101,11 @@ class SavePlan:
     """The plan of this rank's saves, valid until a layout changes."""
 
     keys: list[tuple[str, Layout, torch.dtype]]
-    """Of this rank's entries."""
+    """(name, layout, dtype) of each of this rank's entries."""
     chosen: list[int]
     """The numbers of those that it writes."""
     bytes_needed: int
-    """What all ranks write."""
+    """Sum over all ranks."""
     index: IndexPlan | None
     """Rank 0's."""
 

@@ -101,7 +101,7 @@ def on_host(start: Callable[[Tensor, Tensor], Pending], out: Tensor, x: Tensor, 
     if not axis.staged:
         return start(out, x)
     host_x = to_host(x)
-    # What works in place reads `out`, so one copy must be both.
+    # An algorithm in place reads `out`, so one copy must be both.
     host_out = host_x if out is x else torch.empty(out.shape, dtype=out.dtype)
     return then(start(host_out, host_x), lambda: copy(out, host_out))
 

@@ -68,7 +68,7 @@ def start_all_reduce(
     check_agreement(axis, "all_reduce", label, x)
     num_bytes = 2 * (axis.size - 1) * x.numel() * reduce_dtype.itemsize // axis.size
     if reduce_dtype != x.dtype:
-        # Of rounded numbers a maximum would be one that no rank has.
+        # A maximum of rounded numbers would be one that no rank has.
         assert op == "sum", f"{op} in {reduce_dtype}"
         return _start("all_reduce", label, num_bytes, lambda out, _: sum_rounded(out, axis, reduce_dtype), x, x, axis)
     return _start("all_reduce", label, num_bytes, lambda out, _: _all_reduce(out, axis, op), x, x, axis)
@@ -206,7 +206,7 @@ def _start(name: str, label: str, num_bytes: int, start: Start, out: Tensor, x: 
 
 
 def _choose(name: str, axis: Communicator, out: Tensor, x: Tensor) -> Pending:
-    # By the device of the tensors that travel, which are host copies where the axis is staged.
+    # Chosen by the device of the tensors that are sent, which are host copies where the axis is staged.
     return ALGORITHMS[x.device.type, name].start(out, x, axis)
 
 

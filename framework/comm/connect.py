@@ -92,9 +92,9 @@ class Backends:
 
     world: str
     axes: str
-    """Of the groups of all axes but the world's."""
+    """Backend of the groups of all axes but the world's."""
     scatter: str | None = None
-    """Of second groups over axes of shards, for their reduce-scatters, and of those over TOKEN_AXES; None where operations do not
+    """Backend of second groups over axes of shards, for their reduce-scatters, and over TOKEN_AXES; None where operations do not
     queue."""
     is_lazy: bool = False
     """gloo connects two ranks when they first talk, and not every pair at once."""
@@ -427,7 +427,7 @@ def count_sockets(topology: Topology, rank: int, is_lazy: bool) -> int:
 def count_group_sockets(size: int, rank: int, is_lazy: bool) -> int:
     """Number of sockets of a gloo group of `size` ranks: a listener, and one for each rank that it talks to. rank: within a lazy
     group."""
-    # Of a barrier's and a broadcast's tree 2 log2 n pairs; rank 0's gathers need them all.
+    # A barrier's and a broadcast's tree connect 2 log2 n pairs; rank 0's gathers need all.
     return 1 + (min(size - 1, 2 * ceil(log2(size))) if is_lazy and rank else size - 1)
 
 

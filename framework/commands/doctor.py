@@ -133,7 +133,7 @@ def _layout(recipe: Recipe) -> Iterator[DoctorLine]:
         what = f"{recipe.model.weights or recipe.model.family} cannot be laid out so"
         yield DoctorLine("layout", what, str(error))
         return
-    # Of a machine that nobody has named the verdict is a guess.
+    # The verdict is a guess for a machine that nobody has named.
     yield DoctorLine("layout", describe_need(plan), caution_of_fit(plan), is_needed=recipe.cluster.name is not None)
     cheapest = [f"{change}: {show_bytes(size)}" for change, size in islice(find_relief(plan, 0), SHOWN)]
     if cheapest:

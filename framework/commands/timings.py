@@ -67,7 +67,7 @@ class Effort:
     memory_bytes: tuple[int, ...]
     # Bytes of collectives.
     message_bytes: tuple[int, ...]
-    # Of attention: contexts, features of a head, features of all heads together, tokens.
+    # Attention: contexts, features of a head, features of all heads together, tokens.
     contexts: tuple[int, ...]
     features: tuple[int, ...]
     width: int

@@ -89,7 +89,7 @@ class ShardReport:
     num_source_bytes: int
     bad_records: tuple[BadRecord, ...]
     lowest_hash: int | None
-    """Of the shard's documents; None without any."""
+    """Lowest hash of the shard's documents; None without any."""
     highest_hash: int | None
 
     @classmethod
@@ -221,7 +221,7 @@ def tokenize_shard(job: ShardJob) -> ShardReport:
 
 def clear_shard(folder: Path, shard: int) -> None:
     """Remove what an earlier or unfinished attempt left. The report goes first: it says that the rest is complete."""
-    # By name, because listing a folder of thousands of shards for each of them takes minutes.
+    # Removed by name: listing a folder of thousands of shards for each of them takes minutes.
     for ending in ("json", *(f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "ends"))):
         path = shard_path(folder, shard, ending)
         path.unlink(missing_ok=True)

@@ -24,7 +24,7 @@ class TokenLayout:
     """The tokens of one rank."""
 
     sequences: int
-    """Of a microbatch."""
+    """Sequences of a microbatch."""
     context: int
     """Tokens of each sequence that the rank has inside regions."""
     tp: Axis

@@ -143,7 +143,7 @@ class Capacity:
             # Stable: of equal weights the first in the sequence.
             units = (weights.detach().flatten(1).to(torch.float64) * UNITS).round()
             pairs = units.argsort(dim=1, descending=True, stable=True)
-        # By expert, and within each by priority; then a pair's place within its expert's run is its number less the run's first.
+        # Sorted by expert and priority; then a pair's place within its expert's run is its number less the run's first.
         by_expert, order = experts.gather(1, pairs).sort(dim=1, stable=True)
         first = torch.searchsorted(by_expert, by_expert)
         place = torch.arange(experts.shape[1], device=index.device) - first

@@ -67,7 +67,7 @@ class Phases:
         self, observer: RankObserver | None = None, on_begin: Callable[[Phase], None] = lambda phase: None
     ) -> None:
         self.observer = observer or RankObserver()
-        # Of each phase so far, without those of phases within it and of the one under way; with it they add up to the time since
+        # Seconds of each phase so far, without phases within it and the one under way; with it they add up to the time since
         # this object was made.
         self.seconds = dict.fromkeys(Phase, 0.0)
         self._on_begin = on_begin

@@ -94,7 +94,7 @@ class Progress:
     pace: StepPace = field(default_factory=StepPace)
     is_timed: bool = False  # a step is under way whose length is judged by the former ones
     saves: deque[Save] = field(default_factory=deque)  # under way, the oldest first
-    # Of the thread of that name (`hang.TRAINING`, `SAVES`), once they are connected.
+    # Communicators of the thread of that name (`hang.TRAINING`, `SAVES`), once they are connected.
     communicators: "dict[str, tuple[Communicator, ...]]" = field(default_factory=dict)
     hosts: dict[int, str] = field(default_factory=dict)  # by rank
     lease: Lease | None = None  # of the run, once that is known: a start that has lost it writes no more

@@ -94,13 +94,13 @@ class Watchdog:
         self._open_store, self._end, self._folder, self._say = open_store, end, folder, say
         self._patience_s, self._first_patience_s = patience_s, first_patience_s
         self._main = threading.main_thread().ident or 0
-        # Of requests to stop and to save.
+        # Requests to stop and to save.
         self._hears, self._listening = False, threading.Lock()
         self._asked_s: float | None = None  # since when the rank is asked to stop, by the monotonic clock
         self._answers_request = False  # whether the save under way is what was asked for
         self._under_way: tuple[int, float] | None = None  # the step and when it began
         self._said_s = 0.0  # how long the step under way had lasted when that was last said
-        # Of the other ranks.
+        # The other ranks.
         self._host = "the host of the ranks' store"
         self._lines: dict[int, RankStatus | None] = {}  # the last that this rank has read
         # When the board answered last and when an alarm was heard, by the monotonic clock.

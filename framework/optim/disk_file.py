@@ -72,7 +72,7 @@ def file_system_of(path: Path, mounts: Path = MOUNTS) -> str:
     except OSError:
         return ""
     place = path.resolve()
-    # Of two mounts at one place the later one hides the earlier.
+    # The later of two mounts at one place hides the earlier.
     on_way = {Path(_unescape(row[1])): row[2] for row in rows if place.is_relative_to(_unescape(row[1]))}
     return on_way[max(on_way, key=lambda mount: len(mount.parts))] if on_way else ""
 

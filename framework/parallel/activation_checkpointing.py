@@ -113,7 +113,7 @@ class GroupedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        # By keyword in some families. Everything else (masks, positions) is the same tensors for all layers.
+        # Some families pass it by keyword. Everything else (masks, positions) is the same tensors for all layers.
         hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
         run = partial(_run_on, self.forward.run, args[1:], kwargs)
         call, group = LayerCall(), self.chain.enter(hidden)

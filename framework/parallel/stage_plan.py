@@ -39,7 +39,7 @@ class StagePlan:
     """Whether the family's layers return tuples (only asked of a cut model)."""
     load_balancing: LoadBalancingLoss | None = None
     policies: Mapping[str, Policy] = field(default_factory=dict)
-    """Of activation checkpointing, by the unit of a layer."""
+    """Activation-checkpointing policy by the unit of a layer."""
 
     @cached_property
     def own_units(self) -> tuple[Unit, ...]:

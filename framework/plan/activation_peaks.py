@@ -17,11 +17,11 @@ from framework.parallel.pipeline.simulate import Costs
 class StageActivations(NamedTuple):
     """Bytes of a stage's activations."""
 
-    # Of each microbatch between its forward and its backward: what layers keep, what stands behind them keeps, logits.
+    # Bytes of each microbatch between forward and backward: kept by layers, kept behind them, logits.
     kept: int
     head: int
     logits: int
-    # Of each microbatch whose gradients of weights wait: the factors of those.
+    # Factors of deferred weight gradients, for each microbatch that has some.
     left: int
     # While one layer computes in backward.
     recomputed: int

@@ -113,7 +113,7 @@ class Activations:
     memory: Memory
     # Ranks of tp, each with a slice of every expert that it computes; 1: experts are whole.
     expert_slices: int
-    # Of layers of any form; None without one.
+    # Mixture of layers of any form; None without one.
     mixture: MixtureWidths | None
     # The attentions of layers, those that differ, where cp divides sequences.
     contexts: Sequence[ContextCost] = ()
@@ -205,7 +205,7 @@ class Activations:
         count = sum(self._offloaded_layers(stage))
         if not count:
             return 0
-        # Of its first layer the executor holds the input on the device. In a narrower dtype a layer that is not checkpointed
+        # The executor holds the input of its first layer on the device. In a narrower dtype a layer that is not checkpointed
         # keeps a copy of it in fp32, and that leaves.
         keeps_input = self.policy == "full" or self.itemsize >= 4
         return self.layer_bytes * count - (self.hidden_bytes if keeps_input and not stage.is_first else 0)

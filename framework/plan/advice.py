@@ -157,7 +157,7 @@ def find_changes(found: PlanForecast) -> list[FittingChange]:
     fitting: list[FittingChange] = []
     for together in range(1, MOST_TOGETHER + 1):
         tried = (_try(found, each) for each in combinations(settings, together))
-        # Of a pair of which one is enough the other is left out.
+        # A pair is left out where one of the two is enough.
         enough = [set(each.settings) for each in fitting]
         fits = [each for each in tried if each is not None and not any(few < set(each.settings) for few in enough)]
         fitting += sorted(fits, key=lambda each: each.forecast.time.step_s)
@@ -279,7 +279,7 @@ class Saving:
     # Bytes of a rank's device less than without it, and of the host more.
     device: int
     host: int
-    # What a step computes and sends over that without it; 1.0 for as much.
+    # Computation and messages of a step, over those without the option; 1.0 for as much.
     flops: float
     sent: float
     words: str

@@ -48,7 +48,7 @@ class Candidate:
     offload: frozenset[str] = field(default_factory=frozenset)
     """Names as in memory.offload."""
     sequences: int = 1
-    """Of a microbatch and a rank."""
+    """Sequences of a microbatch on a rank."""
     accumulation: int = 1
     """Microbatches of a step."""
     context: int = 4096

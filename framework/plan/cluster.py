@@ -115,28 +115,16 @@ class Link:
 
 
 @dataclass(frozen=True)
-class DeviceLink:
-    """Point-to-point link between two devices: bytes/s one way, and seconds until the first byte of a message arrives."""
-
-    rate: float
-    latency_s: float
-
-    def seconds(self, num_bytes: float, messages: int = 1) -> float:
-        """Seconds of `num_bytes` in so many messages, one behind the other."""
-        return messages * self.latency_s + num_bytes / self.rate if num_bytes else 0.0
-
-
-@dataclass(frozen=True)
 class ClusterRates:
     """Rates of a device and of the links between devices, in bytes, FLOPs and seconds."""
 
     name: str
-    """Of the cluster's file."""
+    """Name of the cluster's file."""
     device: str
     """Part of the name that the driver reports."""
     ranks_per_node: int
     memory_bytes: int
-    """Of one device."""
+    """Memory of one device."""
     host_bytes: int
     """Main memory of a node that the run may take."""
     peak_flops: Mapping[str, float]
@@ -156,7 +144,7 @@ class ClusterRates:
     node_disk_bytes: int | None = None
     """Room on a node's own disks; None: unknown."""
     price_per_hour: float = 0.0
-    """Of one device, in dollars; 0 if unknown."""
+    """Price of one device in dollars; 0 if unknown."""
     failures_per_device_hour: float = 0.0
     overhead_s: float = 0.0
     """Launch of one kernel."""
@@ -166,11 +154,11 @@ class ClusterRates:
     softmax_rate: float = 0.0
     """Logits/s of a log-softmax; 0: as fast as memory."""
     corrections: Mapping[str, Grid] = field(default_factory=dict)
-    """By dtype, logarithm of measured over modelled seconds of a matmul, by rows, inner size and columns."""
+    """Logarithm of measured over modelled seconds of a matmul by dtype, on a grid of rows, inner size and columns."""
     gradients: Mapping[str, Grid] = field(default_factory=dict)
     """The same of weight gradients."""
     attention_curves: Mapping[str, tuple[Grid, Grid]] = field(default_factory=dict)
-    """By dtype, the measured shares of attention in forward and backward, by context and features of a head."""
+    """Measured shares of attention in forward and backward by dtype, on a grid of context and features of a head."""
     memory_curve: Grid | None = None
     """Measured rates of passes over memory, by bytes."""
     is_assumed: bool = False
@@ -304,11 +292,6 @@ class ClusterRates:
         seconds = cost[0] + cost[1] * num_bytes
         correction = self.links[kind].correction
         return seconds if correction is None else seconds * exp(correction.at(ranks, num_bytes))
-
-    def device_link(self, nodes: int = 1) -> DeviceLink:
-        """The link from a device to another one, of its own node or of another."""
-        latency_s, per_byte = self._cost("send", 2, nodes)
-        return DeviceLink(1 / per_byte, latency_s)
 
     def compare(self, dtype: str, measured: Sequence[Sequence[float]]) -> Grid:
         """Logarithms of measured over modelled seconds. measured: [rows, inner, columns, TFLOP/s] of a full grid of shapes."""

@@ -122,7 +122,7 @@ class ContextCost:
     packs: bool = False
     """Whether documents are kept apart."""
     index: int = 0
-    """Of the rank along Ulysses."""
+    """Index of the rank along Ulysses."""
 
     @cached_property
     def slices(self) -> ContextSlices:

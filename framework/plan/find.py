@@ -130,7 +130,7 @@ def least_of_fastest(result: SearchResult) -> Ranked:
     needed for a longer context, or a fragmented allocator."""
     most_s = best_of(result).step_s * (1 + AS_FAST)
     as_fast = [each for each in (*result.ranked, *result.others) if each.step_s <= most_s]
-    # Of equal bytes the first, which is the fastest.
+    # The first of equal bytes is the fastest.
     return min(as_fast, key=lambda each: each.bytes)
 
 

@@ -20,7 +20,7 @@ class StageMemory:
     phases: Mapping[str, Mapping[str, int]]
     # The host's memory by kind.
     on_host: Mapping[str, int] = field(default_factory=dict)
-    # Of the device, not torch's: the driver's context, NCCL's buffers.
+    # Device memory outside torch: the driver's context, NCCL's buffers.
     outside: int = 0
     # The rank's file of states.
     disk: int = 0

@@ -34,7 +34,7 @@ class LayerWidths:
     heads: int
     # Key-value heads.
     kv_heads: int
-    # Of the mlp, or of one expert.
+    # Inner size of the mlp, or of one expert.
     inner: int
     # RMS norms of queries and keys.
     has_qk_norms: bool = False

@@ -20,16 +20,16 @@ class UnitMemory:
     """Bytes of one unit on a rank."""
 
     is_layer: bool
-    # Of its states by kind, on the device and on the host.
+    # Bytes of its states by kind, on the device and on the host.
     device: Mapping[str, int]
     host: Mapping[str, int]
     # On the host: casts of masters on their way to the device, and what torch's cache of pinned memory adds.
     casts: int
     pinning: int
-    # Of its full parameters and full gradients, which come and go.
+    # Bytes of its full parameters and full gradients, which come and go.
     unsharded: int
     unreduced: int
-    # Of its parameters in the compute dtype, of all ranks.
+    # Bytes of its parameters in the compute dtype, of all ranks.
     whole: int
     # Units of up to so many bytes travel in one message, in which this one's parameters and gradients take these.
     bucket_bytes: int
@@ -37,7 +37,7 @@ class UnitMemory:
     reduce_message: int
     # Its parameters travel in messages of their own.
     gathers_alone: bool
-    # What is unsharded stays for the step.
+    # Whether unsharded parameters stay for the step.
     keeps_parameters: bool
     # Units that are unsharded ahead.
     prefetch_units: int
@@ -177,7 +177,7 @@ def count_gathered(units: Sequence[tuple[UnitMemory, int]]) -> tuple[int, int]:
     written = _fill_bucket([(each.unreduced, each, count) for each, count in reduced])
     packed = _fill_bucket([(each.reduce_message, each, count) for each, count in reduced])
     gradients = sum(_largest([(each.unreduced, count) for each, count in alone], 3))
-    # Of one bucket alone, too: what it is packed from, two messages and their sums are different memory of the pool, which keeps
+    # Also for a single bucket: its packed source, two messages and their sums are different memory of the pool, which keeps
     # memory of other sizes besides. A message is unpacked when computation reaches it: of those ahead each may be under way.
     return parameters + message * max(1, ahead), gradients + written + 4 * packed
 

@@ -108,7 +108,7 @@ class MemoryBounds:
             alone = c.changed({"sequences": 1, "checkpointing": "none", "offload": frozenset()})
             one, policy = self.memory.activations.of_microbatch(alone), way[0]
             cost = one.cost_of(policy)
-            # Of a group one layer's input is kept; what else a layer keeps is kept of all.
+            # A group keeps one layer's input; whatever else a layer keeps stays for all.
             of_group = one.hidden_bytes if policy == "sqrt" else 0
             # Where a recipe offloads a part of the layers neighbours need not be offloaded.
             whole = self.memory.pipelines.settings.recipe.memory.offload.activations in (0, 1)
@@ -143,7 +143,7 @@ class MemoryBounds:
             sum(size * count for size, count in zip(sizes, counts, strict=True)),
             sum(count_groups(size) * count for size, count in zip(sizes, counts, strict=True)),
             max(sizes),
-            # As `count_gathered` has them: one layer in use and one ahead; one gradient written and two under way.
+            # Like `count_gathered`: one layer in use and one ahead; one gradient written and two under way.
             _sum_largest(layers, 2) + max(ends, default=0),
             _sum_largest([(unit.numel, count) for unit, count in units], 3),
             sum(unit.numel * count // (c.tp if unit.has_experts else 1) for unit, count in units),

@@ -48,13 +48,13 @@ FRAGMENTATION = 0.04
 class PhaseBytes(NamedTuple):
     """A part of a rank's bytes: its states, or its activations."""
 
-    # By kind, in each of PHASES; their sums; and the share of those that comes and goes.
+    # Bytes by kind in each of PHASES; their sums; and the share of those that comes and goes.
     phases: tuple[Mapping[str, int], ...]
     totals: tuple[int, ...]
     moving: tuple[int, ...]
     # In the host's memory, by kind.
     on_host: Mapping[str, int]
-    # Of the device, but not torch's.
+    # Device memory outside torch.
     outside: int
     # In a file of states.
     disk: int = 0
@@ -159,7 +159,7 @@ class StateBytes:
 
     def of_ranks(self, each: Candidate) -> Sequence[PhaseBytes]:
         """Bytes of each rank of the pipeline."""
-        # Which of dp and cp the batch's ranks are decides how many communicators there are.
+        # The number of communicators depends on which of dp and cp the batch's ranks are.
         zero = each.zero, each.shard, each.dp * each.cp, each.cp > 1, each.offload - {"activations"}
         found: Sequence[PhaseBytes] = self._remember(("states", self._layout(each), zero), lambda: self._states(each))
         return found

@@ -264,7 +264,7 @@ class LayerTimes:
     def layer(self, layer: LayerOperators, candidate: Candidate) -> UnitWork:
         """Seconds of one layer, without what sqrt computes of other layers (`UnitTime.grouped`)."""
         c = candidate
-        # Of sequences and cp only what attention reads: how many sequences' work a rank has.
+        # Sequences and cp count only as attention reads them: as the number of sequences whose work a rank has.
         sizes = (c.tokens, c.sequences / c.cp, c.cp // c.ulysses, c.tp, c.sequence, c.ep, c.expert_tp)
         key = (id(layer), *sizes, c.checkpointing, c.accumulation > 1)
         if key not in self._layers:

@@ -66,7 +66,7 @@ class PolicyCosts:
         """Bytes that a stage of so many layers keeps. more: of each layer, what its forward has beside what others' have."""
         grouped, whole = counts[0], sum(counts) - counts[-1]
         sizes = (count * self._ordered[index].kept for index, count in enumerate(counts))
-        # Of a group one layer's input is kept; what else a layer keeps (a router's choice) is kept of all.
+        # A group keeps one layer's input; whatever else a layer keeps (a router's choice) stays for all.
         return sum(sizes) - (grouped - count_groups(grouped)) * self.input_bytes + sum(more[whole:])
 
     def recomputed(self, counts: Counts, more: Sequence[int] = ()) -> int:

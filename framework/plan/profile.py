@@ -61,7 +61,7 @@ class Profile:
     merge: Kernels = MERGE
     loss: Kernels = EAGER_LOSS
     cast: Kernels = EAGER_CAST
-    """Of each factor of an fp8 matmul."""
+    """Kernels that cast each factor of an fp8 matmul."""
     narrows_experts: bool = False
     """Whether experts are multiplied in fp8 as linear layers are."""
     backward_passes: float = 2.0

@@ -78,7 +78,7 @@ class Sharding:
         room *= self.profile.hides_reductions
         again_late, again_hidden = 0.0, 0.0
         if not keeps_gradients:
-            # What a backward has left under way has the next forward's time as well.
+            # Reductions that a backward leaves under way have the next forward's time as well.
             whole = sum(each.count * seconds for each, seconds in zip(units, reductions, strict=True))
             again_late, again_hidden = hide(whole, room + sum(each.count * each.forward for each in units))
         final = [seconds + more for seconds, more in zip(reductions, sums, strict=True)] if keeps_gradients else sums

@@ -272,7 +272,7 @@ class TimeModel:
         if c.pp == 1:
             return ranks.busy[0]
         costs, owners = self._costs(c, groups, ranks.stages), self.stages(c)[2]
-        # What is remembered is a path, which need not be the longest for these costs.
+        # The remembered path need not be the longest for these costs.
         least = least_length(c.schedule, owners, c.accumulation, costs)
         return max(self._lengths.length(c.schedule, c.pp, c.accumulation, costs), least, sum(ranks.busy) / c.pp)
 
@@ -337,9 +337,9 @@ class TimeModel:
         waits = self._message_s(c, groups) * (1 - profile.hides_p2p) if c.pp > 1 else 0.0
         host_s, (forward_gather, backward_gather) = profile.microbatch_s, sharding.gathers
         hidden = units.hidden | {"shard": sharding.hidden}
-        # What goes to the host and back is carried by copy engines.
+        # Copy engines carry transfers to the host and back.
         slowed = profile.stolen * sum(seconds for axis, seconds in hidden.items() if axis != "offload")
-        # What a message slows is somewhere in forward and backward: a third and two.
+        # Messages slow forward and backward alike: a third and two thirds.
         forward = units.forward + forward_gather + waits + host_s / 3 + slowed / 3
         inputs = units.input + backward_gather + sharding.reductions + waits + 2 * host_s / 3 + 2 * slowed / 3
         parts = units.parts | {

@@ -47,7 +47,7 @@ class TimeBounds:
         work = (c.tokens, c.sequences, c.context, c.checkpointing, "activations" in c.offload, c.accumulation > 1)
         key = (ranks, work, is_chunked)
         if key not in self._means:
-            # Of all schedules those with whole backwards hide most messages.
+            # Schedules with whole backwards hide most messages.
             c, model, groups = c.changed({"schedule": "1f1b"}), self.model, self.model.groups(c)
             units = [(model.layer(kind, c, groups, 0.0), count) for kind, count in self._kinds.items()]
             times = model.times(c.context)

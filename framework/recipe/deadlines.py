@@ -25,7 +25,7 @@ MARGIN = 1.25
 class Deadlines:
     """Seconds after which a phase counts as hung."""
 
-    # As stated; None: it follows the measured steps, from FLOOR_S to `most`.
+    # The stated deadline; None: it follows the measured steps, from FLOOR_S to `most`.
     step: float | None
     # A step, until enough are measured.
     first_steps: float

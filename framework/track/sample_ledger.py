@@ -89,7 +89,7 @@ def read_lineage(run_dir: Path) -> SampleLineage:
     records = list(_read_records(run_dir))
     begun = {record["start"]: record["cursor"] for record in records if "cursor" in record}
     cursors = tuple(begun[start] for start in sorted(begun))
-    # Of a start counts what lies before the cursor of every later one.
+    # A start's samples count as far as the cursor of every later start.
     ends = {start: min((begun[later] for later in begun if later > start), default=None) for start in begun}
     tokens = [
         (sample, tokens)

@@ -76,7 +76,7 @@ class Curves:
 
     columns: dict[str, list[Any]]
     validation: list[tuple[int, float]] = field(default_factory=list)  # (step, loss)
-    # Of experts: (step, mean over layers, largest).
+    # Imbalance of experts: (step, mean over layers, largest).
     imbalance: list[tuple[int, float, float]] = field(default_factory=list)
     load: dict[str, list[int]] = field(default_factory=dict)  # tokens of each expert in the last reports, by layer
     last: dict[str, Any] = field(default_factory=dict)  # the last record

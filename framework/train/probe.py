@@ -67,7 +67,7 @@ class Facts:
     device_s: float  # of a matmul
     free: int | None  # bytes of the host's memory; None where unknown
     sees_run: bool  # whether it found the file of rank 0
-    # By axis: the first rank of this rank's group, and the seconds of an all-reduce.
+    # Axis: the first rank of this rank's group, and the seconds of an all-reduce.
     reduce_s: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
 

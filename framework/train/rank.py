@@ -163,7 +163,7 @@ def train_connected(
             "fp8 is emulated: this GPU has no kernel for it. It is the same numbers, slower than bf16", file=sys.stderr
         )
     observers = open_observers(recipe, run_dir, info, lease, state.spikes.seen) if mesh.rank == 0 else Observers()
-    # Of the ranks that read the same samples one writes them.
+    # One of the ranks that read the same samples writes them.
     is_writer = all(mesh.axis(name).rank == 0 for name in ("pp", "cp", "tp"))
     samples = SampleLedger(run_dir, mesh.axis("dp").rank if is_writer and recipe.track.sample_ledger else None)
     _begin_samples(samples, plan, mesh, run_dir, state.samples)

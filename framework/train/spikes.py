@@ -83,7 +83,7 @@ class SpikeState:
         self.count += is_spike
         if is_finite:
             self.seen = [*self.seen, [step, loss, gradient_norm]][-(WINDOW + LAG) :]
-        # What is not finite before there are limits may be a loss scale of fp16 that is still being found.
+        # A value that is not finite before there are limits may come from a loss scale of fp16 that is still being found.
         if is_spike or (not is_finite and limits.are_known):
             self.recent = [*self.recent, step]
         self.recent = [each for each in self.recent if each > step - PERSISTENT_WITHIN]

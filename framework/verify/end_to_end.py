@@ -109,7 +109,7 @@ def compare(found: TrainingCurve, expected: TrainingCurve, moments: str = "fp32"
     errors = {step: abs(ours - theirs) / theirs for step, (ours, theirs) in steps.items()}
     worst = max(errors, key=errors.__getitem__)
     if moments == "bf16":
-        # What differs by 1e-7 may round another way: an update then differs by a spacing, 2^-7 of it.
+        # A difference of 1e-7 may turn a rounding: an update then differs by a spacing, 2^-7 of it.
         most = max(float(each.abs().max()) for each in expected.weights.values())
         exported = replace(exported, within=TOLERANCE + 2**-7 * sum(expected.rates) / most)
     return [

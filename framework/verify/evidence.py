@@ -34,7 +34,7 @@ class Evidence:
     weights: dict[str, Tensor]
     # Weights after each step of a layout that the oracle follows (`PlainLion`).
     by_step: tuple[dict[str, Tensor], ...] = ()
-    # By weight, elements whose update's sign rounding decided, in an oracle that has followed.
+    # Number of elements, by weight, whose update's sign rounding decided, in an oracle that has followed.
     undecided: dict[str, int] = field(default_factory=dict)
     # First element of each element's block of int8 moments (`PlainMoments`).
     blocks: dict[str, Tensor] = field(default_factory=dict)

@@ -162,7 +162,7 @@ class PlainMoments:
     # precision.moments
     dtype: str
     seed: int
-    # By parameter, in its shape: the first element of each element's block. Empty: blocks of BLOCK elements.
+    # First element of each element's block, by parameter and in its shape. Empty: blocks of BLOCK elements.
     blocks: Mapping[str, Tensor]
 
     def round(self, optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter], step: int) -> None:

@@ -116,11 +116,11 @@ def _choose_sides(recipe: Recipe, options: VerifyOptions) -> Verification:
     model = build_meta(config)
     names = [name for name, _ in model.named_parameters()]
     experts = math.gcd(*(count_experts(each) for _, each, _ in find_experts(model)))
-    # Of the model as it is: that a small one has fewer heads is no fault of the recipe's.
+    # Checked on the model as it is: that a small one has fewer heads is no fault of the recipe's.
     refuse_uneven_heads(layer_configs(original), recipe.parallel)
     if lots := find_lots(model, options.dtype or "fp32"):
         raise RecipeError("\n".join(lots))
-    # What the heads of every layer are a multiple of; 0 in a model without.
+    # Common divisor of the heads of every layer; 0 in a model without.
     heads = math.gcd(*(getattr(each.get_text_config(), "num_attention_heads", 0) for each in layer_configs(config)))
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     positions = limit if isinstance(limit, int) and limit > 0 else sys.maxsize

@@ -230,13 +230,17 @@ def options_are_passed_by_name(source: Source) -> Iterator[Breach]:
 
 
 def docstrings_name_the_thing(source: Source) -> Iterator[Breach]:
-    """A docstring begins with a noun phrase or an imperative, as those of PyTorch do."""
+    """A docstring, also that of a field, begins with a noun phrase or an imperative, as those of PyTorch do."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node) or " "
-            first = text.split()[:1]
-            if text.startswith("The one that") or (first and first[0].strip(",.:;") in REFUSED_OPENINGS):
-                yield getattr(node, "lineno", 1), f"a docstring begins with {' '.join(text.split()[:4])!r}"
+            for each in node.body:
+                match each:
+                    case ast.Expr(ast.Constant(str(text))):
+                        if (
+                            text.startswith("The one that")
+                            or text.split(maxsplit=1)[0].strip(",.:;") in REFUSED_OPENINGS
+                        ):
+                            yield each.lineno, f"a docstring begins with {' '.join(text.split()[:4])!r}"
 
 
 LAWS: tuple[Law, ...] = (

@@ -155,7 +155,7 @@ class _Backward:
         """One at a time, so that no more than one need be held."""
         heads = _query_heads(portion.heads, self.q, self.own)
         for block, tensors in self.blocks.cut(self.q[:, heads], held, portion, source):
-            # Of all keys of these queries, not of this block: then the block's part of the gradient needs no other block.
+            # Results over all keys, not of this block: then the block's part of the gradient needs no other block.
             of = self.result
             result = Result(*(x[:, heads, slice(*block.queries)] for x in (of.out, of.log_sum, of.gradient)))
             found = self.attention.backward(tensors, result)

@@ -142,7 +142,7 @@ def _join_keys(pairs: list[Block]) -> list[Block]:
         return pairs
     first, last = pairs
     if first.queries != last.queries:
-        # Of the same keys: each call's results would be as large as both chunks' together, and nothing is saved but a call.
+        # The same keys: each call's results would be as large as both chunks' together, and nothing is saved but a call.
         return pairs
     keys = first.keys[0], last.keys[1]
     # Rows of keys in front of the queries, as if they were one chunk: all of them are seen, so only their number matters.

@@ -120,7 +120,7 @@ def find_attentions(model: nn.Module) -> Iterator[Any]:
 
 
 def _asks_registry(kind: type[nn.Module]) -> bool:
-    # By source, since nothing else tells before the module is called.
+    # Read off the source, since nothing else tells before the module is called.
     forward = inspect.unwrap(kind.forward)
     return kind.__module__.startswith("transformers.") and "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(forward)
 

@@ -205,7 +205,7 @@ class CudaFlash:
             return TileKernel().backward(heads, result, kind, mask, scale)
         q, k, v = _pad_heads(heads, 8)
         gradient, out = (_pad(x.to(q.dtype), q.shape[-1]) for x in (result.gradient, result.out))
-        # What a dropout would have drawn, of which there is none.
+        # The random state of a dropout, of which there is none.
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)
         offset = torch.empty((), dtype=torch.uint64, device=q.device)
         log_sum, is_causal = result.log_sum.contiguous(), kind is PieceKind.CAUSAL

@@ -97,7 +97,7 @@ def group_heads(of: KeyValues, chunks: int, num_portions: int) -> list[HeadGroup
     kv_heads, length = of.k.shape[1], of.k.shape[2] // chunks
     # The least number of groups that divides the heads and is as many as asked for, if heads suffice.
     groups = next(count for count in range(min(num_portions, kv_heads), kv_heads + 1) if kv_heads % count == 0)
-    # What heads did not give is made of tokens; no portion may be empty.
+    # Tokens give the portions that heads did not; no portion may be empty.
     parts = min(-(-num_portions // groups), length)
     bounds = [length * number // parts for number in range(parts + 1)]
     heads = pairwise(range(0, kv_heads + 1, kv_heads // groups))

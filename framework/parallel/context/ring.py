@@ -118,14 +118,14 @@ class Ring:
         """Add to the sums of others that come by. Returns the last hop, with which this rank's own come home."""
         sums: _Shift | None = None
         for step, following in zip(steps, (*steps[1:], self.axis.size), strict=False):
-            # By now the next rank's K/V are on their way under what is computed here.
+            # The next rank's K/V are on their way under this computation.
             held = conveyor.take()
             contributions = work.differentiate(portion, self._source(step), held)
             # Waited for only now: the rank before added to them while this one was computing.
             so_far = held.new_message(sums_dtype(held.k.dtype)) if sums is None else sums.arrive()
             (so_far.set if sums is None else so_far.add)(contributions)
             del held, contributions  # before the next are received and computed
-            # As many ranks on as K/V go, so that sums and K/V of one rank meet at each rank; the last hop leads home.
+            # Sent as many ranks on as K/V, so that sums and K/V of one rank meet at each rank; the last hop leads home.
             sums = _Shift(so_far, following - step, self.axis)
         return sums
 
@@ -230,7 +230,7 @@ class Gather:
         # Where dtypes agree a rank's sums take the place of its K/V, which have been read by then.
         dtype = sums_dtype(everyone.dtype)
         sums = everyone if dtype == everyone.dtype else torch.empty_like(everyone, dtype=dtype)
-        # What is not computed: this rank's own, and what a window leaves out.
+        # Sums that are not computed: this rank's own, and those that a window leaves out.
         sums[[each for each in range(len(sums)) if each not in sources]] = 0
         for source in sources:
             held = coming.of(source)

@@ -176,7 +176,7 @@ def cut_pieces(pieces: Iterable[BlockPiece], tile: int) -> Iterator[BlockPiece]:
         if piece.kind is PieceKind.MASKED:
             yield piece
             continue
-        # Of a CAUSAL piece tiles above the diagonal are left out, those below it are FULL.
+        # Tiles of a CAUSAL piece above the diagonal are left out, those below it are FULL.
         for q in _cut(piece.q, tile):
             for k in _cut(piece.k, tile):
                 if piece.kind is PieceKind.FULL or k[1] <= q[0]:

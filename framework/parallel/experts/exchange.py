@@ -68,7 +68,7 @@ class _Depart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, stand_in: Tensor) -> tuple[Tensor, None]:
         transfer: RowExchange = ctx.transfer
-        # By autograd's order `_Arrive.backward` has run: it starts the message whose end this is.
+        # Autograd has run `_Arrive.backward` before: it starts the message whose end this is.
         dx, transfer.gradient = transfer.gradient, None
         assert dx is not None, "the gradient of rows that have not arrived"
         transfer.pending.wait()
@@ -135,7 +135,7 @@ class _Combine(torch.autograd.Function):
         sorted_weights = flat.index_select(0, order).unsqueeze(-1)
         wide = torch.promote_types(y.dtype, flat.dtype)
         products = []
-        # As many rows at a time as there are tokens: all at once would be twice [P, H] in the wider dtype. `rows` become dy.
+        # In chunks of as many rows as there are tokens: all at once would be twice [P, H] in the wider dtype. `rows` become dy.
         for own, others, weight in zip(
             *(each.split(max(1, len(weights))) for each in (rows, y, sorted_weights)), strict=True
         ):
@@ -316,10 +316,10 @@ class ExpertRoute:
             received = torch.empty_like(sent)
             all_to_all(received, sent, axis)
             numbers.append((sent, received))
-            # What came is sorted by the rank of the next hop: its numbers are what that hop sends.
+            # Received rows are sorted by the rank of the next hop: their numbers are those that this hop sends.
             sent = received.transpose(0, 2).contiguous()
-        # Of the last hop by expert, of the others by rank: all that the host has to know, in one copy. Each copy would be a wait
-        # for the device, in forward and again in each recomputation.
+        # Numbers of the last hop by expert, of the others by rank: all that the host has to know, in one copy. Each copy would be
+        # a wait for the device, in forward and again in each recomputation.
         sums = [each.sum((2, 3)).flatten() for pair in numbers for each in pair]
         by_expert = numbers[-1][1].sum((0, 2)).flatten()
         known = [int(each) for each in AsyncHostCopy(torch.cat([*sums, by_expert])).values()]

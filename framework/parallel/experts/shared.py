@@ -59,7 +59,7 @@ def _has_same_rows(x: Tensor, other: Tensor) -> bool:
     """Whether x is the other tensor, perhaps in another shape: families flatten sequences.  x: [.., H]."""
     if x is other:
         return True
-    # By storage, not by address: on meta tensors have none. A view of other rows of the storage begins elsewhere.
+    # Compared by storage, not by address: on meta tensors have none. A view of other rows of the storage begins elsewhere.
     is_shared = (
         x.untyped_storage()._cdata == other.untyped_storage()._cdata and x.storage_offset() == other.storage_offset()
     )

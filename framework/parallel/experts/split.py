@@ -30,7 +30,7 @@ def split_experts(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: S
     """
     refined = dict(layouts)
     for name, experts, form in find_experts(model):
-        # Of slices, too, one rank has to add tokens that are routed to themselves, which the stock forward adds on all.
+        # With slices, too, one rank has to add tokens that are routed to themselves, which the stock forward adds on all.
         if divides_experts(plan) or (form.has_identity and plan.axes["tp"].size > 1):
             refined |= _split(name, experts, layouts, plan.axes["ep"])
             _replace_forward(model, name, form, plan)
@@ -87,7 +87,7 @@ def _split(name: str, experts: nn.Module, layouts: Mapping[str, Layout], ep: Com
         if "." in parameter or whole.shape[0] < count:
             refined[full] = _replicate(layout, ep)
             continue
-        # What lies behind the experts' matrices is divided for itself, or ranks would not have both matrices of one expert.
+        # Rows behind the experts' matrices are divided by themselves, or ranks would not have both matrices of one expert.
         segments = (count, whole.shape[0] - count) if whole.shape[0] > count else ()
         layout = replace(layout, shards=(*layout.shards, Shard("ep", 0, ep.rank, ep.size, segments)))
         empty = torch.empty(layout.shape_local, dtype=whole.dtype, device="meta")

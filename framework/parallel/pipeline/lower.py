@@ -69,7 +69,7 @@ def lower(schedule: Schedule, costs: Costs, unshard: Frequency = "step", reduce:
     # Rank and action break ties: each rank sorts for itself, and messages with equal times must have the same order everywhere,
     # or two ranks would pair the wrong ones.
     messages = sorted(list_messages(schedule, costs), key=lambda each: (each.time, each.source, each.after))
-    # Of each rank once, not looked for by each rank among all: a search lowers schedules of thousands of messages.
+    # Sorted by rank once, not looked for by each rank among all: a search lowers schedules of thousands of messages.
     own: list[list[StageMessage]] = [[] for _ in schedule.actions]
     for each in messages:
         own[each.source].append(each)
@@ -142,7 +142,7 @@ def _place_lifetimes(
         if stage not in unsharded:
             unsharded.add(stage)
             yield at, Action(stage, ActionKind.UNSHARD, microbatch)
-        # What a forward read last, a backward of the same stage reads first: a RESHARD between them would free it just to
+        # A backward of a stage reads first what its forward read last: a RESHARD between them would free it just to
         # have it unsharded again.
         turns = after is not None and kind is F and actions[after].kind in (B, I) and actions[after].stage == stage
         if unshard == "microbatch" and not turns:
@@ -227,7 +227,7 @@ class _Between:
         if receive in self._arriving:
             self._arriving.remove(receive)
             came = self._messages[receive]
-            # What its sender had needed before it sent this has arrived there.
+            # Messages that its sender needed before it sent this have arrived there.
             self._leaving = [each for each in self._leaving if each.target != came.source or each.before > came.after]
 
     def hand_on(self, action: Action) -> None:

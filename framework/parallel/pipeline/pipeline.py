@@ -31,7 +31,7 @@ class PipelinePlan:
     """The schedule with a given number of microbatches."""
     unshard: Frequency = "step"
     reduce: Frequency = "step"
-    """How often; see `lower`."""
+    """Frequency of reductions; see `lower`."""
     known: dict[tuple[int, int], Lowered] = field(default_factory=dict)
     """Results computed before, as `rooms`."""
     rooms: dict[int, int] = field(default_factory=dict)
@@ -248,7 +248,7 @@ def balance_ranks(
         moves[rows, sources] -= 1
         moves[rows, targets] += 1
         measured = measure(moves)
-        # Of equals the first.
+        # The first of equals.
         found = np.lexsort(measured.T[::-1])[0]
         if measured[found].tolist() >= slowness:
             return best.tolist()

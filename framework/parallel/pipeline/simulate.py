@@ -180,7 +180,7 @@ def needs(schedule: Schedule, action: Action) -> Action | None:
 
 def _explain_deadlock(schedule: Schedule, positions: Sequence[int]) -> str:
     """The cycle of ranks that wait for one another, and the whole grid with how far each rank has come."""
-    # By waiting rank: (the action it stands before, the action it needs).
+    # Waiting rank: (the action it stands before, the action it needs).
     waits: dict[int, tuple[Action, Action]] = {}
     for rank, (actions, position) in enumerate(zip(schedule.actions, positions, strict=True)):
         if position < len(actions):
@@ -226,7 +226,7 @@ def fill_bubbles(schedule: Schedule, costs: Costs, most: int | None = None) -> S
             action = Action(stage, V, schedule.num_microbatches + count)
             lists[schedule.rank_of_stage[stage]].append(Timed(action, start, start + costs.of(V, stage)))
         count += 1
-    # By end as well: of two actions that start together one has cost 0, and goes first.
+    # Sorted by end as well: of two actions that start together one has cost 0, and goes first.
     ordered = (sorted(rank, key=lambda each: (each.start, each.end)) for rank in lists)
     return replace(
         schedule, actions=tuple(tuple(each.action for each in rank) for rank in ordered), num_validation=count

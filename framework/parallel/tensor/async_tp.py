@@ -38,7 +38,7 @@ class AsyncGather:
         self.rows = shard.shape[-2]
         self.shape = (*shard.shape[:-2], length, shard.shape[-1])
         self._pieces: Tensor | None = shard.new_empty(axis.size, *shard.shape)
-        # What travels is sent from here, not from the shard: that may be written to before the message has left.
+        # Sent from here, not from the shard: that may be written to before the message has left.
         self._pieces[axis.rank] = shard
         self._whole: Tensor | None = None
         self._pending: dict[int, Pending] = {}

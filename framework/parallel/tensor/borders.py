@@ -201,7 +201,7 @@ class ShardedBorder:
         self.tokens, self.axis = tokens, tokens.axis
 
     def enter(self, x: Tensor) -> Tensor:
-        # What was joined is a view where nothing was padded.
+        # The joined tensor is a view where nothing was padded.
         return self.tokens.gather(x).detach()
 
     def start_enter_adjoint(self, dx: Tensor) -> tuple[Tensor, Pending]:

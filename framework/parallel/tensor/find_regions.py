@@ -132,7 +132,7 @@ def _regions_of_mixture(search: _Search, name: str, mixture: nn.Module) -> Itera
             yield from _regions_of_mixture(search, full, module)
             continue
         region = _region(search, full, module)
-        # Of what only routers read (the statistics of a balance) nothing is split.
+        # Modules that only routers read (the statistics of a balance) are not split.
         if region is not None and any(role.kind in ("column", "row") for role in region.roles.values()):
             yield region
 
@@ -153,7 +153,7 @@ def _region(search: _Search, name: str, root: nn.Module) -> RegionPlan | None:
         if set(own) <= set(PARAMETERS) and not isinstance(module, LINEARS):
             continue
         role = _role(search, full, has_experts)
-        # What a router is made of routes alike on all ranks, whatever its layers are called.
+        # A router's layers route alike on all ranks, whatever they are called.
         if role is None and has_experts and any(full.startswith(f"{router}.") for router in routers):
             role = Role("replicated")
         if role is None and _is_norm(full, module):

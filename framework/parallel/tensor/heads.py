@@ -101,6 +101,6 @@ def count_kv_heads(config: PretrainedConfig) -> int:
 
 
 def _reads_heads_from_config(attention: type) -> bool:
-    # By source, since nothing else tells: whether a forward reads the config is no attribute of the module.
+    # Read off the source, since nothing else tells: whether a forward reads the config is no attribute of the module.
     methods = (each for name, each in vars(attention).items() if inspect.isfunction(each) and name != "__init__")
     return any(re.search(r"self\.config\.num_(attention|key_value)_heads", inspect.getsource(each)) for each in methods)

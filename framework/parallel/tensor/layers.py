@@ -175,7 +175,7 @@ class SplitRMSNorm(nn.Module):
         self.weight_before_cast, self.axis = weight_before_cast, axis
 
     def forward(self, x: Tensor) -> Tensor:
-        # As the stock norms compute: in bf16 a sum of thousands of squares would lose its last ones. fp64 stays what it is.
+        # Computed like the stock norms: in bf16 a sum of thousands of squares would lose its last ones. fp64 stays what it is.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         # Summed for ranks that go on with it each in its own way: so is its gradient.
         total = duals.copy_to(duals.reduce_from(wide.square().sum(-1, keepdim=True), self.axis), self.axis)

@@ -294,7 +294,7 @@ class _Splitter:
     def finish(self) -> dict[str, Layout]:
         """Make what is left this rank's, too: replicated. Layouts of all parameters under all names."""
         units = {name: unit.name for unit in self.plan.units for name in unit.parameters}
-        # What stands behind the scatter has seen this rank's tokens only; the embedding unit stands in front of it.
+        # Modules behind the scatter see this rank's tokens only; the embedding unit stands in front of it.
         in_shard = self.tokens.num_parts > 1
         self.parameters.replicate_rest(
             self.model.named_parameters(), lambda name: in_shard and units.get(name) != "embedding"

@@ -115,7 +115,7 @@ class UnitBuffer:
         self.is_copy = False
         # Backward has left the unit, so no gradient of this microbatch may come any more.
         self.is_complete = False
-        # Of the memory of `gradient`; 0 while it has none.
+        # Address of the memory of `gradient`; 0 while it has none.
         self.gradient_address = 0
         self.full = self.shard = self.master = self.gradient = self.summed = self.reduced = self.delivered = (
             torch.empty(0)
@@ -357,7 +357,7 @@ class MainGradView:
         self._buffer, self._slot = buffer, slot
         self._shape = slot.layout.shape_local
         self._kept = self._make_view() if buffer.plan.lifetimes.keeps_gradients else None
-        # By address: in the pool, the memory behind the gradient changes with each unit that takes its turn.
+        # Keyed by address: in the pool, the memory behind the gradient changes with each unit that takes its turn.
         self._pooled: dict[int, Tensor] = {}
 
     @property

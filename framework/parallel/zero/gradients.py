@@ -84,7 +84,7 @@ class GradientSync:
 
     def start_backward(self, is_last: bool) -> None:
         """Announce the backward of a microbatch, and whether it is the step's last."""
-        # What the former backward has left under way has had a whole forward's time, and its memory is needed again. The wait
+        # Reductions of the former backward have had a whole forward's time, and their memory is needed again. The wait
         # comes before the flag: a reduction of the former backward is not the unit's last, so no sum over replicas may follow.
         self.wait_for_reductions()
         self.is_last_backward = is_last
@@ -163,7 +163,7 @@ class GradientSync:
         label = f"gradient of {first.unit}"
         if len(message) > 1:
             label += f" to {message[-1].unit}"
-            # What is packed takes memory beside the gradients that it is packed from.
+            # A packed message takes memory beside the gradients that it is packed from.
             while len(self._reductions) >= REDUCTIONS_IN_FLIGHT:
                 self._wait_for_oldest_reduction()
         full = self._pack(message)

@@ -114,7 +114,7 @@ class UnitOrder:
         self._backward = self._last + 1
 
     def _unshard_forward(self, index: int) -> None:
-        # Those of its bucket that are still to come: what forward has left in it is resharded.
+        # And the units of its bucket that are still to come: those that forward has left are resharded.
         self._parameters.start_unshard(index, *(each for each in self._parameters.buckets[index] if each > index))
 
     def _unshard_backward(self, index: int) -> None:

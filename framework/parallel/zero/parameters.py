@@ -34,7 +34,7 @@ class ParameterSync:
 
     def __init__(self, units: Sequence[Sequence[UnitBuffer]], exposed: ExposedCommunication):
         self.units = units
-        # What needs no message is never asked for: at stage 0 that is every unit, several times in each microbatch.
+        # Units that need no message are never asked for: at stage 0 that is every unit, several times in each microbatch.
         self._whole = {index for index, unit in enumerate(units) if all(buffer.plan.is_whole for buffer in unit)}
         self.unsharded: set[int] = set(self._whole)
         self.transient: set[int] = set()

@@ -101,7 +101,7 @@ def hash_parameters(parameters: ParameterSync, hashes: BitHash) -> Iterator[Hash
         parameters.unshard(index)  # one that was prefetched may still be on its way
         for buffer in parameters.units[index]:
             plan = buffer.plan
-            # What travels in fewer bits differs from what its owner has; what is the master's own memory is hashed as that.
+            # Parameters gathered in fewer bits differ from their owner's; those in the master's own memory are hashed as that.
             is_alike = plan.lifetimes.resident_parameters and plan.dtypes.gathered is None
             if is_alike and (plan.has_master or not plan.is_whole):
                 axes = (plan.axes.shard, plan.axes.update, *plan.axes.replicas)
