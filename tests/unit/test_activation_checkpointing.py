@@ -540,10 +540,13 @@ def test_a_run_of_auto_meets_its_budget_in_what_it_allocates_and_adds_the_fewest
     budget = int(min(fixed.values()) * (1 - part) + fixed["none"] * part)
     plan = choose(num_layers, budget)
     peak, flops = measure_peak(plan, tmp_path)
-    assert plan.memory(0).reserved <= budget
     planned = plan.memory(0)
+    assert planned.reserved <= budget
+    # Beside it: activations behind the layers, which the plan counts until backward begins, and a step's own numbers.
+    behind = plan.activations.of_stage(plan.pipeline.stages[0], plan.checkpointing(0)[0]).head
     assert planned.allocated - plan.activations.backward_temporaries <= peak
-    assert planned.allocated == pytest.approx(peak, rel=0.02)
+    assert peak <= planned.allocated + behind + 65536
+    assert peak == pytest.approx(budget, rel=0.05)
     assert planned.reserved == pytest.approx(budget, rel=0.05)
     least, costs = plan.activations.costs.flops(plan.checkpointing(0)[0]), plan.activations.costs
     assert least == brute_force(num_layers, plan, budget), "a choice with fewer FLOPs fits"
