@@ -272,10 +272,7 @@ def mesh_over(mesh: Mesh, topology: Topology) -> Mesh:
     return replace(
         mesh,
         topology=topology,
-        axes={
-            name: Communicator(axis, group, pair=world.pair) if axis.size > 1 else Communicator(axis)
-            for name, axis in axes.items()
-        },
+        axes={name: Communicator(axis, group) if axis.size > 1 else Communicator(axis) for name, axis in axes.items()},
     )
 
 
