@@ -9,7 +9,7 @@ missing sum or a kernel that is not deterministic lets them drift apart, and the
     moments      the same                                          behind the update
     buffers      the ranks of a stage                              behind the update
 
-A rank hashes its bits (`bit_hash.py`), one number for each unit's buffer and state, and ranks compare the largest with the
+A rank hashes its bits (`BitHash`), one number for each unit's buffer and state, and ranks compare the largest with the
 smallest: an all-reduce of 16 bytes a number over each axis of replicas, and one number over the world. Only where they differ do
 all ranks exchange their hashes, and the majority tells which rank is wrong.
 
