@@ -6,7 +6,7 @@ It owns no memory and sends no byte; its model is on meta. What differs between 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, floor, log10
 from pathlib import Path
@@ -18,6 +18,7 @@ from framework.comm.communicator import Communicator
 from framework.errors import RecipeError
 from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
+from framework.mesh.placement import make_grid
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology, count_expert_shards, count_node_neighbours, shards_within_node
 from framework.model.flops import (
@@ -37,11 +38,11 @@ from framework.model.stage import StageBounds, copy_stage, refuse_shared_layers
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment
 from framework.parallel.context import refuse_undivided_context
-from framework.parallel.experts import check_experts
+from framework.parallel.experts.split import check_experts
 from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage, read_table
 from framework.parallel.stage_plan import StagePlan
-from framework.parallel.tensor import ranks_per_kv_head
+from framework.parallel.tensor.heads import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import Activations
 from framework.plan.candidate import Candidate
@@ -329,19 +330,13 @@ def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:
     inner = recipe.parallel.expert_hierarchical
     if inner == "node":
         inner = count_node_neighbours(derived.ep, derived.expert_tp, derived.ranks_per_node)
-    return Topology(
-        pp=derived.pp,
-        dp=derived.dp,
-        cp=derived.cp,
-        tp=derived.tp,
-        ep=derived.ep,
+    return replace(
+        make_grid(derived),
         kv=ranks_per_kv_head(config, derived.tp),
         shard=shard,
-        expert_tp=derived.expert_tp,
         expert_shard=expert_shard,
         ep_inner=inner,
         embedding_ranks=_find_embedding_ranks(recipe.pipeline, derived),
-        ulysses=derived.ulysses,
     )
 
 

@@ -37,7 +37,7 @@ from framework.launch.identity import settle_identity
 from framework.launch.resume import name_run
 from framework.launch.task import describe_job
 from framework.lease import Lease
-from framework.mesh.topology import Topology
+from framework.mesh.placement import make_grid
 from framework.model.hub import find_folder
 from framework.model.load import load_config
 from framework.monitor.goodput import Goodput, open_goodput
@@ -127,7 +127,7 @@ def train_rank(
 
 def name_place(derived: Derived, rank: int) -> str:
     """This rank's coordinates, as in `pp0 dp1 cp0 tp0`."""
-    topology = Topology(pp=derived.pp, dp=derived.dp, cp=derived.cp, tp=derived.tp)
+    topology = make_grid(derived)
     return name_coordinates(topology, rank % topology.world)  # `connect` refuses one beyond the world
 
 
