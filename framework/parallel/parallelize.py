@@ -32,10 +32,12 @@ from framework.model.stage import find_shared, hollow_out
 from framework.parallel.activation_checkpointing import checkpoint_layers
 from framework.parallel.activation_offload import ActivationOffload, offload_activations
 from framework.parallel.context import find_context_attentions, split_context
-from framework.parallel.experts import report_dropped, split_experts, write_stacked_gradients
+from framework.parallel.experts.dispatch import report_dropped, write_stacked_gradients
+from framework.parallel.experts.split import split_experts
 from framework.parallel.fp8_layers import find_fp8_linears, gather_in_fp8, make_matmul
 from framework.parallel.stage_plan import StagePlan
-from framework.parallel.tensor import split_over_tp, uses_rng_in_training
+from framework.parallel.tensor.rng import uses_rng_in_training
+from framework.parallel.tensor.split import split_over_tp
 from framework.parallel.zero.buffers import MainGradView, UnitBuffer
 from framework.parallel.zero.direct_gradients import write_embedding_gradients, write_gradients_directly
 from framework.parallel.zero.gradients import GradientSync

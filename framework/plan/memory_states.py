@@ -14,7 +14,7 @@ from framework.comm.communicator import Communicator
 from framework.mesh.topology import Axis, count_expert_shards
 from framework.model.stage import StageBounds
 from framework.parallel.pipeline.pipeline import PipelinePlan
-from framework.parallel.tensor import ranks_per_kv_head
+from framework.parallel.tensor.heads import ranks_per_kv_head
 from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.plan_buffers import BufferPlan, choose_homes
 from framework.plan.candidate import Candidate

@@ -323,15 +323,10 @@ def _finish(operation: Operation, async_op: bool) -> Any:
 
 
 def _start_batch(
-    leaving: Sequence[Tensor],
-    sends: Sequence[tuple[Tensor, int]],
-    arriving: Sequence[Tensor],
-    receives: Sequence[tuple[Tensor, int]],
-    axis: Communicator,
+    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator
 ) -> list[Operation]:
     """One work for a batch, as NCCL has it."""
-    to = [(x, peer) for x, (_, peer) in zip(leaving, sends, strict=True)]
-    come = [(x, peer) for x, (_, peer) in zip(arriving, receives, strict=True)]
+    to, come = list(sends), list(receives)
     kind = f"messages to {[axis.ranks[peer] for _, peer in to]} and from {[axis.ranks[peer] for _, peer in come]}"
     return [Operation(axis.group, kind, sends=to, receives=come)] if to or come else []
 

@@ -22,7 +22,7 @@ from framework.mesh.topology import Axis
 from framework.model.flops import attention_masks
 from framework.model.stage import StageBounds
 from framework.parallel.pipeline.lower import live_moments
-from framework.parallel.tensor.borders import ReplicatedBorder
+from framework.parallel.tensor.borders import Border
 from framework.parallel.tensor.regions import RegionCall
 from framework.parallel.zero.buffers import DeferredGradients
 from framework.plan.activation_peaks import MomentTable
@@ -190,7 +190,7 @@ def test_tokens_and_vocabulary_over_tp_leave_whole_rows_and_a_part_of_the_embedd
     assert of_half == rows * inside // 2 + WIDTHS["vocab_size"] // 2 * hidden * 4
 
 
-class TwoAlike(ReplicatedBorder):
+class TwoAlike(Border):
     """Stands for a border of two ranks that have the same tokens."""
 
     def start_gather(self, x: Tensor) -> tuple[Tensor, Pending]:
