@@ -25,7 +25,7 @@ from torch import Tensor
 from framework.comm.transfer import fetch
 from framework.optim.disk_ring import DiskStates, DiskTensor
 from framework.optim.groups import GroupAssignment
-from framework.optim.optimizers import FlatOptimizer, Missed, check_kinds, state_names
+from framework.optim.optimizers import FlatOptimizer, Missed, state_names
 from framework.optim.states import States
 from framework.optim.update_rules import OPTIMIZERS, FlatShard, ShardGroup
 from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
@@ -136,8 +136,8 @@ class _DiskUpdate:
 
 class DiskOptimizer:
     """The recipe's optimizer over shards whose states are in the file `states`, which has one shard for each of `buffers`, also
-    for those of which this rank owns padding only. owned: the shards of these. Raises LayoutError as `FlatOptimizer` does, and
-    from `update` what `DiskStates` raises."""
+    for those of which this rank owns padding only. owned: the shards of these. `update` raises what `DiskStates`
+    raises."""
 
     def __init__(
         self,
@@ -148,7 +148,6 @@ class DiskOptimizer:
         groups: Sequence[ShardGroup],
     ):
         self._optim, self._rule, self._states = optim, OPTIMIZERS[optim.name], states
-        check_kinds(optim.name, self._rule, groups)
         self._buffers = tuple(buffers)
         assert [each.plan.numel_owned for each in self._buffers] == [each.numel for each in states.shards]
         self._owned = {each.shard: each for each in owned}
