@@ -115,11 +115,11 @@ class PendingSave:
     is_last: bool = False
     """Whether the run ends with it."""
     goal: Goal = Goal.DISK
-    arrival: Arrival = field(default_factory=Arrival)
+    arrival: Arrival | None = None
     ended: "Future[Place | None]" = field(default_factory=Future)
     """The checkpoint's path, None for a save to memory alone; or the error."""
 
-    def release(self, arrival: Arrival) -> None:
+    def release(self, arrival: Arrival | None) -> None:
         """Allow the tensors to change after `arrival`."""
         self.arrival = arrival
         self.is_staged.set()
@@ -127,7 +127,8 @@ class PendingSave:
     def wait_until_staged(self) -> None:
         """Return when this rank's next kernels may change the tensors."""
         self.is_staged.wait()
-        self.arrival.wait()
+        if self.arrival is not None:
+            self.arrival.wait()
 
 
 class Saver:

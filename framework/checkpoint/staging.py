@@ -21,7 +21,7 @@ from torch import Tensor
 
 from framework.checkpoint.blocks import BlockHashes
 from framework.checkpoint.index import ALIGNMENT, BLOCK_BYTES
-from framework.comm.transfer import Arrival, Moment, segment_on_host
+from framework.comm.transfer import Arrival, Moment, segment_on_host, start_copy
 from framework.mesh.layout import Layout
 from framework.parallel.zero.buffers import StoredTensor
 
@@ -126,7 +126,7 @@ class StagedFile:
         """Start to copy all bytes, if they are staged whole. The tensors may change after the returned end of these copies."""
         if self.is_whole:
             self._staged = list(self._fill(range(-(-self.num_bytes // self._memory.segment_bytes))))
-        return self._moment.arrival()
+        return Arrival(self._moment.device)
 
     def views(self) -> Iterator[memoryview]:
         """All bytes of the file, each view valid until the next is taken. Called again after an error, it gives the same bytes if
@@ -170,10 +170,10 @@ class StagedFile:
                 while not len(chunk):
                     chunk = next(chunks)
                 count = min(len(chunk), size - used)
-                self._moment.copy(chunk[:count], segment[used : used + count])
+                start_copy(segment[used : used + count], chunk[:count])
                 chunk, used = chunk[count:], used + count
             left -= size
-            yield segment, self._moment.arrival()
+            yield segment, Arrival(self._moment.device)
             self._fault("staging")
 
     def _chunks(self) -> Iterator[Tensor]:

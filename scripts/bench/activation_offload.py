@@ -205,7 +205,7 @@ def offload_with_threads(
     directions = iter(DIRECTIONS)
     offload = ActivationOffload(
         model, layers, choose_offloaded(fraction, len(layers)), staying, axis, CPU,
-        lambda device: ThreadCopyStream(next(directions), cores, link),
+        lambda: ThreadCopyStream(next(directions), cores, link),
     )  # fmt: skip
     for name, layer in layers.items():
         name_unit(name, layer)

@@ -104,7 +104,7 @@ def count_by_home(run: TrainingRun) -> dict[str, dict[str, int]]:
         kinds[homes.master.value]["gradients"].append(buffer.delivered)
         kinds[homes.master.value]["master"].append(buffer.master)
     for each in run.shards:
-        home = each.buffer.plan.lifetimes.homes.moments.value
+        home = each.buffer.plan.lifetimes.homes.master.value
         kinds[home]["optimizer"] += [run.optimizer.state(each.shard, name) for name in run.optimizer.state_names]
     seen: set[int] = set()
     totals: dict[str, dict[str, int]] = {}

@@ -39,21 +39,6 @@ class _DirectLinear(torch.autograd.Function):
         return dx, None, db, None
 
 
-def find_linears(
-    model: nn.Module, grad_views: Mapping[str, MainGradView], compiled: Collection[nn.Module]
-) -> list[tuple[nn.Module, MainGradView]]:
-    """The linear modules whose weight is trained, each with its weight's main gradient; a tied head is among them."""
-    by_parameter = {id(view.parameter): view for view in grad_views.values()}
-    # Exactly torch's and transformers' own: a subclass may compute something else with its weight.
-    stock = (nn.Linear, Conv1D)
-    modules = (
-        each
-        for each in model.modules()
-        if isinstance(each, MatmulLinear) or (type(each) in stock and each not in compiled)
-    )
-    return [(module, by_parameter[id(module.weight)]) for module in modules if id(module.weight) in by_parameter]
-
-
 def write_gradients_directly(
     model: nn.Module,
     grad_views: Mapping[str, MainGradView],
@@ -67,14 +52,18 @@ def write_gradients_directly(
     a buffer that is not its own, and would break its graph at each of them. make_matmul: from a module, and whether its weight is
     transposed.
     """
+    by_parameter = {id(view.parameter): view for view in grad_views.values()}
     matmuls = {}
-    for module, grad_view in find_linears(model, grad_views, compiled):
-        if isinstance(module, MatmulLinear):
+    for module in model.modules():
+        if isinstance(module, MatmulLinear) and id(module.weight) in by_parameter:
             matmul = module.matmul = make_matmul(module, module.matmul.is_transposed)
-        else:
+        # Exactly torch's and transformers' own: a subclass may compute something else with its weight. A tied head is among them.
+        elif type(module) in (nn.Linear, Conv1D) and module not in compiled and id(module.weight) in by_parameter:
             matmul = make_matmul(module, isinstance(module, Conv1D))
             module.forward = _direct_forward(module, matmul)  # type: ignore[method-assign]
-        matmul.write_gradient_to(grad_view)
+        else:
+            continue
+        matmul.write_gradient_to(by_parameter[id(module.weight)])
         matmuls[module] = matmul
     return matmuls
 
