@@ -45,11 +45,11 @@ from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor.heads import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import Activations
-from framework.plan.candidate import Candidate
+from framework.plan.candidate import Candidate, planned_candidate
 from framework.plan.forecast import StageMemory
 from framework.plan.forecast_memory import MemoryModel
 from framework.plan.policies import Counts, refuse_unknown_operations, resolve_chunked_loss, spell, uniform
-from framework.plan.settings import Settings, planned_candidate
+from framework.plan.remember import remember
 from framework.plan.shape import ModelShape, group_parameters_of, refuse_dropped_layers, refuse_fresh_seeds, shape_of
 from framework.plan.stage import PlannedStage, lay_out_stage
 from framework.plan.target import resolve_target
@@ -118,15 +118,10 @@ class Plan:
         """Rows of the output embedding."""
         return self.whole.get_output_embeddings().weight.shape[0]
 
+    @remember()
     def of_rank(self, rank: int) -> "RankPlan":
         """The rank's stages, laid out on meta once. Axes have no process groups."""
-        if rank not in self._of_ranks:
-            self._of_ranks[rank] = self.lay_out(rank, unconnected(self.topology, rank), self.device)
-        return self._of_ranks[rank]
-
-    @cached_property
-    def _of_ranks(self) -> dict[int, "RankPlan"]:
-        return {}
+        return self.lay_out(rank, unconnected(self.topology, rank), self.device)
 
     def lay_out(self, rank: int, axes: Mapping[str, Communicator], device: torch.device) -> "RankPlan":
         """`of_rank` over the axes of a connected mesh and this rank's own device: what is then given memory and trained."""
@@ -162,7 +157,7 @@ class Plan:
     @cached_property
     def memory_model(self) -> MemoryModel:
         """The bytes of this plan's ranks."""
-        return MemoryModel.of(self.shape, Settings.of(self.recipe), self.pipeline)
+        return MemoryModel.of(self.shape, self.recipe, self.pipeline)
 
     @cached_property
     def activations(self) -> Activations:
