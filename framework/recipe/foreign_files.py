@@ -21,8 +21,8 @@ from framework.errors import EXIT_DONE, RecipeError
 from framework.recipe.compose import compose
 from framework.recipe.convert import MANDATORY
 from framework.recipe.keys import flatten, nest
-from framework.recipe.problem import Problem, render_problems, show
-from framework.recipe.suggest import FORMS, STAGES, Foreign, names_of, normalize, read_table, suffixes
+from framework.recipe.problem import render_problems, show
+from framework.recipe.suggest import FORMS, STAGES, names_of, normalize, read_table, suffixes
 
 
 @dataclass(frozen=True)
@@ -77,33 +77,24 @@ class Reading:
 def convert_command(file: Path, overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> int:
     """Print the file's recipe as an experiment, with the values that it leaves out. RecipeError where that recipe cannot be
     run."""
-    form, reading = read_file(file, count_ranks_asked(overrides))
-    problems = check_experiment(render(file, form, reading), overrides, recipe_dirs)
+    # Few files of other systems state the ranks.
+    asked = [text.partition("=")[2] for text in overrides if text.startswith("launch.ranks=")]
+    reading = read_file(file, int(asked[-1]) if asked and asked[-1].isdecimal() else 1)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "experiment").mkdir()
+        (Path(folder) / "experiment" / "converted.yaml").write_text(render(file, reading), encoding="utf-8")
+        problems = compose(["experiment=converted", *overrides], [Path(folder), *recipe_dirs]).problems
     missing = [problem for problem in problems if problem.missing or problem.value == MANDATORY]
     reading.absent += [f"to be given: {problem.key}=..." for problem in missing]
-    print(render(file, form, reading))
+    print(render(file, reading))
     wrong = [problem for problem in problems if problem not in missing]
     if wrong:
         raise RecipeError(f"the recipe of {file} needs changes:\n{render_problems(wrong)}")
     return EXIT_DONE
 
 
-def check_experiment(text: str, overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> list[Problem]:
-    """Problems of an experiment's file together with the overrides."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "experiment").mkdir()
-        (Path(folder) / "experiment" / "converted.yaml").write_text(text, encoding="utf-8")
-        return compose(["experiment=converted", *overrides], [Path(folder), *recipe_dirs]).problems
-
-
-def count_ranks_asked(overrides: Sequence[str]) -> int:
-    """Ranks that the command line states: few files of other systems do."""
-    asked = [text.partition("=")[2] for text in overrides if text.startswith("launch.ranks=")]
-    return int(asked[-1]) if asked and asked[-1].isdecimal() else 1
-
-
-def read_file(file: Path, ranks: int) -> tuple[Form, Reading]:
-    """The form of a file, and its values in our keys. RecipeError for a file of no known form."""
+def read_file(file: Path, ranks: int) -> Reading:
+    """A file's values in our keys. RecipeError for a file of no known form."""
     tree = _load(file)
     values = {normalize(name): value for name, value in flatten(tree).items()}
     form = find_form(file, tree)
@@ -114,7 +105,7 @@ def read_file(file: Path, ranks: int) -> tuple[Form, Reading]:
     for name, value in reading.values.items():
         _translate(reading, name, value, is_default=name in absent)
     _complete(file, reading)
-    return form, reading
+    return reading
 
 
 def _complete(file: Path, reading: Reading) -> None:
@@ -133,16 +124,11 @@ def _complete(file: Path, reading: Reading) -> None:
         reading.differs.append(words)
 
 
-def list_forms() -> list[Form]:
-    """Forms of the table, those with more particular marks first."""
-    return [Form(name, **entry) for name, entry in read_table()[FORMS].items()]
-
-
 def find_form(file: Path, tree: Mapping[str, Any]) -> Form:
     """The form whose marks a file has."""
     sections = {normalize(name) for name, value in tree.items() if isinstance(value, dict)}
     names = {normalize(name) for name in tree} - sections
-    forms = list_forms()
+    forms = [Form(name, **entry) for name, entry in read_table()[FORMS].items()]
     for form in forms:
         if (sections if form.has_sections else names) & set(form.marks):
             return form
@@ -150,9 +136,9 @@ def find_form(file: Path, tree: Mapping[str, Any]) -> Form:
     raise RecipeError(f"--from {file}: no form that is known: a file has one of the names in brackets: {known}")
 
 
-def render(file: Path, form: Form, reading: Reading) -> str:
+def render(file: Path, reading: Reading) -> str:
     """An experiment's file; values without a counterpart, and those that mean something else, are comments."""
-    lines = ["# @package _global_", f"# {form.name}'s {file.name}, as `meshwright check --from` reads it."]
+    lines = ["# @package _global_", f"# {reading.form.name}'s {file.name}, as `meshwright check --from` reads it."]
     if reading.groups:
         chosen = [f"  - override /{group}: {name}" for group, name in sorted(reading.groups.items())]
         lines += ["defaults:", *chosen, ""]
@@ -185,7 +171,8 @@ def _translate(reading: Reading, name: str, value: Any, is_default: bool) -> Non
     if value is None or value in ([], {}, ""):
         return
     line = f"{name}: {show(value)}"
-    found = _find(reading.form, name)
+    tables = [names_of(system) for system in reading.form.systems]
+    found = next((table[suffix] for suffix in suffixes(name) for table in tables if suffix in table), None)
     if found is None:
         if not is_default:
             reading.absent.append(f"{line}: no key of ours has this name's meaning")
@@ -201,14 +188,6 @@ def _translate(reading: Reading, name: str, value: Any, is_default: bool) -> Non
         reading.settings.setdefault(key, ours)
         if found.differs:
             reading.differs.append(f"{line} is {key}={show(ours)}: {found.differs}")
-
-
-def _find(form: Form, name: str) -> Foreign | None:
-    for suffix in suffixes(name):
-        for system in form.systems:
-            if suffix in names_of(system):
-                return names_of(system)[suffix]
-    return None
 
 
 # --- what follows from several values
