@@ -29,7 +29,7 @@ from framework.recipe.convert import to_recipe
 from framework.recipe.environment import fill
 from framework.recipe.keys import plain
 from framework.recipe.problem import render_problems
-from framework.recipe.saved import CLUSTER, ENDINGS, read_cluster_file, write_cluster_file
+from framework.recipe.saved import CLUSTER, ENDINGS, read_part, write_cluster_file
 from framework.recipe.schema import ClusterMeasured, Precision, Recipe
 from framework.start import python_words
 from framework.track.device import peak_flops
@@ -144,7 +144,7 @@ def refuse(recipe: Recipe, file: Path, here: ClusterMeasured, overwrites: bool) 
         raise RecipeError(f"--measure {file}: nothing can be written into {there}; name a file in a folder of yours")
     if overwrites or not file.exists():
         return
-    values, problems = read_cluster_file(file)
+    values, problems = read_part(CLUSTER, file)
     draft, _ = to_recipe({CLUSTER: values}, {})
     measured, ways = draft.cluster.measured, "name another one, or give --overwrite"
     if problems or measured.processor is None:

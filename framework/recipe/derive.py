@@ -152,27 +152,27 @@ def count_expert_slices(parallel: Parallel) -> int:
 
 def count_ranks(recipe: Recipe) -> int:
     """Ranks of the world: launch.ranks, else nodes x ranks_per_node, else the product of the degrees."""
-    launch, parallel = recipe.launch, recipe.parallel
+    launch, parallel, stated = recipe.launch, recipe.parallel, node_range(recipe.launch)
     if launch.ranks is not None:
         return launch.ranks
-    if launch.kind == "slurm" and launch.nodes is not None:
-        return most_nodes(launch.nodes) * launch.ranks_per_node
+    if launch.kind == "slurm" and stated is not None:
+        return stated[1] * launch.ranks_per_node
     return (parallel.dp or 1) * parallel.tp * parallel.pp * parallel.cp
 
 
 def count_nodes(recipe: Recipe) -> int:
     """Nodes of the run: launch.nodes, of a range the most; else as few as hold the ranks. One with launch.kind=local."""
-    launch = recipe.launch
+    launch, stated = recipe.launch, node_range(recipe.launch)
     if launch.kind == "local":
         return 1
-    if launch.nodes is not None:
-        return most_nodes(launch.nodes)
+    if stated is not None:
+        return stated[1]
     return math.ceil(count_ranks(recipe) / launch.ranks_per_node)
 
 
-def most_nodes(nodes: int | tuple[int, int]) -> int:
-    """launch.nodes, of a range the most: a recipe is planned for as many, and `at_nodes` makes it one for fewer."""
-    return nodes if isinstance(nodes, int) else nodes[1]
+def node_range(launch: Launch) -> tuple[int, int] | None:
+    """(least, most) of launch.nodes: a recipe is planned for the most, and `at_nodes` makes it one for fewer."""
+    return (launch.nodes, launch.nodes) if isinstance(launch.nodes, int) else launch.nodes
 
 
 def find_node_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -332,8 +332,8 @@ def _listed(numbers: list[int]) -> str:
 
 def node_counts(recipe: Recipe) -> tuple[int, ...]:
     """Numbers of nodes that the recipe allows, in order; a recipe that states none has the one that follows from it."""
-    nodes = recipe.launch.nodes
-    return (count_nodes(recipe),) if nodes is None or isinstance(nodes, int) else tuple(range(nodes[0], nodes[1] + 1))
+    least, most = node_range(recipe.launch) or (count_nodes(recipe), count_nodes(recipe))
+    return tuple(range(least, most + 1))
 
 
 def can_move(recipe: Recipe) -> bool:
@@ -343,7 +343,8 @@ def can_move(recipe: Recipe) -> bool:
 
 def has_range(launch: Launch) -> bool:
     """Whether the number of nodes is known only once a job has them."""
-    return isinstance(launch.nodes, tuple) and launch.nodes[0] < launch.nodes[1]
+    least, most = node_range(launch) or (0, 0)
+    return least < most
 
 
 def at_nodes(recipe: Recipe, nodes: int) -> Recipe:
@@ -352,9 +353,9 @@ def at_nodes(recipe: Recipe, nodes: int) -> Recipe:
     Where the batch is not whole microbatches on every rank they become the largest smaller ones that make it so. Any other
     contradiction is left to the rules.
     """
-    if recipe.launch.nodes is None or isinstance(recipe.launch.nodes, int):
+    if not isinstance(recipe.launch.nodes, tuple):
         return recipe
-    most = derive(replace(recipe, launch=replace(recipe.launch, nodes=most_nodes(recipe.launch.nodes))))
+    most = derive(recipe)
     narrowed = replace(recipe, launch=replace(recipe.launch, nodes=nodes))
     inner, ranks = most.tp * most.pp * most.cp, nodes * recipe.launch.ranks_per_node
     share, rest = divmod(most.sequences_per_step, max(1, ranks // inner))

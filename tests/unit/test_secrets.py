@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -149,9 +150,9 @@ TOKENS = (
 )
 
 
-@pytest.mark.parametrize("token", TOKENS)
 @pytest.mark.parametrize(
-    "key", ["data.sources.stdlib.path", "track.wandb.tags", "model.config.name", "launch.partition"]
+    ("token", "key"),
+    zip(TOKENS, cycle(["data.sources.stdlib.path", "track.wandb.tags", "model.config.name", "launch.partition"])),
 )
 def test_a_token_is_found_in_any_value_and_shown_nowhere(key, token, capsys):
     assert main(["train", *BASE, f"++{key}={json.dumps([token] if key.endswith('tags') else token)}"]) == EXIT_USER
@@ -172,8 +173,13 @@ def test_names_that_are_no_tokens_are_taken(name):
     assert hide_secrets(name) == name
 
 
-@pytest.mark.parametrize("text", ["a\x1b[31mb", "a\nb", "a\rb", "a\u202etxt", "a\x9bb"])
-@pytest.mark.parametrize("key", ["data.sources.stdlib.path", "model.tokenizer", "track.wandb.tags", "checkpoint.root"])
+@pytest.mark.parametrize(
+    ("text", "key"),
+    zip(
+        ["a\x1b[31mb", "a\nb", "a\rb", "a\u202etxt", "a\x9bb"],
+        cycle(["data.sources.stdlib.path", "model.tokenizer", "track.wandb.tags", "checkpoint.root"]),
+    ),
+)
 def test_control_characters_are_refused_in_any_value_and_shown_escaped(key, text, capsys):
     quoted = f'"{text}"'
     assert main(["check", *BASE, f"{key}={f'[{quoted}]' if key.endswith('tags') else quoted}"]) == EXIT_USER
