@@ -3,7 +3,7 @@
     once, and when a layout has changed (save_plan.py):
     every rank    claims (48 bytes an entry)                          -> rank 0
     rank 0        divides the claims; flags                           -> each rank
-    every rank    offsets, names                                      -> rank 0
+    every rank    names                                               -> rank 0
 
     each save:
     every rank    has my layout changed? (one integer)                -> all

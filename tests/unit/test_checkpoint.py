@@ -22,12 +22,13 @@ from framework.checkpoint.load import load_checkpoint, load_newest, read_state
 from framework.checkpoint.save import CPU, save_checkpoint, write_file, write_index
 from framework.checkpoint.save_plan import (
     WRITES,
-    _raise_disagreement,
+    Disagreement,
     describe,
+    describe_chosen,
     divide,
+    explain_disagreement,
     owned_entries,
     pack_claims,
-    plan_file,
     plan_index,
 )
 from framework.checkpoint.staging import Entry, StagedFile, StagingMemory
@@ -103,21 +104,20 @@ def save_world(root, step, ranks, state, block_bytes, memory=None):
     """What save_checkpoint does, for all ranks of a world in this process."""
     ranks = [owned_entries(entries) for entries in ranks]
     division = divide([pack_claims(entries) for entries in ranks])
-    assert division.disagreement is None
     folder, _ = begin(root, Lease(root.parent), step, state, 0)
     written = []
-    for rank, (entries, flags) in enumerate(zip(ranks, division.duties, strict=True)):
+    for rank, (entries, flags) in enumerate(zip(ranks, division.flags, strict=True)):
         chosen = [entry for entry, flag in zip(entries, flags, strict=True) if flag & WRITES]
         staged = StagedFile(chosen, memory or StagingMemory(CPU, 0), Moment(CPU), block_bytes=block_bytes)
         staged.stage()
         write_file(folder / file_name(rank), staged)
         written.append(FileRecord(staged.num_bytes, block_bytes, staged.root))
-    files = [plan_file(entries, flags) for entries, flags in zip(ranks, division.duties, strict=True)]
+    described = [describe_chosen(entries, flags) for entries, flags in zip(ranks, division.flags, strict=True)]
     return finish(
         root,
         Lease(root.parent),
         folder,
-        write_index(folder, step, state, plan_index(division, files), written, block_bytes),
+        write_index(folder, step, state, plan_index(division, described), written, block_bytes),
     )
 
 
@@ -160,8 +160,8 @@ def test_any_layout_loads_into_any_other(pairs, dtype, block_bytes, segment_byte
 def test_replicas_divide_the_bytes_among_themselves():
     entries = [Entry(f"kind/{number}", Layout((100,)), torch.zeros(100)) for number in range(8)]
     division = divide([pack_claims(entries)] * 4)
-    assert [np.count_nonzero(flags) for flags in division.duties] == [2, 2, 2, 2]
-    assert all(sum(bool(flags[number]) for flags in division.duties) == 1 for number in range(8))
+    assert [np.count_nonzero(flags) for flags in division.flags] == [2, 2, 2, 2]
+    assert all(sum(bool(flags[number]) for flags in division.flags) == 1 for number in range(8))
     assert division.bytes_needed >= 3200
 
 
@@ -188,10 +188,11 @@ def test_replicas_divide_the_bytes_among_themselves():
 )
 def test_what_does_not_make_whole_entries_is_an_error_when_saving(tmp_path, entries, message):
     """Entries of one name stand for those of several ranks: one rank claims them all."""
-    division = divide([pack_claims([entry]) for entry in entries])
+    with pytest.raises(Disagreement) as found:
+        divide([pack_claims([entry]) for entry in entries])
     known = [{entry.name: describe(entry)} for entry in entries]
     with pytest.raises(CheckpointError, match=message):
-        _raise_disagreement(division.disagreement, known)
+        raise explain_disagreement(found.value, known)
 
 
 def test_an_element_that_no_rank_owns_is_an_error_when_saving(tmp_path):
