@@ -33,7 +33,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from framework.checkpoint.load import load_newest
-from framework.checkpoint.save import save_checkpoint
 from framework.comm.collectives import all_gather_object, all_reduce
 from framework.comm.connect import connect
 from framework.mesh.layout import part
@@ -43,6 +42,7 @@ from framework.train.build import build
 from framework.train.state import read_entries, saved_entries, share_read
 from framework.train.step import TrainingRun
 from scripts.bench.checkpoint import CPU, cpu_seconds, describe_llama, forget
+from tests.saving import save_checkpoint
 
 LAYOUTS: dict[str, tuple[int, Parallel, Zero]] = {
     "1 rank": (1, Parallel(), Zero()),

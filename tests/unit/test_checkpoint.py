@@ -18,8 +18,8 @@ from framework.checkpoint.folder import committed_name
 from framework.checkpoint.index import DamagedCheckpoint, FileRecord, Manifest, file_name, read_manifest
 from framework.checkpoint.inspect import describe as describe_contents
 from framework.checkpoint.inspect import inspect_command
-from framework.checkpoint.load import load_checkpoint, load_newest, read_state
-from framework.checkpoint.save import CPU, save_checkpoint, write_file, write_index
+from framework.checkpoint.load import load_checkpoint, load_newest
+from framework.checkpoint.save import CPU, write_file, write_index
 from framework.checkpoint.save_plan import (
     WRITES,
     Disagreement,
@@ -41,6 +41,7 @@ from framework.mesh.topology import Axis
 from framework.optim import disk_chunks
 from framework.optim.disk_chunks import DiskShard, DiskState
 from framework.optim.disk_ring import DiskStates
+from tests.saving import save_checkpoint
 
 ALONE = Communicator(Axis("world", 1, 0))
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
@@ -268,7 +269,7 @@ def test_state_comes_back_as_it_was_saved(tmp_path):
     state = {"step": 3, "rate": 0.1, "names": ["a", "é"], "none": None}
     path = save_checkpoint(tmp_path / "checkpoints", 3, make_entries(), state, ALONE, keep=1)
     assert path == tmp_path / "checkpoints" / "step-00000003"
-    assert read_state(path) == state
+    assert read_manifest(path).state == state
     assert load_checkpoint(path, blank_entries(), ALONE) == state
 
 
