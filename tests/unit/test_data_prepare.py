@@ -416,12 +416,13 @@ def test_bad_records_within_the_budget_are_quarantined(tmp_path: Path) -> None:
         find_prepared(replace(recipe, data=replace(recipe.data, bad_records=1)))
 
 
-def test_the_budget_counts_all_shards_of_a_source(tmp_path: Path) -> None:
+def test_the_budget_counts_all_shards_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("framework.data.records.MIN_SHARD_BYTES", 1)
     for number in range(3):
-        path = write_jsonl(tmp_path / f"{number}.jsonl", make_texts(1000, number, num_words=100))
+        path = write_jsonl(tmp_path / f"{number}.jsonl", make_texts(10, number))
         path.write_bytes(path.read_bytes() + b"broken\n")
-    with pytest.raises(DataError, match=r"row 1001: not JSON.*at least 2 bad"):
-        build(make_recipe(tmp_path / "tokens", f"{tmp_path}/*.jsonl", bad_records=1), workers=2)
+    with pytest.raises(DataError, match=r"row 11: not JSON.*at least 2 bad"):
+        build(make_recipe(tmp_path / "tokens", f"{tmp_path}/*.jsonl", bad_records=1))
 
 
 def test_an_id_outside_the_vocabulary_is_a_bad_record(tmp_path: Path) -> None:
