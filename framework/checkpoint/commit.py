@@ -32,7 +32,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from framework.checkpoint.folder import (
@@ -193,14 +192,6 @@ def find_damage(path: Place) -> DamagedCheckpoint | None:
     return None
 
 
-def note_of(root: Place) -> Path | None:
-    """The file that says which step of a run was committed last, `checkpoints.json` beside the checkpoints; None without a run.
-
-    It is written after the commit and read to find that a checkpoint is gone, so no harm is done if it lags or is missing.
-    """
-    return folder_of(root).note
-
-
 def noted_step(root: Place) -> int | None:
     """The step that was committed last, by the note; None if that says nothing."""
     name = _noted(root)
@@ -219,8 +210,7 @@ def begin(root: Place, lease: Lease, step: int, state: dict[str, Any], bytes_nee
         committed = locate(root, step)
         if committed is not None and _is_committed(committed, lease, state):
             return committed, True
-        folder.check_room(lease, bytes_needed)
-        return folder.begin(lease, step), False
+        return folder.begin(lease, step, bytes_needed), False
 
     return retry(begin_once, "begin a checkpoint in", root)
 
@@ -251,7 +241,6 @@ def retain(
         old = [path for path in whole[retention.keep :] if not retention.keeps(step_of(path))]
         for path in (each for each in old if step_of(each) != best_step):
             folder.remove(lease, path, fault)
-    folder.tidy(lease)
 
 
 def set_aside(path: Place, lease: Lease, suffix: str = BAD) -> Place:
@@ -282,11 +271,6 @@ def explain(error: OSError, root: Place, bytes_needed: int) -> CheckpointError |
             f" {folder_of(root).key} to a place of yours"
         )
     return storage_error(error, "save a checkpoint in", root)
-
-
-def give_up(root: Place, lease: Lease, unfinished: Place) -> None:
-    """Remove what a failed save has left. Raises nothing."""
-    folder_of(root).give_up(lease, unfinished)
 
 
 def has_whole(root: Place, last_step: int) -> bool:
@@ -326,7 +310,7 @@ def _explained(root: Place, work: Callable[[], T]) -> T:
 
 def _noted(root: Place) -> str | None:
     """The name of the checkpoint that was committed last; None if none ever was."""
-    note = note_of(root)
+    note = folder_of(root).note  # written after the commit, so no harm is done if it lags or is missing
     if note is None:
         return None
     try:
@@ -365,7 +349,7 @@ def _refuse_to_start_over(root: Place, damaged: Mapping[Place, DamagedCheckpoint
     rows = {path.name: str(damage) for path, damage in damaged.items()}
     rows |= dict.fromkeys(sorted(folder.list_damaged(), reverse=True), "was set aside as damaged by an earlier start")
     if noted is not None and not any(name.startswith(noted) for name in rows):
-        rows = {noted: f"was committed, as {note_of(root)} says, and is gone"} | rows
+        rows = {noted: f"was committed, as {folder.note} says, and is gone"} | rows
     if not rows:
         return None
     first = f"all {len(damaged)} checkpoints in {root} are damaged" if damaged else f"{root} has no checkpoint left"

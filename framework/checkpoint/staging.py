@@ -115,7 +115,9 @@ class StagedFile:
     ) -> None:
         self._entries, self._memory, self._moment, self._fault = entries, memory, moment, fault
         self._block_bytes = block_bytes
-        self.offsets, self.num_bytes = place_entries(entries)
+        self.num_bytes = 0
+        for entry in entries:
+            self.num_bytes += -self.num_bytes % ALIGNMENT + entry.data.nbytes
         self.root: int | None = None
         is_in_memory = all(isinstance(entry.data, Tensor) for entry in entries)
         self.is_whole = is_in_memory and memory.holds(self.num_bytes)
@@ -184,15 +186,6 @@ class StagedFile:
             for piece in entry.pieces():
                 yield piece.detach().view(torch.uint8)
             size += -size % ALIGNMENT + entry.data.nbytes
-
-
-def place_entries(entries: Sequence[Entry]) -> tuple[list[int], int]:
-    """The offset of each entry in a file that has them one after another, and the file's bytes of data."""
-    offsets, size = [], 0
-    for entry in entries:
-        offsets.append(size + -size % ALIGNMENT)
-        size = offsets[-1] + entry.data.nbytes
-    return offsets, size
 
 
 def free_bytes() -> int | None:

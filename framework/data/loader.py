@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -114,7 +113,7 @@ class Loader:
     def __enter__(self) -> "Loader":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -10,7 +10,6 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
-from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import connect
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.gradients import GradientSync
@@ -28,6 +27,7 @@ from tests.ranks.parity import CONTEXT, CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankFailure, RankPool
 from tests.ranks.recorded import LAYOUTS, SEQUENCES, describe
 from tests.ranks.test_zero_lifetimes import train_steps
+from tests.saving import save_checkpoint
 
 KINDS = ("parameters", "gradients", "master", "optimizer")
 STEPS = 3

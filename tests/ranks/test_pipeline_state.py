@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from framework.checkpoint.commit import newest_checkpoint
 from framework.checkpoint.load import Reader
-from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import connect
 from framework.model.weights import read_weights
 from framework.optim.groups import learning_rate
@@ -30,6 +29,7 @@ from tests.grid import few_of
 from tests.ranks.parity import CPU, Case, expect, topology_of
 from tests.ranks.pool import RankPool
 from tests.ranks.test_pipeline import case_of, recipe_of
+from tests.saving import save_checkpoint
 
 
 @dataclass(frozen=True)

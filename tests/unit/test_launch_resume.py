@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from framework.checkpoint.save import save_checkpoint
 from framework.commands import submit, train
 from framework.errors import EXIT_USER, RunError
 from framework.launch.directory import RunDirectory, describe_self
@@ -14,6 +13,7 @@ from framework.launch.settle import settle
 from framework.lease import take
 from framework.recipe.compose import compose, load_recipe, save_recipe
 from framework.recipe.keys import list_keys
+from tests.saving import save_checkpoint
 from tests.unit.test_checkpoint import ALONE
 
 
