@@ -5,7 +5,7 @@ infinite or NaN gradients is skipped without asking the device.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -118,21 +118,27 @@ class FlatOptimizer:
     def _counts(self) -> Iterator[Tensor]:
         return (state["step"] for kernel in self._kernels for state in kernel.state.values() if "step" in state)
 
-    @contextmanager
-    def preserving(self, missed: Sequence[Missed]) -> Iterator[None]:
-        """Leave elements that no rank has reached, and their states, as they are. The device decides: no host waits."""
-        views = [
-            (view, each.is_reached)
-            for each in missed
-            for view in (
-                each.shard.value[each.start : each.stop],
-                *self.states.memory(each.shard, each.start, each.stop),
-            )
-        ]
-        saved = [view.clone() for view, _ in views]
-        yield
-        for (view, is_reached), old in zip(views, saved, strict=True):
-            torch.where(is_reached, view, old, out=view)
+    def preserving(self, missed: Sequence[Missed]) -> AbstractContextManager[None]:
+        """Leave elements that no rank has reached, and their states, as they are."""
+        return preserving(
+            [
+                (view, each.is_reached)
+                for each in missed
+                for view in (
+                    each.shard.value[each.start : each.stop],
+                    *self.states.memory(each.shard, each.start, each.stop),
+                )
+            ]
+        )
+
+
+@contextmanager
+def preserving(views: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Leave views as they are where the flag beside them is 0. The device decides: no host waits."""
+    saved = [view.clone() for view, _ in views]
+    yield
+    for (view, is_reached), old in zip(views, saved, strict=True):
+        torch.where(is_reached, view, old, out=view)
 
 
 # torch.nn.utils.clip_grad_norm_ adds this to the norm; kept so that clipping is the same to the last digits.

@@ -15,8 +15,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from framework.commands.train import check_model
 from framework.errors import ModelError
+from framework.launch.parts import check_ranks
 from framework.model import fp8
 from framework.model.fp8 import E4M3, E5M2, Fp8Matmul, Scaling, multiply
 from framework.model.load import build_meta
@@ -130,7 +130,7 @@ def make_fp8_recipe() -> Recipe:
 @pytest.mark.parametrize(
     "use",
     [
-        pytest.param(lambda: check_model(compose(["experiment=quickstart", "precision=fp8"]).require()), id="train"),
+        pytest.param(lambda: check_ranks([compose(["experiment=quickstart", "precision=fp8"]).require()]), id="train"),
         pytest.param(
             lambda: prepare(compose(["launch.ranks=2", "parallel.tp=2"]).require(), VerifyOptions(dtype="fp8")),
             id="verify",
