@@ -186,7 +186,7 @@ def _describe_steps(run: RunDirectory, recipe: Recipe, now_s: float | None) -> s
     """The last reported step, its loss and the time left. now_s: the clock, for a run that runs: the age of the report is
     added."""
     metrics = run.path / METRICS_FILE
-    records = list(read_records(metrics)) if metrics.is_file() else []
+    records = list(read_records(metrics))
     total = recipe.train.steps
     if not records:
         return f"none of {total:,} yet"

@@ -12,7 +12,7 @@ from typing import Any
 from framework.lease import Lease
 from framework.track.console import format_count, format_duration
 from framework.track.goodput import GOODPUT_FILE, Account, TimePart, describe_goodput, name_of, price_of, read_account
-from framework.track.jsonl import LOADS_FILE, METRICS_FILE, is_whole, read_last_records, read_records
+from framework.track.jsonl import LOADS_FILE, METRICS_FILE, is_whole, read_records
 from framework.track.report import RunInfo, StepReport, load_run_info
 
 REPORT_TEXT = "report.txt"
@@ -90,7 +90,7 @@ def write_report(run_dir: Path, lease: Lease | None = None) -> list[Path]:
     """Write report.txt and, if a step was reported, report.png; returns what was written. lease: of a run that is launched."""
     lease = lease or Lease(run_dir)
     run = load_run_info(run_dir)
-    load = add_loads(read_last_records(run_dir / LOADS_FILE, LAST_LOADS))
+    load = add_loads(read_records(run_dir / LOADS_FILE, LAST_LOADS))
     curves = replace(collect_curves(filter(is_whole, read_records(run_dir / METRICS_FILE))), load=load)
     written = []
     if curves["step"]:
