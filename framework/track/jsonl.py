@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 from framework.lease import Lease
 from framework.track.lines import parse_line, read_lines
-from framework.track.report import RunInfo, StepReport
+from framework.track.report import Observer, RunInfo, StepReport
 
 METRICS_FILE = "metrics.jsonl"
 # Tokens of each expert by layer, of each report: {"step": 20, "expert_loads": {"layers.1": [31, 40, ...], ...}}.
@@ -35,7 +35,7 @@ MOST_WAITING_BYTES = 64 << 20
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
-class Jsonl:
+class Jsonl(Observer):
     """Appends a record of each report to a file of the run. Rank 0 only: one writer per file.
 
     file, record_of: the file's name, and its record of a report; `unix_s` is added. lease: of the run. A start replaces the file

@@ -39,7 +39,7 @@ from framework.lease import Lease
 from framework.start import python_words
 from framework.track.jsonl import METRICS_FILE, decode, read_records
 from framework.track.lines import parse_line
-from framework.track.report import RunInfo, StepReport, load_run_info
+from framework.track.report import Observer, RunInfo, StepReport, load_run_info
 
 LOG_FILE = "wandb.log"
 INIT_TIMEOUT_S = 30.0
@@ -59,7 +59,7 @@ _EXIT_SAID_WHY = 1
 _EXIT_KILLED = 1
 
 
-class WandbObserver:
+class WandbObserver(Observer):
     """Starts the mirror, relays its lines, and ends it. Only `close` waits for wandb, and for `close_timeout_s`."""
 
     def __init__(
@@ -89,12 +89,10 @@ class WandbObserver:
         os.set_blocking(self._process.stdout.fileno(), False)
 
     def report(self, report: StepReport) -> None:
-        """The mirror reads the report from metrics.jsonl; here its lines are passed on."""
+        """The mirror reads the report from metrics.jsonl, and notices after a rewind that it is another file; here its lines are
+        passed on."""
         assert self._process is not None, "report before open"
         self._relay(self._process)
-
-    def rewind(self, step: int) -> None:
-        """The mirror notices that metrics.jsonl is another file."""
 
     def close(self, exit_code: int) -> None:
         process = self._process
