@@ -40,7 +40,7 @@ from framework.recipe.compose import load_recipe
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
 from framework.start import python_words, slurm_environment
-from framework.track.jsonl import METRICS_FILE, read_last_records
+from framework.track.jsonl import METRICS_FILE, read_records
 
 # How often the run's files are looked at while a step is waited for.
 POLL_S = 0.05
@@ -127,7 +127,7 @@ def _check(run: RunDirectory, recipe: Recipe, fault: Fault) -> None:
 
 
 def _reported_step(run: RunDirectory) -> int:
-    last = read_last_records(run.path / METRICS_FILE, 1)
+    last = list(read_records(run.path / METRICS_FILE, last=1))
     return last[-1]["step"] if last else 0
 
 

@@ -307,8 +307,7 @@ def _read_measured(folder: Path) -> Iterator[tuple[Any, float]]:
     from framework.plan.candidate import candidate_of
 
     for saved in sorted(folder.glob("*/recipe.yaml")):
-        metrics = saved.parent / METRICS_FILE
-        records = read_records(metrics) if metrics.is_file() else []
+        records = read_records(saved.parent / METRICS_FILE)
         seconds = [record["step_s"] for record in records if record["step"] > WARM_UP]
         if seconds:
             yield candidate_of(load_recipe(saved)), median(seconds)

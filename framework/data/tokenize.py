@@ -60,9 +60,9 @@ def load_tokenizer(name: str, revision: str | None = None, key: str = "model.tok
     """
     from transformers import AutoTokenizer  # two seconds, and the workers do not need it
 
-    from framework.model.hub import fetch_tokenizer
+    from framework.model.hub import TOKENIZER_FILES, resolve_folder
 
-    folder = fetch_tokenizer(name, revision, key)
+    folder = resolve_folder(name, revision, TOKENIZER_FILES, key)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, ImportError, KeyError, RecursionError) as error:

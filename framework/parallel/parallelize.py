@@ -102,7 +102,7 @@ def cut_to_stage(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> L
 
     A tied embedding that the first and the last stage share is one more replica (law 1), over the axis `embedding`.
     """
-    hollow_out(model, plan.units, plan.bounds, plan.returns_tuple, plan.compute_dtype)
+    hollow_out(model, plan.units, plan.bounds, plan.compute_dtype)
     shared = find_shared(plan.units, plan.ties, plan.bounds)
     own = {name: layouts[name] for unit in plan.own_units for name in unit.parameters}
     return {name: _share(layout) if name in shared else layout for name, layout in own.items()}

@@ -241,7 +241,6 @@ class Plan:
             compute_dtype=self.compute_dtype,
             master_dtype=DTYPES.get(self.recipe.precision.master),
             device=device,
-            returns_tuple=self.returns_tuple,
             load_balancing=self.load_balancing,
             policies=policies,
         )
