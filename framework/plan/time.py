@@ -178,7 +178,7 @@ class TimeModel:
         itemsize = {"fp32": 4, "fp64": 8}.get(dtype, 2)
         self.shape, self.settings, self.cluster = shape, settings, cluster
         self.profile = profile or OURS
-        if compiles(settings.memory):
+        if compiles(settings):
             self.profile = self.profile.fused()
         self.rates, self.links = Rates(cluster, self.profile, dtype, itemsize), LinkTimes(cluster, itemsize)
         memory = settings.memory
