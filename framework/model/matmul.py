@@ -46,9 +46,28 @@ class GradView(Protocol):
         """Add left^T @ right of each group's rows.  left: [R, m]; right: [R, n]; the view: [E, m, n] of the master dtype."""
 
 
-# What operators find by the number that a graph carries (`opaque_linear.py`): graphs hold tensors and no objects.
-_TRAINED: "WeakValueDictionary[int, LayerWeight]" = WeakValueDictionary()
-_NUMBERS = count()
+class NumberedWeights:
+    """The trained weights of the process, each under a number. Held weakly.
+
+    The operators of `opaque_linear.py` are torch's and belong to the process; a graph gives them tensors and no objects.
+    """
+
+    def __init__(self) -> None:
+        self._weights: WeakValueDictionary[int, LayerWeight] = WeakValueDictionary()
+        self._numbers = count()
+
+    def number(self, weight: "LayerWeight") -> int:
+        """A new number, under which the weight is found."""
+        found = next(self._numbers)
+        self._weights[found] = weight
+        return found
+
+    def find(self, number: int) -> "LayerWeight":
+        """The weight with this number, which is in use."""
+        return self._weights[number]
+
+
+TRAINED = NumberedWeights()
 
 
 class LayerWeight:
@@ -88,9 +107,7 @@ class LayerWeight:
         self.grad_view = grad_view
         # One scalar for the whole run: a new one in each call would cost an allocation. It is on the host, where an operator can
         # read its value without waiting for a device.
-        number = next(_NUMBERS)
-        _TRAINED[number] = self
-        self.tick = torch.tensor(float(number), dtype=torch.float64, requires_grad=True)
+        self.tick = torch.tensor(float(TRAINED.number(self)), dtype=torch.float64, requires_grad=True)
 
     @property
     def weight(self) -> Tensor:
@@ -109,7 +126,7 @@ class LayerWeight:
 
 def find_matmul(tick: Tensor) -> "Matmul":
     """The linear layer's matmul of which this is the `tick`."""
-    found = _TRAINED[int(tick)]
+    found = TRAINED.find(int(tick))
     assert isinstance(found, Matmul), "the tick of a stack of weights"
     return found
 
