@@ -27,7 +27,7 @@ from framework.recipe.compose import load_recipe
 from framework.recipe.schema import Recipe, Run
 from framework.track.console import format_count, format_duration
 from framework.track.goodput import read_account, summarize_goodput
-from framework.track.jsonl import METRICS_FILE, decode, read_last_records
+from framework.track.jsonl import METRICS_FILE, decode, read_records
 
 WIDEST = 64  # of the last column, of words that the runs do not share
 HEAD = ("run", "state", "step", "loss", "validation", "tokens/s", "differs in")
@@ -158,7 +158,7 @@ def _describe_history(run: RunDirectory) -> str:
 def _describe_steps(run: RunDirectory, recipe: Recipe, now_s: float | None) -> str:
     """The last reported step, its loss and the time left. now_s: the clock, for a run that runs: the age of the report is
     added, and whether that is long for reports that come every so many steps."""
-    records = read_last_records(run.path / METRICS_FILE, RECENT_STEPS)
+    records = list(read_records(run.path / METRICS_FILE, last=RECENT_STEPS))
     total = recipe.train.steps
     if not records:
         return f"none of {total:,} yet"
@@ -248,7 +248,7 @@ def _read_line(run: RunDirectory) -> tuple[tuple[bool, float], list[str]]:
 
 def read_curve_end(metrics: Path) -> tuple[int, float | None, float | None, float | None]:
     """(last step, its loss, its tokens/s, the lowest validation loss but NaN), without decoding what is in between."""
-    records = read_last_records(metrics, 2)  # a crash may have torn the last line
+    records = list(read_records(metrics, last=2))  # a crash may have torn the last line
     if not records:
         return 0, None, None, None
     with metrics.open(encoding="utf-8", errors="replace") as lines:

@@ -160,7 +160,7 @@ class TimeModel:
         itemsize = {"fp32": 4, "fp64": 8}.get(dtype, 2)
         self.shape, self.settings, self.cluster = shape, settings, cluster
         self.profile = profile or OURS
-        if compiles(settings.memory):
+        if compiles(settings):
             self.profile = self.profile.fused()
         self.rates = Rates(cluster, self.profile, dtype, itemsize)
         gathered = 1.0 if dtype == "fp8" else float(itemsize)

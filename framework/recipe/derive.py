@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from framework.errors import RecipeError
 from framework.recipe.problem import Problem, render_problems
-from framework.recipe.schema import Batch, Launch, Memory, Parallel, Pipeline, Recipe
+from framework.recipe.schema import Batch, Launch, Parallel, Pipeline, Recipe
 
 # Schedules that split a backward in two, and have nothing for the second half where a layer's backward is one graph.
 SPLIT_BACKWARDS = ("zb_h1", "zbv", "dualpipe_v")
@@ -56,9 +56,23 @@ class Derived:
         }
 
 
-def compiles(memory: Memory) -> bool:
-    """Whether layers are compiled. `auto` is never: compiling does not pay on CPUs, and no GPU has run it."""
-    return memory.compile == "always"
+def compiles(recipe: Recipe) -> bool:
+    """Whether layers are compiled. `auto`: on GPUs, but for what `find_compile_obstacle` names."""
+    if recipe.memory.compile == "auto":
+        return recipe.launch.device == "cuda" and find_compile_obstacle(recipe) is None
+    return recipe.memory.compile == "always"
+
+
+def find_compile_obstacle(recipe: Recipe) -> str | None:
+    """The key and value with which a layer that keeps outputs by name cannot be compiled; None where there is none.
+
+    What is kept is chosen within one graph, and where ranks communicate a graph ends.
+    """
+    if recipe.memory.activation_checkpointing not in ("selective", "auto"):
+        return None
+    parallel = recipe.parallel
+    found = {"tp": parallel.tp, "cp": parallel.cp, "ep": parallel.ep}
+    return next((f"parallel.{axis}={degree}" for axis, degree in found.items() if degree > 1), None)
 
 
 def derive(recipe: Recipe) -> Derived:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict
 from pathlib import Path
 
-from framework.recipe.derive import SPLIT_BACKWARDS, Derived, compiles, count_context_parts, unpadded_lengths
+from framework.recipe.derive import Derived, compiles, count_context_parts, find_compile_obstacle, unpadded_lengths
 from framework.recipe.keys import flatten, list_groups, list_keys, plain
 from framework.recipe.origins import find_file
 from framework.recipe.overrides import list_options
@@ -63,18 +63,15 @@ def describe_compilation(recipe: Recipe) -> str:
 
 
 def _say_what_compiles(recipe: Recipe) -> Iterator[str]:
-    if not compiles(recipe.memory):
-        yield "never (memory.compile=auto): equal to stock on CPUs, but slower for short runs; no GPU has run it"
+    if not compiles(recipe):
+        obstacle = find_compile_obstacle(recipe)
+        reason = f"outputs are kept by name, and with {obstacle} graphs end where ranks communicate"
+        yield f"never (memory.compile=auto): {reason if obstacle else 'it does not pay on CPUs, where runs are short'}"
         return
-    yield "each layer's forward, at its first call" + (
-        "" if recipe.parallel.tp == 1 else "; with tp in pieces: graphs end where ranks communicate"
-    )
+    is_split = max(recipe.parallel.tp, recipe.parallel.cp, recipe.parallel.ep) > 1
+    yield "each layer's forward, at its first call" + ("; graphs end where ranks communicate" if is_split else "")
     if recipe.model.experts == "eager" or (recipe.model.experts, recipe.precision.compute) == ("auto", "fp64"):
         yield "but for experts, which are multiplied in a loop: how many tokens each has is known from the data only"
-    # With tp the linear layers are split ones, which the compiler leaves alone: their weights' gradients can wait.
-    if recipe.pipeline.schedule in SPLIT_BACKWARDS and recipe.parallel.tp == 1:
-        schedule = recipe.pipeline.schedule
-        yield f"pipeline.schedule={schedule} fills no bubbles: a compiled layer's backward has its weights' gradients, too"
 
 
 def describe_sources(recipe: Recipe, origins: Mapping[str, str]) -> str:

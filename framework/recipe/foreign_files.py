@@ -119,9 +119,7 @@ def _complete(file: Path, reading: Reading) -> None:
     if "batch.context" not in settings:
         reading.absent.append("the file names no length of sequences: batch.context=...")
     if settings.get("memory.compile") == "always" and settings.get("memory.activation_checkpointing") == "selective":
-        del settings["memory.compile"]
-        words = "compiled layers decide themselves what is kept: left out beside selective checkpointing"
-        reading.differs.append(words)
+        del settings["memory.compile"]  # auto: compiled but where graphs end and could not choose what is kept
 
 
 def find_form(file: Path, tree: Mapping[str, Any]) -> Form:

@@ -126,7 +126,7 @@ def describe(changes: list[ChangedValue], steps: int) -> str:
 def _resolve(recipe: Recipe) -> Recipe:
     """The recipe with one form for keys that can state the same in two ways."""
     derived = derive(recipe)
-    compile_: Literal["always", "never"] = "always" if compiles(recipe.memory) else "never"
+    compile_: Literal["always", "never"] = "always" if compiles(recipe) else "never"
     return replace(
         recipe,
         parallel=replace(recipe.parallel, dp=derived.dp),

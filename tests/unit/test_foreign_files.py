@@ -168,7 +168,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # What must be said: it is not in the recipe, or it means something else.
 SAID = {
-    "torchtitan.toml": ["No counterpart", "compiled layers"],
+    "torchtitan.toml": ["No counterpart"],
     "nanotron.yaml": ["anneal", "lr_warmup_style"],
     "axolotl.yml": ["/data/chat.jsonl", "how many ranks"],
     "factory.yaml": ["dataset_info.json", "to be given: data.sources.files.path"],

@@ -24,7 +24,7 @@ from framework.parallel.fp8_layers import find_fp8_linears
 from framework.plan.plan import make_plan
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose
-from framework.recipe.schema import Memory, Precision, Recipe
+from framework.recipe.schema import Precision, Recipe
 from framework.verify.plain import multiply_in_fp8
 from framework.verify.prepare import VerifyOptions, prepare
 from tests.families import build_config, family
@@ -171,8 +171,6 @@ def test_a_family_that_keeps_a_linear_layer_in_fp32_is_refused(monkeypatch: pyte
 
 
 def test_what_contradicts_fp8_is_told() -> None:
-    compiled = replace(make_fp8_recipe(), memory=Memory(compile="always"))
-    assert "precision.compute" in {problem.key for problem in check_recipe(compiled, {})}
     row = replace(make_fp8_recipe(), precision=Precision("bf16", fp8_scaling="row"))
     assert "precision.fp8_scaling" in {problem.key for problem in check_recipe(row, {})}
 
