@@ -210,7 +210,8 @@ def begin(root: Place, lease: Lease, step: int, state: dict[str, Any], bytes_nee
         committed = locate(root, step)
         if committed is not None and _is_committed(committed, lease, state):
             return committed, True
-        return folder.begin(lease, step, bytes_needed), False
+        folder.check_room(lease, bytes_needed)
+        return folder.begin(lease, step), False
 
     return retry(begin_once, "begin a checkpoint in", root)
 
@@ -241,6 +242,7 @@ def retain(
         old = [path for path in whole[retention.keep :] if not retention.keeps(step_of(path))]
         for path in (each for each in old if step_of(each) != best_step):
             folder.remove(lease, path, fault)
+    folder.tidy(lease)
 
 
 def set_aside(path: Place, lease: Lease, suffix: str = BAD) -> Place:

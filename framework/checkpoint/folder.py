@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -82,11 +83,14 @@ class LocalFolder:
             with reported(f"an unfinished checkpoint cannot be removed, {path}"):
                 shutil.rmtree(path)
 
-    def begin(self, lease: Lease, step: int, bytes_needed: int) -> Path:
-        """Make the folder into which the files of a new checkpoint are written. CheckpointError if there is no room for them."""
+    def check_room(self, lease: Lease, bytes_needed: int) -> None:
+        """CheckpointError if there is no room for a checkpoint of `bytes_needed`."""
         if shutil.disk_usage(self.root).free < bytes_needed + SPARE_BYTES:
             lease.tidy(self.root)
             raise no_room(self.root, bytes_needed)
+
+    def begin(self, lease: Lease, step: int) -> Path:
+        """Make the folder into which the files of a new checkpoint are written."""
         unfinished = lease.workplace(self.root) / committed_name(self.root, step).name
         unfinished.mkdir()
         return unfinished
@@ -110,7 +114,6 @@ class LocalFolder:
         retry(lambda: self.give_name(lease, made, final), "rename", made)
         fault("renamed")
         retry(lambda: sync(self.root), "sync", self.root)
-        lease.tidy(self.root)
         return final
 
     def write_manifest(self, unfinished: Path, manifest: str) -> None:
@@ -134,7 +137,7 @@ class LocalFolder:
     def give_up(self, lease: Lease, unfinished: Place) -> None:
         """Remove what a failed save has left. Raises nothing."""
         discard(_local(unfinished))
-        lease.tidy(self.root)
+        self.tidy(lease)
 
     def remove(self, lease: Lease, path: Place, fault: Fault) -> None:
         """Remove a checkpoint: its name first, so that a crash leaves no half one."""
@@ -142,7 +145,6 @@ class LocalFolder:
         fault("retiring")
         if gone is not None:
             shutil.rmtree(gone)
-        lease.tidy(self.root)
         fault("retained")
 
     def rename(self, lease: Lease, path: Place, suffix: str) -> Path:
@@ -157,7 +159,7 @@ class LocalFolder:
         if withdrawn is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         lease.publish(withdrawn, target)
-        lease.tidy(self.root)
+        self.tidy(lease)
         sync(self.root)
         return target
 
@@ -176,6 +178,10 @@ class LocalFolder:
         """The shell commands that empty this folder."""
         away = [f"mv {shlex.quote(str(self.root))} {shlex.quote(f'{self.root}.lost')}"] if self.root.exists() else []
         return " && ".join([*away, f"rm -f {shlex.quote(str(self.note))}"])
+
+    def tidy(self, lease: Lease) -> None:
+        """Clean up at the end of a save."""
+        lease.tidy(self.root)
 
     def _folders(self) -> Sequence[Path]:
         """Folders of whole, damaged and retired checkpoints; none if there is no `root`."""
@@ -254,7 +260,9 @@ class DirectFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         os.close(self._descriptor)
 
     def write(self, view: memoryview) -> None:

@@ -25,6 +25,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 from framework.checkpoint.folder import BAD, REWOUND, Fault, reported
@@ -90,8 +91,10 @@ class ObjectFolder:
                 with reported(f"an unfinished checkpoint cannot be removed, {path}"):
                     path.remove_all()
 
-    def begin(self, lease: Lease, step: int, bytes_needed: int) -> ObjectPath:
-        # A store has room, and would not say.
+    def check_room(self, lease: Lease, bytes_needed: int) -> None:
+        """A store has room, and would not say."""
+
+    def begin(self, lease: Lease, step: int) -> ObjectPath:
         unfinished = self.root / f"step-{step:08d}.{lease.epoch}"
         # A former commit under this name is gone; a rewind or damage may have left some of it.
         lease.check()
@@ -155,6 +158,9 @@ class ObjectFolder:
     def commands_to_start_over(self) -> str:
         return f"remove all below {self.root}, and {self.note}"
 
+    def tidy(self, lease: Lease) -> None:
+        pass
+
     def _names(self) -> Sequence[str]:
         return sorted(read(self.root.list, self.root))
 
@@ -201,8 +207,10 @@ class Upload:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
             return
         # Closing the file, as the garbage collector does, would put what was written so far.
         with suppress(Exception), as_os_errors():

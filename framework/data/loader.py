@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
+from types import TracebackType
 
 import numpy as np
 import torch
@@ -113,7 +114,7 @@ class Loader:
     def __enter__(self) -> "Loader":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
 
