@@ -54,7 +54,7 @@ def hash_states(run: TrainingRun) -> list[Hashed]:
     hashed = []
     for buffer in run.buffers:
         # Values without a replica are not read.
-        if any(axis.size > 1 for axis in buffer.plan.axes.replicas) or _is_tied_here(run, buffer):
+        if any(axis.size > 1 for axis in buffer.plan.axes.replicas) or any(buffer in pair for pair in run.tied_copies):
             for state, pieces in (("master", _master(buffer)), ("moments", _moments(run, buffer))):
                 hashed.append(hash_buffer(buffer, state, buffer.plan.axes.replicas, run.hashes.hash(pieces)))
     axes = tuple(run.mesh.axis(name) for name in BUFFER_AXES)
@@ -101,7 +101,8 @@ def check_replicas(run: TrainingRun, step: int, parameters: Sequence[Hashed] = (
     all_reduce(count, world, label="do replicas differ?")
     if not count:
         return
-    mine = Witness(_place_of(run), tuple(found), tuple(find_drift(run.buffers)))
+    place = f"rank {run.mesh.rank} [{name_coordinates(run.mesh.topology, run.mesh.rank)}] on {gethostname()}"
+    mine = Witness(place, tuple(found), tuple(find_drift(run.buffers)))
     witnesses = all_gather_object(mine, world)
     named = list(dict.fromkeys(name for each in witnesses for name in each.parameters))
     shown = f" ({', '.join(named[:3])}{f' and {len(named) - 3} more' if len(named) > 3 else ''})" if named else ""
@@ -183,10 +184,6 @@ def _moments(run: TrainingRun, buffer: UnitBuffer) -> Iterator[Tensor]:
                 yield from (state,) if isinstance(state, Tensor) else state.pieces()
 
 
-def _is_tied_here(run: TrainingRun, buffer: UnitBuffer) -> bool:
-    return any(buffer in pair for pair in run.tied_copies)
-
-
 def _compare_tied(run: TrainingRun, hashed: Sequence[Hashed]) -> Iterator[Difference]:
     """Parameters that two stages of this rank have."""
     tied = {buffer.slots[0].name for pair in run.tied_copies for buffer in pair}
@@ -196,7 +193,3 @@ def _compare_tied(run: TrainingRun, hashed: Sequence[Hashed]) -> Iterator[Differ
             if len(set(values)) > 1:
                 unit = f"{name}, in two stages"
                 yield Difference(state, unit, f"{name} here", (run.mesh.rank,), values[0])
-
-
-def _place_of(run: TrainingRun) -> str:
-    return f"rank {run.mesh.rank} [{name_coordinates(run.mesh.topology, run.mesh.rank)}] on {gethostname()}"

@@ -30,7 +30,7 @@ from framework.parallel.activation_offload import (
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Offload, Parallel, Recipe
 from framework.train.build import build
-from framework.train.profiler import name_unit
+from framework.train.profiler import UnitRanges
 from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
@@ -468,7 +468,7 @@ def test_copies_start_a_layer_ahead() -> None:
     (stage,) = run.stages.values()
     run.mesh.axis("pp").names_ranges = True
     for index in range(4):
-        name_unit(f"layers.{index}", stage.model.model.get_submodule(f"model.layers.{index}"))
+        UnitRanges(f"layers.{index}", stage.model.model.get_submodule(f"model.layers.{index}"))
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         train_step(run, inputs, 1, 1e-3)
     words = ("forward of", "backward of", "to the host", "to the device")

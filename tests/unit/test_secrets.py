@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -224,10 +225,12 @@ def test_trackers_get_the_names_of_variables_and_how_many_lines_set_up():
 def test_run_info_has_what_trackers_get_and_commands_that_can_be_typed():
     config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     recipe = replace(with_variables(A="a-value"), run=replace(Recipe().run, root="my 'runs'"))
-    recipe = replace(recipe, batch=replace(recipe.batch, sequences_per_step=8))
+    train = replace(recipe.train, sample="once upon\na time")
+    recipe = replace(recipe, batch=replace(recipe.batch, sequences_per_step=8), train=train)
     mesh = connect(Topology(), torch.device("cpu"))
     plan = make_plan(recipe, config)
-    info = describe_run(plan, mesh, replace(recipe.run, id="x"), 0, None, (), "once upon")
+    prepared = SimpleNamespace(unigram_entropy=None, sources=())
+    info = describe_run(plan, prepared, mesh, Path(recipe.run.root, "x"), 0)  # type: ignore[arg-type]
     assert info.config == describe_public(plan.recipe)
     assert info.commands["resume"] == """meshwright train run.id=x 'run.root="my '"'"'runs'"'"'"'"""
     # Not RUN/export: train.sample leaves one there, and an export replaces nothing.
