@@ -27,7 +27,7 @@ from framework.recipe.compose import load_recipe
 from framework.recipe.schema import Recipe, Run
 from framework.track.console import format_count, format_duration
 from framework.track.goodput import read_account, summarize_goodput
-from framework.track.jsonl import METRICS_FILE, decode, read_records
+from framework.track.jsonl import METRICS_FILE, decode, read_last_records
 
 WIDEST = 64  # of the last column, of words that the runs do not share
 HEAD = ("run", "state", "step", "loss", "validation", "tokens/s", "differs in")
@@ -146,7 +146,7 @@ def _describe_holder(run: RunDirectory) -> str:
 
 
 def _describe_history(run: RunDirectory) -> str:
-    """How often the newest job has started its ranks again, and how they ended."""
+    """Restarts of the ranks by the newest job, and how they ended."""
     notes = read_history(run.history)
     starts = sum(note.what == "start" for note in notes)
     ends = [f"{note.values['code']} at step {int(note.values['step']):,}" for note in notes if note.what == "end"]
