@@ -67,7 +67,8 @@ def write_gradients_directly(
 
 
 def _direct_forward(module: Any, matmul: Matmul, operation: str) -> Callable[[Tensor], Tensor]:
-    num_outputs = matmul.matrix.shape[0]
+    # Of the shape alone: the weight's memory may have been given back.
+    num_outputs = module.weight.shape[1 if matmul.is_transposed else 0]
 
     def forward(x: Tensor) -> Tensor:
         # The compiler cannot trace a write into a buffer that is not its own: it would break its graph here.
