@@ -37,6 +37,8 @@ class StagePlan:
     device: torch.device
     returns_tuple: bool = False
     """Whether the family's layers return tuples (only asked of a cut model)."""
+    owns_attention: bool = False
+    """Whether layers attend by Meshwright's attention, not by transformers'."""
     load_balancing: LoadBalancingLoss | None = None
     policies: Mapping[str, Policy] = field(default_factory=dict)
     """Activation-checkpointing policy by the unit of a layer."""

@@ -283,7 +283,7 @@ class ActivationBytes:
 
     def _masks(self, each: Candidate) -> tuple[str | None, ...]:
         """The kind of mask of each layer."""
-        make = partial(read_masks, self.pipelines.settings.recipe, self.pipelines.shape.text, each.cp, each.context)
+        make = partial(read_masks, self.pipelines.settings.recipe, self.pipelines.shape.config, each.cp, each.context)
         found: tuple[str | None, ...] = self._remember(("masks", each.cp > 1, each.context), make)
         return found
 
@@ -304,7 +304,7 @@ class ActivationBytes:
         method = ContextMethod(each.ulysses, each.cp // each.ulysses, each.is_gather)
         lengths = each.sequences, each.context, self.pipelines.settings.compute.itemsize
         shapes = dict.fromkeys(self.pipelines.shape.attentions(each.tp, each.context))
-        return [None if shape is None else ContextCost(method, shape, *lengths, self._packs) for shape in shapes]
+        return [None if shape is None else ContextCost(method, shape, *lengths) for shape in shapes]
 
     def _is_chunked(self, each: Candidate, slices: ContextSlices) -> bool:
         asked = self.pipelines.settings.recipe.memory.chunked_loss
