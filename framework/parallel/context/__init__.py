@@ -1,4 +1,4 @@
-"""Context parallelism: attention of sequences whose tokens are divided over `cp`.
+"""Attention, of sequences whose tokens are divided over `cp` or are all on one rank.
 
 `attention` is what a layer calls; `ulysses` exchanges heads for tokens, `ring` brings keys and values (`key_values`).
 `blocks` says which queries meet which keys, `block_attention` computes that, piece by piece (`visible_rows`), by `kernels`, and

@@ -61,8 +61,6 @@ class ContextAttention:
         """From now on the layer that calls this attention, and no other, is recomputed in backward."""
         self.kept = kept
 
-    # Its shapes differ between ranks and steps, and messages are counted: traced, it would be compiled again and again.
-    @torch.compiler.disable
     def __call__(
         self,
         q: Tensor,

@@ -1,4 +1,4 @@
-"""Hooks: how the attention of a model's layers becomes attention across the ranks that divide its sequences.
+"""Hooks: how the attention of a model's layers becomes ours, on one rank or across those that divide its sequences.
 
 Parameters stay whole: context parallelism divides tokens, and ZeRO takes `cp` for data. What changes is attention, the one place
 of a decoder where tokens meet. Hugging Face's modules ask a registry of attention functions for the one that their config names.
@@ -132,10 +132,12 @@ def _asks_registry(kind: type[nn.Module]) -> bool:
     return kind.__module__.startswith("transformers.") and "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(forward)
 
 
+# Its work differs between documents, ranks and steps, and messages are counted: traced, it would be compiled again and again.
+@torch.compiler.disable
 def attend_module(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attention of this rank's tokens to the sequence, called as Hugging Face's attention functions are.
+    """Attention of this rank's tokens to the sequence, called as transformers' attention functions are.
 
     query: [B, H, C, D]; key: [B, Hk, C, D]; value: [B, Hk, C, Dv]; attention_mask: None, or one that carries Documents.
     options: dropout, scaling, sliding_window, softcap, s_aux (sinks [H]) as Hugging Face names them. Numbers and flags beside
