@@ -55,4 +55,4 @@ def find_sequence_problems(recipe: Recipe, config: PretrainedConfig) -> Iterator
 
 def _keeps_documents_apart(recipe: Recipe, config: PretrainedConfig) -> bool:
     """Whether Meshwright's attention is exact for documents of the family, or transformers' masks keep them apart."""
-    return find_stock_attention(config, recipe.model.attention, True) is None or keeps_documents_apart(config)
+    return find_stock_attention(config, recipe) is None or keeps_documents_apart(config)

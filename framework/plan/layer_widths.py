@@ -23,7 +23,7 @@ def read_masks(recipe: Recipe, config: PretrainedConfig, cp: int, context: int) 
     has_documents = recipe.data.pack == "documents"
     if cp > 1 or recipe.model.attention not in SDPA:
         return ()
-    if find_stock_attention(config, recipe.model.attention, has_documents) is None:
+    if find_stock_attention(config, recipe) is None:
         return ()
     return attention_masks(config.get_text_config(), context, has_documents)
 

@@ -316,7 +316,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         load_balancing,
         mixtures,
         logit_map,
-        None if derived.cp > 1 else find_stock_attention(config, recipe.model.attention, has_documents),
+        None if derived.cp > 1 else find_stock_attention(config, recipe),
     )
 
 

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig
 
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch, cut_context
 from framework.mesh.context import ContextSlices
 from framework.parallel.context import find_stock_attention
 from framework.plan.plan import make_plan
+from framework.recipe.schema import Memory, Model
 from framework.train.build import build
 from framework.train.step import train_step
 from tests.families import build_config, family
@@ -72,6 +74,11 @@ def test_transformers_own_attention_would_be_seen() -> None:
     assert measure("llama", True, "auto", tokens) < tokens**2 / 4
 
 
+def ask(config: PretrainedConfig, **changes: Any) -> str | None:
+    recipe = small_recipe("fp32", 1)
+    return find_stock_attention(config, replace(recipe, data=replace(recipe.data, pack="documents"), **changes))
+
+
 @pytest.mark.parametrize(
     ("name", "attention", "told"),
     [
@@ -82,9 +89,13 @@ def test_transformers_own_attention_would_be_seen() -> None:
     ],
 )
 def test_attention_is_transformers_where_it_has_to_be(name: str, attention: str, told: str | None) -> None:
-    assert find_stock_attention(build_config(family(name)), attention, has_documents=True) == told
+    assert ask(build_config(family(name)), model=Model(attention=attention)) == told
 
 
 def test_attention_with_dropout_is_transformers() -> None:
     config = build_config(family("llama"), attention_dropout=0.1)
-    assert "drops 0.1" in str(find_stock_attention(config, "auto", has_documents=False))
+    assert "drops 0.1" in str(ask(config))
+
+
+def test_compiled_layers_attend_by_transformers() -> None:
+    assert ask(build_config(family("llama")), memory=Memory(compile="always")) == "memory.compile=always"

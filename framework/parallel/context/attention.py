@@ -78,6 +78,7 @@ class ContextAttention:
         """
         assert q.shape[2] == self.slices.tokens_local, f"{q.shape[2]} tokens of each sequence for {self.slices}"
         q, k, v = self.heads.enter(q, k, v)
+        # GPUs' kernels read tokens before heads as projections leave them, and a copy would be a pass over memory.
         if k.device.type == "cpu":
             # Head by head: the keys of a head are read again for every block of queries, from fewer lines of the cache.
             k, v = k.contiguous(), v.contiguous()

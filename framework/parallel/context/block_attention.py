@@ -49,7 +49,7 @@ class AttentionBlock:
     """Global rows of the m keys."""
     scores: Scores
     documents: Documents | None = None
-    """Of whole sequences; None: each is one document."""
+    """Documents of whole sequences; None: each is one document."""
 
     @property
     def packing(self) -> Packing:
@@ -155,6 +155,7 @@ class BlockAttention:
 
     def _kernel(self, block: AttentionBlock) -> Kernel:
         q, v, softcap = block.heads.q, block.heads.v, block.scores.softcap
+        # Heads of unequal sizes are filled up to the wider one.
         width = max(q.shape[-1], v.shape[-1])
         for kernel in self._candidates(q.device, softcap):
             if (
@@ -167,6 +168,7 @@ class BlockAttention:
 
     def _candidates(self, device: torch.device, softcap: float | None) -> Sequence[CpuFlash | CudaFlash | FlexKernel]:
         if softcap is not None:
+            # No flash kernel of torch caps scores; on a CPU FlexAttention has no backward.
             return (FlexKernel(softcap),) if device.type == "cuda" else ()
         found = FLASH.get(device.type, ())
         # Only there is cuDNN known to be faster.
@@ -176,6 +178,7 @@ class BlockAttention:
     def _works(self, kernel: CpuFlash | CudaFlash | FlexKernel, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether a kernel is right on the device; asked once. Tiles take its place on a CPU, and flash attention that of cuDNN;
         on a GPU they would be ten times slower and nobody would know: ModelError."""
+        # Asked on the device itself, with a wait, in the first layer of the first step and never again.
         if (kernel, device, dtype) not in self._faults:
             fault = self._faults[kernel, device, dtype] = find_fault(kernel, device, dtype)
             where = f"attention on {device.type} in {str(dtype).removeprefix('torch.')}"
@@ -190,6 +193,7 @@ class BlockAttention:
 
 def _packs(kernel: Kernel, block: AttentionBlock) -> PackedKernel | None:
     """The kernel, if it computes the block in one call where it would be several pieces."""
+    # A kernel call for each document, and a mask for each edge of a window, would leave a GPU idle between them.
     is_several = block.q_rows == block.k_rows and (block.documents is not None or block.scores.window is not None)
     return kernel if is_several and isinstance(kernel, CudaFlash | FlexKernel) else None
 

@@ -37,7 +37,9 @@ class CudaFlash:
     def forward(self, heads: Heads, kind: PieceKind, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
         if mask is not None:
             return TileKernel().forward(heads, kind, mask, scale)
+        # Tokens before heads, which is how projections leave them: nothing is copied.
         q, k, v = (x.transpose(1, 2) for x in pad_heads(heads, HEAD_MULTIPLE))
+        # Without cumulative lengths: every sequence of the batch is as long as the others.
         lengths = None, None, q.shape[1], k.shape[1]
         out, log_sum, *_ = flash(q, k, v, *lengths, 0.0, kind is PieceKind.CAUSAL, False, scale=scale)
         return out.transpose(1, 2)[..., : heads.v.shape[-1]], log_sum
@@ -74,6 +76,7 @@ class CudaFlash:
         gradient, out = (_join_sequences(pad(x.to(q.dtype), q.shape[-1])) for x in (result.gradient, result.out))
         B = heads.q.shape[0]
         ends, longest = packing.ends(B, q.device)
+        # Of all blocks and sinks, in the order of a packed call: then the kernel's probabilities are those of the merged softmax.
         log_sum = result.log_sum.transpose(0, 1).flatten(1).contiguous()
         lengths, random, sight = (ends, ends, longest, longest), _no_dropout(q), _find_sight(packing)
         is_causal = packing.window is None
@@ -90,6 +93,7 @@ class CudnnFlash(CudaFlash):
     def forward(self, heads: Heads, kind: PieceKind, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
         if mask is not None:
             return TileKernel().forward(heads, kind, mask, scale)
+        # It is asked for the log-sum-exp, which it keeps with a dim more than flash attention does.
         q, k, v = pad_heads(heads, HEAD_MULTIPLE)
         out, log_sum, *_ = cudnn(q, k, v, None, True, 0.0, kind is PieceKind.CAUSAL, False, scale=scale)
         return out[..., : heads.v.shape[-1]], log_sum.view(q.shape[:3])
@@ -102,6 +106,7 @@ class CudnnFlash(CudaFlash):
         q, k, v = pad_heads(heads, HEAD_MULTIPLE)
         gradient, out = (pad(x.to(q.dtype), q.shape[-1]) for x in (result.gradient, result.out))
         lengths = None, None, q.shape[2], k.shape[2]
+        # The random state of a dropout of zero, which is not read.
         seed, offset = torch.zeros(2, dtype=torch.int64, device=q.device).unbind()
         found = cudnn_backward(
             gradient, q, k, v, out, result.log_sum.unsqueeze(-1).contiguous(), seed, offset, None, *lengths, 0.0,
@@ -132,4 +137,5 @@ def _part_sequences(x: Tensor, sequences: int) -> Tensor:
 
 def _find_sight(packing: Packing) -> dict[str, int]:
     """The rows that a query sees in front of itself and behind, -1 for all there are."""
+    # A window counts a query's own row, the kernels do not.
     return {"window_size_left": -1 if packing.window is None else packing.window - 1, "window_size_right": 0}

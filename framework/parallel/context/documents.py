@@ -45,7 +45,7 @@ class Documents:
     """The rows at which documents begin in each sequence of a microbatch, or in all of them where only one sequence is given."""
 
     starts: tuple[tuple[int, ...], ...]
-    """By sequence, rising, the first one 0."""
+    """First rows of documents in each sequence, rising from 0."""
     length: int
     """Rows of a sequence, on all ranks of `cp`, padding included."""
     _kept: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)
@@ -56,6 +56,7 @@ class Documents:
 
         positions: [B, T] int64 of the host. padding: rows behind each sequence, which go on with its last document.
         """
+        # In the loader's thread, where the positions are on the host anyway.
         starts = tuple(tuple(np.flatnonzero(row == 0).tolist()) for row in positions.numpy())
         return cls(starts, positions.shape[1] + padding) if any(len(each) > 1 for each in starts) else None
 
@@ -74,6 +75,7 @@ class Documents:
     def runs(self, rows: Interval) -> Iterator[tuple[int | None, list[DocumentRun]]]:
         """The documents of each sequence in these rows; those that all sequences have come under None."""
         for number, starts in enumerate(self.starts):
+            # The document that the first row lies in may have begun on another rank.
             first, last = bisect_right(starts, rows[0]) - 1, bisect_left(starts, rows[1])
             found = [
                 DocumentRun(max(start, rows[0]), min(stop, rows[1]), start)
@@ -87,6 +89,7 @@ class Documents:
 
     def _find_ends(self, rows: Interval, sequences: int, device: torch.device) -> Ends:
         lengths = [run.stop - run.start for _, runs in self.runs(rows) for run in runs]
+        # Where documents are given once for all sequences, each has them.
         lengths *= sequences // len(self.starts)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         return Ends(upload(torch.from_numpy(offsets), device), max(lengths))
@@ -107,6 +110,8 @@ class Documents:
 
     def on_mask(self, like: Tensor) -> Tensor:
         """An attention mask, [B, 1, C, 1], that carries the documents and says nothing else. like: [B, C]."""
+        # An attribute, and no content: the host would have to wait for content. Checkpointing keeps a layer's arguments as they
+        # are, so the recomputation finds it as well, whichever microbatch is under way by then.
         mask: Any = like[:, None, :, None]
         mask.documents = self
         return cast(Tensor, mask)

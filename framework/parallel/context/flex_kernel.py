@@ -38,6 +38,7 @@ def attend_compiled(
 
 @cache
 def _compiled() -> Any:
+    # One for all layers. Shapes are static: a run has few, and static ones give the faster kernel.
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -85,6 +86,7 @@ class FlexKernel:
         leaves = tuple(x.detach().requires_grad_() for x in (heads.q, heads.k, heads.v))
         with torch.enable_grad():
             out, log_sum = self._attend(Heads(*leaves), mask, scale)
+        # Gradients of the merged result, as this block's own backward has to be given them (this file's first lines).
         weight = torch.exp(log_sum.detach() - result.log_sum)[..., None]
         gradient = weight * result.gradient
         of_sum = (gradient * (out.detach() - result.out)).sum(-1)
@@ -114,6 +116,7 @@ def make_block_mask(packing: Packing, device: torch.device) -> BlockMask:
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (k >= first[b * (first.shape[0] > 1), q])
 
+    # Full blocks are computed without a mask, others ask `sees` for each pair.
     partial, full = (_order(each[:, None]) for each in (is_seen & ~is_full, is_full))
     return BlockMask.from_kv_blocks(*partial, *full, BLOCK, sees, (n, n))
 

@@ -72,6 +72,7 @@ def split_context(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: S
     assert slices is not None, "tokens of a rank of cp without their rows"
     refuse_uneven_heads(layer_configs(model.config), plan.recipe.parallel)
     method: Literal["ring", "gather"] = "gather" if plan.recipe.parallel.context == "gather" else "ring"
+    # On one rank `ulysses` and `ring` have size 1: nothing is exchanged, nothing is sent, and there is one block.
     # One of each for all layers: kernels are compared once, and what documents are cut into is found once.
     block, whole = BlockAttention(), Documents(((0,),), slices.context + slices.padding)
 

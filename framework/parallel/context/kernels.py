@@ -64,6 +64,7 @@ class Packing:
         """The first row, counted from the first of these rows, that each query sees: [B or 1, n] int64."""
         start, stop = self.rows
         rows = torch.arange(start, stop, device=device)[None]
+        # The device's arithmetic on what it has: no number comes back to the host.
         lowest = rows.new_full((1, 1), start) if self.window is None else rows - (self.window - 1)
         if self.documents is not None:
             lowest = lowest.maximum(self.documents.first_rows(device)[:, start:stop])

@@ -42,6 +42,7 @@ class ChunkSums:
         """x: [B, H, n, D], of the queries (start, stop)."""
         for number, rows in self.cut(queries):
             # Taken over without a copy where dtypes agree: a block's results are nobody else's.
+            # The only block of one rank is taken as it is: widened and rounded back it would be the same, after two passes.
             part, mine = self.parts[number], x[:, :, rows]
             self.parts[number] = mine if part is None else part.to(self.dtype).add_(mine)
 

@@ -31,6 +31,8 @@ from framework.parallel.context.block_attention import BlockAttention
 from framework.parallel.context.documents import Documents
 from framework.parallel.context.hook import Attention, AttentionDropout, Hook, find_attentions, hook_attentions
 from framework.parallel.context.visible_rows import Scores
+from framework.recipe.derive import compiles
+from framework.recipe.schema import Recipe
 
 RANKS = 2
 # Documents of a row. One is longer than the small model's windows of 8 or 9 tokens; the second one spans the ranks.
@@ -65,15 +67,15 @@ def refuse_undivided_context(
         )
 
 
-def find_stock_attention(config: PretrainedConfig, attention: str, has_documents: bool) -> str | None:
-    """The reason why attention is left to transformers where no sequence is divided; None: it is ours.
-
-    attention: `model.attention`. has_documents: `data.pack=documents`.
-    """
-    if attention != "auto":
-        return f"model.attention={attention}"
+def find_stock_attention(config: PretrainedConfig, recipe: Recipe) -> str | None:
+    """The reason why attention is left to transformers where no sequence is divided; None: it is ours."""
+    if recipe.model.attention != "auto":
+        return f"model.attention={recipe.model.attention}"
+    if compiles(recipe.memory):
+        # Ours is not traced yet: every layer's graph would break at it.
+        return f"memory.compile={recipe.memory.compile}"
     try:
-        return _find_difference(_Asked(shrink(config).to_json_string(), has_documents, config))
+        return _find_difference(_Asked(shrink(config).to_json_string(), recipe.data.pack == "documents", config))
     except ModelError as error:
         return str(error)
 
@@ -90,6 +92,7 @@ class _Asked:
 @cache
 def _find_difference(asked: _Asked) -> str | None:
     """The reason why documents of the small copy have other logits by our attention than each alone by transformers', if any."""
+    # Without packed documents one is enough: nothing separates tokens but the window, which is shorter.
     rows = _Rows(LENGTHS if asked.has_documents else (sum(LENGTHS),))
     with small_copy(asked.config) as model:
         if not any(True for _ in find_attentions(model)):
@@ -98,7 +101,8 @@ def _find_difference(asked: _Asked) -> str | None:
         probe = _Probe(model)
         tokens = draw_tokens(model, 1, rows.total)
         try:
-            expected, found = probe.run_alone(tokens, rows), probe.run_in_order(tokens, rows)
+            expected = probe.run_stock(tokens, rows)
+            found = probe.run_in_order(tokens, rows)
         except FORWARD_ERRORS as error:
             return f"a small one does not run on token ids and positions alone ({error})"
     if not _is_close(found, expected):
@@ -130,7 +134,7 @@ class _Probe:
         # Random ids: with equal ones a query could not tell which keys it sees.
         tokens = draw_tokens(self.model, 1, rows.total)
         try:
-            expected = self.run_alone(tokens, rows)
+            expected = self.run_stock(tokens, rows)
         except FORWARD_ERRORS as error:
             yield f"a small one does not run on token ids and positions alone ({error})"
             return
@@ -163,9 +167,15 @@ class _Probe:
         ).logits
         return rows.join(logits)
 
-    def run_alone(self, tokens: Tensor, rows: "_Rows") -> Tensor:
-        """Logits [1, T, V] of the stock model, which sees one document at a time."""
-        return torch.cat([self.model(input_ids=each).logits for each in tokens.split(rows.lengths, dim=1)], dim=1)
+    def run_stock(self, tokens: Tensor, rows: "_Rows") -> list[Tensor]:
+        """Logits [1, T, V] of the stock model, which sees one document at a time, or all of them by their positions.
+
+        Either is right: some let packed documents see one another, and ropes that choose a table by the largest position choose
+        one for all.
+        """
+        alone = [self.model(input_ids=each).logits for each in tokens.split(rows.lengths, dim=1)]
+        packed = [] if len(rows.lengths) == 1 else [self.model(input_ids=tokens, **self._positions(rows)).logits]
+        return [torch.cat(alone, dim=1), *packed]
 
     def run_in_order(self, tokens: Tensor, rows: "_Rows") -> Tensor:
         """Logits [1, T, V] by our attention, of tokens in one row."""
@@ -175,7 +185,7 @@ class _Probe:
         logits: Tensor = self.model(input_ids=tokens, attention_mask=rows.mask(tokens), **self._positions(rows)).logits
         return logits
 
-    def _explain(self, tokens: Tensor, rows: "_Rows", expected: Tensor) -> str:
+    def _explain(self, tokens: Tensor, rows: "_Rows", expected: Sequence[Tensor]) -> str:
         mixing = self._find_mixing(tokens)
         if mixing is not None:
             return mixing
@@ -269,8 +279,9 @@ def _fill_zeros(model: PreTrainedModel) -> None:
             parameter.normal_(std=0.1)
 
 
-def _is_close(found: Tensor, expected: Tensor) -> bool:
-    return bool((found - expected).abs().max() <= LARGEST_DIFFERENCE * expected.abs().max())
+def _is_close(found: Tensor, expected: Sequence[Tensor]) -> bool:
+    """Whether the logits are those of one of the expectations."""
+    return any(bool((found - each).abs().max() <= LARGEST_DIFFERENCE * each.abs().max()) for each in expected)
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -357,6 +368,7 @@ def _find_dropout(config: PretrainedConfig) -> list[Cause]:
         path: value for path, value in _walk(config) if "drop" in path and isinstance(value, int | float) and value > 0
     }
     if not dropouts:
+        # A family that drops nothing by its config drops nothing.
         return []
     with small_copy(config, **dropouts) as model:
         model.train()
