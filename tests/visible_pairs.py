@@ -3,16 +3,23 @@
 from torch import Tensor
 
 from framework.mesh.context import Interval
-from framework.parallel.context.visible_rows import DocumentRun, Scores, find_runs
+from framework.parallel.context.documents import DocumentRun, Documents
+from framework.parallel.context.visible_rows import Scores, find_runs
 
 
-def visible_pairs(q_rows: Interval, k_rows: Interval, scores: Scores, first_rows: Tensor | None) -> int:
+def documents_of(first_rows: Tensor) -> Documents:
+    """first_rows: [B, S], the row at which each token's document begins."""
+    starts = tuple(tuple(dict.fromkeys(row.tolist())) for row in first_rows)
+    return Documents(starts, first_rows.shape[1])
+
+
+def visible_pairs(q_rows: Interval, k_rows: Interval, scores: Scores, documents: Documents | None) -> int:
     """Pairs of a query and a key that it sees: attention's work, 4 D FLOPs a pair and head forward and 10 D backward.
 
-    first_rows: [B, n] of these queries, which counts the pairs of B sequences; None: of one sequence.
+    documents: of as many sequences as are counted; None: of one.
     """
-    runs = find_runs(q_rows, first_rows).values()
-    return sum(_count_pairs(run, k_rows, scores.window) for sequence in runs for run in sequence)
+    runs = find_runs(q_rows, documents)
+    return sum(_count_pairs(run, k_rows, scores.window) for _, sequence in runs for run in sequence)
 
 
 def _count_pairs(run: DocumentRun, k_rows: Interval, window: int | None) -> int:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from operator import itemgetter
 from types import TracebackType
 
 import numpy as np
@@ -120,7 +119,7 @@ class Loader:
 
 def split_rows(rows: Microbatch, size: int) -> list[Microbatch]:
     """Cut [n, T] into microbatches of [size, T]: contiguous views."""
-    return [rows.map(itemgetter(slice(first, first + size))) for first in range(0, len(rows.input_ids), size)]
+    return [rows.select(first, first + size) for first in range(0, len(rows.input_ids), size)]
 
 
 def validation_batches(

@@ -9,6 +9,7 @@ from framework.comm.objects import broadcast_object, share_errors
 from framework.data.prepared import Prepared, check_vocabulary, find_prepared, open_found
 from framework.errors import RecipeError
 from framework.model.probe import keeps_documents_apart
+from framework.parallel.context import find_stock_attention
 from framework.recipe.problem import Problem, render_problems
 from framework.recipe.schema import Recipe
 
@@ -44,9 +45,14 @@ def find_sequence_problems(recipe: Recipe, config: PretrainedConfig) -> Iterator
         if recipe.model.weights is None:
             fix += f"; or model.config.max_position_embeddings={context}"
         yield Problem("batch.context", context, message, fix)
-    if recipe.data.pack == "documents" and not keeps_documents_apart(config):
+    if recipe.data.pack == "documents" and not _keeps_documents_apart(recipe, config):
         message = (
             f"in {config.model_type} models documents that share a row see one another: the model does not derive its mask from"
             " positions, or carries state along"
         )
         yield Problem("data.pack", "documents", message, "data.pack=concat")
+
+
+def _keeps_documents_apart(recipe: Recipe, config: PretrainedConfig) -> bool:
+    """Whether Meshwright's attention is exact for documents of the family, or transformers' masks keep them apart."""
+    return find_stock_attention(config, recipe) is None or keeps_documents_apart(config)

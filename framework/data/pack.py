@@ -17,7 +17,8 @@ no rank looks beyond its slices for them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Literal
 
 import numpy as np
@@ -26,6 +27,7 @@ import torch
 from framework.data.store import TokenStream
 from framework.mesh.context import ContextSlices
 from framework.model.loss import IGNORE
+from framework.parallel.context import Documents
 
 NO_SAMPLE = -1
 
@@ -43,20 +45,18 @@ class Microbatch:
     """None: 0 to T - 1 in each row."""
     source: int = 0
     """In validation, the number of the source of all rows."""
-    first_rows: torch.Tensor | None = None
-    """For slices of sequences with packed documents, the row of the whole sequence at which each token's document begins.
-    Attention sees no key before it."""
+    documents: Documents | None = None
+    """The documents of whole sequences, of which attention keeps inside; None where each sequence is one."""
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Microbatch":
         """Apply `change` to every tensor, each [b, T]."""
-        positions, first = self.position_ids, self.first_rows
-        return Microbatch(
-            change(self.input_ids),
-            change(self.labels),
-            None if positions is None else change(positions),
-            self.source,
-            None if first is None else change(first),
-        )
+        positions = None if self.position_ids is None else change(self.position_ids)
+        return Microbatch(change(self.input_ids), change(self.labels), positions, self.source, self.documents)
+
+    def select(self, first: int, stop: int) -> "Microbatch":
+        """The sequences first .. stop - 1, contiguous views."""
+        documents = None if self.documents is None else self.documents.select(first, stop)
+        return replace(self.map(itemgetter(slice(first, stop))), documents=documents)
 
 
 def count_samples(num_tokens: int, context: int) -> int:
@@ -111,24 +111,26 @@ class Packer:
 
 
 def cut_context(rows: Microbatch, slices: ContextSlices) -> Microbatch:
-    """Cut [b, context] into the tokens that a rank of `cp` holds, [b, tokens_local]; `rows` itself if it holds all of them.
+    """Cut [b, context] into the tokens that a rank of `cp` holds, [b, tokens_local], all of them where it is one, and find where
+    documents begin.
 
-    Padding is token 0 without a label. Position ids are always set: a rank's tokens do not begin at 0 and are not neighbours.
+    Padding is token 0 without a label. On more ranks position ids are always set: a rank's tokens do not begin at 0 and are not
+    neighbours.
     """
+    context, given = slices.context, rows.position_ids
+    documents = None if given is None else Documents.read(given, slices.padding)
     if slices.ranks == 1:
-        return rows
-    context = slices.context
+        return replace(rows, documents=documents)
     assert rows.input_ids.shape[1] == context, f"sequences of {rows.input_ids.shape[1]} tokens, not of {context}"
     row = torch.arange(context + slices.padding).expand(len(rows.input_ids), -1)
-    positions = row if rows.position_ids is None else _count_on(rows.position_ids, slices.padding)
-    whole = slices.padded()
+    positions = row if given is None else _count_on(given, slices.padding)
     return Microbatch(
         slices.cut(rows.input_ids, 0),
         slices.cut(rows.labels, IGNORE),
         # A table of positions has no row for those beyond the context.
-        whole.cut(positions.clamp(max=context - 1), 0),
+        slices.padded().cut(positions.clamp(max=context - 1), 0),
         rows.source,
-        None if rows.position_ids is None else whole.cut(row - positions, 0),
+        documents,
     )
 
 

@@ -25,7 +25,7 @@ from framework.errors import ModelError
 from framework.model.experts import find_experts
 from framework.model.hub import fetch_config
 from framework.recipe.keys import TOKEN_IDS
-from framework.recipe.schema import Model
+from framework.recipe.schema import STOCK_ATTENTION, Model
 
 # What Hugging Face raises for values of a config that it does not take, or that do not fit one another (a list of layers' kinds).
 REFUSALS = (ValueError, TypeError, LookupError, StrictDataclassError, RecursionError)
@@ -157,10 +157,10 @@ def build_meta(
 ) -> PreTrainedModel:
     """The causal language model of `config` on meta: every parameter has a shape, none has memory.
 
-    `attention`: a Hugging Face attention implementation, or auto for the one that the model prefers. dtype: that of parameters,
+    `attention`: `model.attention`; auto: the implementation that the model prefers. dtype: that of parameters,
     and of buffers that state none (gemma's scale of its embedding).
     """
-    chosen = {} if attention == "auto" else {"attn_implementation": attention}
+    chosen = {} if attention == "auto" else {"attn_implementation": STOCK_ATTENTION.get(attention, attention)}
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, **chosen)

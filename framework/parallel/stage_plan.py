@@ -35,6 +35,8 @@ class StagePlan:
     compute_dtype: torch.dtype
     master_dtype: torch.dtype | None
     device: torch.device
+    owns_attention: bool = False
+    """Whether layers attend by Meshwright's attention, not by transformers'."""
     load_balancing: LoadBalancingLoss | None = None
     policies: Mapping[str, Policy] = field(default_factory=dict)
     """Activation-checkpointing policy by the unit of a layer."""

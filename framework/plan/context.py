@@ -29,9 +29,6 @@ from framework.parallel.context.ulysses import share_heads
 from framework.parallel.tensor.heads import count_kv_heads
 from framework.recipe.derive import ulysses_degrees
 
-# Of a first row, which travels with Ulysses where documents are packed.
-ROW_BYTES = 8
-
 
 @dataclass(frozen=True)
 class AttentionShape:
@@ -119,8 +116,6 @@ class ContextCost:
     context: int
     """Tokens of a whole sequence."""
     itemsize: int
-    packs: bool = False
-    """Whether documents are kept apart."""
     index: int = 0
     """Index of the rank along Ulysses."""
 
@@ -178,8 +173,7 @@ class ContextCost:
         widths = [self._width(share) for share in share_heads(shape.heads, shape.kv_heads, u)]
         out = (u - 1) * self.outputs // u * self.itemsize
         there = self.tokens * (sum(widths) - widths[self.index]) * self.itemsize
-        rows = (u - 1) * self.tokens * ROW_BYTES if self.packs else 0
-        return there + out + rows, (u - 1) * self.tokens * widths[self.index] * self.itemsize + out
+        return there + out, (u - 1) * self.tokens * widths[self.index] * self.itemsize + out
 
     def _width(self, share: tuple[tuple[int, int], ...]) -> int:
         """Elements of a token in the heads of q, k and v that a rank gets."""
@@ -201,13 +195,12 @@ class ContextCost:
     @property
     def kept_bytes(self) -> int:
         """Bytes kept for backward beyond what a layer without cp keeps of its tokens: with heads exchanged the output a second
-        time, key-value heads that several ranks have, and the first rows of all tokens."""
+        time, and key-value heads that several ranks have."""
         u, shape = self.method.ulysses, self.shape
         if u == 1:
             return 0
         own = self.tokens * shape.kv_heads * (shape.key_dim + shape.value_dim)
-        rows = u * self.tokens * ROW_BYTES if self.packs else 0
-        return (self.outputs + self.keys_values - own) * self.itemsize + rows
+        return (self.outputs + self.keys_values - own) * self.itemsize
 
     @cached_property
     def portions(self) -> tuple[int, int]:

@@ -207,7 +207,7 @@ class ActivationBytes:
     @remember("cp", "context")
     def _masks(self, each: Candidate) -> tuple[str | None, ...]:
         """The kind of mask of each layer."""
-        return read_masks(self.pipelines.recipe, self.pipelines.shape.text, each.cp, each.context)
+        return read_masks(self.pipelines.recipe, self.pipelines.shape.config, each.cp, each.context)
 
     @remember("context", "cp", "ulysses", "is_gather", "tp", "sequences")
     def _contexts(self, each: Candidate) -> tuple[ContextCost, ...]:
@@ -215,12 +215,9 @@ class ActivationBytes:
         if each.cp == 1:
             return ()
         method, recipe = ContextMethod(each.ulysses, each.ring, each.is_gather), self.pipelines.recipe
-        lengths, packs = (
-            (each.sequences, each.context, self.pipelines.compute.itemsize),
-            recipe.data.pack == "documents",
-        )
+        lengths = each.sequences, each.context, self.pipelines.compute.itemsize
         shapes = dict.fromkeys(self.pipelines.shape.attentions(each.tp, each.context))
-        return tuple(ContextCost(method, shape, *lengths, packs) for shape in shapes if shape is not None)
+        return tuple(ContextCost(method, shape, *lengths) for shape in shapes if shape is not None)
 
     @remember("sequences", "context", "cp", "ulysses", "tp")
     def is_chunked(self, each: Candidate) -> bool:

@@ -8,6 +8,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from framework.model.experts import count_experts, find_experts
 from framework.model.flops import attention_masks, experts_per_token
 from framework.model.units import find_layers
+from framework.parallel.context import find_stock_attention
 from framework.recipe.schema import Recipe
 
 # Names of model.attention by which layers of that form compute with torch's SDPA.
@@ -17,11 +18,14 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj"}
 
 
-def read_masks(recipe: Recipe, text: PretrainedConfig, cp: int, context: int) -> tuple[str | None, ...]:
-    """The mask that each layer's attention reads, none of any where sequences are divided: attention is ours then."""
+def read_masks(recipe: Recipe, config: PretrainedConfig, cp: int, context: int) -> tuple[str | None, ...]:
+    """The mask that each layer's attention reads; none where it is Meshwright's, which reads none."""
+    has_documents = recipe.data.pack == "documents"
     if cp > 1 or recipe.model.attention not in SDPA:
         return ()
-    return attention_masks(text, context, recipe.data.pack == "documents")
+    if find_stock_attention(config, recipe) is None:
+        return ()
+    return attention_masks(config.get_text_config(), context, has_documents)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from framework.model.routers import LoadBalancingLoss
 from framework.model.stage import StageBounds, copy_stage, refuse_shared_layers
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment
-from framework.parallel.context import refuse_undivided_context
+from framework.parallel.context import find_stock_attention, refuse_undivided_context
 from framework.parallel.experts.split import check_experts
 from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage, read_table
@@ -89,6 +89,8 @@ class Plan:
     mixtures: tuple[Mixture, ...]
     # Operations between head and logits where the loss is chunked, else None.
     logit_map: LogitMap | None
+    # The reason why layers attend by transformers' attention; None: they attend by Meshwright's.
+    stock_attention: str | None
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -241,6 +243,7 @@ class Plan:
             compute_dtype=self.compute_dtype,
             master_dtype=DTYPES.get(self.recipe.precision.master),
             device=device,
+            owns_attention=self.stock_attention is None,
             load_balancing=self.load_balancing,
             policies=policies,
         )
@@ -279,9 +282,9 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     # Beside 16 bits buffers stay in fp32: models cast them to what they are multiplied with.
     wide = torch.promote_types(DTYPES[recipe.precision.compute], torch.float32)
     whole = build_meta(config, recipe.model.attention, wide)
+    has_documents = recipe.data.pack == "documents"
     if derived.cp > 1:
-        slices = ContextSlices(derived.context, derived.ulysses, derived.ring)
-        refuse_undivided_context(config, slices, recipe.data.pack == "documents")
+        refuse_undivided_context(config, ContextSlices(derived.context, derived.ulysses, derived.ring), has_documents)
     check_experts(whole, derived.ep, recipe.model.expert_capacity, derived.expert_tp < derived.tp)
     units = tuple(find_units(whole))
     load_balancing, mixtures = find_load_balancing_loss(whole), find_mixtures(whole, units)
@@ -308,6 +311,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         load_balancing,
         mixtures,
         logit_map,
+        None if derived.cp > 1 else find_stock_attention(config, recipe),
     )
 
 

@@ -65,8 +65,8 @@ def context_costs(plan: Plan, rank: int) -> list[ContextCost | None]:
     method = ContextMethod(derived.ulysses, derived.ring, plan.recipe.parallel.context == "gather")
     shapes = attention_shapes(plan.config.get_text_config(), derived.tp, derived.context)
     lengths = batch.sequences_per_microbatch, batch.context, plan.compute_dtype.itemsize
-    packs, index = plan.recipe.data.pack == "documents", plan.topology.index("ulysses", rank)
-    return [None if shape is None else ContextCost(method, shape, *lengths, packs, index) for shape in shapes]
+    index = plan.topology.index("ulysses", rank)
+    return [None if shape is None else ContextCost(method, shape, *lengths, index) for shape in shapes]
 
 
 def expert_traffic(plan: Plan, mixture: Mixture) -> int:

@@ -5,6 +5,7 @@ Each field carries its meaning and its range in its metadata, which `check`, `--
 """
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from framework.recipe.machine_schema import (
@@ -51,6 +52,10 @@ class Batch:
     context: int = key("tokens in a sequence", 1024, low=2)
 
 
+# Short names of model.attention for transformers' attention implementations.
+STOCK_ATTENTION = MappingProxyType({"flash": "flash_attention_2", "flex": "flex_attention"})
+
+
 @dataclass(frozen=True)
 class Model:
     family: str = key("Hugging Face `model_type`, such as llama, gpt2, mixtral", "llama")
@@ -64,7 +69,11 @@ class Model:
         "commit, branch or tag of hub weights; null: the newest commit, kept in recipe.yaml", None
     )
     tokenizer: str | None = key("hub name or folder; null: that of weights, else trained (data.bpe_vocab)", None)
-    attention: str = key("attention implementation of Hugging Face; auto: its own choice", "auto")
+    attention: str = key(
+        "auto: Meshwright's attention, which keeps no mask, or transformers' own choice for families that it does not fit;"
+        " sdpa, flash, flex, eager or a name of transformers': transformers' own",
+        "auto",
+    )
     experts: str = key(
         "experts implementation of Hugging Face, with parallel.ep=1; auto: its own choice, eager in fp64", "auto"
     )

@@ -35,7 +35,7 @@ class RankStage:
     def __init__(self, model: StageModel, attached: AttachedStage):
         self.model, self.buffers, self.trains_below = model, attached.buffers, attached.plan.trains_below
         self.parameters, self.gradients, self.hooks = attached.parameters, attached.gradients, attached.hooks
-        self.offload = attached.offload
+        self.offload, self._owns_attention = attached.offload, attached.plan.owns_attention
         self._loss, self._load = attached.loss, attached.load
         self._disabled = dict.fromkeys(set(DISABLED) & accepted_arguments(model.model), False)
         self._inputs: StepInputs | None = None
@@ -100,9 +100,8 @@ class RankStage:
         self._loss.expect(inputs.labels)
         # No mask else: with one, stock attention would ignore packed positions.
         packed = {} if inputs.position_ids is None else {"position_ids": inputs.position_ids}
-        if inputs.first_rows is not None:
-            # transformers hands a mask of four dims to every layer as it is, also where layers are computed again.
-            packed["attention_mask"] = inputs.first_rows[:, None, :, None]
+        if inputs.documents is not None and self._owns_attention:
+            packed["attention_mask"] = inputs.documents.on_mask(inputs.input_ids)
         return self.model(received, seed, input_ids=inputs.input_ids, **packed, **self._disabled)
 
     def _part_of_loss(self, microbatch: int, output: Any, *sums: Tensor) -> Tensor:

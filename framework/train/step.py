@@ -144,7 +144,7 @@ def train_step(
     them nothing is updated; equal on all ranks. is_compared: hash parameters, for `check_replicas` behind the step.
 
     The framework does not wait for the device here, but for `parallel.ep`: once per layer and forward the host must know how many
-    rows it receives. The model's own code may wait: transformers' masks ask whether positions restart.
+    rows it receives. Where attention is left to transformers, its masks wait to know whether positions restart.
 
     validation: of the weights before the update: in the step's bubbles, and the rest right before the update.
     """

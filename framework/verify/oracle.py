@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from framework.recipe.schema import Optim, Recipe
+from framework.recipe.schema import STOCK_ATTENTION, Optim, Recipe
 from framework.verify.evidence import IGNORE, Evidence, NothingToCompare, TokenBatch, keep_double, perturb
 from framework.verify.plain import (
     DTYPES,
@@ -343,7 +343,10 @@ def _stock_model(
     recipe: Recipe, config: PretrainedConfig, weights: dict[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     """The model that transformers makes of a config and weights in `dtype`, with its buffers and parameters kept in fp32."""
-    chosen: dict[str, Any] = {} if recipe.model.attention == "auto" else {"attn_implementation": recipe.model.attention}
+    attention = recipe.model.attention
+    chosen: dict[str, Any] = (
+        {} if attention == "auto" else {"attn_implementation": STOCK_ATTENTION.get(attention, attention)}
+    )
     disable_progress_bar()
     with _telling_of_stock(config, dtype):
         values = {name: weight.clone() for name, weight in weights.items()}

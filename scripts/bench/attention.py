@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from framework.parallel.context.block_attention import AttentionBlock, BlockAttention
+from framework.parallel.context.documents import Documents
 from framework.parallel.context.kernels import Heads, Result
 from framework.parallel.context.visible_rows import Scores
 
@@ -34,16 +35,15 @@ class Case:
     softcap: float | None = None
     document: int | None = None
 
-    def first_rows(self, tokens: int) -> Tensor | None:
-        rows = torch.arange(tokens)
-        return None if self.document is None else (rows - rows % self.document)[None]
+    def documents(self, tokens: int) -> Documents | None:
+        return None if self.document is None else Documents((tuple(range(0, tokens, self.document)),), tokens)
 
     def mask(self, tokens: int) -> Tensor | None:
         """[S, S] of booleans, where a model's mask is not just causal."""
         if self.window is None and self.document is None:
             return None
-        rows, first = torch.arange(tokens), self.first_rows(tokens)
-        lowest = rows - self.window + 1 if first is None else first[0]
+        rows = torch.arange(tokens)
+        lowest = rows - self.window + 1 if self.window is not None else rows - rows % (self.document or tokens)
         return (rows <= rows[:, None]) & (rows >= lowest[:, None])
 
 
@@ -75,11 +75,11 @@ def sides(case: Case, tokens: int, dtype: torch.dtype) -> dict[str, Callable[[],
         for heads in (HEADS, case.kv_heads, case.kv_heads, HEADS)
     )
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    rows, first, attention = (0, tokens), case.first_rows(tokens), BlockAttention()
+    rows, documents, attention = (0, tokens), case.documents(tokens), BlockAttention()
     scores = Scores(SCALE, case.window, case.softcap)
 
     def ours() -> object:
-        block = AttentionBlock(Heads(q, k, v), rows, rows, scores, first)
+        block = AttentionBlock(Heads(q, k, v), rows, rows, scores, documents)
         found = attention.forward(block)
         assert found is not None
         return attention.backward(block, Result(*found, gradient))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from framework.parallel.context import attention, blocks, merge, ring, ulysses
 from framework.parallel.context.attention import RankBlocks
+from framework.parallel.context.documents import Documents
 from framework.parallel.context.merge import MergedOutput
 from tests.ranks.pool import RankPool
 from tests.ranks.test_context_methods import CASES, TOLERANCE, Case, Layout, find_errors
@@ -66,9 +67,10 @@ def forget_sinks_gradient() -> AbstractContextManager[Any]:
     return patch.object(attention, "sinks_gradient", lambda sinks, *more: torch.zeros_like(sinks))
 
 
-def forget_documents_under_ulysses() -> AbstractContextManager[Any]:
-    """A rank with tokens of all ranks goes on with the first rows of its own (TRL 6843: document 2 sees document 1)."""
-    return patch.object(ulysses.HeadExchange, "gather_rows", lambda exchange, x: x.repeat(1, exchange.axis.size))
+def forget_other_sequences_documents() -> AbstractContextManager[Any]:
+    """All sequences of a microbatch are cut as the first one is."""
+    whole = Documents.runs
+    return patch.object(Documents, "runs", lambda mine, rows: [(None, next(iter(whole(mine, rows)))[1])])
 
 
 def drop_the_window() -> AbstractContextManager[Any]:
@@ -105,7 +107,7 @@ SABOTAGES: list[tuple[Sabotage, Layout, Case]] = [
     (normalise_blocks_alone, RING, CAUSAL),
     (ignore_sinks, RING, SINKS),
     (forget_sinks_gradient, ULYSSES, SINKS),
-    (forget_documents_under_ulysses, ULYSSES, CASES["documents"]),
+    (forget_other_sequences_documents, ULYSSES, CASES["documents"]),
     (drop_the_window, RING, CASES["window"]),
     (keep_one_gradient_of_shared_heads, ULYSSES, CASES["one key-value head"]),
     (take_the_first_sinks, ULYSSES, SINKS),

@@ -66,7 +66,7 @@ def count_positions_from_each_slice() -> Any:
 
 def forget_documents() -> Any:
     """The second document sees the first, as without packing (TRL 6843)."""
-    return cut_wrongly(lambda rows: replace(rows, first_rows=torch.zeros_like(rows.input_ids)))
+    return cut_wrongly(lambda rows: replace(rows, documents=None))
 
 
 def begin_documents_on_their_rank() -> Any:
@@ -74,9 +74,10 @@ def begin_documents_on_their_rank() -> Any:
 
     def cut(rows: Microbatch, slices: ContextSlices) -> Microbatch:
         own = cut_context(rows, slices)
-        assert own.first_rows is not None
-        starts = torch.cat([torch.full((stop - start,), start) for start, stop in slices.intervals])
-        return replace(own, first_rows=own.first_rows.maximum(starts))
+        assert own.documents is not None
+        begins = {start for start, _ in slices.intervals}
+        starts = tuple(tuple(sorted(begins | {*each})) for each in own.documents.starts)
+        return replace(own, documents=replace(own.documents, starts=starts))
 
     return patch.object(layout, "cut_context", cut)
 

@@ -6,6 +6,7 @@ The product of families, meshes, methods, lengths, ZeRO and the rest is too larg
 
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -36,9 +37,7 @@ EIGHT_EXPERTS: dict[str, dict[str, Any]] = {
 FOUR_LAYERS: dict[str, dict[str, Any]] = {
     name: {"layer_types": ["sliding_attention", "full_attention"] * 2} for name in ("gemma2", "gpt_oss", "cohere2")
 }
-# Stock models of the others show packed documents to one another.
-KEEPS_DOCUMENTS_APART = ("llama", "qwen3", "mistral", "gemma2", "deepseek_v3", "olmo2", "glm4", "cohere2", "qwen3_moe")
-NAMES = (*KEEPS_DOCUMENTS_APART, "gpt_oss")
+NAMES = ("llama", "qwen3", "mistral", "gemma2", "deepseek_v3", "olmo2", "glm4", "cohere2", "qwen3_moe", "gpt_oss")
 MIXTURES = ("deepseek_v3", "gpt_oss", "qwen3_moe")
 
 Method = str | tuple[int, int]
@@ -164,7 +163,7 @@ def can_run(
         return False
     ulysses, ring = context_degrees(Parallel(cp=cp, context=list(method) if isinstance(method, tuple) else method))  # type: ignore[arg-type]
     is_divided = 4 // tp % ulysses == 0 and has_tokens_everywhere(context, ulysses, ring)
-    return is_divided and (ep == 1 or name in MIXTURES) and (not packs or name in KEEPS_DOCUMENTS_APART)
+    return is_divided and (ep == 1 or name in MIXTURES)
 
 
 @cache
@@ -189,6 +188,23 @@ def eight():
 @pytest.mark.parametrize("name", NAMES)
 def test_any_two_of_family_mesh_method_length_and_options_equal_one_process(eight: RankPool, name: str) -> None:
     assert_equal(eight, 8, [way.case for way in cover() if way.family == name])
+
+
+# A family for each form: causal with shared key-value heads, windows, soft caps, sinks, chunks, unequal head sizes.
+FORMS = ("llama", "mistral", "gemma2", "gpt_oss", "llama4_text", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    few_of(product(FORMS, ("fp64", "fp32")), lambda name, precision: (name, precision) == ("gpt_oss", "fp64")),
+)
+def test_every_form_packed_or_not_equals_transformers(pool: RankPool, name: str, precision: str) -> None:
+    """Among one rank of cp and two, with heads on one rank of tp and on two; the oracle sees one document at a time."""
+    ways = [
+        Way(name, cp, tp=tp, packs=packs, precision=precision, memory=RECOMPUTES if packs else PLAIN)
+        for cp, tp, packs in product((1, 2), (1, 2), (False, True))
+    ]
+    assert_equal(pool, 4, [way.case for way in ways])
 
 
 ALL_AXES = (

@@ -20,12 +20,13 @@ from framework.mesh.topology import Topology
 from framework.parallel.context import key_values, ulysses
 from framework.parallel.context.attention import ContextAttention
 from framework.parallel.context.block_attention import AttentionBlock, BlockAttention
+from framework.parallel.context.documents import Documents
 from framework.parallel.context.kernels import Result
 from framework.parallel.context.visible_rows import Scores
 from tests.grid import few_of
 from tests.ranks.pool import RankPool
 from tests.ranks.test_tensor_memory import peak_of
-from tests.visible_pairs import visible_pairs
+from tests.visible_pairs import documents_of, visible_pairs
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-12
@@ -136,15 +137,17 @@ class Share:
         self.q, self.k, self.v = (self.cut(x.transpose(1, 2), 3).transpose(1, 2) for x in (of.q, of.k, of.v))
         self.sinks = of.sinks if of.sinks is None else of.sinks.clone().requires_grad_()
         self.gradient = self.cut(of.gradient, 0)
-        rows = None if of.first_rows is None else slices.cut(of.first_rows, slices.context)
-        self.first_rows = rows
+        self.documents = None
+        if of.first_rows is not None:
+            documents = documents_of(of.first_rows)
+            self.documents = Documents(documents.starts, slices.context + slices.padding)
 
     def cut(self, x: Tensor, fill: int) -> Tensor:
         cut = self.slices.cut(x, fill)
         return cut.clone().requires_grad_() if cut.is_floating_point() else cut
 
     def attend(self, attention: ContextAttention) -> Tensor:
-        return attention(self.q, self.k, self.v, self.scores, self.sinks, self.first_rows)
+        return attention(self.q, self.k, self.v, self.scores, self.sinks, self.documents)
 
     def differentiate(self, out: Tensor) -> dict[str, Tensor]:
         names = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.sinks is None else {"sinks": self.sinks})
@@ -291,8 +294,7 @@ def expect_traffic(layout: Layout, case: Case, dtype: torch.dtype, num_steps: in
     kv = u * rows * kv_heads * kv_width
     heads_in = (u - 1) * rows * (case.heads // u * case.width + kv_heads * kv_width) * item_bytes
     heads_out = (u - 1) * rows * case.heads // u * case.v_width * item_bytes
-    document_rows = 0 if case.documents is None else (u - 1) * rows * 8
-    forward = {"ulysses": heads_in + heads_out + document_rows, "ring": steps * kv * item_bytes}
+    forward = {"ulysses": heads_in + heads_out, "ring": steps * kv * item_bytes}
     backward = {"ulysses": heads_in + heads_out, "ring": steps * kv * (item_bytes + sum_bytes)}
     return [{axis: count for axis, count in each.items() if count} for each in (forward, backward)]
 
@@ -350,7 +352,7 @@ class CountingBlocks(BlockAttention):
 
 
 def count_visible(block: AttentionBlock) -> int:
-    pairs = visible_pairs(block.q_rows, block.k_rows, block.scores, block.first_rows)
+    pairs = visible_pairs(block.q_rows, block.k_rows, block.scores, block.documents)
     return block.heads.q.shape[1] * pairs
 
 

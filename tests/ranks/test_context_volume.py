@@ -57,8 +57,8 @@ def plan_sent(case: Case, layout: Layout, dtype: torch.dtype, rank: int) -> list
     method = ContextMethod(layout.ulysses, layout.ring, layout.method == "gather")
     reach, is_windowed = case.window or case.context, case.window is not None
     shape = AttentionShape(case.heads, case.kv_heads, case.width, case.v_width, reach, is_windowed)
-    packs, index = case.documents is not None, rank % layout.ulysses
-    cost = ContextCost(method, shape, case.sequences, case.context, dtype.itemsize, packs, index)
+    index = rank % layout.ulysses
+    cost = ContextCost(method, shape, case.sequences, case.context, dtype.itemsize, index)
     return [sum(each) for each in zip(cost.exchanged_bytes, cost.travelling_bytes, strict=True)]
 
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.mesh.context import Interval
-from framework.parallel.context.block_attention import AttentionBlock, BlockAttention, check_kernel
-from framework.parallel.context.kernels import CpuFlash, Heads, Kernel, Result, TileKernel
+from framework.parallel.context.block_attention import AttentionBlock, BlockAttention, find_fault
+from framework.parallel.context.documents import Documents
+from framework.parallel.context.kernels import CpuFlash, Heads, Result, TileKernel
 from framework.parallel.context.visible_rows import PieceKind, Scores, cut_pieces, find_pieces
-from tests.visible_pairs import visible_pairs
+from tests.visible_pairs import documents_of, visible_pairs
 
 B, H, S, D = 2, 4, 64, 8
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -38,6 +39,11 @@ class Case:
     @property
     def scores(self) -> Scores:
         return Scores(0.3, self.window, self.softcap)
+
+    @property
+    def packed(self) -> Documents | None:
+        first = self.first_rows()
+        return None if first is None else documents_of(first)
 
     def first_rows(self) -> Tensor | None:
         """[B, S]: documents of the lengths given, in turn; the second sequence begins with another one."""
@@ -106,11 +112,8 @@ class Blocks:
     """Attention of a whole sequence, block by block."""
 
     def __init__(self, case: Case, cuts: tuple[int, ...], attention: BlockAttention) -> None:
-        self.case, self.attention, self.first = case, attention, case.first_rows()
+        self.case, self.attention, self.packed = case, attention, case.packed
         self.blocks = list(itertools.product(itertools.pairwise(cuts), repeat=2))
-
-    def of_queries(self, rows: Interval) -> Tensor | None:
-        return None if self.first is None else self.first[:, slice(*rows)]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -120,8 +123,8 @@ class Blocks:
         for a, b in self.blocks:
             at, of = slice(*a), slice(*b)
             heads = Heads(q[:, :, at], k[:, :, of], v[:, :, of])
-            found = self.attention.forward(AttentionBlock(heads, a, b, self.case.scores, self.of_queries(a)))
-            assert (found is None) == (visible_pairs(a, b, self.case.scores, self.of_queries(a)) == 0)
+            found = self.attention.forward(AttentionBlock(heads, a, b, self.case.scores, self.packed))
+            assert (found is None) == (visible_pairs(a, b, self.case.scores, self.packed) == 0)
             if found is not None:
                 both = torch.logaddexp(log_sum[:, :, at], found[1])
                 old, new = ((x - both).nan_to_num(nan=-math.inf).exp() for x in (log_sum[:, :, at], found[1]))
@@ -135,7 +138,7 @@ class Blocks:
             at, of = slice(*a), slice(*b)
             heads = Heads(q[:, :, at], k[:, :, of], v[:, :, of])
             result = Result(out[:, :, at], log_sum[:, :, at], gradient[:, :, at])
-            found = self.attention.backward(AttentionBlock(heads, a, b, self.case.scores, self.of_queries(a)), result)
+            found = self.attention.backward(AttentionBlock(heads, a, b, self.case.scores, self.packed), result)
             if found is not None:
                 dq[:, :, at] += found[0]
                 dk[:, :, of] += found[1]
@@ -196,13 +199,11 @@ def test_pieces_hold_exactly_the_pairs_that_are_seen(
 ) -> None:
     case = Case(window=window, documents=tuple(lengths))
     q_rows, k_rows = ((rows[0], min(rows[0] + rows[1], S)) for rows in (q, k))
-    first = case.first_rows()
-    assert first is not None
+    packed = case.packed
     _, seen = attend_plainly(case, *draw(case)[:3], None)
     block = seen[:, slice(*q_rows), slice(*k_rows)]
-    of_queries = first[:, slice(*q_rows)]
-    assert visible_pairs(q_rows, k_rows, case.scores, of_queries) == block.sum()
-    pieces = find_pieces(q_rows, k_rows, case.scores, of_queries, tile)
+    assert visible_pairs(q_rows, k_rows, case.scores, packed) == block.sum()
+    pieces = find_pieces(q_rows, k_rows, case.scores, packed, tile)
     covered = torch.zeros_like(seen)
     for piece in cut_pieces(pieces, tile) if is_cut else pieces:
         at = piece.sequence, slice(*piece.q), slice(*piece.k)
@@ -228,17 +229,15 @@ def test_no_pieces_where_nothing_is_seen() -> None:
     behind = replace(block, k_rows=(0, 64), scores=replace(case.scores, window=64))
     assert attention.forward(replace(behind, q_rows=(127, 191))) is None
     assert attention.forward(replace(behind, q_rows=(126, 190))) is not None
-    first = torch.full((B, S), 64)
-    assert attention.forward(AttentionBlock(Heads(q, k, v), (64, 128), (0, 64), case.scores, first)) is None
+    halves = Documents(((0, 64),), 128)
+    assert attention.forward(AttentionBlock(Heads(q, k, v), (64, 128), (0, 64), case.scores, halves)) is None
 
 
 def test_queries_that_see_none_of_the_keys_have_no_weight() -> None:
     case = Case(documents=(30, 34))
     q, k, v, _ = draw(case)
-    first = case.first_rows()
-    assert first is not None
     heads = Heads(q, k[:, :, :16], v[:, :, :16])
-    found = BlockAttention().forward(AttentionBlock(heads, (0, 64), (0, 16), case.scores, first))
+    found = BlockAttention().forward(AttentionBlock(heads, (0, 64), (0, 16), case.scores, case.packed))
     assert found is not None
     out, log_sum = found
     assert (log_sum[0, :, 30:] == -math.inf).all()
@@ -261,13 +260,9 @@ class Sizes(TorchDispatchMode):
         return out
 
 
-def documents_of(lengths: Iterator[int], n: int) -> Tensor:
-    first, row = torch.zeros(1, n, dtype=torch.long), 0
-    while row < n:
-        length = next(lengths)
-        first[0, row : row + length] = row
-        row += length
-    return first
+def draw_documents(lengths: Iterator[int], n: int) -> Documents:
+    ends = itertools.takewhile(lambda end: end < n, itertools.accumulate(lengths))
+    return Documents(((0, *ends),), n)
 
 
 @pytest.mark.parametrize("kind", ["window", "short window", "documents", "softcap"])
@@ -277,11 +272,11 @@ def test_no_tensor_is_larger_than_a_tile_of_scores_or_the_tokens(kind: str) -> N
     scores = Scores(0.3, window, 5.0 if kind == "softcap" else None)
     rng = random.Random(0)
     lengths = (rng.choice((20, 90, 400, 1500)) for _ in itertools.count())
-    first = documents_of(lengths, n) if kind == "documents" else None
+    packed = draw_documents(lengths, n) if kind == "documents" else None
     q, k, v = (torch.randn(1, heads, n, 4) for _ in range(3))
     attention, sizes = BlockAttention(tile), Sizes()
     with sizes:
-        block = AttentionBlock(Heads(q, k, v), (0, n), (0, n), scores, first)
+        block = AttentionBlock(Heads(q, k, v), (0, n), (0, n), scores, packed)
         found = attention.forward(block)
         assert found is not None
         attention.backward(block, Result(*found, q))
@@ -298,23 +293,23 @@ def test_a_kernel_that_is_wrong_is_not_used(caplog: pytest.LogCaptureFixture) ->
         def backward(self, *_: Any) -> Gradients:
             raise RuntimeError("no kernel image")
 
-    def check(kernel: Kernel) -> bool:
-        return check_kernel(kernel, torch.device("cpu"), torch.float32)
-
-    assert check(CpuFlash())
-    assert check(TileKernel())
+    cpu = torch.device("cpu")
+    assert find_fault(CpuFlash(), cpu, torch.float32) is None
+    assert find_fault(TileKernel(), cpu, torch.float32) is None
+    attention = BlockAttention()
+    assert attention._works(CpuFlash(), cpu, torch.float32)
     assert not caplog.records
-    assert not check(Wrong())
-    assert not check(Failing())
-    assert [record.message.rpartition("flash")[2] for record in caplog.records] == [
-        " attention, which is wrong by 0.06",
-        " attention, which fails: no kernel image",
+    for kernel in (Wrong(), Failing(), Failing()):
+        assert not attention._works(kernel, cpu, torch.float32)
+    assert [record.message for record in caplog.records] == [
+        "attention on cpu in float32 runs without Wrong, which is wrong by 0.06",
+        "attention on cpu in float32 runs without Failing, which fails: no kernel image",
     ]
 
 
 def test_repeated_heads_are_shared_ones() -> None:
     """For versions of torch whose kernel does not share heads."""
-    assert check_kernel(CpuFlash(shares_heads=False), torch.device("cpu"), torch.float64)
+    assert find_fault(CpuFlash(shares_heads=False), torch.device("cpu"), torch.float64) is None
 
 
 def test_a_wrong_kernel_gives_way_to_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,13 +318,13 @@ def test_a_wrong_kernel_gives_way_to_tiles(monkeypatch: pytest.MonkeyPatch) -> N
             out, log_sum = super().forward(heads, *rest)
             return out * 2, log_sum
 
-    monkeypatch.setattr("framework.parallel.context.block_attention.FLASH", {"cpu": Wrong()})
+    monkeypatch.setattr("framework.parallel.context.block_attention.FLASH", {"cpu": (Wrong(),)})
     assert compare(Case(kv_heads=2), CUTS[0], BlockAttention(tile=16)) < 1e-12
 
 
 def test_heads_wider_than_a_kernel_takes_go_to_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma 4's are of 512, FlashAttention-2 takes 256."""
-    monkeypatch.setattr("framework.parallel.context.block_attention.FLASH", {"cpu": CpuFlash(widest=16)})
+    monkeypatch.setattr("framework.parallel.context.block_attention.FLASH", {"cpu": (CpuFlash(widest=16),)})
     heads = [Heads(*(torch.zeros(1, 1, 4, width) for _ in range(3))) for width in (16, 17)]
     kernels = [BlockAttention()._kernel(AttentionBlock(each, (0, 4), (0, 4), Scores(1.0))) for each in heads]
     assert [type(kernel) for kernel in kernels] == [CpuFlash, TileKernel]

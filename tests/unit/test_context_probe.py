@@ -11,6 +11,7 @@ from framework.errors import ModelError, TopologyError
 from framework.mesh.context import ContextSlices
 from framework.model.load import layer_configs
 from framework.parallel.context import hook, refuse_undivided_context
+from framework.parallel.context.documents import Documents
 from framework.parallel.context.hook import (
     IMPLEMENTATION,
     QUERY_RULES,
@@ -25,11 +26,11 @@ from tests.families import build_config, family
 from tests.grid import few_of
 
 SLICES = ContextSlices(24, ring=2)
-# With documents where the family's own masks keep them apart.
+WHOLE = Documents(((0,),), 6)
 DIVIDED = [
     ("llama", True), ("qwen3", True), ("mistral", True), ("gemma2", True), ("deepseek_v3", True), ("olmo2", True),
-    ("glm4", True), ("cohere2", True), ("gpt_oss", False), ("gptj", True), ("codegen", True), ("llama4_text", True),
-    ("diffllama", True), ("longcat_flash", True), ("gpt_bigcode", True), ("opt", False), ("phi3", True),
+    ("glm4", True), ("cohere2", True), ("gpt_oss", True), ("gptj", True), ("codegen", True), ("llama4_text", True),
+    ("diffllama", True), ("longcat_flash", True), ("gpt_bigcode", True), ("opt", True), ("phi3", True),
 ]  # fmt: skip
 SHOWN = ("llama", "gemma2", "deepseek_v3", "gpt_oss", "llama4_text")
 
@@ -83,7 +84,7 @@ def test_an_attention_that_loses_part_of_the_scores_is_found(
 
 
 def test_documents_that_see_one_another_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook, "_read_first_rows", lambda module, mask: torch.zeros_like(mask[:, 0, :, 0]))
+    monkeypatch.setattr(hook, "_read_documents", lambda module, mask: None)
     with pytest.raises(ModelError, match="is not only causal"):
         probe("llama", has_documents=True)
 
@@ -129,8 +130,8 @@ def test_llama4s_temperature_is_that_of_the_rows_in_the_sequence(monkeypatch: py
     probe("llama4_text", floor_scale=3)
     rule = QUERY_RULES["Llama4TextAttention"]
 
-    def forget_rows(module: Any, query: torch.Tensor, first: Any, rows: torch.Tensor) -> Any:
-        return query, rule(module, query, first, rows)[1]
+    def forget_rows(module: Any, query: torch.Tensor, documents: Any, hook: Hook) -> Any:
+        return query, rule(module, query, documents, hook)[1]
 
     monkeypatch.setattr(hook, "QUERY_RULES", {"Llama4TextAttention": forget_rows})
     with pytest.raises(ModelError, match="does not go by position_ids"):
@@ -147,7 +148,7 @@ def test_every_attention_of_a_model_finds_its_hook(name: str) -> None:
         return v.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
     found = len(list(find_attentions(model)))
-    hook_attentions(model, lambda: Hook(attend, lambda device: torch.arange(6, device=device)))
+    hook_attentions(model, lambda: Hook(attend, lambda device: torch.arange(6, device=device), WHOLE))
     model(input_ids=torch.zeros(2, 6, dtype=torch.int64))
     layers = model.config.num_hidden_layers
     assert len(calls) == (2 * layers if name == "diffllama" else layers)
@@ -157,7 +158,7 @@ def test_every_attention_of_a_model_finds_its_hook(name: str) -> None:
 
 def test_a_mask_that_the_stage_did_not_pass_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(build_config(family("llama"), use_cache=False))
-    hook_attentions(model, lambda: Hook(lambda *_: torch.zeros(()), lambda device: torch.arange(6, device=device)))
+    hook_attentions(model, lambda: Hook(lambda *_: torch.zeros(()), lambda device: torch.arange(6), WHOLE))
     with pytest.raises(ModelError, match=r"LlamaAttention computes an attention mask of its own, bool \[1, 1, 6, 6\]"):
         model(input_ids=torch.zeros(1, 6, dtype=torch.int64), attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool))
 
@@ -166,7 +167,7 @@ def test_a_tensor_that_our_attention_does_not_know_is_refused() -> None:
     """MiniMax M3 chooses blocks of keys, of which the small copy's sequences had one: it passed, and trained on all keys."""
     config = build_config(family("llama"), use_cache=False)
     model = AutoModelForCausalLM.from_config(config)
-    hook_attentions(model, lambda: Hook(lambda *_: torch.zeros(()), lambda device: torch.arange(6, device=device)))
+    hook_attentions(model, lambda: Hook(lambda *_: torch.zeros(()), lambda device: torch.arange(6), WHOLE))
     with pytest.raises(ModelError, match="LlamaAttention hands block_indices to its attention function"):
         model(input_ids=torch.zeros(1, 6, dtype=torch.int64), block_indices=torch.zeros(1, 6, dtype=torch.int64))
 

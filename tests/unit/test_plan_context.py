@@ -49,7 +49,6 @@ def test_ulysses_sends_all_heads_of_a_share_of_the_tokens():
     # With fewer key-value heads than ranks each gets one: 16 times (2 + 1 + 1).
     assert cost_of(ContextMethod(16, 1)).exchanged_bytes == (8192 * 128 * 2 * (16 * 4 + 32) * 15 // 16,) * 2
     # The numbers of documents' first rows travel as well, in forward.
-    assert cost_of(ULYSSES, packs=True).sent(Passes()) - cost_of(ULYSSES).sent(Passes()) == 7 * 16384 * 8
 
 
 def test_a_mixture_of_both_sends_both():

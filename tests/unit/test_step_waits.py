@@ -20,14 +20,15 @@ from framework.comm import transfer
 from framework.comm.connect import connect
 from framework.comm.transfer import pin, upload
 from framework.plan.plan import make_plan
-from framework.recipe.schema import Memory, Model, Offload, Optim, Precision, Recipe, Zero
+from framework.recipe.schema import Memory, Model, Offload, Optim, Parallel, Precision, Recipe, Zero
 from framework.train.build import build
 from framework.train.step import TrainingRun, train_step
 from framework.train.sums import Flags
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
 from tests.families import build_config, family
-from tests.ranks.parity import CONTEXT, CPU, small_recipe, topology_of
+from tests.ranks.parity import CPU, small_recipe, topology_of
+from tests.ranks.pool import RankPool
 
 PACKAGE = Path(framework.__file__).parent
 DOOR = Path(transfer.__file__)
@@ -98,11 +99,12 @@ def ours(calls: Sequence[str]) -> list[str]:
     return [call.removeprefix(f"{PACKAGE}/") for call in calls if call.startswith(str(PACKAGE))]
 
 
-def build_run(recipe: Recipe, model: str = "llama") -> tuple[TrainingRun, list[Any]]:
+def build_run(recipe: Recipe, model: str = "llama", *where: Any) -> tuple[TrainingRun, list[Any]]:
     config = build_config(family(model))
     config.use_cache = False
-    mesh = connect(topology_of(recipe, config), CPU)
-    (batch,) = make_batches(config, 1, recipe.batch.sequences_per_step or 0, CONTEXT, seed=11)
+    mesh = connect(topology_of(recipe, config), CPU, *where)
+    packs = recipe.data.pack == "documents"
+    (batch,) = make_batches(config, 1, recipe.batch.sequences_per_step or 0, recipe.batch.context, 11, packs)
     return build(make_plan(recipe, config), mesh), share(batch, recipe.batch.sequences_per_microbatch, mesh)
 
 
@@ -130,6 +132,30 @@ def test_a_step_never_waits_and_copies_through_one_door(name: str) -> None:
     elsewhere = [call for call in ours(count.copies) if not call.startswith(str(DOOR.relative_to(PACKAGE)))]
     assert not elsewhere
     assert len(ours(count.copies)) == 1 + 2 * len(microbatches)  # the step's sums; inputs and labels of each microbatch
+
+
+def count_of_rank(rank: int, world: int, rendezvous: str, recipe: Recipe, model: str) -> tuple[list[str], list[str]]:
+    """Body: all waits of a rank's second step, those of the model's code too, and copies beside the door."""
+    run, microbatches = build_run(recipe, model, rendezvous, rank)
+    train_step(run, microbatches, 0, 1e-3)
+    count = count_calls(lambda: train_step(run, microbatches, 1, 1e-3))
+    run.mesh.close()
+    return count.waits, [call for call in ours(count.copies) if not call.startswith(str(DOOR.relative_to(PACKAGE)))]
+
+
+@pytest.mark.parametrize(
+    ("model", "context", "policy"),
+    [("gemma2", "ring", "full"), ("llama4_text", "ulysses", "selective"), ("gpt_oss", None, "full")],
+)
+def test_attention_to_documents_never_waits(pool: RankPool, model: str, context: Any, policy: Any) -> None:
+    """With windows, chunks and sinks, on one rank and across ranks, in forward, backward and recomputation."""
+    cp = 1 if context is None else 2
+    recipe = small_recipe("fp32", cp, accumulation=3, parallel=Parallel(cp=cp, context=context or "ring"))
+    batch, data = replace(recipe.batch, context=40), replace(recipe.data, pack="documents")
+    recipe = replace(recipe, batch=batch, data=data, memory=Memory(activation_checkpointing=policy))
+    for waits, elsewhere in pool.run(cp, count_of_rank, recipe, model):
+        assert not [call for call in waits if "/experts" not in call and "/moe" not in call]
+        assert not elsewhere
 
 
 def test_counting_the_load_of_experts_and_moving_biases_does_not_wait() -> None:

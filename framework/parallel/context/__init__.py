@@ -1,15 +1,18 @@
-"""Context parallelism: attention of sequences whose tokens are divided over `cp`.
+"""Attention, of sequences whose tokens are divided over `cp` or are all on one rank.
 
 `attention` is what a layer calls; `ulysses` exchanges heads for tokens, `ring` brings keys and values (`key_values`).
 `blocks` says which queries meet which keys, `block_attention` computes that, piece by piece (`visible_rows`), by `kernels`, and
 `merge` makes one softmax of it. `hook` puts it all into a model, and `probe` says of which models that is exact.
 """
 
+from framework.parallel.context.documents import Documents
 from framework.parallel.context.hook import find_context_attentions, refuse_uneven_heads, split_context
-from framework.parallel.context.probe import probe_causes, refuse_undivided_context
+from framework.parallel.context.probe import find_stock_attention, probe_causes, refuse_undivided_context
 
 __all__ = [
+    "Documents",
     "find_context_attentions",
+    "find_stock_attention",
     "probe_causes",
     "refuse_undivided_context",
     "refuse_uneven_heads",

@@ -26,6 +26,7 @@ from framework.model.kept_outputs import KeptOutputs
 from framework.model.precision import sums_dtype
 from framework.parallel.context.block_attention import BlockAttention
 from framework.parallel.context.blocks import RankBlocks
+from framework.parallel.context.documents import Documents
 from framework.parallel.context.kernels import Result
 from framework.parallel.context.key_values import Contribution, HeadGroup, KeyValues, Portion
 from framework.parallel.context.merge import ChunkSums, MergedOutput, sinks_gradient
@@ -60,8 +61,6 @@ class ContextAttention:
         """From now on the layer that calls this attention, and no other, is recomputed in backward."""
         self.kept = kept
 
-    # Its shapes differ between ranks and steps, and messages are counted: traced, it would be compiled again and again.
-    @torch.compiler.disable
     def __call__(
         self,
         q: Tensor,
@@ -69,22 +68,23 @@ class ContextAttention:
         v: Tensor,
         scores: Scores,
         sinks: Tensor | None = None,
-        first_rows: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Returns [B, C, H, Dv], contiguous.
 
         q: [B, H, C, D], k: [B, Hk, C, D], v: [B, Hk, C, Dv], of one floating dtype and in any memory order. sinks: [H]; their
-        gradients are those of this rank's queries and heads. first_rows: [B, C] int64, the global row of the first token that
-        each query may see. All ranks of the axes call it, and run its backward, in the same order.
+        gradients are those of this rank's queries and heads. documents: of the whole sequences, outside of which a query sees
+        nothing. All ranks of the axes call it, and run its backward, in the same order.
         """
+        assert q.shape[2] == self.slices.tokens_local, f"{q.shape[2]} tokens of each sequence for {self.slices}"
         q, k, v = self.heads.enter(q, k, v)
-        # Head by head: a CPU's kernel reads the keys of a head again for every block of queries, from fewer lines of its cache.
-        k, v = k.contiguous(), v.contiguous()
+        # GPUs' kernels read tokens before heads as projections leave them, and a copy would be a pass over memory.
+        if k.device.type == "cpu":
+            # Head by head: the keys of a head are read again for every block of queries, from fewer lines of the cache.
+            k, v = k.contiguous(), v.contiguous()
         # Sinks are replicated: each rank has those of all heads, and learns from its own.
         own_sinks = None if sinks is None else self.heads.select(sinks)
-        # To the host, which decides by them what is computed: waiting for the device once here, not in every block.
-        rows = None if first_rows is None else self.heads.gather_rows(first_rows).cpu()
-        return self.heads.leave(_Attend.apply(q, k, v, own_sinks, rows, scores, self))
+        return self.heads.leave(_Attend.apply(q, k, v, own_sinks, documents, scores, self))
 
 
 class _Forward:
@@ -210,7 +210,7 @@ class _Backward:
 class _Attend(torch.autograd.Function):
     """Attention of a rank's queries to the keys of all ranks of a ring: [B, C, H, Dv] of q, k, v and sinks.
 
-    q: [B, H, C, D]; k: [B, Hk, C, D]; v: [B, Hk, C, Dv]; sinks: [H]; first_rows: [B, C].
+    q: [B, H, C, D]; k: [B, Hk, C, D]; v: [B, Hk, C, Dv]; sinks: [H].
     """
 
     @staticmethod
@@ -220,13 +220,13 @@ class _Attend(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        first_rows: Tensor | None,
+        documents: Documents | None,
         scores: Scores,
         attention: ContextAttention,
     ) -> Tensor:
 
         def attend() -> tuple[Tensor, Tensor]:
-            own, blocks = KeyValues(k, v), RankBlocks(attention.slices, scores, first_rows)
+            own, blocks = KeyValues(k, v), RankBlocks(attention.slices, scores, documents)
             work = _Forward(q, own, sinks, blocks, attention.block)
             attention.transport.forward(own, blocks.route(own), work)
             assert work.out is not None
@@ -234,15 +234,15 @@ class _Attend(torch.autograd.Function):
 
         out, log_sum = attention.kept.compute_attention(attend)
         # Saved in no other way, so that checkpointing recomputes and offload moves them.
-        ctx.save_for_backward(q, k, v, sinks, first_rows, out, log_sum)
-        ctx.scores, ctx.attention = scores, attention
+        ctx.save_for_backward(q, k, v, sinks, out, log_sum)
+        ctx.documents, ctx.scores, ctx.attention = documents, scores, attention
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, first_rows, out, log_sum = ctx.saved_tensors
-        own, blocks = KeyValues(k, v), RankBlocks(ctx.attention.slices, ctx.scores, first_rows)
+        q, k, v, sinks, out, log_sum = ctx.saved_tensors
+        own, blocks = KeyValues(k, v), RankBlocks(ctx.attention.slices, ctx.scores, ctx.documents)
         # It may come as an expanded view, which kernels do not take.
         result = Result(out.transpose(1, 2), log_sum, gradient.contiguous().transpose(1, 2))
         work = _Backward(q, result, own, blocks, ctx.attention.block)

@@ -9,14 +9,19 @@ are merged (`merge`).
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from framework.errors import ModelError
 from framework.mesh.context import Interval
 from framework.model.precision import sums_dtype
-from framework.parallel.context.kernels import CpuFlash, CudaFlash, Heads, Kernel, Result, TileKernel
+from framework.parallel.context.cuda_kernels import CudaFlash, CudnnFlash
+from framework.parallel.context.documents import Documents
+from framework.parallel.context.flex_kernel import FlexKernel
+from framework.parallel.context.kernels import CpuFlash, Heads, Kernel, PackedKernel, Packing, Result, TileKernel
 from framework.parallel.context.merge import merge_softmax
 from framework.parallel.context.visible_rows import BlockPiece, PieceKind, Scores, cut_pieces, find_pieces
 
@@ -24,7 +29,10 @@ log = logging.getLogger(__name__)
 
 # Rows: 32 heads of such a tile are 32 MiB of scores in fp32.
 TILES_OF_GPU = 512
-FLASH: dict[str, CpuFlash | CudaFlash] = {"cpu": CpuFlash(), "cuda": CudaFlash()}
+# The flash kernels of a device, the one to take first; behind them stand the tiles.
+FLASH: dict[str, tuple[CpuFlash | CudaFlash, ...]] = {"cpu": (CpuFlash(),), "cuda": (CudnnFlash(), CudaFlash())}
+# Of the scores that kernels are compared on.
+SCALE = 0.25
 # Where a kernel for bf16 and the tiles may differ: each rounds out to 8 bits, and a gradient comes through two of these.
 AGREEMENT = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -40,8 +48,14 @@ class AttentionBlock:
     k_rows: Interval
     """Global rows of the m keys."""
     scores: Scores
-    first_rows: Tensor | None = None
-    """[B, n], the row at which each query's document begins; None: 0. Best on the host, which reads them."""
+    documents: Documents | None = None
+    """Documents of whole sequences; None: each is one document."""
+
+    @property
+    def packing(self) -> Packing:
+        """The block as one call's, where queries and keys are the same rows."""
+        assert self.q_rows == self.k_rows, f"queries of {self.q_rows}, keys of {self.k_rows}"
+        return Packing(self.q_rows, self.documents, self.scores.window)
 
     @property
     def sums_dtype(self) -> torch.dtype:
@@ -71,11 +85,10 @@ class AttentionBlock:
         seen = keys <= queries
         if self.scores.window is not None:
             seen &= keys > queries - self.scores.window
-        if self.first_rows is not None:
-            # A piece of a sequence: find_pieces makes no other where there are documents.
-            assert piece.sequence is not None
-            start = piece.q[0] - self.q_rows[0]
-            seen &= keys >= self.first_rows[piece.sequence, start : start + len(queries), None].to(device)
+        if self.documents is not None:
+            # A piece of all sequences is one of documents that all have.
+            first_rows = self.documents.first_rows(device)[piece.sequence or 0, slice(*piece.q), None]
+            seen &= keys >= first_rows
         mask = torch.zeros(seen.shape, dtype=self.sums_dtype, device=device)
         return mask.masked_fill_(~seen, -math.inf)[None, None]
 
@@ -85,7 +98,7 @@ class BlockAttention:
 
     def __init__(self, tile: int | None = None) -> None:
         self.tile = tile
-        self._works: dict[tuple[str, torch.dtype], bool] = {}
+        self._faults: dict[tuple[Kernel, torch.device, torch.dtype], str | None] = {}
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor] | None:
         """(out, log-sum-exp) of the block; None if no query sees any key.
@@ -93,6 +106,8 @@ class BlockAttention:
         out: [B, H, n, Dv] of q's dtype; log-sum-exp: [B, H, n], fp64 for fp64, else fp32; 0 and -inf where a query sees none.
         """
         kernel = self._kernel(block)
+        if (packed := _packs(kernel, block)) is not None:
+            return packed.forward_packed(block.heads, block.packing, block.scores.scale)
         pieces = self._cut(block, kernel)
         if not pieces:
             return None
@@ -117,6 +132,8 @@ class BlockAttention:
         dtype than q.
         """
         kernel = self._kernel(block)
+        if (packed := _packs(kernel, block)) is not None:
+            return packed.backward_packed(block.heads, result, block.packing, block.scores.scale)
         pieces = self._cut(block, kernel)
         if not pieces:
             return None
@@ -133,23 +150,52 @@ class BlockAttention:
 
     def _cut(self, block: AttentionBlock, kernel: Kernel) -> list[BlockPiece]:
         tile = self.tile or kernel.tile
-        pieces = find_pieces(block.q_rows, block.k_rows, block.scores, block.first_rows, tile)
+        pieces = find_pieces(block.q_rows, block.k_rows, block.scores, block.documents, tile)
         return list(cut_pieces(pieces, tile)) if isinstance(kernel, TileKernel) else pieces
 
     def _kernel(self, block: AttentionBlock) -> Kernel:
-        device, softcap = block.heads.q.device.type, block.scores.softcap
-        if softcap is None and self._has_flash(block.heads):
-            return FLASH[device]
-        return TileKernel(softcap) if device == "cpu" else TileKernel(softcap, TILES_OF_GPU)
+        q, v, softcap = block.heads.q, block.heads.v, block.scores.softcap
+        # Heads of unequal sizes are filled up to the wider one.
+        width = max(q.shape[-1], v.shape[-1])
+        for kernel in self._candidates(q.device, softcap):
+            if (
+                q.dtype in kernel.dtypes
+                and width <= (kernel.widest or width)
+                and self._works(kernel, q.device, q.dtype)
+            ):
+                return kernel
+        return TileKernel(softcap) if q.device.type == "cpu" else TileKernel(softcap, TILES_OF_GPU)
 
-    def _has_flash(self, heads: Heads) -> bool:
-        device, dtype, width = heads.q.device, heads.q.dtype, max(heads.q.shape[-1], heads.v.shape[-1])
-        flash = FLASH.get(device.type)
-        if flash is None or dtype not in flash.dtypes or width > (flash.widest or width):
-            return False
-        if (device.type, dtype) not in self._works:
-            self._works[device.type, dtype] = check_kernel(flash, device, dtype)
-        return self._works[device.type, dtype]
+    def _candidates(self, device: torch.device, softcap: float | None) -> Sequence[CpuFlash | CudaFlash | FlexKernel]:
+        if softcap is not None:
+            # No flash kernel of torch caps scores; on a CPU FlexAttention has no backward.
+            return (FlexKernel(softcap),) if device.type == "cuda" else ()
+        found = FLASH.get(device.type, ())
+        # Only there is cuDNN known to be faster.
+        is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+        return [each for each in found if is_hopper or not isinstance(each, CudnnFlash)]
+
+    def _works(self, kernel: CpuFlash | CudaFlash | FlexKernel, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether a kernel is right on the device; asked once. Tiles take its place on a CPU, and flash attention that of cuDNN;
+        on a GPU they would be ten times slower and nobody would know: ModelError."""
+        # Asked on the device itself, with a wait, in the first layer of the first step and never again.
+        if (kernel, device, dtype) not in self._faults:
+            fault = self._faults[kernel, device, dtype] = find_fault(kernel, device, dtype)
+            where = f"attention on {device.type} in {str(dtype).removeprefix('torch.')}"
+            if fault is not None and device.type == "cuda" and not isinstance(kernel, CudnnFlash):
+                raise ModelError(
+                    f"{where}: {type(kernel).__name__} {fault}. model.attention=sdpa leaves attention to transformers"
+                )
+            if fault is not None:
+                log.warning("%s runs without %s, which %s", where, type(kernel).__name__, fault)
+        return self._faults[kernel, device, dtype] is None
+
+
+def _packs(kernel: Kernel, block: AttentionBlock) -> PackedKernel | None:
+    """The kernel, if it computes the block in one call where it would be several pieces."""
+    # A kernel call for each document, and a mask for each edge of a window, would leave a GPU idle between them.
+    is_several = block.q_rows == block.k_rows and (block.documents is not None or block.scores.window is not None)
+    return kernel if is_several and isinstance(kernel, CudaFlash | FlexKernel) else None
 
 
 def _rows_of(x: Tensor, rows: Interval, start: int, sequence: int | None) -> Tensor:
@@ -174,8 +220,8 @@ def _backward_piece(
     return kernel.backward(block.heads_of(piece), of_piece, piece.kind, block.mask_of(piece), block.scores.scale)
 
 
-def check_kernel(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a kernel computes what the tiles do, forward and backward, for every kind of piece; warns where it does not.
+def find_fault(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The difference of a kernel from the tiles, forward or backward, for any kind of piece and of packing, if there is one.
 
     Kernels differ between versions of torch and devices, and an error would show in the loss only.
     """
@@ -184,13 +230,11 @@ def check_kernel(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> bo
     try:
         difference = max(_differ(kernel, *square, kind) for kind in PieceKind)
         difference = max(difference, _differ(kernel, *oblong, PieceKind.FULL))
+        if isinstance(kernel, CudaFlash | FlexKernel):
+            difference = max(difference, *(_differ_packed(kernel, *square, window) for window in (None, 7)))
     except RuntimeError as error:
-        log.warning("attention on %s in %s runs without flash attention, which fails: %s", device.type, dtype, error)
-        return False
-    if difference > AGREEMENT[dtype]:
-        where = f"{device.type} in {dtype}"
-        log.warning("attention on %s runs without flash attention, which is wrong by %.1g", where, difference)
-    return difference <= AGREEMENT[dtype]
+        return f"fails: {error}"
+    return None if difference <= AGREEMENT[dtype] else f"is wrong by {difference:.1g}"
 
 
 def _draw(num_keys: int, value_dim: int, device: torch.device, dtype: torch.dtype) -> tuple[Heads, Tensor]:
@@ -203,15 +247,33 @@ def _draw(num_keys: int, value_dim: int, device: torch.device, dtype: torch.dtyp
 
 def _differ(kernel: Kernel, heads: Heads, gradient: Tensor, kind: PieceKind) -> float:
     """The largest difference between a kernel and the tiles, in what they compute forward and backward."""
-    wide, n = sums_dtype(heads.q.dtype), heads.q.shape[2]
-    ahead = torch.ones(n, n, dtype=torch.bool, device=heads.q.device).triu_(1)
-    mask = heads.q.new_zeros((1, 1, n, n), dtype=wide).masked_fill_(ahead, -math.inf)
-    mask_of_kind = mask if kind is PieceKind.MASKED else None
-    out, log_sum = TileKernel().forward(heads, kind, mask_of_kind, 0.25)
+    n = heads.q.shape[2]
+    block, is_masked = AttentionBlock(heads, (0, n), (0, n), Scores(SCALE)), kind is PieceKind.MASKED
+    mask = block.mask_of(BlockPiece(kind, (0, n), (0, n))) if is_masked else None
+    wanted, result = _compute_tiles(kernel, heads, gradient, kind, mask)
+    found = [*kernel.forward(heads, kind, mask, SCALE), *kernel.backward(heads, result, kind, mask, SCALE)]
+    return _largest_difference(found, wanted)
+
+
+def _differ_packed(kernel: PackedKernel, heads: Heads, gradient: Tensor, window: int | None) -> float:
+    """`_differ` of documents in one call."""
+    rows = 0, heads.q.shape[2]
+    block = AttentionBlock(heads, rows, rows, Scores(SCALE, window), Documents(((0, 5, 31),), rows[1]))
+    mask = block.mask_of(BlockPiece(PieceKind.MASKED, rows, rows))
+    wanted, result = _compute_tiles(kernel, heads, gradient, PieceKind.MASKED, mask)
+    forward = kernel.forward_packed(heads, block.packing, SCALE)
+    return _largest_difference([*forward, *kernel.backward_packed(heads, result, block.packing, SCALE)], wanted)
+
+
+def _compute_tiles(
+    kernel: Kernel, heads: Heads, gradient: Tensor, kind: PieceKind, mask: Tensor | None
+) -> tuple[list[Tensor], Result]:
+    """out, log-sum-exp and gradients of q, k and v by the tiles, and the result that a backward reads."""
+    tiles = TileKernel(getattr(kernel, "softcap", None))
+    out, log_sum = tiles.forward(heads, kind, mask, SCALE)
     result = Result(out, log_sum, gradient)
-    wanted = [out, log_sum, *TileKernel().backward(heads, result, kind, mask_of_kind, 0.25)]
-    found = [
-        *kernel.forward(heads, kind, mask_of_kind, 0.25),
-        *kernel.backward(heads, result, kind, mask_of_kind, 0.25),
-    ]
+    return [out, log_sum, *tiles.backward(heads, result, kind, mask, SCALE)], result
+
+
+def _largest_difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     return max((a.double() - b).abs().max().item() for a, b in zip(found, wanted, strict=True))

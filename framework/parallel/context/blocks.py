@@ -17,6 +17,7 @@ from torch import Tensor
 
 from framework.mesh.context import ContextSlices, Interval
 from framework.parallel.context.block_attention import AttentionBlock
+from framework.parallel.context.documents import Documents
 from framework.parallel.context.kernels import Heads
 from framework.parallel.context.key_values import HeadGroup, KeyValues, Portion, count_portions, group_heads
 from framework.parallel.context.ring import RingRoute
@@ -45,11 +46,11 @@ class Block:
 
 @dataclass(frozen=True)
 class RankBlocks:
-    """The blocks of one rank's queries with the keys of any rank of the ring. first_rows: [B, C] of these queries."""
+    """The blocks of one rank's queries with the keys of any rank of the ring."""
 
     slices: ContextSlices
     scores: Scores
-    first_rows: Tensor | None
+    documents: Documents | None
 
     def cut(self, q: Tensor, held: KeyValues, portion: Portion, source: int) -> list[tuple[Block, AttentionBlock]]:
         """The blocks with a portion of another rank's keys, and views of their tensors.
@@ -64,7 +65,7 @@ class RankBlocks:
         chunks = self.slices.of_rank(source * self.slices.ulysses).chunk_intervals
         keys = [(first + start, first + stop) for first, _ in chunks]
         # A document begins at a row of keys, so with documents a block's keys have to be one interval of rows.
-        return plan_blocks(self.slices.chunk_intervals, keys, self.scores.window, joins_keys=self.first_rows is None)
+        return plan_blocks(self.slices.chunk_intervals, keys, self.scores.window, joins_keys=self.documents is None)
 
     def route(self, own: KeyValues) -> RingRoute:
         """The messages of this rank's keys and values, and the steps of the ring that they go."""
@@ -82,8 +83,7 @@ class RankBlocks:
         heads = Heads(q[:, :, queries], held.k[:, :, keys], held.v[:, :, keys])
         # A window that leaves out nothing would have kernels compute a mask.
         scores = replace(self.scores, window=None) if block.is_whole else self.scores
-        first_rows = None if self.first_rows is None else self.first_rows[:, queries]
-        return AttentionBlock(heads, block.q_rows, block.k_rows, scores, first_rows)
+        return AttentionBlock(heads, block.q_rows, block.k_rows, scores, self.documents)
 
 
 def plan_blocks(

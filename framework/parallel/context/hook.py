@@ -1,12 +1,12 @@
-"""Hooks: how the attention of a model's layers becomes attention across the ranks that divide its sequences.
+"""Hooks: how the attention of a model's layers becomes ours, on one rank or across those that divide its sequences.
 
 Parameters stay whole: context parallelism divides tokens, and ZeRO takes `cp` for data. What changes is attention, the one place
 of a decoder where tokens meet. Hugging Face's modules ask a registry of attention functions for the one that their config names.
 Ours is registered once, at import, and holds nothing: the module that calls it carries a Hook, which knows this rank's
 ContextAttention and rows. That nothing else mixes tokens the probe has shown on a small copy.
 
-The registry of mask functions does not know the name, so a model computes no mask, and hands on what it gets if that has four
-dims: the stage's `first_rows`, [B, 1, C, 1] int64. An argument of layers is the same when they are computed again in backward.
+The registry of mask functions does not know the name, so a model computes no mask, and hands on the one that carries a
+microbatch's `Documents`.
 
     B sequences, C tokens of each on this rank, H query heads, Hk key-value heads, D and Dv features of a head
 """
@@ -27,20 +27,19 @@ from framework.mesh.layout import Layout
 from framework.model.load import layer_configs
 from framework.parallel.context.attention import ContextAttention
 from framework.parallel.context.block_attention import BlockAttention
+from framework.parallel.context.documents import Documents
 from framework.parallel.context.visible_rows import Scores
 from framework.parallel.stage_plan import StagePlan
 from framework.recipe.layout_rules import find_uneven_heads
 from framework.recipe.schema import Parallel
 
 # What a model's config is told; without an entry among the mask functions.
-IMPLEMENTATION = "meshwright_context"
+IMPLEMENTATION = "meshwright"
 # Tensors that a module may hand over: sinks, and positions, which queries and keys have been rotated by.
 TENSOR_OPTIONS = ("s_aux", "position_ids", "cache_position")
 
-# (q [B, H, C, D], k [B, Hk, C, D], v [B, Hk, C, Dv], scores, sinks [H], first_rows [B, C]) -> [B, C, H, Dv]: a ContextAttention.
-Attention = Callable[[Tensor, Tensor, Tensor, Scores, Tensor | None, Tensor | None], Tensor]
-# (module, query [B, H, C, D], first_rows [B, C] or None, rows [C] or [B, C] int64) -> query and first rows as in one process.
-QueryRule = Callable[[Any, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor | None]]
+# (q [B, H, C, D], k [B, Hk, C, D], v [B, Hk, C, Dv], scores, sinks [H], documents) -> [B, C, H, Dv]: a ContextAttention.
+Attention = Callable[[Tensor, Tensor, Tensor, Scores, Tensor | None, Documents | None], Tensor]
 
 
 class AttentionDropout(ModelError):
@@ -50,27 +49,36 @@ class AttentionDropout(ModelError):
 @dataclass(frozen=True)
 class Hook:
     """An attention module's way to this rank's attention. attention: a ContextAttention; rows: of a device, the global rows [C]
-    or [B, C] of the tokens of each sequence that the rank holds."""
+    or [B, C] of the tokens of each sequence that the rank holds; whole: sequences of one document each."""
 
     attention: Attention
     rows: Callable[[torch.device], Tensor]
+    whole: Documents
+
+
+# (module, query [B, H, C, D], documents, hook) -> query and documents as in one process.
+QueryRule = Callable[[Any, Tensor, Documents | None, Hook], tuple[Tensor, Documents | None]]
 
 
 def split_context(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: StagePlan) -> Mapping[str, Layout]:
-    """Have every attention of the model attend across `ulysses` and `ring`. Layouts stay. On one rank of `cp` nothing changes.
+    """Have every attention of the model attend by ours, across `ulysses` and `ring`. Layouts stay. Where the plan leaves
+    attention to transformers nothing changes.
 
     model: on meta, its heads divided over `tp` already. Raises TopologyError where a rank's heads do not divide over `ulysses`.
     """
-    if plan.axes["cp"].size == 1:
+    if not plan.owns_attention:
         return layouts
     ulysses, ring, slices = plan.axes["ulysses"], plan.axes["ring"], plan.tokens.slices
     assert slices is not None, "tokens of a rank of cp without their rows"
     refuse_uneven_heads(layer_configs(model.config), plan.recipe.parallel)
     method: Literal["ring", "gather"] = "gather" if plan.recipe.parallel.context == "gather" else "ring"
-    block = BlockAttention()  # one, which compares a device's kernels once
+    # On one rank `ulysses` and `ring` have size 1: nothing is exchanged, nothing is sent, and there is one block.
+    # One of each for all layers: kernels are compared once, and what documents are cut into is found once.
+    block, whole = BlockAttention(), Documents(((0,),), slices.context + slices.padding)
 
     def make_hook() -> Hook:
-        return Hook(ContextAttention(slices, ulysses, ring, method, block), lambda device: rows_of(slices, device))
+        attention = ContextAttention(slices, ulysses, ring, method, block)
+        return Hook(attention, lambda device: rows_of(slices, device), whole)
 
     hook_attentions(model, make_hook)
     return layouts
@@ -125,12 +133,14 @@ def _asks_registry(kind: type[nn.Module]) -> bool:
     return kind.__module__.startswith("transformers.") and "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(forward)
 
 
+# Its work differs between documents, ranks and steps, and messages are counted: traced, it would be compiled again and again.
+@torch.compiler.disable
 def attend_module(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attention of this rank's tokens to the sequence, called as Hugging Face's attention functions are.
+    """Attention of this rank's tokens to the sequence, called as transformers' attention functions are.
 
-    query: [B, H, C, D]; key: [B, Hk, C, D]; value: [B, Hk, C, Dv]; attention_mask: the stage's first rows, [B, 1, C, 1] int64.
+    query: [B, H, C, D]; key: [B, Hk, C, D]; value: [B, Hk, C, Dv]; attention_mask: None, or one that carries Documents.
     options: dropout, scaling, sliding_window, softcap, s_aux (sinks [H]) as Hugging Face names them. Numbers and flags beside
     these are left out: where one matters, the probe finds a difference. Returns ([B, C, H, Dv], None).
 
@@ -148,43 +158,38 @@ def attend_module(
     # The dropped probabilities would depend on how a sequence is divided.
     if dropout := options.get("dropout"):
         raise AttentionDropout(f"{type(module).__name__} drops {dropout:g} of its attention's probabilities")
-    first_rows = None if attention_mask is None else _read_first_rows(module, attention_mask)
+    documents = None if attention_mask is None else _read_documents(module, attention_mask)
     # Before scores: a rule may change queries, and what they may see.
     rule = QUERY_RULES.get(type(module).__name__)
     if rule is not None:
-        query, first_rows = rule(module, query, first_rows, hook.rows(query.device))
+        query, documents = rule(module, query, documents, hook)
     scale, window, softcap = (options.get(name) for name in ("scaling", "sliding_window", "softcap"))
     scores = Scores(query.shape[-1] ** -0.5 if scale is None else scale, window, softcap)
-    return hook.attention(query, key, value, scores, options.get("s_aux"), first_rows), None
+    return hook.attention(query, key, value, scores, options.get("s_aux"), documents), None
 
 
-def _read_first_rows(module: nn.Module, attention_mask: Tensor) -> Tensor:
-    if attention_mask.dtype != torch.int64 or attention_mask.ndim != 4 or attention_mask.shape[-1] != 1:
+def _read_documents(module: nn.Module, attention_mask: Tensor) -> Documents:
+    documents = Documents.of_mask(attention_mask)
+    if documents is None:
         raise ModelError(
             f"{type(module).__name__} computes an attention mask of its own,"
             f" {str(attention_mask.dtype).removeprefix('torch.')} {[*attention_mask.shape]}"
         )
-    return attention_mask[:, 0, :, 0]
+    return documents
 
 
 def _attend_within_chunks(
-    module: Any, query: Tensor, first_rows: Tensor | None, rows: Tensor
-) -> tuple[Tensor, Tensor | None]:
+    module: Any, query: Tensor, documents: Documents | None, hook: Hook
+) -> tuple[Tensor, Documents | None]:
     """Llama 4: a query sees its chunk of its document, or in layers without rope all, with a temperature that grows by rows."""
     if module.config.layer_types[module.layer_idx] == "chunked_attention":
-        first_rows = _start_of_chunks(rows, first_rows, module.config.attention_chunk_size, query.shape[0])
+        documents = (documents or hook.whole).within(module.config.attention_chunk_size)
     if module.attn_temperature_tuning and not module.use_rope:
         # The module has multiplied by those of rows 0 .. C - 1, which are all that its forward knows of.
-        local = torch.arange(query.shape[2], device=query.device)
+        rows, local = hook.rows(query.device), torch.arange(query.shape[2], device=query.device)
         ratio = _temperature(module, rows) / _temperature(module, local)
         query = query * ratio.to(query.dtype)[..., None, :, None]
-    return query, first_rows
-
-
-def _start_of_chunks(rows: Tensor, first_rows: Tensor | None, chunk: int, num_sequences: int) -> Tensor:
-    """The row where each query's chunk of its document begins, [B, C]."""
-    starts = torch.zeros_like(rows) if first_rows is None else first_rows
-    return (rows - (rows - starts) % chunk).expand(num_sequences, -1)
+    return query, documents
 
 
 def _temperature(module: Any, rows: Tensor) -> Tensor:

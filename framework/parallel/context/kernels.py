@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from framework.mesh.context import Interval
+from framework.parallel.context.documents import Documents, Ends
 from framework.parallel.context.visible_rows import PieceKind
 
 flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention
-flash_cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 # Without it these kernels would read and write behind k and v, so nothing but a version that was read or run may have it.
 SHARES_HEADS = torch.__version__ >= "2.13"
@@ -47,6 +47,30 @@ class Result:
     gradient: Tensor
 
 
+@dataclass(frozen=True)
+class Packing:
+    """Queries and keys of the same rows, where a query sees its document, or `window` rows of it, up to and with itself."""
+
+    rows: Interval
+    documents: Documents | None = None
+    window: int | None = None
+
+    def ends(self, sequences: int, device: torch.device) -> Ends:
+        """The ends of the documents, over all sequences. On the device from the host's numbers: nobody waits."""
+        documents = self.documents or Documents(((0,),), self.rows[1])
+        return documents.ends(self.rows, sequences, device)
+
+    def first_rows(self, device: torch.device) -> Tensor:
+        """The first row, counted from the first of these rows, that each query sees: [B or 1, n] int64."""
+        start, stop = self.rows
+        rows = torch.arange(start, stop, device=device)[None]
+        # The device's arithmetic on what it has: no number comes back to the host.
+        lowest = rows.new_full((1, 1), start) if self.window is None else rows - (self.window - 1)
+        if self.documents is not None:
+            lowest = lowest.maximum(self.documents.first_rows(device)[:, start:stop])
+        return lowest.clamp(min=start).expand(-1, stop - start) - start
+
+
 class Kernel(Protocol):
     """A kernel. It masks CAUSAL pieces itself: they come without a mask."""
 
@@ -61,6 +85,18 @@ class Kernel(Protocol):
         self, heads: Heads, result: Result, kind: PieceKind, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dQ, dK, dV), in the shapes of q, k and v: the piece's part of the gradients."""
+
+
+class PackedKernel(Kernel, Protocol):
+    """A kernel that takes the documents and windows of a whole square block in one call."""
+
+    def forward_packed(self, heads: Heads, packing: Packing, scale: float) -> tuple[Tensor, Tensor]:
+        """(out [B, H, n, Dv], log-sum-exp [B, H, n]) of the block."""
+
+    def backward_packed(
+        self, heads: Heads, result: Result, packing: Packing, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dQ, dK, dV), in the shapes of q, k and v: the block's part of the gradients."""
 
 
 @dataclass(frozen=True)
@@ -134,15 +170,15 @@ def _add_mask(scores: Tensor, heads: Heads, kind: PieceKind, mask: Tensor | None
     return scores
 
 
-def _pad(x: Tensor, head_size: int) -> Tensor:
+def pad(x: Tensor, head_size: int) -> Tensor:
     """Zeros behind the last dim: they add nothing to a score, and what they are as a value is cut off again."""
     return x if x.shape[-1] == head_size else F.pad(x, (0, head_size - x.shape[-1]))
 
 
-def _pad_heads(heads: Heads, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+def pad_heads(heads: Heads, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
     """Heads of one size, as flash kernels need them; DeepSeek's have keys of 192 and values of 128."""
     size = -(-max(heads.q.shape[-1], heads.v.shape[-1]) // multiple) * multiple
-    return _pad(heads.q, size), _pad(heads.k, size), _pad(heads.v, size)
+    return pad(heads.q, size), pad(heads.k, size), pad(heads.v, size)
 
 
 @dataclass(frozen=True)
@@ -158,15 +194,15 @@ class CpuFlash:
     dtypes: ClassVar = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
     def forward(self, heads: Heads, kind: PieceKind, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-        q, k, v = _pad_heads(self._repeat(heads), 1)
+        q, k, v = pad_heads(self._repeat(heads), 1)
         out, log_sum = flash_cpu(q, k, v, 0.0, kind is PieceKind.CAUSAL, attn_mask=mask, scale=scale)
         return out[..., : heads.v.shape[-1]], log_sum
 
     def backward(
         self, heads: Heads, result: Result, kind: PieceKind, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = _pad_heads(self._repeat(heads), 1)
-        gradient, out = (_pad(x.to(q.dtype), q.shape[-1]) for x in (result.gradient, result.out))
+        q, k, v = pad_heads(self._repeat(heads), 1)
+        gradient, out = (pad(x.to(q.dtype), q.shape[-1]) for x in (result.gradient, result.out))
         is_causal = kind is PieceKind.CAUSAL
         dq, dk, dv = flash_cpu_backward(
             gradient, q, k, v, out, result.log_sum, 0.0, is_causal, attn_mask=mask, scale=scale
@@ -181,37 +217,3 @@ class CpuFlash:
         if self.shares_heads or times == 1:
             return heads
         return Heads(heads.q, heads.k.repeat_interleave(times, 1), heads.v.repeat_interleave(times, 1))
-
-
-@dataclass(frozen=True)
-class CudaFlash:
-    """FlashAttention-2 of torch, which takes no mask: MASKED pieces go to tiles. Not run on a GPU: `check_kernel` asks first."""
-
-    tile: int = 512
-    widest: int | None = 256
-    dtypes: ClassVar = (torch.bfloat16, torch.float16)
-
-    def forward(self, heads: Heads, kind: PieceKind, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-        if mask is not None:
-            return TileKernel().forward(heads, kind, mask, scale)
-        q, k, v = _pad_heads(heads, 8)
-        out, log_sum, *_ = flash_cuda(q, k, v, 0.0, kind is PieceKind.CAUSAL, False, scale=scale)
-        return out[..., : heads.v.shape[-1]], log_sum
-
-    def backward(
-        self, heads: Heads, result: Result, kind: PieceKind, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if mask is not None:
-            return TileKernel().backward(heads, result, kind, mask, scale)
-        q, k, v = _pad_heads(heads, 8)
-        gradient, out = (_pad(x.to(q.dtype), q.shape[-1]) for x in (result.gradient, result.out))
-        # The random state of a dropout, of which there is none.
-        seed = torch.empty(2, dtype=torch.uint64, device=q.device)
-        offset = torch.empty((), dtype=torch.uint64, device=q.device)
-        log_sum, is_causal = result.log_sum.contiguous(), kind is PieceKind.CAUSAL
-        # Without cumulative lengths: every sequence of the batch is as long as the others.
-        lengths = None, None, q.shape[2], k.shape[2]
-        dq, dk, dv = flash_cuda_backward(
-            gradient, q, k, v, out, log_sum, *lengths, 0.0, is_causal, seed, offset, scale=scale
-        )
-        return dq[..., : heads.q.shape[-1]], dk[..., : heads.k.shape[-1]], dv[..., : heads.v.shape[-1]]

@@ -31,7 +31,7 @@ def merge_softmax(out: Tensor, log_sum: Tensor, more: Tensor, log_sum_of_more: T
 class ChunkSums:
     """Sums over blocks of tensors [B, H, C, D], kept apart for each of a rank's chunks: blocks cover one chunk of queries or all.
 
-    The first block of a chunk is taken over as it is, and added to in place.
+    The first block of a chunk is taken over as it is, in its dtype; others are added in one that is wide enough for sums.
     """
 
     def __init__(self, chunks: int, tokens: int, dtype: torch.dtype):
@@ -42,8 +42,9 @@ class ChunkSums:
         """x: [B, H, n, D], of the queries (start, stop)."""
         for number, rows in self.cut(queries):
             # Taken over without a copy where dtypes agree: a block's results are nobody else's.
+            # The only block of one rank is taken as it is: widened and rounded back it would be the same, after two passes.
             part, mine = self.parts[number], x[:, :, rows]
-            self.parts[number] = mine.to(self.dtype) if part is None else part.add_(mine)
+            self.parts[number] = mine if part is None else part.to(self.dtype).add_(mine)
 
     def cut(self, queries: Interval) -> Iterator[tuple[int, slice]]:
         """(chunk, its rows among the queries') of every chunk that a block has queries of."""
@@ -82,11 +83,12 @@ class MergedOutput(ChunkSums):
         """out: [B, H, n, Dv], log_sum: [B, H, n], of the queries (start, stop)."""
         for number, rows in self.cut(queries):
             part, sum_part = self.parts[number], self.log_sums[number]
-            mine, sum_mine = out[:, :, rows].to(self.dtype), log_sum[:, :, rows].to(self.dtype)
+            mine, sum_mine = out[:, :, rows], log_sum[:, :, rows].to(self.dtype)
             if part is None or sum_part is None:
                 self.parts[number], self.log_sums[number] = mine, sum_mine
             else:
-                merge_softmax(part, sum_part, mine, sum_mine)
+                self.parts[number] = wide = part.to(self.dtype)
+                merge_softmax(wide, sum_part, mine.to(self.dtype), sum_mine)
 
     def add_sinks(self, sinks: Tensor) -> None:
         """One more key for every query. sinks: [H], scores."""
@@ -94,8 +96,8 @@ class MergedOutput(ChunkSums):
         for number, (part, log_sum) in enumerate(zip(self.parts, self.log_sums, strict=True)):
             # Outputs shrink by the probability that the sink takes: it has no value to add.
             with_sink = torch.logaddexp(_filled(log_sum), scores)
-            _filled(part).mul_(torch.exp(_filled(log_sum) - with_sink).unsqueeze(-1))
-            self.log_sums[number] = with_sink
+            share = torch.exp(_filled(log_sum) - with_sink).unsqueeze(-1)
+            self.parts[number], self.log_sums[number] = _filled(part).to(self.dtype).mul_(share), with_sink
 
     def write_log_sums(self, out: Tensor) -> None:
         """Write the log-sum-exps into out, [B, H, C]."""

@@ -1,6 +1,6 @@
 """Whether the tokens of a sequence can be divided among ranks, found by running a small copy of the model in one process.
 
-    stock model      one sequence in order
+    stock model      one document after another
     hooked model     a batch of RANKS rows, each with the tokens that one rank would have; attention alone joins them
 
 Equal logits say three things: tokens meet in attention only (a recurrence or a convolution would end with a row), positions are
@@ -9,7 +9,8 @@ sinks, biases). Neither signature nor config tells which families pass; one that
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -23,11 +24,15 @@ from framework.errors import ModelError
 from framework.mesh.context import ContextSlices
 from framework.mesh.topology import Axis
 from framework.model.load import FORWARD_ERRORS
-from framework.model.probe import small_copy
+from framework.model.probe import draw_tokens, small_copy
+from framework.model.shrink import shrink
 from framework.parallel.context.attention import ContextAttention
 from framework.parallel.context.block_attention import BlockAttention
-from framework.parallel.context.hook import Attention, AttentionDropout, Hook, hook_attentions
+from framework.parallel.context.documents import Documents
+from framework.parallel.context.hook import Attention, AttentionDropout, Hook, find_attentions, hook_attentions
 from framework.parallel.context.visible_rows import Scores
+from framework.recipe.derive import compiles
+from framework.recipe.schema import Recipe
 
 RANKS = 2
 # Documents of a row. One is longer than the small model's windows of 8 or 9 tokens; the second one spans the ranks.
@@ -62,6 +67,49 @@ def refuse_undivided_context(
         )
 
 
+def find_stock_attention(config: PretrainedConfig, recipe: Recipe) -> str | None:
+    """The reason why attention is left to transformers where no sequence is divided; None: it is ours."""
+    if recipe.model.attention != "auto":
+        return f"model.attention={recipe.model.attention}"
+    if compiles(recipe.memory):
+        # Ours is not traced yet: every layer's graph would break at it.
+        return f"memory.compile={recipe.memory.compile}"
+    try:
+        return _find_difference(_Asked(shrink(config).to_json_string(), recipe.data.pack == "documents", config))
+    except ModelError as error:
+        return str(error)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A small copy's config. What is known of one need not be asked again of others that are equal."""
+
+    text: str
+    has_documents: bool
+    config: PretrainedConfig = field(compare=False)
+
+
+@cache
+def _find_difference(asked: _Asked) -> str | None:
+    """The reason why documents of the small copy have other logits by our attention than each alone by transformers', if any."""
+    # Without packed documents one is enough: nothing separates tokens but the window, which is shorter.
+    rows = _Rows(LENGTHS if asked.has_documents else (sum(LENGTHS),))
+    with small_copy(asked.config) as model:
+        if not any(True for _ in find_attentions(model)):
+            return "its attention asks no registry for its function"
+        _fill_zeros(model)
+        probe = _Probe(model)
+        tokens = draw_tokens(model, 1, rows.total)
+        try:
+            expected = probe.run_stock(tokens, rows)
+            found = probe.run_in_order(tokens, rows)
+        except FORWARD_ERRORS as error:
+            return f"a small one does not run on token ids and positions alone ({error})"
+    if not _is_close(found, expected):
+        return "its attention is not only causal, windowed, soft-capped or biased by sinks"
+    return next((cause.what for cause in _find_dropout(asked.config)), None)
+
+
 def probe_causes(config: PretrainedConfig, has_documents: bool) -> list[Cause]:
     """Run a small copy of the model: the first cause, if any, why no division of its sequences is exact."""
     for lengths in [(sum(LENGTHS),), *([LENGTHS] if has_documents else [])]:
@@ -83,11 +131,10 @@ class _Probe:
     def find_causes(self, lengths: tuple[int, ...]) -> Iterator[str]:
         """Why documents of these lengths cannot be divided."""
         rows = _Rows(lengths)
-        vocabulary = self.model.config.get_text_config().vocab_size
         # Random ids: with equal ones a query could not tell which keys it sees.
-        tokens = torch.randint(0, vocabulary, (1, rows.total))
+        tokens = draw_tokens(self.model, 1, rows.total)
         try:
-            expected = self.model(input_ids=tokens, **self._positions(rows)).logits
+            expected = self.run_stock(tokens, rows)
         except FORWARD_ERRORS as error:
             yield f"a small one does not run on token ids and positions alone ({error})"
             return
@@ -112,31 +159,47 @@ class _Probe:
 
     def _run_divided(self, tokens: Tensor, rows: "_Rows") -> Tensor:
         """Logits [1, T, V] of a model that has the tokens of each rank in a row of its own."""
-        hook_attentions(
-            self.model, lambda: Hook(_Joined(rows), lambda device: rows.divide(torch.arange(rows.total)[None]))
-        )
-        mask = None if len(rows.lengths) == 1 else rows.divide(rows.first_rows)[:, None, :, None]
+        divided = rows.divide(torch.arange(rows.total)[None])
+        hook_attentions(self.model, lambda: Hook(_Joined(rows), lambda device: divided, rows.one_document))
+        positions = rows.divide(rows.positions)
         logits = self.model(
-            input_ids=rows.divide(tokens), position_ids=rows.divide(rows.positions), attention_mask=mask
+            input_ids=rows.divide(tokens), position_ids=positions, attention_mask=rows.mask(positions)
         ).logits
         return rows.join(logits)
 
-    def _explain(self, tokens: Tensor, rows: "_Rows", expected: Tensor) -> str:
+    def run_stock(self, tokens: Tensor, rows: "_Rows") -> list[Tensor]:
+        """Logits [1, T, V] of the stock model, which sees one document at a time, or all of them by their positions.
+
+        Either is right: some let packed documents see one another, and ropes that choose a table by the largest position choose
+        one for all.
+        """
+        alone = [self.model(input_ids=each).logits for each in tokens.split(rows.lengths, dim=1)]
+        packed = [] if len(rows.lengths) == 1 else [self.model(input_ids=tokens, **self._positions(rows)).logits]
+        return [torch.cat(alone, dim=1), *packed]
+
+    def run_in_order(self, tokens: Tensor, rows: "_Rows") -> Tensor:
+        """Logits [1, T, V] by our attention, of tokens in one row."""
+        hook_attentions(
+            self.model, lambda: Hook(rows.whole, lambda device: torch.arange(rows.total), rows.one_document)
+        )
+        logits: Tensor = self.model(input_ids=tokens, attention_mask=rows.mask(tokens), **self._positions(rows)).logits
+        return logits
+
+    def _explain(self, tokens: Tensor, rows: "_Rows", expected: Sequence[Tensor]) -> str:
         mixing = self._find_mixing(tokens)
         if mixing is not None:
             return mixing
         # The same attention in one row of tokens: what differs now is attention itself, else it was the positions.
-        hook_attentions(self.model, lambda: Hook(rows.whole, lambda device: torch.arange(rows.total)))
-        mask = None if len(rows.lengths) == 1 else rows.first_rows[:, None, :, None]
-        in_order = self.model(input_ids=tokens, attention_mask=mask, **self._positions(rows)).logits
-        if _is_close(in_order, expected):
+        if _is_close(self.run_in_order(tokens, rows), expected):
             return "its model does not go by position_ids, so that a rank's tokens would be at the wrong positions"
         names = ", ".join(sorted({type(module).__name__ for module in self.model.modules() if _is_hooked(module)}))
         return f"the attention of {names} is not only causal, windowed, soft-capped or biased by sinks"
 
     def _find_mixing(self, tokens: Tensor) -> str | None:
         """The first module that mixes tokens although attention does not: where one token changes, and others with it."""
-        hook_attentions(self.model, lambda: Hook(_attend_to_nothing, lambda device: torch.arange(tokens.shape[1])))
+        rows = torch.arange(tokens.shape[1])
+        whole = Documents(((0,),), len(rows))
+        hook_attentions(self.model, lambda: Hook(_attend_to_nothing, lambda device: rows, whole))
         # Attention gives zeros, so a change of token 0 may reach another token only through some other module.
         changed = tokens.clone()
         changed[:, 0] = (changed[:, 0] + 1) % self.model.config.get_text_config().vocab_size
@@ -175,9 +238,13 @@ class _Rows:
         return torch.cat([torch.arange(length) for length in self.lengths])[None]
 
     @property
-    def first_rows(self) -> Tensor:
-        """[1, T], the row of the first token of each one's document."""
-        return torch.arange(self.total)[None] - self.positions
+    def one_document(self) -> Documents:
+        return Documents(((0,),), self.total)
+
+    def mask(self, like: Tensor) -> Tensor | None:
+        """The mask that carries the documents, for tokens [B, C]; None for one document."""
+        documents = Documents.read(self.positions)
+        return None if documents is None else documents.on_mask(like)
 
     def divide(self, x: Tensor) -> Tensor:
         """[1, T, ...] -> [RANKS, T / RANKS, ...]."""
@@ -195,11 +262,10 @@ class _Joined:
     rows: _Rows
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None, first_rows: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None, documents: Documents | None
     ) -> Tensor:
         q, k, v = (self.rows.join(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
-        rows = None if first_rows is None else self.rows.join(first_rows)
-        return self.rows.divide(self.rows.whole(q, k, v, scores, sinks, rows))
+        return self.rows.divide(self.rows.whole(q, k, v, scores, sinks, documents))
 
 
 def _attend_to_nothing(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
@@ -213,8 +279,9 @@ def _fill_zeros(model: PreTrainedModel) -> None:
             parameter.normal_(std=0.1)
 
 
-def _is_close(found: Tensor, expected: Tensor) -> bool:
-    return bool((found - expected).abs().max() <= LARGEST_DIFFERENCE * expected.abs().max())
+def _is_close(found: Tensor, expected: Sequence[Tensor]) -> bool:
+    """Whether the logits are those of one of the expectations."""
+    return any(bool((found - each).abs().max() <= LARGEST_DIFFERENCE * each.abs().max()) for each in expected)
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -300,9 +367,12 @@ def _find_dropout(config: PretrainedConfig) -> list[Cause]:
     dropouts = {
         path: value for path, value in _walk(config) if "drop" in path and isinstance(value, int | float) and value > 0
     }
+    if not dropouts:
+        # A family that drops nothing by its config drops nothing.
+        return []
     with small_copy(config, **dropouts) as model:
         model.train()
-        hook_attentions(model, lambda: Hook(_attend_to_nothing, lambda device: torch.arange(2)))
+        hook_attentions(model, lambda: Hook(_attend_to_nothing, lambda device: torch.arange(2), Documents(((0,),), 2)))
         try:
             model(input_ids=torch.zeros(1, 2, dtype=torch.int64))
         except AttentionDropout as error:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.comm.collectives import all_gather, start_all_to_all
+from framework.comm.collectives import start_all_to_all
 from framework.comm.communicator import Communicator
 from framework.mesh.context import Interval
 from framework.model.precision import sums_dtype
@@ -68,15 +68,6 @@ class HeadExchange:
         """This rank's heads of a vector [H]; the others' gradients are zero here."""
         start, stop = divide_heads(len(x), self.axis.size)[self.axis.rank]
         return x[start:stop]
-
-    def gather_rows(self, x: Tensor) -> Tensor:
-        """Numbers of tokens [B, C] -> [B, u C], in the order of rows. Sends x to u-1 ranks."""
-        if self.axis.size == 1:
-            return x
-        # Waited for at once: attention needs them before its first block, and they are 8 bytes a token.
-        everyone = x.new_empty(self.axis.size, *x.shape)
-        all_gather(everyone, x.contiguous(), self.axis)
-        return everyone.unflatten(2, (self.chunks, -1)).permute(1, 2, 0, 3).flatten(1)
 
 
 def divide_heads(heads: int, size: int) -> list[Interval]:

@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import pairwise
 
-import torch
-from torch import Tensor
-
 from framework.mesh.context import Interval
+from framework.parallel.context.documents import DocumentRun, Documents
 
 # Documents shorter than this share one MASKED piece: below it a call costs more than the keys that it computes for nothing.
 SHORT_DOCUMENT = 128
@@ -54,41 +52,17 @@ class BlockPiece:
     sequence: int | None = None
 
 
-@dataclass(frozen=True)
-class DocumentRun:
-    """Queries side by side, start .. stop - 1, of one document, which begins at row `first`."""
-
-    start: int
-    stop: int
-    first: int
-
-
-def find_runs(q_rows: Interval, first_rows: Tensor | None) -> dict[int | None, list[DocumentRun]]:
-    """Runs of each sequence, or under None those that all sequences have.  first_rows: [B, n] of these queries.
-
-    Waits for the device, which has to tell where documents begin.
-    """
-    if first_rows is None:
-        return {None: [DocumentRun(*q_rows, 0)]}
-    return {sequence: _runs_of(q_rows[0], row) for sequence, row in enumerate(first_rows)}
-
-
-def _runs_of(start: int, first_row: Tensor) -> list[DocumentRun]:
-    # On the host by then (`ContextAttention`): a device would be waited for once for each sequence and block.
-    values, counts = torch.unique_consecutive(first_row, return_counts=True)
-    runs = []
-    for first, count in zip(values.tolist(), counts.tolist(), strict=True):
-        runs.append(DocumentRun(start, start + count, first))
-        start += count
-    return runs
+def find_runs(q_rows: Interval, documents: Documents | None) -> Iterable[tuple[int | None, list[DocumentRun]]]:
+    """Runs of these queries in each sequence, or under None those that all sequences have."""
+    return [(None, [DocumentRun(*q_rows, 0)])] if documents is None else documents.runs(q_rows)
 
 
 def find_pieces(
-    q_rows: Interval, k_rows: Interval, scores: Scores, first_rows: Tensor | None, tile: int
+    q_rows: Interval, k_rows: Interval, scores: Scores, documents: Documents | None, tile: int
 ) -> list[BlockPiece]:
-    """Pieces of a block, those of the same queries side by side; none if no query sees any key. first_rows: [B, n] or None."""
+    """Pieces of a block, those of the same queries side by side; none if no query sees any key."""
     pieces: list[BlockPiece] = []
-    for sequence, runs in find_runs(q_rows, first_rows).items():
+    for sequence, runs in find_runs(q_rows, documents):
         for group in _group_short(runs, tile):
             found = _pieces_of(group, k_rows, scores, tile)
             pieces += found if sequence is None else [replace(piece, sequence=sequence) for piece in found]
