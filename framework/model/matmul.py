@@ -9,9 +9,8 @@ Nothing here communicates: `parallel/tensor` and `parallel/zero` call it between
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from framework.comm.transfer import upload_values
 from framework.model.kept_outputs import KeptOutputs
+from framework.model.numbered import Numbered
 
 # (view [M, N], left [K, M], right [K, N], is_first): view = left^T right if it is the first, else that is added.
 Accumulate = Callable[[Tensor, Tensor, Tensor, bool], None]
@@ -44,30 +44,6 @@ class GradView(Protocol):
 
     def add_stacked_matmul(self, left: Tensor, right: Tensor, groups: "RowGroups") -> None:
         """Add left^T @ right of each group's rows.  left: [R, m]; right: [R, n]; the view: [E, m, n] of the master dtype."""
-
-
-class NumberedWeights:
-    """The trained weights of the process, each under a number. Held weakly.
-
-    The operators of `opaque_linear.py` are torch's and belong to the process; a graph gives them tensors and no objects.
-    """
-
-    def __init__(self) -> None:
-        self._weights: WeakValueDictionary[int, LayerWeight] = WeakValueDictionary()
-        self._numbers = count()
-
-    def number(self, weight: "LayerWeight") -> int:
-        """A new number, under which the weight is found."""
-        found = next(self._numbers)
-        self._weights[found] = weight
-        return found
-
-    def find(self, number: int) -> "LayerWeight":
-        """The weight with this number, which is in use."""
-        return self._weights[number]
-
-
-TRAINED = NumberedWeights()
 
 
 class LayerWeight:
@@ -105,9 +81,8 @@ class LayerWeight:
     def write_gradient_to(self, grad_view: GradView) -> None:
         """Have `weight_gradient` add to the main gradient from now on; autograd gets none."""
         self.grad_view = grad_view
-        # One scalar for the whole run: a new one in each call would cost an allocation. It is on the host, where an operator can
-        # read its value without waiting for a device.
-        self.tick = torch.tensor(float(TRAINED.number(self)), dtype=torch.float64, requires_grad=True)
+        # One scalar for the whole run: a new one in each call would cost an allocation. Its value is for `opaque_linear.py`.
+        self.tick = TRAINED.number(self).requires_grad_()
 
     @property
     def weight(self) -> Tensor:
@@ -124,9 +99,13 @@ class LayerWeight:
         return self.weight if self.tick is None else self.tick
 
 
+# By the numbers that are their ticks.
+TRAINED: Numbered[LayerWeight] = Numbered()
+
+
 def find_matmul(tick: Tensor) -> "Matmul":
     """The linear layer's matmul of which this is the `tick`."""
-    found = TRAINED.find(int(tick))
+    found = TRAINED.find(tick)
     assert isinstance(found, Matmul), "the tick of a stack of weights"
     return found
 

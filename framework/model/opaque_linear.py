@@ -24,6 +24,8 @@ from framework.model.kept_outputs import ATTENTION, ATTENTIONS, EXPERTS
 from framework.model.matmul import Matmul, find_matmul
 
 aten = torch.ops.aten
+# The operator of `parallel/context/opaque_attention.py`.
+ATTEND = "meshwright::attend"
 
 
 def linear(x: Tensor, matmul: Matmul, bias: Tensor | None, num_outputs: int, operation: str) -> Tensor:
@@ -112,6 +114,6 @@ def _name_of(func: Any, args: Sequence[Any]) -> str | None:
     if func is torch.ops.meshwright.linear.default:
         name: str = args[4]
         return name
-    if any(func is each for each, _ in ATTENTIONS):
+    if func.name() == ATTEND or any(func is each for each, _ in ATTENTIONS):
         return ATTENTION
     return EXPERTS if func is aten._grouped_mm.default else None

@@ -214,7 +214,7 @@ class ActivationBytes:
         """The attentions of layers, those that differ, where cp divides sequences."""
         if each.cp == 1:
             return ()
-        method, recipe = ContextMethod(each.ulysses, each.ring, each.is_gather), self.pipelines.recipe
+        method = ContextMethod(each.ulysses, each.ring, each.is_gather)
         lengths = each.sequences, each.context, self.pipelines.compute.itemsize
         shapes = dict.fromkeys(self.pipelines.shape.attentions(each.tp, each.context))
         return tuple(ContextCost(method, shape, *lengths) for shape in shapes if shape is not None)

@@ -14,6 +14,7 @@ ranks' K/V are sent once more in backward.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from framework.comm.communicator import Communicator
 from framework.mesh.context import ContextSlices, Interval
 from framework.model.kept_outputs import KeptOutputs
+from framework.model.numbered import Numbered
 from framework.model.precision import sums_dtype
 from framework.parallel.context.block_attention import BlockAttention
 from framework.parallel.context.blocks import RankBlocks
@@ -56,6 +58,7 @@ class ContextAttention:
         self.heads = HeadExchange(ulysses, slices.chunks)
         self.transport = TRANSPORTS[method](ring)
         self.kept = KeptOutputs()
+        self.number = ATTENTIONS.number(self)
 
     def keep_outputs(self, kept: KeptOutputs, _operation: str) -> None:
         """From now on the layer that calls this attention, and no other, is recomputed in backward."""
@@ -85,6 +88,39 @@ class ContextAttention:
         # Sinks are replicated: each rank has those of all heads, and learns from its own.
         own_sinks = None if sinks is None else self.heads.select(sinks)
         return self.heads.leave(_Attend.apply(q, k, v, own_sinks, documents, scores, self))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Documents | None, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """(out [B, C, H, Dv], log-sum-exp [B, H, C]) of this rank's heads, not differentiable. sinks: [H]."""
+        own, blocks = KeyValues(k, v), RankBlocks(self.slices, scores, documents)
+        work = _Forward(q, own, sinks, blocks, self.block)
+        self.transport.forward(own, blocks.route(own), work)
+        assert work.out is not None
+        return work.out.transpose(1, 2), work.log_sum
+
+    def differentiate(
+        self,
+        saved: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor],
+        gradient: Tensor,
+        documents: Documents | None,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """(dQ, dK, dV, dsinks). saved: q, k, v, sinks, out and log-sum-exp of `attend`; gradient: of out, [B, C, H, Dv]."""
+        q, k, v, sinks, out, log_sum = saved
+        own, blocks = KeyValues(k, v), RankBlocks(self.slices, scores, documents)
+        # It may come as an expanded view, which kernels do not take.
+        result = Result(out.transpose(1, 2), log_sum, gradient.contiguous().transpose(1, 2))
+        work = _Backward(q, result, own, blocks, self.block)
+        self.transport.backward(own, blocks.route(own), work)
+        dsinks = None if sinks is None else sinks_gradient(sinks, result.gradient, result.out, log_sum)
+        assert work.dq is not None
+        assert work.total is not None
+        return work.dq, work.total.k, work.total.v, dsinks
+
+
+# By the numbers that graphs carry (`opaque_attention.py`).
+ATTENTIONS: Numbered[ContextAttention] = Numbered()
 
 
 class _Forward:
@@ -224,14 +260,7 @@ class _Attend(torch.autograd.Function):
         scores: Scores,
         attention: ContextAttention,
     ) -> Tensor:
-
-        def attend() -> tuple[Tensor, Tensor]:
-            own, blocks = KeyValues(k, v), RankBlocks(attention.slices, scores, documents)
-            work = _Forward(q, own, sinks, blocks, attention.block)
-            attention.transport.forward(own, blocks.route(own), work)
-            assert work.out is not None
-            return work.out.transpose(1, 2), work.log_sum
-
+        attend = partial(attention.attend, q, k, v, sinks, documents, scores)
         out, log_sum = attention.kept.compute_attention(attend)
         # Saved in no other way, so that checkpointing recomputes and offload moves them.
         ctx.save_for_backward(q, k, v, sinks, out, log_sum)
@@ -241,15 +270,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, log_sum = ctx.saved_tensors
-        own, blocks = KeyValues(k, v), RankBlocks(ctx.attention.slices, ctx.scores, ctx.documents)
-        # It may come as an expanded view, which kernels do not take.
-        result = Result(out.transpose(1, 2), log_sum, gradient.contiguous().transpose(1, 2))
-        work = _Backward(q, result, own, blocks, ctx.attention.block)
-        ctx.attention.transport.backward(own, blocks.route(own), work)
-        dsinks = None if sinks is None else sinks_gradient(sinks, result.gradient, result.out, log_sum)
-        assert work.total is not None
-        return work.dq, work.total.k, work.total.v, dsinks, None, None, None
+        found = ctx.attention.differentiate(ctx.saved_tensors, gradient, ctx.documents, ctx.scores)
+        return *found, None, None, None
 
 
 def _query_heads(heads: Interval, q: Tensor, own: KeyValues) -> slice:

@@ -112,7 +112,8 @@ class Documents:
         """An attention mask, [B, 1, C, 1], that carries the documents and says nothing else. like: [B, C]."""
         # An attribute, and no content: the host would have to wait for content. Checkpointing keeps a layer's arguments as they
         # are, so the recomputation finds it as well, whichever microbatch is under way by then.
-        mask: Any = like[:, None, :, None]
+        # Memory of its own: of a view a compiled backward saves another one, without the attribute.
+        mask: Any = like.new_empty(like.shape[0], 1, like.shape[1], 1)
         mask.documents = self
         return cast(Tensor, mask)
 

@@ -28,6 +28,7 @@ from framework.model.load import layer_configs
 from framework.parallel.context.attention import ContextAttention
 from framework.parallel.context.block_attention import BlockAttention
 from framework.parallel.context.documents import Documents
+from framework.parallel.context.opaque_attention import attend_in_graph
 from framework.parallel.context.visible_rows import Scores
 from framework.parallel.stage_plan import StagePlan
 from framework.recipe.layout_rules import find_uneven_heads
@@ -133,10 +134,8 @@ def _asks_registry(kind: type[nn.Module]) -> bool:
     return kind.__module__.startswith("transformers.") and "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(forward)
 
 
-# Its work differs between documents, ranks and steps, and messages are counted: traced, it would be compiled again and again.
-@torch.compiler.disable
 def attend_module(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Attention of this rank's tokens to the sequence, called as transformers' attention functions are.
 
@@ -147,6 +146,32 @@ def attend_module(
     Raises AttentionDropout, and ModelError for a module without a Hook, for a mask that is none of ours and for tensors that are
     not known: a choice of keys may leave none out in the probe's short sequences.
     """
+    if torch.compiler.is_compiling() and _has_operator(module, options):
+        scores = _read_scores(query, options)
+        attention, sinks = module.context_hook.attention, options.get("s_aux")
+        return attend_in_graph(attention, query, key, value, scores, sinks, attention_mask), None
+    return _attend_module(module, query, key, value, attention_mask, **options)
+
+
+def _has_operator(module: Any, options: Mapping[str, Any]) -> bool:
+    """Whether the module's attention can be one operator of a graph: no heads are exchanged, no query depends on its row, and
+    nothing is to be refused."""
+    attention = module.context_hook.attention
+    knows_all = not any(isinstance(value, Tensor) and name not in TENSOR_OPTIONS for name, value in options.items())
+    is_plain = type(module).__name__ not in QUERY_RULES and not options.get("dropout")
+    return is_plain and knows_all and attention.slices.ulysses == 1
+
+
+def _read_scores(query: Tensor, options: Mapping[str, Any]) -> Scores:
+    scale, window, softcap = (options.get(name) for name in ("scaling", "sliding_window", "softcap"))
+    return Scores(query.shape[-1] ** -0.5 if scale is None else scale, window, softcap)
+
+
+# Its work differs between documents, ranks and steps, and messages are counted: traced, it would be compiled again and again.
+@torch.compiler.disable
+def _attend_module(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
     hook = vars(module).get("context_hook")
     if not isinstance(hook, Hook):
         raise ModelError(f"{type(module).__name__} calls an attention function in a way that its source does not show")
@@ -163,9 +188,7 @@ def attend_module(
     rule = QUERY_RULES.get(type(module).__name__)
     if rule is not None:
         query, documents = rule(module, query, documents, hook)
-    scale, window, softcap = (options.get(name) for name in ("scaling", "sliding_window", "softcap"))
-    scores = Scores(query.shape[-1] ** -0.5 if scale is None else scale, window, softcap)
-    return hook.attention(query, key, value, scores, options.get("s_aux"), documents), None
+    return hook.attention(query, key, value, _read_scores(query, options), options.get("s_aux"), documents), None
 
 
 def _read_documents(module: nn.Module, attention_mask: Tensor) -> Documents:

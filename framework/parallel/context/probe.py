@@ -31,7 +31,6 @@ from framework.parallel.context.block_attention import BlockAttention
 from framework.parallel.context.documents import Documents
 from framework.parallel.context.hook import Attention, AttentionDropout, Hook, find_attentions, hook_attentions
 from framework.parallel.context.visible_rows import Scores
-from framework.recipe.derive import compiles
 from framework.recipe.schema import Recipe
 
 RANKS = 2
@@ -71,9 +70,6 @@ def find_stock_attention(config: PretrainedConfig, recipe: Recipe) -> str | None
     """The reason why attention is left to transformers where no sequence is divided; None: it is ours."""
     if recipe.model.attention != "auto":
         return f"model.attention={recipe.model.attention}"
-    if compiles(recipe.memory):
-        # Ours is not traced yet: every layer's graph would break at it.
-        return f"memory.compile={recipe.memory.compile}"
     try:
         return _find_difference(_Asked(shrink(config).to_json_string(), recipe.data.pack == "documents", config))
     except ModelError as error:
