@@ -88,10 +88,16 @@ def compile_layers(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) ->
 
 
 def compiled_layers(model: PreTrainedModel, plan: StagePlan) -> dict[str, nn.Module]:
-    """The layers of the stage that the recipe asks to compile, by the names of their units: all or none."""
+    """The layers of the stage that are compiled, by the names of their units."""
     if not compiles(plan.recipe):
         return {}
-    return {unit.name: model.get_submodule(unit.root) for unit in plan.own_units if unit.is_layer}
+    layers = {unit.name: model.get_submodule(unit.root) for unit in plan.own_units if unit.is_layer}
+    # What is kept by name is chosen within one graph, and a mixture has several: its load is counted between them.
+    return {
+        name: layer
+        for name, layer in layers.items()
+        if plan.policies[name] != "selective" or not any(True for _ in find_experts(layer))
+    }
 
 
 def _allow_graphs(count: int) -> None:

@@ -26,6 +26,7 @@ from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
 from tests.families import build_config, family
+from tests.grid import few_of
 from tests.ranks.parity import CPU, small_recipe, topology_of
 
 STEPS = 3
@@ -33,19 +34,23 @@ STEPS = 3
 WIDTHS = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 
 
-def train(name: str, precision: str, memory: Memory) -> tuple[TrainingRun, dict[str, Tensor], list[float]]:
+def train(
+    name: str, precision: str, memory: Memory, packs: bool = False
+) -> tuple[TrainingRun, dict[str, Tensor], list[float]]:
     """(the run, its main gradients after the first step, the losses of all)."""
     torch._dynamo.reset()
     counters.clear()
     recipe = replace(small_recipe("bf16" if precision == "fp8" else precision, 1, 2, 4), memory=memory)
     if precision == "fp8":
         recipe = replace(recipe, precision=Precision("fp8", "fp32", "fp32"))
-    config = build_config(family(name), **WIDTHS)
+    if packs:
+        recipe = replace(recipe, data=replace(recipe.data, pack="documents"))
+    config = build_config(family(name), **(WIDTHS if name in ("llama", "gpt2") else {}))
     mesh = connect(topology_of(recipe, config), CPU)
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         run = build(make_plan(recipe, config), mesh)
         losses, gradients = [], {}
-        for step, batch in enumerate(make_batches(config, STEPS, 4, recipe.batch.context, seed=11)):
+        for step, batch in enumerate(make_batches(config, STEPS, 4, recipe.batch.context, 11, packs)):
             losses.append(train_step(run, share(batch, 2, mesh), step, 1e-2).read().loss)
             if step == 0:
                 gradients = read_gradients(run)
@@ -73,6 +78,37 @@ def test_gradients_are_those_of_eager_layers(name: str, precision: str, policy: 
         torch.testing.assert_close(
             found[each], gradient, rtol=1e-5, atol=1e-6, msg=lambda text, each=each: f"{each}: {text}"
         )
+
+
+@pytest.mark.parametrize("policy", ["selective", "full"])
+@pytest.mark.parametrize(
+    ("name", "graphs"), few_of([("llama", 1), ("gemma2", 2)], lambda name, graphs: name == "llama")
+)
+def test_attention_is_one_operator_also_of_documents(name: str, graphs: int, policy: Any) -> None:
+    """The number and the lengths of documents differ between microbatches: nothing is compiled again. Layers with a window and
+    without have a graph each."""
+    found = []
+    for word in ("never", "always"):
+        _, gradients, losses = train(name, "fp64", Memory(activation_checkpointing=policy, compile=word), packs=True)  # type: ignore[arg-type]
+        found.append((gradients, losses))
+    (expected, losses), (gradients, found_losses) = found
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert found_losses == pytest.approx(losses, rel=1e-9)
+    for each, gradient in expected.items():
+        torch.testing.assert_close(gradients[each], gradient, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("policy", few_of(["none", "selective"], lambda policy: policy == "none"))
+def test_mixtures_attend_with_sinks_and_windows(policy: Any) -> None:
+    """Graphs end at experts; where outputs are kept by name the layer is not compiled."""
+    _, expected, losses = train("gpt_oss", "fp64", Memory(activation_checkpointing=policy, compile="never"), packs=True)
+    _, gradients, found = train(
+        "gpt_oss", "fp64", Memory(activation_checkpointing=policy, compile="always"), packs=True
+    )
+    assert bool(counters["stats"]) == (policy == "none")
+    assert found == pytest.approx(losses, rel=1e-9)
+    for each, gradient in expected.items():
+        torch.testing.assert_close(gradients[each], gradient, rtol=1e-9, atol=1e-12)
 
 
 def test_selective_checkpointing_computes_kept_layers_once() -> None:
