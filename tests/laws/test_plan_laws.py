@@ -20,7 +20,7 @@ from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE
 from framework.model.units import Unit, find_units
 from framework.parallel import parallelize
-from framework.parallel.context import find_stock_attention
+from framework.parallel.attention import find_stock_attention
 from framework.plan import plan as plan_module
 from framework.plan import stage as stage_module
 from framework.plan.plan import make_plan

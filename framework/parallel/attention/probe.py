@@ -26,11 +26,11 @@ from framework.mesh.topology import Axis
 from framework.model.load import FORWARD_ERRORS
 from framework.model.probe import draw_tokens, small_copy
 from framework.model.shrink import shrink
-from framework.parallel.context.attention import ContextAttention
-from framework.parallel.context.block_attention import BlockAttention
-from framework.parallel.context.documents import Documents
-from framework.parallel.context.hook import Attention, AttentionDropout, Hook, find_attentions, hook_attentions
-from framework.parallel.context.visible_rows import Scores
+from framework.parallel.attention.attention import ContextAttention
+from framework.parallel.attention.block_attention import BlockAttention
+from framework.parallel.attention.documents import Documents
+from framework.parallel.attention.hook import Attention, AttentionDropout, Hook, find_attentions, hook_attentions
+from framework.parallel.attention.visible_rows import Scores
 from framework.recipe.derive import compiles
 from framework.recipe.schema import Recipe
 
