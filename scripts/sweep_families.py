@@ -40,7 +40,7 @@ from framework.mesh.context import ContextSlices
 from framework.model.experts import find_experts, find_unknown_experts
 from framework.model.shrink import shrink
 from framework.model.weights import read_weights, write_weights
-from framework.parallel.context import refuse_undivided_context
+from framework.parallel.attention import refuse_undivided_context
 from framework.plan.check import lay_out_ranks
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from framework.mesh.context import Interval
-from framework.parallel.context.documents import DocumentRun, Documents
-from framework.parallel.context.visible_rows import Scores, find_runs
+from framework.parallel.attention.documents import DocumentRun, Documents
+from framework.parallel.attention.visible_rows import Scores, find_runs
 
 
 def documents_of(first_rows: Tensor) -> Documents:

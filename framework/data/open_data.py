@@ -9,7 +9,7 @@ from framework.comm.objects import broadcast_object, share_errors
 from framework.data.prepared import Prepared, check_vocabulary, find_prepared, open_found
 from framework.errors import RecipeError
 from framework.model.probe import keeps_documents_apart
-from framework.parallel.context import find_stock_attention
+from framework.parallel.attention import find_stock_attention
 from framework.recipe.problem import Problem, render_problems
 from framework.recipe.schema import Recipe
 

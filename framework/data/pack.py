@@ -27,7 +27,7 @@ import torch
 from framework.data.store import TokenStream
 from framework.mesh.context import ContextSlices
 from framework.model.loss import IGNORE
-from framework.parallel.context import Documents
+from framework.parallel.attention import Documents
 
 NO_SAMPLE = -1
 

@@ -24,7 +24,7 @@ from framework.model.kept_outputs import ATTENTION, ATTENTIONS, EXPERTS
 from framework.model.matmul import Matmul, find_matmul
 
 aten = torch.ops.aten
-# The operator of `parallel/context/opaque_attention.py`.
+# The operator of `parallel/attention/opaque_attention.py`.
 ATTEND = "meshwright::attend"
 
 

@@ -32,7 +32,7 @@ from framework.model.precision import DTYPES
 from framework.model.stage import find_shared, hollow_out
 from framework.parallel.activation_checkpointing import checkpoint_layers
 from framework.parallel.activation_offload import ActivationOffload, offload_activations
-from framework.parallel.context import find_context_attentions, split_context
+from framework.parallel.attention import find_context_attentions, split_context
 from framework.parallel.experts.dispatch import report_dropped, write_stacked_gradients
 from framework.parallel.experts.split import split_experts
 from framework.parallel.fp8_layers import find_fp8_linears, gather_in_fp8, make_matmul

@@ -23,9 +23,9 @@ from transformers import PretrainedConfig
 from framework.mesh.context import ContextSlices
 from framework.model.flops import attention_reach
 from framework.model.load import layer_configs
-from framework.parallel.context.blocks import find_steps
-from framework.parallel.context.key_values import KeyValues, count_portions, group_heads
-from framework.parallel.context.ulysses import share_heads
+from framework.parallel.attention.blocks import find_steps
+from framework.parallel.attention.key_values import KeyValues, count_portions, group_heads
+from framework.parallel.attention.ulysses import share_heads
 from framework.parallel.tensor.heads import count_kv_heads
 from framework.recipe.derive import ulysses_degrees
 

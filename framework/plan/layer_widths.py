@@ -8,7 +8,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from framework.model.experts import count_experts, find_experts
 from framework.model.flops import attention_masks, experts_per_token
 from framework.model.units import find_layers
-from framework.parallel.context import find_stock_attention
+from framework.parallel.attention import find_stock_attention
 from framework.recipe.schema import Recipe
 
 # Names of model.attention by which layers of that form compute with torch's SDPA.

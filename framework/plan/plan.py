@@ -37,7 +37,7 @@ from framework.model.routers import LoadBalancingLoss
 from framework.model.stage import StageBounds, copy_stage, refuse_shared_layers
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment
-from framework.parallel.context import find_stock_attention, refuse_undivided_context
+from framework.parallel.attention import find_stock_attention, refuse_undivided_context
 from framework.parallel.experts.split import check_experts
 from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage, read_table

@@ -30,7 +30,7 @@ EAGER_ROPE = Kernels(9, 9, 10)
 # silu(gate) and its product with up, in passes over the features between the mlp's matmuls.
 EAGER_ACTIVATION = Kernels(5, 5, 2)
 RESIDUAL = Kernels(3, 3, 1)
-# A block's part of attention's outputs, taken in by weights of each query (parallel/context/merge.py).
+# A block's part of attention's outputs, taken in by weights of each query (parallel/attention/merge.py).
 MERGE = Kernels(3, 3, 4)
 # To fp32, logarithm of the softmax, the loss of the labels; in passes over the logits.
 EAGER_LOSS = Kernels(7, 3, 4)

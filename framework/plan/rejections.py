@@ -16,7 +16,7 @@ from framework.mesh.context import ContextSlices
 from framework.model.load import layer_configs
 from framework.model.probe import find_layer_outputs
 from framework.model.stage import StageBounds, refuse_shared_layers
-from framework.parallel.context import probe_causes, refuse_undivided_context, refuse_uneven_heads
+from framework.parallel.attention import probe_causes, refuse_undivided_context, refuse_uneven_heads
 from framework.parallel.experts.split import check_experts
 from framework.parallel.pipeline.pipeline import refuse_few_layers
 from framework.plan.candidate import Candidate, method_of, recipe_of

@@ -26,7 +26,10 @@ from framework.recipe.schema import Recipe
 LAYOUT, CLUSTER = "layout", "cluster"
 ENDINGS = (".yaml", ".yml")
 # The command that makes each kind of file.
-MAKERS = {LAYOUT: "meshwright search --write FILE", CLUSTER: "meshwright doctor --measure FILE"}
+MAKERS = {
+    LAYOUT: "meshwright search --write FILE",
+    CLUSTER: "meshwright doctor --measure FILE",
+}
 
 
 def load_recipe(path: Path) -> Recipe:

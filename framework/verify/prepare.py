@@ -25,7 +25,7 @@ from framework.model.experts import count_experts, find_experts
 from framework.model.load import build_meta, layer_configs, load_config, load_config_file
 from framework.model.precision import DTYPES, compute_dtype
 from framework.model.shrink import MIN_LAYERS, shrink
-from framework.parallel.context.hook import refuse_uneven_heads
+from framework.parallel.attention.hook import refuse_uneven_heads
 from framework.parallel.fp8_layers import require_torchao
 from framework.plan.policies import keep_chunked_loss
 from framework.recipe.derive import context_degrees, count_expert_slices, count_virtual_stages, derive

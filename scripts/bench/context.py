@@ -59,9 +59,9 @@ from framework.comm.collectives import all_gather_object
 from framework.comm.connect import Mesh
 from framework.data.pack import Microbatch
 from framework.mesh.context import ContextSlices
-from framework.parallel.context.attention import ContextAttention
-from framework.parallel.context.block_attention import BlockAttention
-from framework.parallel.context.visible_rows import Scores
+from framework.parallel.attention.attention import ContextAttention
+from framework.parallel.attention.block_attention import BlockAttention
+from framework.parallel.attention.visible_rows import Scores
 from framework.recipe.schema import Parallel, Zero
 
 MODEL: dict[str, Any] = {

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from framework.cli import main
 from framework.errors import EXIT_DONE
-from framework.parallel.context.hook import IMPLEMENTATION
+from framework.parallel.attention.hook import IMPLEMENTATION
 from tests.tiny_run import RECIPE, write_corpus
 
 SAME = ("step", "samples", "tokens", "skipped_steps")

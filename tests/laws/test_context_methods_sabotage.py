@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.parallel.context import attention, blocks, merge, ring, ulysses
-from framework.parallel.context.attention import RankBlocks
-from framework.parallel.context.documents import Documents
-from framework.parallel.context.merge import MergedOutput
+from framework.parallel.attention import attention, blocks, merge, ring, ulysses
+from framework.parallel.attention.attention import RankBlocks
+from framework.parallel.attention.documents import Documents
+from framework.parallel.attention.merge import MergedOutput
 from tests.ranks.pool import RankPool
 from tests.ranks.test_context_methods import CASES, TOLERANCE, Case, Layout, find_errors
 

@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "measure_source.py"
 FRAMEWORK = Path(__file__).parents[2] / "framework"
-HARD_ROOMS = ("parallel/zero", "parallel/pipeline", "parallel/tensor", "parallel/experts", "parallel/context", "comm")
+HARD_ROOMS = ("parallel/zero", "parallel/pipeline", "parallel/tensor", "parallel/experts", "parallel/attention", "comm")
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE
 from framework.model.units import Unit, find_units
 from framework.parallel import parallelize
+from framework.parallel.attention import find_stock_attention
 from framework.plan import plan as plan_module
 from framework.plan import stage as stage_module
 from framework.plan.plan import make_plan
@@ -144,8 +145,10 @@ def recipe_of(world: int, zero: int, parallel: Parallel, memory: Memory | None =
     ],
 )
 def test_nothing_before_materialize_allocates(name: str, recipe: Recipe, most: int) -> None:
-    """Law 8: a plan, of all ranks, with memory and traffic. A pipeline runs a shrunken copy to see how layers are called."""
+    """Law 8: a plan, of all ranks, with memory and traffic. A pipeline runs a shrunken copy to see how layers are called; the one
+    that attention runs is run once for all plans of the family, before this one."""
     config = build_config(family(name))
+    find_stock_attention(config, recipe)
     with AllocatedBytes() as allocated:
         plan = make_plan(recipe, config)
         for rank in range(plan.topology.world):
@@ -158,6 +161,7 @@ def test_nothing_before_materialize_allocates(name: str, recipe: Recipe, most: i
 def test_what_counts_allocations_counts_them() -> None:
     """Sabotage: a transform that makes a table of its own is seen, and so is materialize."""
     recipe, config = recipe_of(1, 0, Parallel()), build_config(family("llama"))
+    find_stock_attention(config, recipe)
 
     def with_a_table(model: Any, layouts: Any, plan: Any) -> Any:
         model.table = torch.zeros(5)

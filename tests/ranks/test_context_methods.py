@@ -17,12 +17,12 @@ from framework.comm import collectives, ledger
 from framework.comm.connect import Mesh, connect
 from framework.mesh.context import ContextSlices
 from framework.mesh.topology import Topology
-from framework.parallel.context import key_values, ulysses
-from framework.parallel.context.attention import ContextAttention
-from framework.parallel.context.block_attention import AttentionBlock, BlockAttention
-from framework.parallel.context.documents import Documents
-from framework.parallel.context.kernels import Result
-from framework.parallel.context.visible_rows import Scores
+from framework.parallel.attention import key_values, ulysses
+from framework.parallel.attention.attention import ContextAttention
+from framework.parallel.attention.block_attention import AttentionBlock, BlockAttention
+from framework.parallel.attention.documents import Documents
+from framework.parallel.attention.kernels import Result
+from framework.parallel.attention.visible_rows import Scores
 from tests.grid import few_of
 from tests.ranks.pool import RankPool
 from tests.ranks.test_tensor_memory import peak_of

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.mesh.context import Interval
-from framework.parallel.context.block_attention import AttentionBlock, BlockAttention, find_fault
-from framework.parallel.context.documents import Documents
-from framework.parallel.context.kernels import CpuFlash, Heads, Result, TileKernel
-from framework.parallel.context.visible_rows import PieceKind, Scores, cut_pieces, find_pieces
+from framework.parallel.attention.block_attention import AttentionBlock, BlockAttention, find_fault
+from framework.parallel.attention.documents import Documents
+from framework.parallel.attention.kernels import CpuFlash, Heads, Result, TileKernel
+from framework.parallel.attention.visible_rows import PieceKind, Scores, cut_pieces, find_pieces
 from tests.visible_pairs import documents_of, visible_pairs
 
 B, H, S, D = 2, 4, 64, 8
@@ -174,7 +174,7 @@ def test_features_in_pairs(case: Case) -> None:
 @pytest.mark.parametrize("case", [Case(), *ALONE], ids=str)
 def test_the_tile_kernel_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs on a device without flash attention."""
-    monkeypatch.setattr("framework.parallel.context.block_attention.FLASH", {})
+    monkeypatch.setattr("framework.parallel.attention.block_attention.FLASH", {})
     assert compare(case, CUTS[0], BlockAttention(tile=8)) < 1e-12
     assert compare(case, CUTS[2], BlockAttention()) < 1e-12
 
@@ -318,13 +318,13 @@ def test_a_wrong_kernel_gives_way_to_tiles(monkeypatch: pytest.MonkeyPatch) -> N
             out, log_sum = super().forward(heads, *rest)
             return out * 2, log_sum
 
-    monkeypatch.setattr("framework.parallel.context.block_attention.FLASH", {"cpu": (Wrong(),)})
+    monkeypatch.setattr("framework.parallel.attention.block_attention.FLASH", {"cpu": (Wrong(),)})
     assert compare(Case(kv_heads=2), CUTS[0], BlockAttention(tile=16)) < 1e-12
 
 
 def test_heads_wider_than_a_kernel_takes_go_to_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma 4's are of 512, FlashAttention-2 takes 256."""
-    monkeypatch.setattr("framework.parallel.context.block_attention.FLASH", {"cpu": (CpuFlash(widest=16),)})
+    monkeypatch.setattr("framework.parallel.attention.block_attention.FLASH", {"cpu": (CpuFlash(widest=16),)})
     heads = [Heads(*(torch.zeros(1, 1, 4, width) for _ in range(3))) for width in (16, 17)]
     kernels = [BlockAttention()._kernel(AttentionBlock(each, (0, 4), (0, 4), Scores(1.0))) for each in heads]
     assert [type(kernel) for kernel in kernels] == [CpuFlash, TileKernel]

@@ -10,9 +10,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 from framework.errors import ModelError, TopologyError
 from framework.mesh.context import ContextSlices
 from framework.model.load import layer_configs
-from framework.parallel.context import hook, refuse_undivided_context
-from framework.parallel.context.documents import Documents
-from framework.parallel.context.hook import (
+from framework.parallel.attention import hook, refuse_undivided_context
+from framework.parallel.attention.documents import Documents
+from framework.parallel.attention.hook import (
     IMPLEMENTATION,
     QUERY_RULES,
     Hook,
@@ -20,7 +20,7 @@ from framework.parallel.context.hook import (
     hook_attentions,
     refuse_uneven_heads,
 )
-from framework.parallel.context.visible_rows import Scores
+from framework.parallel.attention.visible_rows import Scores
 from framework.recipe.schema import Parallel
 from tests.families import build_config, family
 from tests.grid import few_of

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from framework.errors import ModelError
-from framework.parallel.context import block_attention, cuda_kernels
-from framework.parallel.context.block_attention import AttentionBlock, BlockAttention, find_fault
-from framework.parallel.context.cuda_kernels import CudaFlash, CudnnFlash
-from framework.parallel.context.documents import Documents
-from framework.parallel.context.flex_kernel import FlexKernel, make_block_mask
-from framework.parallel.context.kernels import CpuFlash, Heads, Kernel, Packing, TileKernel
-from framework.parallel.context.visible_rows import PieceKind, Scores
+from framework.parallel.attention import block_attention, cuda_kernels
+from framework.parallel.attention.block_attention import AttentionBlock, BlockAttention, find_fault
+from framework.parallel.attention.cuda_kernels import CudaFlash, CudnnFlash
+from framework.parallel.attention.documents import Documents
+from framework.parallel.attention.flex_kernel import FlexKernel, make_block_mask
+from framework.parallel.attention.kernels import CpuFlash, Heads, Kernel, Packing, TileKernel
+from framework.parallel.attention.visible_rows import PieceKind, Scores
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 Bounds = tuple[Tensor | None, Tensor | None, int, int]

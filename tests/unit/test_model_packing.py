@@ -16,7 +16,7 @@ from framework.mesh.context import ContextSlices
 from framework.mesh.topology import Topology
 from framework.model.loss import IGNORE
 from framework.model.probe import keeps_documents_apart
-from framework.parallel.context import find_stock_attention
+from framework.parallel.attention import find_stock_attention
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Data, Model, Recipe, Source
 from framework.train.build import build

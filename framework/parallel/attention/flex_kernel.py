@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils._python_dispatch import _disable_current_modes
 
-from framework.parallel.context.kernels import Heads, Packing, Result, TileKernel
-from framework.parallel.context.visible_rows import PieceKind
+from framework.parallel.attention.kernels import Heads, Packing, Result, TileKernel
+from framework.parallel.attention.visible_rows import PieceKind
 
 # (q, k, v, score_mod, block mask, scale) -> (out [B, H, n, Dv], log-sum-exp [B, H, n]).
 Attend = Callable[[Tensor, Tensor, Tensor, Any, BlockMask | None, float], tuple[Tensor, Tensor]]

@@ -26,15 +26,15 @@ from framework.mesh.context import ContextSlices, Interval
 from framework.model.kept_outputs import KeptOutputs
 from framework.model.numbered import Numbered
 from framework.model.precision import sums_dtype
-from framework.parallel.context.block_attention import BlockAttention
-from framework.parallel.context.blocks import RankBlocks
-from framework.parallel.context.documents import Documents
-from framework.parallel.context.kernels import Result
-from framework.parallel.context.key_values import Contribution, HeadGroup, KeyValues, Portion
-from framework.parallel.context.merge import ChunkSums, MergedOutput, sinks_gradient
-from framework.parallel.context.ring import Gather, Ring
-from framework.parallel.context.ulysses import HeadExchange
-from framework.parallel.context.visible_rows import Scores
+from framework.parallel.attention.block_attention import BlockAttention
+from framework.parallel.attention.blocks import RankBlocks
+from framework.parallel.attention.documents import Documents
+from framework.parallel.attention.kernels import Result
+from framework.parallel.attention.key_values import Contribution, HeadGroup, KeyValues, Portion
+from framework.parallel.attention.merge import ChunkSums, MergedOutput, sinks_gradient
+from framework.parallel.attention.ring import Gather, Ring
+from framework.parallel.attention.ulysses import HeadExchange
+from framework.parallel.attention.visible_rows import Scores
 
 Transport = Ring | Gather
 

@@ -18,12 +18,12 @@ from torch import Tensor
 from framework.errors import ModelError
 from framework.mesh.context import Interval
 from framework.model.precision import sums_dtype
-from framework.parallel.context.cuda_kernels import CudaFlash, CudnnFlash
-from framework.parallel.context.documents import Documents
-from framework.parallel.context.flex_kernel import FlexKernel
-from framework.parallel.context.kernels import CpuFlash, Heads, Kernel, PackedKernel, Packing, Result, TileKernel
-from framework.parallel.context.merge import merge_softmax
-from framework.parallel.context.visible_rows import BlockPiece, PieceKind, Scores, cut_pieces, find_pieces
+from framework.parallel.attention.cuda_kernels import CudaFlash, CudnnFlash
+from framework.parallel.attention.documents import Documents
+from framework.parallel.attention.flex_kernel import FlexKernel
+from framework.parallel.attention.kernels import CpuFlash, Heads, Kernel, PackedKernel, Packing, Result, TileKernel
+from framework.parallel.attention.merge import merge_softmax
+from framework.parallel.attention.visible_rows import BlockPiece, PieceKind, Scores, cut_pieces, find_pieces
 
 log = logging.getLogger(__name__)
 

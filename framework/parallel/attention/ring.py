@@ -33,7 +33,7 @@ from framework.comm.collectives import reduce_scatter, start_all_gather
 from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange
 from framework.model.precision import sums_dtype
-from framework.parallel.context.key_values import Contribution, HeadGroup, KeyValues, Portion
+from framework.parallel.attention.key_values import Contribution, HeadGroup, KeyValues, Portion
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from framework.mesh.context import ContextSlices, Interval
-from framework.parallel.context.block_attention import AttentionBlock
-from framework.parallel.context.documents import Documents
-from framework.parallel.context.kernels import Heads
-from framework.parallel.context.key_values import HeadGroup, KeyValues, Portion, count_portions, group_heads
-from framework.parallel.context.ring import RingRoute
-from framework.parallel.context.visible_rows import Scores
+from framework.parallel.attention.block_attention import AttentionBlock
+from framework.parallel.attention.documents import Documents
+from framework.parallel.attention.kernels import Heads
+from framework.parallel.attention.key_values import HeadGroup, KeyValues, Portion, count_portions, group_heads
+from framework.parallel.attention.ring import RingRoute
+from framework.parallel.attention.visible_rows import Scores
 
 
 @dataclass(frozen=True)

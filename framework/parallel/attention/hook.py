@@ -25,11 +25,11 @@ from framework.errors import ModelError, TopologyError
 from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
 from framework.model.load import layer_configs
-from framework.parallel.context.attention import ContextAttention
-from framework.parallel.context.block_attention import BlockAttention
-from framework.parallel.context.documents import Documents
-from framework.parallel.context.opaque_attention import attend_in_graph
-from framework.parallel.context.visible_rows import Scores
+from framework.parallel.attention.attention import ContextAttention
+from framework.parallel.attention.block_attention import BlockAttention
+from framework.parallel.attention.documents import Documents
+from framework.parallel.attention.opaque_attention import attend_in_graph
+from framework.parallel.attention.visible_rows import Scores
 from framework.parallel.stage_plan import StagePlan
 from framework.recipe.layout_rules import find_uneven_heads
 from framework.recipe.schema import Parallel

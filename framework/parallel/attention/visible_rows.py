@@ -12,7 +12,7 @@ from enum import Enum, auto
 from itertools import pairwise
 
 from framework.mesh.context import Interval
-from framework.parallel.context.documents import DocumentRun, Documents
+from framework.parallel.attention.documents import DocumentRun, Documents
 
 # Documents shorter than this share one MASKED piece: below it a call costs more than the keys that it computes for nothing.
 SHORT_DOCUMENT = 128

@@ -26,11 +26,11 @@ from framework.mesh.topology import Axis
 from framework.model.load import FORWARD_ERRORS
 from framework.model.probe import draw_tokens, small_copy
 from framework.model.shrink import shrink
-from framework.parallel.context.attention import ContextAttention
-from framework.parallel.context.block_attention import BlockAttention
-from framework.parallel.context.documents import Documents
-from framework.parallel.context.hook import Attention, AttentionDropout, Hook, find_attentions, hook_attentions
-from framework.parallel.context.visible_rows import Scores
+from framework.parallel.attention.attention import ContextAttention
+from framework.parallel.attention.block_attention import BlockAttention
+from framework.parallel.attention.documents import Documents
+from framework.parallel.attention.hook import Attention, AttentionDropout, Hook, find_attentions, hook_attentions
+from framework.parallel.attention.visible_rows import Scores
 from framework.recipe.schema import Recipe
 
 RANKS = 2
@@ -71,14 +71,19 @@ def find_stock_attention(config: PretrainedConfig, recipe: Recipe) -> str | None
     if recipe.model.attention != "auto":
         return f"model.attention={recipe.model.attention}"
     try:
-        return _find_difference(_Asked(shrink(config).to_json_string(), recipe.data.pack == "documents", config))
+        small = shrink(config)
+        # Noted on a config by whoever builds a model of it; the small copy is in fp32 anyway.
+        small.dtype = small.get_text_config().dtype = None
+        # A small copy drops nothing, whatever its model does.
+        text = f"{small.to_json_string()} {_read_dropouts(config)}"
+        return _find_difference(_Asked(text, recipe.data.pack == "documents", config))
     except ModelError as error:
         return str(error)
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A small copy's config. What is known of one need not be asked again of others that are equal."""
+    """A small copy's config with its model's dropouts. The answer for one need not be found again for others that are equal."""
 
     text: str
     has_documents: bool
@@ -360,9 +365,7 @@ def _original_positions(config: PretrainedConfig) -> int | None:
 
 def _find_dropout(config: PretrainedConfig) -> list[Cause]:
     """The dropout of attention, if the config asks for any."""
-    dropouts = {
-        path: value for path, value in _walk(config) if "drop" in path and isinstance(value, int | float) and value > 0
-    }
+    dropouts = _read_dropouts(config)
     if not dropouts:
         # A family that drops nothing by its config drops nothing.
         return []
@@ -378,6 +381,12 @@ def _find_dropout(config: PretrainedConfig) -> list[Cause]:
         except FORWARD_ERRORS:
             pass  # in training some draw what a small copy lacks; in evaluation it ran
     return []
+
+
+def _read_dropouts(config: PretrainedConfig) -> dict[str, float]:
+    """Dropouts that the config asks for, by dotted names."""
+    found = ((path, value) for path, value in _walk(config) if "drop" in path)
+    return {path: value for path, value in found if isinstance(value, int | float) and value > 0}
 
 
 def _walk(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:

@@ -5,9 +5,9 @@
 `merge` makes one softmax of it. `hook` puts it all into a model, and `probe` says of which models that is exact.
 """
 
-from framework.parallel.context.documents import Documents
-from framework.parallel.context.hook import find_context_attentions, refuse_uneven_heads, split_context
-from framework.parallel.context.probe import find_stock_attention, probe_causes, refuse_undivided_context
+from framework.parallel.attention.documents import Documents
+from framework.parallel.attention.hook import find_context_attentions, refuse_uneven_heads, split_context
+from framework.parallel.attention.probe import find_stock_attention, probe_causes, refuse_undivided_context
 
 __all__ = [
     "Documents",

@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from framework.parallel.context.kernels import Heads, Packing, Result, TileKernel, pad, pad_heads
-from framework.parallel.context.visible_rows import PieceKind
+from framework.parallel.attention.kernels import Heads, Packing, Result, TileKernel, pad, pad_heads
+from framework.parallel.attention.visible_rows import PieceKind
 
 flash = torch.ops.aten._flash_attention_forward
 flash_backward = torch.ops.aten._flash_attention_backward

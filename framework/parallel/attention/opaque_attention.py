@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from framework.model.precision import sums_dtype
-from framework.parallel.context.attention import ATTENTIONS, ContextAttention
-from framework.parallel.context.documents import Documents
-from framework.parallel.context.visible_rows import Scores
+from framework.parallel.attention.attention import ATTENTIONS, ContextAttention
+from framework.parallel.attention.documents import Documents
+from framework.parallel.attention.visible_rows import Scores
 
 
 def attend_in_graph(

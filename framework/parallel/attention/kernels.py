@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from framework.mesh.context import Interval
-from framework.parallel.context.documents import Documents, Ends
-from framework.parallel.context.visible_rows import PieceKind
+from framework.parallel.attention.documents import Documents, Ends
+from framework.parallel.attention.visible_rows import PieceKind
 
 flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
