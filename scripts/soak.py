@@ -39,7 +39,7 @@ from framework.checkpoint.commit import RANK_POINTS, SAVE_POINTS, list_checkpoin
 from framework.commands.inject import damage
 from framework.faults.plan import parse_fault, plan_faults, read_log
 from framework.track.goodput import read_account
-from framework.track.jsonl import METRICS_FILE, read_last_records, read_records
+from framework.track.jsonl import METRICS_FILE, read_records
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from tests import tiny_run
 from tests.slurm.cluster import SCRIPT, Desk, call, job_state, lives
@@ -142,7 +142,7 @@ class Soak:
     def last(self) -> dict | None:
         """The newest record of metrics.jsonl."""
         with suppress(OSError, KeyError):
-            records = read_last_records(self.run / METRICS_FILE, 2)
+            records = list(read_records(self.run / METRICS_FILE, last=2))
             return records[-1] if records else None
         return None
 

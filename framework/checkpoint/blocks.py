@@ -11,12 +11,12 @@ hashes is enough for 128 GB; with blocks of 4 KiB each level is 1/512 of the one
 
 import errno
 import os
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from weakref import finalize
 
 import numpy as np
 import xxhash
@@ -97,12 +97,12 @@ class BlockHashes:
 class BlockCache:
     """A cache of the blocks that a reader has read last, of all its files: at most `max_bytes`, or one block if that is more.
 
-    num_bytes: held now; most_bytes: ever held. sleep: for the pauses between attempts on storage that fails.
+    num_bytes: held now; most_bytes: ever held.
     """
 
-    def __init__(self, max_bytes: int, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.num_bytes = self.most_bytes = 0
-        self.files = OpenFiles(sleep)
+        self.files = OpenFiles()
         self._max_bytes = max_bytes
         self._blocks: OrderedDict[Key, np.ndarray] = OrderedDict()
 
@@ -130,8 +130,7 @@ class BlockCache:
 class OpenFiles:
     """The few files that were read last, kept open: opening a file is what costs a file server most."""
 
-    def __init__(self, sleep: Callable[[float], None]) -> None:
-        self._sleep = sleep
+    def __init__(self) -> None:
         self._descriptors: OrderedDict[Place, _Descriptor | ObjectReader] = OrderedDict()
         self._expected: dict[Place, deque[tuple[int, int]]] = {}
 
@@ -144,7 +143,7 @@ class OpenFiles:
 
         Raises StorageError if the storage keeps failing.
         """
-        read(partial(self._read, path, into, start, afresh), path, self._sleep)
+        read(partial(self._read, path, into, start, afresh), path)
 
     def _read(self, path: Place, into: np.ndarray, start: int, afresh: bool) -> None:
         try:
@@ -275,23 +274,17 @@ class _Descriptor:
     """A file, open for reading while this object lives."""
 
     def __init__(self, path: Path) -> None:
-        self._number: int | None = None
         self._number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        if self._number is not None:
-            os.close(self._number)
+        finalize(self, os.close, self._number)
 
     def ask(self, start: int, num_bytes: int) -> None:
         """Ask the system to read these bytes into its cache, and do not wait. Errors do no harm."""
-        assert self._number is not None
         if hasattr(os, "posix_fadvise"):
             with suppress(OSError):
                 os.posix_fadvise(self._number, start, num_bytes, os.POSIX_FADV_WILLNEED)
 
     def read(self, into: memoryview, start: int, afresh: bool) -> None:
         """Fill `into` from byte `start` on. OSError if the file ends before that. afresh: not from the page cache."""
-        assert self._number is not None
         if afresh and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._number, start, len(into), os.POSIX_FADV_DONTNEED)
         filled = 0

@@ -32,7 +32,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from framework.checkpoint.folder import (
@@ -193,14 +192,6 @@ def find_damage(path: Place) -> DamagedCheckpoint | None:
     return None
 
 
-def note_of(root: Place) -> Path | None:
-    """The file that says which step of a run was committed last, `checkpoints.json` beside the checkpoints; None without a run.
-
-    It is written after the commit and read to find that a checkpoint is gone, so no harm is done if it lags or is missing.
-    """
-    return folder_of(root).note
-
-
 def noted_step(root: Place) -> int | None:
     """The step that was committed last, by the note; None if that says nothing."""
     name = _noted(root)
@@ -284,11 +275,6 @@ def explain(error: OSError, root: Place, bytes_needed: int) -> CheckpointError |
     return storage_error(error, "save a checkpoint in", root)
 
 
-def give_up(root: Place, lease: Lease, unfinished: Place) -> None:
-    """Remove what a failed save has left. Raises nothing."""
-    folder_of(root).give_up(lease, unfinished)
-
-
 def has_whole(root: Place, last_step: int) -> bool:
     """Whether `root` has a whole checkpoint of `last_step` or before, by its manifest and sizes."""
     return any(step_of(path) <= last_step and find_damage(path) is None for path in list_checkpoints(root))
@@ -326,7 +312,7 @@ def _explained(root: Place, work: Callable[[], T]) -> T:
 
 def _noted(root: Place) -> str | None:
     """The name of the checkpoint that was committed last; None if none ever was."""
-    note = note_of(root)
+    note = folder_of(root).note  # written after the commit, so no harm is done if it lags or is missing
     if note is None:
         return None
     try:
@@ -365,7 +351,7 @@ def _refuse_to_start_over(root: Place, damaged: Mapping[Place, DamagedCheckpoint
     rows = {path.name: str(damage) for path, damage in damaged.items()}
     rows |= dict.fromkeys(sorted(folder.list_damaged(), reverse=True), "was set aside as damaged by an earlier start")
     if noted is not None and not any(name.startswith(noted) for name in rows):
-        rows = {noted: f"was committed, as {note_of(root)} says, and is gone"} | rows
+        rows = {noted: f"was committed, as {folder.note} says, and is gone"} | rows
     if not rows:
         return None
     first = f"all {len(damaged)} checkpoints in {root} are damaged" if damaged else f"{root} has no checkpoint left"

@@ -39,13 +39,20 @@ from framework.checkpoint.commit import FoundCheckpoints, find_newest, list_chec
 from framework.checkpoint.folder import report
 from framework.checkpoint.index import Index, Manifest, file_name, read_manifest
 from framework.checkpoint.load import BUFFER_BYTES, Reader, refuse_poisoned
-from framework.checkpoint.neighbors import HEAD, Neighbours, verify_file, verify_head
-from framework.checkpoint.node_memory import HeldName, NodeMemory, make_file, map_file
+from framework.checkpoint.neighbors import (
+    HEAD,
+    FileTransfer,
+    Neighbours,
+    explained,
+    pass_files,
+    verify_file,
+    verify_head,
+)
+from framework.checkpoint.node_memory import HeldName, NodeMemory
 from framework.checkpoint.staging import Entry
 from framework.checkpoint.storage import Place, checkpoints_of, read, retry, storage_error
 from framework.comm.communicator import Communicator
 from framework.comm.objects import broadcast_object, gather_object, share_errors
-from framework.comm.p2p import pass_bytes
 from framework.errors import CheckpointError, StorageError
 from framework.lease import Lease
 
@@ -159,15 +166,6 @@ class StartPoint:
         return self.held is not None or (self.found is not None and self.found.newest is not None)
 
 
-@dataclass(frozen=True)
-class FileTransfer:
-    """A file of the step that rank `source` sends to the node of rank `target`."""
-
-    file: int
-    source: int
-    target: int
-
-
 @dataclass(frozen=True, eq=False)
 class HeldSteps:
     """The steps held by the nodes of a run. memory: this node's; world: all ranks. Its methods are collective, except `clear` and
@@ -232,25 +230,17 @@ class HeldSteps:
         world, folder = self.world, self.memory.folder(held.name)
         reader = share_errors(lambda: Reader(folder, manifest=held.manifest), world)
         needed = gather_object(share_errors(lambda: reader.files_of(entries), world), world)
-        transfers = broadcast_object(partial(_plan_transfers, held, self.neighbours.nodes, needed), world)
-        fetched = {each.file: folder / file_name(each.file) for each in transfers if each.target == world.rank}
-        sizes = share_errors(lambda: {each.file: reader.file(each.file).size for each in transfers}, world)
+        transfers = broadcast_object(partial(_plan_transfers, held, reader, self.neighbours.nodes, needed), world)
         try:
-            share_errors(lambda: _make_places(fetched, sizes), world)
-            own = [each for each in transfers if world.rank in (each.source, each.target)]
-            places = [(map_file(folder / file_name(each.file), sizes[each.file]), each) for each in own]
-            pass_bytes(
-                [(place, each.target) for place, each in places if each.source == world.rank],
-                [(place, each.source) for place, each in places if each.target == world.rank],
-                world,
-            )
+            pass_files(folder, transfers, world)
             # A barrier: a file may have come to another rank of this node.
             share_errors(lambda: None, world)
             share_errors(lambda: reader.fill(entries), world)
         finally:
             # Fetched files take memory that training needs, and a later start may have other ranks on this node.
-            for path in fetched.values():
-                path.unlink(missing_ok=True)
+            for each in transfers:
+                if each.target == world.rank:
+                    (folder / each.name).unlink(missing_ok=True)
         return held.manifest.state
 
     def _take(self, offer: Offer) -> Held | None:
@@ -343,11 +333,7 @@ def _read_head(folder: Path) -> dict[str, bytes]:
 def _keep_head(head: Mapping[str, bytes], folder: Path, memory: NodeMemory) -> None:
     """Write index and manifest into this node's memory, in place of its own."""
     memory.make(folder)
-    try:
-        for name, data in head.items():
-            (folder / name).write_bytes(data)
-    except OSError as error:
-        raise CheckpointError(f"{error.strerror} in {folder}") from error
+    explained(folder, lambda: [(folder / name).write_bytes(data) for name, data in head.items()])
 
 
 def _find_whole_files(folder: Path, manifest: Manifest, neighbours: Neighbours, rank: int) -> list[int]:
@@ -377,7 +363,9 @@ def _holders_of(gathered: Sequence[Sequence[int]], num_files: int) -> tuple[tupl
     return tuple(map(tuple, holders))
 
 
-def _plan_transfers(held: Held, nodes: Sequence[str], needed: Sequence[set[int]]) -> tuple[FileTransfer, ...]:
+def _plan_transfers(
+    held: Held, reader: Reader, nodes: Sequence[str], needed: Sequence[set[int]]
+) -> tuple[FileTransfer, ...]:
     """One transfer for every file that a node's ranks need and that is not whole there, from the holder that sends least. needed:
     files by rank."""
     sent, transfers = Counter[int](), []
@@ -387,14 +375,5 @@ def _plan_transfers(held: Held, nodes: Sequence[str], needed: Sequence[set[int]]
         if node not in {nodes[holder] for holder in holders}:
             source = min(holders, key=lambda rank: (sent[rank], rank))
             sent[source] += 1
-            transfers.append(FileTransfer(file, source, target))
+            transfers.append(FileTransfer(file_name(file), reader.file(file).size, source, target))
     return tuple(transfers)
-
-
-def _make_places(fetched: Mapping[int, Path], sizes: Mapping[int, int]) -> None:
-    """Allocate the files that come to this rank, by number."""
-    try:
-        for file, path in fetched.items():
-            make_file(path, sizes[file])
-    except OSError as error:
-        raise CheckpointError(f"a node has no memory for what its ranks load: {error.strerror} at {path}") from error

@@ -228,19 +228,15 @@ class Index:
         self._cells: dict[tuple[tuple[int, ...], tuple[Shard, ...]], list[Layout]] = {}
 
     def all_files(self) -> Iterator[BlockFile]:
-        """`index.bin` and all ranks' files."""
+        """`index.bin` and all ranks' files, to check a checkpoint. A reader opens only those that it needs."""
         yield self.file
-        yield from self.data_files()
+        for rank, row in enumerate(self.file.read(0, self.world * FILE.itemsize).copy().view(FILE)):
+            yield self._data_file(rank, row)
 
     def data_file(self, rank: int) -> BlockFile:
         """The file of a rank."""
         [row] = self.file.read(rank * FILE.itemsize, (rank + 1) * FILE.itemsize).view(FILE)
         return self._data_file(rank, row)
-
-    def data_files(self) -> Iterator[BlockFile]:
-        """All ranks' files, to check a checkpoint. A reader opens only those that it needs."""
-        for rank, row in enumerate(self.file.read(0, self.world * FILE.itemsize).copy().view(FILE)):
-            yield self._data_file(rank, row)
 
     def find(self, name: str, box: Box) -> Iterator[SavedBox]:
         """Saved boxes of an entry that together hold all that was saved of `box`, each element once; they may hold more.

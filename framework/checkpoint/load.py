@@ -24,7 +24,7 @@ from framework.checkpoint.commit import (
     set_aside_newer,
     unleased,
 )
-from framework.checkpoint.index import DamagedCheckpoint, Index, Manifest, SavedBox, read_manifest
+from framework.checkpoint.index import DamagedCheckpoint, Index, Manifest, SavedBox
 from framework.checkpoint.staging import Entry, dtype_name
 from framework.checkpoint.storage import Place
 from framework.comm.communicator import Communicator
@@ -117,11 +117,6 @@ def _is_finite(values: torch.Tensor) -> bool:
     return not values.numel() or all(bool(each.isfinite()) for each in torch.aminmax(values.detach()))
 
 
-def read_state(path: Place) -> dict[str, Any]:
-    """The state that was saved with the checkpoint `path`."""
-    return read_manifest(path).state
-
-
 class Reader:
     """A checkpoint that is opened once and read in ranges, by one rank alone.
 
@@ -145,10 +140,6 @@ class Reader:
             f"{damage}, as one rank reads it; rank 0 reads what was saved. The checkpoint is whole: a node's memory, network or"
             " view of the file system is at fault. The next start tries again"
         )
-
-    def files(self) -> Iterator[BlockFile]:
-        """The files of all ranks that saved."""
-        return self._index.data_files()
 
     def files_of(self, entries: Sequence[Entry]) -> set[int]:
         """The ranks whose files have elements of the entries. Only the index is read. Raises as `check`."""

@@ -13,9 +13,10 @@ the step before. So a death at any point leaves a whole step on all surviving no
 load.py reads them, held.py finds them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +38,7 @@ from framework.checkpoint.node_memory import HeldName, NodeMemory, make_file, ma
 from framework.checkpoint.save import write_file, write_index
 from framework.checkpoint.save_plan import IndexPlan
 from framework.checkpoint.staging import StagedFile, free_bytes
+from framework.checkpoint.storage import sizes_in
 from framework.comm.communicator import Communicator
 from framework.comm.objects import broadcast_object, gather_object, scatter_object, share_errors
 from framework.comm.p2p import pass_bytes
@@ -110,11 +112,48 @@ def meet_neighbours(node: str, copies: int, world: Communicator) -> Neighbours:
 
 
 @dataclass(frozen=True)
-class SentFile:
-    """A file that a rank sends. num_bytes: of the whole file; record: of its hash tree, None for index and manifest."""
+class FileTransfer:
+    """A file that rank `source` sends to the node of rank `target`. record: of its hash tree, if that is compared on arrival."""
 
+    name: str
     num_bytes: int
+    source: int
+    target: int
     record: FileRecord | None = None
+
+
+def pass_files(folder: Path, transfers: Sequence[FileTransfer], world: Communicator) -> dict[FileTransfer, Tensor]:
+    """Send files of this rank's folder, and return the bytes of those that come into it. Collective.
+
+    transfers: at least those from and to this rank; from one rank to another in an order on which both agree.
+    """
+    coming = [each for each in transfers if each.target == world.rank]
+    # All memory is allocated before the first byte is sent: a rank without memory would leave the others waiting.
+    arrived = share_errors(
+        lambda: explained(folder, lambda: {each: make_file(folder / each.name, each.num_bytes) for each in coming}),
+        world,
+    )
+    pass_bytes(
+        [
+            (map_file(folder / each.name, each.num_bytes), each.target)
+            for each in transfers
+            if each.source == world.rank
+        ],
+        [(data, each.source) for each, data in arrived.items()],
+        world,
+    )
+    return arrived
+
+
+def explained(folder: Path, work: Callable[[], T]) -> T:
+    """The result of `work` in a folder of a node's memory, with an OSError explained."""
+    try:
+        return work()
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.strerror} in {folder}: lower checkpoint.neighbor_copies, or have that tmpfs made larger"
+            " (mount -o remount,size=...)"
+        ) from error
 
 
 @dataclass(eq=False)
@@ -163,17 +202,15 @@ class CopyKeeper:
         fault("copy begun")
         path = folder / file_name(world.rank)
         share_errors(
-            lambda: self._explained(lambda: write_file(path, staged, lambda point: fault(f"copy {point}"))), world
+            lambda: explained(folder, lambda: write_file(path, staged, lambda point: fault(f"copy {point}"))), world
         )
         written = FileRecord(staged.num_bytes, BLOCK_BYTES, staged.root or 0)
-        self._send(folder, {path.name: SentFile(path.stat().st_size, written)})
+        self._send(folder, [path.name], written)
         files = gather_object(written, world)
         fault("copy gathered")
-        head = broadcast_object(
-            lambda: self._explained(lambda: _write_head(folder, name.step, state, index, files)), world
-        )
+        broadcast_object(lambda: explained(folder, lambda: _write_head(folder, name.step, state, index, files)), world)
         fault("copy indexed")
-        self._send(folder, head if world.rank == 0 else {})
+        self._send(folder, HEAD if world.rank == 0 else ())
         is_keeper = 0 in self.neighbours.kept(world.rank)
         share_errors(lambda: verify_head(folder) if is_keeper else None, world)
         fault("copy complete")
@@ -182,7 +219,7 @@ class CopyKeeper:
         """Give the step its final name on all nodes, and then remove the others. All nodes have all files by now."""
         acts = self.neighbours.is_first(self.world.rank)
         unfinished, final = self.memory.unfinished(name), self.memory.folder(name)
-        share_errors(lambda: self._explained(lambda: unfinished.rename(final)) if acts else None, self.world)
+        share_errors(lambda: explained(final, lambda: unfinished.rename(final)) if acts else None, self.world)
         self.fault("copy named")
         # Before this no rank may remove the step before: a node may not have named the new one yet.
         share_errors(lambda: self.memory.clear(keep=name) if acts else None, self.world)
@@ -196,54 +233,36 @@ class CopyKeeper:
             raise CheckpointError(f"{needed:,} bytes of a node's memory are needed, {free:,} are free")
         self.memory.make(folder)
 
-    def _send(self, folder: Path, own: Mapping[str, SentFile]) -> None:
-        """Send this rank's files, by name, to their keepers, and receive those that it keeps. Collective."""
+    def _send(self, folder: Path, names: Sequence[str], record: FileRecord | None = None) -> None:
+        """Send files of this rank to their keepers, and receive those that it keeps. Collective. record: of the files' hash
+        trees, None for index and manifest."""
         rank, world = self.world.rank, self.world
+        sizes = {name: (folder / name).stat().st_size for name in names}
+        keepers = self.neighbours.keepers(rank)
+        own = [FileTransfer(name, sizes[name], rank, keeper, record) for keeper in keepers for name in names]
         gathered = gather_object(own, world)
-        # (name, sender) -> file, of those that come to this rank.
-        coming: dict[tuple[str, int], SentFile] = scatter_object(lambda: self._deal_to_keepers(gathered), world)
+        coming = scatter_object(lambda: _deal_to_targets(gathered), world)
         self.fault("copy announced")
-        # All memory is allocated before the first byte is sent, for the same reason.
-        files = share_errors(
-            lambda: self._explained(lambda: {key: make_file(folder / key[0], coming[key].num_bytes) for key in coming}),
-            world,
-        )
-        mine = [map_file(folder / name, each.num_bytes) for name, each in own.items()]
-        pass_bytes(
-            [(data, keeper) for keeper in self.neighbours.keepers(rank) for data in mine],
-            [(data, sender) for (_, sender), data in files.items()],
-            world,
-        )
+        arrived = pass_files(folder, [*own, *coming], world)
         self.fault("copy passed")
-        share_errors(lambda: _verify_received(files, coming), world)
+        share_errors(lambda: _verify_received(arrived), world)
 
-    def _deal_to_keepers(self, gathered: list[Mapping[str, SentFile]]) -> list[dict[tuple[str, int], SentFile]]:
-        """For each rank the files that come to it. gathered: the files of each rank, on rank 0."""
-        dealt: list[dict[tuple[str, int], SentFile]] = [{} for _ in gathered]
-        for sender, files in enumerate(gathered):
-            for keeper in self.neighbours.keepers(sender):
-                dealt[keeper] |= {(name, sender): each for name, each in files.items()}
-        return dealt
 
-    def _explained(self, work: Callable[[], T]) -> T:
-        """The result of `work`, with an OSError explained."""
-        try:
-            return work()
-        except OSError as error:
-            raise CheckpointError(
-                f"{error.strerror} in {self.memory.path} of node {self.neighbours.nodes[self.world.rank]}: lower"
-                " checkpoint.neighbor_copies, or have that tmpfs made larger (mount -o remount,size=...)"
-            ) from error
+def _deal_to_targets(gathered: Sequence[Sequence[FileTransfer]]) -> list[list[FileTransfer]]:
+    """For each rank what comes to it. gathered: what goes from each."""
+    dealt: list[list[FileTransfer]] = [[] for _ in gathered]
+    for each in chain.from_iterable(gathered):
+        dealt[each.target].append(each)
+    return dealt
 
 
 def _write_head(
     folder: Path, step: int, state: dict[str, Any], index: IndexPlan | None, written: list[FileRecord]
-) -> dict[str, SentFile]:
+) -> None:
     """Write index and manifest, on rank 0, to be sent."""
     assert index is not None, "only rank 0 knows of all ranks' entries"
     text = encode_manifest(write_index(folder, step, state, index, written))
     (folder / MANIFEST).write_text(text)
-    return {name: SentFile((folder / name).stat().st_size) for name in HEAD}
 
 
 def verify_head(folder: Path) -> None:
@@ -254,19 +273,18 @@ def verify_head(folder: Path) -> None:
 def verify_file(file: BlockFile) -> None:
     """DamagedCheckpoint unless the file, which exists, is what was written."""
     # Its size first: a file that is short in memory stays short, so it is not retried as on a file system.
-    if file.path.stat().st_size != file.size:
+    if sizes_in(file.path.parent)(file.path.name) != file.size:
         raise DamagedCheckpoint(f"{file.path} has not the {file.size} bytes that were written")
     file.verify()
 
 
-def _verify_received(files: Mapping[tuple[str, int], Tensor], coming: Mapping[tuple[str, int], SentFile]) -> None:
+def _verify_received(arrived: Mapping[FileTransfer, Tensor]) -> None:
     """DamagedCheckpoint if a file with a hash tree is not what was staged on its sender."""
-    for (name, sender), data in files.items():
-        record = coming[name, sender].record
-        if record is None:
+    for each, data in arrived.items():
+        if each.record is None:
             continue
-        hashes = BlockHashes(record.block_bytes)
-        hashes.add(data[: record.num_bytes].numpy().data)
+        hashes = BlockHashes(each.record.block_bytes)
+        hashes.add(data[: each.record.num_bytes].numpy().data)
         tree, root = hashes.finish()
-        if root != record.root or data[record.num_bytes :].numpy().tobytes() != tree:
-            raise DamagedCheckpoint(f"{name}, as it came from rank {sender}, is not what was staged there")
+        if root != each.record.root or data[each.record.num_bytes :].numpy().tobytes() != tree:
+            raise DamagedCheckpoint(f"{each.name}, as it came from rank {each.source}, is not what was staged there")

@@ -3,7 +3,7 @@
     once, and when a layout has changed (save_plan.py):
     every rank    claims (48 bytes an entry)                          -> rank 0
     rank 0        divides the claims; flags                           -> each rank
-    every rank    offsets, names                                      -> rank 0
+    every rank    names                                               -> rank 0
 
     each save:
     every rank    has my layout changed? (one integer)                -> all
@@ -43,7 +43,7 @@ from typing import Any, TypeVar
 import torch
 
 from framework.checkpoint.blocks import BlockHashes
-from framework.checkpoint.commit import Retention, begin, explain, finish, folder_of, give_up, locate, retain, unleased
+from framework.checkpoint.commit import Retention, begin, explain, finish, folder_of, retain, unleased
 from framework.checkpoint.folder import Fault, no_fault, report
 from framework.checkpoint.index import (
     BLOCK_BYTES,
@@ -115,11 +115,11 @@ class PendingSave:
     is_last: bool = False
     """Whether the run ends with it."""
     goal: Goal = Goal.DISK
-    arrival: Arrival = field(default_factory=Arrival)
+    arrival: Arrival | None = None
     ended: "Future[Place | None]" = field(default_factory=Future)
     """The checkpoint's path, None for a save to memory alone; or the error."""
 
-    def release(self, arrival: Arrival) -> None:
+    def release(self, arrival: Arrival | None) -> None:
         """Allow the tensors to change after `arrival`."""
         self.arrival = arrival
         self.is_staged.set()
@@ -127,7 +127,8 @@ class PendingSave:
     def wait_until_staged(self) -> None:
         """Return when this rank's next kernels may change the tensors."""
         self.is_staged.wait()
-        self.arrival.wait()
+        if self.arrival is not None:
+            self.arrival.wait()
 
 
 class Saver:
@@ -333,7 +334,7 @@ class Saver:
         except MeshwrightError:
             # share_errors and the broadcasts raise on all ranks alike, so no rank is still writing into the folder.
             if world.rank == 0:
-                give_up(root, lease, folder)
+                folder_of(root).give_up(lease, folder)
             raise
         if world.rank == 0:
             retain(root, lease, self._retention, fault, pending.state.get("best_step"))
@@ -361,34 +362,6 @@ class Saver:
         if self._plan is None or not is_same:
             self._plan = plan_save(entries, self._world)
         return self._plan
-
-
-def save_checkpoint(
-    root: Place,
-    step: int,
-    entries: Iterable[Entry],
-    state: dict[str, Any],
-    world: Communicator,
-    keep: int,
-    fault: Fault = no_fault,
-) -> Place:
-    """Save and commit `step-N` under `root`, and return its folder; the newest `keep` checkpoints stay, and that of
-    `state["best_step"]`. Collective over `world`.
-
-    The entries of all ranks together cover every tensor. `state` is JSON-able and equal on all ranks; rank 0's is kept.
-    Needs host memory for two segments of 16 MiB; on rank 0 also some 250 bytes for each entry of each rank. Raises on *every*
-    rank if one fails: CheckpointError if the user must act (no space, no permission), StorageError for errors that may pass.
-    Former checkpoints are then intact, and nothing is left of the new one. A step that is committed already, with the same
-    state, is not written again.
-    """
-    saver = Saver(root, world, Retention(keep), is_async=False, fault=fault)
-    entries = list(entries)
-    devices = [entry.data.device for entry in entries if isinstance(entry.data, torch.Tensor)]
-    saver.start(step, entries, state, next((device for device in devices if device.type != "cpu"), CPU))
-    saver.finish()
-    committed = broadcast_object(lambda: locate(root, step), world)
-    assert committed is not None, f"{root} has no step {step}, which was committed"
-    return committed
 
 
 def write_file(path: Place, staged: StagedFile, fault: Fault = no_fault) -> None:

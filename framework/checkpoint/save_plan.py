@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import NoReturn
 
 import numpy as np
 import torch
 import xxhash
 
-from framework.checkpoint.index import CHUNK, FILE, EntryRecord, cell_of
-from framework.checkpoint.staging import Entry, dtype_name, place_entries
+from framework.checkpoint.index import ALIGNMENT, CHUNK, FILE, EntryRecord, cell_of
+from framework.checkpoint.staging import Entry, dtype_name
 from framework.comm.communicator import Communicator
-from framework.comm.objects import broadcast_object, gather_object, scatter_object
+from framework.comm.objects import broadcast_object, gather_object, scatter_object, share_errors
 from framework.errors import CheckpointError
 from framework.mesh.layout import Layout
 
@@ -52,40 +51,14 @@ class Disagreement(CheckpointError):
 class Division:
     """The division of a checkpoint between ranks."""
 
-    duties: list[np.ndarray]
+    flags: list[np.ndarray]
     """For each rank the flags of its claims."""
-    entries: list[tuple[int, int, int]] = field(default_factory=list)
-    """(hash of the name, first chunk, number of chunks) of each entry."""
+    entries: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Hash of an entry's name -> (its first chunk, their number)."""
     chunks: np.ndarray = field(default_factory=lambda: np.empty(0, CHUNK))
-    """Records of the index. Their offsets are known only when the ranks have written."""
-    claims: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """For each chunk the index of its claim among the claims of all ranks."""
+    """Records of the index."""
     bytes_needed: int = 0
-    disagreement: Disagreement | None = None
-
-    def locate(self, offsets: Sequence[np.ndarray]) -> np.ndarray:
-        """`chunks` with their offsets. offsets: for each rank those of the claims that it has written, in their order."""
-        of_claim = np.zeros(sum(map(len, self.duties)), np.uint64)
-        if len(of_claim):
-            of_claim[np.concatenate(self.duties) > 0] = np.concatenate(offsets)
-        self.chunks["offset"] = of_claim[self.claims]
-        return self.chunks
-
-
-@dataclass(frozen=True)
-class Duty:
-    """The message of rank 0 to a rank. flags: of each of its claims. bytes_needed: what all ranks write."""
-
-    flags: np.ndarray
-    bytes_needed: int
-
-
-@dataclass(frozen=True)
-class FilePlan:
-    """The message of a rank about the file that it will write: the offset of each entry, and the entries that it describes."""
-
-    offsets: list[int]
-    described: dict[str, EntryRecord]
+    """All that is written."""
 
 
 @dataclass(frozen=True)
@@ -112,63 +85,50 @@ class SavePlan:
 
 def plan_save(entries: Sequence[Entry], world: Communicator) -> SavePlan:
     """Divide the entries of all ranks among them. Collective. Raises CheckpointError, on all, if they are not whole."""
-    division = divide(gather_object(pack_claims(entries), world))
+    claims = gather_object(pack_claims(entries), world)
     try:
-        # Each rank learns of its own claims alone: the whole division would be sent to thousands of ranks.
-        duty = scatter_object(partial(_duties, division), world)
+        division = share_errors(lambda: divide(claims), world)
     except Disagreement as found:
-        _explain_disagreement(found, entries, world)
-    files = gather_object(plan_file(entries, duty.flags), world)
-    index = plan_index(division, files) if world.rank == 0 else None
+        # Rank 0 knows entries by their hashes: the ranks that have these tell it more.
+        wrong = {entry.name: describe(entry) for entry in entries if hash_name(entry.name) in found.covered}
+        known = gather_object(wrong, world)
+        raise broadcast_object(partial(explain_disagreement, found, known), world) from found
+    # Each rank learns of its own claims alone: the whole division would be sent to thousands of ranks.
+    flags, bytes_needed = scatter_object(lambda: [(each, division.bytes_needed) for each in division.flags], world)
+    described = gather_object(describe_chosen(entries, flags), world)
+    index = plan_index(division, described) if world.rank == 0 else None
     keys = [(entry.name, entry.layout, entry.data.dtype) for entry in entries]
-    return SavePlan(keys, np.flatnonzero(duty.flags & WRITES).tolist(), duty.bytes_needed, index)
+    return SavePlan(keys, np.flatnonzero(flags & WRITES).tolist(), bytes_needed, index)
 
 
-def plan_file(entries: Sequence[Entry], flags: np.ndarray) -> FilePlan:
-    """The file of a rank, by the flags of its entries."""
-    pairs = list(zip(entries, flags, strict=True))
-    offsets, _ = place_entries([entry for entry, flag in pairs if flag & WRITES])
-    return FilePlan(offsets, {entry.name: describe(entry) for entry, flag in pairs if flag & DESCRIBES})
+def describe_chosen(entries: Sequence[Entry], flags: np.ndarray) -> dict[str, EntryRecord]:
+    """The entries that a rank describes for the manifest."""
+    return {entry.name: describe(entry) for entry, flag in zip(entries, flags, strict=True) if flag & DESCRIBES}
 
 
-def plan_index(division: Division, files: Sequence[FilePlan]) -> IndexPlan:
-    """The index of the files of all ranks."""
-    described = {name: record for each in files for name, record in each.described.items()}
-    places = {entry: (first, count) for entry, first, count in division.entries}
+def plan_index(division: Division, described: Sequence[dict[str, EntryRecord]]) -> IndexPlan:
+    """The index of the files of all ranks. described: by each rank."""
+    found = {name: record for each in described for name, record in each.items()}
     records = {}
-    for name in sorted(described, key=_natural):
-        first, count = places[hash_name(name)]
-        records[name] = replace(described[name], first=first, count=count)
-    return IndexPlan(division.locate([np.array(each.offsets, np.uint64) for each in files]), records)
+    for name in sorted(found, key=_natural):
+        first, count = division.entries[hash_name(name)]
+        records[name] = replace(found[name], first=first, count=count)
+    return IndexPlan(division.chunks, records)
 
 
-def _duties(division: Division) -> list[Duty]:
-    """Each rank's duty, on rank 0. Raises the disagreement if there is one."""
-    if division.disagreement is not None:
-        raise division.disagreement
-    return [Duty(flags, division.bytes_needed) for flags in division.duties]
-
-
-def _explain_disagreement(found: Disagreement, entries: Sequence[Entry], world: Communicator) -> NoReturn:
-    """Raise on all ranks an error that names the entries: the ranks that have them tell rank 0. Collective."""
-    wrong = {entry.name: describe(entry) for entry in entries if hash_name(entry.name) in found.covered}
-    known = gather_object(wrong, world)
-    broadcast_object(lambda: _raise_disagreement(found, known), world)
-    raise found
-
-
-def _raise_disagreement(found: Disagreement, known: Sequence[dict[str, EntryRecord]]) -> None:
+def explain_disagreement(found: Disagreement, known: Sequence[dict[str, EntryRecord]]) -> CheckpointError:
+    """The error that names the first of the entries. known: those that each rank has."""
     name = next(name for each in known for name in each)
     kinds = list(dict.fromkeys(each[name] for each in known if name in each))
     if len(kinds) > 1:
         same = (kinds[0].shape, kinds[0].dtype) == (kinds[1].shape, kinds[1].dtype)
         texts = [f"{kind.dtype}{list(kind.shape)}" + (f" cut by {kind.shards}" if same else "") for kind in kinds[:2]]
-        raise CheckpointError(f"ranks disagree on {name}: {texts[0]} and {texts[1]}")
+        return CheckpointError(f"ranks disagree on {name}: {texts[0]} and {texts[1]}")
     [kind], covered = kinds, found.covered[hash_name(name)]
     what = f"{name} {kind.dtype}{list(kind.shape)}"
     if covered == prod(kind.shape):
-        raise CheckpointError(f"ranks own some elements of {what} twice and others not at all")
-    raise CheckpointError(f"the ranks own {covered} elements of {what}, not {prod(kind.shape)}")
+        return CheckpointError(f"ranks own some elements of {what} twice and others not at all")
+    return CheckpointError(f"the ranks own {covered} elements of {what}, not {prod(kind.shape)}")
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
@@ -206,39 +166,44 @@ def describe(entry: Entry) -> EntryRecord:
 def divide(claims: Sequence[np.ndarray]) -> Division:
     """Assign each claim to one of the ranks that make it: large ones first, each to the rank with the least to write so far.
 
-    claims: for each rank an array of CLAIM. If they do not make whole entries, the division holds only the disagreement.
+    claims: for each rank an array of CLAIM. Raises Disagreement if they do not make whole entries.
     """
-    duties = [np.zeros(len(each), np.uint8) for each in claims]
-    if not any(map(len, claims)):
-        return Division(duties)
-    every = np.concatenate(claims)
-    ranks = np.repeat(np.arange(len(claims), dtype=np.uint32), list(map(len, claims)))
+    sizes = list(map(len, claims))
+    if not any(sizes):
+        return Division([np.zeros(0, np.uint8)] * len(claims))
+    unsorted, ranks = np.concatenate(claims), np.repeat(np.arange(len(claims), dtype=np.uint32), sizes)
     # Not by stop: claims of equal start and different stop overlap, so they are an error in any order.
-    order = np.lexsort((every["start"], every["cell"], every["entry"]))
-    every = every[order]
+    order = np.lexsort((unsorted["start"], unsorted["cell"], unsorted["entry"]))
+    every = unsorted[order]
     firsts = np.flatnonzero(_differs(every, "entry", "cell", "start", "stop"))
     distinct = every[firsts]
     of_entries = np.flatnonzero(_differs(distinct, "entry"))
-    disagreement = _find_disagreement(every, distinct, of_entries)
-    if disagreement is not None:
-        return Division(duties, disagreement=disagreement)
-    chosen = _choose(distinct, firsts, ranks[order], len(claims))
+    _refuse_disagreement(every, distinct, of_entries)
+    chosen = order[_choose(distinct, firsts, ranks[order], len(claims))]
+    flags = np.zeros(len(every), np.uint8)
+    flags[chosen] = WRITES
+    # One rank describes each entry, so that rank 0 receives every name once, not from all ranks.
+    flags[chosen[of_entries]] |= DESCRIBES
     chunks = np.zeros(len(distinct), CHUNK)
     for name in ("cell", "start", "stop"):
         chunks[name] = distinct[name]
-    chunks["file"] = ranks[order[chosen]]
-    flags = np.zeros(len(every), np.uint8)
-    flags[order[chosen]] = WRITES
-    # One rank describes each entry, so that rank 0 receives every name once, not from all ranks.
-    flags[order[chosen[of_entries]]] |= DESCRIBES
-    counts = np.diff(of_entries, append=len(distinct))
+    chunks["file"] = ranks[chosen]
+    chunks["offset"] = _place(unsorted, flags, ranks, sizes)[chosen]
+    places = zip(of_entries.tolist(), np.diff(of_entries, append=len(distinct)).tolist(), strict=True)
     return Division(
-        np.split(flags, np.cumsum(list(map(len, claims)))[:-1]),
-        list(zip(distinct["entry"][of_entries].tolist(), of_entries.tolist(), counts.tolist(), strict=True)),
+        np.split(flags, np.cumsum(sizes)[:-1]),
+        dict(zip(distinct["entry"][of_entries].tolist(), places, strict=True)),
         chunks,
-        order[chosen],
         int(_num_bytes(distinct).sum()) + chunks.nbytes + len(claims) * FILE.itemsize,
     )
+
+
+def _place(claims: np.ndarray, flags: np.ndarray, ranks: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """The byte of its rank's file at which each claim begins if it is written: [claims] uint64. Each file has what its rank
+    writes one after another in the rank's order, as `StagedFile` does. sizes: number of claims of each rank."""
+    padded = (_num_bytes(claims) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT * (flags > 0)
+    starts = np.cumsum(padded) - padded
+    return starts - starts[np.cumsum([0, *sizes[:-1]])[ranks]]
 
 
 def _choose(distinct: np.ndarray, firsts: np.ndarray, ranks: np.ndarray, world: int) -> np.ndarray:
@@ -261,8 +226,8 @@ def _choose(distinct: np.ndarray, firsts: np.ndarray, ranks: np.ndarray, world: 
     return chosen
 
 
-def _find_disagreement(every: np.ndarray, distinct: np.ndarray, of_entries: np.ndarray) -> Disagreement | None:
-    """The entries that ranks describe differently, or of which they own some elements twice or not at all."""
+def _refuse_disagreement(every: np.ndarray, distinct: np.ndarray, of_entries: np.ndarray) -> None:
+    """Raise Disagreement for entries that ranks describe differently, or of which they own some elements twice or not at all."""
     # Sums of whole entries: claims that cover an entry twice and leave a gap may still add up, so overlaps are found below.
     covered = np.add.reduceat(distinct["stop"] - distinct["start"], of_entries)
     wrong = set(distinct["entry"][of_entries[covered != distinct["numel"][of_entries]]].tolist())
@@ -271,10 +236,9 @@ def _find_disagreement(every: np.ndarray, distinct: np.ndarray, of_entries: np.n
     overlaps = ~_differs(distinct, "entry", "cell")
     overlaps[1:] &= distinct["start"][1:] < distinct["stop"][:-1]
     wrong |= set(every["entry"][another_kind].tolist()) | set(distinct["entry"][overlaps].tolist())
-    if not wrong:
-        return None
-    by_entry = dict(zip(distinct["entry"][of_entries].tolist(), covered.tolist(), strict=True))
-    return Disagreement({entry: by_entry[entry] for entry in sorted(wrong)[:3]})
+    if wrong:
+        by_entry = dict(zip(distinct["entry"][of_entries].tolist(), covered.tolist(), strict=True))
+        raise Disagreement({entry: by_entry[entry] for entry in sorted(wrong)[:3]})
 
 
 def _differs(records: np.ndarray, *names: str) -> np.ndarray:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from framework.checkpoint.blocks import BlockHashes
 from framework.checkpoint.index import ALIGNMENT, BLOCK_BYTES
-from framework.comm.transfer import Arrival, Moment, segment_on_host
+from framework.comm.transfer import Arrival, Moment, segment_on_host, start_copy
 from framework.mesh.layout import Layout
 from framework.parallel.zero.buffers import StoredTensor
 
@@ -115,7 +115,9 @@ class StagedFile:
     ) -> None:
         self._entries, self._memory, self._moment, self._fault = entries, memory, moment, fault
         self._block_bytes = block_bytes
-        self.offsets, self.num_bytes = place_entries(entries)
+        self.num_bytes = 0
+        for entry in entries:
+            self.num_bytes += -self.num_bytes % ALIGNMENT + entry.data.nbytes
         self.root: int | None = None
         is_in_memory = all(isinstance(entry.data, Tensor) for entry in entries)
         self.is_whole = is_in_memory and memory.holds(self.num_bytes)
@@ -126,7 +128,7 @@ class StagedFile:
         """Start to copy all bytes, if they are staged whole. The tensors may change after the returned end of these copies."""
         if self.is_whole:
             self._staged = list(self._fill(range(-(-self.num_bytes // self._memory.segment_bytes))))
-        return self._moment.arrival()
+        return Arrival(self._moment.device)
 
     def views(self) -> Iterator[memoryview]:
         """All bytes of the file, each view valid until the next is taken. Called again after an error, it gives the same bytes if
@@ -170,10 +172,10 @@ class StagedFile:
                 while not len(chunk):
                     chunk = next(chunks)
                 count = min(len(chunk), size - used)
-                self._moment.copy(chunk[:count], segment[used : used + count])
+                start_copy(segment[used : used + count], chunk[:count])
                 chunk, used = chunk[count:], used + count
             left -= size
-            yield segment, self._moment.arrival()
+            yield segment, Arrival(self._moment.device)
             self._fault("staging")
 
     def _chunks(self) -> Iterator[Tensor]:
@@ -184,15 +186,6 @@ class StagedFile:
             for piece in entry.pieces():
                 yield piece.detach().view(torch.uint8)
             size += -size % ALIGNMENT + entry.data.nbytes
-
-
-def place_entries(entries: Sequence[Entry]) -> tuple[list[int], int]:
-    """The offset of each entry in a file that has them one after another, and the file's bytes of data."""
-    offsets, size = [], 0
-    for entry in entries:
-        offsets.append(size + -size % ALIGNMENT)
-        size = offsets[-1] + entry.data.nbytes
-    return offsets, size
 
 
 def free_bytes() -> int | None:

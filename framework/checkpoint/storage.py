@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from framework.errors import CheckpointError, MeshwrightError, StorageError
 
@@ -68,10 +69,10 @@ def retry(work: Callable[[], T], doing: str, path: object, sleep: Callable[[floa
     raise AssertionError("the last attempt returns or raises")
 
 
-def read(work: Callable[[], T], path: object, sleep: Callable[[float], None] = time.sleep) -> T:
+def read(work: Callable[[], T], path: object) -> T:
     """`retry` for work that reads: FileNotFoundError is raised for the caller to judge; every other error is a StorageError."""
     try:
-        return retry(work, "read", path, sleep)
+        return retry(work, "read", path)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -95,12 +96,6 @@ def error_text(error: OSError) -> str:
     name = errno.errorcode.get(error.errno or 0, "")
     text = error.strerror or str(error) or os.strerror(error.errno or 0)
     return f"{name}, {text}" if name else text
-
-
-class ObjectStatus(NamedTuple):
-    """The result of `ObjectPath.stat`."""
-
-    st_size: int
 
 
 @dataclass(frozen=True, order=True)
@@ -140,10 +135,6 @@ class ObjectPath:
 
     def is_dir(self) -> bool:
         return bool(self.list())
-
-    def stat(self) -> ObjectStatus:
-        with self._open() as (store, key):
-            return ObjectStatus(int(store.info(key)["size"]))
 
     def list(self) -> dict[str, int]:
         """Names right below this, with the objects' bytes; -1 for a folder. Empty if there is nothing."""
@@ -267,7 +258,7 @@ class ObjectReader:
     def __init__(self, path: ObjectPath) -> None:
         self._path = path
         self._threads = ThreadPoolExecutor(FETCHES_AT_ONCE, "fetch")
-        self._pages: dict[int, Future[bytes]] = {}
+        self._fetch = lru_cache(MAX_PAGES)(partial(_start_fetch, self._threads, path))
 
     def __del__(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -281,26 +272,20 @@ class ObjectReader:
         """Fill `into` from byte `start` on. OSError if the object ends before that, or the store fails. afresh: fetch the pages
         again."""
         if afresh:
-            self._pages.clear()
+            self._fetch.cache_clear()
         filled = 0
         while filled < len(into):
             number, offset = divmod(start + filled, PAGE_BYTES)
             try:
                 page = self._fetch(number).result()[offset : offset + len(into) - filled]
             except OSError:
-                self._pages.pop(number, None)
+                self._fetch.cache_clear()
                 raise
             if not page:
                 raise OSError(errno.ESTALE, f"{self._path} ends at byte {start + filled}")
             into[filled : filled + len(page)] = page
             filled += len(page)
 
-    def _fetch(self, number: int) -> "Future[bytes]":
-        page = self._pages.pop(number, None)
-        if page is None:
-            first = number * PAGE_BYTES
-            page = self._threads.submit(self._path.read_range, first, first + PAGE_BYTES)
-        self._pages[number] = page  # now the last in the order of the dict: the first is dropped next
-        if len(self._pages) > MAX_PAGES:
-            self._pages.pop(next(iter(self._pages))).cancel()
-        return page
+
+def _start_fetch(threads: ThreadPoolExecutor, path: ObjectPath, number: int) -> "Future[bytes]":
+    return threads.submit(path.read_range, number * PAGE_BYTES, (number + 1) * PAGE_BYTES)

@@ -11,7 +11,6 @@ that the axis's group carries.
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -128,14 +127,6 @@ def then(pending: Pending, finish: Callable[[], None]) -> Pending:
     return pending
 
 
-@dataclass(frozen=True)
-class Algorithm:
-    """One way to make a collective: (out, x, axis) -> Pending, and why it is taken."""
-
-    start: Callable[[Tensor, Tensor, Communicator], Pending]
-    reason: str
-
-
 def gather_by_tensor(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
     """The backend's all-gather. x: any shape; out: n times its elements, its dtype, ranks' x one after another."""
     return Pending([_all_gather_single(out.view(-1), x.view(-1), group=axis.group, async_op=True)], [out, x])
@@ -146,7 +137,7 @@ def gather_by_messages(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
     parts = out.view(axis.size, -1)
     copy(parts[axis.rank], x)
     works = []
-    for to, source in _peers(axis):
+    for to, source in peers(axis):
         works.append(axis.receive(parts[source], source, _GATHER_TAG))
         works.append(axis.send(x, to, _GATHER_TAG))
     return Pending(works, [out, x])
@@ -183,15 +174,15 @@ def scatter_by_messages(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
     return Pending(works, [x], add)
 
 
-ALGORITHMS = {
-    ("cuda", "all_gather"): Algorithm(gather_by_tensor, "NCCL's own knows the links and lands in place"),
-    ("cuda", "reduce_scatter"): Algorithm(scatter_by_tensor, "NCCL's own knows the links"),
-    ("cpu", "all_gather"): Algorithm(
-        gather_by_messages, "gloo's own copies through a buffer: 1.4 to 4.1 times the time of messages into place"
-    ),
-    ("cpu", "reduce_scatter"): Algorithm(
-        scatter_by_messages, "gloo's own costs as much as its all-reduce or more: 1.8 to 6.2 times the time of messages"
-    ),
+# (out, x, axis) -> Pending, by device and operation.
+ALGORITHMS: dict[tuple[str, str], Callable[[Tensor, Tensor, Communicator], Pending]] = {
+    # NCCL's own know the links, and its all-gather lands in place.
+    ("cuda", "all_gather"): gather_by_tensor,
+    ("cuda", "reduce_scatter"): scatter_by_tensor,
+    # gloo's own copies through a buffer: 1.4 to 4.1 times the time of messages into place.
+    ("cpu", "all_gather"): gather_by_messages,
+    # gloo's own costs as much as its all-reduce or more: 1.8 to 6.2 times the time of messages.
+    ("cpu", "reduce_scatter"): scatter_by_messages,
 }
 
 
@@ -223,7 +214,7 @@ def sum_rounded(x: Tensor, axis: Communicator, reduce_dtype: torch.dtype) -> Pen
         # Through the rounded buffer, this rank's own sum too: else it alone would keep the unrounded bits of its part, and
         # replicas would drift apart.
         mine[: own.numel()] = own
-        return then(ALGORITHMS[x.device.type, "all_gather"].start(exchange.sent, mine, axis), take_over)
+        return then(ALGORITHMS[x.device.type, "all_gather"](exchange.sent, mine, axis), take_over)
 
     def take_over() -> None:
         x.view(-1).copy_(exchange.sent.view(-1)[: x.numel()])
@@ -276,14 +267,14 @@ def copy(target: Tensor, source: Tensor) -> None:
 def _exchange_parts(received: Sequence[Tensor], parts: Tensor, axis: Communicator) -> list[Any]:
     """Send every peer its part and receive the peers' parts into `received`, which has no place for this rank's own."""
     works = []
-    for to, source in _peers(axis):
+    for to, source in peers(axis):
         place = received[source if source < axis.rank else source - 1]
         works.append(axis.receive(place, source, _SCATTER_TAG))
         works.append(axis.send(parts[to], to, _SCATTER_TAG))
     return works
 
 
-def _peers(axis: Communicator) -> list[tuple[int, int]]:
+def peers(axis: Communicator) -> list[tuple[int, int]]:
     """(send to, receive from) at distance 1, 2, ...: at each distance every rank sends one message and receives one."""
     # In the order of ranks instead, all would send to rank 0 first, and its link would carry n - 1 messages while others idle.
     return [((axis.rank + by) % axis.size, (axis.rank - by) % axis.size) for by in range(1, axis.size)]

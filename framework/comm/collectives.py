@@ -166,14 +166,9 @@ def start_all_to_all(
     return _start("all_to_all", label, num_bytes, start, out, x, axis)
 
 
-def broadcast(x: Tensor, axis: Communicator, source: int = 0) -> None:
-    """Broadcast x of the rank at index `source` of the axis, in place. x: any shape; one shape and dtype on all ranks."""
-    start_broadcast(x, axis, source).wait()
-
-
 @torch.compiler.disable
 def start_broadcast(x: Tensor, axis: Communicator, source: int = 0, label: str = "") -> Pending:
-    """Start `broadcast` of x, any shape."""
+    """Start to broadcast x of the rank at index `source`, in place. x: any shape; one shape and dtype on all ranks."""
     if axis.size == 1:
         return Pending()
     _check(x)
@@ -207,7 +202,7 @@ def _start(name: str, label: str, num_bytes: int, start: Start, out: Tensor, x: 
 
 def _choose(name: str, axis: Communicator, out: Tensor, x: Tensor) -> Pending:
     # Chosen by the device of the tensors that are sent, which are host copies where the axis is staged.
-    return ALGORITHMS[x.device.type, name].start(out, x, axis)
+    return ALGORITHMS[x.device.type, name](out, x, axis)
 
 
 def _all_reduce(x: Tensor, axis: Communicator, op: Reduction) -> Pending:

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from framework.comm.agreement import check_agreement
 from framework.comm.collectives import all_reduce
@@ -114,45 +113,27 @@ def scatter_object(work: Callable[[], Sequence[T]], axis: Communicator) -> T:
     `work` returns one picklable item for each rank, in the axis's order, else AssertionError. Bytes: each rank's item,
     sent to it alone by rank 0, and its size.
     """
-    items: Sequence[T] = ()
-
-    def pack() -> list[Tensor]:
-        nonlocal items
-        items = work()
-        assert len(items) == axis.size, (len(items), axis.size)
-        return [seal(item, axis.secret) for item in items[1:]]
-
-    # The outcome before the items: a rank that waits for an item would not hear of an error in making it. What is pickled does
-    # not travel here, `_share_first_error` broadcasts None.
-    packed = _share_first_error(pack, axis)
+    items: list[T] = []
+    # The outcome before the items: a rank that waits for an item would not hear of an error in making it.
+    broadcast_object(lambda: items.extend(work()), axis)
+    assert axis.rank or len(items) == axis.size, (len(items), axis.size)
     if axis.size == 1:
         return items[0]
     check_agreement(axis, "scatter_object", "", None)
     size = torch.zeros(1, dtype=torch.int64)
-    if packed is None:
+    if axis.rank:
         with axis.waiting(axis.record("scatter_object", 0)):
             dist.scatter(size, None, group=axis.group, group_src=0)
             mine = torch.empty(int(size), dtype=torch.uint8)
             axis.receive(mine, 0, OBJECTS_TAG).wait()
         return unseal(mine, axis.secret)
+    packed = [seal(item, axis.secret) for item in items[1:]]
     with axis.waiting(axis.record("scatter_object", sum(each.nbytes + size.nbytes for each in packed))):
         dist.scatter(size, [size, *(torch.tensor([len(each)]) for each in packed)], group=axis.group, group_src=0)
         leaving = [axis.send(each, rank, OBJECTS_TAG) for rank, each in enumerate(packed, 1)]
         for sending in leaving:
             sending.wait()
     return items[0]
-
-
-def _share_first_error(work: Callable[[], T], axis: Communicator) -> T | None:
-    """On rank 0 the result of `work`; None on the others. Its error is raised on all."""
-    result: T | None = None
-
-    def do() -> None:
-        nonlocal result
-        result = work()
-
-    broadcast_object(do, axis)
-    return result
 
 
 def _broadcast(obj: Any, source: int, axis: Communicator) -> Any:

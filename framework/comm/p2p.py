@@ -8,7 +8,6 @@ Between two ranks messages of one direction match in the order in which they are
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,9 +42,9 @@ def exchange(
     turn, and two ranks that both send first would wait for each other. Raises AssertionError for a tensor that is not contiguous
     and for a peer that the axis does not have.
     """
-    started, operation = _start(sends, receives, axis), _name(sends, receives, axis, label)
+    received, sent, finish = _start(sends, receives, axis)
     tensors = [x for x, _ in (*sends, *receives)]
-    return Pending([*started.received, *started.sent], tensors, started.finish).named(operation, axis)
+    return Pending([*received, *sent], tensors, finish).named(_name(sends, receives, axis, label), axis)
 
 
 @torch.compiler.disable
@@ -54,12 +53,12 @@ def exchange_apart(
 ) -> tuple[Pending, Pending]:
     """An `exchange` of tensors of any shapes with two Pendings, for what is sent and for what is received: the received may be
     used while the sent is still under way. NCCL tells of a batch as a whole: there either waits for both."""
-    started = _start(sends, receives, axis)
+    received, sent, finish = _start(sends, receives, axis)
     # Without messages of its kind a Pending is over: nobody waits for it, and NCCL's one work of a batch would leave it open.
-    sent = Pending(started.sent, [x for x, _ in sends]) if sends else Pending()
-    received = Pending(started.received, [x for x, _ in receives], started.finish) if receives else Pending()
+    leaving = Pending(sent, [x for x, _ in sends]) if sends else Pending()
+    arriving = Pending(received, [x for x, _ in receives], finish) if receives else Pending()
     names = _name(sends, [], axis, label), _name([], receives, axis, label)
-    return sent.named(names[0], axis), received.named(names[1], axis)
+    return leaving.named(names[0], axis), arriving.named(names[1], axis)
 
 
 def _name(
@@ -71,59 +70,47 @@ def _name(
     return Operation(axis.axis, what, label, 0, tuple({axis.ranks[peer]: None for _, peer in (*receives, *sends)}))
 
 
-@dataclass(frozen=True)
-class _Started:
-    """Works to wait for before what was sent may be written to, and before what is received may be read; finish: what is then
-    left to do for the received."""
-
-    sent: Sequence[Any]
-    received: Sequence[Any]
-    finish: Callable[[], None]
-
-
-def _start(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator) -> _Started:
-    """Start the messages of the tensors themselves, or of host copies where the axis is staged: a receive then ends with the
-    copy back."""
+def _start(
+    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator
+) -> tuple[Sequence[Any], Sequence[Any], Callable[[], None]]:
+    """Start the messages, of tensors of any shapes, or of host copies where the axis is staged. Returns works to wait for before
+    what is received may be read, works before what is sent may be written to, and what is then left to do for the received."""
     for x, peer in (*sends, *receives):
         assert x.is_contiguous(), f"shape {tuple(x.shape)} with strides {x.stride()} is not contiguous"
         # A rank that sends to itself would wait for a receive that it has not started yet.
         assert 0 <= peer < axis.size and peer != axis.rank, f"no peer {peer} of rank {axis.rank} on {axis}"  # noqa: PT018
     for x, _ in sends:
         axis.traffic.record("send", x.nbytes)
-    leaving, arriving = [x for x, _ in sends], [x for x, _ in receives]
+    leaving, arriving = list(sends), list(receives)
     if axis.staged:
-        leaving = [to_host(x) for x in leaving]
-        arriving = [torch.empty(x.shape, dtype=x.dtype) for x in arriving]
-    with axis.range("send and receive over", axis.name):
-        works = _start_batch(leaving, sends, arriving, receives, axis)
+        leaving = [(to_host(x), peer) for x, peer in sends]
+        arriving = [(torch.empty(x.shape, dtype=x.dtype), peer) for x, peer in receives]
 
     def finish() -> None:
-        for (x, _), came in zip(receives, arriving, strict=True):
+        for (x, _), (came, _) in zip(receives, arriving, strict=True):
             copy(x, came)
 
+    with axis.range("send and receive over", axis.name):
+        works = _start_batch(leaving, arriving, axis)
     # NCCL coalesces a batch into one work; of gloo's messages each has its own.
-    are_apart = len(works) == len(sends) + len(receives)
-    received = works[: len(receives)] if are_apart else works
-    return _Started(works[len(receives) :] if are_apart else works, received, finish)
+    if len(works) == len(sends) + len(receives):
+        return works[: len(receives)], works[len(receives) :], finish
+    return works, works, finish
 
 
 def _start_batch(
-    leaving: Sequence[Tensor],
-    sends: Sequence[tuple[Tensor, int]],
-    arriving: Sequence[Tensor],
-    receives: Sequence[tuple[Tensor, int]],
-    axis: Communicator,
+    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator
 ) -> Sequence[Any]:
-    """Works to wait for: receives first, then sends, each in the caller's order, in which messages of one pair match; or one work
-    for all. leaving, arriving: the tensors of `sends` and `receives`, or host copies."""
-    if all(x.device.type == "cpu" for x in (*leaving, *arriving)):
+    """Works to wait for: receives first, then sends, tensors of any shape, in the caller's order, in which messages of one pair
+    match; or one work for all."""
+    if all(x.device.type == "cpu" for x, _ in (*sends, *receives)):
         # gloo knows no batches. What torch's does for each of its messages takes the host as long as the message: 20 us.
-        works = [axis.receive(x, peer, _TAG) for x, (_, peer) in zip(arriving, receives, strict=True)]
-        return works + [axis.send(x, peer, _TAG) for x, (_, peer) in zip(leaving, sends, strict=True)]
+        works = [axis.receive(x, peer, _TAG) for x, peer in receives]
+        return works + [axis.send(x, peer, _TAG) for x, peer in sends]
     operations = [
         dist.P2POp(call, x, group=axis.group, group_peer=peer)
-        for call, tensors, messages in ((dist.irecv, arriving, receives), (dist.isend, leaving, sends))
-        for x, (_, peer) in zip(tensors, messages, strict=True)
+        for call, messages in ((dist.irecv, receives), (dist.isend, sends))
+        for x, peer in messages
     ]
     return dist.batch_isend_irecv(operations)
 

@@ -12,7 +12,6 @@ memory to memory, at once, so that offload can be proved without a GPU.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 from weakref import ref
 
 import torch
@@ -49,6 +48,24 @@ def upload_values(values: Sequence[float], dtype: torch.dtype, device: torch.dev
     return upload(torch.tensor(values, dtype=dtype), device)
 
 
+class Arrival:
+    """The end of what the device's current stream has been given so far; on a CPU, which copies at once, it is over."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._done = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+    def wait(self) -> None:
+        """Have the device's current stream wait; the host goes on."""
+        if self._done is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._done)
+
+    def wait_on_host(self) -> None:
+        """Return when the host may read what has come."""
+        if self._done is not None:
+            self._done.synchronize()
+
+
 class AsyncHostCopy:
     """A vector on its way from the device to the host: started now, waited for only when its values are asked for.
 
@@ -56,18 +73,15 @@ class AsyncHostCopy:
     """
 
     def __init__(self, vector: Tensor):
-        self._done = torch.cuda.Event() if vector.is_cuda else None
         # Pinned, or the copy would wait for all that the device has still to do, here and now.
         self._host = torch.empty_like(vector, device="cpu", pin_memory=vector.is_cuda).copy_(vector, non_blocking=True)
-        if self._done:
-            # On the current stream, behind the copy: the event says that the host's memory is filled.
-            self._done.record()
+        # Behind the copy: the host's memory is filled then.
+        self._arrival = Arrival(vector.device)
 
     def values(self) -> list[float]:
         """The values; waits until they have arrived."""
         # The host waits for this copy alone, not for the step that the device has begun since.
-        if self._done:
-            self._done.synchronize()
+        self._arrival.wait_on_host()
         return self._host.tolist()
 
 
@@ -89,36 +103,20 @@ def write_across(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
 
+def start_copy(target: Tensor, source: Tensor) -> None:
+    """Start to copy, in the order of the device's current stream. target, source: [n] of one dtype, on the device and in memory
+    of the host from `zeros_on_host` or `segment_on_host`."""
+    target.copy_(source, non_blocking=True)
+
+
 def fetch(x: Tensor, device: torch.device) -> Tensor:
     """x, any shape, where `device` reads it: x itself if it is there. The host waits for what it fetches from a device."""
     return x if x.device == device else x.to(device)
 
 
-class Arrival:
-    """The end of the copies that were queued on a `HomeTransfers`."""
-
-    def __init__(self) -> None:
-        self._done: torch.cuda.Event | None = None
-
-    def record(self) -> None:
-        """Take what is queued on the current stream for its end."""
-        self._done = torch.cuda.Event()
-        self._done.record()
-
-    def wait(self) -> None:
-        """Have the device's current stream wait; the host goes on."""
-        if self._done is not None:
-            self._done.wait()
-
-    def wait_on_host(self) -> None:
-        """Return when the host may read what has come."""
-        if self._done is not None:
-            self._done.synchronize()
-
-
 def segment_on_host(num_bytes: int, device: torch.device) -> Tensor:
-    """Memory of the host, uint8 [num_bytes], that a `Moment` copies to; from a multiple of PAGE_BYTES on, so that a file can be
-    written straight from it. What is pinned is whole pages anyway."""
+    """Memory of the host, uint8 [num_bytes] of any content, that the device copies to and from without the host; from a multiple
+    of PAGE_BYTES on, so that a file can be written straight from it. What is pinned is whole pages anyway."""
     if device.type == "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     memory = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8)
@@ -130,72 +128,68 @@ class Moment:
     nothing to wait for: whoever changes a source waits until it is copied."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._computed = Arrival()
-        if device.type == "cuda":
-            self._computed.record()
+        self.device = device
+        self._computed = Arrival(device)
 
     @contextmanager
     def copies(self) -> Iterator[None]:
         """A context in which this thread's copies run behind all that was computed at the moment, and beside what comes later."""
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             yield
             return
-        choose_current(self._device)
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+        choose_current(self.device)
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
             # In this stream, not the host: the copies may be queued long before the device gets there.
             self._computed.wait()
             yield
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Start to copy bytes, uint8 [n], from anywhere into memory of `segment_on_host`."""
-        target.copy_(source, non_blocking=True)
 
-    def arrival(self) -> Arrival:
-        """The end of the copies so far, of this thread."""
-        arrival = Arrival()
-        if self._device.type == "cuda":
-            arrival.record()
-        return arrival
+# (target, source), of equal numbers of elements and equal dtypes.
+CopyPair = tuple[Tensor, Tensor]
 
 
-class HomeTransfers:
-    """Copies between host and device beside what the device computes, one after the other. On a CPU they happen at once."""
+class CopyStream:
+    """A stream of a GPU for copies beside computation, one after the other. PCIe carries both directions at once, so each
+    direction has one of its own. Without a GPU copies happen at once, or with `start` in the wait for them."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
 
     @contextmanager
-    def queue(self, device: torch.device) -> Iterator[Arrival]:
+    def queue(self, device: torch.device) -> Iterator[None]:
         """A context in which copies run behind all that is on the current stream now, and beside what comes there later."""
-        arrival = Arrival()
         if device.type != "cuda":
-            yield arrival
+            yield
             return
         self._stream = self._stream or torch.cuda.Stream(device)
         # A copy reads what the device has computed so far, and may write into memory that kernels before it still read.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            yield arrival
-            arrival.record()
+            yield
 
-    def upload(self, target: Tensor, source: Tensor) -> None:
-        """Start to copy `source`, [n] of the host and from `zeros_on_host`, into `target`, [n] of the device, in the order of the
-        current stream, which within `queue` is that of these transfers."""
-        target.copy_(source, non_blocking=True)
-
-    def download(self, source: Tensor, target: Tensor) -> "Download":
-        """Start to copy `source`, [n] of the device, into `target`, [n] of the host and from `zeros_on_host`."""
-        with self.queue(source.device) as arrival:
-            target.copy_(source, non_blocking=True)
-        return Download(source, target, arrival)
+    def start(self, pairs: Sequence[CopyPair]) -> "Copies":
+        """Start the copies, in this order, behind what the current stream has been given so far. The host's side of each pair is
+        pinned."""
+        device = next((each.device for pair in pairs for each in pair if each.is_cuda), None)
+        if device is None:
+            return LateCopies(pairs)
+        with self.queue(device):
+            for target, source in pairs:
+                start_copy(target, source)
+            return Arrival(device)
 
 
 class Download:
-    """A copy on its way to the host. `source` must not be written to before `wait` returns, `target` not be read."""
+    """A copy on its way to the host. `source` must not be written to before `wait` returns, `target` not be read.
 
-    def __init__(self, source: Tensor, target: Tensor, arrival: Arrival):
-        self._source, self._target, self._arrival = source, target, arrival
+    source: [n] of the device; target: [n] of the host, from `zeros_on_host`.
+    """
+
+    def __init__(self, source: Tensor, target: Tensor, stream: CopyStream):
+        self._source, self._target = source, target
+        with stream.queue(source.device):
+            start_copy(target, source)
+            self._arrival = Arrival(source.device)
 
     def wait(self) -> None:
         """Return when the host may read the target."""
@@ -209,83 +203,25 @@ class Download:
 # What memory holds that nobody has copied to yet: as a float of any width it is NaN.
 NO_VALUE = 0xFF
 
-# (target, source), of equal numbers of elements and equal dtypes.
-CopyPair = tuple[Tensor, Tensor]
-
-
-class Copies(Protocol):
-    """Copies under way."""
-
-    def wait(self) -> None:
-        """Make the current stream wait for them. Any number of times."""
-
-
-class CopyStream(Protocol):
-    """A stream that does nothing but copy."""
-
-    def start(self, pairs: Sequence[CopyPair]) -> Copies:
-        """Start the copies, in this order, behind what the current stream has been given so far."""
-
-
-def open_copy_stream(device: torch.device) -> CopyStream:
-    """A new stream for copies to or from the device."""
-    return CudaCopyStream(device) if device.type == "cuda" else LateCopyStream()
-
-
-def make_host_block(num_bytes: int, device: torch.device) -> Tensor:
-    """Host memory, uint8 [num_bytes] of any content, that the device copies to and from without the host."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-
-class CudaCopyStream:
-    """A CUDA stream of its own: PCIe carries both directions at once, so each direction has one."""
-
-    def __init__(self, device: torch.device):
-        self._device, self._stream = device, torch.cuda.Stream(device)
-
-    def start(self, pairs: Sequence[CopyPair]) -> "CudaCopies":
-        """See `CopyStream`. The host's side of each pair is pinned."""
-        # A source is complete, and nobody reads a target's former content any more, when the computation has come this far.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-            return CudaCopies(self._device, self._stream.record_event())
-
-
-class CudaCopies:
-    """done: the event behind the last copy."""
-
-    def __init__(self, device: torch.device, done: torch.cuda.Event):
-        self._device, self._done = device, done
-
-    def wait(self) -> None:
-        """See `Copies`."""
-        torch.cuda.current_stream(self._device).wait_event(self._done)
-
-
-class LateCopyStream:
-    """The form for CPUs, which checks its callers."""
-
-    def start(self, pairs: Sequence[CopyPair]) -> "LateCopies":
-        """See `CopyStream`."""
-        for target, _ in pairs:
-            target.view(torch.uint8).fill_(NO_VALUE)
-        return LateCopies(pairs)
-
 
 class LateCopies:
-    """Copies that are made in the wait."""
+    """Copies that are made in the wait: the form for CPUs, which checks its callers."""
 
     def __init__(self, pairs: Sequence[CopyPair]):
+        for target, _ in pairs:
+            target.view(torch.uint8).fill_(NO_VALUE)
         # Weak: whoever starts copies keeps both sides until the wait, as a device would need it.
         self._pairs = [(ref(target), ref(source)) for target, source in pairs]
 
     def wait(self) -> None:
-        """See `Copies`."""
+        """Make the copies. Any number of times."""
         pairs, self._pairs = self._pairs, []
         for to, of in pairs:
             target, source = to(), of()
             assert target is not None, "the target of a copy was given up before anybody waited for the copy"
             assert source is not None, "the source of a copy was given up before anybody waited for the copy"
             target.copy_(source)
+
+
+# Copies under way, for which the current stream can be made to wait.
+Copies = Arrival | LateCopies

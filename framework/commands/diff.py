@@ -94,8 +94,7 @@ def _compare_curves(first: RunDirectory, second: RunDirectory) -> Iterator[tuple
 
 def _read_curve(run: RunDirectory) -> dict[int, dict[str, Any]]:
     """Records by step."""
-    metrics = run.path / METRICS_FILE
-    return {record["step"]: record for record in read_records(metrics)} if metrics.is_file() else {}
+    return {record["step"]: record for record in read_records(run.path / METRICS_FILE)}
 
 
 def spread(steps: Sequence[int], most: int) -> list[int]:

@@ -124,7 +124,7 @@ def _layout(recipe: Recipe) -> Iterator[DoctorLine]:
     with loading_libraries():
         from framework.plan.advice import SHOWN, caution_of_fit, find_relief, find_savings
         from framework.plan.check import check_layout, check_weights, describe_need
-        from framework.plan.memory import show_bytes
+        from framework.plan.text import show_bytes
 
     try:
         plan = check_layout(recipe)

@@ -32,7 +32,7 @@ from framework.faults.plan import (
     read_plan,
 )
 from framework.launch.directory import RunDirectory, find_run
-from framework.launch.jobs import find_jobs, has_ended, is_running
+from framework.launch.jobs import find_jobs, has_ended, is_running, read_history
 from framework.launch.places import explain_errors
 from framework.launch.slurm import RANK_PROGRAM
 from framework.mesh.placement import place
@@ -40,7 +40,7 @@ from framework.recipe.compose import load_recipe
 from framework.recipe.derive import derive
 from framework.recipe.schema import Recipe
 from framework.start import python_words, slurm_environment
-from framework.track.jsonl import METRICS_FILE, read_last_records
+from framework.track.jsonl import METRICS_FILE, read_records
 
 # How often the run's files are looked at while a step is waited for.
 POLL_S = 0.05
@@ -60,17 +60,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Inject the fault, or list what there is."""
+    """Inject the fault, or list what there is. Raises RunError where a run cannot be reached, or does not take the fault."""
     if arguments.list or not arguments.run:
-        return list_command(find_run(arguments.run) if arguments.run else None)
+        return _list_faults(find_run(arguments.run) if arguments.run else None)
     if not arguments.words:
         raise RunError(
             "inject RUN FAULT: say which fault, such as kill rank=1 step=30; `meshwright inject --list` explains them"
         )
-    return inject_command(find_run(arguments.run), words=arguments.words, here=arguments.here)
+    run = RunDirectory.open(find_run(arguments.run))
+    recipe, fault = load_recipe(run.recipe), parse_fault(arguments.words, SAVE_POINTS)
+    if arguments.here:  # signals to processes of this machine only
+        return _signal_here(run, fault)
+    _check(run, recipe, fault)
+    is_at_a_place = fault.step is not None or fault.phase is not None or fault.point is not None
+    if fault.kind == "corrupt-checkpoint":
+        return _corrupt(run, fault)
+    if recipe.run.allow_faults and fault.node is None and (is_at_a_place or not KINDS[fault.kind].from_outside):
+        with explain_errors(run.path):
+            plan_faults(run.path, [fault])
+        print(f"planned  {fault.describe()}; {run.path / LOG_FILE} will say when it was injected")
+        return EXIT_DONE
+    return _signal(run, recipe, fault)
 
 
-def list_command(path: Path | None) -> int:
+def _list_faults(path: Path | None) -> int:
     """Print the kinds of faults, or the faults planned for a run and injected into it."""
     if path is None:
         width = max(map(len, KINDS))
@@ -88,24 +101,6 @@ def list_command(path: Path | None) -> int:
             f"injected {record['fault']}: {when}, rank {record['rank']} on {record['host']}, step {record.get('step', '?')}"
         )
     return EXIT_DONE
-
-
-def inject_command(path: Path, words: Sequence[str], *, here: bool = False) -> int:
-    """Inject a fault into a run. Raises RunError where that is impossible. here: signal processes of this machine only."""
-    run = RunDirectory.open(path)
-    recipe, fault = load_recipe(run.recipe), parse_fault(words, SAVE_POINTS)
-    if here:
-        return _signal_here(run, fault)
-    _check(run, recipe, fault)
-    is_at_a_place = fault.step is not None or fault.phase is not None or fault.point is not None
-    if fault.kind == "corrupt-checkpoint":
-        return _corrupt(run, fault)
-    if recipe.run.allow_faults and fault.node is None and (is_at_a_place or not KINDS[fault.kind].from_outside):
-        with explain_errors(run.path):
-            plan_faults(run.path, [fault])
-        print(f"planned  {fault.describe()}; {run.path / LOG_FILE} will say when it was injected")
-        return EXIT_DONE
-    return _signal(run, recipe, fault)
 
 
 def _check(run: RunDirectory, recipe: Recipe, fault: Fault) -> None:
@@ -132,7 +127,7 @@ def _check(run: RunDirectory, recipe: Recipe, fault: Fault) -> None:
 
 
 def _reported_step(run: RunDirectory) -> int:
-    last = read_last_records(run.path / METRICS_FILE, 1)
+    last = list(read_records(run.path / METRICS_FILE, last=1))
     return last[-1]["step"] if last else 0
 
 
@@ -154,7 +149,9 @@ def _signal(run: RunDirectory, recipe: Recipe, fault: Fault) -> int:
     if not running:
         return _signal_here(run, fault)
     job = running[0]
-    expand = ["scontrol", "show", "hostnames", _find_nodes(run) or job.nodes]
+    # Those of the newest start of the job's ranks: a job may have spare nodes, and have lost others.
+    started = [note.values["nodes"] for note in read_history(run.history) if "nodes" in note.values]
+    expand = ["scontrol", "show", "hostnames", started[-1] if started else job.nodes]
     environment = slurm_environment(os.environ)
     nodes = subprocess.run(expand, env=environment, capture_output=True, text=True, check=False)
     names = nodes.stdout.split()
@@ -180,14 +177,6 @@ def _choose_node(recipe: Recipe, fault: Fault, names: Sequence[str], job_id: str
     if fault.node not in names:
         raise RunError(f"node={fault.node}: job {job_id} runs on {', '.join(names)}")
     return fault.node
-
-
-def _find_nodes(run: RunDirectory) -> str:
-    """The nodes of the newest start of a job's ranks, in SLURM's notation: a job may have spare nodes, and have lost others."""
-    history = run.script.with_name("history")
-    lines = history.read_text().splitlines() if history.is_file() else []
-    found = [match[1] for line in lines if (match := re.search(r" start from=.* nodes=(\S+)", line))]
-    return found[-1] if found else ""
 
 
 def _signal_here(run: RunDirectory, fault: Fault) -> int:

@@ -29,7 +29,7 @@ from framework.recipe.convert import to_recipe
 from framework.recipe.environment import fill
 from framework.recipe.keys import plain
 from framework.recipe.problem import render_problems
-from framework.recipe.saved import CLUSTER, ENDINGS, read_cluster_file, write_cluster_file
+from framework.recipe.saved import CLUSTER, ENDINGS, read_part, write_cluster_file
 from framework.recipe.schema import ClusterMeasured, Precision, Recipe
 from framework.start import python_words
 from framework.track.device import peak_flops
@@ -144,7 +144,7 @@ def refuse(recipe: Recipe, file: Path, here: ClusterMeasured, overwrites: bool) 
         raise RecipeError(f"--measure {file}: nothing can be written into {there}; name a file in a folder of yours")
     if overwrites or not file.exists():
         return
-    values, problems = read_cluster_file(file)
+    values, problems = read_part(CLUSTER, file)
     draft, _ = to_recipe({CLUSTER: values}, {})
     measured, ways = draft.cluster.measured, "name another one, or give --overwrite"
     if problems or measured.processor is None:
@@ -265,7 +265,8 @@ def describe_group(
 ) -> dict[str, Any]:
     """The keys of the file but for its name. memory_bytes: of a device; host_bytes: of the node's main memory. For GPUs the
     shipped file, where there is one, has the values that one node cannot measure."""
-    first, peaks = order.dtypes[0], {dtype: find_peak(order, found, here, dtype) for dtype in order.dtypes}
+    matmul = {dtype: describe_matmul(order, found, here, dtype) for dtype in order.dtypes}
+    first = order.dtypes[0]
     *_, forward, backward = found["attention"][first][-1]
     shipped = name_of_gpu(here.gpus[0]) if here.gpus else None
     known = {} if shipped is None else plain(asdict(read_shipped(shipped)))
@@ -274,11 +275,10 @@ def describe_group(
         "devices_per_node": order.ranks,
         "memory_gb": memory_bytes / 2**30,
         "host_memory_gb": host_bytes / 2**30,
-        "matmul": known.get("matmul", {})
-        | {dtype: describe_matmul(dtype, peaks[dtype], found) for dtype in order.dtypes},
+        "matmul": known.get("matmul", {}) | matmul,
         **{name: known.get(name, value) for name, value in UNKNOWN_GPU.items() if order.device == "cuda"},
-        "attention_share": min(1.0, 1e12 * forward / peaks[first]),
-        "attention_backward_share": min(1.0, 1e12 * backward / peaks[first]),
+        "attention_share": min(1.0, forward / matmul[first]["peak_tflops"]),
+        "attention_backward_share": min(1.0, backward / matmul[first]["peak_tflops"]),
         "memory_gb_per_s": found["memory"][-1][1],
         "memory_measured": found["memory"],
         "softmax_g_per_s": found["softmax"],
@@ -293,19 +293,14 @@ def describe_group(
     return {name: value for name, value in group.items() if value not in ([], None)}
 
 
-def find_peak(order: MeasureOrder, found: Mapping[str, Any], here: ClusterMeasured, dtype: str) -> float:
-    """FLOP/s of a device: by its maker's data sheet where that is known, else the best matmul."""
-    best = 1e12 * max(rate for *_, rate in found["matmul"][dtype])
-    stated = peak_flops(here.gpus[0]) if order.device == "cuda" and dtype == "bf16" else None
-    return max(best, stated or 0.0)
-
-
-def describe_matmul(dtype: str, peak: float, found: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `matmul` of one dtype."""
+def describe_matmul(order: MeasureOrder, found: Mapping[str, Any], here: ClusterMeasured, dtype: str) -> dict[str, Any]:
+    """The keys of `matmul` of one dtype. The peak is that of its maker's data sheet where that is known, else the best matmul."""
     measured = found["matmul"][dtype]
-    best = 1e12 * max(rate for *_, rate in measured)
+    best = max(rate for *_, rate in measured)
+    stated = peak_flops(here.gpus[0]) if order.device == "cuda" and dtype == "bf16" else None
+    peak = max(best, (stated or 0.0) / 1e12)
     other = {name: found[name][dtype] for name in ("gradient", "attention")}
-    return {"peak_tflops": peak / 1e12, "share": best / peak, "measured": measured, **other}
+    return {"peak_tflops": peak, "share": best / peak, "measured": measured, **other}
 
 
 def describe_link(kind: str, found: Mapping[str, Any], ranks: int, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -327,17 +322,16 @@ def describe_link(kind: str, found: Mapping[str, Any], ranks: int, known: Mappin
 def fit_line(points: Points) -> tuple[float, float]:
     """(latency, time of a unit) of the line through (size, time) whose relative errors have the least sum of squares; neither is
     negative."""
-    weights = [1 / time**2 for _, time in points]
-    total = sum(weights)
-    size = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    time = sum(w * t for w, (_, t) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (x - size) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    slope = (
-        sum(w * (x - size) * (t - time) for w, (x, t) in zip(weights, points, strict=True)) / spread if spread else 0.0
-    )
-    largest, longest = max((x, t) for x, t in points)
-    slope = min(max(slope, 0.1 * longest / largest), time / size)  # the largest message is bytes in some part
-    return max(0.0, time - slope * size), slope
+    import numpy as np  # which --help need not wait for
+
+    sizes, times = np.array(points, dtype=float).T
+    weights = times**-2
+    size, time = np.average(sizes, weights=weights), np.average(times, weights=weights)
+    spread = np.average((sizes - size) ** 2, weights=weights)
+    slope = np.average((sizes - size) * (times - time), weights=weights) / spread if spread else 0.0
+    # The largest message is bytes in some part.
+    slope = float(min(max(slope, 0.1 * times[np.argmax(sizes)] / max(sizes)), time / size))
+    return max(0.0, float(time - slope * size)), slope
 
 
 def write_text(name: str, group: Mapping[str, Any], order: MeasureOrder, here: ClusterMeasured, busy: str = "") -> str:

@@ -11,11 +11,11 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from framework.commands.measure import check_measured
 from framework.errors import EXIT_DONE, RecipeError, RunError
@@ -25,6 +25,10 @@ from framework.recipe.layout_keys import LAYOUT_KEYS
 from framework.recipe.saved import write_layout
 from framework.recipe.schema import Recipe
 from framework.track.jsonl import METRICS_FILE, read_records
+
+if TYPE_CHECKING:
+    from framework.plan.find import Question
+    from framework.plan.search import Search
 
 LAYOUTS = "layouts"
 CORRECTED = "cluster.yaml"
@@ -48,17 +52,6 @@ TRIAL = {
     "track.wandb.mode": "disabled",
     "run.name": "trial",
 }
-
-
-@dataclass(frozen=True)
-class SearchRequest:
-    """A composed command line. overrides, recipe_dirs: of the recipe; pinned: keys of its layout that stay."""
-
-    recipe: Recipe
-    pinned: frozenset[str]
-    overrides: Sequence[str]
-    recipe_dirs: Sequence[Path]
-    options: argparse.Namespace
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -103,87 +96,87 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    request = compose_request(arguments)
-    check_measured(request.recipe)
-    if arguments.try_best is None:
-        show(request, find(request))
-        return EXIT_DONE
-    return try_layouts(request)
+    recipe, pinned = compose_search(arguments)
+    check_measured(recipe)
+    with loading_libraries():
+        from framework.plan.find import Question
+
+    meshes = arguments.try_best or 0
+    question = Question(recipe, pinned, by=arguments.by, best=max(arguments.best, meshes), meshes=meshes)
+    if meshes:
+        return try_layouts(question, arguments)
+    show(question, find(question), arguments)
+    return EXIT_DONE
 
 
-def compose_request(arguments: argparse.Namespace) -> SearchRequest:
-    """Compose the recipe and check the options, before anything is searched. RecipeError with all that is wrong."""
+def compose_search(options: argparse.Namespace) -> tuple[Recipe, frozenset[str]]:
+    """The recipe, and the keys of its layout that stay. Checks the options as well, before anything is searched: RecipeError."""
     for name, least in (("best", 1), ("try_best", 1), ("try_steps", 3)):
-        value = getattr(arguments, name)
+        value = getattr(options, name)
         if value is not None and value < least:
             raise RecipeError(f"--{name.replace('_best', '').replace('_', '-')} {value}: at least {least}")
-    if arguments.write is not None:
-        _refuse_file(arguments.write, overwrite=arguments.overwrite)
-    if arguments.html is not None:
+    if options.write is not None:
+        _refuse_file(options.write, overwrite=options.overwrite)
+    if options.html is not None:
         from framework.plan.page_html import require_page
 
-        require_page(arguments.html, overwrite=arguments.overwrite)
-    composition = compose_open(arguments.overrides, arguments.recipes)
-    pinned = find_pins(composition, arguments.overrides, arguments.recipes)
-    pinned = change_pins(pinned, free=arguments.free, keep=arguments.keep)
-    return SearchRequest(composition.require(), pinned, arguments.overrides, arguments.recipes, arguments)
+        require_page(options.html, overwrite=options.overwrite)
+    composition = compose_open(options.overrides, options.recipes)
+    pinned = find_pins(composition, options.overrides, options.recipes)
+    return composition.require(), change_pins(pinned, free=options.free, keep=options.keep)
 
 
-def find(request: SearchRequest, cluster: Any = None) -> Any:
-    """Search on a cluster, by default the recipe's. RecipeError where no layout can be trained."""
-    with loading_libraries():
-        from framework.plan.find import Question, best_of, search
+def find(question: "Question") -> "Search":
+    """Search. RecipeError where no layout can be trained."""
+    from framework.plan.find import best_of, search
 
-    options = request.options
-    meshes = options.try_best or 0
-    best = max(options.best, meshes)
-    question = Question(request.recipe, request.pinned, by=options.by, best=best, cluster=cluster, meshes=meshes)
     result = search(question)
     best_of(result)
     return result
 
 
 def show(
-    request: SearchRequest, result: Any, cluster: Any = None, more: Mapping[str, Any] = MappingProxyType({})
+    question: "Question",
+    result: "Search",
+    options: argparse.Namespace,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Print a result and write the requested files. more: extra fields of the JSON object."""
-    from framework.plan.find import cluster_name, values_for
+    from framework.plan.find import values_for
     from framework.plan.search_text import comment_of, to_json
 
-    options, best = request.options, result.ranked[0]
-    name = cluster.name if cluster else cluster_name(request.recipe)
+    recipe, pinned, name = question.recipe, question.pinned, _name_cluster(question)
     if options.json:
-        values = [values_for(each, request.recipe, request.pinned) for each in result.ranked]
-        print(json.dumps({**to_json(result, name, request.pinned, values, is_full=options.rejections), **more}))
+        values = [values_for(each, recipe, pinned) for each in result.ranked]
+        print(json.dumps({**to_json(result, name, pinned, values, is_full=options.rejections), **more}))
     else:
-        print_table(request, result, name)
+        print_table(question, result, options)
     if options.write is not None:
-        stated = values_for(best, request.recipe, request.pinned)
-        write_best(options.write, stated, comment_of(best, name, request.recipe))
+        best = result.ranked[0]
+        write_best(options.write, values_for(best, recipe, pinned), comment_of(best, name, recipe))
         if not options.json:
             print(f"\nwrote {options.write}: meshwright plan layout={options.write} ...")
     if options.html is not None:
-        _write_page(request, cluster)
+        from framework.plan.page_html import write_html
+        from framework.plan.page_of_search import explore, make_search_page
+
+        write_html(options.html, make_search_page(*explore(replace(question, meshes=0))))
+        print(f"wrote {options.html}", file=sys.stderr if options.json else sys.stdout)
 
 
-def print_table(request: SearchRequest, result: Any, name: str) -> None:
+def print_table(question: "Question", result: "Search", options: argparse.Namespace) -> None:
     """Print the best layouts as a table, and why the others are not in it."""
     from framework.plan.search_text import describe_rejections, describe_search
 
-    print("\n".join(describe_search(result, name, request.pinned, shown=request.options.best)))
-    if request.options.rejections:
+    print("\n".join(describe_search(result, _name_cluster(question), question.pinned, shown=options.best)))
+    if options.rejections:
         print("\n".join(["", *describe_rejections(result)]))
 
 
-def _write_page(request: SearchRequest, cluster: Any) -> None:
-    from framework.plan.find import Question
-    from framework.plan.page_html import write_html
-    from framework.plan.page_of_search import explore, make_search_page
+def _name_cluster(question: "Question") -> str:
+    from framework.plan.find import cluster_name
 
-    options = request.options
-    question = Question(request.recipe, request.pinned, by=options.by, cluster=cluster)
-    write_html(options.html, make_search_page(*explore(question)))
-    print(f"wrote {options.html}", file=sys.stderr if options.json else sys.stdout)
+    return question.cluster.name if question.cluster else cluster_name(question.recipe)
 
 
 def _refuse_file(file: Path, *, overwrite: bool) -> None:
@@ -211,28 +204,23 @@ def write_best(file: Path, values: dict[str, Any], comment: str) -> None:
 # --- --try
 
 
-def try_layouts(request: SearchRequest) -> int:
+def try_layouts(question: "Question", options: argparse.Namespace) -> int:
     """Rank, train the best of as many meshes as are wanted, correct and rank again; under SLURM queue the runs."""
     from framework.commands.submit import submit_sweep
     from framework.commands.sweep import compose_sweep, train_sweep
     from framework.launch.directory import RunDirectory
 
-    result, options = find(request), request.options
-    is_queued = request.recipe.launch.kind == "slurm"
+    result, recipe = find(question), question.recipe
     with _to_stderr() if options.json else nullcontext():
         if not options.json:
-            print_table(request, result, _cluster_name(request))
-        folder = RunDirectory.create(Path(request.recipe.run.root), None, f"{request.recipe.run.name}-tried").path
+            print_table(question, result, options)
+        folder = RunDirectory.create(Path(recipe.run.root), None, f"{recipe.run.name}-tried").path
         chosen = choose_tried(result, wanted=options.try_best)
-        trial = TRIAL | {
-            "train.steps": options.try_steps,
-            "launch.kind": request.recipe.launch.kind,
-            "run.root": folder,
-        }
+        trial = TRIAL | {"train.steps": options.try_steps, "launch.kind": recipe.launch.kind, "run.root": folder}
         overrides = [
-            *_without_layout(request.overrides),
+            *_without_layout(options.overrides),
             *(f"{key}={value}" for key, value in trial.items()),
-            _write_layouts(request, folder, chosen),
+            _write_layouts(question, folder, chosen),
         ]
         # Layouts of one mesh are near-duplicates: their steps would tell one another's rates, and little else.
         print(
@@ -240,25 +228,24 @@ def try_layouts(request: SearchRequest) -> int:
             f" each, in {folder}",
             flush=True,
         )
-        if is_queued:
-            recipes, combinations = compose_sweep(overrides, request.recipe_dirs)
-            submit_sweep(recipes, combinations, dry_run=False)
+        if recipe.launch.kind == "slurm":
+            submit_sweep(*compose_sweep(overrides, options.recipes), dry_run=False)
         else:
-            train_sweep(overrides, request.recipe_dirs)
-    if not is_queued:
-        return _rank_again(request, folder)
+            train_sweep(overrides, options.recipes)
+    if recipe.launch.kind != "slurm":
+        return _rank_again(question, options, folder)
     if options.json:
-        show(request, result, more={"tried": {"folder": str(folder), "queued": len(chosen)}})
+        show(question, result, options, {"tried": {"folder": str(folder), "queued": len(chosen)}})
     return EXIT_DONE
 
 
-def choose_tried(result: Any, wanted: int) -> list[Any]:
+def choose_tried(result: "Search", wanted: int) -> list[Any]:
     """The best layout of each of so many meshes; where there are fewer meshes, then the best of the others."""
     chosen = list(result.of_meshes[:wanted])
     return [*chosen, *(each for each in result.ranked if each not in chosen)][:wanted]
 
 
-def _write_layouts(request: SearchRequest, folder: Path, chosen: Sequence[Any]) -> str:
+def _write_layouts(question: "Question", folder: Path, chosen: Sequence[Any]) -> str:
     """Write a file for each layout; returns the override that sweeps over them."""
     from framework.plan.find import values_for
     from framework.plan.search_text import comment_of
@@ -266,8 +253,8 @@ def _write_layouts(request: SearchRequest, folder: Path, chosen: Sequence[Any]) 
     (folder / LAYOUTS).mkdir()
     files = [folder / LAYOUTS / f"{place}.yaml" for place in range(1, len(chosen) + 1)]
     for file, each in zip(files, chosen, strict=True):
-        values = values_for(each, request.recipe, request.pinned)
-        write_best(file, values, comment_of(each, "the cluster", request.recipe))
+        values = values_for(each, question.recipe, question.pinned)
+        write_best(file, values, comment_of(each, "the cluster", question.recipe))
     return f"layout={','.join(map(str, files))}"
 
 
@@ -285,13 +272,7 @@ def _to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def _cluster_name(request: SearchRequest) -> str:
-    from framework.plan.find import cluster_name
-
-    return cluster_name(request.recipe)
-
-
-def _rank_again(request: SearchRequest, folder: Path) -> int:
+def _rank_again(question: "Question", options: argparse.Namespace, folder: Path) -> int:
     from framework.plan.cluster import ClusterRates
     from framework.plan.correction import Tried, correct, describe_factors, fit_factors, write_text
     from framework.plan.find import forecast_layout, resolved
@@ -302,23 +283,22 @@ def _rank_again(request: SearchRequest, folder: Path) -> int:
     measured = dict(_read_measured(folder))
     if not measured:
         raise RunError(f"{folder}: no run there has trained more than {WARM_UP} steps: see their logs below {folder}")
-    tried = [Tried(forecast_layout(layout, request.recipe).time, step_s) for layout, step_s in measured.items()]
-    factors = fit_factors(tried)
-    recipe = resolved(request.recipe)
+    tried = [Tried(forecast_layout(layout, question.recipe).time, step_s) for layout, step_s in measured.items()]
+    factors, file, recipe = fit_factors(tried), folder / CORRECTED, resolved(question.recipe)
     group = correct(find_cluster(recipe)[0], factors, folder.name)
-    write_cluster_file(folder / CORRECTED, write_text(group, f"corrected by {len(tried)} layouts tried in {folder}"))
-    if not request.options.json:
-        print(f"\n{'predicted s':>11}  {'measured s':>10}  layout")
-        for each, layout in zip(tried, measured, strict=True):
-            print(f"{each.forecast.step_s:>11.4g}  {each.step_s:>10.4g}  {describe(layout)}")
-        print(f"{describe_factors(factors)}\ncluster={folder / CORRECTED}\n")
-    cluster = ClusterRates.from_recipe(replace(recipe, cluster=group))
+    write_cluster_file(file, write_text(group, f"corrected by {len(tried)} layouts tried in {folder}"))
     layouts = [
         {"layout": describe(layout), "predicted_s": each.forecast.step_s, "measured_s": each.step_s}
         for each, layout in zip(tried, measured, strict=True)
     ]
-    found = {"folder": str(folder), "cluster": str(folder / CORRECTED), "factors": factors, "layouts": layouts}
-    show(request, find(request, cluster), cluster, {"tried": found})
+    if not options.json:
+        print(f"\n{'predicted s':>11}  {'measured s':>10}  layout")
+        for each in layouts:
+            print(f"{each['predicted_s']:>11.4g}  {each['measured_s']:>10.4g}  {each['layout']}")
+        print(f"{describe_factors(factors)}\ncluster={file}\n")
+    again = replace(question, cluster=ClusterRates.from_recipe(replace(recipe, cluster=group)))
+    found = {"folder": str(folder), "cluster": str(file), "factors": factors, "layouts": layouts}
+    show(again, find(again), options, {"tried": found})
     return EXIT_DONE
 
 
@@ -327,8 +307,7 @@ def _read_measured(folder: Path) -> Iterator[tuple[Any, float]]:
     from framework.plan.candidate import candidate_of
 
     for saved in sorted(folder.glob("*/recipe.yaml")):
-        metrics = saved.parent / METRICS_FILE
-        records = read_records(metrics) if metrics.is_file() else []
+        records = read_records(saved.parent / METRICS_FILE)
         seconds = [record["step_s"] for record in records if record["step"] > WARM_UP]
         if seconds:
             yield candidate_of(load_recipe(saved)), median(seconds)

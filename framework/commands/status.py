@@ -10,17 +10,15 @@ import re
 import shlex
 import statistics
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from framework.errors import EXIT_DONE, MeshwrightError, RunError
 from framework.launch.directory import RunDirectory, find_run, list_runs
 from framework.launch.identity import load_own_recipe
-from framework.launch.jobs import WAITING_OR_RUNNING, JobState, find_jobs, is_running
+from framework.launch.jobs import WAITING_OR_RUNNING, JobState, find_jobs, is_running, read_history
 from framework.launch.resume import resume_command, saved_step
 from framework.monitor.hang import RankStatus, fold_ranks, read_ranks
 from framework.monitor.progress import LONG_S, LONG_STEPS
@@ -29,7 +27,7 @@ from framework.recipe.compose import load_recipe
 from framework.recipe.schema import Recipe, Run
 from framework.track.console import format_count, format_duration
 from framework.track.goodput import read_account, summarize_goodput
-from framework.track.jsonl import METRICS_FILE, decode, read_records
+from framework.track.jsonl import METRICS_FILE, decode, read_last_records
 
 WIDEST = 64  # of the last column, of words that the runs do not share
 HEAD = ("run", "state", "step", "loss", "validation", "tokens/s", "differs in")
@@ -42,14 +40,6 @@ _TROUBLE = (
     re.compile(r"[\w.]*(?:Error|Exception|Interrupt)\b.*"),
     re.compile(r"(?:srun|slurmstepd\S*): error: .+"),
 )
-
-
-@dataclass(frozen=True)
-class History:
-    """slurm/history of the newest job: how often it started its ranks, and each end's (exit code, step)."""
-
-    starts: int
-    ends: tuple[tuple[int, int], ...]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -75,9 +65,9 @@ def status_command(path: Path) -> int:
         print(describe_run(RunDirectory.open(path)))
         return EXIT_DONE
     runs = [RunDirectory(sweep.path.parent / name) for name in sweep.members]
-    print("\n\n".join(_describe_member(run) for run in runs))
-    if begun := [run for run in runs if run.recipe.is_file()]:
-        print(f"\n{describe_runs(begun, marks_best=True)}")
+    # The turn of some may still come.
+    each = [describe_run(run) if run.recipe.is_file() else f"run      {run.path}, not begun" for run in runs]
+    print("\n\n".join(each), *describe_sweep(runs), sep="\n")
     return EXIT_DONE
 
 
@@ -92,16 +82,9 @@ def overview_command(paths: Sequence[Path], root: Path) -> int:
     return EXIT_DONE
 
 
-def _describe_member(run: RunDirectory) -> str:
-    """A run of a sweep, whose turn may still come."""
-    return describe_run(run) if run.recipe.is_file() else f"run      {run.path}, not begun"
-
-
 def describe_run(run: RunDirectory) -> str:
     """The lines of one run, without those that have nothing to say."""
-    recipe, launch = load_own_recipe(run), run.last_launch
-    jobs = find_jobs(run)
-    history = read_history(run, launch.get("jobs", []))
+    recipe, jobs = load_own_recipe(run), find_jobs(run)
     step, trouble = 0, ""
     try:
         step = saved_step(run)
@@ -109,29 +92,20 @@ def describe_run(run: RunDirectory) -> str:
         trouble = str(error)
     is_done = step >= recipe.train.steps
     now_s = time.time() if is_running(run, jobs) else None
+    paid = recipe.launch.price_per_gpu_hour, recipe.launch.device == "cuda"
     lines = [
         ("run", f"{run.path}{', done' if is_done else ''}"),
         *[("job", _describe_job(job, state)) for job, state in jobs],
         ("here", _describe_holder(run) if not jobs else ""),
-        ("restarts", _describe_history(history)),
+        ("restarts", _describe_history(run) if jobs else ""),
         ("step", _describe_steps(run, recipe, now_s)),
         *[("ranks", text) for text in ([] if now_s is None else describe_ranks(*read_ranks(run.path), now_s))],
-        ("goodput", _describe_goodput(run, recipe)),
+        ("goodput", summarize_goodput(account, *paid) if (account := read_account(run.path)) else ""),
         ("saved", trouble or (f"step {step:,}" if step else "no checkpoint yet")),
         ("log", f"{run.job_log}: {line}" if (line := telling_line(run.job_log)) else ""),
         ("next", _next_command(run, recipe, jobs, is_done)),
     ]
     return "\n".join(f"{name:<8} {text}" for name, text in lines if text)
-
-
-def read_history(run: RunDirectory, jobs: list[str]) -> History | None:
-    """The notes of the newest jobs' script; None for a run that no job has started."""
-    path = run.script.with_name("history")
-    if not jobs or not path.is_file():
-        return None
-    lines = path.read_text().splitlines()
-    ends = [re.search(r" end code=(\d+) step=(\d+)", line) for line in lines]
-    return History(sum(" start from=" in line for line in lines), tuple((int(m[1]), int(m[2])) for m in ends if m))
 
 
 def telling_line(log: Path) -> str:
@@ -145,17 +119,13 @@ def telling_line(log: Path) -> str:
         return lines[-1] if lines else ""
     started = max((index for index, text in said if text.startswith("starts ")), default=0)
     last = said[-1][1]
-    if "as it was asked to" in last:  # srun's own line on the exit code would look like a failure
-        return last
-    if "stopped" in last or "ended with" in last or "not started" in last:
-        trouble = next(_find_trouble(lines[started:]), "")
-        return f"{last} | {trouble}" if trouble else last
-    return last
-
-
-def _find_trouble(lines: list[str]) -> Iterator[str]:
-    for pattern in _TROUBLE:
-        yield from (line.strip() for line in lines if pattern.match(line))
+    # After a stop that was asked for, srun's own line on the exit code would look like a failure.
+    has_failed = "as it was asked to" not in last and any(
+        word in last for word in ("stopped", "ended with", "not started")
+    )
+    telling = (line.strip() for pattern in _TROUBLE for line in lines[started:] if pattern.match(line))
+    trouble = next(telling, "") if has_failed else ""
+    return f"{last} | {trouble}" if trouble else last
 
 
 def _describe_job(job: str, state: JobState | None) -> str:
@@ -175,28 +145,33 @@ def _describe_holder(run: RunDirectory) -> str:
     return "not running" if (run.path / "lock").is_file() else ""
 
 
-def _describe_history(history: History | None) -> str:
-    if history is None:
-        return ""
-    ends = ", ".join(f"{code} at step {step:,}" for code, step in history.ends[-5:])
-    return f"{max(0, history.starts - 1)}" + (f"; the ranks ended with {ends}" if ends else "")
+def _describe_history(run: RunDirectory) -> str:
+    """Restarts of the ranks by the newest job, and how they ended."""
+    notes = read_history(run.history)
+    starts = sum(note.what == "start" for note in notes)
+    ends = [f"{note.values['code']} at step {int(note.values['step']):,}" for note in notes if note.what == "end"]
+    return (
+        (f"{max(0, starts - 1)}" + (f"; the ranks ended with {', '.join(ends[-5:])}" if ends else "")) if notes else ""
+    )
 
 
 def _describe_steps(run: RunDirectory, recipe: Recipe, now_s: float | None) -> str:
     """The last reported step, its loss and the time left. now_s: the clock, for a run that runs: the age of the report is
-    added."""
-    metrics = run.path / METRICS_FILE
-    records = list(read_records(metrics)) if metrics.is_file() else []
+    added, and whether that is long for reports that come every so many steps."""
+    records = list(read_records(run.path / METRICS_FILE, last=RECENT_STEPS))
     total = recipe.train.steps
     if not records:
         return f"none of {total:,} yet"
     last = records[-1]
-    paces = [record["step_s"] for record in records[-RECENT_STEPS:] if not math.isnan(record["step_s"])]
+    paces = [record["step_s"] for record in records if not math.isnan(record["step_s"])]
     pace_s = statistics.median(paces) if paces else 0.0
     left = total - last["step"]
-    eta = f", {format_duration(pace_s * left)} of training left" if left else ""
-    age = "" if now_s is None else _describe_age(now_s - last["unix_s"], pace_s * recipe.track.every_steps)
-    return f"{last['step']:,} of {total:,} ({last['step'] / total:.0%}), loss {last['loss']:.4f}{age}{eta}"
+    text = f"{last['step']:,} of {total:,} ({last['step'] / total:.0%}), loss {last['loss']:.4f}"
+    if now_s is not None:
+        age_s = now_s - last["unix_s"]
+        hangs = age_s > max(LONG_S, LONG_STEPS * pace_s * recipe.track.every_steps)
+        text += f", {format_duration(age_s)} ago" + (": it saves, validates, or hangs" if hangs else "")
+    return text + (f", {format_duration(pace_s * left)} of training left" if left else "")
 
 
 def describe_ranks(unix_s: float, lines: Sequence[RankStatus], now_s: float) -> list[str]:
@@ -216,20 +191,6 @@ def _describe_alike(doing: str, wait: str, lines: Sequence[RankStatus]) -> str:
     who = f"[{lines[0].coordinates}]" if len(lines) == 1 else f"({len(lines)} ranks)"
     seconds = max(line.seconds for line in lines)
     return f"{fold_ranks([line.rank for line in lines])} {who}{where}: {doing}, {seconds:.0f} s{f', in {wait}' if wait else ''}"
-
-
-def _describe_goodput(run: RunDirectory, recipe: Recipe) -> str:
-    """Where the time went, up to the newest start's last note."""
-    account = read_account(run.path)
-    if account is None:
-        return ""
-    return summarize_goodput(account, recipe.launch.price_per_gpu_hour, recipe.launch.device == "cuda")
-
-
-def _describe_age(age_s: float, pace_s: float) -> str:
-    """The age of the last report, and whether that is long for reports which come every pace_s seconds."""
-    hangs = age_s > max(LONG_S, LONG_STEPS * pace_s)
-    return f", {format_duration(age_s)} ago" + (": it saves, validates, or hangs" if hangs else "")
 
 
 def _waits_for_the_clock(state: JobState) -> bool:
@@ -256,68 +217,44 @@ def _next_command(run: RunDirectory, recipe: Recipe, jobs: list[tuple[str, JobSt
 # --- many runs, one a line
 
 
-@dataclass(frozen=True)
-class RunLine:
-    """One run in numbers. loss: the last step's; validation: the lowest; None where nothing was measured."""
-
-    id: str
-    state: str
-    steps: str
-    loss: float | None
-    validation: float | None
-    tokens_per_s: float | None
-    overrides: tuple[str, ...]
-
-    @property
-    def score(self) -> tuple[bool, float]:
-        """Lower is better: a validation loss before a loss of training, which is of other data in each step."""
-        loss = self.loss if self.validation is None else self.validation
-        return self.validation is None, float("inf") if loss is None or loss != loss else loss
-
-
 def describe_runs(runs: Sequence[RunDirectory], marks_best: bool) -> str:
     """A table of at least one run. marks_best: `*` is at the lowest validation loss, or at the lowest loss where no run has
     validated; for runs that train on the same text."""
-    lines = [_read_line(run) for run in runs]
-    best = min(lines, key=lambda line: line.score) if marks_best else None
-    common = set.intersection(*(set(line.overrides) for line in lines))
-    return "\n".join(align([HEAD, *(_cells(line, line is best, common) for line in lines)]))
+    scored, typed = [_read_line(run) for run in runs], [_overrides(run) for run in runs]
+    best, common = min(score for score, _ in scored), set(typed[0]).intersection(*typed)
+    table: list[tuple[str, ...]] = [HEAD]
+    for (score, (name, *cells)), words in zip(scored, typed, strict=True):
+        differs = " ".join(word for word in words if word not in common and not word.startswith("run.id="))
+        mark = " *" if marks_best and score == best and not any(row[0].endswith(" *") for row in table) else ""
+        table.append((name + mark, *cells, differs if len(differs) <= WIDEST else differs[: WIDEST - 4] + " ..."))
+    return "\n".join(align(table))
 
 
-def _cells(line: RunLine, is_best: bool, common: set[str]) -> tuple[str, ...]:
-    own = [word for word in line.overrides if word not in common and not word.startswith("run.id=")]
-    numbers = [f"{value:.4f}" if value is not None else "-" for value in (line.loss, line.validation)]
-    speed = format_count(line.tokens_per_s) if line.tokens_per_s is not None else "-"
-    differs = " ".join(own)
-    differs = differs if len(differs) <= WIDEST else differs[: WIDEST - 4] + " ..."
-    return line.id + (" *" if is_best else ""), line.state, line.steps, *numbers, speed, differs
-
-
-def _read_line(run: RunDirectory) -> RunLine:
+def _read_line(run: RunDirectory) -> tuple[tuple[bool, float], list[str]]:
+    """The score of a run, lower is better, and the cells of its line but for the last."""
     try:
         recipe = load_recipe(run.recipe)
     except MeshwrightError:
-        return RunLine(run.id, "unreadable", "-", None, None, None, _overrides(run))
+        return (True, math.inf), [run.id, "unreadable", *"----"]
     step, loss, tokens_per_s, validation = read_curve_end(run.path / METRICS_FILE)
-    steps = f"{step:,}/{recipe.train.steps:,}"
-    return RunLine(run.id, _find_state(run, recipe.train.steps), steps, loss, validation, tokens_per_s, _overrides(run))
+    numbers = ["-" if value is None else f"{value:.4f}" for value in (loss, validation)]
+    speed = "-" if tokens_per_s is None else format_count(tokens_per_s)
+    # A validation loss before a loss of training, which is of other data in each step.
+    judged = loss if validation is None else validation
+    score = validation is None, math.inf if judged is None or math.isnan(judged) else judged
+    state, steps = _find_state(run, recipe.train.steps), f"{step:,}/{recipe.train.steps:,}"
+    return score, [run.id, state, steps, *numbers, speed]
 
 
 def read_curve_end(metrics: Path) -> tuple[int, float | None, float | None, float | None]:
     """(last step, its loss, its tokens/s, the lowest validation loss but NaN), without decoding what is in between."""
-    if not metrics.is_file():
+    records = list(read_records(metrics, last=2))  # a crash may have torn the last line
+    if not records:
         return 0, None, None, None
-    last, validations = None, []
     with metrics.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            last = line
-            if '"validation_loss": null' not in line and (record := decode(line)):
-                validations.append(record["validation_loss"])
-    # A crash may have torn the last line; which one is then the last is worth a second reading.
-    record = decode(last or "") or next(iter(deque(read_records(metrics), maxlen=1)), None)
-    record = record or {"step": 0, "loss": None, "tokens_per_s": None}
-    lowest = min(validations, key=lambda loss: (math.isnan(loss), loss), default=None)
-    return record["step"], record["loss"], record["tokens_per_s"], lowest
+        validated = [record for line in lines if '"validation_loss": null' not in line and (record := decode(line))]
+    lowest = min((each["validation_loss"] for each in validated), key=lambda x: (math.isnan(x), x), default=None)
+    return records[-1]["step"], records[-1]["loss"], records[-1]["tokens_per_s"], lowest
 
 
 def _find_state(run: RunDirectory, total: int) -> str:
@@ -338,10 +275,7 @@ def _overrides(run: RunDirectory) -> tuple[str, ...]:
     return ()
 
 
-def describe_sweep(runs: Sequence[RunDirectory]) -> Iterator[str]:
+def describe_sweep(runs: Sequence[RunDirectory]) -> list[str]:
     """The table of those of a sweep's runs that have begun, if one has."""
     begun = [run for run in runs if run.recipe.is_file()]
-    if begun:
-        yield f"\n{describe_runs(begun, marks_best=True)}"
-        if len(begun) > 1:
-            yield f"compare  meshwright diff {begun[0].path} {begun[1].path}"
+    return [f"\n{describe_runs(begun, marks_best=True)}"] if begun else []

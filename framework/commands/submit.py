@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import framework
@@ -17,18 +17,16 @@ from framework.commands.arguments import add_multirun
 from framework.data.prepare import prepare
 from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.files import PRIVATE, write_file
-from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
-from framework.launch.elastic import describe_counts, legal_counts, plan_counts
+from framework.launch.elastic import legal_counts, plan_counts
 from framework.launch.identity import describe_identity
 from framework.launch.jobs import WAITING_OR_RUNNING, find_job, require_sbatch, submit_script
 from framework.launch.parts import (
-    CheckedLayout,
     RunPart,
+    begin,
+    check_ranks,
     claim,
-    create_run,
-    decide_new,
-    decide_next,
+    go_on,
     refuse_begun,
     refuse_leftovers,
     summarize,
@@ -37,7 +35,7 @@ from framework.launch.places import explain_errors, refuse_unreachable, refuse_u
 from framework.launch.record import describe_software
 from framework.launch.resume import compose_run, resume_command, resume_recipe
 from framework.launch.settle import settle, settle_steps, settle_tokens
-from framework.launch.slurm import Script, find_script_problems, render
+from framework.launch.slurm import find_script_problems, render
 from framework.lease import Lease
 from framework.recipe.compose import load_recipe
 from framework.recipe.problem import Problem, render_problems
@@ -73,27 +71,11 @@ def submit(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path], *, dry
     run = RunDirectory(root / (recipe.run.id or RunDirectory.next_id(root, recipe.run.name)))
     goes_on = recipe.run.id is not None and run.recipe.exists()
     if dry_run:
-        return _show_run(run, resume_recipe(run, overrides, recipe_dirs)[0] if goes_on else recipe)
-    if goes_on:
-        return _resume(run, overrides, recipe_dirs)
-    run, part = create_run(decide_new(recipe, _check_layout))
-    with run.lock(partial(claim, run, recipe.checkpoint.root)) as lease:
+        return _show([resume_recipe(run, overrides, recipe_dirs)[0] if goes_on else recipe], run.path)
+    held = go_on(run, overrides, recipe_dirs, _refuse_busy) if goes_on else begin(recipe)
+    with held as (run, lease, part):
         _write(run, lease, part)
         return _queue(run, lease, part, overrides)
-
-
-def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> int:
-    """Queue the next part of a run, under the saved recipe and the changes that it allows."""
-    _refuse_busy(run)
-
-    @cache
-    def decide() -> RunPart:
-        _refuse_busy(run)  # once more under the lock: another `submit` may have queued a job since
-        return decide_next(run, overrides, recipe_dirs, _check_layout)
-
-    with run.lock(decide) as lease:
-        _write(run, lease, decide())
-        return _queue(run, lease, decide(), overrides)
 
 
 def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], *, dry_run: bool) -> int:
@@ -107,8 +89,7 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], *
     path = root / (first.run.id or RunDirectory.next_id(root, name))
     if first.launch.chain > 1:
         raise RecipeError("launch.chain: a sweep is one job array, whose runs requeue themselves: set launch.chain=1")
-    counts = [plan_counts(recipe) for recipe in recipes]
-    legal = [legal_counts(*each) for each in zip(recipes, counts, strict=True)]
+    legal = [legal_counts(recipe, plan_counts(recipe)) for recipe in recipes]
     scripts = [
         render(recipe, path.absolute(), Path.cwd(), len(recipes), each)
         for recipe, each in zip(recipes, legal, strict=True)
@@ -120,9 +101,9 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], *
             " over other keys than those of launch and parallel, or submit the runs one by one"
         )
     if dry_run:
-        return _show(recipes, scripts[0], describe_counts(first, counts[0]))
+        return _show(recipes, path, len(recipes))
     recipes = [settle(recipe) for recipe in recipes]
-    checked = _check_layouts(recipes)
+    checked = check_ranks(recipes)
     lengths = [settle_steps(recipe) for recipe in recipes]
     print("\n".join([summarize(lengths[0][0], checked.model_type), *checked.lines]))
     tokenizers = [(prepared or prepare(recipe)).tokenizer for recipe, prepared in lengths]
@@ -140,7 +121,9 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], *
         wandb = replace(recipe.track.wandb, group=recipe.track.wandb.group or sweep.id)
         recipe = replace(recipe, run=replace(recipe.run, id=run.id), track=replace(recipe.track, wandb=wandb))
         with run.lock(partial(claim, run, recipe.checkpoint.root)) as lease:
-            _write(run, lease, RunPart(recipe, 0, tokenizers[index], legal[index]))
+            part = RunPart(recipe, 0, tokenizers[index], legal[index])
+            part.write(run, lease)
+            _write(run, lease, part)
     with sweep.lock() as lease:
         job = submit_script(sweep.script)
         sweep.note_launch([], {}, lease, jobs=[job], runs=[run.id for run in runs], **describe_software())
@@ -150,28 +133,6 @@ def submit_sweep(recipes: Sequence[Recipe], combinations: Sequence[list[str]], *
         print(f"run      {run.path}: {shlex.join(combinations[index])}")
     print(_next_steps(sweep, [job], [f"runs     {len(runs)}, at once {first.launch.at_once or len(runs)}"]))
     return EXIT_DONE
-
-
-def _check_layout(recipe: Recipe, is_new: bool) -> CheckedLayout:
-    return _check_layouts([recipe], is_new)
-
-
-def _check_layouts(recipes: Sequence[Recipe], is_new: bool = True) -> CheckedLayout:
-    """Raise now what the ranks of a job would raise after the queue. The result is the first recipe's, but for the line on
-    memory, which is the largest layout's. is_new: the runs begin with their pretrained weights, if they have any, and not with a
-    checkpoint."""
-    with loading_libraries():  # they take seconds, which only what is queued pays
-        from framework.plan.advice import caution_of_fit
-        from framework.plan.check import check_layouts, check_weights, describe_need
-
-    plan = check_layouts(recipes)
-    if caution := caution_of_fit(plan):
-        print(f"caution  {caution}", file=sys.stderr)
-    if is_new:
-        check_weights(plan)
-    counts = plan_counts(recipes[0])
-    lines = [f"plan     {describe_need(plan)}", *filter(None, [describe_counts(recipes[0], counts)])]
-    return CheckedLayout(plan.config.model_type, lines, legal_counts(recipes[0], counts))
 
 
 def check_machine(recipe: Recipe, dry_run: bool) -> None:
@@ -217,8 +178,7 @@ def _refuse_busy(run: RunDirectory) -> None:
 
 
 def _write(run: RunDirectory, lease: Lease, part: RunPart) -> None:
-    """Write all that the job reads."""
-    part.write(run, lease)
+    """Write what the job reads beside its recipe: the package and the script."""
     with explain_errors(run.path):
         with lease.replacing(
             run.code
@@ -256,17 +216,12 @@ def _next_steps(run: RunDirectory, jobs: list[str], more: list[str]) -> str:
     )
 
 
-def _show_run(run: RunDirectory, recipe: Recipe) -> int:
-    counts = plan_counts(recipe)
-    script = render(recipe, run.path.absolute(), Path.cwd(), counts=legal_counts(recipe, counts))
-    return _show([recipe], script, describe_counts(recipe, counts))
-
-
-def _show(recipes: Sequence[Recipe], script: Script, counts: str) -> int:
-    """Print a dry run: on stdout the script and nothing else, so that it can be kept; the lines that matter on stderr."""
-    if counts:
-        print(counts, file=sys.stderr)
-    _check_layouts(recipes)
+def _show(recipes: Sequence[Recipe], path: Path, array: int | None = None) -> int:
+    """Print a dry run: on stdout the script and nothing else, so that it can be kept; the lines that matter on stderr. array: as
+    of `render`."""
+    checked = check_ranks(recipes)
+    script = render(recipes[0], path.absolute(), Path.cwd(), array, checked.counts)
+    print(*checked.lines, sep="\n", file=sys.stderr)
     print(script.text, end="")
     print(f"\nwould submit this script; its ranks start with\n  {script.srun}", file=sys.stderr)
     return EXIT_DONE

@@ -33,6 +33,8 @@ def train_sweep(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> int:
     folders = [part for folder in recipe_dirs for part in ("--recipes", str(folder))]
     code = run_in_turn([["train", *folders, *words, *name] for words, name in zip(combinations, names, strict=True)])
     print(*describe_sweep(runs), sep="\n")
+    if len(begun := [run for run in runs if run.recipe.is_file()]) > 1:
+        print(f"compare  meshwright diff {begun[0].path} {begun[1].path}")
     return code
 
 

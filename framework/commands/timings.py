@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from math import ceil
 from pathlib import Path
 from statistics import mean, median
@@ -140,8 +140,8 @@ def measure_compute(dtypes: Sequence[str], effort: Effort, axis: Communicator, d
         return {name: list(time_shapes(DTYPES[name], edges[name])) for name in dtypes}
 
     parts: dict[str, Callable[[], Any]] = {
-        "matmul": lambda: of_dtypes(partial(time_matmuls, device, effort)),
-        "gradient": lambda: of_dtypes(partial(time_gradients, device, effort)),
+        "matmul": lambda: of_dtypes(partial(time_products, device, effort, _linear, (False, False, True))),
+        "gradient": lambda: of_dtypes(partial(time_products, device, effort, _gradient, (True, False, False))),
         "memory": lambda: list(time_passes(device, effort.memory_bytes, effort.point_s)),
         "attention": lambda: of_dtypes(lambda dtype, _: time_attention(device, dtype, effort)),
         "softmax": lambda: time_softmax(device, effort.point_s),
@@ -185,9 +185,8 @@ def count_calls(work: Work, between: Work, axis: Communicator, device: torch.dev
         between()
         work()
 
-    time_batch(both, device, WARM_UP)
-    once_s = time_batch(both, device, 1)
-    return broadcast_object(lambda: min(MOST_CALLS, max(1, ceil(MESSAGES_S / max(once_s, 1e-9)))), axis)
+    count = calibrate(both, device, MESSAGES_S, WARM_UP)
+    return broadcast_object(lambda: count, axis)
 
 
 def time_messages(work: Work, between: Work, count: int, axis: Communicator, device: torch.device) -> float:
@@ -266,10 +265,10 @@ def time_call(work: Work, device: torch.device, point_s: float) -> float:
     return median(times)
 
 
-def calibrate(work: Work, device: torch.device) -> int:
-    """Calls that take a batch's time, once the work has been done before."""
-    time_batch(work, device, 1)
-    return min(MOST_CALLS, max(1, ceil(BATCH_S / max(time_batch(work, device, 1), 1e-9))))
+def calibrate(work: Work, device: torch.device, batch_s: float = BATCH_S, warm_up: int = 1) -> int:
+    """Calls that take a batch's time, once the work has been done `warm_up` times."""
+    time_batch(work, device, warm_up)
+    return min(MOST_CALLS, max(1, ceil(batch_s / max(time_batch(work, device, 1), 1e-9))))
 
 
 def time_batch(work: Work, device: torch.device, count: int) -> float:
@@ -310,18 +309,19 @@ def choose_edges(device: torch.device, dtype: torch.dtype, effort: Effort) -> tu
     return edges
 
 
-def time_matmuls(device: torch.device, effort: Effort, dtype: torch.dtype, edges: Sequence[int]) -> Iterator[Rates]:
-    """(tokens, features in, features out, TFLOP/s) of a linear layer's forward, for each triple of edges, features out `wide`
-    too."""
-    for rows, inner, columns in product(edges, edges, (*edges, effort.wide)):
-        seconds = time_call(_linear(rows, inner, columns, device, dtype), device, effort.point_s)
-        yield rows, inner, columns, 2e-12 * rows * inner * columns / seconds
+def time_products(
+    device: torch.device,
+    effort: Effort,
+    make: Callable[[int, int, int, torch.device, torch.dtype], Work],
+    are_wide: Sequence[bool],
+    dtype: torch.dtype,
+    edges: Sequence[int],
+) -> Iterator[Rates]:
+    """(rows, inner, columns, TFLOP/s) of matmuls of each triple of edges. are_wide: the sizes that are `wide`, too.
 
-
-def time_gradients(device: torch.device, effort: Effort, dtype: torch.dtype, edges: Sequence[int]) -> Iterator[Rates]:
-    """(features out, tokens, features in, TFLOP/s) of its weight gradient, likewise."""
-    for rows, inner, columns in product((*edges, effort.wide), edges, edges):
-        seconds = time_call(_gradient(rows, inner, columns, device, dtype), device, effort.point_s)
+    `_linear`: tokens, features in, features out; `_gradient`: features out, tokens, features in."""
+    for rows, inner, columns in product(*((*edges, effort.wide) if is_wide else edges for is_wide in are_wide)):
+        seconds = time_call(make(rows, inner, columns, device, dtype), device, effort.point_s)
         yield rows, inner, columns, 2e-12 * rows * inner * columns / seconds
 
 
@@ -329,23 +329,16 @@ def _gradient(rows: int, inner: int, columns: int, device: torch.device, dtype: 
     """A weight gradient [rows, columns] of `inner` tokens, added to the main gradient in fp32: dW += dY^T X."""
     left, right = (torch.randn(inner, size, device=device).to(dtype) for size in (rows, columns))
     count = max(1, min(ROTATED, ROTATED_BYTES // (4 * rows * columns)))
-    turn = iter_forever([torch.zeros(rows, columns, device=device) for _ in range(count)])
+    turn = cycle([torch.zeros(rows, columns, device=device) for _ in range(count)])
     return lambda: accumulate_matmul(next(turn), left, right, False)
 
 
 def _linear(rows: int, inner: int, columns: int, device: torch.device, dtype: torch.dtype) -> Work:
+    """A linear layer's forward [rows, columns]."""
     x = torch.randn(rows, inner, device=device).to(dtype)
-    size = columns * inner * dtype.itemsize
-    count = max(1, min(ROTATED, ROTATED_BYTES // size))
-    weights = [torch.randn(columns, inner, device=device).to(dtype) for _ in range(count)]
-    turn = iter_forever(weights)
+    count = max(1, min(ROTATED, ROTATED_BYTES // (columns * inner * dtype.itemsize)))
+    turn = cycle([torch.randn(columns, inner, device=device).to(dtype) for _ in range(count)])
     return lambda: functional.linear(x, next(turn))
-
-
-def iter_forever(items: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The items in turn, without end."""
-    while True:
-        yield from items
 
 
 def time_passes(device: torch.device, sizes: Sequence[int], point_s: float) -> Iterator[tuple[float, float]]:

@@ -6,24 +6,21 @@ check -> data -> run directory, lock, recipe.yaml -> ranks -> the command that g
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, partial
 from pathlib import Path
 
 from framework.commands.arguments import add_multirun
 from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost, MeshwrightError, RecipeError
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
-from framework.launch.parts import CheckedLayout, RunPart, claim, create_run, decide_new, decide_next
+from framework.launch.parts import begin, go_on
 from framework.launch.places import refuse_unreachable, refuse_unwritable
 from framework.launch.process import let_threads_sleep, may_use_gpus
 from framework.launch.record import describe_software
-from framework.launch.resume import compose_run, resume_command, saved_step
+from framework.launch.resume import compose_run, find_saved, resume_command, saved_step
 from framework.lease import Lease
 from framework.monitor.goodput import find_age_s, note_gone, note_launch
 from framework.monitor.phases import Phase, PhaseBar
-from framework.optim.disk_file import refuse_folder
 from framework.recipe.derive import derive, has_range
 from framework.recipe.environment import fill
 from framework.recipe.schema import Recipe
@@ -68,59 +65,20 @@ def train(recipe: Recipe, overrides: list[str], recipe_dirs: list[Path]) -> int:
             + " launch.spares=0" * (recipe.launch.spares > 0)
         )
     rank_variables(recipe)
-    if recipe.run.id is not None and (run := RunDirectory(Path(recipe.run.root, recipe.run.id))).recipe.exists():
-        return _resume(run, overrides, recipe_dirs)
-    return _begin(recipe, overrides)
-
-
-def check_model(recipe: Recipe, is_new: bool = True) -> CheckedLayout:
-    """Lay every rank out before anything is written. Raises what ranks would raise. is_new: the run begins with its pretrained
-    weights, if it has any, and not with a checkpoint."""
-    with loading_libraries():
-        from framework.parallel.fp8_layers import require_torchao
-        from framework.plan.check import check_layout, check_weights
-        from framework.plan.host_memory import check_host_memory
-
-    plan = check_layout(recipe)
-    if is_new:
-        check_weights(plan)
-    if recipe.launch.kind == "local":  # of this machine: a cluster's nodes look for themselves
-        check_host_memory(plan)
-        if recipe.precision.compute == "fp8":
-            require_torchao()
-        if recipe.memory.offload.disk_path is not None:
-            refuse_folder(Path(recipe.memory.offload.disk_path))
-    return CheckedLayout(plan.config.model_type)
+    if (saved := find_saved(recipe.run)) is not None:
+        held = go_on(RunDirectory(saved.parent), overrides, recipe_dirs)
+    else:
+        refuse_unwritable(Path(recipe.run.root))
+        refuse_unreachable(recipe.checkpoint.root)
+        held = begin(recipe)
+    with held as (run, lease, part):
+        part.note(run, lease, overrides, **describe_software())
+        return _run_ranks(run, lease, part.recipe, part.step)
 
 
 def rank_variables(recipe: Recipe) -> dict[str, str]:
     """launch.environment as the ranks on this machine get it. Raises RecipeError where it refers to what is not set here."""
     return fill(recipe.launch.environment, os.environ)
-
-
-def _begin(recipe: Recipe, overrides: list[str]) -> int:
-    """Train a new run."""
-    refuse_unwritable(Path(recipe.run.root))
-    refuse_unreachable(recipe.checkpoint.root)
-    run, part = create_run(decide_new(recipe, check_model))
-    return _launch(run, partial(claim, run, recipe.checkpoint.root), lambda: part, overrides)
-
-
-def _resume(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> int:
-    """Go on with a run, under the saved recipe and the changes that it allows."""
-    decide = cache(partial(decide_next, run, overrides, recipe_dirs, check_model))
-    return _launch(run, decide, decide, overrides)
-
-
-def _launch(
-    run: RunDirectory, refuse: Callable[[], object], decide: Callable[[], RunPart], overrides: list[str]
-) -> int:
-    """Write the part and run its ranks, under the run's lock. refuse: see `RunDirectory.lock`."""
-    with run.lock(refuse) as lease:
-        part = decide()
-        part.write(run, lease)
-        part.note(run, lease, overrides, **describe_software())
-        return _run_ranks(run, lease, part.recipe, part.step)
 
 
 def _run_ranks(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) -> int:

@@ -12,7 +12,7 @@ from framework.checkpoint.commit import list_checkpoints, locate, newest_checkpo
 from framework.checkpoint.load import Reader
 from framework.checkpoint.staging import Entry
 from framework.checkpoint.storage import Place
-from framework.data.tokenize import load_tokenizer
+from framework.data.tokenize import INFO_FILE, load_tokenizer
 from framework.errors import RunError
 from framework.launch.directory import RunDirectory
 from framework.launch.identity import verify_identity
@@ -40,7 +40,8 @@ def export_model(run: Path, to: Path, *, best: bool = False, step: int | None = 
     model = _plan_model(directory, settings)
     units = find_units(model)
     dtype = getattr(torch, reader.manifest.entries[f"weight/{units[0].parameters[0]}"].dtype)
-    beside = [*_tokenizer_files(directory), *list_processors(directory.pretrained)]
+    tokenizer = [path for path in sorted(directory.tokenizer.iterdir()) if path.name != INFO_FILE]
+    beside = [*tokenizer, *list_processors(directory.pretrained)]
     write_weights(to, model, _read_units(reader, model, units), dtype, beside)
     print(f"exported step {reader.manifest.step:,} of {run} to {name or to}")
 
@@ -78,10 +79,6 @@ def _choose_checkpoint(directory: RunDirectory, *, best: bool = False, step: int
     if newest is None:
         raise RunError(f"{directory.path} has no whole checkpoint yet: nothing to export")
     return find_best(directory, newest) if best else newest
-
-
-def _tokenizer_files(directory: RunDirectory) -> list[Path]:
-    return [path for path in sorted(directory.tokenizer.iterdir()) if path.name != "info.json"]
 
 
 def _read_settings(directory: RunDirectory, checkpoint: Place) -> tuple[Model, Reader]:

@@ -11,9 +11,7 @@ import io
 import json
 import lzma
 import re
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Literal, cast
 
@@ -53,7 +51,7 @@ HEAD_BYTES = 4096
 # More control characters than this share of the first line: not text, or text in two or four bytes a character.
 MOST_CONTROLS = 0.1
 CONTROLS = bytes(set(range(32)) - set(b"\t\n\r\f\b\x1b"))
-MARKS = ((b"\xff\xfe\0\0", "UTF-32"), (b"\0\0\xfe\xff", "UTF-32"), (b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"))
+OTHER_ENCODING = "{0} text (`iconv -f {0} -t UTF-8` converts it)"
 # Of every four bytes of ASCII and most other text: those that are control characters, and those that are seldom.
 WIDE_ENCODINGS = (
     ("UTF-32LE", (2, 3), (0, 0)),
@@ -79,6 +77,10 @@ MAGICS = (
     (b"\xff\xd8\xff", "a JPEG image"),
     (b"SQLite format 3\0", "an SQLite database"),
     (b"version https://git-lfs.github.com/spec/", "a Git LFS pointer in place of the file (`git lfs pull` fetches it)"),
+    (b"\xff\xfe\0\0", OTHER_ENCODING.format("UTF-32")),
+    (b"\0\0\xfe\xff", OTHER_ENCODING.format("UTF-32")),
+    (b"\xff\xfe", OTHER_ENCODING.format("UTF-16")),
+    (b"\xfe\xff", OTHER_ENCODING.format("UTF-16")),
 )
 
 
@@ -103,29 +105,19 @@ def state_kind(path: PurePath, format: str) -> Kind:
 
 def find_foreign(head: bytes) -> str | None:
     """The format that the first bytes show if it is not UTF-8 text; None if nothing speaks against that."""
-    if magic := next((name for magic, name in MAGICS if head.startswith(magic)), None):
-        return magic
-    if mark := next((name for mark, name in MARKS if head.startswith(mark)), None):
-        return _explain_encoding(mark)
+    if seen := next((name for magic, name in MAGICS if head.startswith(magic)), None):
+        return seen
     # One line, for a line with NULs further on is a bad record, not a foreign file.
     line = next((line for line in head.split(b"\n") if line.strip(b"\0\r\t ")), b"")
     if len(line) - len(line.translate(None, CONTROLS)) <= MOST_CONTROLS * len(line):
         return None
-    return _find_wide_encoding(line) or "binary data, or text that is not UTF-8"
-
-
-def _find_wide_encoding(line: bytes) -> str | None:
-    """Detect UTF-16 or UTF-32 without a mark: control characters (most are NUL) fill certain bytes of every four."""
+    # UTF-16 or UTF-32 without a mark: control characters (most are NUL) fill certain bytes of every four.
     lanes = [line[lane::4] for lane in range(4)]
     shares = [1 - len(lane.translate(None, CONTROLS)) / max(1, len(lane)) for lane in lanes]
     for name, wide, narrow in WIDE_ENCODINGS:
         if min(shares[lane] for lane in wide) > max(0.2, *(2 * shares[lane] for lane in narrow)):
-            return _explain_encoding(name)
-    return None
-
-
-def _explain_encoding(name: str) -> str:
-    return f"{name} text (`iconv -f {name} -t UTF-8` converts it)"
+            return OTHER_ENCODING.format(name)
+    return "binary data, or text that is not UTF-8"
 
 
 def find_records(head: bytes) -> str | None:
@@ -158,33 +150,24 @@ def describe_head(path: Path) -> str:
 
 def open_bytes(path: Path) -> BinaryIO:
     """Open a file for reading its decompressed bytes, with `peek`. DataError if that takes a library that is not installed."""
-    openers: dict[str, Callable[[Path], Any]] = {
-        ".gz": gzip.open,
-        ".bz2": bz2.open,
-        ".xz": lzma.open,
-        ".zst": _open_zstd,
-    }
-    opened: BinaryIO = openers.get(path.suffix.lower(), partial(open, mode="rb"))(path)
+    openers = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
+    opened: BinaryIO = cast(Any, openers.get(path.suffix.lower(), open))(path, "rb")
     return opened
 
 
-def _open_zstd(path: Path) -> io.BufferedReader:
+def _open_zstd(path: Path, mode: str) -> io.BufferedReader:
     """Open a zstd file by pyarrow. It refuses windows above 128 MiB (`zstd --long=28` and more), which take another library."""
     try:
         with pyarrow.CompressedInputStream(str(path), "zstd") as probed:
             probed.read(1)
+        return io.BufferedReader(pyarrow.CompressedInputStream(str(path), "zstd"))
     except OSError as error:
-        if "too much memory" in str(error):
-            return _open_wide_zstd(path)
-        raise
-    return io.BufferedReader(pyarrow.CompressedInputStream(str(path), "zstd"))
-
-
-def _open_wide_zstd(path: Path) -> io.BufferedReader:
+        if "too much memory" not in str(error):
+            raise
     for name in ("compression.zstd", "backports.zstd"):  # the first is Python's own from 3.14 on
         with suppress(ImportError):
             zstd = importlib.import_module(name)
-            opened: io.BufferedReader = zstd.open(path, options={zstd.DecompressionParameter.window_log_max: 31})
+            opened: io.BufferedReader = zstd.open(path, mode, options={zstd.DecompressionParameter.window_log_max: 31})
             return opened
     raise DataError(
         f"{path}: compressed with a window above 128 MiB (zstd --long). `pip install backports.zstd` or compress it without"

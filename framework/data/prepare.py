@@ -9,10 +9,9 @@ than a few files open, however many shards there are.
 import errno
 import fcntl
 import json
-import resource
+import os
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
@@ -112,9 +111,10 @@ def _is_whole(folder: Path, mends: bool = False) -> bool:
 
 def prepare_command(recipe: Recipe, *, workers: int | None = None) -> int:
     """Prepare, print a summary and return the exit code (`meshwright prepare`)."""
-    start_s, start_cpu_s = time.perf_counter(), _count_cpu_s()
+    start = os.times()
     prepared = prepare(recipe, workers)
-    wall_s, cpu_s = time.perf_counter() - start_s, _count_cpu_s() - start_cpu_s
+    stop = os.times()
+    wall_s, cpu_s = stop.elapsed - start.elapsed, sum(stop[:4]) - sum(start[:4])  # of children, too
     print(describe(prepared))
     print(f"{wall_s:.1f} s, {cpu_s:.1f} s of CPU: {cpu_s / wall_s:.1f} of {count_cores()} cores")
     return EXIT_DONE
@@ -170,11 +170,6 @@ def _describe_files(prepared: Prepared) -> list[str]:
         count = source.meta.num_files
         lines.append(f"{source.name}: read from {count:,} file{'s' * (count != 1)}{more}")
     return lines
-
-
-def _count_cpu_s() -> float:
-    usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 @contextmanager
@@ -271,10 +266,10 @@ def settle_threshold(threshold: int, reports: Sequence[ShardReport]) -> int:
 
 def is_moved(report: ShardReport, threshold: int) -> bool:
     """Whether a document of this shard may change sides under the new threshold."""
-    if report.lowest_hash is None or report.highest_hash is None:
-        return False  # it has no documents
     low, high = sorted((report.threshold, threshold))
-    return report.lowest_hash < high and report.highest_hash >= low and low != high
+    if low == high or report.lowest_hash is None or report.highest_hash is None:
+        return False
+    return report.lowest_hash < high and report.highest_hash >= low
 
 
 def _run(recipe: Recipe, jobs: list[ShardJob], workers: int, progress: bool) -> None:

@@ -85,12 +85,6 @@ class Prepared:
     one. No predictor that ignores context has a lower loss there, not even one that knows p. So a lower validation loss shows
     that context is used."""
 
-    def count_documents(self, split: Split) -> int:
-        return sum(source.meta.splits[split].num_documents for source in self.sources)
-
-    def count_tokens(self, split: Split) -> int:
-        return sum(source.meta.splits[split].num_tokens for source in self.sources)
-
 
 def locate(recipe: Recipe, progress: bool = False) -> DataPlaces:
     """Name the folders of a recipe's data; no data is read. progress: bars on stderr.

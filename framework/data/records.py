@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -193,7 +193,7 @@ def _read_lines(span: FileSpan) -> Iterator[tuple[int, bytes]]:
             opened.seek(offset - 1)
             offset += _skip_line(opened) - 1
         else:
-            _refuse_foreign(span.file, opened.peek(HEAD_BYTES)[:HEAD_BYTES])  # type: ignore[attr-defined]
+            _refuse_foreign(span.file, opened)
         while offset < span.stop and (line := opened.readline(LONGEST_LINE_BYTES + 1)):
             yield offset, line
             offset += len(line) + (_skip_line(opened) if len(line) > LONGEST_LINE_BYTES and line[-1:] != b"\n" else 0)
@@ -209,8 +209,9 @@ def _skip_line(opened: BinaryIO) -> int:
     return num_bytes
 
 
-def _refuse_foreign(file: SourceFile, head: bytes) -> None:
+def _refuse_foreign(file: SourceFile, opened: Any) -> None:
     """DataError if the first bytes show that a file is not of the kind it is to be read as."""
+    head = opened.peek(HEAD_BYTES)[:HEAD_BYTES]
     seen = find_foreign(head)
     if seen is None and file.kind == "text" and not file.stated and (seen := find_records(head)):
         raise DataError(
@@ -275,23 +276,24 @@ def _explain_json(error: Exception) -> str:
 def _read_json(span: FileSpan, field: str) -> Iterator[Record]:
     """The elements of an array, one by one. A broken element ends the file: its row is known, but not where the next begins."""
     with open_bytes(span.file.path) as opened:
-        _refuse_foreign(span.file, opened.peek(HEAD_BYTES)[:HEAD_BYTES])  # type: ignore[attr-defined]
+        _refuse_foreign(span.file, opened)
         text = opened.read().decode("utf-8-sig", "surrogateescape")
-    index, position = 0, _skip_blanks(text, 0) + 1  # behind the [
-    closed = text[(position := _skip_blanks(text, position)) : position + 1] == "]"
-    while not closed:
+    position = _skip_blanks(text, _skip_blanks(text, 0) + 1)  # behind the [
+    index, is_closed = 0, text[position : position + 1] == "]"
+    while not is_closed:
         try:
             _, stop = LENIENT_JSON.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             raise _broken_array(span.file, index, _explain_json(error)) from error
         yield _parse(index, text[position:stop], field)
         position = _skip_blanks(text, stop)
-        closed = text[position : position + 1] == "]"
-        if not closed and text[position : position + 1] != ",":
-            raise _broken_array(span.file, index, "neither , nor ] behind it")
-        index, position = index + 1, position if closed else _skip_blanks(text, position + 1)
+        is_closed = text[position : position + 1] == "]"
+        if not is_closed:
+            if text[position : position + 1] != ",":
+                raise _broken_array(span.file, index, "neither , nor ] behind it")
+            index, position = index + 1, _skip_blanks(text, position + 1)
     if text[position + 1 :].strip():
-        raise _broken_array(span.file, max(0, index - 1), "text behind the ] of the array")
+        raise _broken_array(span.file, index, "text behind the ] of the array")
 
 
 def _skip_blanks(text: str, position: int) -> int:
@@ -313,27 +315,20 @@ def _read_csv(span: FileSpan, field: str) -> Iterator[Record]:
     rows = csv.reader(lines, DIALECTS[span.file.kind], strict=True)
     header = next(rows, [])
     _require_field(span.file, header, field)
-    index = 0
-    while True:
+    for index in count():
         try:
             row = next(rows)
         except StopIteration:
             return
         except csv.Error as error:
-            row = []
             yield Record(index, None, f"not {span.file.kind}: {error}")
-        else:
-            if row and len(row) != len(header):
-                yield Record(index, None, f"{len(row)} cells in a row of {len(header)} columns")
-            elif row:
-                text = row[header.index(field)]
-                has_nul = "\0" in text
-                yield (
-                    Record(index, None, f"field `{field}` is not text: a NUL in it")
-                    if has_nul
-                    else _check_text(index, text, field)
-                )
-        index += 1
+            continue
+        if row and len(row) != len(header):
+            yield Record(index, None, f"{len(row)} cells in a row of {len(header)} columns")
+        elif row and "\0" in row[header.index(field)]:
+            yield Record(index, None, f"field `{field}` is not text: a NUL in it")
+        elif row:
+            yield _check_text(index, row[header.index(field)], field)
 
 
 def _read_short_lines(file: SourceFile) -> Iterator[bytes]:

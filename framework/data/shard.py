@@ -62,11 +62,9 @@ CHAT_FIELDS = {"messages", "conversations", "conversation", "instruction", "chos
 
 
 @dataclass(frozen=True)
-class SplitReport:
+class SplitReport(SplitSize):
     """One split of one shard. checksum: xxh3-128 of the tokens and then of the ends."""
 
-    num_documents: int
-    num_tokens: int
     checksum: str
 
 
@@ -109,10 +107,13 @@ class ShardReport:
 
 def sum_splits(shards: Sequence[Mapping[str, SplitReport]]) -> dict[str, SplitSize]:
     """The size of each split over all shards."""
-    reports = {split: [shard[split] for shard in shards if split in shard] for split in SPLITS}
+    none = SplitSize(0, 0)
     return {
-        split: SplitSize(sum(each.num_documents for each in of_split), sum(each.num_tokens for each in of_split))
-        for split, of_split in reports.items()
+        split: SplitSize(
+            sum(shard.get(split, none).num_documents for shard in shards),
+            sum(shard.get(split, none).num_tokens for shard in shards),
+        )
+        for split in SPLITS
     }
 
 
@@ -256,12 +257,13 @@ def _read_documents(job: ShardJob) -> Iterator[Document | BadRecord]:
     for span in job.spans:
         rows_before: int | None = None
         for record in read_records(span, job.field):
-            document = _encode(record, encode, job.tokenizer)
-            if isinstance(document, Document):
-                yield document
-            else:
+            try:
+                document = _encode(record, encode, job.tokenizer)
+            except DataError as error:
                 rows_before = count_rows_before(span) if rows_before is None else rows_before
-                yield BadRecord(str(span.file.path), rows_before + record.index + 1, escape(document))
+                yield BadRecord(str(span.file.path), rows_before + record.index + 1, escape(str(error)))
+            else:
+                yield document
 
 
 @cache
@@ -270,16 +272,13 @@ def _load_encoder_once(folder: Path) -> Encode:
     return load_encoder(folder)
 
 
-def _encode(record: Record, encode: Encode, tokenizer: TokenizerInfo) -> Document | str:
-    """The document of a record, or why it has none."""
+def _encode(record: Record, encode: Encode, tokenizer: TokenizerInfo) -> Document:
+    """The document of a record. DataError, with the reason alone, if it has none."""
     if record.text is None:
-        return str(record.problem)
-    try:
-        ids = encode(record.text)
-    except DataError as error:
-        return str(error)
+        raise DataError(str(record.problem))
+    ids = encode(record.text)
     if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
-        return f"token id {ids.max()} is outside the tokenizer's vocabulary of {tokenizer.vocab_size}"
+        raise DataError(f"token id {ids.max()} is outside the tokenizer's vocabulary of {tokenizer.vocab_size}")
     if not ids.size or ids[-1] != tokenizer.eos_id:
         ids = np.append(ids, np.int32(tokenizer.eos_id))
     return Document(hash_document(record.text), len(record.text.encode()), ids)
@@ -357,9 +356,9 @@ def most_workers() -> int:
 
 def _start_worker(parent: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which closes the pipe
-    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
 
+    def exit_with_parent() -> None:
+        parent.poll(None)
+        os._exit(0)
 
-def _exit_with_parent(parent: Connection) -> None:
-    parent.poll(None)
-    os._exit(0)
+    threading.Thread(target=exit_with_parent, daemon=True).start()

@@ -155,11 +155,11 @@ def _list_standard_library(progress: bool) -> tuple[SourceFile, ...]:
 
 def _choose(name: str, source: Source, root: Path, pattern: PurePath, found: list[Path]) -> Listing:
     """The data among the files found below `root`. DataError if there are none, or some of several kinds."""
-    kinds, left_out = judge(found, root, pattern, source.format)
-    reasons = {path.as_posix(): reason for path, reason in left_out.items()}
-    counts = Counter(kinds.values())
+    files = FoundFiles(found, root, pattern, source.format)
+    reasons = {path.as_posix(): reason for path, reason in files.left_out.items()}
+    counts = Counter(files.kinds.values())
     if not counts:
-        unknown = [path for path in left_out if kind_of(path) is None and (root / path).is_file()]
+        unknown = [path for path in files.left_out if kind_of(path) is None and (root / path).is_file()]
         hint = f". {unknown[0]}: {describe_head(root / unknown[0])}" if unknown else ""
         raise (DataError if found else SourceMissing)(
             f"data.sources.{name}.path={source.path}: no files for data.sources.{name}.format={source.format} there "
@@ -173,11 +173,12 @@ def _choose(name: str, source: Source, root: Path, pattern: PurePath, found: lis
             f"data.sources.{name}.path={source.path}: files of several kinds ({kinds_found}) are there. "
             f"Set data.sources.{name}.format, or a glob such as {root}/**/*.jsonl"
         )
-    for path, kind in kinds.items():
+    for path, kind in files.kinds.items():
         _check_field(name, source, path.as_posix(), kind)
-    names = {path: path.as_posix() if not pattern.parts else (root / path).as_posix() for path in kinds}
-    files = _sort(_stat(root / path, names[path], kind, source.format) for path, kind in kinds.items())
-    return Listing(files, reasons)
+    names = {path: (root / path if pattern.parts else path).as_posix() for path in files.kinds}
+    return Listing(
+        _sort(_stat(root / path, names[path], kind, source.format) for path, kind in files.kinds.items()), reasons
+    )
 
 
 def summarize_left_out(left_out: Mapping[str, str]) -> str:
@@ -290,62 +291,95 @@ def _matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
     return matched and _matches(parts[1:], pattern if pattern[0] == "**" else pattern[1:])
 
 
-@dataclass(frozen=True)
-class FileRules:
-    """The facts by which found files are judged. Paths are relative to `root`."""
+class FoundFiles:
+    """Files found below `root`, by paths relative to it, sorted into data and the rest.
 
-    root: Path
-    pattern: PurePath
-    """The glob below `root`. Its words are meant, so they do not count against a file."""
-    format: str
-    saved: dict[PurePath, frozenset[str]]
-    """Folder of a saved data set -> the data files that its state.json lists."""
-    dicts: frozenset[PurePath]
-    """Folders of a saved DatasetDict."""
-    with_train: frozenset[PurePath]
-    """Folders in which a name says `train`."""
+    pattern: the glob below `root`. Its words are meant, so they do not count against a file. kinds: path -> kind of the data;
+    left_out: path -> why it is not read.
+    """
 
+    def __init__(self, paths: Iterable[Path], root: Path, pattern: PurePath, format: str) -> None:
+        self.kinds: dict[PurePath, Kind] = {}
+        self.left_out: dict[PurePath, str] = {}
+        self._root, self._pattern, self._format = root, pattern, format
+        relative: list[PurePath] = [path.relative_to(root) for path in paths]
+        relative.sort(key=lambda path: (len(path.parts), path.as_posix()))
+        arrow = {path.parent for path in relative if kind_of(path) == "arrow"}
+        # Folder of a saved data set -> the data files that its state.json lists.
+        self._saved = {folder: names for folder in arrow if (names := _read_state(root / folder))}
+        above = {parent for folder in arrow for parent in (folder, *folder.parents)}
+        # Folders of a saved DatasetDict.
+        self._dicts = {folder for folder in above if (root / folder / "dataset_dict.json").exists()}
+        parts = {(PurePath(*path.parts[:depth]), part) for path in relative for depth, part in enumerate(path.parts)}
+        # Folders in which a name says `train`.
+        self._with_train = {folder for folder, part in parts if TRAIN.search(part.lower())}
+        self._seen: dict[str, PurePath] = {}
+        self._real: dict[PurePath, str] = {}
+        for path in relative:
+            kind = self._find_kind(path)
+            reason = self._find_fault(path, kind) or self._find_twin(path)
+            if reason is None and kind is not None:
+                self.kinds[path] = kind
+            else:
+                self.left_out[path] = str(reason)
 
-def judge(
-    paths: Iterable[Path], root: Path, pattern: PurePath, format: str
-) -> tuple[dict[PurePath, Kind], dict[PurePath, str]]:
-    """Sort found files into (path -> kind of the data, path -> why it is left out), relative to `root`."""
-    relative: list[PurePath] = [path.relative_to(root) for path in paths]
-    relative.sort(key=lambda path: (len(path.parts), path.as_posix()))
-    rules = _make_rules(root, pattern, format, relative)
-    kinds: dict[PurePath, Kind] = {}
-    left_out: dict[PurePath, str] = {}
-    seen: dict[str, PurePath] = {}
-    real: dict[PurePath, str] = {}
-    for path in relative:
-        kind = _find_kind(path, rules)
-        reason = _find_fault(path, kind, rules)
-        if reason is None:
-            parent = real.get(path.parent) or real.setdefault(path.parent, os.path.realpath(root / path.parent))
-            where = os.path.join(parent, path.name)
-            where = os.path.realpath(where) if os.path.islink(where) else where
-            if seen.setdefault(where, path) != path:
-                reason = f"the same file as {seen[where]}"
-        if reason is None and kind is not None:
-            kinds[path] = kind
-        else:
-            left_out[path] = str(reason)
-    return kinds, left_out
+    def _find_kind(self, path: PurePath) -> Kind | None:
+        """The kind by the ending, or the stated format for an ending that the recipe names or that is absent (part-00000)."""
+        kind = kind_of(path)
+        is_named = bool(path.suffix) and self._pattern.name.endswith(path.suffix)
+        is_bare = not strip_compression(path).suffix.rstrip("0123456789.") and path.name[0] not in "._"
+        if self._format == "auto" or (kind is not None and not is_named):
+            return kind
+        return state_kind(path, self._format) if is_named or is_bare or self._format == "text" else None
 
+    def _find_fault(self, path: PurePath, kind: Kind | None) -> str | None:
+        """The reason why a found file is not data; None if it is."""
+        pattern = self._pattern
+        wanted = {"auto": (kind,), "jsonl": ("jsonl", "json")}.get(self._format, (self._format,))
+        if not pattern.parts and any(part.startswith(".") for part in path.parts):
+            return "hidden"
+        if not (self._root / path).is_file():
+            return "no regular file"
+        if path.name != pattern.name and any(fnmatch.fnmatchcase(path.name, note) for note in NOTES):
+            return "written by `datasets` about the data"
+        if path.name not in self._saved.get(path.parent, (path.name,)) and kind == "arrow":
+            return "not among the data files of state.json"
+        if kind is None:
+            return f"no format known for {path.suffix or 'a name without ending'}"
+        if kind not in wanted:
+            return f"not of format={self._format}"
+        if kind != "text" and any(part.startswith("_") for part in path.parts) and "_" not in str(pattern):
+            return "under a name with _ in front (no data in Spark)"
+        is_meant = pattern.name.endswith(path.suffix or "*")
+        if kind == "text" and ABOUT_THE_DATA.match(path.name.lower()) and not is_meant:
+            return "about the data by its name"
+        if kind == "text" and kind_of(path) is None:
+            with open_bytes(self._root / path) as opened:
+                return find_foreign(opened.read(HEAD_BYTES)) or self._find_split(path, kind)
+        return self._find_split(path, kind)
 
-def _make_rules(root: Path, pattern: PurePath, format: str, paths: list[PurePath]) -> FileRules:
-    folders = {path.parent for path in paths if kind_of(path) == "arrow"}
-    above = {parent for path in paths if kind_of(path) == "arrow" for parent in path.parents}
-    saved = {folder: names for folder in folders if (names := _read_state(root / folder))}
-    parts = {(PurePath(*path.parts[:depth]), part) for path in paths for depth, part in enumerate(path.parts)}
-    return FileRules(
-        root,
-        pattern,
-        format,
-        saved,
-        frozenset(folder for folder in above if (root / folder / "dataset_dict.json").exists()),
-        frozenset(folder for folder, part in parts if TRAIN.search(part.lower())),
-    )
+    def _find_split(self, path: PurePath, kind: Kind) -> str | None:
+        """The reason why a file is of a split that is not for training, by names. For prose and source code names count only
+        where a name beside them says `train`."""
+        for depth, part in enumerate(path.parts):
+            folder, word = PurePath(*path.parts[:depth]), HELD_OUT.search(part.lower())
+            if folder in self._dicts and part not in ("train", *self._pattern.parts):
+                return f"not the train split of a DatasetDict but {part}"
+            if not word or TRAIN.search(part.lower()) or HELD_OUT.search(str(self._pattern).lower()):
+                continue
+            if kind != "text" or folder in self._with_train:
+                return f"held out by its name ({word[0]})"
+        return None
+
+    def _find_twin(self, path: PurePath) -> str | None:
+        """The reason why a file is left out that is data already under another name."""
+        parent = self._real.get(path.parent) or self._real.setdefault(
+            path.parent, os.path.realpath(self._root / path.parent)
+        )
+        where = os.path.join(parent, path.name)
+        where = os.path.realpath(where) if os.path.islink(where) else where
+        twin = self._seen.setdefault(where, path)
+        return f"the same file as {twin}" if twin != path else None
 
 
 def _read_state(folder: Path) -> frozenset[str]:
@@ -355,56 +389,3 @@ def _read_state(folder: Path) -> frozenset[str]:
         return frozenset(entry["filename"] for entry in state["_data_files"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return frozenset()
-
-
-def _find_kind(path: PurePath, rules: FileRules) -> Kind | None:
-    """The kind by the ending, or the stated format for an ending that the recipe names or that is absent (part-00000)."""
-    kind = kind_of(path)
-    is_named = bool(path.suffix) and rules.pattern.name.endswith(path.suffix)
-    is_bare = not strip_compression(path).suffix.rstrip("0123456789.") and path.name[0] not in "._"
-    if rules.format == "auto" or (kind is not None and not is_named):
-        return kind
-    return state_kind(path, rules.format) if is_named or is_bare or rules.format == "text" else None
-
-
-def _find_fault(path: PurePath, kind: Kind | None, rules: FileRules) -> str | None:
-    """The reason why a found file is not data; None if it is."""
-    wanted = {"auto": (kind,), "jsonl": ("jsonl", "json")}.get(rules.format, (rules.format,))
-    if not rules.pattern.parts and any(part.startswith(".") for part in path.parts):
-        return "hidden"
-    if not (rules.root / path).is_file():
-        return "no regular file"
-    if path.name != rules.pattern.name and any(fnmatch.fnmatchcase(path.name, note) for note in NOTES):
-        return "written by `datasets` about the data"
-    if path.name not in rules.saved.get(path.parent, (path.name,)) and kind == "arrow":
-        return "not among the data files of state.json"
-    if kind is None:
-        return f"no format known for {path.suffix or 'a name without ending'}"
-    if kind not in wanted:
-        return f"not of format={rules.format}"
-    if kind != "text" and any(part.startswith("_") for part in path.parts) and "_" not in str(rules.pattern):
-        return "under a name with _ in front (no data in Spark)"
-    if (
-        kind == "text"
-        and ABOUT_THE_DATA.match(path.name.lower())
-        and not rules.pattern.name.endswith(path.suffix or "*")
-    ):
-        return "about the data by its name"
-    if kind == "text" and kind_of(path) is None:
-        with open_bytes(rules.root / path) as opened:
-            return find_foreign(opened.read(HEAD_BYTES)) or _find_split(path, kind, rules)
-    return _find_split(path, kind, rules)
-
-
-def _find_split(path: PurePath, kind: Kind, rules: FileRules) -> str | None:
-    """The reason why a file is of a split that is not for training, by names. For prose and source code names count only where a
-    name beside them says `train`."""
-    for depth, part in enumerate(path.parts):
-        folder, word = PurePath(*path.parts[:depth]), HELD_OUT.search(part.lower())
-        if folder in rules.dicts and part not in ("train", *rules.pattern.parts):
-            return f"not the train split of a DatasetDict but {part}"
-        if not word or TRAIN.search(part.lower()) or HELD_OUT.search(str(rules.pattern).lower()):
-            continue
-        if kind != "text" or folder in rules.with_train:
-            return f"held out by its name ({word[0]})"
-    return None

@@ -60,9 +60,9 @@ def load_tokenizer(name: str, revision: str | None = None, key: str = "model.tok
     """
     from transformers import AutoTokenizer  # two seconds, and the workers do not need it
 
-    from framework.model.hub import fetch_tokenizer
+    from framework.model.hub import TOKENIZER_FILES, resolve_folder
 
-    folder = fetch_tokenizer(name, revision, key)
+    folder = resolve_folder(name, revision, TOKENIZER_FILES, key)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, ImportError, KeyError, RecursionError) as error:
@@ -189,15 +189,6 @@ def _encode_short(backend: Tokenizer, text: str) -> np.ndarray:
     return np.asarray(backend.encode_batch_fast([text])[0].ids, dtype=np.int32)
 
 
-@dataclass(frozen=True)
-class Window:
-    """Tokens of a window of a text, without special ones: [n] each. starts, stops: their characters in the whole text."""
-
-    ids: np.ndarray
-    starts: np.ndarray
-    stops: np.ndarray
-
-
 def _encode_long(backend: Tokenizer, text: str) -> np.ndarray:
     """The ids of the whole text, [n] int32, in memory for one window. DataError if two windows do not agree on them."""
     before, after = _find_special_tokens(backend)
@@ -206,10 +197,9 @@ def _encode_long(backend: Tokenizer, text: str) -> np.ndarray:
     for start in range(WINDOW_CHARS - OVERLAP_CHARS, len(text) - OVERLAP_CHARS, WINDOW_CHARS - OVERLAP_CHARS):
         following = _encode_window(backend, text, start)
         stop, resume = _find_join(window, following, start + OVERLAP_CHARS // 4)
-        chunks.append(window.ids[unread:stop])
+        chunks.append(window[0, unread:stop])
         window, unread = following, resume
-    chunks.append(window.ids[unread:])
-    return np.concatenate([*chunks, after])
+    return np.concatenate([*chunks, window[0, unread:], after]).astype(np.int32)
 
 
 def _find_special_tokens(backend: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
@@ -223,21 +213,22 @@ def _find_special_tokens(backend: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(whole[: starts[0]], np.int32), np.asarray(whole[starts[0] + len(bare) :], np.int32)
 
 
-def _encode_window(backend: Tokenizer, text: str, start: int) -> Window:
+def _encode_window(backend: Tokenizer, text: str, start: int) -> np.ndarray:
+    """Tokens of a window of a text, without special ones: [3, n] int64, their ids, where they start and where they stop in the
+    whole text, in characters."""
     encoding = backend.encode(text[start : start + WINDOW_CHARS], add_special_tokens=False)
     offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2) + start
-    return Window(np.asarray(encoding.ids, dtype=np.int32), offsets[:, 0], offsets[:, 1])
+    return np.vstack([np.asarray(encoding.ids, dtype=np.int64), offsets.T])
 
 
-def _find_join(left: Window, right: Window, start: int) -> tuple[int, int]:
-    """The first join from character `start` on: (tokens of `left` in front of it, tokens of `right` in front of it)."""
-    count = AGREEING_TOKENS
-    for index in range(int(np.searchsorted(left.starts, start)), left.ids.size - count):
-        other = int(np.searchsorted(right.starts, left.starts[index]))
-        if left.stops[index - 1] <= left.starts[index] and all(
-            np.array_equal(getattr(left, name)[index : index + count], getattr(right, name)[other : other + count])
-            for name in ("ids", "starts", "stops")
-        ):
+def _find_join(left: np.ndarray, right: np.ndarray, start: int) -> tuple[int, int]:
+    """The first join of two windows from character `start` on: (tokens of `left` in front of it, tokens of `right` in front of
+    it)."""
+    count, (_, starts, stops) = AGREEING_TOKENS, left
+    for index in range(int(np.searchsorted(starts, start)), starts.size - count):
+        other = int(np.searchsorted(right[1], starts[index]))
+        is_between_tokens = stops[index - 1] <= starts[index]
+        if is_between_tokens and np.array_equal(left[:, index : index + count], right[:, other : other + count]):
             return index, other
     raise DataError(
         f"its tokens around character {start:,} depend on more than {OVERLAP_CHARS:,} characters, so that a text of more than "

@@ -78,19 +78,12 @@ class Fault:
 
     def describe(self) -> str:
         """The words that a user types for it."""
-        values = {
-            name: value for name, value in asdict(self).items() if name not in ("kind", "id") and value is not None
-        }
-        return " ".join(
-            [
-                self.kind,
-                *(
-                    f"{name}={value:g}" if name == "seconds" else f"{name}={value}"
-                    for name, value in values.items()
-                    if (name, value) != ("times", 1)
-                ),
-            ]
-        )
+        words = [
+            f"{name}={value:g}" if name == "seconds" else f"{name}={value}"
+            for name, value in asdict(self).items()
+            if name not in ("kind", "id") and value is not None and (name, value) != ("times", 1)
+        ]
+        return " ".join([self.kind, *words])
 
 
 def parse_fault(words: Sequence[str], points: Sequence[str]) -> Fault:

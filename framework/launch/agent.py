@@ -42,6 +42,7 @@ LOST_PEER = (
     "ConnectionFailed",
 )
 
+HUNG = errors.HungError.__name__
 HOST = "127.0.0.1"
 
 # The agent kills ranks that have not ended 30 s after the first failure; a rank that dies of itself is noticed within a second.
@@ -76,69 +77,66 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         return RendezvousInfo(self._server, self.rank, self.world_size, RendezvousStoreInfo(HOST, self.master_port))
 
 
-class Forwarding:
-    """Context in which signals to this process go to the ranks, and this process waits for their end.
+@contextmanager
+def forward_signals(agent: LocalElasticAgent) -> Iterator[list[int]]:
+    """Send signals to this process on to the ranks, whose end this process waits for. Yields the signals of Ctrl-C so far.
 
     Ctrl-C reaches only the launching process: the agent gives each rank a session of its own. The first asks the ranks to save
     and stop, the second kills them.
     """
+    interrupts: list[int] = []
 
-    def __init__(self, agent: LocalElasticAgent) -> None:
-        self.num_interrupts = 0
-        self._agent = agent
-        self._former: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> "Forwarding":
-        self._former = {number: signal.signal(number, self._forward) for number in heard_signals()}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._former.items():
-            signal.signal(number, handler)
-
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        pids = [worker.id for worker in self._agent.get_worker_group().workers if worker.id]
+    def forward(number: int, frame: FrameType | None) -> None:
+        pids = _find_pids(agent)
         if not pids:
             raise KeyboardInterrupt
-        self.num_interrupts += number == signal.SIGINT
-        if number == signal.SIGINT and self.num_interrupts == 1:
-            say_from_handler(STOPPING)
+        if number == signal.SIGINT:
+            interrupts.append(number)
+            if len(interrupts) == 1:
+                say_from_handler(STOPPING)
         for pid in pids:
             with suppress(ProcessLookupError):
-                if self.num_interrupts > 1:
+                if len(interrupts) > 1:
                     os.killpg(pid, signal.SIGKILL)
                 else:
                     os.kill(pid, signal.SIGTERM)
 
+    former = {number: signal.signal(number, forward) for number in heard_signals()}
+    try:
+        yield interrupts
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
-class StoppedRanks:
-    """Context in which a thread kills ranks that are stopped (state T) once another rank has ended: SIGTERM does not reach
-    them, and the agent would wait half a minute for their end. killed: their process ids."""
 
-    def __init__(self, agent: LocalElasticAgent) -> None:
-        self.killed: set[int] = set()
-        self._agent = agent
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="stopped-ranks", daemon=True)
+@contextmanager
+def kill_stopped(agent: LocalElasticAgent) -> Iterator[set[int]]:
+    """Have a thread kill ranks that are stopped (state T) once another rank has ended: SIGTERM does not reach them, and the agent
+    would wait half a minute for their end. Yields the process ids of the killed."""
+    killed: set[int] = set()
+    is_over = threading.Event()
 
-    def __enter__(self) -> "StoppedRanks":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._is_over.wait(LOOK_EVERY_S):
-            pids = [worker.id for worker in self._agent.get_worker_group().workers if worker.id]
-            states = {pid: read_state(pid) for pid in pids}
+    def watch() -> None:
+        while not is_over.wait(LOOK_EVERY_S):
+            states = {pid: read_state(pid) for pid in _find_pids(agent)}
             if all(state not in ("Z", "X", "") for state in states.values()):
                 continue
             for pid in (pid for pid, state in states.items() if state == "T"):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                self.killed.add(pid)
+                killed.add(pid)
+
+    thread = threading.Thread(target=watch, name="stopped-ranks", daemon=True)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _find_pids(agent: LocalElasticAgent) -> list[int]:
+    return [worker.id for worker in agent.get_worker_group().workers if worker.id]
 
 
 def read_state(pid: int) -> str:
@@ -177,8 +175,8 @@ def run_ranks(
         local_addr=HOST,
     )
     agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(log)))
-    stopped = StoppedRanks(agent)
-    with _silent_agent(), _variables_set({**own, **variables}), Forwarding(agent) as forwarding, stopped:
+    quiet, started_with = _silent_agent(), _variables_set({**own, **variables})
+    with quiet, started_with, forward_signals(agent) as interrupts, kill_stopped(agent) as killed:
         try:
             result = agent.run()
         except KeyboardInterrupt:
@@ -187,9 +185,9 @@ def run_ranks(
             return Outcome(128 + death.sigval, f"the launching process got {death.sigval.name}")
         finally:
             rendezvous.shutdown()
-    outcome = judge(result.failures, stopped.killed) if result.is_failed() else Outcome(EXIT_DONE)
+    outcome = judge(result.failures, killed) if result.is_failed() else Outcome(EXIT_DONE)
     was_cut = outcome.code in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
-    return Outcome(EXIT_INTERRUPTED) if forwarding.num_interrupts and was_cut else outcome
+    return Outcome(EXIT_INTERRUPTED) if interrupts and was_cut else outcome
 
 
 def judge(failures: Mapping[int, ProcessFailure], killed: Collection[int] = ()) -> Outcome:
@@ -203,20 +201,22 @@ def judge(failures: Mapping[int, ProcessFailure], killed: Collection[int] = ()) 
     rank, cause = min(failures.items(), key=lambda item: (item[1].pid in killed, *_precedence(item[1], first_s)))
     code = cause.exitcode if cause.exitcode > 0 else 128 - cause.exitcode
     said = {other: _say_hung(failure, first_s, killed) for other, failure in sorted(failures.items()) if other != rank}
-    known = _read_error(cause) if _has_error(cause) else ""  # a verdict on a hung run all ranks end with alike
+    _, known = _read_error(cause)  # a verdict on a hung run all ranks end with alike
     others = "".join(f"\n[rank {other}] {text}" for other, text in said.items() if text not in ("", known))
     if cause.exitcode < 0:
         number = signal.Signals(-cause.exitcode)
         hint = _SIGNAL_HINTS.get(number, "")
         return Outcome(code, f"[rank {rank}] process {cause.pid} was killed by {number.name}{hint}{others}")
-    return Outcome(code, f"[rank {rank}] {_read_error(cause)}{others}" if _has_error(cause) else "")
+    return Outcome(code, f"[rank {rank}] {known}{others}" if known else "")
 
 
 def _precedence(failure: ProcessFailure, first_s: float) -> tuple[int, float]:
     """Sort key, lowest nearest to the cause: a rank's own errors by the time they were recorded, deaths, lost peers and hung
     steps, the agent's SIGTERM and SIGKILL. first_s: time of the first failure."""
-    if _has_error(failure):
-        return (2 if _has_lost_peer(failure) or _is_hung(failure) else 0), os.stat(failure.error_file).st_mtime_ns
+    name, text = _read_error(failure)
+    if name:
+        is_of_others = name == HUNG or any(mark in f"{name}: {text}" for mark in LOST_PEER)
+        return (2 if is_of_others else 0), os.stat(failure.error_file).st_mtime_ns
     is_ended = failure.exitcode == -signal.SIGTERM or _is_killed_late(failure, first_s)
     return (3 if is_ended else 1), failure.exitcode
 
@@ -227,34 +227,24 @@ def _say_hung(failure: ProcessFailure, first_s: float, killed: Collection[int]) 
         return f"process {failure.pid} was stopped (state T), and was killed"
     if _is_killed_late(failure, first_s):
         return f"process {failure.pid} did not end when it was asked to, and was killed: it hung"
-    return _read_error(failure) if _has_error(failure) and _is_hung(failure) else ""
+    name, text = _read_error(failure)
+    return text if name == HUNG else ""
 
 
 def _is_killed_late(failure: ProcessFailure, first_s: float) -> bool:
     return failure.exitcode == -signal.SIGKILL and failure.timestamp - first_s > LATE_S
 
 
-def _is_hung(failure: ProcessFailure) -> bool:
+def _read_error(failure: ProcessFailure) -> tuple[str, str]:
+    """(class of the error that a rank recorded, message of an error that Meshwright explains, or the traceback of any other);
+    empty where it recorded none."""
     message: Any = failure.message
-    return message["message"].startswith(f"{errors.HungError.__name__}:")
-
-
-def _has_error(failure: ProcessFailure) -> bool:
-    return isinstance(failure.message, dict)
-
-
-def _read_error(failure: ProcessFailure) -> str:
-    """Message of an error that Meshwright explains; for any other the traceback that the rank recorded."""
-    message: Any = failure.message
+    if not isinstance(message, dict):
+        return "", ""
     name, _, text = message["message"].partition(": ")
     kind = getattr(errors, name, None)
     is_explained = isinstance(kind, type) and issubclass(kind, errors.MeshwrightError)
-    return text if is_explained else message["extraInfo"]["py_callstack"].strip()
-
-
-def _has_lost_peer(failure: ProcessFailure) -> bool:
-    message: Any = failure.message
-    return any(mark in message["message"] + _read_error(failure) for mark in LOST_PEER)
+    return name, text if is_explained else message["extraInfo"]["py_callstack"].strip()
 
 
 @contextmanager

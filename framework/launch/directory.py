@@ -21,9 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from enum import Enum
-from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -57,70 +55,27 @@ def describe_self(job: str = "", restart: int = 0, step: int = 0) -> Holder:
     return Holder(socket.gethostname(), os.getpid(), now(), job, restart, step)
 
 
-@dataclass(frozen=True)
 class RunDirectory:
     """Paths of one run. Nothing is opened or held by the object itself."""
 
-    path: Path
-
-    @property
-    def id(self) -> str:
-        return self.path.name
-
-    @property
-    def recipe(self) -> Path:
-        """The recipe that every rank, resume and requeue reads."""
-        return self.path / "recipe.yaml"
-
-    @property
-    def record(self) -> Path:
-        """The run's id, birth and launches (record.py)."""
-        return self.path / "run.json"
+    def __init__(self, path: Path) -> None:
+        self.path, self.id = path, path.name
+        self.recipe = path / "recipe.yaml"  # which every rank, resume and requeue reads
+        self.record = path / "run.json"  # the run's id, birth and launches (record.py)
+        self.exports = path / "exports"  # folders step-N that from_pretrained loads, of checkpoint.export_every_steps
+        self.tokenizer = path / "tokenizer"  # the one that made the tokens; an export gets a copy
+        self.pretrained = path / "pretrained"  # the config and small files of model.weights, which an export gets
+        self.log = path / "log"  # one error file per failed rank and launch
+        self.job_log = path / "job.log"  # output of a submitted run's jobs, one after another
+        self.script = path / "slurm" / "job.sh"  # that sbatch got
+        self.history = path / "slurm" / "history"  # a line for each start and end of a job's ranks, by the script
+        self.jobs = path / "slurm" / "jobs"  # the ids of the newest submission's jobs, a chain
+        self.code = path / "code"  # the package as it was submitted, which every start imports
 
     @property
     def checkpoints(self) -> Place:
         """Folders step-N: here, behind a link, or in the object store that `checkpoints.url` names."""
         return checkpoints_of(self.path)
-
-    @property
-    def exports(self) -> Path:
-        """Folders step-N that from_pretrained loads, of checkpoint.export_every_steps."""
-        return self.path / "exports"
-
-    @property
-    def tokenizer(self) -> Path:
-        """The tokenizer that made the tokens; an export gets a copy."""
-        return self.path / "tokenizer"
-
-    @property
-    def pretrained(self) -> Path:
-        """The config and small files of model.weights, which an export gets."""
-        return self.path / "pretrained"
-
-    @property
-    def log(self) -> Path:
-        """One error file per failed rank and launch."""
-        return self.path / "log"
-
-    @property
-    def job_log(self) -> Path:
-        """Output of a submitted run's jobs, one after another."""
-        return self.path / "job.log"
-
-    @property
-    def script(self) -> Path:
-        """The script that sbatch got. Beside it: `history`, a line for each start and end of the ranks."""
-        return self.path / "slurm" / "job.sh"
-
-    @property
-    def jobs(self) -> Path:
-        """The ids of the newest submission's jobs, a chain."""
-        return self.path / "slurm" / "jobs"
-
-    @property
-    def code(self) -> Path:
-        """The package as it was submitted, which every start imports."""
-        return self.path / "code"
 
     @property
     def keys(self) -> Run:
@@ -159,7 +114,9 @@ class RunDirectory:
     @staticmethod
     def next_id(root: Path, name: str) -> str:
         """The id that `create` would give a run without one, if nobody else takes it first."""
-        return f"{name}-{_next_number(root, name):03d}"
+        names = [path.name for path in root.iterdir()] if root.is_dir() else []
+        taken = [int(m[1]) for each in names if (m := re.fullmatch(re.escape(name) + r"-(\d+)", each))]
+        return f"{name}-{1 + max(taken, default=0):03d}"
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
@@ -376,17 +333,11 @@ def find_run(name: str) -> Path:
 
 
 def _claim_next(root: Path, name: str) -> Path:
-    for number in count(_next_number(root, name)):
-        path = root / f"{name}-{number:03d}"
+    while True:
+        path = root / RunDirectory.next_id(root, name)
         with suppress(FileExistsError):
             path.mkdir()
             return path
-    raise AssertionError("count() does not end")
-
-
-def _next_number(root: Path, name: str) -> int:
-    names = [path.name for path in root.iterdir()] if root.is_dir() else []
-    return 1 + max((int(m[1]) for each in names if (m := re.fullmatch(re.escape(name) + r"-(\d+)", each))), default=0)
 
 
 def _name_holder(file: TextIO, me: Holder) -> None:

@@ -60,7 +60,7 @@ def describe_counts(recipe: Recipe, counts: Sequence[NodeCount]) -> str:
 def _plan_count(recipe: Recipe, nodes: int, is_most: bool) -> NodeCount:
     with loading_libraries():  # they take seconds, which only what is queued pays
         from framework.plan.check import check_layout, most_bytes
-        from framework.plan.memory import show_bytes
+        from framework.plan.text import show_bytes
 
     narrowed = at_nodes(recipe, nodes)
     problems = [each for each in check_recipe(narrowed, {}) if is_most or each.key not in MADE_SMALLER]

@@ -20,6 +20,8 @@ WAITING_OR_RUNNING = (
 # States of a job that has nodes, or had them a moment ago and is requeued: its ranks will see a request.
 HAS_NODES = frozenset(WAITING_OR_RUNNING) - {"PENDING"}
 
+_NOTE = re.compile(r"(?P<time>\S+) job=\d+ restart=\d+ (?P<what>start|end|left out) (?P<values>.*)")
+
 
 @dataclass(frozen=True)
 class JobState:
@@ -31,6 +33,15 @@ class JobState:
     restarts: int = 0
     nodes: str = ""
     start: str = ""
+
+
+@dataclass(frozen=True)
+class HistoryLine:
+    """A line of slurm/history. what: start, end or left out; values: as in `code=85 step=95` of an end."""
+
+    time: str
+    what: str
+    values: dict[str, str]
 
 
 def submit_script(script: Path, after: str | None = None) -> str:
@@ -110,6 +121,13 @@ def has_ended(run: RunDirectory) -> bool:
     """Whether nothing runs or will run that could answer a request. False while SLURM does not tell."""
     states = [state and state.state for _, state in find_jobs(run)]
     return not run.find_holder() and all(state is not None and state not in WAITING_OR_RUNNING for state in states)
+
+
+def read_history(file: Path) -> list[HistoryLine]:
+    """The notes of a job's script on starts and ends of its ranks; nothing for a run that no job has started."""
+    lines = file.read_text().splitlines() if file.is_file() else []
+    notes = filter(None, map(_NOTE.fullmatch, lines))
+    return [HistoryLine(note["time"], note["what"], _fields(note["values"])) for note in notes]
 
 
 def _find_in_accounting(job_id: str) -> JobState | None:

@@ -3,21 +3,27 @@
 recipe -> settled, laid out (`check`), its data prepared -> `RunPart` -> written under the run's lock -> ranks, or a job
 """
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from framework.data.prepare import prepare, summarize_data
 from framework.data.prepared import Prepared
 from framework.errors import RunError
+from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
+from framework.launch.elastic import describe_counts, legal_counts, plan_counts
 from framework.launch.identity import describe_identity, keep_tokenizer
 from framework.launch.places import explain_errors, place_checkpoints
-from framework.launch.resume import RecipeChange, find_changes, resume_command, resume_recipe, saved_step
+from framework.launch.resume import RecipeChanges, find_changes, resume_command, resume_recipe, saved_step
 from framework.launch.settle import keep_pretrained, settle, settle_steps, settle_tokens
 from framework.lease import Lease
 from framework.mesh.placement import place
+from framework.optim.disk_file import refuse_folder
 from framework.recipe.compose import load_recipe, save_recipe
 from framework.recipe.derive import derive
 from framework.recipe.describe import describe_blend
@@ -35,8 +41,32 @@ class CheckedLayout:
     counts: Sequence[int] = ()
 
 
-# Lays every rank out, and raises what ranks would raise. The flag: the run begins with its pretrained weights, if it has any.
-CheckLayout = Callable[[Recipe, bool], CheckedLayout]
+def check_ranks(recipes: Sequence[Recipe], is_new: bool = True) -> CheckedLayout:
+    """Lay every rank of each recipe out before anything is written. Raises what ranks would raise, perhaps after the queue.
+
+    The result is the first recipe's, but for the line on memory, which is the largest layout's. is_new: the runs begin with their
+    pretrained weights, if they have any, and not with a checkpoint."""
+    with loading_libraries():
+        from framework.parallel.fp8_layers import require_torchao
+        from framework.plan.advice import caution_of_fit
+        from framework.plan.check import check_layouts, check_weights, describe_need
+        from framework.plan.host_memory import check_host_memory
+
+    first, plan = recipes[0], check_layouts(recipes)
+    if is_new:
+        check_weights(plan)
+    if first.launch.kind == "local":  # of this machine: a cluster's nodes look for themselves
+        check_host_memory(plan)
+        if first.precision.compute == "fp8":
+            require_torchao()
+        if first.memory.offload.disk_path is not None:
+            refuse_folder(Path(first.memory.offload.disk_path))
+        return CheckedLayout(plan.config.model_type)
+    if caution := caution_of_fit(plan):
+        print(f"caution  {caution}", file=sys.stderr)
+    counts = plan_counts(first)
+    lines = [f"plan     {describe_need(plan)}", *filter(None, [describe_counts(first, counts)])]
+    return CheckedLayout(plan.config.model_type, lines, legal_counts(first, counts))
 
 
 @dataclass(frozen=True)
@@ -51,7 +81,7 @@ class RunPart:
     # Numbers of nodes, as of `CheckedLayout`.
     counts: Sequence[int]
     # Keys that the command line changes in a run that goes on.
-    changes: Sequence[RecipeChange] = field(default=())
+    changes: RecipeChanges = field(default_factory=dict)
     # recipe.yaml has this recipe already.
     is_saved: bool = False
 
@@ -69,49 +99,43 @@ class RunPart:
         identity = describe_identity(run, self.recipe)
         if self.tokenizer is None:
             del identity["tokenizer"]
-        run.note_launch(overrides, {each.key: each.now for each in self.changes}, lease, **identity, **more)
+        run.note_launch(overrides, {key: now for key, (_, now) in self.changes.items()}, lease, **identity, **more)
 
 
-def decide_new(recipe: Recipe, check: CheckLayout) -> RunPart:
+def decide_new(recipe: Recipe) -> RunPart:
     """The first part of a new run, which is printed. Raises what speaks against it."""
-    return replace(_decide(recipe, check, 0, [], True, None), is_saved=False)
+    return replace(_decide(recipe, 0, {}, True, None), is_saved=False)
 
 
-def decide_next(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path], check: CheckLayout) -> RunPart:
+def decide_next(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> RunPart:
     """The next part of a run, under the saved recipe and the changes that it allows. Raises what speaks against it. Called under
     the run's lock, before its epoch is raised: a new epoch would end a start that runs, and whose lock is not seen here."""
     recipe, changes = resume_recipe(run, overrides, recipe_dirs)
     recipe, prepared = settle_steps(recipe)
     if prepared is not None:  # recipe.yaml keeps no epochs
         keys = ("train.steps", "train.epochs")
-        length = [change for change in find_changes(load_recipe(run.recipe), recipe) if change.key in keys]
-        changes = [*length, *(change for change in changes if change.key not in keys)]
+        length = find_changes(load_recipe(run.recipe), recipe)
+        others = {key: pair for key, pair in changes.items() if key not in keys}
+        changes = {key: length[key] for key in keys if key in length} | others
     step = saved_step(run)
     if step >= recipe.train.steps:
         more = resume_command(run, recipe, f"train.steps={2 * step}")
         raise RunError(
             f"{run.path} is finished: {step:,} of {recipe.train.steps:,} steps are done. To train on: {more}"
         )
-    return _decide(recipe, check, step, changes, not run.has_trained, prepared)
+    return _decide(recipe, step, changes, not run.has_trained, prepared)
 
 
-def _decide(
-    chosen: Recipe,
-    check: CheckLayout,
-    step: int,
-    changes: list[RecipeChange],
-    is_open: bool,
-    prepared: Prepared | None,
-) -> RunPart:
+def _decide(chosen: Recipe, step: int, changes: RecipeChanges, is_open: bool, prepared: Prepared | None) -> RunPart:
     """The part of a run from `step` on. is_open: nothing was trained, so the tokenizer may still change. prepared: the data, if
     it is known already."""
     recipe = settle(chosen)
-    checked = check(recipe, step == 0)
+    checked = check_ranks([recipe], step == 0)
     if prepared is None:
         recipe, prepared = settle_steps(recipe)
     print("\n".join([summarize(recipe, checked.model_type), *checked.lines]))
-    for change in changes:
-        print(f"changed  {change.key}: {change.was} -> {change.now}")
+    for key, (was, now) in changes.items():
+        print(f"changed  {key}: {was} -> {now}")
     prepared = prepared or prepare(recipe)
     print(summarize_data(prepared, recipe.data.validation))
     if is_open:
@@ -120,11 +144,37 @@ def _decide(
     return RunPart(recipe, step, tokenizer, checked.counts, changes, is_saved=not changes and recipe == chosen)
 
 
-def create_run(part: RunPart) -> tuple[RunDirectory, RunPart]:
-    """The folder of a new run, once its data is there, and the part with its id: bad data leaves no run behind."""
-    keys = part.recipe.run
+@contextmanager
+def begin(recipe: Recipe) -> Iterator[tuple[RunDirectory, Lease, RunPart]]:
+    """A new run, decided and written, whose lock is held meanwhile. Its folder is made once its data is there: bad data leaves no
+    run behind."""
+    part, keys = decide_new(recipe), recipe.run
     run = RunDirectory.create(Path(keys.root), keys.id, keys.name)
-    return run, replace(part, recipe=replace(part.recipe, run=replace(keys, id=run.id)))
+    part = replace(part, recipe=replace(part.recipe, run=replace(keys, id=run.id)))
+    with run.lock(partial(claim, run, recipe.checkpoint.root)) as lease:
+        part.write(run, lease)
+        yield run, lease, part
+
+
+@contextmanager
+def go_on(
+    run: RunDirectory,
+    overrides: list[str],
+    recipe_dirs: list[Path],
+    refuse: Callable[[RunDirectory], None] = lambda run: None,
+) -> Iterator[tuple[RunDirectory, Lease, RunPart]]:
+    """The next part of a run, decided and written, whose lock is held meanwhile. refuse: raises what speaks against it, asked
+    before anything is decided and once more under the lock."""
+    refuse(run)
+
+    @cache
+    def decide() -> RunPart:
+        refuse(run)
+        return decide_next(run, overrides, recipe_dirs)
+
+    with run.lock(decide) as lease:
+        decide().write(run, lease)
+        yield run, lease, decide()
 
 
 def claim(run: RunDirectory, root: str | None) -> None:

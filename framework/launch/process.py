@@ -38,11 +38,8 @@ def report_error(error: Exception) -> int:
     user's mistake without a traceback.
     """
     error = _explain_timeout(error)
-    is_explained = isinstance(error, MeshwrightError)
     code = error.exit_code if isinstance(error, MeshwrightError) else EXIT_FAILED
-    if is_task():
-        _report_to_job(error, code)
-    elif os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    if not is_task() and os.environ.get("TORCHELASTIC_ERROR_FILE"):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         # Once one rank has ended, the launcher ends the others by SIGTERM. One that is cut while it writes leaves half a file,
@@ -50,9 +47,12 @@ def report_error(error: Exception) -> int:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         get_error_handler().record_exception(error)
-    else:
-        place = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-        print(f"{place}{error if is_explained else traceback.format_exc()}", file=sys.stderr)
+        return code
+    text = str(error) if isinstance(error, MeshwrightError) else traceback.format_exc()
+    if is_task() and not claim_outcome(code):  # a rank that fails because of another: a line in the job's log
+        text = f"ends as well: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    rank = os.environ.get("RANK", os.environ["SLURM_PROCID"] if is_task() else None)
+    print(text if rank is None else f"[rank {rank}] {text}", file=sys.stderr)
     return code
 
 
@@ -148,17 +148,6 @@ def run_process(work: Callable[[], int]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _report_to_job(error: Exception, code: int) -> None:
-    """Write the error into the job's log: in full for the rank that failed first, in a line for those that fail because of it."""
-    place = f"[rank {os.environ.get('RANK', os.environ['SLURM_PROCID'])}] "
-    if not claim_outcome(code):
-        print(f"{place}ends as well: {type(error).__name__}: {str(error).splitlines()[0][:200]}", file=sys.stderr)
-    elif isinstance(error, MeshwrightError):
-        print(f"{place}{error}", file=sys.stderr)
-    else:
-        print(f"{place}{traceback.format_exc()}", file=sys.stderr)
 
 
 def _end_with_parent() -> None:

@@ -5,11 +5,9 @@ that do not touch the training run itself (layouts, places, rhythms), or that on
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
-
-from hydra.core.override_parser.types import Override
 
 from framework.checkpoint.commit import newest_checkpoint, step_of
 from framework.errors import RecipeError, RunError
@@ -41,17 +39,8 @@ SUBJECT_GROUPS = ("experiment", "model", "data")
 SUBJECT_KEYS = ("model.family", "model.weights", "model.config_file", "model.config", "data.sources")
 
 
-@dataclass(frozen=True)
-class RecipeChange:
-    """A key whose value differs from the saved recipe's."""
-
-    key: str
-    was: Any
-    now: Any
-
-    @property
-    def is_allowed(self) -> bool:
-        return may_change(self.key)
+# Keys whose values differ from the saved recipe's: (was, now).
+RecipeChanges = dict[str, tuple[Any, Any]]
 
 
 def compose_run(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Recipe:
@@ -94,24 +83,15 @@ def require_subject(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> No
 def has_subject(overrides: Sequence[str]) -> bool:
     """Whether overrides of one run say what to train. True for overrides with a mistake: composing explains it."""
     command = parse_overrides(overrides, search_path())
-    if command.problems or any(choice.key_or_group in SUBJECT_GROUPS for choice in command.choices if _sets(choice)):
+    groups = [choice.key_or_group for choice in command.choices if not choice.is_delete()]
+    if command.problems or any(group in SUBJECT_GROUPS for group in groups):
         return True
-    keys = [key for value in command.values if _sets(value) for key in _list_keys(value)]
+    values = {value.key_or_group: value.value() for value in command.values if not value.is_delete()}
+    keys = flatten(values)  # of `data={root: x}` data.root, which is no source
     return any(key == subject or key.startswith(f"{subject}.") for key in keys for subject in SUBJECT_KEYS)
 
 
-def _sets(override: Override) -> bool:
-    return not override.is_delete()
-
-
-def _list_keys(override: Override) -> list[str]:
-    """The keys that a value sets: `data={root: x}` sets data.root, and no sources."""
-    return list(flatten({override.key_or_group: override.value()}))
-
-
-def resume_recipe(
-    run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]
-) -> tuple[Recipe, list[RecipeChange]]:
+def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> tuple[Recipe, RecipeChanges]:
     """The recipe that the run goes on with, and what it changes. Raises RunError for a change that makes another run.
 
     Values of the command line are set in the saved recipe. Its group choices (`experiment=quickstart`) were made when the
@@ -129,22 +109,24 @@ def resume_recipe(
     recorded = read_recorded(run)["recipe"]
     edits = find_edits(recorded, values_of(saved))
     restored = edits.keys() - find_edits(recorded, values_of(resumed)).keys()
-    if not run.has_trained:  # what is typed takes the place of all that was recorded
-        restored |= {change.key for change in find_changes(saved, resumed)}
-    refuse_edits(run, {key: values for key, values in edits.items() if key not in restored})
     changes = find_changes(saved, resumed)
-    refused = {change.key: change for change in changes if not change.is_allowed and change.key not in restored}
-    others = [each for each in find_changes(saved, composed) if not each.is_allowed and each.key not in restored]
-    refused |= {change.key: change for change in others if change.key not in refused}
+    if not run.has_trained:  # what is typed takes the place of all that was recorded
+        restored |= changes.keys()
+    refuse_edits(run, {key: values for key, values in edits.items() if key not in restored})
+    refused = {
+        key: pair
+        for key, pair in (find_changes(saved, composed) | changes).items()
+        if not may_change(key) and key not in restored
+    }
     if refused and run.has_trained:
-        raise RunError(explain_refusal(run, list(refused.values()), saved.launch.kind))
+        raise RunError(explain_refusal(run, refused, saved.launch.kind))
     if refused:  # nothing was trained under the saved recipe, so this one takes its place as a whole
         if is_open:
             composed = require_layout(compose(overrides, recipe_dirs), overrides, recipe_dirs)
             composed = keep_settled(saved, composed)
         resumed, changes = composed, find_changes(saved, composed)
     resumed = replace(resumed, run=name_run(run.path, resumed.run))
-    return resumed, [change for change in changes if change.key not in OWN_KEYS]
+    return resumed, {key: pair for key, pair in changes.items() if key not in OWN_KEYS}
 
 
 def _compose_settled(saved: Recipe, overrides: list[str], dirs: list[Path], base: Path | None = None) -> Recipe:
@@ -194,12 +176,11 @@ def refuse_missing(run: Run) -> NoReturn:
     )
 
 
-def find_changes(saved: Recipe, other: Recipe) -> list[RecipeChange]:
+def find_changes(saved: Recipe, other: Recipe) -> RecipeChanges:
     """All keys whose values differ, ABSENT where one of the two has no such key."""
     was, now = flatten(asdict(saved)), flatten(asdict(other))
-    keys = [*was, *(key for key in now if key not in was)]
-    pairs = [(key, was.get(key, ABSENT), now.get(key, ABSENT)) for key in keys]
-    return [RecipeChange(key, _shown(key, one), _shown(key, other)) for key, one, other in pairs if one != other]
+    pairs = {key: (was.get(key, ABSENT), now.get(key, ABSENT)) for key in was | now}
+    return {key: (_shown(key, one), _shown(key, two)) for key, (one, two) in pairs.items() if one != two}
 
 
 def _shown(key: str, value: Any) -> Any:
@@ -207,9 +188,9 @@ def _shown(key: str, value: Any) -> Any:
     return HIDDEN if is_secret(key.rpartition(".")[2], value) and key.startswith("launch.environment") else value
 
 
-def explain_refusal(run: RunDirectory, refused: list[RecipeChange], kind: str) -> str:
+def explain_refusal(run: RunDirectory, refused: RecipeChanges, kind: str) -> str:
     """Table of the refused changes, and the ways out."""
-    rows = [("key", "was", "now"), *((change.key, show(change.was), show(change.now)) for change in refused)]
+    rows = [("key", "was", "now"), *((key, show(was), show(now)) for key, (was, now) in refused.items())]
     table = [f"  {line}" for line in align(rows)]
     return "\n".join(
         [

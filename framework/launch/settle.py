@@ -37,7 +37,7 @@ def settle(recipe: Recipe) -> Recipe:
     """
     launch = settle_device(recipe.launch, derive(recipe).world, partial(_count_gpus, recipe.launch))
     refuse_offload_to_device(replace(recipe, launch=launch))
-    if compiles(recipe.memory) and (launch.kind, launch.device) == ("local", "cpu"):
+    if compiles(recipe) and (launch.kind, launch.device) == ("local", "cpu"):
         _require_compiler(launch)
     model = recipe.model
     if model.weights is not None:

@@ -1,7 +1,6 @@
 """A rank as a task of SLURM: its number, its node, and its word to the job's script on why the ranks end."""
 
 import os
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -9,7 +8,7 @@ from pathlib import Path
 
 from framework.errors import LeaseLost, NodeError, TopologyError
 from framework.launch.directory import HolderState, describe_self
-from framework.launch.jobs import WAITING_OR_RUNNING, find_job
+from framework.launch.jobs import WAITING_OR_RUNNING, find_job, read_history
 from framework.lease import Holder, read_lease
 from framework.mesh.placement import place
 from framework.monitor.goodput import Job
@@ -17,10 +16,6 @@ from framework.recipe.derive import Derived
 
 OUTCOME = "MESHWRIGHT_OUTCOME"
 QUEUED = "MESHWRIGHT_QUEUED"
-# Lines of RUN/slurm/history, which the job's script writes.
-_START = re.compile(r"\S+ job=\d+ restart=\d+ start from=.*")
-_END = re.compile(r"(\S+) job=\d+ restart=\d+ end code=(\d+) .*")
-_LEFT_OUT = re.compile(r"\S+ job=\d+ restart=\d+ left out .*")
 
 
 def is_task() -> bool:
@@ -128,11 +123,12 @@ def describe_job(run_dir: Path) -> Job:
 def read_job(history: Path, queued: str) -> Job:
     """Times from the job's script. queued: when the job was submitted and began, empty where SLURM does not say. history: the
     script's record of starts and ends, which lacks the end of a node that was lost."""
-    noted = history.read_text().splitlines() if history.is_file() else []
-    lines = [line for line in noted if not _LEFT_OUT.fullmatch(line)]  # between an end and the start that follows it
-    starts = [index for index, line in enumerate(lines) if _START.fullmatch(line)]
-    end = _END.fullmatch(lines[starts[-1] - 1]) if starts and starts[-1] else None
-    gone = (_unix_s(end[1]), int(end[2])) if end else (None, None)
+    notes = [
+        note for note in read_history(history) if note.what != "left out"
+    ]  # between an end and the start that follows it
+    starts = [index for index, note in enumerate(notes) if note.what == "start"]
+    before = notes[starts[-1] - 1 : starts[-1]] if starts else []
+    gone = next(((_unix_s(each.time), int(each.values["code"])) for each in before if each.what == "end"), (None, None))
     moments = [float(word) for word in queued.split() if word.isdigit()]
     return Job(*(moments if len(moments) == 2 else (None, None)), *gone)
 

@@ -5,7 +5,7 @@ shard a dim is one run; a shard with segments leaves one run per segment. The pr
 tensor.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -82,10 +82,6 @@ class Layout:
         """Number of elements this rank owns."""
         start, stop = self._bounds()
         return stop - start
-
-    def whole(self) -> "Layout":
-        """The same place with all local elements owned."""
-        return replace(self, interval=None)
 
     def boxes(self) -> list[Box]:
         """Global boxes of the owned elements; their row-major elements, concatenated, are the interval in order.

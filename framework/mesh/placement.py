@@ -57,15 +57,12 @@ class Placement:
         return f"{nodes} rank{'s' if self.ranks_per_node != 1 else ''}" + (f": {', '.join(words)}" if words else "")
 
 
+def make_grid(derived: Derived) -> Topology:
+    """The topology of a recipe, as far as its degrees tell: without ZeRO's shards, which the model and the nodes decide too."""
+    names = ("pp", "dp", "cp", "tp", "ep", "expert_tp", "ulysses")
+    return Topology(**{name: getattr(derived, name) for name in names})
+
+
 def place(derived: Derived) -> Placement:
     """Where the ranks of a recipe lie."""
-    topology = Topology(
-        pp=derived.pp,
-        dp=derived.dp,
-        cp=derived.cp,
-        tp=derived.tp,
-        ep=derived.ep,
-        expert_tp=derived.expert_tp,
-        ulysses=derived.ulysses,
-    )
-    return Placement(topology, derived.ranks_per_node)
+    return Placement(make_grid(derived), derived.ranks_per_node)

@@ -54,7 +54,7 @@ AXIS_NAMES = (
 
 @dataclass(frozen=True)
 class Topology:
-    """The degrees of the parallelisms. Raises TopologyError when they cannot form a mesh."""
+    """The degrees of the parallelisms, which form a mesh, else AssertionError."""
 
     pp: int = 1
     dp: int = 1
@@ -75,42 +75,20 @@ class Topology:
     """Ranks of cp that exchange heads; the others are the ring."""
 
     def __post_init__(self) -> None:
-        for name in ("pp", "dp", "cp", "tp", "ep"):
-            if getattr(self, name) < 1:
-                raise TopologyError(f"parallel.{name}={getattr(self, name)}: a degree is at least 1")
-        batch = self.dp * self.cp
-        if self.expert_tp not in (None, 1, self.tp):
-            raise TopologyError(
-                f"parallel.expert_tp={self.expert_tp}: experts are whole (1) or sliced over all of parallel.tp={self.tp}"
-            )
-        if self._expert_ranks % self.ep:
-            raise TopologyError(
-                f"parallel.ep={self.ep} does not divide {self._expert_ranks}, the ranks among which experts are divided"
-                f" (dp x cp x tp / expert_tp = {self.dp} x {self.cp} x {self.tp} / {self._slices}): use ep in"
-                f" {_divisors(self._expert_ranks)}, or change dp or cp"
-            )
-        if self.ep % (self.ep_inner or self.ep):
-            raise TopologyError(
-                f"parallel.expert_hierarchical={self.ep_inner} does not divide parallel.ep={self.ep}: use one of"
-                f" {_divisors(self.ep)[1:]}, or null"
-            )
-        if self.expert_shard < 1 or self._expert_ranks // self.ep % self.expert_shard:
-            raise TopologyError(
-                f"{self.expert_shard} shards do not divide the {self._expert_ranks // self.ep} ranks that share experts"
-            )
-        if self.shard < 1 or batch % self.shard:
-            raise TopologyError(
-                f"zero.shard_within={self.shard} does not divide dp x cp = {batch} ranks: use a degree in"
-                f" {_divisors(batch)}"
-            )
-        if self.ulysses < 1 or self.cp % self.ulysses:
-            raise TopologyError(f"a Ulysses degree of {self.ulysses} does not divide parallel.cp={self.cp}")
-        if self.kv < 1 or self.tp % self.kv:
-            raise TopologyError(f"{self.kv} ranks per key-value head do not divide parallel.tp={self.tp}")
-        if not all(0 <= position < self.pp for position in self._embedding_positions):
-            raise TopologyError(
-                f"stages at {self.embedding_ranks} are not in a pipeline of parallel.pp={self.pp} ranks"
-            )
+        # Rules of the recipe (`layout_rules`) refuse what a user states wrong, with the fix.
+        assert min(self.pp, self.dp, self.cp, self.tp, self.ep) >= 1, f"a degree is at least 1: {self}"
+        assert self._slices in (1, self.tp), f"experts are whole, or sliced over all of tp: {self}"
+        inside = {
+            "ep": (self.ep, self._expert_ranks),
+            "ep_inner": (self.ep_inner or self.ep, self.ep),
+            "expert_shard": (self.expert_shard, self._expert_ranks // self.ep),
+            "shard": (self.shard, self.dp * self.cp),
+            "ulysses": (self.ulysses, self.cp),
+            "kv": (self.kv, self.tp),
+        }
+        for name, (degree, among) in inside.items():
+            assert degree >= 1 and among % degree == 0, f"{name} does not divide {among} ranks: {self}"  # noqa: PT018
+        assert all(0 <= position < self.pp for position in self._embedding_positions), f"no such ranks of pp: {self}"
 
     @property
     def world(self) -> int:
@@ -136,7 +114,7 @@ class Topology:
         if axis == "embedding":
             return self._share_embedding(rank).index(rank)
         size, stride = self._size_stride(axis)
-        self._check_rank(rank)
+        assert 0 <= rank < self.world, f"rank {rank} of {self.world}"
         return rank // stride % size
 
     def ranks(self, axis: str, rank: int) -> tuple[int, ...]:
@@ -188,13 +166,7 @@ class Topology:
             "expert_shard": (self.expert_shard, slices * self.ep),
             "expert_replica": (copies // self.expert_shard, slices * self.ep * self.expert_shard),
         }
-        if axis not in table:
-            raise TopologyError(f"no axis {axis!r}: the axes are {', '.join(AXIS_NAMES)}")
         return table[axis]
-
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.world:
-            raise TopologyError(f"rank {rank} is outside the world of {self.world} ranks (pp x dp x cp x tp)")
 
 
 def count_expert_shards(shard: int, tp: int, ep: int, expert_tp: int, batch: int) -> int:

@@ -17,21 +17,26 @@ from framework.errors import ModelError
 from framework.model.safetensors_files import find_files
 from framework.recipe.schema import Model
 
-CONFIG_FILES = ("config.json",)
+CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 FILES = ("*.safetensors", *TOKENIZER_FILES)
+# Processors, which transformers loads beside a tokenizer. No part of training reads them.
+PROCESSORS = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
 
 
-def resolve_folder(name_or_path: str, revision: str | None = None) -> Path:
+def resolve_folder(
+    name_or_path: str, revision: str | None = None, files: Sequence[str] = FILES, key: str = "model.weights"
+) -> Path:
     """The local folder of a model: `name_or_path` itself if it is one, else the snapshot of that Hugging Face hub name.
 
-    Of a hub repository only the safetensors, JSON and tokenizer files of its top folder are fetched, once. revision: a commit,
-    branch or tag; None: the newest. Raises ModelError when there is neither such a folder nor a hub model that can be reached.
+    Of a hub repository only `files` of its top folder are fetched, once. revision: a commit, branch or tag; None: the newest.
+    key: the recipe's, which names it. Raises ModelError when there is neither such a folder nor a hub model that can be reached.
     """
-    return _fetch(name_or_path, revision, FILES)
-
-
-def _fetch(name_or_path: str, revision: str | None, files: Sequence[str], key: str = "model.weights") -> Path:
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
         return folder
@@ -71,16 +76,8 @@ def find_folder(name_or_path: str, revision: str | None = None) -> Path:
 
 
 def fetch_config(name_or_path: str, revision: str | None = None) -> Path:
-    """The folder of a model with its configuration. Fetches no weights.
-
-    Raises what `resolve_folder` raises.
-    """
-    return _fetch(name_or_path, revision, CONFIG_FILES)
-
-
-def fetch_tokenizer(name_or_path: str, revision: str | None, key: str) -> Path:
-    """The folder of a tokenizer that the recipe's `key` names. Raises what `resolve_folder` raises."""
-    return _fetch(name_or_path, revision, TOKENIZER_FILES, key)
+    """The folder of a model with its configuration, as `resolve_folder`. Fetches no weights."""
+    return resolve_folder(name_or_path, revision, (CONFIG,))
 
 
 def pin_revision(model: Model) -> Model:
@@ -97,12 +94,8 @@ def pin_revision(model: Model) -> Model:
                 " set model.revision=null"
             )
         return model
-    try:
-        folder = find_folder(model.weights, model.revision) if model.revision is not None else None
-    except ModelError:
-        folder = None
-    is_commit = folder is not None and folder.name == model.revision  # a branch moves; a commit does not
-    if folder is None or not is_commit or not _has_weights(folder):
+    folder = find_weights(model) if model.revision is not None else None
+    if folder is None or folder.name != model.revision:  # a branch moves; a commit does not
         folder = resolve_folder(model.weights, model.revision)
     return replace(model, revision=folder.name)  # the cache names a snapshot's folder by its commit
 
@@ -112,14 +105,11 @@ def find_weights(model: Model) -> Path | None:
     not asked."""
     if model.weights is None:
         return None
-    folder = Path(model.weights).expanduser()
-    if folder.is_dir():
-        return folder
     try:
         folder = find_folder(model.weights, model.revision)
     except ModelError:
         return None
-    return folder if _has_weights(folder) else None
+    return folder if Path(model.weights).expanduser().is_dir() or _has_weights(folder) else None
 
 
 def _has_weights(folder: Path) -> bool:
@@ -147,16 +137,6 @@ def _at(name: str, revision: str | None) -> str:
 
 def _download(name: str, revision: str | None) -> str:
     return f"hf download {name}" + (f" --revision {revision}" if revision else "")
-
-
-CONFIG, GENERATION = "config.json", "generation_config.json"
-# Processors, which transformers loads beside a tokenizer. No part of training reads them.
-PROCESSORS = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "chat_template.json",
-)
 
 
 def keep_files(weights: Path, folder: Path) -> None:

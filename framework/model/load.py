@@ -33,18 +33,7 @@ REFUSALS = (ValueError, TypeError, LookupError, StrictDataclassError, RecursionE
 GROUPED_ROW_BYTES = 16
 # What models raise, when they are built or run, where they want more than they get: other inputs, or a value that the config
 # leaves open.
-FORWARD_ERRORS = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    IndexError,
-    AttributeError,
-    KeyError,
-    AssertionError,
-    ImportError,
-)
-
-
+FORWARD_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError)
 # Arguments of the model that are False wherever it takes them. With a cache, packed positions would be ignored and documents
 # would see one another; a load-balancing loss of the model's own would be of the layers of one stage.
 DISABLED = ("use_cache", "output_router_logits")
@@ -226,7 +215,8 @@ def refuse_unaligned_experts(model: PreTrainedModel, compute: torch.dtype) -> No
 
 def _for_training(config: PretrainedConfig) -> PretrainedConfig:
     """The config without key-value cache, with which a model ignores packed positions silently (docs/models.md)."""
-    _refuse_uneven_heads(config.get_text_config())
+    for layer in layer_configs(config.get_text_config()):
+        _refuse_uneven_heads(layer)
     config.use_cache = False
     config.get_text_config().use_cache = False
     return config
@@ -240,11 +230,6 @@ def layer_configs(config: PretrainedConfig) -> Sequence[PretrainedConfig]:
 
 
 def _refuse_uneven_heads(config: PretrainedConfig) -> None:
-    for layer in layer_configs(config):
-        _refuse_uneven_heads_of(layer)
-
-
-def _refuse_uneven_heads_of(config: PretrainedConfig) -> None:
     # Such a model is built without a word, and fails in the first attention.
     heads, kv = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(kv, int) and (kv < 1 or heads % kv):

@@ -71,7 +71,7 @@ def _run(model: PreTrainedModel, recorder: "_Recorder") -> Tensor:
     try:
         with torch.no_grad(), recorder:
             return model(input_ids=tokens, **dict.fromkeys(set(DISABLED) & accepted_arguments(model), False)).logits
-    except (AttributeError, *FORWARD_ERRORS) as error:
+    except FORWARD_ERRORS as error:
         raise _refuse(model, f"its code around the head does not run alone ({error})") from error
 
 

@@ -9,8 +9,9 @@ Nothing here communicates: `parallel/tensor` and `parallel/zero` call it between
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,30 @@ class GradView(Protocol):
 
     def add_stacked_matmul(self, left: Tensor, right: Tensor, groups: "RowGroups") -> None:
         """Add left^T @ right of each group's rows.  left: [R, m]; right: [R, n]; the view: [E, m, n] of the master dtype."""
+
+
+class NumberedWeights:
+    """The trained weights of the process, each under a number. Held weakly.
+
+    The operators of `opaque_linear.py` are torch's and belong to the process; a graph gives them tensors and no objects.
+    """
+
+    def __init__(self) -> None:
+        self._weights: WeakValueDictionary[int, LayerWeight] = WeakValueDictionary()
+        self._numbers = count()
+
+    def number(self, weight: "LayerWeight") -> int:
+        """A new number, under which the weight is found."""
+        found = next(self._numbers)
+        self._weights[found] = weight
+        return found
+
+    def find(self, number: int) -> "LayerWeight":
+        """The weight with this number, which is in use."""
+        return self._weights[number]
+
+
+TRAINED = NumberedWeights()
 
 
 class LayerWeight:
@@ -80,8 +105,9 @@ class LayerWeight:
     def write_gradient_to(self, grad_view: GradView) -> None:
         """Have `weight_gradient` add to the main gradient from now on; autograd gets none."""
         self.grad_view = grad_view
-        # One scalar for the whole run: a new one in each call would cost an allocation, and nothing reads its value.
-        self.tick = torch.zeros((), device=grad_view.parameter.device, requires_grad=True)
+        # One scalar for the whole run: a new one in each call would cost an allocation. It is on the host, where an operator can
+        # read its value without waiting for a device.
+        self.tick = torch.tensor(float(TRAINED.number(self)), dtype=torch.float64, requires_grad=True)
 
     @property
     def weight(self) -> Tensor:
@@ -91,11 +117,18 @@ class LayerWeight:
 
     @property
     def graph_input(self) -> Tensor:
-        """The stand-in for the weight in autograd's graph: the weight, or, where its gradient is written directly, a scalar.
+        """The stand-in for the weight in autograd's graph: the weight, or, where its gradient is written directly, `tick`.
 
         The scalar requires a gradient, so that backward runs even where nothing else does.
         """
         return self.weight if self.tick is None else self.tick
+
+
+def find_matmul(tick: Tensor) -> "Matmul":
+    """The linear layer's matmul of which this is the `tick`."""
+    found = TRAINED.find(int(tick))
+    assert isinstance(found, Matmul), "the tick of a stack of weights"
+    return found
 
 
 class Matmul(LayerWeight):

@@ -20,7 +20,7 @@ from framework.model.initial import seed_rng
 from framework.model.load import FORWARD_ERRORS, accepted_arguments, choose_experts
 from framework.model.routers import LoadBalancingLoss, Routers
 from framework.model.shrink import shrink
-from framework.model.stage import StageModel, hollow_out, refuse_split, split_stages
+from framework.model.stage import StageModel, copy_stage, hollow_out, refuse_split, split_stages
 from framework.model.units import Unit, find_units
 
 # Differences relative to the largest number: above the rounding of fp32, below what anything else makes. Of 54 families, those
@@ -101,9 +101,8 @@ def _run_in_stages(
 ) -> Tensor:
     hidden: tuple[Any, ...] = ()
     for bounds in split_stages((1, num_layers - 1)):
-        part = AutoModelForCausalLM.from_config(whole.config, dtype=torch.float32).eval()
-        part.load_state_dict(whole.state_dict())
-        hollow_out(part, units, bounds, returns_tuple, torch.float32)
+        part = copy_stage(whole, units, bounds, returns_tuple)
+        hollow_out(part, units, bounds, torch.float32)
         hidden = StageModel(part, units, bounds)(hidden, input_ids=tokens)
     return hidden[0].logits
 

@@ -11,7 +11,7 @@ Shapes: B sequences of T tokens, E experts; a vector of sums is [2E + 1], C befo
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,26 +44,22 @@ class RoutedTokens:
     @classmethod
     def whole(cls, tokens: TokenLayout, axes: Mapping[str, Communicator]) -> "RoutedTokens":
         """All tokens of the slices on each rank of `tp`: inside a region."""
-        return cls._undivided(tokens, axes, sums_copies=True)
+        rows, valid = tokens.context, tokens.valid_inside
+        return cls(_slices_of(tokens), 1, rows, valid, axes["tp"], axes["cp"], sums_copies=True)
 
     @classmethod
     def outside(cls, tokens: TokenLayout, axes: Mapping[str, Communicator]) -> "RoutedTokens":
         """The rows of a rank of `tp` between regions, where the routers of whole experts stand: a part of the slices' tokens with
         sequence parallelism, else all of them."""
-        if tokens.num_parts > 1:
-            return cls.divided(tokens, axes)
-        return cls._undivided(tokens, axes, sums_copies=False)
+        return (
+            cls.divided(tokens, axes) if tokens.num_parts > 1 else replace(cls.whole(tokens, axes), sums_copies=False)
+        )
 
     @classmethod
     def divided(cls, tokens: TokenLayout, axes: Mapping[str, Communicator]) -> "RoutedTokens":
         """A part of the slices' tokens on each rank of `tp`, as between regions under sequence parallelism."""
         rows, valid = tokens.tokens_local, tokens.valid_local
         return cls(_slices_of(tokens), tokens.num_parts, rows, valid, copies=_alone(), over=axes["context_tp"])
-
-    @classmethod
-    def _undivided(cls, tokens: TokenLayout, axes: Mapping[str, Communicator], *, sums_copies: bool) -> "RoutedTokens":
-        rows, valid = tokens.context, tokens.valid_inside
-        return cls(_slices_of(tokens), 1, rows, valid, axes["tp"], axes["cp"], sums_copies)
 
     @classmethod
     def of_one_rank(cls) -> "RoutedTokens":

@@ -255,38 +255,23 @@ class Resized(nn.Module):
         return x.new_zeros(*x.shape[:-1], self.width)
 
 
-def hollow_out(
-    model: PreTrainedModel, units: Sequence[Unit], bounds: StageBounds, returns_tuple: bool, dtype: torch.dtype
-) -> None:
-    """Replace, in place and on meta, every module with parameters of other stages. With one stage there is none.
+def hollow_out(model: PreTrainedModel, units: Sequence[Unit], bounds: StageBounds, dtype: torch.dtype) -> None:
+    """Replace, in place, what a copy for one stage still has of others: modules with parameters of the embedding and the head.
 
-    units: the whole model's. returns_tuple: whether its layers return tuples. dtype: of hidden states.
+    units: the whole model's. dtype: of hidden states.
     """
-    for unit in units:
-        if not bounds.owns(unit):
-            _hollow_out_unit(model, unit, returns_tuple, dtype)
-
-
-def _hollow_out_unit(model: PreTrainedModel, unit: Unit, returns_tuple: bool, dtype: torch.dtype) -> None:
-    if unit.is_layer:
-        _replace(model, unit.root, PassThrough(returns_tuple))
-        return
     head = model.get_output_embeddings()
-    for path in unit.modules:
+    for path in (path for unit in units if not unit.is_layer and not bounds.owns(unit) for path in unit.modules):
         module = model.get_submodule(path)
-        if not any(True for _ in module.parameters(recurse=False)):
-            continue
-        if module is head:
-            _replace(model, path, Resized(0))
-        elif isinstance(module, nn.Embedding):
-            _replace(model, path, Zeros(module.embedding_dim, dtype))
-        else:
-            _replace(model, path, Resized(getattr(module, "out_features", None)))
+        if any(True for _ in module.parameters(recurse=False)):
+            parent, _, name = path.rpartition(".")
+            model.get_submodule(parent)._modules[name] = _stand_in_for(module, module is head, dtype)
 
 
-def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    model.get_submodule(parent)._modules[name] = module
+def _stand_in_for(module: nn.Module, is_head: bool, dtype: torch.dtype) -> nn.Module:
+    if isinstance(module, nn.Embedding) and not is_head:
+        return Zeros(module.embedding_dim, dtype)
+    return Resized(0 if is_head else getattr(module, "out_features", None))
 
 
 def _holder(parameter: str) -> str:

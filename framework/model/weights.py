@@ -8,7 +8,7 @@ Writing: the meta model tells every tensor's file and place, so units are writte
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from framework.errors import ModelError
-from framework.files import sync
+from framework.files import sync, sync_tree
 from framework.mesh.box import Box
 from framework.model.conversions import Assembly, assemble, dropped_on_save, kept_dtype, match_keys, to_checkpoint
 from framework.model.hub import GENERATION
@@ -28,6 +28,8 @@ from framework.model.safetensors_files import FilePosition, LazyFiles, plan_file
 
 # Names shown per kind of difference: an error stays on one screen even when not one of 40,000 experts' keys matches.
 SHOWN = 20
+# (name, shape in the folder, shape in the model)
+Shapes = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 def read_weights(
@@ -74,13 +76,10 @@ def _match(model_meta: PreTrainedModel, files: LazyFiles, names: Iterable[str]) 
     assemblies, unexpected = match_keys(model_meta, files.keys())
     stored = {name: _stored_names(model_meta, name, assemblies) for name in names}
     needed = list(dict.fromkeys(assemblies[name] for names in stored.values() for name in names))
-    differences = Differences(
-        missing=tuple(name for name, names in stored.items() if not names),
-        unexpected=tuple(unexpected),
-        shapes=tuple(_different_shapes(model_meta, needed, files)),
-    )
-    if differences.any:
-        raise ModelError(f"{files.folder} does not hold the weights of this model\n{differences.explain(model_meta)}")
+    missing, shapes = [name for name, names in stored.items() if not names], [*_find_shapes(model_meta, needed, files)]
+    if missing or unexpected or shapes:
+        differences = _explain(model_meta, missing, unexpected, shapes)
+        raise ModelError(f"{files.folder} does not hold the weights of this model\n{differences}")
     return _Match(assemblies, stored, needed)
 
 
@@ -135,45 +134,37 @@ def write_weights(
         _write_configs(partial, model_meta, dtype)
         for path in beside:
             shutil.copytree(path, partial / path.name) if path.is_dir() else shutil.copy(path, partial)
-        _publish(partial, folder)
+        sync_tree(partial)
+        os.replace(partial, folder)
+        sync(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 
-@dataclass(frozen=True)
-class Differences:
-    """The differences between a folder's weights and a model's. shapes: (name, shape in the folder, shape in the model)."""
-
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-
-    @property
-    def any(self) -> bool:
-        return bool(self.missing or self.unexpected or self.shapes)
-
-    def explain(self, model: PreTrainedModel) -> str:
-        """The error text: all names, and the fix; another vocabulary size has a fix of its own."""
-        shapes = [f"{name}: {list(stored)}, the model has {list(own)}" for name, stored, own in self.shapes]
-        lines = [*_shown("missing", self.missing), *_shown("not of this model", self.unexpected)]
-        lines += _shown("of another shape", shapes)
-        rows = {s[0] for name, s, own in self.shapes if name in _vocabulary_entries(model) and s[1:] == own[1:]}
-        if rows:
-            lines.append(
-                f"The vocabularies differ: set model.config.vocab_size={rows.pop()}, which the weights have, or remove it. A"
-                " tokenizer with more entries needs other weights: resize_token_embeddings of transformers' model, then"
-                " save_pretrained"
-            )
-        else:
-            lines.append(
-                "Remove the values of model.config that contradict the folder's config.json, or give another folder"
-            )
-        return "\n".join(lines)
+def _explain(
+    model: PreTrainedModel, missing: Sequence[str], unexpected: Sequence[str], shapes: Sequence[Shapes]
+) -> str:
+    """The differences between a folder's weights and a model's, and the fix; another vocabulary size has a fix of its own."""
+    lines = [*_shown("missing", missing), *_shown("not of this model", unexpected)]
+    lines += _shown(
+        "of another shape", [f"{name}: {list(stored)}, the model has {list(own)}" for name, stored, own in shapes]
+    )
+    rows = {s[0] for name, s, own in shapes if name in _vocabulary_entries(model) and s[1:] == own[1:]}
+    if rows:
+        lines.append(
+            f"The vocabularies differ: set model.config.vocab_size={rows.pop()}, which the weights have, or remove it. A"
+            " tokenizer with more entries needs other weights: resize_token_embeddings of transformers' model, then"
+            " save_pretrained"
+        )
+    else:
+        lines.append(
+            "Remove the values of model.config that contradict the folder's config.json, or give another folder"
+        )
+    return "\n".join(lines)
 
 
-def _shown(title: str, names: Iterable[str]) -> list[str]:
-    names = list(names)
+def _shown(title: str, names: Sequence[str]) -> list[str]:
     more = [f"    ... and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
     return [f"  {title} ({len(names)}):", *(f"    {name}" for name in names[:SHOWN]), *more] if names else []
 
@@ -192,10 +183,8 @@ def _stored_names(model: PreTrainedModel, name: str, assemblies: Mapping[str, As
     return [candidate for candidate in dict.fromkeys([name, source, *tied]) if candidate in assemblies]
 
 
-def _different_shapes(
-    model: PreTrainedModel, assemblies: Iterable[Assembly], files: LazyFiles
-) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """(name, shape in the folder, shape in the model) where they differ, from the files' headers alone."""
+def _find_shapes(model: PreTrainedModel, assemblies: Iterable[Assembly], files: LazyFiles) -> Iterator[Shapes]:
+    """The shapes that differ, from the files' headers alone."""
     own = {name: tuple(entry.shape) for name, entry in model.state_dict().items()}
     for assembly in assemblies:
         try:
@@ -269,11 +258,3 @@ def _write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> 
     config.save_pretrained(folder)
     if model.can_generate():
         generation.to_json_file(folder / GENERATION, use_diff=True, keys_to_pop=["compile_config"])
-
-
-def _publish(partial: Path, folder: Path) -> None:
-    """Rename the finished folder to its final name, once all that is in it is on the disk."""
-    for path in (*partial.rglob("*"), partial):
-        sync(path)
-    os.replace(partial, folder)
-    sync(folder.parent)

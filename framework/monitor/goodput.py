@@ -1,11 +1,9 @@
 """The goodput of a rank: divides its seconds into parts, from its phases, its saves and its waits. Rank 0 notes them in
 goodput.jsonl, from which `track/goodput.py` makes the account of the run."""
 
-import json
 import os
 import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,14 +13,16 @@ from framework.lease import Lease
 from framework.monitor.phases import Phase, Phases
 from framework.track.goodput import (
     GOODPUT_FILE,
-    NOTE_DEFAULTS,
     Accountant,
     Event,
     Note,
     TimePart,
+    append_note,
+    encode,
     find_shares,
     read_notes,
 )
+from framework.track.lines import Lines
 from framework.track.observers import Observers
 
 # Steps that compile, allocate and connect, and those behind them whose median is a normal step.
@@ -147,34 +147,7 @@ class GoodputLog:
             self.lease.check()
         self._accountant.add(note)
         self._file = self._file or Lines(self._path)
-        self._file.append(note)
-
-
-class Lines:
-    """A file to which notes are appended, each by one write that the operating system has at once: a killed process loses
-    nothing. A line that was torn, by a crash or a full disk, gets its end before the next."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab+", buffering=0)
-        end = self._file.seek(0, os.SEEK_END)
-        self._file.seek(max(0, end - 1))
-        self._is_torn = self._file.read(1) not in (b"", b"\n")
-
-    def append(self, note: Note) -> None:
-        values = {name: value for name, value in vars(note).items() if value != NOTE_DEFAULTS[name] and value != {}}
-        line = f"{json.dumps(values, allow_nan=False)}\n".encode()
-        separator, self._is_torn = b"\n" * self._is_torn, True
-        written = self._file.write(separator + line)
-        self._is_torn = written != len(separator + line)
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def append_note(path: Path, note: Note) -> None:
-    """Append one note and close the file."""
-    with closing(Lines(path)) as lines:
-        lines.append(note)
+        self._file.append(encode(note))
 
 
 def note_launch(run_dir: Path, age_s: float) -> None:

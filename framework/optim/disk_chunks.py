@@ -67,6 +67,14 @@ class Chunk:
         """Where the stamp begins in the chunk."""
         return self.num_bytes - PAGE_BYTES
 
+    def pages(self, state: DiskState, first: int, last: int) -> tuple[int, int, int]:
+        """The whole pages that values [first, last) of a state are on: where the first begins in the file, the bytes of all, and
+        those of the first one before the first value."""
+        start = first * state.dtype.itemsize
+        skipped = start % PAGE_BYTES
+        num_bytes = whole_pages(skipped + (last - first) * state.dtype.itemsize)
+        return self.offset + self.parts[state.name] + start - skipped, num_bytes, skipped
+
 
 def place_chunks(shards: Sequence[DiskShard]) -> list[list[Chunk]]:
     """The chunks of each shard, in the order of the file. Pure: a plan asks it how large the file is."""
@@ -92,39 +100,6 @@ def file_bytes(chunks: Sequence[Sequence[Chunk]]) -> int:
 def ring_bytes(chunks: Sequence[Sequence[Chunk]]) -> int:
     """Bytes of the host's memory: NUM_BUFFERS of the largest chunk, and a page."""
     return NUM_BUFFERS * max((chunk.num_bytes for each in chunks for chunk in each), default=0) + PAGE_BYTES
-
-
-@dataclass(frozen=True)
-class ChunkPart:
-    """Values [first, last) of a state in a chunk, and the whole pages of the file that they are on."""
-
-    chunk: Chunk
-    state: DiskState
-    first: int
-    last: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.state.dtype
-
-    @property
-    def count(self) -> int:
-        return self.last - self.first
-
-    @property
-    def skipped(self) -> int:
-        """Bytes of the first page before the first value."""
-        return self.first * self.dtype.itemsize % PAGE_BYTES
-
-    @property
-    def offset(self) -> int:
-        """Where the first page begins in the file."""
-        return self.chunk.offset + self.chunk.parts[self.state.name] + self.first * self.dtype.itemsize - self.skipped
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all its pages."""
-        return whole_pages(self.skipped + self.count * self.dtype.itemsize)
 
 
 def whole_pages(num_bytes: int) -> int:

@@ -37,7 +37,6 @@ from framework.errors import StorageError
 from framework.optim.disk_chunks import (
     NUM_BUFFERS,
     Chunk,
-    ChunkPart,
     DiskShard,
     DiskState,
     file_bytes,
@@ -85,18 +84,20 @@ class DiskStates:
         with self._alone(), ThreadPoolExecutor(1, "disk-read") as reader, ThreadPoolExecutor(1, "disk-write") as writer:
             self._turn(chunks, function, reader, writer)
 
-    def read_part(self, part: ChunkPart) -> Tensor:
-        """The values of a part of a chunk, in the memory of the ring."""
+    def read_part(self, chunk: Chunk, state: DiskState, first: int, last: int) -> Tensor:
+        """Values [first, last) of a state in a chunk, in the memory of the ring."""
         with self._alone():
-            return self._read_part(part)
+            return self._read_part(chunk, state, first, last)
 
-    def write_part(self, part: ChunkPart, values: Tensor) -> None:
-        """Set the values of a part of a chunk. Pages that it shares with other values are read before."""
+    def write_part(self, chunk: Chunk, state: DiskState, first: int, values: Tensor) -> None:
+        """Set the values [n] of a state in a chunk from `first` on. Pages that they share with other values are read before."""
         with self._alone():
-            self._read_part(part).copy_(values)
-            self.file.write(memoryview(self._buffers[0])[: part.num_bytes], part.offset)
-            self._stamp(part.chunk, memoryview(self._page))
-            self.file.write(memoryview(self._page), part.chunk.offset + part.chunk.stamp)
+            last = first + len(values)
+            self._read_part(chunk, state, first, last).copy_(values)
+            offset, num_bytes, _ = chunk.pages(state, first, last)
+            self.file.write(memoryview(self._buffers[0])[:num_bytes], offset)
+            self._stamp(chunk, memoryview(self._page))
+            self.file.write(memoryview(self._page), chunk.offset + chunk.stamp)
 
     def close(self) -> None:
         """Remove the file. A second call does nothing."""
@@ -140,11 +141,12 @@ class DiskStates:
             for state in self.shards[chunk.shard].states
         }
 
-    def _read_part(self, part: ChunkPart) -> Tensor:
-        self.file.read(memoryview(self._page), part.chunk.offset + part.chunk.stamp)
-        self._check_stamp(part.chunk, memoryview(self._page))
-        self.file.read(memoryview(self._buffers[0])[: part.num_bytes], part.offset)
-        return torch.frombuffer(self._buffers[0], dtype=part.dtype, count=part.count, offset=part.skipped)
+    def _read_part(self, chunk: Chunk, state: DiskState, first: int, last: int) -> Tensor:
+        self.file.read(memoryview(self._page), chunk.offset + chunk.stamp)
+        self._check_stamp(chunk, memoryview(self._page))
+        offset, num_bytes, skipped = chunk.pages(state, first, last)
+        self.file.read(memoryview(self._buffers[0])[:num_bytes], offset)
+        return torch.frombuffer(self._buffers[0], dtype=state.dtype, count=last - first, offset=skipped)
 
     def _read_chunk(self, chunk: Chunk, buffer: mmap) -> None:
         self.file.read(memoryview(buffer)[: chunk.num_bytes], chunk.offset)
@@ -212,8 +214,8 @@ class DiskTensor:
     def pieces(self) -> Iterator[Tensor]:
         """The values from first to last, a chunk's at a time: in the memory of the ring, so each only until the next is asked for
         and until the states are used otherwise."""
-        for part in self._parts():
-            yield self.states.read_part(part)
+        for chunk, first, last in self._parts():
+            yield self.states.read_part(chunk, self.state, first, last)
 
     def read(self) -> Tensor:
         """All values, in memory of their own."""
@@ -227,16 +229,16 @@ class DiskTensor:
     def write(self, values: Tensor) -> None:
         """Set all values, [n] of the host in any dtype."""
         assert values.shape == self.shape, (values.shape, self.shape)
-        first = 0
-        for part in self._parts():
-            self.states.write_part(part, values[first : first + part.count])
-            first += part.count
+        for chunk, first, last in self._parts():
+            start = chunk.start + first - self.start
+            self.states.write_part(chunk, self.state, first, values[start : start + last - first])
 
-    def _parts(self) -> Iterator[ChunkPart]:
+    def _parts(self) -> Iterator[tuple[Chunk, int, int]]:
+        """The chunks that have some of the values, each with which of the state's values in it."""
         for chunk in self.states.chunks[self.shard]:
             first, last = max(self.start, chunk.start), min(self.stop, chunk.stop)
             if first < last:
-                yield ChunkPart(chunk, self.state, first - chunk.start, last - chunk.start)
+                yield chunk, first - chunk.start, last - chunk.start
 
 
 def _aligned(num_bytes: int) -> mmap:

@@ -5,15 +5,14 @@ infinite or NaN gradients is skipped without asking the device.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from framework.errors import LayoutError
 from framework.optim.states import Masters, MomentsDtype, StateKind, make_states
-from framework.optim.update_rules import OPTIMIZERS, FlatShard, ShardGroup, UpdateRule
+from framework.optim.update_rules import OPTIMIZERS, FlatShard, ShardGroup
 from framework.recipe.schema import Optim
 
 
@@ -33,7 +32,7 @@ def state_names(optim: Optim) -> tuple[str, ...]:
 
 
 class FlatOptimizer:
-    """The recipe's optimizer over flat shards. Raises LayoutError where its rule needs whole matrices and shards are intervals.
+    """The recipe's optimizer over flat shards.
 
     moments: `precision.moments`; seed: of stochastic rounding, of moments and of values in bf16.
     """
@@ -47,7 +46,6 @@ class FlatOptimizer:
         seed: int = 0,
     ):
         self._rule = OPTIMIZERS[optim.name]
-        check_kinds(optim.name, self._rule, groups)
         # A rank whose stages are frozen, or all on the host, counts updates as the others do. fp64: its kernel reads no divisor.
         nothing = FlatShard((), *torch.zeros(2, 0, dtype=torch.float64, device=device))
         filled = [group for group in groups if group.shards] or [ShardGroup("nothing", (nothing,), 1.0, 0.0)]
@@ -120,31 +118,27 @@ class FlatOptimizer:
     def _counts(self) -> Iterator[Tensor]:
         return (state["step"] for kernel in self._kernels for state in kernel.state.values() if "step" in state)
 
-    @contextmanager
-    def preserving(self, missed: Sequence[Missed]) -> Iterator[None]:
-        """Leave elements that no rank has reached, and their states, as they are. The device decides: no host waits."""
-        views = [
-            (view, each.is_reached)
-            for each in missed
-            for view in (
-                each.shard.value[each.start : each.stop],
-                *self.states.memory(each.shard, each.start, each.stop),
-            )
-        ]
-        saved = [view.clone() for view, _ in views]
-        yield
-        for (view, is_reached), old in zip(views, saved, strict=True):
-            torch.where(is_reached, view, old, out=view)
+    def preserving(self, missed: Sequence[Missed]) -> AbstractContextManager[None]:
+        """Leave elements that no rank has reached, and their states, as they are."""
+        return preserving(
+            [
+                (view, each.is_reached)
+                for each in missed
+                for view in (
+                    each.shard.value[each.start : each.stop],
+                    *self.states.memory(each.shard, each.start, each.stop),
+                )
+            ]
+        )
 
 
-def check_kinds(name: str, rule: UpdateRule, groups: Sequence[ShardGroup]) -> None:
-    """Raise LayoutError where the shards of a group are not of the kind that the rule updates."""
-    for group in groups:
-        if group.kind is not rule.kind:
-            raise LayoutError(
-                f"optim.name={name} updates {rule.kind.value}, and the ranks divide the parameters of group {group.name!r}"
-                f" into {group.kind.value}: choose another optim.name"
-            )
+@contextmanager
+def preserving(views: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Leave views as they are where the flag beside them is 0. The device decides: no host waits."""
+    saved = [view.clone() for view, _ in views]
+    yield
+    for (view, is_reached), old in zip(views, saved, strict=True):
+        torch.where(is_reached, view, old, out=view)
 
 
 # torch.nn.utils.clip_grad_norm_ adds this to the norm; kept so that clipping is the same to the last digits.

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
@@ -10,13 +9,6 @@ from torch import Tensor
 
 from framework.mesh.layout import Layout
 from framework.recipe.schema import Optim
-
-
-class UpdateKind(Enum):
-    """The elements that an update must see at once. With WHOLE_MATRIX owners divide matrices, not intervals."""
-
-    PER_ELEMENT = "single elements"
-    WHOLE_MATRIX = "whole matrices"
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,13 +24,12 @@ class FlatShard:
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """Shards that are updated alike. kind: of each of them."""
+    """Shards that are updated alike."""
 
     name: str
     shards: tuple[FlatShard, ...]
     lr_ratio: float
     weight_decay: float
-    kind: UpdateKind = UpdateKind.PER_ELEMENT
 
 
 @dataclass(frozen=True)
@@ -49,7 +40,6 @@ class UpdateRule:
     `grad_scale` and does nothing where `found_inf` is 1.
     """
 
-    kind: UpdateKind
     # States per element, which a checkpoint keeps: by name, the share of it that an update retains.
     states: Callable[[Optim], dict[str, float]]
     make: Callable[[Optim, list[dict[str, Any]]], torch.optim.Optimizer]
@@ -57,33 +47,6 @@ class UpdateRule:
     counts_updates: bool = False
     # States that are never below zero.
     nonnegative: tuple[str, ...] = ()
-
-
-def _make_adamw(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """torch's fused kernel over its parameter groups."""
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
-
-
-ADAMW = UpdateRule(
-    UpdateKind.PER_ELEMENT,
-    lambda optim: dict(zip(("exp_avg", "exp_avg_sq"), optim.betas, strict=True)),
-    _make_adamw,
-    counts_updates=True,
-    nonnegative=("exp_avg_sq",),
-)
-
-
-def _sgd_states(optim: Optim) -> dict[str, float]:
-    """The momentum, if there is any."""
-    return {"momentum_buffer": optim.momentum} if optim.momentum else {}
-
-
-def _make_sgd(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """torch's fused kernel over its parameter groups."""
-    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=True)
-
-
-SGD = UpdateRule(UpdateKind.PER_ELEMENT, _sgd_states, _make_sgd)
 
 
 class Lion(torch.optim.Optimizer):
@@ -145,11 +108,20 @@ class Lion(torch.optim.Optimizer):
         return state["exp_avg"]
 
 
-def _make_lion(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    return Lion(groups, lr=optim.lr, betas=optim.betas)
-
-
-LION = UpdateRule(UpdateKind.PER_ELEMENT, lambda optim: {"exp_avg": optim.betas[1]}, _make_lion)
-
-# By `optim.name` of a recipe.
-OPTIMIZERS: dict[str, UpdateRule] = {"adamw": ADAMW, "lion": LION, "sgd": SGD}
+# By `optim.name` of a recipe. torch's own with its fused kernels, each over all tensors of a parameter group.
+OPTIMIZERS: dict[str, UpdateRule] = {
+    "adamw": UpdateRule(
+        states=lambda optim: dict(zip(("exp_avg", "exp_avg_sq"), optim.betas, strict=True)),
+        make=lambda optim, groups: torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True),
+        counts_updates=True,
+        nonnegative=("exp_avg_sq",),
+    ),
+    "lion": UpdateRule(
+        states=lambda optim: {"exp_avg": optim.betas[1]},
+        make=lambda optim, groups: Lion(groups, lr=optim.lr, betas=optim.betas),
+    ),
+    "sgd": UpdateRule(
+        states=lambda optim: {"momentum_buffer": optim.momentum} if optim.momentum else {},
+        make=lambda optim, groups: torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=True),
+    ),
+}

@@ -61,7 +61,8 @@ def checkpoint_layers(
     grouped = [name for name in layers if policies[name] == "sqrt"]
     chain = _Chain(group_size(len(grouped)))
     for name, layer in layers.items():
-        if policies[name] == "none":
+        # A compiled layer chooses within its graph what it keeps (`model/opaque_linear.py`).
+        if policies[name] == "none" or (policies[name] == "selective" and layer in compiled):
             continue
         chosen = named if policies[name] == "selective" else ()
         # torch compiles nothing while a dispatch mode is there: a compiled layer finds its choices again, in the same graph.

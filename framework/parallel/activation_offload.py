@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from framework.comm.communicator import Communicator
-from framework.comm.transfer import Copies, CopyPair, CopyStream, make_host_block, open_copy_stream
+from framework.comm.transfer import Copies, CopyPair, CopyStream, segment_on_host
 from framework.errors import ModelError
 from framework.parallel.stage_plan import StagePlan
 
@@ -72,7 +72,7 @@ class HostPool:
         if self._idle:
             self.num_bytes -= self._idle.pop().numel()
         self.num_bytes += num_bytes
-        return HostBlock(self, make_host_block(num_bytes, self._device))
+        return HostBlock(self, segment_on_host(num_bytes, self._device))
 
     def give_back(self, memory: Tensor) -> None:
         """Let later forwards use a block's memory."""
@@ -93,42 +93,38 @@ class HostBlock:
 class OffloadedStorage:
     """One storage's bytes: on the host, and on the device from the prefetch until all who saved it have read it.
 
-    host: uint8 [n], of the block. readers: tensors of autograd's graph that are views of it.
+    host: uint8 [n], of the block. readers: tensors of autograd's graph that are views of it. copies: fill `loaded`.
     """
 
     def __init__(self, host: Tensor, block: HostBlock, device: torch.device):
         self.host, self._block, self._device = host, block, device
         self.readers: list[ref[SavedTensor]] = []
         self.loaded: Tensor | None = None
-        self._copies: Copies | None = None
+        self.copies: Copies | None = None
         self._unread = 0
 
     def start_load(self) -> CopyPair:
-        """Have memory on the device, and say what has to be copied there; `arrive_with` says by which copies."""
+        """Have memory on the device, and say what has to be copied there: by `copies`, which whoever starts them sets."""
         self.loaded = torch.empty(self.host.numel(), dtype=torch.uint8, device=self._device)
         self._unread = sum(reader() is not None for reader in self.readers)
         return self.loaded, self.host
 
-    def arrive_with(self, copies: Copies) -> None:
-        """Note the copies that fill `loaded`."""
-        self._copies = copies
-
     def read(self) -> Tensor:
         """The bytes on the device, uint8 [n], once the current stream has them. The last reader's are its own."""
         assert self.loaded is not None, "read before it was started back"
-        assert self._copies is not None, "memory on the device without copies to it"
-        self._copies.wait()
+        assert self.copies is not None, "memory on the device without copies to it"
+        self.copies.wait()
         loaded = self.loaded
         self._unread -= 1
         if self._unread <= 0:  # a graph that is kept may be read again: that brings it again
-            self.loaded = self._copies = None
+            self.loaded = self.copies = None
         return loaded
 
     def __del__(self) -> None:
         # A backward that never came: the copy must not write into memory that the computation gets next, nor read from a block
         # that the next forward fills.
-        if self._copies is not None:
-            self._copies.wait()
+        if self.copies is not None:
+            self.copies.wait()
 
 
 class SavedTensor:
@@ -173,7 +169,8 @@ class LayerPass:
     """One forward of one layer, and what it has kept. previous: the layer's before it in the same forward.
 
     saved: in forward, what autograd keeps. sources: on their way to the host, by number of the storage: bytes on the device, and
-    their copy; watched: tensors that lie there, with their versions. offloaded: the copies, for as long as autograd holds them.
+    their copy; watched: tensors that lie there, with their versions; copies: empty `sources`. offloaded: the copies, as long as
+    autograd holds them.
     """
 
     def __init__(self, name: str, previous: "LayerPass | None"):
@@ -182,7 +179,7 @@ class LayerPass:
         self.sources: dict[int, tuple[Tensor, OffloadedStorage]] = {}
         self.watched: list[tuple[Tensor, int]] = []
         self.offloaded: list[ref[OffloadedStorage]] = []
-        self._copies: Copies | None = None
+        self.copies: Copies | None = None
 
     def pack(self, tensor: Tensor) -> SavedTensor:
         """Note a tensor that autograd keeps."""
@@ -201,18 +198,14 @@ class LayerPass:
         for saved in users:
             saved.leave(storage)
 
-    def leave_with(self, copies: Copies) -> None:
-        """Note the copies that empty `sources`."""
-        self._copies = copies
-
     def finish_store(self) -> None:
         """Wait for the copies to the host, and give up the device's memory."""
         # Before the memory goes: a kernel that comes next may be given it and write to it.
-        if self._copies is not None:
-            self._copies.wait()
+        if self.copies is not None:
+            self.copies.wait()
         for tensor, version in self.watched:
             refuse_written(tensor, version)
-        self.sources, self.watched, self._copies = {}, [], None
+        self.sources, self.watched, self.copies = {}, [], None
 
 
 def offload_activations(model: nn.Module, plan: StagePlan, staying: Sequence[Tensor]) -> "ActivationOffload | None":
@@ -243,12 +236,12 @@ class ActivationOffload:
         staying: Sequence[Tensor],
         axis: Communicator,
         device: torch.device,
-        open_stream: Callable[[torch.device], CopyStream] = open_copy_stream,
+        open_stream: Callable[[], CopyStream] = CopyStream,
     ):
         self.pool = HostPool(device)
         self._staying = frozenset(map(_storage_number, staying))
         self._axis, self._device = axis, device
-        self._to_host, self._to_device = open_stream(device), open_stream(device)
+        self._to_host, self._to_device = open_stream(), open_stream()
         self._current: LayerPass | None = None
         model.register_forward_pre_hook(self._before_model)
         model.register_forward_hook(self._after_model)
@@ -303,9 +296,8 @@ class ActivationOffload:
             this.leave_in(storage, fresh[number])
         if fresh:
             with self._axis.range("to the host: activations of", this.name):
-                this.leave_with(
-                    self._to_host.start([(storage.host, source) for source, storage in this.sources.values()])
-                )
+                pairs = [(storage.host, source) for source, storage in this.sources.values()]
+                this.copies = self._to_host.start(pairs)
 
     def _allot(self, fresh: Mapping[int, Sequence[SavedTensor]]) -> Iterator[tuple[int, Tensor, OffloadedStorage]]:
         """(number, bytes on the device, their place on the host) of each storage, side by side in one block."""
@@ -343,7 +335,7 @@ class ActivationOffload:
     def _bring(self, storages: Sequence[OffloadedStorage]) -> None:
         copies = self._to_device.start([storage.start_load() for storage in storages])
         for storage in storages:
-            storage.arrive_with(copies)
+            storage.copies = copies
 
     def _unpack(self, saved: SavedTensor) -> Tensor:
         if saved.storage is None:

@@ -27,15 +27,18 @@ from framework.model.load import choose_experts, kept_in_fp32
 from framework.model.logit_map import LogitMap
 from framework.model.loss import Loss
 from framework.model.mixtures import ExpertLoad
+from framework.model.opaque_linear import keep_named
 from framework.model.precision import DTYPES
 from framework.model.stage import find_shared, hollow_out
 from framework.parallel.activation_checkpointing import checkpoint_layers
 from framework.parallel.activation_offload import ActivationOffload, offload_activations
 from framework.parallel.context import find_context_attentions, split_context
-from framework.parallel.experts import report_dropped, split_experts, write_stacked_gradients
+from framework.parallel.experts.dispatch import report_dropped, write_stacked_gradients
+from framework.parallel.experts.split import split_experts
 from framework.parallel.fp8_layers import find_fp8_linears, gather_in_fp8, make_matmul
 from framework.parallel.stage_plan import StagePlan
-from framework.parallel.tensor import split_over_tp, uses_rng_in_training
+from framework.parallel.tensor.rng import uses_rng_in_training
+from framework.parallel.tensor.split import split_over_tp
 from framework.parallel.zero.buffers import MainGradView, UnitBuffer
 from framework.parallel.zero.direct_gradients import write_embedding_gradients, write_gradients_directly
 from framework.parallel.zero.gradients import GradientSync
@@ -67,7 +70,7 @@ def compile_layers(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) ->
     """
     if layers := compiled_layers(model, plan):
         _allow_graphs(GRAPHS_PER_LAYER * len(layers))
-    for layer in layers:
+    for name, layer in layers.items():
         for _, module, form in find_experts(layer):
             experts: Any = module
             # Experts that dispatch are never traced, and who gives them gradient views knows them by their forward.
@@ -77,15 +80,18 @@ def compile_layers(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) ->
             # compiler would make graphs for each number of tokens that it meets, until it gave up.
             if form.has_kernels and experts.config._experts_implementation == "eager":
                 experts.forward = torch.compiler.disable(experts.forward)
-        layer.forward = torch.compile(layer.forward, dynamic=False)  # type: ignore[method-assign]
+        forward: Any = layer.forward
+        if plan.policies[name] == "selective":
+            forward = keep_named(forward, plan.recipe.memory.kept_operations)
+        layer.forward = torch.compile(forward, dynamic=False)  # type: ignore[method-assign]
     return layouts
 
 
-def compiled_layers(model: PreTrainedModel, plan: StagePlan) -> list[nn.Module]:
-    """The layers of the stage that the recipe asks to compile: all or none."""
-    if not compiles(plan.recipe.memory):
-        return []
-    return [model.get_submodule(unit.root) for unit in plan.own_units if unit.is_layer]
+def compiled_layers(model: PreTrainedModel, plan: StagePlan) -> dict[str, nn.Module]:
+    """The layers of the stage that the recipe asks to compile, by the names of their units: all or none."""
+    if not compiles(plan.recipe):
+        return {}
+    return {unit.name: model.get_submodule(unit.root) for unit in plan.own_units if unit.is_layer}
 
 
 def _allow_graphs(count: int) -> None:
@@ -100,7 +106,7 @@ def cut_to_stage(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> L
 
     A tied embedding that the first and the last stage share is one more replica (law 1), over the axis `embedding`.
     """
-    hollow_out(model, plan.units, plan.bounds, plan.returns_tuple, plan.compute_dtype)
+    hollow_out(model, plan.units, plan.bounds, plan.compute_dtype)
     shared = find_shared(plan.units, plan.ties, plan.bounds)
     own = {name: layouts[name] for unit in plan.own_units for name in unit.parameters}
     return {name: _share(layout) if name in shared else layout for name, layout in own.items()}
@@ -182,14 +188,14 @@ class AttachedStage:
     @cached_property
     def compiled(self) -> set[nn.Module]:
         """The modules within compiled layers."""
-        return {module for layer in compiled_layers(self.model, self.plan) for module in layer.modules()}
+        return {module for layer in compiled_layers(self.model, self.plan).values() for module in layer.modules()}
 
 
 def write_main_gradients(stage: AttachedStage) -> None:
     """Have linear layers, stacked experts and embeddings write their weights' gradients into the buffers."""
     model, views = stage.model, stage.grad_views
     fp8 = set(find_fp8_linears(model, stage.plan).values())
-    linears = write_gradients_directly(model, views, stage.compiled, partial(make_matmul, fp8=fp8, plan=stage.plan))
+    linears = write_gradients_directly(model, views, partial(make_matmul, fp8=fp8, plan=stage.plan))
     stage.operations |= {module: (matmul,) for module, matmul in linears.items()}
     stage.operations |= write_stacked_gradients(model, views)
     stage.operations |= find_context_attentions(model)

@@ -35,8 +35,6 @@ class StagePlan:
     compute_dtype: torch.dtype
     master_dtype: torch.dtype | None
     device: torch.device
-    returns_tuple: bool = False
-    """Whether the family's layers return tuples (only asked of a cut model)."""
     load_balancing: LoadBalancingLoss | None = None
     policies: Mapping[str, Policy] = field(default_factory=dict)
     """Activation-checkpointing policy by the unit of a layer."""

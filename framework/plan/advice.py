@@ -17,12 +17,10 @@ from framework.errors import MeshwrightError, OutOfMemory, RecipeError
 from framework.plan.candidate import OFFLOADED, candidate_of
 from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import Forecast, MemoryForecast
-from framework.plan.forecast_memory import forecast_memory
 from framework.plan.forecast_plan import PlanForecast, forecast_plan
-from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan, make_plan
 from framework.plan.rejections import ModelRules, describe_shortages
-from framework.plan.settings import Settings
+from framework.plan.text import align, show_bytes
 from framework.plan.time import TimeModel
 from framework.plan.traffic import measure_traffic
 from framework.recipe.check import check_recipe
@@ -153,10 +151,10 @@ def find_changes(found: PlanForecast) -> list[FittingChange]:
     is missing, or nothing helps."""
     if found.forecast.memory.fits:
         return []
-    settings = _list_settings(found)
+    settings, rules = _list_settings(found), ModelRules(found.shape)
     fitting: list[FittingChange] = []
     for together in range(1, MOST_TOGETHER + 1):
-        tried = (_try(found, each) for each in combinations(settings, together))
+        tried = (_try(found, rules, each) for each in combinations(settings, together))
         # A pair is left out where one of the two is enough.
         enough = [set(each.settings) for each in fitting]
         fits = [each for each in tried if each is not None and not any(few < set(each.settings) for few in enough)]
@@ -194,7 +192,7 @@ def _list_settings(found: PlanForecast) -> list[Setting]:
     return list(dict.fromkeys(settings))
 
 
-def _try(found: PlanForecast, settings: Sequence[Setting]) -> FittingChange | None:
+def _try(found: PlanForecast, rules: ModelRules, settings: Sequence[Setting]) -> FittingChange | None:
     """None where the settings contradict one another, the recipe or the model, or do not fit the device either."""
     if len({key for key, _ in settings}) < len(settings):
         return None
@@ -203,12 +201,13 @@ def _try(found: PlanForecast, settings: Sequence[Setting]) -> FittingChange | No
         return None
     try:
         candidate = candidate_of(recipe)
-        if ModelRules(found.shape).refuse(candidate):
+        if rules.refuse(candidate):
             return None
-        memory = forecast_memory(found.shape, candidate, Settings.of(recipe), found.cluster)
+        times = TimeModel(found.shape, recipe, found.cluster)
+        memory = times.memory.forecast(candidate, found.cluster)
         if not memory.fits:
             return None
-        time = TimeModel(found.shape, recipe, found.cluster).forecast(candidate)
+        time = times.forecast(candidate)
     except MeshwrightError:
         return None
     return FittingChange(tuple(settings), Forecast(memory, time))
@@ -245,8 +244,7 @@ def describe_relief(plan: Plan, rank: int) -> str:
     rows = list(islice(find_relief(plan, rank), SHOWN))
     if rows:
         lines.append("What lowers that and leaves the run the same, the cheapest first, each with those before it:")
-        width = max(len(change) for change, _ in rows)
-        lines += [f"  {change:<{width}}  {show_bytes(size)}" for change, size in rows]
+        lines += [f"  {line}" for line in align([(change, show_bytes(size)) for change, size in rows], words=(0, 1))]
     lines.append(
         "`meshwright plan --options` has more, each by itself. Beyond that: more ranks, to shard over or for"
         " parallel.cp, parallel.tp and parallel.pp; or a shorter batch.context."
@@ -319,9 +317,8 @@ def describe_savings(plan: Plan, rank: int) -> Iterator[str]:
         (each.override, show_bytes(each.device), show_bytes(each.host) if each.host else "", each.costs)
         for each in find_savings(plan, rank)
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for option, saves, host, costs in rows:
-        yield f"  {option.ljust(widths[0])}  {saves.rjust(widths[1])}  {host.rjust(widths[2])}  {costs}"
+    for line in align(rows, words=(0, 3)):
+        yield f"  {line}"
 
 
 def _measure(plan: Plan, rank: int) -> tuple[int, int, float, int]:

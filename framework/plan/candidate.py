@@ -5,12 +5,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from math import ceil
 from operator import attrgetter
 from typing import Any, Literal, cast
 
 from framework.errors import RecipeError
 from framework.mesh.topology import shards_within_node
-from framework.recipe.derive import Derived, count_virtual_stages, derive
+from framework.recipe.derive import SPLIT_BACKWARDS, Derived, carry_derived, count_virtual_stages, derive
 from framework.recipe.layout_keys import FOLLOWING_KEYS, LAYOUT_KEYS, is_world_stated, let_rest_follow, value_of
 from framework.recipe.schema import Offload, Recipe
 
@@ -68,6 +69,46 @@ class Candidate:
         return self.dp * self.cp * self.tp * self.pp
 
     @property
+    def batch(self) -> int:
+        """Ranks that divide a step's tokens before tp does."""
+        return self.dp * self.cp
+
+    @property
+    def ring(self) -> int:
+        """Ranks of cp that divide keys and values."""
+        return self.cp // self.ulysses
+
+    @property
+    def adds(self) -> bool:
+        """Whether gradients of several microbatches are added."""
+        return self.accumulation > 1
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule leaves weight gradients for later."""
+        return self.schedule in SPLIT_BACKWARDS
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether layers' activations wait for backward on the host."""
+        return "activations" in self.offload
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether shards of parameters wait on the host."""
+        return "parameters" in self.offload
+
+    @property
+    def share(self) -> float:
+        """Sequences whose work a rank has of a microbatch."""
+        return self.sequences / self.cp
+
+    @property
+    def states_offloaded(self) -> frozenset[str]:
+        """States whose home is the host or a disk."""
+        return self.offload - _ACTIVATIONS
+
+    @property
     def nodes(self) -> int:
         """Nodes of the run."""
         return -(-self.world // self.ranks_per_node)
@@ -83,6 +124,7 @@ class Candidate:
         return self.dp * self.accumulation * self.sequences * self.context
 
 
+_ACTIVATIONS = frozenset({"activations"})
 _PLACES = {each.name: place for place, each in enumerate(fields(Candidate))}
 _READ = attrgetter(*_PLACES)
 
@@ -114,9 +156,23 @@ def candidate_of(recipe: Recipe) -> Candidate:
     )
 
 
+def planned_candidate(recipe: Recipe) -> Candidate:
+    """The candidate of a planned recipe, also where no candidate states all that the recipe does: of what is offloaded in part
+    the recipe has the fraction, memory.activation_checkpointing=auto is chosen beside it (`Plan.chosen`), and the stages of a
+    pipeline.table are the Plan's; times are those of 1f1b in its place."""
+    offload, policy = recipe.memory.offload, recipe.memory.activation_checkpointing
+    whole = replace(offload, **{name: ceil(getattr(offload, name)) for name in OFFLOADED})
+    memory = replace(recipe.memory, offload=whole, activation_checkpointing="none" if policy == "auto" else policy)
+    pipeline = recipe.pipeline
+    if pipeline.table is not None:
+        pipeline = replace(pipeline, table=None, schedule="1f1b", virtual_stages=None)
+    return candidate_of(carry_derived(recipe, replace(recipe, memory=memory, pipeline=pipeline)))
+
+
 def recipe_of(candidate: Candidate, base: Recipe, pinned: frozenset[str] = frozenset()) -> Recipe:
     """`base` with the candidate's layout. pinned: keys that stay as `base` has them, for the rules to judge."""
-    parallel = base.parallel
+    parallel, offload = base.parallel, candidate.offload
+    fractions: dict[str, Any] = {name: float(name in offload) for name in OFFLOADED}
     recipe = replace(
         base,
         parallel=replace(
@@ -136,12 +192,7 @@ def recipe_of(candidate: Candidate, base: Recipe, pinned: frozenset[str] = froze
         memory=replace(
             base.memory,
             activation_checkpointing=candidate.checkpointing,
-            offload=replace(
-                base.memory.offload,
-                optimizer=float("optimizer" in candidate.offload),
-                parameters=float("parameters" in candidate.offload),
-                activations=float("activations" in candidate.offload),
-            ),
+            offload=replace(base.memory.offload, **fractions),
         ),
         batch=replace(base.batch, sequences_per_microbatch=candidate.sequences),
     )

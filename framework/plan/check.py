@@ -13,9 +13,9 @@ from framework.model.initial import refuse_uninitialised
 from framework.model.load import load_config, refuse_unaligned_experts
 from framework.model.probe import refuse_mixed_dtypes
 from framework.model.weights import refuse_other_weights, refuse_unwritable_configs
-from framework.parallel.tensor import refuse_unordered_layers
-from framework.plan.memory import show_bytes
+from framework.parallel.tensor.probe import refuse_unordered_layers
 from framework.plan.plan import Plan, make_plan
+from framework.plan.text import show_bytes
 from framework.recipe.origins import origin_of
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Recipe

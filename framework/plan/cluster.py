@@ -23,6 +23,7 @@ from itertools import product
 from math import ceil, exp, log, log2
 from typing import Literal, get_args
 
+from framework.plan.remember import remember
 from framework.recipe.clusters import find_cluster
 from framework.recipe.derive import count_nodes, count_ranks
 from framework.recipe.schema import Cluster as ClusterRecipe
@@ -69,6 +70,21 @@ class Grid:
                 (place * len(axis) + side, weight * part) for place, weight in corners for side, part in sides if part
             ]
         return sum(weight * self.values[place] for place, weight in corners)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of a communicator, and the nodes on which they lie."""
+
+    size: int
+    nodes: int
+
+
+def place_group(size: int, stride: int, ranks_per_node: int, world: int) -> Group:
+    """Place a group of `size` ranks, `stride` apart."""
+    if size == 1 or world <= ranks_per_node:
+        return Group(size, 1)
+    return Group(size, min(size, -(-size * stride // ranks_per_node)))
 
 
 @dataclass(frozen=True)
@@ -163,13 +179,6 @@ class ClusterRates:
     """Measured rates of passes over memory, by bytes."""
     is_assumed: bool = False
     """Whether the recipe names neither a cluster nor a GPU of a shipped file."""
-    # Memoized seconds: a search asks for the same shapes and groups thousands of times. A copy with other rates starts anew.
-    _matmuls: dict[tuple[str, int, int, int, str], float] = field(
-        init=False, default_factory=dict, repr=False, compare=False
-    )
-    _costs: dict[tuple[Collective, int, int], tuple[float, float]] = field(
-        init=False, default_factory=dict, repr=False, compare=False
-    )
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> "ClusterRates":
@@ -234,29 +243,22 @@ class ClusterRates:
         """Seconds of [rows, inner] x [inner, columns]; 0 where a size is 0, such as for an expert without tokens."""
         if not rows * inner * columns:
             return 0.0
-        return self._corrected("", rows, inner, columns, dtype, self.corrections)
+        return self._corrected(rows, inner, columns, dtype, False)
 
     def gradient_seconds(self, tokens: int, inner: int, columns: int, added_bytes: float, dtype: str = "bf16") -> float:
         """Seconds of dW += dY^T X, dY: [tokens, columns], X: [tokens, inner]. added_bytes: moved by the addition; not counted
         where weight gradients were measured."""
         if self._known_dtype(dtype) in self.gradients:
-            return self._corrected("gradient", columns, tokens, inner, dtype, self.gradients)
+            return self._corrected(columns, tokens, inner, dtype, True)
         # A matmul's own kernel adds, or a pass of the same bytes: without a launch of its own.
         added_s = self.memory_seconds(added_bytes) - self.overhead_s if added_bytes else 0.0
         return self.matmul_seconds(inner, tokens, columns, dtype) + added_s
 
-    def _corrected(
-        self, kind: str, rows: int, inner: int, columns: int, dtype: str, corrections: Mapping[str, Grid]
-    ) -> float:
-        key = (kind, rows, inner, columns, dtype)
-        known = self._matmuls.get(key)
-        if known is None:
-            known = self._model_matmul(rows, inner, columns, dtype)
-            grid = corrections.get(self._known_dtype(dtype))
-            if grid is not None:
-                known *= exp(grid.at(rows, inner, columns))
-            self._matmuls[key] = known
-        return known
+    @remember()
+    def _corrected(self, rows: int, inner: int, columns: int, dtype: str, is_gradient: bool) -> float:
+        seconds = self._model_matmul(rows, inner, columns, dtype)
+        grid = (self.gradients if is_gradient else self.corrections).get(self._known_dtype(dtype))
+        return seconds if grid is None else seconds * exp(grid.at(rows, inner, columns))
 
     def attention_seconds(
         self, flops: float, dtype: str = "bf16", *, backward: bool = False, shape: tuple[int, int] | None = None
@@ -280,16 +282,22 @@ class ClusterRates:
         rate = self.memory_rate if self.memory_curve is None else self.memory_curve.at(max(num_bytes, 1.0))
         return num_bytes / rate + self.overhead_s
 
+    def collective(self, kind: Collective, num_bytes: float, group: Group) -> float:
+        """`collective_seconds` of a group."""
+        return self.collective_seconds(kind, num_bytes, group.size, group.nodes)
+
+    def message(self, num_bytes: float, group: Group) -> float:
+        """Seconds of a message to a neighbour: in a pipeline the slowest, which leaves its node where any does."""
+        return self.collective_seconds("send", num_bytes, 2, min(group.nodes, 2))
+
     def collective_seconds(self, kind: Collective, num_bytes: float, ranks: int, nodes: int) -> float:
         """Seconds of a collective of `ranks` ranks that lie on `nodes` nodes. num_bytes: of the whole tensor: what an all-gather
         returns, a reduce-scatter or an all-reduce takes, an all-to-all takes of one rank, a message is."""
         if ranks < 2 or not num_bytes:
             return 0.0
         nodes = min(nodes, ranks)
-        cost = self._costs.get((kind, ranks, nodes))
-        if cost is None:
-            cost = self._costs[kind, ranks, nodes] = self._cost(kind, ranks, nodes)
-        seconds = cost[0] + cost[1] * num_bytes
+        latency_s, byte_s = self._cost(kind, ranks, nodes)
+        seconds = latency_s + byte_s * num_bytes
         correction = self.links[kind].correction
         return seconds if correction is None else seconds * exp(correction.at(ranks, num_bytes))
 
@@ -331,6 +339,7 @@ class ClusterRates:
         """The dtype whose rate counts: of those that a file has, the one that multiplies most like it."""
         return next(each for each in (dtype, *ALIKE[dtype]) if each in self.peak_flops)
 
+    @remember()
     def _cost(self, kind: Collective, ranks: int, nodes: int) -> tuple[float, float]:
         """(seconds of latency, seconds of a byte of the whole tensor)."""
         link, near = self.links[kind], ceil(ranks / nodes)

@@ -26,7 +26,7 @@ from framework.model.load import layer_configs
 from framework.parallel.context.blocks import find_steps
 from framework.parallel.context.key_values import KeyValues, count_portions, group_heads
 from framework.parallel.context.ulysses import share_heads
-from framework.parallel.tensor import count_kv_heads
+from framework.parallel.tensor.heads import count_kv_heads
 from framework.recipe.derive import ulysses_degrees
 
 # Of a first row, which travels with Ulysses where documents are packed.

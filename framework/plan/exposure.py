@@ -15,25 +15,10 @@ from dataclasses import dataclass
 
 from framework.mesh.topology import count_expert_shards
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import ClusterRates, Collective
+from framework.plan.cluster import Group, place_group
 from framework.plan.operators import LayerOperators, UnitWork
-from framework.plan.profile import Profile
-
-
-@dataclass(frozen=True)
-class Group:
-    """Ranks of a communicator. stride: between their numbers; nodes: on which they lie."""
-
-    size: int
-    stride: int
-    nodes: int
-
-
-def place_group(size: int, stride: int, ranks_per_node: int, world: int) -> Group:
-    """Place a group of `size` ranks, `stride` apart."""
-    if size == 1 or world <= ranks_per_node:
-        return Group(size, stride, 1)
-    return Group(size, stride, min(size, -(-size * stride // ranks_per_node)))
+from framework.plan.profile import Rates
+from framework.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
@@ -77,24 +62,6 @@ def place_groups(c: Candidate) -> Groups:
 
 
 @dataclass(frozen=True)
-class LinkTimes:
-    """Seconds of messages on a cluster. itemsize: bytes of an activation."""
-
-    cluster: ClusterRates
-    itemsize: int
-
-    def collective(self, kind: Collective, num_bytes: float, group: Group) -> float:
-        """Seconds of a collective of a whole tensor of so many bytes, as `ClusterRates.collective_seconds`."""
-        if group.size == 1 or not num_bytes:
-            return 0.0
-        return self.cluster.collective_seconds(kind, num_bytes, group.size, group.nodes)
-
-    def message(self, num_bytes: float, group: Group) -> float:
-        """Seconds of a message to a neighbour: in a pipeline the slowest, which leaves its node where any does."""
-        return self.cluster.collective_seconds("send", num_bytes, 2, min(group.nodes, 2)) if num_bytes else 0.0
-
-
-@dataclass(frozen=True)
 class Exposure:
     """Seconds of a unit's messages over one axis for a microbatch: exposed in forward and in backward (recomputation included),
     and hidden under computation."""
@@ -107,134 +74,107 @@ class Exposure:
 NOTHING = Exposure()
 
 
-@dataclass(frozen=True)
-class Overlaps:
-    """Choices of a recipe that decide what is hidden."""
-
-    is_async: bool
-    """parallel.overlap=always."""
-    regathers: bool
-    """memory.gathered_inputs=regather."""
-    halves: bool
-    """parallel.expert_overlap."""
-    keeps_attention: bool
-    """Whether recomputation does not run attention again."""
-    splits: bool = False
-    """Whether the schedule leaves weight gradients for later."""
-
-
 def hide(seconds: float, behind: float) -> tuple[float, float]:
     """(exposed, hidden) seconds of a collective beside so much computation."""
     hidden = min(seconds, max(behind, 0.0))
     return seconds - hidden, hidden
 
 
-def expose_tp(
-    layer: LayerOperators,
-    work: UnitWork,
-    c: Candidate,
-    groups: Groups,
-    links: LinkTimes,
-    profile: Profile,
-    own: Overlaps,
-) -> Exposure:
-    """Exposure of the borders of a layer's regions."""
-    if c.tp == 1:
-        return NOTHING
-    is_whole = layer.experts is not None and c.expert_tp < c.tp
-    regions = 1 if is_whole else 2
-    num_bytes = c.tokens * layer.hidden * links.itemsize
-    is_again = c.checkpointing != "none"
-    under_gradients = 0.0 if own.splits else profile.hides_tp_gradient * work.column
-    if not c.sequence:
-        reduce_s = links.collective("all_reduce", num_bytes, groups.tp)
-        # Whole experts of tokens that all ranks hold: each routes an interval, and results and gradients are gathered.
-        joined = links.collective("all_gather", num_bytes, groups.tp) if is_whole else 0.0
-        late, hidden = hide(regions * reduce_s, under_gradients)
-        again = (regions - 1) * reduce_s + joined if is_again else 0.0
-        return Exposure(regions * reduce_s + joined, late + joined + again, hidden)
-    gather = links.collective("all_gather", num_bytes, groups.tp)
-    scatter = links.collective("reduce_scatter", num_bytes, groups.tp)
-    # In chunks: what a rank has itself is multiplied first, the others' under it and under one another.
-    share = (1.0 if own.is_async else profile.hides_tp) * (c.tp - 1) / c.tp
-    enter, hidden_in = hide(regions * gather, share * work.column_forward)
-    leave, hidden_out = hide(regions * scatter, share * work.row_forward)
-    leave_back, hidden_back = hide(regions * gather, share * work.row_forward)
-    enter_back, hidden_sum = hide(regions * scatter, under_gradients)
-    again = enter + leave * (regions - 1) / regions if is_again else 0.0
-    if own.regathers:
-        again += regions * gather
-    hidden = hidden_in + hidden_out + hidden_back + hidden_sum
-    return Exposure(enter + leave, leave_back + enter_back + again, hidden + (hidden_in + hidden_out) * is_again)
+@dataclass(frozen=True)
+class LayerMessages:
+    """A layer's collectives beside its computation, by axis."""
 
+    layer: LayerOperators
+    work: UnitWork
+    c: Candidate
+    groups: Groups
+    rates: Rates
+    settings: Recipe
 
-def expose_cp(
-    layer: LayerOperators,
-    work: UnitWork,
-    c: Candidate,
-    groups: Groups,
-    links: LinkTimes,
-    profile: Profile,
-    own: Overlaps,
-) -> Exposure:
-    """Exposure of keys and values, and of exchanged heads."""
-    shape = layer.attention
-    if c.cp == 1 or shape is None:
-        return NOTHING
-    heads, kv_heads = -(-shape.heads // c.tp), max(1, shape.kv_heads // c.tp)
-    queries, outputs = c.tokens * heads * shape.key_dim, c.tokens * heads * shape.value_dim
-    keys_values = c.tokens * kv_heads * (shape.key_dim + shape.value_dim)
-    e, ring = links.itemsize, groups.ring.size
-    exchange = links.collective("all_to_all", (queries + outputs + keys_values) * e, groups.ulysses)
-    # After heads were exchanged a rank has u times the tokens of 1/u of the heads.
-    forward_block, backward_block = work.forward.attention / ring, work.input.attention / ring
-    steps, sums = ring - 1, keys_values * max(e, 4)
-    if c.is_gather:
-        gathered = links.collective("all_gather", ring * keys_values * e, groups.ring)
-        late, hidden = hide(gathered, forward_block)
-        late_back, hidden_back = hide(gathered, backward_block)
-        late_back += links.collective("reduce_scatter", ring * sums, groups.ring)
-    elif steps:
-        late, hidden = hide(links.message(keys_values * e, groups.ring), forward_block)
-        late_back, hidden_back = hide(links.message(keys_values * e + sums, groups.ring), backward_block)
-        first = links.message(keys_values * e, groups.ring)
-        late, hidden, hidden_back = late * steps, hidden * steps, hidden_back * steps
-        late_back = late_back * steps + first
-    else:
-        late = late_back = hidden = hidden_back = 0.0
-    is_again = c.checkpointing != "none"
-    again = is_again * (exchange + (0.0 if own.keeps_attention else late))
-    hidden += hidden_back + hidden * (is_again and not own.keeps_attention)
-    return Exposure(exchange + late, exchange + late_back + again, hidden)
+    def tp(self) -> Exposure:
+        """Exposure of the borders of a layer's regions."""
+        c, layer, work, rates, group = self.c, self.layer, self.work, self.rates, self.groups.tp
+        seconds, profile = rates.cluster.collective, rates.profile
+        if c.tp == 1:
+            return NOTHING
+        is_whole = layer.experts is not None and c.expert_tp < c.tp
+        regions = 1 if is_whole else 2
+        num_bytes = c.tokens * layer.hidden * rates.itemsize
+        is_again = c.checkpointing != "none"
+        under_gradients = 0.0 if c.splits_backward else profile.hides_tp_gradient * work.column
+        if not c.sequence:
+            reduce_s = seconds("all_reduce", num_bytes, group)
+            # Whole experts of tokens that all ranks hold: each routes an interval, and results and gradients are gathered.
+            joined = seconds("all_gather", num_bytes, group) if is_whole else 0.0
+            late, hidden = hide(regions * reduce_s, under_gradients)
+            again = (regions - 1) * reduce_s + joined if is_again else 0.0
+            return Exposure(regions * reduce_s + joined, late + joined + again, hidden)
+        gather = seconds("all_gather", num_bytes, group)
+        scatter = seconds("reduce_scatter", num_bytes, group)
+        # In chunks: what a rank has itself is multiplied first, the others' under it and under one another.
+        share = (1.0 if self.settings.parallel.overlap == "always" else profile.hides_tp) * (c.tp - 1) / c.tp
+        enter, hidden_in = hide(regions * gather, share * work.column_forward)
+        leave, hidden_out = hide(regions * scatter, share * work.row_forward)
+        leave_back, hidden_back = hide(regions * gather, share * work.row_forward)
+        enter_back, hidden_sum = hide(regions * scatter, under_gradients)
+        again = enter + leave * (regions - 1) / regions if is_again else 0.0
+        if self.settings.memory.gathered_inputs == "regather":
+            again += regions * gather
+        hidden = hidden_in + hidden_out + hidden_back + hidden_sum
+        return Exposure(enter + leave, leave_back + enter_back + again, hidden + (hidden_in + hidden_out) * is_again)
 
+    def cp(self) -> Exposure:
+        """Exposure of keys and values, and of exchanged heads."""
+        c, shape, work, cluster, groups = self.c, self.layer.attention, self.work, self.rates.cluster, self.groups
+        if c.cp == 1 or shape is None:
+            return NOTHING
+        heads, kv_heads = -(-shape.heads // c.tp), max(1, shape.kv_heads // c.tp)
+        queries, outputs = c.tokens * heads * shape.key_dim, c.tokens * heads * shape.value_dim
+        keys_values = c.tokens * kv_heads * (shape.key_dim + shape.value_dim)
+        e, ring = self.rates.itemsize, groups.ring.size
+        exchange = cluster.collective("all_to_all", (queries + outputs + keys_values) * e, groups.ulysses)
+        # After heads were exchanged a rank has u times the tokens of 1/u of the heads.
+        forward_block, backward_block = work.forward.attention / ring, work.input.attention / ring
+        steps, sums = ring - 1, keys_values * max(e, 4)
+        if c.is_gather:
+            gathered = cluster.collective("all_gather", ring * keys_values * e, groups.ring)
+            late, hidden = hide(gathered, forward_block)
+            late_back, hidden_back = hide(gathered, backward_block)
+            late_back += cluster.collective("reduce_scatter", ring * sums, groups.ring)
+        elif steps:
+            late, hidden = hide(cluster.message(keys_values * e, groups.ring), forward_block)
+            late_back, hidden_back = hide(cluster.message(keys_values * e + sums, groups.ring), backward_block)
+            first = cluster.message(keys_values * e, groups.ring)
+            late, hidden, hidden_back = late * steps, hidden * steps, hidden_back * steps
+            late_back = late_back * steps + first
+        else:
+            late = late_back = hidden = hidden_back = 0.0
+        is_again = c.checkpointing != "none"
+        keeps_attention = "attention" in self.settings.memory.kept_operations
+        again = is_again * (exchange + (0.0 if keeps_attention else late))
+        hidden += hidden_back + hidden * (is_again and not keeps_attention)
+        return Exposure(exchange + late, exchange + late_back + again, hidden)
 
-def expose_ep(
-    layer: LayerOperators,
-    work: UnitWork,
-    c: Candidate,
-    groups: Groups,
-    links: LinkTimes,
-    profile: Profile,
-    own: Overlaps,
-) -> Exposure:
-    """Exposure of rows that travel to experts and back."""
-    if c.ep == 1 or layer.experts is None:
-        return NOTHING
-    rows = profile.rows_sent * c.tokens * layer.experts.top_k / (1 if c.expert_tp == c.tp else c.tp)
-    once = links.collective("all_to_all", rows * layer.hidden * links.itemsize, groups.ep)
-    passes = 2 if c.checkpointing != "none" else 1
-    if own.halves:
-        # The second half's way there and the first half's way back are under the other half's experts; the others are not.
-        there, _ = hide(once / 2, work.inside / 2 + work.shared)
-        back, _ = hide(once / 2, work.inside / 2)
-        forward = once + there + back
-        hidden = 2 * once - forward
-        return Exposure(forward, passes * forward, (1 + passes) * hidden)
-    there, hidden_there = hide(once, work.shared)
-    if not profile.hides_ep:
-        # Backward has no shared experts left to compute under.
-        return Exposure(there + once, (passes - 1) * (there + once) + 2 * once, passes * hidden_there)
-    late, hidden = hide(there + once, profile.hides_ep * work.forward.total)
-    late_back, hidden_back = hide(2 * once, profile.hides_ep * work.backward)
-    again = (passes - 1) * (there + once)
-    return Exposure(late, late_back + again, hidden_there + hidden + hidden_back)
+    def ep(self) -> Exposure:
+        """Exposure of rows that travel to experts and back."""
+        c, layer, work, rates, profile = self.c, self.layer, self.work, self.rates, self.rates.profile
+        if c.ep == 1 or layer.experts is None:
+            return NOTHING
+        rows = profile.rows_sent * c.tokens * layer.experts.top_k / (1 if c.expert_tp == c.tp else c.tp)
+        once = rates.cluster.collective("all_to_all", rows * layer.hidden * rates.itemsize, self.groups.ep)
+        passes = 2 if c.checkpointing != "none" else 1
+        if self.settings.parallel.expert_overlap:
+            # The second half's way there and the first half's way back are under the other half's experts; the others are not.
+            there, _ = hide(once / 2, work.inside / 2 + work.shared)
+            back, _ = hide(once / 2, work.inside / 2)
+            forward = once + there + back
+            hidden = 2 * once - forward
+            return Exposure(forward, passes * forward, (1 + passes) * hidden)
+        there, hidden_there = hide(once, work.shared)
+        if not profile.hides_ep:
+            # Backward has no shared experts left to compute under.
+            return Exposure(there + once, (passes - 1) * (there + once) + 2 * once, passes * hidden_there)
+        late, hidden = hide(there + once, profile.hides_ep * work.forward.total)
+        late_back, hidden_back = hide(2 * once, profile.hides_ep * work.backward)
+        again = (passes - 1) * (there + once)
+        return Exposure(late, late_back + again, hidden_there + hidden + hidden_back)

@@ -12,13 +12,12 @@ from framework.model.load import load_config
 from framework.plan.candidate import OFFLOADED, Candidate, recipe_of, values_of
 from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import Forecast
-from framework.plan.memory import show_bytes
 from framework.plan.rejections import SIZES, collect_constraints, describe, group_rejections
-from framework.plan.search import By, Engine, Ranked, Search, SearchResult
-from framework.plan.settings import Settings
+from framework.plan.search import By, Engine, Ranked, Search
 from framework.plan.shape import make_shape
 from framework.plan.space import Space
 from framework.plan.target import resolve_target
+from framework.plan.text import show_bytes
 from framework.recipe.clusters import refuse_crowded_nodes
 from framework.recipe.layout_keys import value_of
 from framework.recipe.schema import Recipe
@@ -41,7 +40,7 @@ class Question:
     within: float = 0.0
 
 
-def search(question: Question) -> SearchResult:
+def search(question: Question) -> Search:
     """Search all layouts of a recipe. Raises RecipeError for pinned values that a search does not compare, and what the
     model's config raises."""
     began = process_time()
@@ -52,11 +51,10 @@ def search(question: Question) -> SearchResult:
     shape = make_shape(config, recipe)
     num_experts = max((count_experts(experts) for _, experts, _ in find_experts(shape.whole)), default=0)
     space = Space(recipe, question.pinned, shape.num_layers, num_experts)
-    engine = Engine.of(shape, Settings.of(recipe), cluster)
-    asked = Search(
+    found = Search(
         space,
         collect_constraints(space, shape),
-        engine,
+        Engine(shape, recipe, cluster),
         by=question.by,
         best=question.best,
         price=cluster.price_per_hour,
@@ -64,8 +62,9 @@ def search(question: Question) -> SearchResult:
         within=question.within,
     )
     with _without_collector():
-        found = asked.run()
-    return replace(found, cpu_s=process_time() - began)
+        found.run()
+    found.cpu_s = process_time() - began
+    return found
 
 
 @contextmanager
@@ -85,11 +84,10 @@ def forecast_layout(candidate: Candidate, recipe: Recipe, cluster: ClusterRates 
     """Forecast one layout of a recipe."""
     recipe = resolved(recipe)
     shape = make_shape(load_config(recipe.model), recipe)
-    engine = Engine.of(shape, Settings.of(recipe), cluster or ClusterRates.from_recipe(recipe))
-    return Forecast(engine.memory(candidate), engine.time(candidate))
+    return Engine(shape, recipe, cluster or ClusterRates.from_recipe(recipe)).forecast(candidate)
 
 
-def best_of(result: SearchResult) -> Ranked:
+def best_of(result: Search) -> Ranked:
     """The best layout. RecipeError where none fits, with the reasons that most layouts are refused for."""
     if result.ranked:
         return result.ranked[0]
@@ -125,7 +123,7 @@ def choose_layout(recipe: Recipe, pinned: frozenset[str]) -> tuple[Recipe, str]:
     return recipe_of(chosen.candidate, recipe, pinned), line
 
 
-def least_of_fastest(result: SearchResult) -> Ranked:
+def least_of_fastest(result: Search) -> Ranked:
     """The layout with least memory among those within AS_FAST of the fastest: no forecast tells them apart by time, and room is
     needed for a longer context, or a fragmented allocator."""
     most_s = best_of(result).step_s * (1 + AS_FAST)

@@ -15,9 +15,8 @@ on microbatches, and activations, for which it is the other way round.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -41,61 +40,24 @@ from framework.plan.memory import USABLE, ranks_on_nodes, sum_fullest_node
 from framework.plan.memory_states import (
     FRAGMENTATION,
     PHASES,
+    STAGES,
     PhaseBytes,
     Pipelines,
+    Places,
     StateBytes,
-    StateOptions,
     slack_of,
 )
 from framework.plan.policies import Counts, choose_counts, is_large, least_bytes, shorten, uniform
-from framework.plan.settings import Settings
+from framework.plan.remember import remember
 from framework.plan.shape import ModelShape
+from framework.plan.target import resolve_target
 from framework.recipe.schema import Recipe
 
 # Counted over estimated activations of models without formulas, the least and the most: `scripts/bench/foresight_memory.py
 # --estimated`; opt, and gemma2, whose attention caps its scores and so has matrices of them.
 ESTIMATE_OFF = (0.75, 3.3)
-
-
-def forecast_memory(
-    shape: ModelShape,
-    candidate: Candidate,
-    settings: Settings | Recipe,
-    cluster: ClusterRates,
-    chosen: Mapping[int, Counts] | None = None,
-) -> MemoryForecast:
-    """The memory of a rank at each place of the pipeline: of the first one along all other axes, as `Plan.memory`.
-
-    settings: keep what is cached; made of a recipe where that is given. chosen: layers of each stage by policy of
-    activation checkpointing; None: all as the candidate says. Raises what the model's transforms raise for degrees that do not
-    fit (`ModelRules.refuse` asks first), RecipeError for more stages than layers.
-    """
-    return memory_model(shape, settings).forecast(candidate, cluster, chosen)
-
-
-def _forecast_node(
-    shape: ModelShape, candidate: Candidate, settings: Settings, cluster: ClusterRates, stages: Sequence[StageMemory]
-) -> NodeForecast:
-    """Forecast of the resources that the ranks of the fullest node share."""
-    world, here = candidate.world, cluster.ranks_per_node
-    offloaded = sum_fullest_node([each.host for each in stages], world, here)
-    disk = sum_fullest_node([each.disk for each in stages], world, here)
-    limit = int(USABLE * cluster.host_bytes)
-    copies = _copied_bytes(shape, candidate, settings)
-    return NodeForecast(offloaded, copies, cluster.host_bytes, limit, disk, cluster.node_disk_bytes)
-
-
-def _copied_bytes(shape: ModelShape, candidate: Candidate, settings: Settings) -> int:
-    """Bytes of held steps on a node with checkpoint.neighbor_copies, where its ranks save an even share: as `bytes_of_copies`."""
-    copies, nodes = settings.recipe.checkpoint.neighbor_copies, candidate.nodes
-    return 2 * min(1 + copies, nodes) * checkpoint_bytes(shape, settings) // nodes if copies else 0
-
-
-def checkpoint_bytes(shape: ModelShape, settings: Settings) -> int:
-    """Bytes of a checkpoint at the most: masters and moments, of frozen parameters too."""
-    master = (settings.master or settings.compute).itemsize
-    moment = 4 if settings.master is None else master
-    return shape.size.total * (master + len(settings.states) * moment)
+# Fields of a candidate that a layer's bytes for one sequence depend on, without its policy.
+LAYER = ("context", "cp", "ulysses", "is_gather", "tp", "sequence", "expert_tp", "ep")
 
 
 def describe_estimate(shape: ModelShape, candidate: Candidate) -> str | None:
@@ -110,23 +72,6 @@ def describe_estimate(shape: ModelShape, candidate: Candidate) -> str | None:
         f"{kept} are estimated: {shape.text.model_type} has layers of another form than Llama's. Counted bytes of such models"
         f" were between {low:g} and {high:g} of the estimate; states, inputs of layers and logits are exact"
     )
-
-
-def host_spare_of_options(
-    shape: ModelShape, stages: Candidate, options: StateOptions, settings: Settings | Recipe, cluster: ClusterRates
-) -> np.ndarray:
-    """Bytes of the host's memory that each option leaves on the fullest node, for a search: as `NodeForecast.spare`, but for
-    copies of steps, which depend little on the layout."""
-    offloaded = memory_model(shape, settings).offloaded(stages, options, cluster.ranks_per_node)
-    found: np.ndarray = np.where(offloaded > 0, int(USABLE * cluster.host_bytes) - offloaded, 0)
-    return found
-
-
-def memory_model(shape: ModelShape, settings: Settings | Recipe) -> "MemoryModel":
-    """The cached memory model of a shape with these settings."""
-    known = Settings.of(settings) if isinstance(settings, Recipe) else settings
-    model: MemoryModel = known.remember(("memory", shape), lambda: MemoryModel.of(shape, known))
-    return model
 
 
 def _most(states: PhaseBytes, activations: PhaseBytes) -> int:
@@ -150,35 +95,32 @@ def _join(states: PhaseBytes, activations: PhaseBytes) -> StageMemory:
 
 @dataclass(frozen=True, eq=False)
 class ActivationBytes:
-    """Activation bytes for one model and one recipe, cached by what they depend on."""
+    """Activation bytes for one model and one recipe."""
 
     pipelines: Pipelines
-    _known: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def of_ranks(self, each: Candidate, chosen: Mapping[int, Counts] | None) -> list[PhaseBytes]:
-        ranks = range(each.pp)
-        if chosen is not None:
-            return [self.find_rank(each, rank, chosen) for rank in ranks]
-        return [self.of_rank(each, rank) for rank in ranks]
+        """Bytes of each rank of the pipeline. chosen: layers of each stage by policy; None: all as the candidate says."""
+        if chosen is not None or self.pipelines.pipeline is not None:
+            return [self.find_rank(each, rank, chosen) for rank in range(each.pp)]
+        # As many microbatches as have as many in flight: layouts with more of them have the same bytes.
+        few = each.changed({"accumulation": representative(each.schedule, each.pp, each.accumulation)})
+        return [self._of_rank(few, rank) for rank in range(each.pp)]
 
-    def of_rank(self, each: Candidate, rank: int) -> PhaseBytes:
-        """Bytes of one rank of the pipeline, its layers checkpointed as the candidate says."""
-        layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
-        microbatches = representative(each.schedule, each.pp, each.accumulation)
-        goes = "activations" in each.offload
-        tokens = each.sequences, each.cp, each.ulysses, each.is_gather, each.checkpointing, goes, microbatches
-        key = ("activations of rank", rank, layout, tokens)
-        found: PhaseBytes = self._remember(key, lambda: self.find_rank(each, rank, None))
-        return found
+    @remember(
+        *STAGES, "sequences", "cp", "ulysses", "is_gather", "checkpointing", "offloads_activations", "accumulation"
+    )
+    def _of_rank(self, each: Candidate, rank: int) -> PhaseBytes:
+        return self.find_rank(each, rank, None)
 
     def find_rank(self, each: Candidate, rank: int, chosen: Mapping[int, Counts] | None) -> PhaseBytes:
-        """`of_rank`, with the layers of each stage by policy."""
+        """Bytes of one rank of the pipeline."""
         places, activations = self.pipelines.places(each), self.of_microbatch(each)
-        moments, table = self.moments(each, rank)
+        moments, table = self._moments(each, rank)
         policy, stages = each.checkpointing, places.of_ranks[rank]
         counts = chosen or {stage.index: uniform(policy, stage.stop - stage.start) for stage in stages}
         # Virtual stages of a rank are dozens, and most of them are alike.
-        alike: dict[Any, StageActivations] = {}
+        alike: dict[tuple[object, ...], StageActivations] = {}
         by_stage = {}
         for stage in stages:
             own = counts[stage.index]
@@ -198,35 +140,23 @@ class ActivationBytes:
         on_host = {"activations": self._offloaded_bytes(activations, stages, moments)}
         return PhaseBytes.of([*phases, nothing, nothing], self.pipelines.workspace, on_host, 0)
 
-    def moments(self, each: Candidate, rank: int) -> tuple[Sequence[LiveMoment], MomentTable]:
+    @remember("pp", "schedule", "virtual", "context", "accumulation")
+    def _moments(self, each: Candidate, rank: int) -> tuple[Sequence[LiveMoment], MomentTable]:
         """The moments at which a rank may have most, listed and as arrays."""
         if self.pipelines.pipeline is not None:
-            lowered = self.pipelines.pipeline.lowered(each.accumulation)
-            return self._remember(("moments of a plan", rank), lambda: _tabulate(live_moments(lowered, rank)))
-        count = representative(each.schedule, each.pp, each.accumulation)
-        # In which order messages of uneven stages leave depends on how long these compute.
-        costs = self._stage_costs(each)
-        layout = each.schedule, each.pp, each.virtual, count, costs
+            found = live_moments(self.pipelines.pipeline.lowered(each.accumulation), rank)
+        else:
+            found = self._schedule(each)(rank)
+        return found, MomentTable.of(found)
 
-        def make() -> tuple[Sequence[LiveMoment], MomentTable]:
-            costs_of_all = Costs(costs, costs, costs)
-            make_all = partial(make_moments, each.schedule, each.pp, each.virtual, each.accumulation, costs_of_all)
-            return _tabulate(self._remember(("schedule", layout), make_all)(rank))
-
-        return self._remember(("moments", rank, layout), make)
-
-    def _stage_costs(self, each: Candidate) -> tuple[float, ...]:
-        """FLOPs of each stage, as a run's pipeline is simulated with."""
-
-        def find() -> tuple[float, ...]:
-            flops, layers = self.pipelines.shape.flops(each.context), self.pipelines.shape.layer_flops(each.context)
-            first, last = flops.get("embedding", 0.0), flops.get("head", 0.0)
-            stages = self.pipelines.places(each).stages
-            return tuple(sum(layers[x.start : x.stop]) + first * x.is_first + last * x.is_last for x in stages)
-
-        key = "stage costs", each.pp, each.schedule, each.virtual, each.context
-        found: tuple[float, ...] = self._remember(key, find)
-        return found
+    @remember("pp", "schedule", "virtual", "context", "accumulation")
+    def _schedule(self, each: Candidate) -> Callable[[int], list[LiveMoment]]:
+        """In which order messages of uneven stages leave depends on how long these compute: on their FLOPs, as in a run."""
+        flops, layers = self.pipelines.shape.flops(each.context), self.pipelines.shape.layer_flops(each.context)
+        first, last = flops.get("embedding", 0.0), flops.get("head", 0.0)
+        stages = self.pipelines.places(each).stages
+        costs = tuple(sum(layers[x.start : x.stop]) + first * x.is_first + last * x.is_last for x in stages)
+        return make_moments(each.schedule, each.pp, each.virtual, each.accumulation, Costs(costs, costs, costs))
 
     def _phase(self, peak: Peak, on_the_way: int, more: int) -> dict[str, int]:
         kept = peak.activations + on_the_way if peak.total else 0
@@ -246,98 +176,72 @@ class ActivationBytes:
                 most[index] = max(most[index], whole + left)
         return sum(size * most[index] for index, size in sizes.items())
 
+    @remember(*LAYER, "sequences", "checkpointing", "offloads_activations")
     def of_microbatch(self, each: Candidate) -> Activations:
         """Sizes of one rank's activations for one microbatch."""
-        key = form_of(each), each.sequences, each.checkpointing, "activations" in each.offload
-        return self._remember(("activations of", key), lambda: self._make_activations(each))
-
-    def is_chunked(self, each: Candidate) -> bool:
-        """Whether the loss is computed in chunks."""
-        key = "chunked", each.sequences, each.context, each.cp, each.ulysses, each.tp
-        return self._remember(key, lambda: self._is_chunked(each, _slices_of(each)))
-
-    def _make_activations(self, each: Candidate) -> Activations:
-        shape, itemsize = self.pipelines.shape, self.pipelines.settings.compute.itemsize
-        slices = _slices_of(each)
-        tokens = TokenLayout(each.sequences, slices.tokens_local, Axis("tp", each.tp, 0), each.sequence, slices)
-        chunked, goes = self.is_chunked(each), "activations" in each.offload
-        memory = self._remember(
-            ("memory", each.checkpointing, goes, chunked), lambda: self.pipelines.settings.memory(each, chunked)
+        pipelines, slices = self.pipelines, _slices_of(each)
+        shape, recipe = pipelines.shape, pipelines.recipe
+        layers = shape.layer_flops(each.context)
+        memory = replace(
+            recipe.memory,
+            activation_checkpointing=each.checkpointing,
+            offload=pipelines.offload(each),
+            chunked_loss=self.is_chunked(each),
         )
-        layers = self._remember(("flops", each.context), lambda: shape.layer_flops(each.context))
         return Activations(
-            tokens,
+            TokenLayout(each.sequences, slices.tokens_local, Axis("tp", each.tp, 0), each.sequence, slices),
             shape.hidden,
             shape.text.vocab_size,
-            itemsize,
+            pipelines.compute.itemsize,
             shape.widths,
             sum(layers) / len(layers),
             memory,
             each.expert_tp,
             shape.mixture,
             self._contexts(each),
-            self._packs,
+            recipe.data.pack == "documents",
             self._masks(each),
-            each.ep > 1 or each.expert_tp < each.tp or self.pipelines.settings.recipe.model.expert_capacity is not None,
+            each.ep > 1 or each.expert_tp < each.tp or recipe.model.expert_capacity is not None,
         )
 
+    @remember("cp", "context")
     def _masks(self, each: Candidate) -> tuple[str | None, ...]:
         """The kind of mask of each layer."""
-        make = partial(read_masks, self.pipelines.settings.recipe, self.pipelines.shape.text, each.cp, each.context)
-        found: tuple[str | None, ...] = self._remember(("masks", each.cp > 1, each.context), make)
-        return found
+        return read_masks(self.pipelines.recipe, self.pipelines.shape.text, each.cp, each.context)
 
-    @property
-    def _packs(self) -> bool:
-        return self.pipelines.settings.recipe.data.pack == "documents"
-
+    @remember("context", "cp", "ulysses", "is_gather", "tp", "sequences")
     def _contexts(self, each: Candidate) -> tuple[ContextCost, ...]:
-        key = each.context, each.cp, each.ulysses, each.is_gather, each.tp, each.sequences
-        return self._remember(
-            ("contexts", key),
-            lambda: tuple({cost: None for cost in self._context_costs(each) if cost is not None}),
-        )
-
-    def _context_costs(self, each: Candidate) -> list[ContextCost | None]:
+        """The attentions of layers, those that differ, where cp divides sequences."""
         if each.cp == 1:
-            return []
-        method = ContextMethod(each.ulysses, each.cp // each.ulysses, each.is_gather)
-        lengths = each.sequences, each.context, self.pipelines.settings.compute.itemsize
+            return ()
+        method, recipe = ContextMethod(each.ulysses, each.ring, each.is_gather), self.pipelines.recipe
+        lengths, packs = (
+            (each.sequences, each.context, self.pipelines.compute.itemsize),
+            recipe.data.pack == "documents",
+        )
         shapes = dict.fromkeys(self.pipelines.shape.attentions(each.tp, each.context))
-        return [None if shape is None else ContextCost(method, shape, *lengths, self._packs) for shape in shapes]
+        return tuple(ContextCost(method, shape, *lengths, packs) for shape in shapes if shape is not None)
 
-    def _is_chunked(self, each: Candidate, slices: ContextSlices) -> bool:
-        asked = self.pipelines.settings.recipe.memory.chunked_loss
-        tokens, itemsize = each.sequences * slices.tokens_local, self.pipelines.settings.compute.itemsize
+    @remember("sequences", "context", "cp", "ulysses", "tp")
+    def is_chunked(self, each: Candidate) -> bool:
+        """Whether the loss is computed in chunks."""
+        asked, recipe = self.pipelines.recipe.memory.chunked_loss, self.pipelines.recipe
         if asked == "auto":
-            asked = is_large(tokens, self.pipelines.shape.vocabulary, each.tp, itemsize, self.pipelines.settings.device)
-        return asked and self._remember("logit map", self._has_logit_map)
+            tokens, itemsize = each.sequences * _slices_of(each).tokens_local, self.pipelines.compute.itemsize
+            asked = is_large(tokens, self.pipelines.shape.vocabulary, each.tp, itemsize, recipe.launch.device)
+        return asked and self._has_logit_map
 
+    @cached_property
     def _has_logit_map(self) -> bool:
         try:
-            find_logit_map(self.pipelines.shape.whole, self.pipelines.settings.compute)
+            find_logit_map(self.pipelines.shape.whole, self.pipelines.compute)
         except ModelError:
             return False
         return True
 
-    def _remember(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
-
-
-def form_of(each: Candidate) -> tuple[object, ...]:
-    """Fields of a candidate that a layer's bytes for one sequence depend on, without its policy."""
-    cp = each.context, each.cp, each.ulysses, each.is_gather
-    return (*cp, each.tp, each.sequence, each.expert_tp, each.ep > 1)
-
-
-def _tabulate(moments: Sequence[LiveMoment]) -> tuple[Sequence[LiveMoment], MomentTable]:
-    return moments, MomentTable.of(moments)
-
 
 def _slices_of(each: Candidate) -> ContextSlices:
-    return ContextSlices(each.context, each.ulysses, each.cp // each.ulysses)
+    return ContextSlices(each.context, each.ulysses, each.ring)
 
 
 @dataclass(frozen=True, eq=False)
@@ -349,22 +253,32 @@ class MemoryModel:
     activations: ActivationBytes
 
     @classmethod
-    def of(cls, shape: ModelShape, settings: Settings, pipeline: PipelinePlan | None = None) -> "MemoryModel":
+    def of(cls, shape: ModelShape, recipe: Recipe, pipeline: PipelinePlan | None = None) -> "MemoryModel":
         """The model of a recipe's layouts; with a plan's pipeline of that plan alone."""
-        pipelines = Pipelines(shape, settings, pipeline)
+        pipelines = Pipelines(shape, resolve_target(recipe), pipeline)
         return cls(pipelines, StateBytes(pipelines), ActivationBytes(pipelines))
 
     def forecast(
         self, each: Candidate, cluster: ClusterRates, chosen: Mapping[int, Counts] | None = None
     ) -> MemoryForecast:
-        """The memory of devices and of a node, on a cluster. chosen: as of `stages`."""
-        shape, settings, stages = self.pipelines.shape, self.pipelines.settings, self.stages(each, chosen)
-        return MemoryForecast(stages, cluster.memory_bytes, _forecast_node(shape, each, settings, cluster, stages))
+        """The memory of devices and of a node, on a cluster: of the first rank at each place of the pipeline along all other
+        axes. chosen: as of `stages`. Raises what the model's transforms raise for degrees that do not fit (`ModelRules.refuse`
+        asks first), RecipeError for more stages than layers."""
+        stages = self.stages(each, chosen)
+        offloaded = sum_fullest_node([stage.host for stage in stages], each.world, cluster.ranks_per_node)
+        disk = sum_fullest_node([stage.disk for stage in stages], each.world, cluster.ranks_per_node)
+        limit = int(USABLE * cluster.host_bytes)
+        # Held steps, where ranks save an even share: as `bytes_of_copies`.
+        copies = self.pipelines.recipe.checkpoint.neighbor_copies
+        held = 2 * min(1 + copies, each.nodes) * self.pipelines.checkpoint_bytes // each.nodes if copies else 0
+        node = NodeForecast(offloaded, held, cluster.host_bytes, limit, disk, cluster.node_disk_bytes)
+        return MemoryForecast(stages, cluster.memory_bytes, node)
 
     def stages(self, each: Candidate, chosen: Mapping[int, Counts] | None = None) -> tuple[StageMemory, ...]:
         """The bytes of a rank at each place of the pipeline. chosen: layers of each stage by policy of activation
         checkpointing; None: all as the candidate says."""
-        return tuple(_join(*parts) for parts in zip(*self.parts(each, chosen), strict=True))
+        parts = zip(self.states.of_ranks(each), self.activations.of_ranks(each, chosen), strict=True)
+        return tuple(_join(*each) for each in parts)
 
     def choose(self, each: Candidate, place: int, budget: int) -> Mapping[int, Counts] | None:
         """The layers of each stage of a rank by policy of activation checkpointing: the fewest FLOPs with which the rank needs at
@@ -397,24 +311,20 @@ class MemoryModel:
         """Numbers of layers of a rank's stages, by the stage's index."""
         return {stage.index: stage.stop - stage.start for stage in self.pipelines.places(each).of_ranks[place]}
 
-    def parts(
-        self, each: Candidate, chosen: Mapping[int, Counts] | None
-    ) -> tuple[Sequence[PhaseBytes], Sequence[PhaseBytes]]:
-        """(states, activations) of each rank of the pipeline."""
-        return self.states.of_ranks(each), self.activations.of_ranks(each, chosen)
-
-    def spare(self, stages: Candidate, options: StateOptions, limit: int) -> np.ndarray:
-        """Bytes that each option leaves of a limit, on its fullest rank. options: the same layout with states elsewhere."""
-        table, beside = self.states.of_options(stages, options), self.activations.of_ranks(stages, None)
+    def spare(self, stages: Candidate, places: Places, limit: int) -> np.ndarray:
+        """Bytes that the fullest rank has left of a limit, for the same layout with states in each of these places."""
+        table, beside = self.states.of_places(stages, places), self.activations.of_ranks(stages, None)
         moving = table.moving + np.array([part.moving for part in beside], dtype=np.int64)
         totals = table.totals + np.array([part.totals for part in beside], dtype=np.int64)
         reserved = totals + (FRAGMENTATION * moving).astype(np.int64)
-        found: np.ndarray = limit - table.outside - reserved.max(axis=(1, 2))
+        found: np.ndarray = limit - self.pipelines.outside(stages) - reserved.max(axis=(1, 2))
         return found
 
-    def offloaded(self, stages: Candidate, options: StateOptions, here: int) -> np.ndarray:
-        """Bytes of the host's memory that each option takes on the fullest node of `here` ranks."""
+    def host_spare(self, stages: Candidate, places: Places, cluster: ClusterRates) -> np.ndarray:
+        """Bytes of the host's memory that the fullest node has left, likewise: as `NodeForecast.spare`, but for copies of steps,
+        which depend little on the layout."""
         beside = np.array([part.host for part in self.activations.of_ranks(stages, None)], dtype=np.int64)
-        counts = np.array(ranks_on_nodes(stages.world, stages.pp, here), dtype=np.int64)
-        found: np.ndarray = ((self.states.of_options(stages, options).host + beside) @ counts.T).max(axis=1)
+        counts = np.array(ranks_on_nodes(stages.world, stages.pp, cluster.ranks_per_node), dtype=np.int64)
+        offloaded = ((self.states.of_places(stages, places).host + beside) @ counts.T).max(axis=1)
+        found: np.ndarray = np.where(offloaded > 0, int(USABLE * cluster.host_bytes) - offloaded, 0)
         return found

@@ -10,9 +10,9 @@ from framework.plan.cluster import ClusterRates
 from framework.plan.context import find_methods
 from framework.plan.forecast import Forecast, MemoryForecast, NodeForecast
 from framework.plan.forecast_memory import describe_estimate
-from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan
 from framework.plan.shape import ModelShape
+from framework.plan.text import show_bytes
 from framework.plan.time import TimeModel
 from framework.plan.traffic import context_costs
 from framework.recipe.clusters import find_cluster, refuse_crowded_nodes

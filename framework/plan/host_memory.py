@@ -8,8 +8,9 @@ from pathlib import Path
 from framework.errors import RecipeError
 from framework.host import count_host_memory
 from framework.optim.optimizers import state_names
-from framework.plan.memory import USABLE, show_bytes, sum_fullest_node
+from framework.plan.memory import USABLE, sum_fullest_node
 from framework.plan.plan import Plan
+from framework.plan.text import show_bytes
 from framework.recipe.schema import Recipe
 
 # The file system that holds copies of steps. Linux mounts it everywhere, as large as half of the memory where a site does not say

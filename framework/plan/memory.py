@@ -234,8 +234,3 @@ def sum_fullest_node(of_stage: Sequence[int], world: int, here: int) -> int:
         sum(count * size for count, size in zip(counts, of_stage, strict=True))
         for counts in ranks_on_nodes(world, len(of_stage), here)
     )
-
-
-def show_bytes(size: int) -> str:
-    """In GiB, below one in MiB."""
-    return f"{size / 2**30:,.1f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:,.0f} MiB"

@@ -14,50 +14,25 @@ Nothing is simulated: what the first rank has in flight is written in the schedu
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, NamedTuple
+
+import numpy as np
 
 from framework.parallel.activation_checkpointing import count_groups
 from framework.parallel.pipeline.schedules import group_sizes
 from framework.plan.activation_peaks import representative
 from framework.plan.candidate import Candidate, Checkpointing
-from framework.plan.forecast_memory import MemoryModel, form_of
-from framework.plan.memory_states import slack_of
+from framework.plan.forecast_memory import LAYER, MemoryModel
+from framework.plan.memory_states import FRAGMENTATION
+from framework.plan.remember import remember
 
 # Of an element's gradient at the least (`BufferDtypes.gradient`).
 GRADIENT_BYTES = 4
 # A way to keep activations: checkpointing, and `activations` where they are offloaded.
 Way = tuple[Checkpointing, frozenset[str]]
-
-
-class LayerBytes(NamedTuple):
-    """Bytes of a layer for one sequence, whose activations are kept in one way. kept: by each layer and microbatch in flight;
-    of_group: beside that by each group of layers that are computed again together; working: by one layer, in its backward;
-    leaving: by an offloaded layer on its way, next: by another one, where neighbours are offloaded."""
-
-    kept: int
-    of_group: int
-    working: int
-    leaving: int
-    next: int
-
-
-class InFlight(NamedTuple):
-    """The least that the first rank of a pipeline has at once."""
-
-    # Layers and groups of layers, times microbatches.
-    layers: int
-    groups: int
-    # Layers of the longest of its stages.
-    longest: int
-    # Elements of parameters of units that are unsharded at once, and of those whose gradients are there at once.
-    read: int
-    reduced: int
-    # Elements of parameters of all units, with experts divided by tp, and whole.
-    sharded: int
-    whole: int
+# Names of schedules, with the stages of a rank.
+Schedules = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,69 +40,54 @@ class MemoryBounds:
     """Lower bounds for one model and one recipe."""
 
     memory: MemoryModel
-    _known: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def least_of_ways(self, c: Candidate, ways: Sequence[Way], schedules: tuple[tuple[str, int], ...]) -> list[int]:
-        """The least bytes of the fullest rank wherever states lie, with activations kept in each of these ways, by any of these
-        schedules: names, and stages of a rank."""
-        flight, form = self._in_flight(c, schedules), form_of(c)
-        # A share of all gradients and three units' in full; all of them where each rank keeps all.
-        gradients = min(flight.reduced + flight.sharded // (c.dp * c.cp), flight.whole)
-        states = flight.read * self._read_bytes + gradients * self._gradient_bytes
-        fixed = states + self._workspace + self.memory.pipelines.outside(c)
-        return [
-            fixed + self._add_up(c.sequences, self._layer_bytes(c, form, way), bool(way[1]), flight) for way in ways
-        ]
+    def least_of_ways(self, c: Candidate, schedules: Schedules, ways: tuple[Way, ...]) -> np.ndarray:
+        """[schedules, ways]: the least bytes of the fullest rank wherever states lie."""
+        pipelines = self.memory.pipelines
+        few = c.changed({"accumulation": representative("interleaved", c.pp, c.accumulation)})
+        layers, groups, is_long, read, reduced, sharded, whole = self._in_flight(few, schedules)
+        kept, of_group, working, of_neighbour = self._layer_bytes(c, ways)
+        # A share of all gradients and three units' in full; all of them where each rank keeps all. Where some parameters are
+        # frozen nothing is said of gradients, which are fp32 or wider.
+        gradients = np.minimum(reduced + sharded // c.batch, whole) * (
+            0 if pipelines.recipe.model.freeze else GRADIENT_BYTES
+        )
+        states = read * pipelines.compute.itemsize + gradients + pipelines.workspace + pipelines.outside(c)
+        moving = c.sequences * (working + kept * layers + of_group * groups + of_neighbour * is_long)
+        found: np.ndarray = states + moving + (FRAGMENTATION * moving).astype(np.int64)
+        return found
 
-    def _add_up(self, sequences: int, layer: LayerBytes, is_offloaded: bool, flight: InFlight) -> int:
-        moving = layer.working
-        if is_offloaded:
-            moving += layer.leaving + layer.next * (flight.longest > 1)
-        else:
-            moving += layer.kept * flight.layers + layer.of_group * flight.groups
-        moving *= sequences
-        return moving + slack_of(moving)
-
-    @cached_property
-    def _workspace(self) -> int:
-        return self.memory.pipelines.workspace
-
-    @cached_property
-    def _read_bytes(self) -> int:
-        return self.memory.pipelines.settings.compute.itemsize
-
-    @cached_property
-    def _gradient_bytes(self) -> int:
-        # Where some parameters are frozen nothing is said of gradients, which are fp32 or wider.
-        return 0 if self.memory.pipelines.shape.recipe.model.freeze else GRADIENT_BYTES
-
-    def _layer_bytes(self, c: Candidate, form: object, way: Way) -> LayerBytes:
-        key = form, way
-        if key not in self._known:
-            # Several sequences have as much as one so often, or some bytes more.
-            alone = c.changed({"sequences": 1, "checkpointing": "none", "offload": frozenset()})
-            one, policy = self.memory.activations.of_microbatch(alone), way[0]
+    @remember(*LAYER)
+    def _layer_bytes(self, c: Candidate, ways: tuple[Way, ...]) -> np.ndarray:
+        """[4, ways]: bytes of a layer for one sequence: kept by each layer and microbatch in flight; beside that by each group of
+        layers that are computed again together; by one layer in its backward, with an offloaded one on its way; by another one
+        on its way, where neighbours are offloaded. Several sequences have as much as one so often, or some bytes more."""
+        one = self.memory.activations.of_microbatch(
+            c.changed({"sequences": 1, "checkpointing": "none", "offload": frozenset()})
+        )
+        # Where a recipe offloads a part of the layers neighbours need not be offloaded.
+        has_neighbours = self.memory.pipelines.recipe.memory.offload.activations in (0, 1)
+        rows = []
+        for policy, offload in ways:
             cost = one.cost_of(policy)
             # A group keeps one layer's input; whatever else a layer keeps stays for all.
             of_group = one.hidden_bytes if policy == "sqrt" else 0
-            # Where a recipe offloads a part of the layers neighbours need not be offloaded.
-            whole = self.memory.pipelines.settings.recipe.memory.offload.activations in (0, 1)
             working = cost.recomputed + one.backward_temporaries
-            self._known[key] = LayerBytes(cost.kept - of_group, of_group, working, cost.kept, cost.kept * whole)
-        found: LayerBytes = self._known[key]
-        return found
+            if offload:
+                rows.append((0, 0, working + cost.kept, cost.kept * has_neighbours))
+            else:
+                rows.append((cost.kept - of_group, of_group, working, 0))
+        return np.array(rows, dtype=np.int64).T
 
-    def _in_flight(self, c: Candidate, schedules: tuple[tuple[str, int], ...]) -> InFlight:
-        # Beyond so many microbatches all schedules have as much in flight.
-        microbatches = representative("interleaved", c.pp, c.accumulation)
-        key = (schedules, c.pp, microbatches, c.context, c.tp, c.ep, c.expert_tp, c.sequence)
-        if key not in self._known:
-            choices = [c.changed({"schedule": name, "virtual": virtual}) for name, virtual in schedules]
-            self._known[key] = InFlight(*map(min, zip(*map(self._find_in_flight, choices), strict=True)))
-        found: InFlight = self._known[key]
-        return found
+    @remember("pp", "accumulation", "context", "tp", "ep", "expert_tp", "sequence")
+    def _in_flight(self, c: Candidate, schedules: Schedules) -> np.ndarray:
+        """[7, schedules, 1]: the least that the first rank of a pipeline has at once: layers, and groups of layers, times
+        microbatches; whether a stage of its has several layers; elements of parameters of units that are unsharded at once, of
+        those whose gradients are there at once, and of all units, with experts divided by tp, and whole."""
+        choices = [c.changed({"schedule": name, "virtual": virtual}) for name, virtual in schedules]
+        return np.array([self._find_in_flight(each) for each in choices], dtype=np.int64).T[..., None]
 
-    def _find_in_flight(self, c: Candidate) -> InFlight:
+    def _find_in_flight(self, c: Candidate) -> tuple[int, ...]:
         places = self.memory.pipelines.places(c)
         stages = places.of_ranks[0]
         sizes = [stage.stop - stage.start for stage in stages]
@@ -139,10 +99,10 @@ class MemoryBounds:
         ]
         layers = [(unit.numel, count) for unit, count in units if unit.unit.is_layer]
         ends = [unit.numel for unit, _ in units if not unit.unit.is_layer]
-        return InFlight(
+        return (
             sum(size * count for size, count in zip(sizes, counts, strict=True)),
             sum(count_groups(size) * count for size, count in zip(sizes, counts, strict=True)),
-            max(sizes),
+            max(sizes) > 1,
             # Like `count_gathered`: one layer in use and one ahead; one gradient written and two under way.
             _sum_largest(layers, 2) + max(ends, default=0),
             _sum_largest([(unit.numel, count) for unit, count in units], 3),

@@ -3,21 +3,24 @@
 For a search the bytes of all places where states may lie are computed at once, as arrays.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from framework.comm.communicator import Communicator
 from framework.mesh.topology import Axis, count_expert_shards
+from framework.model.precision import DTYPES
 from framework.model.stage import StageBounds
+from framework.optim.optimizers import state_names
 from framework.parallel.pipeline.pipeline import PipelinePlan
-from framework.parallel.tensor import ranks_per_kv_head
+from framework.parallel.tensor.heads import ranks_per_kv_head
 from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.plan_buffers import BufferPlan, choose_homes
-from framework.plan.candidate import Candidate
+from framework.plan.candidate import OFFLOADED, Candidate
 from framework.plan.memory import (
     KINDS,
     UnitMemory,
@@ -28,10 +31,12 @@ from framework.plan.memory import (
     total_on_disk,
     total_on_host,
 )
-from framework.plan.settings import Settings
+from framework.plan.remember import remember
 from framework.plan.shape import Degrees, ModelShape, RankUnit, StageUnits
-from framework.recipe.schema import Offload
+from framework.recipe.schema import Offload, Recipe
 
+# Fields of a candidate that the stages of its ranks depend on.
+STAGES = ("pp", "schedule", "virtual", "context", "tp", "ep", "expert_tp", "sequence")
 PHASES = ("forward", "loss", "backward", "reduction", "optimizer")
 MIB = 2**20
 # torch's default for one stream on Hopper (CUBLAS_WORKSPACE_CONFIG); 8.5 MiB on other GPUs. Computation has one stream.
@@ -95,209 +100,186 @@ class StagePlacement:
 
 @dataclass(frozen=True, eq=False)
 class Pipelines:
-    """The pipelines of one model and one recipe, and what their ranks have whatever is trained. pipeline: that of a plan, in
-    the place of what candidates say of stages and schedules."""
+    """The pipelines of one model, and the keys of one recipe that memory depends on and no layout changes.
+
+    recipe: with the device and the dtype of where it will run. pipeline: that of a plan, in the place of what candidates say of
+    stages and schedules."""
 
     shape: ModelShape
-    settings: Settings
+    recipe: Recipe
     pipeline: PipelinePlan | None = None
-    _known: dict[Any, StagePlacement] = field(default_factory=dict, repr=False)
 
+    @cached_property
+    def compute(self) -> torch.dtype:
+        """The dtype of forward and backward."""
+        return DTYPES[self.recipe.precision.compute]
+
+    @cached_property
+    def master(self) -> torch.dtype | None:
+        """The dtype of what the optimizer updates; None: that of each buffer."""
+        return DTYPES.get(self.recipe.precision.master)
+
+    @cached_property
+    def states(self) -> tuple[str, ...]:
+        """The optimizer's states."""
+        return state_names(self.recipe.optim)
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether ranks compute on GPUs."""
+        return self.recipe.launch.device == "cuda"
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint at the most: masters and moments, of frozen parameters too."""
+        master = (self.master or self.compute).itemsize
+        moment = 4 if self.master is None else master
+        return self.shape.size.total * (master + len(self.states) * moment)
+
+    def layers(self, each: Candidate) -> tuple[int, ...] | None:
+        """The recipe's layers of each stage, where the candidate has as many: of others `let_rest_follow` leaves them out."""
+        layers = self.recipe.pipeline.layers
+        return tuple(layers) if layers is not None and len(layers) == each.pp * each.virtual else None
+
+    @remember("offload")
+    def offload(self, each: Candidate) -> Offload:
+        """The recipe's fractions of what the candidate offloads; all of it where the recipe has none."""
+        given, names = self.recipe.memory.offload, each.offload
+        fractions: dict[str, Any] = {name: (getattr(given, name) or 1.0) * (name in names) for name in OFFLOADED}
+        return replace(given, **fractions)
+
+    @remember(*STAGES)
     def places(self, each: Candidate) -> StagePlacement:
         """The stages of a pipeline on its ranks."""
-        layout = each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
         if self.pipeline is not None:
             return StagePlacement(tuple(self.pipeline.stages), tuple(self.pipeline.rank_of_stage), Degrees.of(each))
-        if layout not in self._known:
-            layers = self.settings.layers(each)
-            stages = self.shape.stages(each.pp, each.schedule, each.virtual, each.context, layers)
-            self._known[layout] = StagePlacement(
-                stages, self.shape.owners(each.pp, each.schedule, each.virtual), Degrees.of(each)
-            )
-        return self._known[layout]
+        stages = self.shape.stages(each.pp, each.schedule, each.virtual, each.context, self.layers(each))
+        return StagePlacement(stages, self.shape.owners(each.pp, each.schedule, each.virtual), Degrees.of(each))
 
     def outside(self, each: Candidate) -> int:
         """Bytes of the device that are not torch's."""
-        if self.settings.device != "cuda":
-            return 0
-        sizes = (each.world, each.tp, each.dp * each.cp, each.pp, each.cp, each.ep)
-        return CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(size > 1 for size in sizes)
+        sizes = (each.world, each.tp, each.batch, each.pp, each.cp, each.ep)
+        return (CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(size > 1 for size in sizes)) * self.on_gpus
 
     @property
     def workspace(self) -> int:
         """Bytes that cuBLAS keeps for its own use."""
-        return CUBLAS_BYTES if self.settings.device == "cuda" else 0
+        return CUBLAS_BYTES * self.on_gpus
 
 
-# Where states lie: the fields zero, shard and offload of a candidate.
-States = tuple[int, int, frozenset[str]]
+# Places where the states of a layout may lie: the fields zero, shard and offload of candidates.
+Places = tuple[tuple[int, int, frozenset[str]], ...]
 
 
-@dataclass(frozen=True, eq=False)
-class StateOptions:
-    """Places where the states of a layout may lie. Compared by identity, so that what is known of them is found at once."""
-
-    states: tuple[States, ...]
+def place_states(each: Candidate, place: tuple[int, int, frozenset[str]]) -> Candidate:
+    """The layout with its states there."""
+    return each.changed(dict(zip(("zero", "shard", "offload"), place, strict=True)))
 
 
 class StateTable(NamedTuple):
-    """Bytes of each option. totals, moving: [options, ranks, phases], host: [options, ranks], as of `PhaseBytes`; outside: not
-    torch's, of any rank."""
+    """Bytes of each place of states. totals, moving: [places, ranks, phases], host: [places, ranks], as of `PhaseBytes`."""
 
     totals: np.ndarray
     moving: np.ndarray
-    outside: int
     host: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
 class StateBytes:
-    """State bytes for one model and one recipe, cached by what they depend on."""
+    """State bytes for one model and one recipe."""
 
     pipelines: Pipelines
-    _known: dict[Any, Any] = field(default_factory=dict, repr=False)
 
+    @remember(*STAGES, "zero", "shard", "batch", "cp", "states_offloaded")
     def of_ranks(self, each: Candidate) -> Sequence[PhaseBytes]:
         """Bytes of each rank of the pipeline."""
         # The number of communicators depends on which of dp and cp the batch's ranks are.
-        zero = each.zero, each.shard, each.dp * each.cp, each.cp > 1, each.offload - {"activations"}
-        found: Sequence[PhaseBytes] = self._remember(("states", self._layout(each), zero), lambda: self._states(each))
-        return found
+        outside = self.pipelines.outside(each)
+        return [self._of_rank(each, stages, outside) for stages in self._units_of_ranks(each)]
 
-    def of_options(self, stages: Candidate, options: StateOptions) -> StateTable:
+    @remember(*STAGES, "batch", "cp")
+    def of_places(self, stages: Candidate, places: Places) -> StateTable:
         """Bytes of states in each of these places."""
-        layout = stages.pp, stages.schedule, stages.virtual, stages.context
-        degrees = stages.tp, stages.ep, stages.expert_tp, stages.sequence, stages.dp * stages.cp, stages.cp > 1
-        key = ("state table", layout, degrees, options)
-        found: StateTable = self._remember(key, lambda: self._make_table(stages, options))
-        return found
-
-    def _make_table(self, stages: Candidate, options: StateOptions) -> StateTable:
-        names = ("zero", "shard", "offload")
-        layouts = [stages.changed(dict(zip(names, each, strict=True))) for each in options.states]
-        parts = [self.of_ranks(each) for each in layouts]
+        parts = [self.of_ranks(place_states(stages, place)) for place in places]
         totals = np.array([[part.totals for part in ranks] for ranks in parts], dtype=np.int64)
         moving = np.array([[part.moving for part in ranks] for ranks in parts], dtype=np.int64)
         host = np.array([[part.host for part in ranks] for ranks in parts], dtype=np.int64)
-        return StateTable(totals, moving, self.pipelines.outside(stages), host)
+        return StateTable(totals, moving, host)
 
-    def _states(self, each: Candidate) -> list[PhaseBytes]:
-        offload, found = each.offload - {"activations"}, []
-        for units in self._remember(("units of ranks", self._layout(each)), partial(self._units_of_ranks, each)):
-            # The same units are there for all candidates whose ranks hold such stages.
-            key = tuple(map(id, units)), self.pipelines.outside(each), each.zero, each.shard, each.dp * each.cp, offload
-            found.append(self._remember(("states of rank", key), partial(self._part_of_states, each, units)))
-        return found
-
-    def _units_of_ranks(self, each: Candidate) -> list[list[StageUnits]]:
+    @remember(*STAGES)
+    def _units_of_ranks(self, each: Candidate) -> list[tuple[StageUnits, ...]]:
         places = self.pipelines.places(each)
-        return [[self.pipelines.shape.stage_units(stage, places.degrees) for stage in own] for own in places.of_ranks]
+        return [
+            tuple([self.pipelines.shape.stage_units(stage, places.degrees) for stage in own]) for own in places.of_ranks
+        ]
 
-    @staticmethod
-    def _layout(each: Candidate) -> tuple[Any, ...]:
-        """Fields of a candidate that the stages of its ranks depend on."""
-        return each.pp, each.schedule, each.virtual, each.context, each.tp, each.ep, each.expert_tp, each.sequence
-
-    def _part_of_states(self, each: Candidate, stages: Sequence[StageUnits]) -> PhaseBytes:
+    @remember("zero", "shard", "batch", "states_offloaded")
+    def _of_rank(self, each: Candidate, stages: tuple[StageUnits, ...], outside: int) -> PhaseBytes:
+        """Bytes of a rank with the units of such stages: the same for all candidates whose ranks have them."""
         device, gathered, host, disk = self._measure(each, stages)
         lasting = {kind: device[kind] for kind in KINDS if kind != "gathered"}
         parameters, gradients = gathered
         by_phase = (parameters, parameters, parameters + gradients, gradients, 0)
         phases = [{**lasting, "gathered": size} for size in by_phase]
-        return PhaseBytes.of(phases, sum(lasting.values()), host, self.pipelines.outside(each), disk)
+        return PhaseBytes.of(phases, sum(lasting.values()), host, outside, disk)
 
     def _measure(
         self, each: Candidate, stages: Sequence[StageUnits]
     ) -> tuple[dict[str, int], tuple[int, int], dict[str, int], int]:
         """(bytes of the device by kind, gathered parameters and gradients, bytes of the host by kind, of a file) of such
         stages."""
-        offload, names, moments = (
-            self._remember(("offload", each.offload), partial(self.pipelines.settings.offload, each)),
-            self.pipelines.settings.states,
-            self._moments_dtype,
-        )
-        fractions = {offload.optimizer, offload.parameters}
-        if fractions <= {0.0, 1.0} and offload.home == "host":
+        offload, is_pinned = self.pipelines.offload(each), self.pipelines.on_gpus
+        if {offload.optimizer, offload.parameters} <= {0.0, 1.0} and offload.home == "host":
             # All units of a kind then have the same homes.
             units = [
-                (self._measure_unit(each, unit, stage.order, offload), count)
+                (self._measure_unit(each, unit, stage.order), count)
                 for stage in stages
                 for unit, count in stage.counted
             ]
-            return total_on_device(units), count_gathered(units), total_on_host(units, self._is_pinned), 0
-        buffers = [buffer for stage in stages for buffer in choose_homes(self._buffers_in_order(each, stage), offload)]
-        units = measure_units(buffers, names, moments)
-        on_host, (disk, ring) = total_on_host(units, self._is_pinned), total_on_disk(buffers, names)
+            return total_on_device(units), count_gathered(units), total_on_host(units, is_pinned), 0
+        # Under names of their own, in order of computation.
+        buffers = [
+            replace(buffer, unit=name)
+            for stage in stages
+            for name, unit in stage.in_order
+            for buffer in self._buffers(each, unit, stage.order)
+        ]
+        buffers = choose_homes(buffers, offload)
+        units = measure_units(buffers, self.pipelines.states, self.pipelines.recipe.precision.moments)
+        on_host, (disk, ring) = total_on_host(units, is_pinned), total_on_disk(buffers, self.pipelines.states)
         on_host["gathered"] += ring
         return total_on_device(units), count_gathered(units), on_host, disk
 
-    @property
-    def _is_pinned(self) -> bool:
-        return self.pipelines.settings.device == "cuda"
+    @remember("zero", "shard", "batch", "tp", "ep", "expert_tp", "states_offloaded")
+    def _measure_unit(self, each: Candidate, unit: RankUnit, order: tuple[str, ...]) -> UnitMemory:
+        buffers = choose_homes(self._buffers(each, unit, order), self.pipelines.offload(each))
+        return measure_unit(buffers, self.pipelines.states, self.pipelines.recipe.precision.moments)
 
-    def _measure_unit(self, each: Candidate, unit: RankUnit, order: tuple[str, ...], offload: Offload) -> UnitMemory:
-        zero, states = self._zero_key(each, unit), each.offload - {"activations"}
-
-        def measure() -> UnitMemory:
-            buffers = choose_homes(self._planned_buffers(each, unit, order), offload)
-            return measure_unit(buffers, self.pipelines.settings.states, self._moments_dtype)
-
-        return self._remember(("unit", id(unit), order, zero, states), measure)
-
-    def _planned_buffers(self, each: Candidate, unit: RankUnit, order: tuple[str, ...]) -> list[BufferPlan]:
-        """Before states have homes: planned once for all of these."""
-        key = ("buffers", id(unit), order, self._zero_key(each, unit))
-        return self._remember(key, partial(self._buffers, each, unit, order))
-
-    def _buffers_in_order(self, each: Candidate, stage: StageUnits) -> list[BufferPlan]:
-        """Buffers of all units of a stage, under names of their own."""
-        return [
-            replace(buffer, unit=name)
-            for name, unit in stage.in_order
-            for buffer in self._planned_buffers(each, unit, stage.order)
-        ]
-
+    @remember("zero", "shard", "batch", "tp", "ep", "expert_tp")
     def _buffers(self, each: Candidate, unit: RankUnit, order: tuple[str, ...]) -> list[BufferPlan]:
+        """Buffers of a unit before states have homes."""
         axes = {name: Communicator(Axis(name, size, 0)) for name, size in self._sizes(each, unit).items()}
         # The order of a buffer's groups is that of the whole stage.
         groups = {f"group {number}": group for number, group in enumerate(order)} | dict(unit.local.groups)
-        local = replace(unit.local, groups=groups)
-        return local.plan_buffers(
-            [unit.unit], self.pipelines.settings.master, lifetimes_of(self.pipelines.settings.zero(each)), axes
+        zero = replace(self.pipelines.recipe.zero, stage=each.zero)
+        return replace(unit.local, groups=groups).plan_buffers(
+            [unit.unit], self.pipelines.master, lifetimes_of(zero), axes
         )
-
-    def _zero_key(self, each: Candidate, unit: RankUnit) -> tuple[Any, ...]:
-        return each.zero, *self._sizes(each, unit).values()
 
     def _sizes(self, each: Candidate, unit: RankUnit) -> dict[str, int]:
         """Sizes of the axes that the unit's buffers may name."""
-        batch, is_mixture = each.dp * each.cp, unit.has_experts
         sizes = {
             "tp": each.tp,
-            # A config of transformers' takes long to read.
-            "kv": self._remember(("kv", each.tp), lambda: ranks_per_kv_head(self.pipelines.shape.config, each.tp)),
+            "kv": ranks_per_kv_head(self.pipelines.shape.config, each.tp),
             "ep": each.ep,
             "embedding": 2,
             "shard": each.shard,
-            "replica": batch // each.shard,
+            "replica": each.batch // each.shard,
             "expert_shard": 1,
             "expert_replica": 1,
         }
-        if is_mixture:
-            copies = batch * each.tp // (each.expert_tp * each.ep)
-            shard = self._expert_shard(each) if each.zero else 1
+        if unit.has_experts:
+            copies = each.batch * each.tp // (each.expert_tp * each.ep)
+            shard = count_expert_shards(each.shard, each.tp, each.ep, each.expert_tp, each.batch) if each.zero else 1
             sizes |= {"expert_shard": shard, "expert_replica": copies // shard}
         return sizes
-
-    def _expert_shard(self, each: Candidate) -> int:
-        degrees = each.shard, each.tp, each.ep, each.expert_tp, each.dp * each.cp
-        return self._remember(("expert shard", degrees), lambda: count_expert_shards(*degrees))
-
-    @property
-    def _moments_dtype(self) -> Any:
-        return self.pipelines.settings.recipe.precision.moments
-
-    def _remember(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]

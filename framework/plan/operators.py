@@ -26,6 +26,7 @@ from framework.parallel.tensor.rules import FAMILIES, ROLES
 from framework.plan.candidate import Candidate
 from framework.plan.context import AttentionShape, attention_shapes
 from framework.plan.profile import Rates
+from framework.plan.remember import remember
 
 # Below this share of a layer's FLOPs, FLOPs without shapes (a router) are not reported.
 NEGLIGIBLE = 0.02
@@ -254,34 +255,22 @@ class UnitWork:
 
 
 class LayerTimes:
-    """Seconds of units of one model on one cluster by one profile. Memoized by the numbers of a candidate that they
-    depend on, because a search asks for the same layer in thousands of layouts."""
+    """Seconds of units of one model on one cluster by one profile."""
 
     def __init__(self, operators: ModelOperators, rates: Rates, kept: frozenset[str]):
         self.operators, self.rates, self.kept = operators, rates, kept
-        self._layers: dict[tuple[object, ...], UnitWork] = {}
 
-    def layer(self, layer: LayerOperators, candidate: Candidate) -> UnitWork:
+    @remember("tokens", "share", "ring", "tp", "sequence", "ep", "expert_tp", "checkpointing", "adds")
+    def layer(self, c: Candidate, number: int) -> UnitWork:
         """Seconds of one layer, without what sqrt computes of other layers (`UnitTime.grouped`)."""
-        c = candidate
-        # Sequences and cp count only as attention reads them: as the number of sequences whose work a rank has.
-        sizes = (c.tokens, c.sequences / c.cp, c.cp // c.ulysses, c.tp, c.sequence, c.ep, c.expert_tp)
-        key = (id(layer), *sizes, c.checkpointing, c.accumulation > 1)
-        if key not in self._layers:
-            self._layers[key] = self._measure_layer(layer, c)
-        return self._layers[key]
-
-    def _measure_layer(self, layer: LayerOperators, c: Candidate) -> UnitWork:
+        layer = self.operators.layers[number]
         rates, profile, tokens = self.rates, self.rates.profile, c.tokens
         outside = tokens / c.tp if c.sequence else tokens
         matmuls = {each.name: rates.matmul(tokens, *each.of_rank(c.tp)) for each in layer.linears}
-        gradients = {
-            each.name: self._weight_gradient(tokens, *each.of_rank(c.tp), c.accumulation > 1) for each in layer.linears
-        }
+        gradients = {each.name: self._weight_gradient(tokens, *each.of_rank(c.tp), c.adds) for each in layer.linears}
         attention = self._attention_flops(layer, c)
         # A ring's kernels see its blocks alone.
-        ring = c.cp // c.ulysses
-        shape = max(1, self.operators.context // ring), layer.attention.key_dim if layer.attention is not None else 1
+        shape = max(1, self.operators.context // c.ring), layer.attention.key_dim if layer.attention is not None else 1
         experts, expert_gradient, routed = self._experts(layer, c)
         rest = layer.estimated * layer.flops * tokens / c.tp
         if rest:
@@ -321,7 +310,7 @@ class LayerTimes:
         context = self.operators.context
         pairs = shape.pairs(context) if self.rates.profile.attends_half else min(shape.reach, context) * context
         heads = -(-shape.heads // c.tp)
-        return c.sequences / c.cp * (2.0 * pairs * heads * (shape.key_dim + shape.value_dim))
+        return c.share * (2.0 * pairs * heads * (shape.key_dim + shape.value_dim))
 
     def _experts(self, layer: LayerOperators, c: Candidate) -> tuple[float, float, float]:
         """Seconds of (experts' matmuls in forward, their weight gradients, sorting rows) with equally many tokens for each
@@ -332,7 +321,7 @@ class LayerTimes:
         rows = self.rows(layer, c)
         local, inner = max(1, mixture.count // c.ep), -(-mixture.inner // c.expert_tp)
         first = inner * (2 if mixture.has_gate else 1)
-        each, adds, narrow = rows / local, c.accumulation > 1, rates.profile.narrows_experts
+        each, adds, narrow = rows / local, c.adds, rates.profile.narrows_experts
         sizes = (layer.hidden, first), (inner, layer.hidden)
         forward = local * sum(rates.matmul(each, *size, narrow) for size in sizes)
         weight = local * sum(self._weight_gradient(each, *size, adds, narrow) for size in sizes)
@@ -353,11 +342,10 @@ class LayerTimes:
         hidden = outside * layer.hidden
         total = layer.norms * rates.elementwise(hidden, profile.norm, times)
         total += 2 * rates.elementwise(hidden, profile.residual, times)
-        ring = c.cp // c.ulysses
-        if ring > 1 and layer.attention is not None:
+        if c.ring > 1 and layer.attention is not None:
             # Each block but a chunk's first is merged: half of the queries meet one of the rank's own, and one of each other's.
             merged = tokens / 2 * layer.attention.heads * layer.attention.value_dim / c.tp
-            total += ring * rates.elementwise(merged, profile.merge, times)
+            total += c.ring * rates.elementwise(merged, profile.merge, times)
         if layer.rotated:
             total += rates.elementwise(tokens * layer.rotated / c.tp, profile.rope, times)
         if layer.activated:
@@ -391,13 +379,11 @@ class LayerTimes:
             Work(),
         )
 
-    def head(self, candidate: Candidate, chunks_loss: bool) -> UnitWork:
+    @remember("tokens", "tp", "sequence", "adds")
+    def head(self, c: Candidate, chunks_loss: bool) -> UnitWork:
         """The last norm, the output embedding and the loss; in chunks both are computed again in backward."""
-        rates, profile, c, hidden = self.rates, self.rates.profile, candidate, self.operators.hidden
+        rates, profile, hidden = self.rates, self.rates.profile, self.operators.hidden
         columns = -(-self.operators.vocabulary // c.tp)
-        key = ("head", c.tokens, c.tp, c.sequence, c.accumulation > 1, chunks_loss)
-        if key in self._layers:
-            return self._layers[key]
         outside = c.tokens / c.tp if c.sequence else c.tokens
         norm = rates.elementwise(outside * hidden, profile.norm)
         loss = max(
@@ -405,12 +391,11 @@ class LayerTimes:
         )
         multiplied = rates.matmul(c.tokens, hidden, columns, narrow=False)
         again = Work(multiplied, 0.0, loss) if chunks_loss else Work()
-        gradient = self._weight_gradient(c.tokens, hidden, columns, c.accumulation > 1, narrow=False)
-        self._layers[key] = UnitWork(
+        gradient = self._weight_gradient(c.tokens, hidden, columns, c.adds, narrow=False)
+        return UnitWork(
             Work(multiplied, 0.0, norm + loss),
             Work(multiplied, 0.0, profile.backward_passes * norm + loss),
             Work(gradient),
             again,
             gradient,
         )
-        return self._layers[key]

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from framework.mesh.layout import Layout
 from framework.mesh.placement import place
 from framework.model.flops import experts_per_token
 from framework.model.kept_outputs import Policy
+from framework.model.mixtures import Mixture
 from framework.model.units import Unit
 from framework.parallel.pipeline.draw import SIMULATED_UNIT, Panel, describe_bubble, describe_pipeline, save_picture
 from framework.parallel.pipeline.pipeline import PipelinePlan
@@ -19,8 +19,8 @@ from framework.parallel.pipeline.simulate import peak_live, simulate
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import ESTIMATED_VALUES
 from framework.plan.host_memory import MEMORY, bytes_of_copies, bytes_of_fullest_node, bytes_saved
-from framework.plan.memory import show_bytes
 from framework.plan.plan import Plan
+from framework.plan.text import align, show_bytes, show_exactly
 from framework.plan.traffic import context_costs, expert_traffic, forwards_of, measure_traffic, mixtures_of
 from framework.recipe.describe import describe_derived
 
@@ -99,24 +99,24 @@ def _describe_activations(plan: Plan) -> str:
         ]
     else:
         costs, used = plan.activations.costs.by_policy, dict.fromkeys(_policies_in_use(plan))
-        kept = [f"{_gib(costs[policy].kept).strip()} per microbatch for backward" for policy in used]
+        kept = [f"{show_exactly(costs[policy].kept)} per microbatch for backward" for policy in used]
         named = [f"{size} ({policy})" for size, policy in zip(kept, used, strict=True)]
         words = [f"keeps {' or '.join(named if len(used) > 1 else kept)}"]
     if plan.derived.cp > 1:
         words.append(f"of {plan.context_slices(0).tokens_local:,} of the {plan.derived.context:,} tokens of a sequence")
     if plan.derived.tp > 1:
-        words.append(f"sends {_gib(sent).strip()} per microbatch over tp, forward and backward")
+        words.append(f"sends {show_exactly(sent)} per microbatch over tp, forward and backward")
         nodes = place(plan.derived).nodes_spanned("tp")
         if nodes > 1:
             num_layers = plan.config.get_text_config().num_hidden_layers
             a_step = sent * plan.derived.accumulation * num_layers // plan.derived.pp
-            words.append(f"between {nodes} nodes: {_gib(a_step).strip()} a step over their network")
+            words.append(f"between {nodes} nodes: {show_exactly(a_step)} a step over their network")
     offloaded = [plan.activations.offloaded_bytes(stage) for stage in plan.pipeline.stages]
     if any(offloaded):
         on_the_way = max(map(plan.activations.transfer_bytes, plan.pipeline.stages))
         words.append(
-            f"{_gib(sum(offloaded)).strip()} of all layers lie on the host between forward and backward, and of them at most"
-            f" {_gib(on_the_way).strip()} on the device at once"
+            f"{show_exactly(sum(offloaded))} of all layers lie on the host between forward and backward, and of them at most"
+            f" {show_exactly(on_the_way)} on the device at once"
         )
     return "activations   each layer " + ", ".join(words)
 
@@ -172,8 +172,8 @@ def _describe_host(plan: Plan, ranks: Sequence[int]) -> Iterator[str]:
     )
     files = [plan.memory(rank).disk for rank in ranks]
     if any(files):
-        yield f"  memory.offload.disk_path: files of {_gib(min(files)).strip()} to {_gib(max(files)).strip()} a rank"
-    node, threads = _gib(bytes_of_fullest_node(plan)).strip(), plan.recipe.launch.threads_per_rank
+        yield f"  memory.offload.disk_path: files of {show_exactly(min(files))} to {show_exactly(max(files))} a rank"
+    node, threads = show_exactly(bytes_of_fullest_node(plan)), plan.recipe.launch.threads_per_rank
     yield f"  a node of {plan.derived.ranks_per_node} ranks: at most {node}; updates there run on " + (
         f"launch.threads_per_rank={threads} threads" if threads else "the node's cores divided by its ranks"
     )
@@ -185,23 +185,25 @@ def _describe_copies(plan: Plan) -> Iterator[str]:
     if copies:
         yield ""
         yield (
-            f"a node holds at most {_gib(bytes_of_copies(plan)).strip()} in {MEMORY}: two steps of its own ranks and of {copies}"
+            f"a node holds at most {show_exactly(bytes_of_copies(plan))} in {MEMORY}: two steps of its own ranks and of {copies}"
             f" other node{'s' * (copies > 1)} (checkpoint.neighbor_copies)"
         )
 
 
 def _sizes(num_bytes: Mapping[str, int]) -> dict[str, str]:
-    return {what: _gib(number) for what, number in num_bytes.items()}
+    # As wide as any, so that tables of several rows are as wide.
+    return {what: show_exactly(number).rjust(14) for what, number in num_bytes.items()}
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
     """One line per run of equal rows, which are numbered."""
-    widths = {title: max(len(title), *(len(row[title]) for row in rows)) for title in rows[0]}
-    yield f"  {'rank':<8}" + "  ".join(title.rjust(width) for title, width in widths.items())
+    lines = [("rank".ljust(6), *rows[0])]
     for row, run in groupby(enumerate(rows), key=lambda each: each[1]):
         ranks = [rank for rank, _ in run]
         numbers = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
-        yield f"  {numbers:<8}" + "  ".join(row[title].rjust(width) for title, width in widths.items())
+        lines.append((numbers, *row.values()))
+    for line in align(lines, words=(0,)):
+        yield f"  {line}"
 
 
 def _describe_units(units: Sequence[Unit], by_rank: Sequence[Sequence[BufferPlan]]) -> str:
@@ -216,17 +218,9 @@ def _describe_units(units: Sequence[Unit], by_rank: Sequence[Sequence[BufferPlan
         )
         rows.append((unit.name, sum(buffer.numel for buffer in own), kinds or "none"))
     lines = [f"{'unit':<22} {'parameters':>16}  by dtype"]
-    first = 0
-    for index in range(1, len(rows) + 1):
-        if index == len(rows) or rows[index][1:] != rows[first][1:]:
-            name = _name_units([row[0] for row in rows[first:index]])
-            lines.append(f"{name:<22} {rows[first][1]:>16,}  {rows[first][2]}")
-            first = index
+    for (numel, dtypes), run in groupby(rows, key=lambda row: row[1:]):
+        lines.append(f"{_name_units([row[0] for row in run]):<22} {numel:>16,}  {dtypes}")
     return "\n".join(lines)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:10.3f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:10.3f} MiB"
 
 
 def _describe_context(plan: Plan) -> Iterator[str]:
@@ -284,34 +278,22 @@ def _shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
-@dataclass(frozen=True)
-class RankExperts:
-    """The mixtures of a rank. num_mixtures: its layers with experts; num_bytes: of their parameters in the compute
-    dtype, before ZeRO; sent: bytes over `ep` for one mixture and one microbatch, with equally many tokens for each expert."""
-
-    num_mixtures: int
-    num_bytes: int
-    sent: int
-
-
-def measure_experts(plan: Plan, rank: int) -> RankExperts:
-    """The experts of a rank."""
-    mixtures = mixtures_of(plan, rank)
-    num_bytes = sum(
+def _expert_bytes(plan: Plan, rank: int) -> int:
+    """Bytes of a rank's experts in the compute dtype, before ZeRO."""
+    prefixes = tuple(f"{mixture.experts}." for mixture in mixtures_of(plan, rank))
+    return sum(
         slot.layout.numel_local * buffer.dtypes.compute.itemsize
         for buffer in plan.of_rank(rank).buffers
         for slot in buffer.slots
-        if any(slot.name.startswith(f"{mixture.experts}.") for mixture in mixtures)
+        if slot.name.startswith(prefixes)
     )
-    sent = max((expert_traffic(plan, mixture) for mixture in mixtures), default=0)
-    return RankExperts(len(mixtures), num_bytes, sent)
 
 
 def _describe_experts(plan: Plan) -> Iterator[str]:
     """Lines of `meshwright plan --ranks`: which experts a rank has and what is sent to them; none for a dense model."""
     if not plan.mixtures:
         return
-    ranks = [measure_experts(plan, rank) for rank in plan.topology.ranks("pp", 0)]
+    ranks = plan.topology.ranks("pp", 0)
     ep, expert_tp = plan.topology.size("ep"), plan.topology.size("expert_tp")
     num_experts = max(mixture.num_experts for mixture in plan.mixtures)
     top_k = experts_per_token(plan.config.get_text_config())
@@ -320,20 +302,23 @@ def _describe_experts(plan: Plan) -> Iterator[str]:
     layers = f"{len(plan.mixtures)} layer{'s' if len(plan.mixtures) != 1 else ''}"
     chosen = f", {top_k} for a token" if top_k else ""
     yield f"experts       {num_experts} in each of {layers}{chosen}; {num_experts // ep} on a rank, {where}, {form}"
-    yield f"              their parameters take at most {show_bytes(max(each.num_bytes for each in ranks))} of a rank before ZeRO"
+    most = max(_expert_bytes(plan, rank) for rank in ranks)
+    yield f"              their parameters take at most {show_bytes(most)} of a rank before ZeRO"
     if ep > 1:
-        yield f"              {_describe_traffic(plan, max(ranks, key=lambda each: each.num_mixtures))}"
+        yield f"              {_describe_traffic(plan, max((mixtures_of(plan, rank) for rank in ranks), key=len))}"
         if advice := place(plan.derived).advise_experts():
             yield f"              {advice}"
 
 
-def _describe_traffic(plan: Plan, rank: RankExperts) -> str:
-    step = rank.sent * rank.num_mixtures * plan.derived.accumulation
+def _describe_traffic(plan: Plan, mixtures: Sequence[Mixture]) -> str:
+    """mixtures: of one rank."""
+    sent = max(expert_traffic(plan, mixture) for mixture in mixtures)
+    step = sent * len(mixtures) * plan.derived.accumulation
     forwards = max(forwards_of(plan, each) for each in plan.mixtures)
     passes = {1: "forward and backward", 2: "forward twice and backward", 3: "forward three times and backward"}[
         forwards
     ]
     return (
-        f"with equally many tokens for each, a rank sends {show_bytes(rank.sent)} per layer and microbatch, there and back in"
+        f"with equally many tokens for each, a rank sends {show_bytes(sent)} per layer and microbatch, there and back in"
         f" {passes}: {show_bytes(step)} a step"
     )

@@ -1,18 +1,16 @@
 """The page of a plan: its forecasts as rows, charts over them, and words."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from framework.mesh.placement import Placement
 from framework.parallel.pipeline.simulate import Timeline, simulate
 from framework.plan.advice import FittingChange, describe_changes, describe_verdict
 from framework.plan.forecast import OUTSIDE, SLACK, MemoryForecast, StageMemory, TimeForecast
 from framework.plan.forecast_plan import PlanForecast
-from framework.plan.memory import show_bytes
 from framework.plan.page_charts import WORDS, Row, Rows, plan_charts
 from framework.plan.page_html import Page, Section
 from framework.plan.plan import Plan
-from framework.plan.plan_text import GIB, show_hours, show_seconds
+from framework.plan.text import GIB, show_bytes, show_hours, show_seconds
 from framework.plan.traffic import measure_traffic
 
 # Boxes that a browser draws without the reader waiting for it.
@@ -21,30 +19,16 @@ MOST_RANKS = 1024
 MESH_AXES = ("pp", "dp", "cp", "tp", "ep")
 
 
-@dataclass(frozen=True)
-class LinkRow:
-    """Messages of one parallelism. parts, hidden: their seconds in a TimeForecast; sent: their bytes in `Plan.traffic`."""
-
-    name: str
-    axes: tuple[str, ...]
-    parts: tuple[str, ...]
-    hidden: str
-    sent: tuple[str, ...]
-
-
-LINK_ROWS = (
-    LinkRow("tp", ("tp",), ("tp",), "tp", ("tp",)),
-    LinkRow("cp", ("ulysses", "ring"), ("cp",), "cp", ("cp",)),
-    LinkRow("ep", ("ep",), ("ep",), "ep", ("ep",)),
-    LinkRow("pp", ("pp",), ("pp",), "pp", ("pp",)),
-    LinkRow(
-        "dp",
+# Messages of each parallelism: axes of the mesh, parts of a TimeForecast, kinds of traffic.
+LINKS = {
+    **{name: ((name,), (name,), (name,)) for name in ("tp", "cp", "ep", "pp")},
+    "cp": (("ulysses", "ring"), ("cp",), ("cp",)),
+    "dp": (
         ("shard", "replica", "expert_shard", "expert_replica"),
         ("gathers", "reductions"),
-        "shard",
         ("gathers", "reductions to shards", "to replicas"),
     ),
-)
+}
 
 
 def make_page(found: PlanForecast, changes: Sequence[FittingChange] = ()) -> Page:
@@ -59,7 +43,7 @@ def make_page(found: PlanForecast, changes: Sequence[FittingChange] = ()) -> Pag
         **mesh_rows(plan),
     }
     charts = {name: chart.to_dict() for name, chart in plan_charts(rows).items()}
-    words = dict(_describe_sections(plan, found, shown))
+    words = _describe_sections(plan, found, shown)
     return Page(
         title=plan.title,
         verdict=describe_verdict(memory, found.cluster),
@@ -166,13 +150,13 @@ def link_rows(plan: Plan, found: PlanForecast) -> Rows:
     traffic = [measure_traffic(plan, rank) for rank in plan.topology.ranks("pp", 0)]
     links: list[Row] = []
     totals: list[Row] = []
-    for link in LINK_ROWS:
-        exposed = sum(time.parts.get(part, 0.0) for part in link.parts)
-        seconds = {"hidden": time.hidden.get(link.hidden, 0.0), "exposed": exposed}
-        sent = max(sum(own[kind] for kind in link.sent) for own in traffic)
+    for link, (axes, parts, kinds) in LINKS.items():
+        exposed = sum(time.parts.get(part, 0.0) for part in parts)
+        seconds = {"hidden": time.hidden.get("shard" if link == "dp" else link, 0.0), "exposed": exposed}
+        sent = max(sum(own[kind] for kind in kinds) for own in traffic)
         if not sent and not any(seconds.values()):
             continue
-        name = f"{link.name}, {_describe_span(placement, link.axes)}"
+        name = f"{link}, {_describe_span(placement, axes)}"
         load = f"{sum(seconds.values()) / time.step_s:.1%} of the step"
         common = {"axis": name, "bytes": show_bytes(sent), "load": load}
         links += [{**common, "how": how, "seconds": each} for how, each in seconds.items()]
@@ -223,36 +207,20 @@ def _list_facts(plan: Plan, found: PlanForecast) -> Iterator[tuple[str, str]]:
             yield axis, str(degree)
 
 
-def _describe_sections(plan: Plan, found: PlanForecast, shown: int) -> Iterator[tuple[str, tuple[str, str]]]:
-    """(chart's id, (heading, sentence)) of each section."""
-    memory, derived = found.forecast.memory, plan.derived
-    yield (
-        "memory",
-        (
-            "Memory of each rank",
-            f"Where a step needs most, by place in the pipeline. The line: {show_bytes(memory.limit)} of a device.",
-        ),
-    )
-    yield "phases", ("Memory over a step", "What ranks hold at each phase. Red is what a device does not have.")
-    yield "parts", ("Parts of a step", "Of the rank that takes longest; they add up to the step time.")
-    fewer = (
-        f", drawn with {shown} of a step's {derived.accumulation} microbatches" if shown < derived.accumulation else ""
-    )
-    name = plan.pipeline.make(shown).name
-    bubble = found.forecast.time.parts.get("bubble", 0.0) / found.forecast.time.step_s
-    yield (
-        "timeline",
-        (
-            "Pipeline",
-            f"Schedule {name}{fewer}. Grey is idle; the bubble is {bubble:.1%} of the step of the busiest rank.",
-        ),
-    )
-    yield (
-        "links",
-        (
-            "Links",
-            "Messages of a step: behind computation, and what nothing hides; bytes that a rank sends, share of the step.",
-        ),
-    )
-    fewer = "" if derived.world <= MOST_RANKS else f", the first of {derived.world // derived.ranks_per_node} nodes"
-    yield "mesh", ("Mesh", f"Ranks on their nodes{fewer}: point at one to see its coordinates.")
+def _describe_sections(plan: Plan, found: PlanForecast, shown: int) -> dict[str, tuple[str, str]]:
+    """(heading, sentence) of each section, by its chart's id."""
+    forecast, derived = found.forecast, plan.derived
+    is_cut, is_large = shown < derived.accumulation, derived.world > MOST_RANKS
+    fewer = f", drawn with {shown} of a step's {derived.accumulation} microbatches" if is_cut else ""
+    first = f", the first of {derived.world // derived.ranks_per_node} nodes" if is_large else ""
+    name, limit = plan.pipeline.make(shown).name, show_bytes(forecast.memory.limit)
+    bubble = forecast.time.parts.get("bubble", 0.0) / forecast.time.step_s
+    sentences = {
+        "Memory of each rank": f"Where a step needs most, by place in the pipeline. The line: {limit} of a device.",
+        "Memory over a step": "What ranks hold at each phase. Red is what a device does not have.",
+        "Parts of a step": "Of the rank that takes longest; they add up to the step time.",
+        "Pipeline": f"Schedule {name}{fewer}. Grey is idle; the bubble is {bubble:.1%} of the step of the busiest rank.",
+        "Links": "Messages of a step: behind computation, and what nothing hides; bytes that a rank sends, share of the step.",
+        "Mesh": f"Ranks on their nodes{first}: point at one to see its coordinates.",
+    }
+    return dict(zip(("memory", "phases", "parts", "timeline", "links", "mesh"), sentences.items(), strict=True))

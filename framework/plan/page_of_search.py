@@ -3,19 +3,17 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from framework.errors import MeshwrightError
-from framework.plan.candidate import Candidate
 from framework.plan.find import Question, search
-from framework.plan.forecast import OUTSIDE, SLACK, Forecast
-from framework.plan.memory import show_bytes
+from framework.plan.forecast import OUTSIDE, SLACK
 from framework.plan.page_charts import layouts_charts
 from framework.plan.page_html import Page, Table
-from framework.plan.plan_text import GIB, show_seconds
 from framework.plan.rejections import Rejection, collect_constraints, describe, group_rejections
-from framework.plan.search import Search, SearchResult
+from framework.plan.search import Ranked, Search
+from framework.plan.text import GIB, show_bytes, show_seconds
 from framework.recipe.layout_keys import with_value
 from framework.recipe.schema import Recipe
 
@@ -53,26 +51,18 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class ShownLayout:
-    """A layout with its forecast."""
-
-    candidate: Candidate
-    forecast: Forecast
-
-    @property
-    def missing(self) -> int:
-        """Bytes that do not fit."""
-        return max(0, -self.forecast.memory.spare)
-
-    @property
-    def choice(self) -> tuple[int, ...]:
-        """The layout's values of the sliders."""
-        c = self.candidate
-        return (c.world, c.dp, c.tp, c.pp, c.cp, c.ep, c.zero, c.sequences)
+def missing_bytes(layout: Ranked) -> int:
+    """Bytes that do not fit."""
+    return max(0, -layout.forecast.memory.spare)
 
 
-def explore(question: Question) -> tuple[list[SearchResult], list[ShownLayout]]:
+def choice_of(layout: Ranked) -> tuple[int, ...]:
+    """The layout's values of the sliders."""
+    c = layout.candidate
+    return (c.world, c.dp, c.tp, c.pp, c.cp, c.ep, c.zero, c.sequences)
+
+
+def explore(question: Question) -> tuple[list[Search], list[Ranked]]:
     """(the search, wider than its table shows, and those on half and twice as many ranks where these are legal; layouts that do
     not fit, the nearest first)."""
     wide = replace(question, best=MOST_RANKED)
@@ -84,8 +74,8 @@ def explore(question: Question) -> tuple[list[SearchResult], list[ShownLayout]]:
     near = sorted((each for each in results[0].rejections if each.kind == "memory"), key=lambda each: each.missing)
     asked = Search(space, collect_constraints(space, engine.shape), engine)
     found = dict.fromkeys(asked.choose_layout(each) for each in near[:MOST_OVER])
-    over = [ShownLayout(c, Forecast(engine.memory(c), engine.time(c))) for c in found if c is not None]
-    return results, sorted(over, key=lambda each: each.missing)
+    over = [Ranked(c, engine.forecast(c)) for c in found if c is not None]
+    return results, sorted(over, key=missing_bytes)
 
 
 def _resize(recipe: Recipe) -> Iterator[Recipe]:
@@ -97,15 +87,13 @@ def _resize(recipe: Recipe) -> Iterator[Recipe]:
             return
 
 
-def make_search_page(results: Sequence[SearchResult], over: Sequence[ShownLayout] = ()) -> Page:
+def make_search_page(results: Sequence[Search], over: Sequence[Ranked] = ()) -> Page:
     """Make the page of searches on one or several numbers of GPUs, the wanted one first. over: layouts that do not fit.
 
     Layouts are numbered in the order of the first search's ranking. Where they are too many for a page it has the best of each
     setting of the sliders, then the best of all."""
-    found = [
-        ShownLayout(each.candidate, each.forecast) for result in results for each in (*result.ranked, *result.others)
-    ]
-    ordered = sorted(found, key=lambda each: each.forecast.time.step_s)
+    found = [each for result in results for each in (*result.ranked, *result.others)]
+    ordered = sorted(found, key=lambda each: each.step_s)
     fields, values = choose_rows([*ordered, *over])
     best = results[0].ranked[0] if results[0].ranked else None
     names = _names([*ordered, *over])
@@ -131,11 +119,11 @@ def make_search_page(results: Sequence[SearchResult], over: Sequence[ShownLayout
     )
 
 
-def choose_rows(layouts: Sequence[ShownLayout], most_bytes: int = MOST_ROW_BYTES) -> tuple[list[str], list[list[Any]]]:
+def choose_rows(layouts: Sequence[Ranked], most_bytes: int = MOST_ROW_BYTES) -> tuple[list[str], list[list[Any]]]:
     """(fields, values of each layout) of as many as a page holds, in the given order."""
     firsts: dict[tuple[int, ...], int] = {}
     for number, each in enumerate(layouts):
-        firsts.setdefault(each.choice, number)
+        firsts.setdefault(choice_of(each), number)
     chosen = set(firsts.values())
     order = [*firsts.values(), *(number for number in range(len(layouts)) if number not in chosen)]
     names, room = _names(layouts), most_bytes
@@ -150,7 +138,7 @@ def choose_rows(layouts: Sequence[ShownLayout], most_bytes: int = MOST_ROW_BYTES
     return fields, [kept[number] for number in sorted(kept)]
 
 
-def _names(layouts: Iterable[ShownLayout]) -> Mapping[str, list[str]]:
+def _names(layouts: Iterable[Ranked]) -> Mapping[str, list[str]]:
     """Kinds of bytes and parts of a step that any of them has, in the order of the numbers in its row."""
     kinds: dict[str, None] = {}
     parts: dict[str, None] = {}
@@ -161,25 +149,26 @@ def _names(layouts: Iterable[ShownLayout]) -> Mapping[str, list[str]]:
     return {"kinds": [*kinds, OUTSIDE, SLACK], "parts": list(parts)}
 
 
-def _row(number: int, layout: ShownLayout, names: Mapping[str, list[str]]) -> dict[str, Any]:
+def _row(number: int, layout: Ranked, names: Mapping[str, list[str]]) -> dict[str, Any]:
     c, memory, time = layout.candidate, layout.forecast.memory, layout.forecast.time
     fullest = memory.fullest
     held = fullest.kinds
-    over = f"{layout.missing / GIB:,.1f} GiB over"
+    missing = missing_bytes(layout)
+    over = f"{missing / GIB:,.1f} GiB over"
     return {
         "number": number,
-        **dict(zip((key for key, _ in CHOICES), layout.choice, strict=True)),
+        **dict(zip((key for key, _ in CHOICES), choice_of(layout), strict=True)),
         "layout": describe(c),
         "step_s": _round(time.step_s),
         "gb": _round(fullest.reserved / GIB),
         "limit": _round(memory.limit / GIB),
-        "over": _round(layout.missing / GIB),
-        "over_words": over if layout.missing else "",
+        "over": _round(missing / GIB),
+        "over_words": over if missing else "",
         "step": show_seconds(time.step_s),
         "speed": f"{time.tokens_per_s_and_rank:,.0f}",
         "mfu": f"{time.mfu:.1%}",
         "memory_words": show_bytes(fullest.reserved),
-        "verdict": over if layout.missing else f"{memory.spare / GIB:,.1f} GiB to spare",
+        "verdict": over if missing else f"{memory.spare / GIB:,.1f} GiB to spare",
         "hours": f"{time.hours:,.1f}",
         "cost": f"${time.cost:,.0f}" if time.cost else "-",
         "memory": [_round(held.get(kind, 0) / GIB) for kind in names["kinds"]],
@@ -199,20 +188,20 @@ def _list_choices(fields: Sequence[str], values: Sequence[Sequence[Any]]) -> Ite
         yield {"key": key, "name": name, "values": sorted({row[at] for row in values})}
 
 
-def _title(result: SearchResult) -> str:
+def _title(result: Search) -> str:
     shape, engine = result.engine.shape, result.engine
     batch = f"{result.space.sequences_per_step:,} sequences of {result.space.base.batch.context:,} tokens a step"
     return f"{shape.config.model_type}, {shape.size.total:,} parameters; {batch}; {result.space.world} x {engine.cluster.name}"
 
 
-def _verdict(result: SearchResult) -> str:
+def _verdict(result: Search) -> str:
     if not result.ranked:
         return f"none of {result.num_layouts:,} layouts fits on {result.space.world} GPUs"
     best = result.ranked[0]
     return f"best by {result.by}: {describe(best.candidate)}, {show_seconds(best.step_s)} a step"
 
 
-def _list_facts(result: SearchResult) -> Iterator[tuple[str, str]]:
+def _list_facts(result: Search) -> Iterator[tuple[str, str]]:
     yield "layouts", f"{result.num_layouts:,}"
     yield "forecast", f"{result.num_forecast:,}"
     yield "excluded by bounds", f"{result.num_slower:,}"
@@ -225,7 +214,7 @@ def _list_facts(result: SearchResult) -> Iterator[tuple[str, str]]:
         yield "to spare", show_bytes(memory.spare)
 
 
-def _describe_shown(results: Sequence[SearchResult], shown: int, forecast: int) -> str:
+def _describe_shown(results: Sequence[Search], shown: int, forecast: int) -> str:
     worlds = ", ".join(str(result.space.world) for result in results)
     left_out = forecast - shown
     words = f"{shown:,} layouts on {worlds} GPUs, each computed in full: sliders pick the fastest that matches, a click another."

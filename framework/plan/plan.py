@@ -6,7 +6,7 @@ It owns no memory and sends no byte; its model is on meta. What differs between 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, floor, log10
 from pathlib import Path
@@ -18,6 +18,7 @@ from framework.comm.communicator import Communicator
 from framework.errors import RecipeError
 from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
+from framework.mesh.placement import make_grid
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology, count_expert_shards, count_node_neighbours, shards_within_node
 from framework.model.flops import (
@@ -37,18 +38,18 @@ from framework.model.stage import StageBounds, copy_stage, refuse_shared_layers
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment
 from framework.parallel.context import refuse_undivided_context
-from framework.parallel.experts import check_experts
+from framework.parallel.experts.split import check_experts
 from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage, read_table
 from framework.parallel.stage_plan import StagePlan
-from framework.parallel.tensor import ranks_per_kv_head
+from framework.parallel.tensor.heads import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import Activations
-from framework.plan.candidate import Candidate
+from framework.plan.candidate import Candidate, planned_candidate
 from framework.plan.forecast import StageMemory
 from framework.plan.forecast_memory import MemoryModel
 from framework.plan.policies import Counts, refuse_unknown_operations, resolve_chunked_loss, spell, uniform
-from framework.plan.settings import Settings, planned_candidate
+from framework.plan.remember import remember
 from framework.plan.shape import ModelShape, group_parameters_of, refuse_dropped_layers, refuse_fresh_seeds, shape_of
 from framework.plan.stage import PlannedStage, lay_out_stage
 from framework.plan.target import resolve_target
@@ -117,15 +118,10 @@ class Plan:
         """Rows of the output embedding."""
         return self.whole.get_output_embeddings().weight.shape[0]
 
+    @remember()
     def of_rank(self, rank: int) -> "RankPlan":
         """The rank's stages, laid out on meta once. Axes have no process groups."""
-        if rank not in self._of_ranks:
-            self._of_ranks[rank] = self.lay_out(rank, unconnected(self.topology, rank), self.device)
-        return self._of_ranks[rank]
-
-    @cached_property
-    def _of_ranks(self) -> dict[int, "RankPlan"]:
-        return {}
+        return self.lay_out(rank, unconnected(self.topology, rank), self.device)
 
     def lay_out(self, rank: int, axes: Mapping[str, Communicator], device: torch.device) -> "RankPlan":
         """`of_rank` over the axes of a connected mesh and this rank's own device: what is then given memory and trained."""
@@ -161,7 +157,7 @@ class Plan:
     @cached_property
     def memory_model(self) -> MemoryModel:
         """The bytes of this plan's ranks."""
-        return MemoryModel.of(self.shape, Settings.of(self.recipe), self.pipeline)
+        return MemoryModel.of(self.shape, self.recipe, self.pipeline)
 
     @cached_property
     def activations(self) -> Activations:
@@ -245,7 +241,6 @@ class Plan:
             compute_dtype=self.compute_dtype,
             master_dtype=DTYPES.get(self.recipe.precision.master),
             device=device,
-            returns_tuple=self.returns_tuple,
             load_balancing=self.load_balancing,
             policies=policies,
         )
@@ -329,19 +324,13 @@ def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:
     inner = recipe.parallel.expert_hierarchical
     if inner == "node":
         inner = count_node_neighbours(derived.ep, derived.expert_tp, derived.ranks_per_node)
-    return Topology(
-        pp=derived.pp,
-        dp=derived.dp,
-        cp=derived.cp,
-        tp=derived.tp,
-        ep=derived.ep,
+    return replace(
+        make_grid(derived),
         kv=ranks_per_kv_head(config, derived.tp),
         shard=shard,
-        expert_tp=derived.expert_tp,
         expert_shard=expert_shard,
         ep_inner=inner,
         embedding_ranks=_find_embedding_ranks(recipe.pipeline, derived),
-        ulysses=derived.ulysses,
     )
 
 

@@ -1,6 +1,5 @@
 """`meshwright plan` on one screen: the verdict, the model and its layout, memory of the fullest rank, step time."""
 
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,17 +7,11 @@ from typing import Any
 
 from framework.plan.advice import FittingChange, describe_changes, describe_verdict
 from framework.plan.forecast import MemoryForecast, TimeForecast
-from framework.plan.forecast_memory import checkpoint_bytes
 from framework.plan.forecast_plan import PlanForecast
-from framework.plan.memory import show_bytes
 from framework.plan.page import describe_run
 from framework.plan.plan import Plan
-from framework.plan.settings import Settings
+from framework.plan.text import show_bytes, show_hours, show_seconds, wrap
 
-GIB = 2**30
-WIDTH = 100
-# Of the names on the left.
-MARGIN = 14
 # Of a step: what takes less is not named.
 SMALL = 0.005
 MORE = "more: --ranks, --layouts, --schedule, --options; as a page: --html FILE"
@@ -38,7 +31,7 @@ class Wanted:
 
 
 def describe_plan(found: PlanForecast, changes: Sequence[FittingChange]) -> Iterator[str]:
-    """The screen, in lines of at most WIDTH columns."""
+    """The screen, in lines of at most text.WIDTH columns."""
     for line in _describe(found, changes):
         yield from wrap(line)
 
@@ -78,7 +71,7 @@ def _describe_memory(plan: Plan, memory: MemoryForecast) -> str:
 
 def _describe_checkpoints(found: PlanForecast) -> str:
     """Bytes on the disk: the newest checkpoints, and the next one while it is written."""
-    size, keep = checkpoint_bytes(found.shape, Settings.of(found.plan.recipe)), found.plan.recipe.checkpoint.keep
+    size, keep = found.plan.memory_model.pipelines.checkpoint_bytes, found.plan.recipe.checkpoint.keep
     return f"checkpoint    {show_bytes(size)}; on the disk at most {show_bytes((keep + 1) * size)} (checkpoint.keep={keep})"
 
 
@@ -107,13 +100,6 @@ def describe_whole_run(time: TimeForecast) -> str:
     return f"{show_hours(time.hours)}{cost}{failures}"
 
 
-def show_hours(hours: float) -> str:
-    """Days from two on, hours, or minutes below one."""
-    if hours >= 48:
-        return f"{hours / 24:,.1f} days"
-    return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes"
-
-
 def _join_small(parts: Mapping[str, float]) -> dict[str, float]:
     """Parts below SMALL of the whole as one."""
     least = SMALL * sum(parts.values())
@@ -125,16 +111,3 @@ def _largest_first(sizes: Mapping[str, Any], show: Callable[[Any], str]) -> str:
     whole = sum(sizes.values())
     found = sorted(((size, name) for name, size in sizes.items() if size * 10_000 > whole), reverse=True)
     return ", ".join(f"{name} {show(size)}" for size, name in found)
-
-
-def wrap(line: str) -> list[str]:
-    """A line of a name and words, in lines of at most WIDTH columns, the later ones below the words."""
-    return textwrap.wrap(line, WIDTH, subsequent_indent=" " * MARGIN, break_long_words=False) or [""]
-
-
-def show_seconds(seconds: float) -> str:
-    """Three digits: 12.3 s, 45.6 ms, 789 us."""
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            return f"{seconds / unit:,.0f} {name}" if seconds >= 100 * unit else f"{seconds / unit:#.3g} {name}"
-    return f"{seconds * 1e6:.0f} us"

@@ -7,10 +7,9 @@ has chosen them, of a real recipe: nothing here knows what is legal.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from operator import attrgetter
-from typing import Literal
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial, wraps
+from typing import Any, Literal
 
 from framework.errors import MeshwrightError
 from framework.mesh.context import ContextSlices
@@ -18,13 +17,14 @@ from framework.model.load import layer_configs
 from framework.model.probe import find_layer_outputs
 from framework.model.stage import StageBounds, refuse_shared_layers
 from framework.parallel.context import probe_causes, refuse_undivided_context, refuse_uneven_heads
-from framework.parallel.experts import check_experts
+from framework.parallel.experts.split import check_experts
 from framework.parallel.pipeline.pipeline import refuse_few_layers
 from framework.plan.candidate import Candidate, method_of, recipe_of
 from framework.plan.forecast import NodeForecast
-from framework.plan.memory import show_bytes
+from framework.plan.remember import remember
 from framework.plan.shape import Degrees, ModelShape, refuse_dropped_layers
 from framework.plan.space import CHOICES, Space
+from framework.plan.text import show_bytes
 from framework.recipe.check import layout_rules
 from framework.recipe.layout_keys import FOLLOWING_KEYS, LAYOUT_KEYS
 from framework.recipe.problem import Problem
@@ -55,6 +55,19 @@ FIELDS_OF_KEYS: dict[str, tuple[str, ...]] = {
 }
 
 
+def _as_reason(check: Callable[["ModelRules", Candidate], None]) -> Callable[["ModelRules", Candidate], str | None]:
+    """A check that gives what it would raise, in one line."""
+
+    def refuse(self: "ModelRules", c: Candidate) -> str | None:
+        try:
+            check(self, c)
+        except MeshwrightError as error:
+            return " ".join(str(error).split())
+        return None
+
+    return wraps(check)(refuse)
+
+
 @dataclass(frozen=True)
 class ModelRules:
     """Degrees that a model cannot have: the reason in one line, or None. Rules of recipes (degrees that do not multiply to the
@@ -66,60 +79,46 @@ class ModelRules:
         """The first reason against a candidate."""
         return self.refuse_pp(c) or self.refuse_experts(c) or self.refuse_tp(c) or self.refuse_cp(c)
 
-    def refuse_tp(self, c: Candidate) -> str | None:
+    @remember("tp", "ep", "expert_tp", "sequence")
+    @_as_reason
+    def refuse_tp(self, c: Candidate) -> None:
         """Refusal of a tensor-parallel degree: layers are laid out to find it."""
-        degrees = Degrees.of(c)
+        refuse_dropped_layers(self.shape.config, 1, c.tp)
+        self.shape.stage_units(StageBounds(0, 1, 0, self.shape.num_layers), Degrees.of(c))
 
-        def check() -> None:
-            refuse_dropped_layers(self.shape.config, 1, c.tp)
-            self.shape.stage_units(StageBounds(0, 1, 0, self.shape.num_layers), degrees)
-
-        return self._ask(("tp", degrees), check)
-
-    def refuse_experts(self, c: Candidate) -> str | None:
+    @remember("tp", "ep", "expert_tp")
+    @_as_reason
+    def refuse_experts(self, c: Candidate) -> None:
         """Refusal of an expert-parallel degree. A dense model has nothing that expert_tp could divide."""
-        if c.ep == 1 and not self.shape.mixtures:
-            return None
-        capacity, is_whole = self.shape.recipe.model.expert_capacity, c.expert_tp < c.tp
-        return self._ask(("ep", c.ep, is_whole), lambda: check_experts(self.shape.whole, c.ep, capacity, is_whole))
+        if c.ep > 1 or self.shape.mixtures:
+            check_experts(self.shape.whole, c.ep, self.shape.recipe.model.expert_capacity, c.expert_tp < c.tp)
 
-    def refuse_pp(self, c: Candidate) -> str | None:
+    @remember("pp", "schedule", "virtual")
+    @_as_reason
+    def refuse_pp(self, c: Candidate) -> None:
         """Refusal of a number of stages."""
-        shape, owners = self.shape, self.shape.owners(c.pp, c.schedule, c.virtual)
+        refuse_dropped_layers(self.shape.config, c.pp, 1)
+        if c.pp > 1 or c.virtual > 1:
+            refuse_shared_layers(self.shape.config, self.shape.units, self.shape.ties)
+            refuse_few_layers(self.shape.num_layers, self.shape.owners(c.pp, c.schedule, c.virtual))
+            _ = self._layer_outputs
 
-        def check() -> None:
-            refuse_dropped_layers(shape.config, c.pp, 1)
-            if c.pp == 1 and c.virtual == 1:
-                return
-            refuse_shared_layers(shape.config, shape.units, shape.ties)
-            refuse_few_layers(shape.num_layers, owners)
-            shape.remember("layer outputs", lambda: find_layer_outputs(shape.config))
-
-        return self._ask(("pp", owners, c.context), check)
-
-    def refuse_cp(self, c: Candidate) -> str | None:
+    @remember("tp", "cp", "ulysses", "context")
+    @_as_reason
+    def refuse_cp(self, c: Candidate) -> None:
         """Refusal of a context-parallel degree and its method: a small copy of the model is run to find it."""
-        config, ring, packs = self.shape.config, c.cp // c.ulysses, self.shape.recipe.data.pack == "documents"
+        if c.cp > 1:
+            config, packs = self.shape.config, self.shape.recipe.data.pack == "documents"
+            refuse_uneven_heads(layer_configs(config), Parallel(tp=c.tp, cp=c.cp, context=[c.ulysses, c.ring]))
+            refuse_undivided_context(config, ContextSlices(c.context, c.ulysses, c.ring), packs, self._causes)
 
-        def check() -> None:
-            if c.cp == 1:
-                return
-            refuse_uneven_heads(layer_configs(config), Parallel(tp=c.tp, cp=c.cp, context=[c.ulysses, ring]))
-            causes = self.shape.remember("causes", lambda: tuple(probe_causes(config, packs)))
-            refuse_undivided_context(config, ContextSlices(c.context, c.ulysses, ring), packs, causes)
+    @cached_property
+    def _layer_outputs(self) -> bool:
+        return find_layer_outputs(self.shape.config)
 
-        return self._ask(("cp", c.tp, c.cp, c.ulysses, c.context), check)
-
-    def _ask(self, key: tuple[object, ...], check: Callable[[], object]) -> str | None:
-        def ask() -> str | None:
-            try:
-                check()
-            except MeshwrightError as error:
-                return " ".join(str(error).split())
-            return None
-
-        found: str | None = self.shape.remember(("refusal", *key), ask)
-        return found
+    @cached_property
+    def _causes(self) -> tuple[Any, ...]:
+        return tuple(probe_causes(self.shape.config, self.shape.recipe.data.pack == "documents"))
 
 
 @dataclass(frozen=True)
@@ -153,20 +152,18 @@ class Constraint:
     kind: Kind
     fields: tuple[str, ...]
     ask: Callable[[Candidate], tuple[str, str] | None]
-    _known: dict[object, tuple[str, str] | None] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
-    def _read(self) -> Callable[[Candidate], object]:
-        # In one call, and what is offloaded as a whole: a search reads them a hundred thousand times.
-        names = dict.fromkeys(name.partition(".")[0] for name in self.fields)
-        return attrgetter(*names) if names else lambda c: ()
-
-    def refuse(self, c: Candidate) -> tuple[str, str] | None:
+    def refuse(self) -> Callable[[Candidate], tuple[str, str] | None]:
         """(key, reason), asked once for all candidates that agree in its fields."""
-        values = self._read(c)
-        if values not in self._known:
-            self._known[values] = self.ask(c)
-        return self._known[values]
+        # What is offloaded is read as a whole.
+        names = dict.fromkeys(name.partition(".")[0] for name in self.fields) or ("world",)
+
+        @remember(*names)
+        def refuse(self: Constraint, c: Candidate) -> tuple[str, str] | None:
+            return self.ask(c)
+
+        return partial(refuse, self)
 
 
 @dataclass(frozen=True)
@@ -186,19 +183,13 @@ class Constraints:
 
 def collect_constraints(space: Space, model: ModelShape) -> Constraints:
     """Collect the constraints of recipes and of the model, each at the choice behind which it can be asked."""
-    recipes = _Recipes(space)
-    rules = [
-        Constraint("rule", fields_read(reads), partial(_ask_rule, rule, recipes)) for reads, rule in layout_rules()
-    ]
+    # Several rules are asked of a candidate one after another.
+    make = lru_cache(maxsize=1)(partial(recipe_of, base=space.base, pinned=space.pinned))
+    rules = [Constraint("rule", fields_read(reads), partial(_ask_rule, rule, make)) for reads, rule in layout_rules()]
     found = [*rules, *_model_constraints(model)]
     return Constraints(
         {choice: tuple(each for each in found if _last_choice(each.fields) == choice) for choice in CHOICES}
     )
-
-
-def read_field(c: Candidate, name: str) -> object:
-    """The value of a field, or whether `offload.NAME` is in what is offloaded."""
-    return name[8:] in c.offload if name.startswith("offload.") else getattr(c, name)
 
 
 def fields_read(reads: Iterable[str]) -> tuple[str, ...]:
@@ -210,29 +201,14 @@ def fields_read(reads: Iterable[str]) -> tuple[str, ...]:
 
 def _last_choice(fields: Sequence[str]) -> str:
     """The choice behind which all of these fields are set; the first one for a rule that needs none."""
-    last = next(iter(CHOICES))
-    for choice, names in CHOICES.items():
-        if any(name in names for name in fields):
-            last = choice
-    return last
+    first, *others = CHOICES
+    return next((choice for choice in reversed(others) if set(fields) & {*CHOICES[choice]}), first)
 
 
-@dataclass
-class _Recipes:
-    """Recipes of candidates. The last one is kept, for several rules are asked of a candidate one after another."""
-
-    space: Space
-    _last: tuple[Candidate, Recipe] | None = None
-
-    def of(self, c: Candidate) -> Recipe:
-        """The space's base recipe with the candidate's layout."""
-        if self._last is None or self._last[0] is not c:
-            self._last = c, recipe_of(c, self.space.base, self.space.pinned)
-        return self._last[1]
-
-
-def _ask_rule(rule: Callable[[Recipe], Iterable[Problem]], recipes: _Recipes, c: Candidate) -> tuple[str, str] | None:
-    problem = next(iter(rule(recipes.of(c))), None)
+def _ask_rule(
+    rule: Callable[[Recipe], Iterable[Problem]], make: Callable[[Candidate], Recipe], c: Candidate
+) -> tuple[str, str] | None:
+    problem = next(iter(rule(make(c))), None)
     if problem is None:
         return None
     value = "" if problem.value is None else f"={problem.value}"
@@ -261,52 +237,23 @@ def _model_constraints(shape: ModelShape) -> list[Constraint]:
 
 def describe(c: Candidate, choice: str = "states") -> str:
     """A candidate in words, up to a choice: degrees of 1 and what is off are left out."""
-    words: list[str] = []
-    for name in CHOICES:
-        words += _WORDS[name](c)
-        if name == choice:
-            break
-    return " ".join(words) or "one rank"
-
-
-def _describe_degrees(c: Candidate) -> list[str]:
-    return [f"{name}={getattr(c, name)}" for name in ("dp", "cp", "tp", "pp") if getattr(c, name) > 1]
-
-
-def _describe_context(c: Candidate) -> list[str]:
     method = method_of(c)
-    return [] if c.cp == 1 else [f"{method[0]}x{method[1]}" if isinstance(method, list) else method]
-
-
-def _describe_sequence(c: Candidate) -> list[str]:
-    return ["no-sp"] if c.tp > 1 and not c.sequence else []
-
-
-def _describe_experts(c: Candidate) -> list[str]:
-    default = 1 if c.ep > 1 else c.tp
-    return [f"ep={c.ep}"] * (c.ep > 1) + [f"expert_tp={c.expert_tp}"] * (c.expert_tp != default)
-
-
-def _describe_schedule(c: Candidate) -> list[str]:
-    return [] if c.pp == 1 else [c.schedule + (f"x{c.virtual}" if c.schedule == "interleaved" else "")]
-
-
-def _describe_zero(c: Candidate) -> list[str]:
-    return [f"zero={c.zero}" + (f"/{c.shard}" if c.zero and c.shard != c.dp * c.cp else "")]
-
-
-_WORDS: dict[str, Callable[[Candidate], list[str]]] = {
-    "degrees": _describe_degrees,
-    "context": _describe_context,
-    "sequence": _describe_sequence,
-    "experts": _describe_experts,
-    "microbatch": lambda c: [f"mb={c.sequences}"],
-    "schedule": _describe_schedule,
-    "checkpointing": lambda c: [] if c.checkpointing == "none" else [c.checkpointing],
-    "activations": lambda c: ["offload-activations"] if "activations" in c.offload else [],
-    "zero": _describe_zero,
-    "states": lambda c: [f"offload-{name}" for name in ("optimizer", "parameters") if name in c.offload],
-}
+    shards = f"/{c.shard}" if c.zero and c.shard != c.batch else ""
+    words: dict[str, list[str]] = {
+        "degrees": [f"{name}={getattr(c, name)}" for name in ("dp", "cp", "tp", "pp") if getattr(c, name) > 1],
+        "context": ["x".join(map(str, method)) if isinstance(method, list) else method] * (c.cp > 1),
+        "sequence": ["no-sp"] * (c.tp > 1 and not c.sequence),
+        "experts": [f"ep={c.ep}"] * (c.ep > 1)
+        + [f"expert_tp={c.expert_tp}"] * (c.expert_tp != (1 if c.ep > 1 else c.tp)),
+        "microbatch": [f"mb={c.sequences}"],
+        "schedule": [c.schedule + f"x{c.virtual}" * (c.schedule == "interleaved")] * (c.pp > 1),
+        "checkpointing": [c.checkpointing] * (c.checkpointing != "none"),
+        "activations": ["offload-activations"] * c.offloads_activations,
+        "zero": [f"zero={c.zero}{shards}"],
+        "states": [f"offload-{name}" for name in ("optimizer", "parameters") if name in c.offload],
+    }
+    names = list(CHOICES)
+    return " ".join(word for name in names[: names.index(choice) + 1] for word in words[name]) or "one rank"
 
 
 def too_large(c: Candidate, missing: int, limit: int, choice: str = "states", count: int = 1) -> Rejection:

@@ -3,10 +3,10 @@
 Layouts are millions, so not all are forecast. Choices are made in an order (`CHOICES`), in four steps, and all layouts that share
 the first ones have lower bounds of bytes (memory_bounds.py) and of seconds (time_bounds.py):
 
-    division     how ranks divide the computation: degrees, context, sequence, experts      the mean rank's work
-    microbatch                                                                              the same, exactly
-    stages       schedule, activation checkpointing, offload of activations                 the schedule's least time
-    states       ZeRO and offload of states                                                 all but the simulated schedule
+    division     degrees, context, sequence, experts                            the mean rank's work
+    work         its microbatches                                               the same, exactly
+    stages       schedule, activation checkpointing, offload of activations     the same, then the schedule's least time
+    states       ZeRO and offload of states                                     all but the simulated schedule
 
 Bytes come first: layouts that recompute nothing are fast, and most of them do not fit, so that their time says nothing of the
 layouts that do. The node with the least bound is expanded next, until that is above the last of the best so far. So the ranking
@@ -14,35 +14,32 @@ is that of brute force, and a test says so; what was left out is counted.
 """
 
 from bisect import insort
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from heapq import heappop, heappush
 from itertools import count
 from math import prod
 from operator import itemgetter
-from time import process_time
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import ClusterRates
-from framework.plan.forecast import Forecast, MemoryForecast, TimeForecast
-from framework.plan.forecast_memory import MemoryModel, forecast_memory, host_spare_of_options, memory_model
-from framework.plan.memory_bounds import MemoryBounds, Way
-from framework.plan.memory_states import StateOptions
-from framework.plan.rejections import Constraints, Rejection, read_field, too_large, too_large_for_node
-from framework.plan.settings import Settings
+from framework.plan.forecast import Forecast
+from framework.plan.memory_bounds import MemoryBounds, Schedules, Way
+from framework.plan.memory_states import Places, place_states
+from framework.plan.rejections import Constraints, Rejection, too_large, too_large_for_node
+from framework.plan.remember import remember
 from framework.plan.shape import ModelShape
 from framework.plan.space import CHOICES, Space
 from framework.plan.time import TimeModel
 from framework.plan.time_bounds import TimeBounds
+from framework.recipe.schema import Recipe
 
 By = Literal["time", "memory"]
 Mesh = tuple[int, int, int, int, int]
-Schedules = tuple[tuple[str, int], ...]
 DIVISION, WORK, SCHEDULE = ("context", "sequence", "experts"), "microbatch", "schedule"
 WAY = ("checkpointing", "activations")
 STATES = ("zero", "states")
@@ -50,39 +47,17 @@ STATES = ("zero", "states")
 ROUNDING = 1 - 1e-9
 
 
-@dataclass(frozen=True)
 class Engine:
     """Forecasts and their lower bounds, for one model, recipe and cluster."""
 
-    shape: ModelShape
-    settings: Settings
-    cluster: ClusterRates
-    times: TimeModel
-    bytes: MemoryModel
-    least_bytes: MemoryBounds
-    least_time: TimeBounds
+    def __init__(self, shape: ModelShape, recipe: Recipe, cluster: ClusterRates):
+        self.shape, self.cluster, self.times = shape, cluster, TimeModel(shape, recipe, cluster)
+        self.bytes = self.times.memory
+        self.least_bytes, self.least_time = MemoryBounds(self.bytes), TimeBounds(self.times)
 
-    @classmethod
-    def of(cls, shape: ModelShape, settings: Settings, cluster: ClusterRates) -> "Engine":
-        """The engine of a recipe."""
-        times, model = TimeModel(shape, settings.recipe, cluster), memory_model(shape, settings)
-        return cls(shape, settings, cluster, times, model, MemoryBounds(model), TimeBounds(times))
-
-    def memory(self, candidate: Candidate) -> MemoryForecast:
-        """Bytes of each rank of the pipeline."""
-        return forecast_memory(self.shape, candidate, self.settings, self.cluster)
-
-    def time(self, candidate: Candidate) -> TimeForecast:
-        """Seconds of a step."""
-        return self.times.forecast(candidate)
-
-    def spare(self, stages: Candidate, options: StateOptions) -> np.ndarray:
-        """Bytes that the fullest rank has left, for `stages` with states in each of these places; negative: missing."""
-        return self.bytes.spare(stages, options, self.cluster.memory_bytes)
-
-    def host_spare(self, stages: Candidate, options: StateOptions) -> np.ndarray:
-        """Bytes of the host's memory that the fullest node has left, likewise."""
-        return host_spare_of_options(self.shape, stages, options, self.settings, self.cluster)
+    def forecast(self, candidate: Candidate) -> Forecast:
+        """Bytes and seconds of a layout."""
+        return Forecast(self.bytes.forecast(candidate, self.cluster), self.times.forecast(candidate))
 
 
 @dataclass(frozen=True)
@@ -109,36 +84,9 @@ class Ranked:
         return self.forecast.memory.fullest.reserved
 
 
-@dataclass(frozen=True)
-class SearchResult:
-    """The ranking, and what became of the other layouts."""
-
-    by: By
-    space: Space
-    ranked: tuple[Ranked, ...]
-    """The best, in order."""
-    others: tuple[Ranked, ...]
-    """Others that were forecast and fit, in order."""
-    of_meshes: tuple[Ranked, ...]
-    """The best layout of each mesh, as many as were wanted, in order."""
-    rejections: tuple[Rejection, ...]
-    """Each with the number of layouts that it stands for."""
-    num_layouts: int
-    num_slower: int
-    """Layouts that bounds exclude: not forecast."""
-    num_forecast: int
-    cpu_s: float
-    engine: Engine
-
-    @property
-    def num_rejected(self) -> int:
-        """Layouts that no recipe may have, or that do not fit."""
-        return sum(each.count for each in self.rejections)
-
-
 @dataclass
 class Search:
-    """One search."""
+    """One search, and once it has run what became of all layouts."""
 
     space: Space
     constraints: Constraints
@@ -151,48 +99,53 @@ class Search:
     """Meshes that are wanted, each with its best layout."""
     within: float = 0.0
     """Wanted beside `best`: all layouts that exceed the best one by no more than this share."""
-    ranked: list[tuple[tuple[object, ...], Ranked]] = field(default_factory=list)
     rejections: list[Rejection] = field(default_factory=list)
+    """Each with the number of layouts that it stands for."""
     num_layouts: int = 0
     num_slower: int = 0
+    """Layouts that bounds exclude: not forecast."""
     num_forecast: int = 0
+    cpu_s: float = 0.0
+    _found: list[tuple[tuple[object, ...], Ranked]] = field(default_factory=list, repr=False)
     _firsts: dict[Mesh, tuple[tuple[object, ...], Ranked]] = field(default_factory=dict, repr=False)
     _open: list[tuple[float, int, int, Mesh, Callable[[], None]]] = field(default_factory=list, repr=False)
     _numbers: Iterator[int] = field(default_factory=count, repr=False)
-    _places: dict[Any, tuple[StateOptions, list[Rejection]]] = field(default_factory=dict, repr=False)
-    _asked: Counter[Any] = field(default_factory=Counter, repr=False)
-    _options: dict[Any, StateOptions] = field(default_factory=dict, repr=False)
-    _counts: dict[Any, int] = field(default_factory=dict, repr=False)
-    _schedules_of: dict[int, Schedules] = field(default_factory=dict, repr=False)
 
-    def run(self) -> SearchResult:
+    @property
+    def ranked(self) -> list[Ranked]:
+        """The best, in order."""
+        return [each for _, each in self._found[: self.best]]
+
+    @property
+    def others(self) -> list[Ranked]:
+        """Others that were forecast and fit, in order."""
+        return [each for _, each in self._found[self.best :]]
+
+    @property
+    def of_meshes(self) -> list[Ranked]:
+        """The best layout of each mesh, as many as were wanted, in order."""
+        return [each for _, each in sorted(self._firsts.values(), key=itemgetter(0))[: self.meshes]]
+
+    @property
+    def _limit(self) -> int:
+        return self.engine.cluster.memory_bytes
+
+    @property
+    def num_rejected(self) -> int:
+        """Layouts that no recipe may have, or that do not fit."""
+        return sum(each.count for each in self.rejections)
+
+    def run(self) -> "Search":
         """Search all layouts. Raises for no layout: it is rejected."""
-        began = process_time()
         for c in self.divisions():
-            self._consider_division(c)
+            self._consider(c)
         while self._open:
             bound, _, num_layouts, mesh, expand = heappop(self._open)
             if self._is_excluded(bound, mesh):
                 self.num_slower += num_layouts
             else:
                 expand()
-        for key, (_, refused) in self._places.items():
-            self.rejections += [replace(each, count=self._asked[key] * each.count) for each in refused]
-        found = [each for _, each in self.ranked]
-        firsts = [each for _, each in sorted(self._firsts.values(), key=itemgetter(0))]
-        return SearchResult(
-            self.by,
-            self.space,
-            tuple(found[: self.best]),
-            tuple(found[self.best :]),
-            tuple(firsts[: self.meshes]),
-            tuple(self.rejections),
-            self.num_layouts,
-            self.num_slower,
-            self.num_forecast,
-            process_time() - began,
-            self.engine,
-        )
+        return self
 
     def choose_layout(self, rejection: Rejection) -> Candidate | None:
         """One of the layouts that are rejected as too large: the first legal values of what is left to choose, with states where
@@ -202,12 +155,11 @@ class Search:
         if not rest:
             return rejection.candidate
         stages = next(self.expand(rejection.candidate, tuple(name for name in rest if name not in STATES)), None)
-        if stages is None:
+        places = () if stages is None else self._places_of_states(stages)
+        if stages is None or not places:
             return None
-        options, _ = self._places[self._place_states(stages)]
-        if not options.states:
-            return None
-        return _with_states(stages, options, int(np.argmax(self.engine.spare(stages, options))))
+        spare = self.engine.bytes.spare(stages, places, self._limit)
+        return place_states(stages, places[int(np.argmax(spare))])
 
     # --- nodes
 
@@ -218,83 +170,96 @@ class Search:
             if self._is_legal("degrees", c):
                 yield from self.expand(c, DIVISION)
 
-    def _consider_division(self, c: Candidate) -> None:
+    def _consider(self, division: Candidate) -> None:
         """Bound a division: its smallest microbatches need least bytes, its largest ones least time."""
-        works = sorted(self.space.values(WORK, c), key=itemgetter("sequences"))
-        smallest, schedules = c.changed(works[0]), self._schedules(c)
-        if not schedules:
-            refused = list(self.expand(c, (WORK, SCHEDULE)))  # each for a reason of its own
+        if not self._schedules(division):
+            refused = list(self.expand(division, (WORK, SCHEDULE)))  # each for a reason of its own
             assert not refused, refused
             return
-        fitting = self._fitting(DIVISION[-1], smallest, self._ways, schedules)
-        if not fitting:
-            return
-        least, largest = self.engine.least_time, c.changed(works[-1])
-        bound: float = min(fitting.values())
-        if self.by == "time":
+        works = sorted(self.space.values(WORK, division), key=itemgetter("sequences"))
+        smallest, largest, least = division.changed(works[0]), division.changed(works[-1]), self.engine.least_time
+        sizes = self._sizes(smallest, DIVISION[-1])
+        if sizes is not None:
             # Where curves are measured nothing is known before each size is asked.
             gains = least.gains_by_size and all(largest.sequences % each["sequences"] == 0 for each in works)
-            layouts = self._quickest(largest, fitting) if gains else ()
-            bound = min((least.mean_rank(each, smallest) for each in layouts), default=0.0)
-        self._push(bound, DIVISION[-1], c, partial(self._open_division, c))
+            bound = self._bound(largest, sizes, smallest) if gains or self.by == "memory" else 0.0
+            self._push(bound, DIVISION[-1], division, partial(self._open_division, division))
 
     def _open_division(self, division: Candidate) -> None:
-        schedules = self._schedules(division)
-        for c in self.expand(division, (WORK,)):
-            if fitting := self._fitting(WORK, c, self._ways, schedules):
-                bound: float = min(fitting.values())
-                if self.by == "time":
-                    bound = min(self.engine.least_time.mean_rank(each) for each in self._quickest(c, fitting))
-                self._push(bound, WORK, c, partial(self._open_work, c))
+        for work in self.expand(division, (WORK,)):
+            sizes = self._sizes(work, WORK)
+            if sizes is not None:
+                self._push(self._bound(work, sizes, work), WORK, work, partial(self._open_work, work, sizes))
 
-    def _open_work(self, work: Candidate) -> None:
-        for schedule in self.expand(work, (SCHEDULE,)):
-            own = ((schedule.schedule, schedule.virtual),)
-            for c in self.expand(schedule, WAY) if self._fitting(SCHEDULE, schedule, self._ways, own) else ():
-                way = (c.checkpointing, c.offload)
-                if fitting := self._fitting(WAY[-1], c, (way,), own):
-                    # The cheap bound first: most of them are never expanded.
-                    bound = fitting[way] if self.by == "memory" else self.engine.least_time.mean_rank(c)
-                    self._push(bound, WAY[-1], c, partial(self._open_way, c))
+    def _sizes(self, c: Candidate, choice: str) -> np.ndarray | None:
+        """[schedules, ways]: the least bytes of layouts of this work. Where none may fit they are rejected: None."""
+        sizes, limit = self.engine.least_bytes.least_of_ways(c, self._schedules(c), self._ways), self._limit
+        least = int(sizes.min())
+        if least > limit:
+            self.rejections.append(too_large(c, least - limit, limit, choice, self._count(c, choice)))
+        return None if least > limit else sizes
+
+    def _bound(self, c: Candidate, sizes: np.ndarray, smallest: Candidate) -> float:
+        """Lower bound of layouts of this work. sizes, smallest: of the smallest microbatches that it is for."""
+        if self.by == "memory":
+            return float(sizes.min())
+        # Computing again only adds time, and so does a way to the host: the first that stays on the device is the quickest.
+        fitting = [self._ways[place] for place in np.flatnonzero(sizes.min(axis=0) <= self._limit)]
+        here = next((place for place, (_, offload) in enumerate(fitting) if not offload), len(fitting))
+        layouts = [c.changed({"checkpointing": policy, "offload": offload}) for policy, offload in fitting[: here + 1]]
+        return min(self.engine.least_time.mean_rank(each, smallest) for each in layouts)
+
+    def _open_work(self, work: Candidate, sizes: np.ndarray) -> None:
+        limit, schedules = self._limit, self._schedules(work)
+        for c in self.expand(work, (SCHEDULE, *WAY)):
+            place = schedules.index((c.schedule, c.virtual)), self._ways.index((c.checkpointing, c.offload))
+            size = int(sizes[place])
+            if size > limit:
+                self.rejections.append(too_large(c, size - limit, limit, WAY[-1], self._count(c, WAY[-1])))
+            elif self.by == "memory":
+                self._push(size, WAY[-1], c, partial(self._open_stages, c))
+            else:  # the cheap bound first: most of them are never expanded
+                self._push(self.engine.least_time.mean_rank(c), WAY[-1], c, partial(self._open_way, c))
 
     def _open_way(self, c: Candidate) -> None:
-        if self.by == "memory":
-            self._open_stages(c)
-        else:
-            self._push(self.engine.least_time.stages(c), WAY[-1], c, partial(self._open_stages, c))
+        self._push(self.engine.least_time.stages(c), WAY[-1], c, partial(self._open_stages, c))
 
     def _open_stages(self, stages: Candidate) -> None:
         """Consider the places of states: those that fit, by their bounds."""
-        key = self._place_states(stages)
-        self._asked[key] += 1
-        options, limit = self._places[key][0], self.engine.cluster.memory_bytes
-        if not options.states:
+        engine, limit, places = self.engine, self._limit, self._places_of_states(stages)
+        if not places:
             return
-        spare, host = self.engine.spare(stages, options), self.engine.host_spare(stages, options)
+        spare = engine.bytes.spare(stages, places, limit)
+        host = engine.bytes.host_spare(stages, places, engine.cluster)
         over = np.flatnonzero(spare < 0)
         if len(over):
             nearest = over[np.argmax(spare[over])]
-            layout = _with_states(stages, options, nearest)
+            layout = place_states(stages, places[nearest])
             self.rejections.append(too_large(layout, -int(spare[nearest]), limit, "states", len(over)))
         over = np.flatnonzero((spare >= 0) & (host < 0))
         if len(over):
-            layout = _with_states(stages, options, over[np.argmax(host[over])])
-            self.rejections.append(too_large_for_node(layout, self.engine.memory(layout).node, len(over)))
+            layout = place_states(stages, places[over[np.argmax(host[over])]])
+            node = engine.bytes.forecast(layout, engine.cluster).node
+            self.rejections.append(too_large_for_node(layout, node, len(over)))
         for which in np.flatnonzero((spare >= 0) & (host >= 0)).tolist():
-            layout = _with_states(stages, options, which)
-            bound = limit - int(spare[which]) if self.by == "memory" else self.engine.least_time.states(layout)
+            layout = place_states(stages, places[which])
+            bound = limit - int(spare[which]) if self.by == "memory" else engine.least_time.states(layout)
             self._push(bound, "states", layout, partial(self._forecast, layout))
 
+    def _places_of_states(self, stages: Candidate) -> Places:
+        """Legal places of the states of a layout."""
+        return tuple([(each.zero, each.shard, each.offload) for each in self.expand(stages, STATES)])
+
     def _forecast(self, c: Candidate) -> None:
-        memory = self.engine.memory(c)
-        if not memory.node.fits:
-            self.rejections.append(too_large_for_node(c, memory.node))
+        forecast = self.engine.forecast(c)
+        if not forecast.memory.node.fits:
+            self.rejections.append(too_large_for_node(c, forecast.memory.node))
             return
-        ranked = Ranked(c, Forecast(memory, self.engine.time(c)), self.price * self.space.world)
+        ranked = Ranked(c, forecast, self.price * self.space.world)
         self.num_forecast += 1
         first, second = self._value(ranked), ranked.step_s if self.by == "memory" else ranked.bytes
         entry = ((first, second, rank_layout(c)), ranked)
-        insort(self.ranked, entry, key=itemgetter(0))
+        insort(self._found, entry, key=itemgetter(0))
         if self.meshes:
             known = self._firsts.setdefault(mesh_of(c), entry)
             self._firsts[mesh_of(c)] = min(known, entry, key=itemgetter(0))
@@ -308,7 +273,7 @@ class Search:
             # Among equals in the order in which they are found, which is always the same.
             heappush(self._open, (bound, next(self._numbers), num_layouts, mesh, expand))
 
-    # --- legality and bytes
+    # --- legality
 
     def expand(self, c: Candidate, choices: tuple[str, ...]) -> Iterator[Candidate]:
         """`c` with all values of these choices that nothing is against."""
@@ -326,52 +291,11 @@ class Search:
             self.rejections.append(Rejection(asked.kind, c, choice, reason, key, count=self._count(c, choice)))
         return found is None
 
+    @remember("dp", "cp", "tp", "pp")
     def _count(self, c: Candidate, choice: str) -> int:
         """Layouts that share the choices of `c` up to this one: how many values the later ones have depends on degrees alone."""
-        key = (choice, c.dp, c.cp, c.tp, c.pp)
-        if key not in self._counts:
-            names = list(CHOICES)
-            self._counts[key] = prod(len(self.space.values(name, c)) for name in names[names.index(choice) + 1 :])
-        return self._counts[key]
-
-    def _place_states(self, c: Candidate) -> Any:
-        """The key in `_places` of the legal places of states: asked once for all layouts that agree in what the rules read."""
-        key = (c.dp * c.cp, c.tp, c.offload, *[read_field(c, name) for name in self._read_for_states])
-        if key not in self._places:
-            known = len(self.rejections)
-            found = tuple([(each.zero, each.shard, each.offload) for each in self.expand(c, STATES)])
-            refused = self.rejections[known:]
-            del self.rejections[known:]
-            options = self._options.setdefault((c.dp * c.cp, c.tp, found), StateOptions(found))
-            by_reason: dict[tuple[str, str, str], list[Rejection]] = {}
-            for each in refused:
-                by_reason.setdefault((each.choice, each.key, each.reason), []).append(each)
-            alike = [replace(own[0], count=sum(each.count for each in own)) for own in by_reason.values()]
-            self._places[key] = options, alike
-        return key
-
-    @cached_property
-    def _read_for_states(self) -> tuple[str, ...]:
-        """The fields that rules about states read, of those that are chosen before."""
-        own = {name for choice in STATES for name in CHOICES[choice]}
-        asked = [each for choice in STATES for each in self.constraints.by_choice[choice]]
-        return tuple(dict.fromkeys(name for each in asked for name in each.fields if name not in own))
-
-    def _fitting(self, choice: str, c: Candidate, ways: tuple[Way, ...], schedules: Schedules) -> dict[Way, int]:
-        """The ways to keep activations in which layouts may fit, with their least bytes. Where none is left they are rejected."""
-        sizes, limit = self.engine.least_bytes.least_of_ways(c, ways, schedules), self.engine.cluster.memory_bytes
-        found = {way: size for way, size in zip(ways, sizes, strict=True) if size <= limit}
-        if not found:
-            missing = min(sizes) - limit
-            self.rejections.append(too_large(c, missing, limit, choice, self._count(c, choice)))
-        return found
-
-    def _quickest(self, c: Candidate, ways: Iterable[Way]) -> Iterator[Candidate]:
-        """`c` with the ways of which one takes least time: computing again only adds time, and so does a way to the host."""
-        for policy, offload in ways:
-            yield c.changed({"checkpointing": policy, "offload": offload})
-            if not offload:
-                return
+        names = list(CHOICES)
+        return prod(len(self.space.values(name, c)) for name in names[names.index(choice) + 1 :])
 
     @cached_property
     def _ways(self) -> tuple[Way, ...]:
@@ -382,15 +306,14 @@ class Search:
         legal = [c for c in found if all(each.refuse(c) is None for each in asked)]
         return tuple((c.checkpointing, c.offload) for c in legal or found)
 
+    @remember("pp")
     def _schedules(self, c: Candidate) -> Schedules:
         """Schedules, with the stages of a rank, that a division of the ranks may have."""
-        if c.pp not in self._schedules_of:
-            own = {"pp", *CHOICES[SCHEDULE]}
-            asked = [each for each in self.constraints.by_choice[SCHEDULE] if own.issuperset(each.fields)]
-            found = self.space.children(SCHEDULE, c)
-            legal = [each for each in found if all(one.refuse(each) is None for one in asked)]
-            self._schedules_of[c.pp] = tuple((each.schedule, each.virtual) for each in legal)
-        return self._schedules_of[c.pp]
+        own = {"pp", *CHOICES[SCHEDULE]}
+        asked = [each for each in self.constraints.by_choice[SCHEDULE] if own.issuperset(each.fields)]
+        found = self.space.children(SCHEDULE, c)
+        legal = [each for each in found if all(one.refuse(each) is None for one in asked)]
+        return tuple((each.schedule, each.virtual) for each in legal)
 
     # --- bounds
 
@@ -401,9 +324,9 @@ class Search:
     def _is_excluded(self, bound: float, mesh: Mesh) -> bool:
         """Whether no layout of such a bound, on this mesh, can be one that is wanted."""
         least = bound * ROUNDING
-        if len(self.ranked) < self.best or least <= self._value(self.ranked[self.best - 1][1]):
+        if len(self._found) < self.best or least <= self._value(self._found[self.best - 1][1]):
             return False
-        if self.within and least <= self._value(self.ranked[0][1]) * (1 + self.within):
+        if self.within and least <= self._value(self._found[0][1]) * (1 + self.within):
             return False
         if not self.meshes or (mesh in self._firsts and least > self._value(self._firsts[mesh][1])):
             return True
@@ -414,10 +337,6 @@ class Search:
 def mesh_of(c: Candidate) -> Mesh:
     """The degrees of a layout. Layouts of one mesh are near-duplicates: they differ in microbatches, ZeRO, or what is kept."""
     return c.dp, c.tp, c.pp, c.cp, c.ep
-
-
-def _with_states(stages: Candidate, options: StateOptions, which: int) -> Candidate:
-    return stages.changed(dict(zip(("zero", "shard", "offload"), options.states[which], strict=True)))
 
 
 def rank_layout(c: Candidate) -> tuple[object, ...]:

@@ -4,23 +4,24 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from framework.plan.rejections import SIZES, Rejection, describe, group_rejections
-from framework.plan.search import By, Ranked, SearchResult
+from framework.plan.search import By, Ranked, Search
+from framework.plan.text import GIB, align
 from framework.recipe.keys import plain
 from framework.recipe.schema import Recipe
 
 # Useful parts of a step; the largest of the others is its bottleneck.
 USEFUL = ("matmuls", "attention")
 SHOWN_REASONS = 8
-GIB = 2**30
 RANKED_BY = {"time": "seconds of a step", "memory": "bytes of the fullest rank"}
 
 
-def describe_search(result: SearchResult, cluster: str, pinned: frozenset[str], shown: int) -> Iterator[str]:
+def describe_search(result: Search, cluster: str, pinned: frozenset[str], shown: int) -> Iterator[str]:
     """The printed result, in lines."""
     fixed = f"; fixed: {', '.join(sorted(pinned))}" if pinned else ""
     yield f"{result.num_layouts:,} layouts of {_count_ranks(result.space.world)} on {cluster}, by {RANKED_BY[result.by]}{fixed}"
     yield ""
-    yield from _table(_rows(result.ranked[:shown], result.by))
+    rows = _rows(result.ranked[:shown], result.by)
+    yield from align(rows, words=(1, len(rows[0]) - 1))
     yield ""
     yield from _describe_others(result)
 
@@ -29,13 +30,13 @@ def _count_ranks(world: int) -> str:
     return f"{world:,} rank{'s' * (world != 1)}"
 
 
-def describe_rejections(result: SearchResult) -> Iterator[str]:
+def describe_rejections(result: Search) -> Iterator[str]:
     """Each rejection in a line, with the number of layouts that it stands for."""
     for each in result.rejections:
         yield f"{each.count:>9,}  {each.line}"
 
 
-def _describe_others(result: SearchResult) -> Iterator[str]:
+def _describe_others(result: Search) -> Iterator[str]:
     groups = group_rejections(result.rejections)
     illegal = sum(count for each, count in groups if each.kind not in SIZES)
     large = sum(count for each, count in groups if each.kind in SIZES)
@@ -79,20 +80,8 @@ def find_bottleneck(ranked: Ranked) -> str:
     return f"{name} {parts[name] / ranked.step_s:.0%}"
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Aligned columns: numbers to the right, words to the left."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        words = {1, len(row) - 1}
-        cells = [
-            cell.ljust(width) if column in words else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
-
-
 def to_json(
-    result: SearchResult, cluster: str, pinned: frozenset[str], recipes: Sequence[dict[str, Any]], is_full: bool = False
+    result: Search, cluster: str, pinned: frozenset[str], recipes: Sequence[dict[str, Any]], is_full: bool = False
 ) -> dict[str, Any]:
     """The printed result as JSON. recipes: the keys of a file for each of the best; is_full: every rejection, not one of each
     reason."""
@@ -114,7 +103,7 @@ def to_json(
     }
 
 
-def _choose_rejections(result: SearchResult, is_full: bool) -> list[tuple[Rejection, int]]:
+def _choose_rejections(result: Search, is_full: bool) -> list[tuple[Rejection, int]]:
     return [(each, each.count) for each in result.rejections] if is_full else group_rejections(result.rejections)
 
 

@@ -5,8 +5,8 @@ a run: what they leave a rank of a layer's parameters is what it will have of al
 layers costs as much as one of one layer.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle
 from typing import Any
@@ -30,10 +30,11 @@ from framework.optim.groups import GroupAssignment, group_trained
 from framework.parallel.pipeline.pipeline import count_layers
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
 from framework.parallel.stage_plan import StagePlan
-from framework.parallel.tensor import ranks_per_kv_head
+from framework.parallel.tensor.heads import ranks_per_kv_head
 from framework.plan.candidate import Candidate
 from framework.plan.context import AttentionShape, attention_shapes
 from framework.plan.layer_widths import LayerWidths, MixtureWidths, layer_widths, mixture_widths
+from framework.plan.remember import remember
 from framework.plan.stage import RankParameters, lay_out_parameters
 from framework.plan.target import resolve_target
 from framework.recipe.schema import Launch, Parallel, Pipeline, Precision, Recipe
@@ -133,7 +134,6 @@ class ModelShape:
     kinds: tuple[int, ...]
     widths: LayerWidths | None
     mixture: MixtureWidths | None
-    _known: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     # --- sizes
 
@@ -180,47 +180,42 @@ class ModelShape:
 
     # --- computation
 
+    @remember()
     def flops(self, context: int) -> Mapping[str, float]:
         """FLOPs of a token in the forward of each unit, by name, with sequences of so many tokens."""
-        return self.remember(("flops", context), lambda: unit_flops(self.whole, self.units, context))
+        return unit_flops(self.whole, self.units, context)
 
+    @remember()
     def layer_flops(self, context: int) -> Sequence[float]:
         """FLOPs of a token in the forward of each layer."""
         found = self.flops(context)
         return [found[unit.name] for unit in self.units if unit.is_layer]
 
+    @remember()
     def flops_per_token(self, context: int) -> float:
         """FLOPs of a token in forward and backward of the whole model: what MFU counts."""
-        return self.remember(("per token", context), lambda: flops_per_token(self.whole, context))
+        return flops_per_token(self.whole, context)
 
+    @remember()
     def attentions(self, tp: int, context: int) -> Sequence[AttentionShape | None]:
         """The attention of each layer on a rank of tp, None of one without."""
-        return self.remember(("attentions", tp, context), lambda: attention_shapes(self.text, tp, context))
+        return attention_shapes(self.text, tp, context)
 
     # --- stages
 
+    @remember()
     def stages(
-        self,
-        pp: int,
-        schedule: str = "1f1b",
-        virtual: int = 1,
-        context: int = 4096,
-        layers: Sequence[int] | None = None,
+        self, pp: int, schedule: str, virtual: int, context: int, layers: tuple[int, ...] | None = None
     ) -> tuple[StageBounds, ...]:
         """The stages of a pipeline, in order of computation, cut as a run's are. layers: pipeline.layers. Raises RecipeError
         where there are more stages than layers."""
-        wanted = None if layers is None else list(layers)
-        owners = self.owners(pp, schedule, virtual)
+        flops, owners = self.flops(context), self.owners(pp, schedule, virtual)
+        ends = flops.get("embedding", 0.0), flops.get("head", 0.0)
+        settings = Pipeline(virtual_stages=virtual, layers=None if layers is None else list(layers))
+        return tuple(split_stages(count_layers(settings, self.layer_flops(context), ends, owners)))
 
-        def split() -> tuple[StageBounds, ...]:
-            flops = self.flops(context)
-            ends = flops.get("embedding", 0.0), flops.get("head", 0.0)
-            settings = Pipeline(virtual_stages=virtual, layers=wanted)
-            return tuple(split_stages(count_layers(settings, self.layer_flops(context), ends, owners)))
-
-        return self.remember(("stages", owners, context, layers and tuple(layers)), split)
-
-    def owners(self, pp: int, schedule: str = "1f1b", virtual: int = 1) -> tuple[int, ...]:
+    @remember()
+    def owners(self, pp: int, schedule: str, virtual: int) -> tuple[int, ...]:
         """The rank of each stage."""
         return rank_of_stage(pp, virtual, SCHEDULES[schedule].is_v)
 
@@ -228,21 +223,22 @@ class ModelShape:
 
     def stage_units(self, bounds: StageBounds, degrees: Degrees) -> StageUnits:
         """The units of a stage on a rank with such degrees. Raises what the transforms raise for degrees that do not fit."""
-        ends = bounds.is_first, bounds.is_last
         kinds = self.kinds[bounds.start : bounds.stop]
-        return self.remember((ends, kinds, degrees), lambda: self._find_stage_units(bounds, degrees))
+        return self._find_stage_units(kinds, bounds.is_first, bounds.is_last, degrees)
 
-    def _find_stage_units(self, bounds: StageBounds, degrees: Degrees) -> StageUnits:
+    @remember()
+    def _find_stage_units(self, own: tuple[int, ...], is_first: bool, is_last: bool, degrees: Degrees) -> StageUnits:
+        """own: the kinds of its layers."""
         if self._is_laid_out_whole:
             found = self._lay_out(StageBounds(0, 1, 0, self.num_layers), degrees)
             alone = [(each, 1) for name, each in found.items() if name.startswith("layers.")]
             ends = [each for name, each in found.items() if not name.startswith("layers.")]
             order = _order_groups(list(found.values()))
             return StageUnits(tuple(ends), tuple(alone), order, tuple(range(len(alone))))
-        own = self.kinds[bounds.start : bounds.stop]
         by_kind = {kind: self._layer(kind, degrees) for kind in dict.fromkeys(own)}
-        first = self._end("embedding", bounds, degrees) if bounds.is_first else None
-        last = self._end("head", bounds, degrees) if bounds.is_last else None
+        is_shared = not (is_first and is_last)
+        first = self._end("embedding", is_shared, degrees) if is_first else None
+        last = self._end("head", is_shared, degrees) if is_last else None
         in_order = [each for each in (first, *by_kind.values(), last) if each is not None]
         ends = [each for each in (first, last) if each is not None]
         layers = tuple((by_kind[kind], own.count(kind)) for kind in by_kind)
@@ -255,13 +251,13 @@ class ModelShape:
         bounds = StageBounds(0, 2, 0, 1) if number == 0 else StageBounds(1, 3, number, number + 1)
         return self._lay_out(bounds, degrees)[f"layers.{number}"]
 
-    def _end(self, name: str, bounds: StageBounds, degrees: Degrees) -> RankUnit | None:
-        """Embedding or head. Where one stage has both, what they share is no replica of another stage's."""
+    def _end(self, name: str, is_shared: bool, degrees: Degrees) -> RankUnit | None:
+        """Embedding or head. Where one stage has both, what they share is no replica of another stage's. is_shared: over two."""
         last = StageBounds(1, 2, self.num_layers - 1, self.num_layers)
         # Neither has experts that ranks of ep divide.
         degrees = replace(degrees, ep=1)
         found = self._lay_out(StageBounds(0, 2, 0, 1) if name == "embedding" else last, degrees).get(name)
-        if found is None or bounds.count > 1:
+        if found is None or is_shared:
             return found
         unit = next(each for each in self.units if each.name == name)
         alone = {key: _unshare(layout) for key, layout in found.local.layouts.items() if key in unit.parameters}
@@ -281,15 +277,12 @@ class ModelShape:
             if len(names) > 1
         )
 
+    @remember()
     def _lay_out(self, bounds: StageBounds, degrees: Degrees) -> Mapping[str, RankUnit]:
         """Lay out a stage: its units that have parameters, by name."""
-
-        def lay_out() -> Mapping[str, RankUnit]:
-            plan = self._stage_plan(bounds, degrees)
-            local = lay_out_parameters(copy_stage(self.whole, self.units, bounds, returns_tuple=False), plan)
-            return {unit.name: RankUnit(unit, local) for unit in plan.own_units if unit.parameters}
-
-        return self.remember((bounds, degrees), lay_out)
+        plan = self._stage_plan(bounds, degrees)
+        local = lay_out_parameters(copy_stage(self.whole, self.units, bounds, returns_tuple=False), plan)
+        return {unit.name: RankUnit(unit, local) for unit in plan.own_units if unit.parameters}
 
     def _stage_plan(self, bounds: StageBounds, degrees: Degrees) -> StagePlan:
         tp, ep, expert_tp = degrees.tp, degrees.ep, degrees.expert_tp
@@ -311,12 +304,6 @@ class ModelShape:
             master_dtype=DTYPES.get(recipe.precision.master),
             device=torch.device("cpu"),
         )
-
-    def remember(self, key: Any, make: Callable[[], Any]) -> Any:
-        """The result of `make`, made once for each key. For one thread."""
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
 
 
 def make_shape(config: PretrainedConfig, recipe: Recipe = DEFAULT) -> ModelShape:

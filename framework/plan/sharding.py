@@ -9,13 +9,14 @@ Parameters that are kept are gathered in a step's first forward alone; gradients
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from framework.parallel.zero.unit_buckets import largest_shared
 from framework.plan.candidate import Candidate
-from framework.plan.exposure import Groups, LinkTimes, hide
+from framework.plan.cluster import ClusterRates, Group
+from framework.plan.exposure import Groups, hide
 from framework.plan.profile import Profile
+from framework.plan.remember import remember
 from framework.recipe.schema import Zero
 
 
@@ -52,14 +53,16 @@ class Sharding:
     zero: Zero
     parameter_bytes: float
     gradient_bytes: float
-    links: LinkTimes
+    cluster: ClusterRates
     profile: Profile
-    _known: dict[Any, tuple[float, float, float]] = field(default_factory=dict, repr=False, compare=False)
 
     def time(self, units: Sequence[ShardedUnit], c: Candidate, groups: Groups) -> ShardingTime:
         """Seconds of a stage, whose units are in order of computation."""
         units = [bucket for each in units for bucket in self._in_buckets(each, c)]
-        messages = [self._messages_s(each, c, groups) for each in units]
+        of_dense, of_experts = (groups.shard, groups.replica), (groups.expert_shard, groups.expert_replica)
+        messages = [
+            self._messages_s(each.dense, each.experts, of_dense, of_experts, c.offloads_parameters) for each in units
+        ]
         gathers, reductions, sums = ([each[place] for each in messages] for place in range(3))
         keeps_parameters = c.zero < 3 or self.zero.keep_gathered
         keeps_gradients = c.zero < 2 or self.zero.accumulate == "local"
@@ -98,60 +101,42 @@ class Sharding:
         """Equal layers as they travel: a bucket is a unit of several layers, and one of the rest. Not predicted: buckets of
         unequal layers, with embedding and head, or of weights that come from the host."""
         whole = (unit.dense * c.tp + unit.experts * c.ep * c.expert_tp) * self.parameter_bytes
-        limit = self.zero.bucket_bytes if c.zero and "parameters" not in c.offload else 0
+        limit = self.zero.bucket_bytes if c.zero and not c.offloads_parameters else 0
         together = min(int(limit // whole), unit.count) if 0 < whole <= largest_shared(limit) else 0
         if unit.is_embedding or unit.is_head or together < 2:
             return [unit]
         full, left = divmod(unit.count, together)
         return [_join_layers(unit, n, count) for n, count in ((together, full), (left, 1)) if n and count]
 
-    def _messages_s(self, unit: ShardedUnit, c: Candidate, groups: Groups) -> tuple[float, float, float]:
-        """(gather, reduction, sum over replicas) of a unit. A search asks for the same units beside other computation."""
-        shard, replica, experts, copies = groups.shard, groups.replica, groups.expert_shard, groups.expert_replica
-        axes = (
-            shard.size,
-            shard.nodes,
-            replica.size,
-            replica.nodes,
-            experts.size,
-            experts.nodes,
-            copies.size,
-            copies.nodes,
-        )
-        key = (unit.dense, unit.experts, axes, "parameters" in c.offload)
-        if key not in self._known:
-            self._known[key] = (
-                self._gather_s(unit, c, groups),
-                self._reduce_s(unit, groups),
-                self._sum_s(unit, c, groups),
-            )
-        return self._known[key]
-
-    def _gather_s(self, unit: ShardedUnit, c: Candidate, groups: Groups) -> float:
-        gather, size = self.links.collective, self.parameter_bytes
-        dense = gather("all_gather", unit.dense * size, groups.shard)
-        own = unit.dense / c.shard + unit.experts / groups.expert_shard.size
+    @remember()
+    def _messages_s(
+        self,
+        dense: float,
+        experts: float,
+        of_dense: tuple[Group, Group],
+        of_experts: tuple[Group, Group],
+        uploads: bool,
+    ) -> tuple[float, float, float]:
+        """(gather, reduction, sum over replicas) of a unit of so many elements. of_dense, of_experts: ranks that shard them, and
+        those that have copies of a shard; uploads: shards live on the host."""
+        seconds, wide, narrow = self.cluster.collective, self.gradient_bytes, self.parameter_bytes
+        (shard, replica), (expert_shard, copies) = of_dense, of_experts
+        own_dense, own_experts = dense / shard.size, experts / expert_shard.size
         # Shards that live on the host come up first.
-        upload = own * size / self.links.cluster.host_rate if "parameters" in c.offload else 0.0
-        return upload + dense + gather("all_gather", unit.experts * size, groups.expert_shard)
+        upload = (own_dense + own_experts) * narrow / self.cluster.host_rate if uploads else 0.0
+        gather = upload + seconds("all_gather", dense * narrow, shard)
+        gather += seconds("all_gather", experts * narrow, expert_shard)
+        reduction = seconds("reduce_scatter", dense * wide, shard)
+        reduction += seconds("reduce_scatter", experts * wide, expert_shard)
+        sums = seconds("all_reduce", own_dense * wide, replica) + seconds("all_reduce", own_experts * wide, copies)
+        return gather, reduction, sums
 
     def _copies_s(self, units: Sequence[ShardedUnit], size: float, passes: float, groups: Groups) -> float:
         """Seconds of copying what is gathered or reduced, which the compute device does."""
-        rate = self.links.cluster.memory_rate
+        rate = self.cluster.memory_rate
         dense = sum(each.count * each.dense for each in units) * (groups.shard.size > 1)
         experts = sum(each.count * each.experts for each in units) * (groups.expert_shard.size > 1)
         return passes * size * (dense + experts) / rate
-
-    def _reduce_s(self, unit: ShardedUnit, groups: Groups) -> float:
-        reduce, size = self.links.collective, self.gradient_bytes
-        dense = reduce("reduce_scatter", unit.dense * size, groups.shard)
-        return dense + reduce("reduce_scatter", unit.experts * size, groups.expert_shard)
-
-    def _sum_s(self, unit: ShardedUnit, c: Candidate, groups: Groups) -> float:
-        """Seconds of the sums over replicas of a rank's part of a unit."""
-        reduce, size = self.links.collective, self.gradient_bytes
-        dense = reduce("all_reduce", unit.dense / c.shard * size, groups.replica)
-        return dense + reduce("all_reduce", unit.experts / groups.expert_shard.size * size, groups.expert_replica)
 
     def _forward(self, units: Sequence[ShardedUnit], gathers: Sequence[float]) -> tuple[float, float]:
         """(exposed, hidden) seconds of all gathers in a forward."""

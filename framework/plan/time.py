@@ -12,10 +12,9 @@
 They are the slowest rank's. A step is a pipeline's actions one after another, then the update, on all ranks at once.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from framework.model.precision import DTYPES
 from framework.model.stage import StageBounds
@@ -24,43 +23,37 @@ from framework.parallel.pipeline.simulate import Costs
 from framework.plan.bubble import Lengths, least_length
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import ClusterRates, Collective
-from framework.plan.exposure import (
-    NOTHING,
-    Exposure,
-    Groups,
-    LinkTimes,
-    Overlaps,
-    expose_cp,
-    expose_ep,
-    expose_tp,
-    hide,
-    place_groups,
-)
+from framework.plan.exposure import NOTHING, Exposure, Groups, LayerMessages, hide, place_groups
 from framework.plan.forecast import TimeForecast
-from framework.plan.forecast_memory import memory_model
+from framework.plan.forecast_memory import MemoryModel
 from framework.plan.operators import LayerTimes, UnitWork, Work, read_operators
 from framework.plan.profile import OURS, Profile, Rates
-from framework.plan.settings import Settings
+from framework.plan.remember import remember
 from framework.plan.shape import Degrees, ModelShape, RankUnit
 from framework.plan.sharding import ShardedUnit, Sharding
 from framework.plan.update import Update, expected_goodput
-from framework.recipe.derive import SPLIT_BACKWARDS, compiles
+from framework.recipe.derive import compiles
 from framework.recipe.schema import Recipe
 
 PARTS = (
     *("matmuls", "attention", "elementwise", "recomputation", "tp", "cp", "ep", "pp", "gathers", "reductions"),
     *("contention", "bubble", "optimizer", "offload", "checkpoint", "host"),
 )
+# Fields of a candidate that the seconds of a layer depend on: how ranks divide it, and what they compute of a microbatch.
+DIVISION = ("tp", "ep", "expert_tp", "cp", "ulysses", "is_gather", "sequence", "ranks_per_node")
+WORK = ("tokens", "sequences", "checkpointing", "adds", "offloads_activations", "splits_backward")
 
 Seconds = dict[str, float]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class StageForm:
-    """A stage as far as its time depends on it. bounds: of the first such stage; layers: (kind, number of them), in order."""
+    """A stage as far as its time depends on it. layers: (kind, number of them), in order; bounds: of one such stage."""
 
-    bounds: StageBounds
+    is_first: bool
+    is_last: bool
     layers: tuple[tuple[int, int], ...]
+    bounds: StageBounds = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -95,16 +88,28 @@ class UnitTime:
 
 
 @dataclass
-class StageSum:
-    """A stage's units for one microbatch, before ZeRO. Seconds of its passes, by part in `parts`; `hidden`: of messages under
-    computation, by axis. units: what ZeRO shards, in order of computation."""
+class StageTime:
+    """A stage for one microbatch, and what it takes once a step."""
 
     forward: float = 0.0
+    """Seconds of its forward; `input`, `weight`: of its input and weight gradients."""
     input: float = 0.0
     weight: float = 0.0
     parts: Seconds = field(default_factory=dict)
+    """The same seconds by part; `hidden`: of messages under computation, by axis."""
     hidden: Seconds = field(default_factory=dict)
     units: list[ShardedUnit] = field(default_factory=list)
+    """Units that ZeRO shards, in order of computation."""
+    once: Seconds = field(default_factory=dict)
+    """Seconds of a step, whatever the number of microbatches; `hidden_once` likewise."""
+    hidden_once: Seconds = field(default_factory=dict)
+    owned: float = 0.0
+    """Parameters (elements) that the rank's optimizer updates."""
+
+    @property
+    def microbatch(self) -> float:
+        """Seconds of one microbatch."""
+        return self.forward + self.input + self.weight
 
     def add(self, unit: UnitTime, count: int, elements: tuple[float, float], end: str = "") -> None:
         """Add equal units. elements: (dense, of experts) of one on a rank, before ZeRO; end: embedding or head, "" for layers."""
@@ -128,29 +133,6 @@ class StageSum:
 
 
 @dataclass(frozen=True)
-class StageTime:
-    """A stage with ZeRO's messages."""
-
-    forward: float
-    """Seconds of a microbatch's forward; `input`, `weight`: of its input and weight gradients."""
-    input: float
-    weight: float
-    parts: Mapping[str, float]
-    """The same seconds by part; `hidden`: of messages under computation, by axis."""
-    hidden: Mapping[str, float]
-    once: Mapping[str, float]
-    """Seconds of a step, whatever the number of microbatches; `hidden_once` likewise."""
-    hidden_once: Mapping[str, float]
-    owned: float
-    """Parameters (elements) that the rank's optimizer updates."""
-
-    @cached_property
-    def microbatch(self) -> float:
-        """Seconds of one microbatch."""
-        return self.forward + self.input + self.weight
-
-
-@dataclass(frozen=True)
 class PipelineTimes:
     """All ranks of a pipeline. stages: in order; by rank: seconds of its microbatches (busy), of what comes once a step (late),
     the update's parts, elements that it updates."""
@@ -170,7 +152,7 @@ class PipelineTimes:
 
 class TimeModel:
     """Step-time forecasts of one model with one recipe's choices on one cluster. profile: of the implementation, by default ours.
-    What layouts share is memoized. For one thread."""
+    For one thread."""
 
     def __init__(self, shape: ModelShape, settings: Recipe, cluster: ClusterRates, profile: Profile | None = None):
         compute = settings.precision.compute
@@ -178,45 +160,37 @@ class TimeModel:
         itemsize = {"fp32": 4, "fp64": 8}.get(dtype, 2)
         self.shape, self.settings, self.cluster = shape, settings, cluster
         self.profile = profile or OURS
-        if compiles(settings.memory):
+        if compiles(settings):
             self.profile = self.profile.fused()
-        self.rates, self.links = Rates(cluster, self.profile, dtype, itemsize), LinkTimes(cluster, itemsize)
-        memory = settings.memory
-        overlaps = Overlaps(
-            is_async=settings.parallel.overlap == "always",
-            regathers=memory.gathered_inputs == "regather",
-            halves=settings.parallel.expert_overlap,
-            keeps_attention="attention" in memory.kept_operations,
-        )
-        self._overlaps = overlaps, replace(overlaps, splits=True)
+        self.rates = Rates(cluster, self.profile, dtype, itemsize)
         gathered = 1.0 if dtype == "fp8" else float(itemsize)
         reduced = float(DTYPES[settings.precision.reduce].itemsize)
-        self.sharding = Sharding(settings.zero, gathered, reduced, self.links, self.profile)
+        self.sharding = Sharding(settings.zero, gathered, reduced, cluster, self.profile)
         self.update = Update(settings, cluster, self.profile, itemsize)
-        self.memory = memory_model(shape, Settings.of(settings))
+        self.memory = MemoryModel.of(shape, settings)
         self._lengths = Lengths()
-        self._known: dict[Any, Any] = {}
 
     def forecast(self, candidate: Candidate) -> TimeForecast:
         """The step time of a candidate that the model and the recipe allow."""
-        c, groups = candidate, self.groups(candidate)
-        ranks, owners = self.ranks(c, groups), self.stages(c)[2]
+        c = candidate
+        ranks, owners = self.ranks(c), self.stages(c)[1]
         own = [stage for stage, owner in zip(ranks.stages, owners, strict=True) if owner == ranks.slowest]
         parts, hidden = self._add_up(own, c)
-        parts["bubble"] = max(self._length(c, groups, ranks) - ranks.busy[ranks.slowest], 0.0)
+        parts["bubble"] = max(self._length(c, ranks) - ranks.busy[ranks.slowest], 0.0)
         for name, seconds in ranks.updates[ranks.slowest].items():
             parts[name] += seconds
         # A number for each parameter is summed beside loss and norm.
         flags = 8.0 * len(self.shape.groups)
-        parts["optimizer"] += self.links.collective("all_reduce", flags, groups.world)
+        parts["optimizer"] += self.cluster.collective("all_reduce", flags, self.groups(c).world)
         parts["host"] += self.profile.step_s
         return self._conclude(c, parts, hidden, max(ranks.owned))
 
-    def ranks(self, c: Candidate, groups: Groups) -> PipelineTimes:
+    def ranks(self, c: Candidate) -> PipelineTimes:
         """The stages and the work of each rank of the pipeline."""
-        forms, order, owners = self.stages(c)
-        found = [self.stage(form, c, groups) for form in forms]
-        stages = [found[index] for index in order]
+        forms, owners = self.stages(c)
+        # Virtual stages are dozens, and most of them are alike.
+        found = {form: self.stage(c, form) for form in dict.fromkeys(forms)}
+        stages = [found[form] for form in forms]
         busy, late, owned = ([0.0] * c.pp for _ in range(3))
         for stage, owner in zip(stages, owners, strict=True):
             busy[owner] += c.accumulation * stage.microbatch
@@ -228,8 +202,7 @@ class TimeModel:
 
     def costs(self, candidate: Candidate) -> Costs:
         """Seconds of each stage's actions for one microbatch, and of a message: the simulator's costs of a step's timeline."""
-        groups = self.groups(candidate)
-        return self._costs(candidate, groups, self.ranks(candidate, groups).stages)
+        return self.costs_of(candidate, self.ranks(candidate).stages)
 
     def _add_up(self, own: Sequence[StageTime], c: Candidate) -> tuple[Seconds, Seconds]:
         parts: Seconds = dict.fromkeys(PARTS, 0.0)
@@ -267,74 +240,56 @@ class TimeModel:
             self.times(c.context).operators.estimated,
         )
 
-    def _length(self, c: Candidate, groups: Groups, ranks: PipelineTimes) -> float:
+    def _length(self, c: Candidate, ranks: PipelineTimes) -> float:
         """Seconds of the pipeline's actions, from the first to the last of all ranks."""
         if c.pp == 1:
             return ranks.busy[0]
-        costs, owners = self._costs(c, groups, ranks.stages), self.stages(c)[2]
+        costs, owners = self.costs_of(c, ranks.stages), self.stages(c)[1]
         # The remembered path need not be the longest for these costs.
         least = least_length(c.schedule, owners, c.accumulation, costs)
         return max(self._lengths.length(c.schedule, c.pp, c.accumulation, costs), least, sum(ranks.busy) / c.pp)
 
-    def _costs(self, c: Candidate, groups: Groups, stages: Sequence[StageTime]) -> Costs:
+    def costs_of(self, c: Candidate, stages: Sequence[StageTime]) -> Costs:
+        """`costs` of these stages."""
         return Costs(
             [each.forward for each in stages],
             [each.input for each in stages],
             [each.weight for each in stages],
-            self._message_s(c, groups),
+            self._message_s(c),
         )
 
-    def _message_s(self, c: Candidate, groups: Groups) -> float:
+    def _message_s(self, c: Candidate) -> float:
         outside = c.tokens / c.tp if c.sequence else c.tokens
-        return self.links.message(outside * self.shape.hidden * self.rates.itemsize, groups.pp)
+        return self.cluster.message(outside * self.shape.hidden * self.rates.itemsize, self.groups(c).pp)
 
+    @remember("dp", "cp", "tp", "pp", "ep", "expert_tp", "ulysses", "shard", "ranks_per_node")
     def groups(self, c: Candidate) -> Groups:
         """The groups of a candidate's axes."""
-        key = (c.dp, c.cp, c.tp, c.pp, c.ep, c.expert_tp, c.ulysses, c.shard, c.ranks_per_node)
-        return self._remember(key, lambda: place_groups(c))
+        return place_groups(c)
 
+    @remember()
     def times(self, context: int) -> LayerTimes:
         """Seconds of units, with sequences of `context` tokens."""
+        operators = read_operators(self.shape.whole, self.shape.units, context)
+        return LayerTimes(operators, self.rates, frozenset(self.settings.memory.kept_operations))
 
-        def read() -> LayerTimes:
-            operators = read_operators(self.shape.whole, self.shape.units, context)
-            return LayerTimes(operators, self.rates, frozenset(self.settings.memory.kept_operations))
-
-        return self._remember(("times", context), read)
-
-    def stages(self, c: Candidate) -> tuple[Sequence[StageForm], Sequence[int], Sequence[int]]:
-        """(stages that differ, which of them each stage is, the rank of each)."""
-        return self._remember(("stages", c.pp, c.schedule, c.virtual, c.context), lambda: self._find_stages(c))
-
-    def _find_stages(self, c: Candidate) -> tuple[Sequence[StageForm], Sequence[int], Sequence[int]]:
-        layers = self.memory.pipelines.settings.layers(c)
-        bounds = self.shape.stages(c.pp, c.schedule, c.virtual, c.context, layers)
-        numbers: dict[Any, int] = {}
-        forms: list[StageForm] = []
-        order: list[int] = []
-        for each in bounds:
+    @remember("pp", "schedule", "virtual", "context")
+    def stages(self, c: Candidate) -> tuple[Sequence[StageForm], Sequence[int]]:
+        """(the form of each stage, the rank of each)."""
+        layers, forms = self.memory.pipelines.layers(c), []
+        for each in self.shape.stages(c.pp, c.schedule, c.virtual, c.context, layers):
             kinds = self.shape.kinds[each.start : each.stop]
             counted = tuple((kind, kinds.count(kind)) for kind in dict.fromkeys(kinds))
-            key = each.is_first, each.is_last, counted
-            if key not in numbers:
-                numbers[key] = len(forms)
-                forms.append(StageForm(each, counted))
-            order.append(numbers[key])
-        return forms, order, self.shape.owners(c.pp, c.schedule, c.virtual)
+            forms.append(StageForm(each.is_first, each.is_last, counted, each))
+        return forms, self.shape.owners(c.pp, c.schedule, c.virtual)
 
-    def stage(self, form: StageForm, c: Candidate, groups: Groups) -> StageTime:
+    @remember(*DIVISION, *WORK, "dp", "pp", "zero", "shard", "offloads_parameters")
+    def stage(self, c: Candidate, form: StageForm) -> StageTime:
         """A stage with ZeRO's messages."""
-        ranks = (c.tp, c.ep, c.expert_tp, c.cp, c.ulysses, c.is_gather, c.shard)
-        goes = ("activations" in c.offload, "parameters" in c.offload)
-        work = (c.tokens, c.sequences, c.sequence, c.checkpointing, c.zero, c.accumulation > 1, goes)
-        key = ("stage", id(form), ranks, work, c.schedule in SPLIT_BACKWARDS, c.dp, c.pp, c.ranks_per_node)
-        return self._remember(key, lambda: self._find_stage(form, c, groups))
-
-    def _find_stage(self, form: StageForm, c: Candidate, groups: Groups) -> StageTime:
-        units, profile = self.sum_units(form, c, groups), self.profile
+        units, profile, groups = self.sum_units(c, form), self.profile, self.groups(c)
         sharding = self.sharding.time(units.units, c, groups)
         # A message to or from a neighbour may hold the rank up.
-        waits = self._message_s(c, groups) * (1 - profile.hides_p2p) if c.pp > 1 else 0.0
+        waits = self._message_s(c) * (1 - profile.hides_p2p) if c.pp > 1 else 0.0
         host_s, (forward_gather, backward_gather) = profile.microbatch_s, sharding.gathers
         hidden = units.hidden | {"shard": sharding.hidden}
         # Copy engines carry transfers to the host and back.
@@ -356,39 +311,40 @@ class TimeModel:
         }
         experts = groups.expert_shard.size
         owned = sum(each.count * (each.dense / c.shard + each.experts / experts) for each in units.units)
-        return StageTime(forward, inputs, units.weight, parts, hidden, once, {"shard": sharding.hidden_once}, owned)
+        return replace(
+            units,
+            forward=forward,
+            input=inputs,
+            parts=parts,
+            hidden=hidden,
+            once=once,
+            hidden_once={"shard": sharding.hidden_once},
+            owned=owned,
+        )
 
-    def sum_units(self, form: StageForm, c: Candidate, groups: Groups) -> StageSum:
+    @remember(*DIVISION, *WORK, "world")
+    def sum_units(self, c: Candidate, form: StageForm) -> StageTime:
         """A stage's units, before ZeRO."""
-        ranks = (c.tp, c.ep, c.expert_tp, c.cp, c.ulysses, c.is_gather, c.ranks_per_node, c.world)
-        work = (c.tokens, c.sequences, c.sequence, c.checkpointing, c.accumulation > 1, "activations" in c.offload)
-        key = ("sum", id(form), ranks, work, c.schedule in SPLIT_BACKWARDS)
-        return self._remember(key, lambda: self._find_sum(form, c, groups))
-
-    def _find_sum(self, form: StageForm, c: Candidate, groups: Groups) -> StageSum:
-        total, elements, bounds = StageSum(), self.elements(form, c), form.bounds
+        total, elements, bounds = StageTime(), self._elements(c, form), form.bounds
         times = self.times(c.context)
         if bounds.is_first:
-            total.add(self.end(times.embedding(c), c, groups), 1, elements["embedding"], "embedding")
+            total.add(self.end(c, times.embedding(c)), 1, elements["embedding"], "embedding")
         count = bounds.stop - bounds.start
         grouped = (count - count_groups(count)) / count if c.checkpointing == "sqrt" else 0.0
         for kind, number in form.layers:
-            total.add(self.layer(kind, c, groups, grouped), number, elements[kind])
+            total.add(self.layer(c, kind, grouped), number, elements[kind])
         if bounds.is_last:
             head = times.head(c, self.memory.activations.is_chunked(c))
-            total.add(self.end(head, c, groups), 1, elements["head"], "head")
+            total.add(self.end(c, head), 1, elements["head"], "head")
         return total
 
-    def layer(self, kind: int, c: Candidate, groups: Groups, grouped: float) -> UnitTime:
+    def layer(self, c: Candidate, kind: int, grouped: float) -> UnitTime:
         """A layer with its messages. grouped: as `UnitTime.grouped`."""
-        layer = self.times(c.context).operators.layers[self.shape.kinds.index(kind)]
-        work = self.times(c.context).layer(layer, c)
-        own = self._overlaps[c.schedule in SPLIT_BACKWARDS]
-        found = {
-            axis: expose(layer, work, c, groups, self.links, self.profile, own)
-            for axis, expose in (("tp", expose_tp), ("cp", expose_cp), ("ep", expose_ep))
-        }
-        if "activations" in c.offload:
+        times, number = self.times(c.context), self.shape.kinds.index(kind)
+        layer, work = times.operators.layers[number], times.layer(c, number)
+        messages = LayerMessages(layer, work, c, self.groups(c), self.rates, self.settings)
+        found = {"tp": messages.tp(), "cp": messages.cp(), "ep": messages.ep()}
+        if c.offloads_activations:
             found["offload"] = self._offload(work, c)
         return UnitTime(work, {axis: each for axis, each in found.items() if each is not NOTHING}, grouped)
 
@@ -399,28 +355,26 @@ class TimeModel:
         late_back, hidden_back = hide(seconds, work.backward)
         return Exposure(late, late_back, hidden + hidden_back)
 
-    def end(self, work: UnitWork, c: Candidate, groups: Groups) -> UnitTime:
+    def end(self, c: Candidate, work: UnitWork) -> UnitTime:
         """Embedding or head, with the border of hidden states that a divided vocabulary needs."""
         if c.tp == 1:
             return UnitTime(work)
+        groups = self.groups(c)
         num_bytes = c.tokens * self.shape.hidden * self.rates.itemsize
         kinds: tuple[Collective, Collective] = ("all_gather", "reduce_scatter")
         if c.sequence:
-            gather, scatter = (self.links.collective(kind, num_bytes, groups.tp) for kind in kinds)
+            gather, scatter = (self.cluster.collective(kind, num_bytes, groups.tp) for kind in kinds)
         else:
-            gather, scatter = 0.0, self.links.collective("all_reduce", num_bytes, groups.tp)
+            gather, scatter = 0.0, self.cluster.collective("all_reduce", num_bytes, groups.tp)
         # The embedding's sum leaves in forward, the head's in backward, under its weight gradient.
         if not work.column:
             return UnitTime(work, {"tp": Exposure(scatter, gather)})
         late, hidden = hide(scatter, self.profile.hides_tp_gradient * work.column)
         return UnitTime(work, {"tp": Exposure(gather, late, hidden)})
 
-    def elements(self, form: StageForm, c: Candidate) -> Mapping[int | str, tuple[float, float]]:
+    @remember("tp", "ep", "expert_tp", "sequence")
+    def _elements(self, c: Candidate, form: StageForm) -> Mapping[int | str, tuple[float, float]]:
         """(dense, of experts) of a unit's parameters on a rank, by kind of layer, and of embedding and head."""
-        key = ("elements", id(form), c.tp, c.ep, c.expert_tp, c.sequence)
-        return self._remember(key, lambda: self._find_elements(form, c))
-
-    def _find_elements(self, form: StageForm, c: Candidate) -> Mapping[int | str, tuple[float, float]]:
         units = self.shape.stage_units(form.bounds, Degrees.of(c))
         found: dict[int | str, tuple[float, float]] = {"embedding": (0.0, 0.0), "head": (0.0, 0.0)}
         found |= {each.unit.name: self._count(each) for each in units.ends}
@@ -438,8 +392,3 @@ class TimeModel:
             layout.numel_local for name, layout in unit.layouts.items() if prefixes and name.startswith(prefixes)
         )
         return float(unit.numel - of_experts), float(of_experts)
-
-    def _remember(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]

@@ -8,13 +8,14 @@ states         the same with ZeRO's messages and the update: all of a forecast b
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from framework.parallel.pipeline.simulate import Costs
 from framework.plan.bubble import least_length
 from framework.plan.candidate import Candidate
-from framework.plan.time import TimeModel
+from framework.plan.remember import remember
+from framework.plan.time import DIVISION, WORK, TimeModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +23,6 @@ class TimeBounds:
     """Lower bounds for one model, recipe and cluster."""
 
     model: TimeModel
-    _means: dict[object, float] = field(default_factory=dict, repr=False)
 
     @cached_property
     def gains_by_size(self) -> bool:
@@ -43,24 +43,24 @@ class TimeBounds:
         by their size and their number divides that of `c`."""
         # A large microbatch may have its loss in chunks, which computes the head once more, and a small one not.
         is_chunked = self.model.memory.activations.is_chunked(smallest or c)
-        ranks = (c.tp, c.sequence, c.cp, c.ulysses, c.is_gather, c.ep, c.expert_tp, c.ranks_per_node, c.world)
-        work = (c.tokens, c.sequences, c.context, c.checkpointing, "activations" in c.offload, c.accumulation > 1)
-        key = (ranks, work, is_chunked)
-        if key not in self._means:
-            # Schedules with whole backwards hide most messages.
-            c, model, groups = c.changed({"schedule": "1f1b"}), self.model, self.model.groups(c)
-            units = [(model.layer(kind, c, groups, 0.0), count) for kind, count in self._kinds.items()]
-            times = model.times(c.context)
-            units += [(model.end(work, c, groups), 1) for work in (times.embedding(c), times.head(c, is_chunked))]
-            self._means[key] = sum(count * each.seconds for each, count in units)
-        return self._means[key] * c.accumulation / c.pp + self.model.profile.step_s
+        # Schedules with whole backwards hide most messages.
+        one_s = self._all_units(c.changed({"schedule": "1f1b"}), is_chunked)
+        return one_s * c.accumulation / c.pp + self.model.profile.step_s
+
+    @remember(*DIVISION, *WORK, "world")
+    def _all_units(self, c: Candidate, is_chunked: bool) -> float:
+        """Seconds of all units for a microbatch."""
+        model, times = self.model, self.model.times(c.context)
+        units = [(model.layer(c, kind, 0.0), count) for kind, count in self._kinds.items()]
+        units += [(model.end(c, work), 1) for work in (times.embedding(c), times.head(c, is_chunked))]
+        return sum(count * each.seconds for each, count in units)
 
     def stages(self, c: Candidate) -> float:
         """Seconds wherever states are kept."""
-        model, (forms, order, owners) = self.model, self.model.stages(c)
-        groups, host_s = model.groups(c), model.profile.microbatch_s
-        sums = [model.sum_units(form, c, groups) for form in forms]
-        own = [sums[index] for index in order]
+        model, (forms, owners) = self.model, self.model.stages(c)
+        host_s = model.profile.microbatch_s
+        sums = {form: model.sum_units(c, form) for form in dict.fromkeys(forms)}
+        own = [sums[form] for form in forms]
         costs = Costs(
             [each.forward + host_s / 3 for each in own],
             [each.input + 2 * host_s / 3 for each in own],
@@ -72,14 +72,9 @@ class TimeBounds:
     def states(self, c: Candidate) -> float:
         """Seconds with states where `c` keeps them."""
         model = self.model
-        ranks = model.ranks(c, model.groups(c))
-        costs = Costs(
-            [each.forward for each in ranks.stages],
-            [each.input for each in ranks.stages],
-            [each.weight for each in ranks.stages],
-            0.0,
-        )
-        return self._length(c, model.stages(c)[2], costs) + ranks.late[ranks.slowest] + model.profile.step_s
+        ranks = model.ranks(c)
+        costs = replace(model.costs_of(c, ranks.stages), message=0.0)
+        return self._length(c, model.stages(c)[1], costs) + ranks.late[ranks.slowest] + model.profile.step_s
 
     def _length(self, c: Candidate, owners: Sequence[int], costs: Costs) -> float:
         if c.pp == 1:

@@ -12,25 +12,24 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from framework.recipe.derive import count_ranks, find_world_problems
+from framework.recipe.derive import count_dp, find_world_problems
+from framework.recipe.keys import default_of
 from framework.recipe.origins import find_file, origin_of, remove_origin
+from framework.recipe.overrides import list_defaults
 from framework.recipe.problem import COMMAND_LINE, DEFAULT, Problem, label_of
 from framework.recipe.schema import Recipe
 
-# (the key that is stated, the keys that it replaces).
+# (the key that is stated, keys that it replaces, its effect on the first where values alone do not tell that both were meant).
 ALTERNATIVES = (
-    ("batch.tokens_per_step", ("batch.sequences_per_step",)),
-    ("batch.sequences_per_step", ("batch.tokens_per_step",)),
-    ("launch.ranks", ("launch.nodes",)),
-    ("train.steps", ("train.epochs",)),
-    ("checkpoint.every_minutes", ("checkpoint.interval", "checkpoint.mtbf_hours")),
-    ("data.bpe_vocab", ("model.tokenizer",)),
-    ("model.tokenizer", ("data.bpe_vocab",)),
-)
-# (a key, another that replaces it, its effect), where values alone do not tell that both were meant.
-TWICE = (
-    ("train.steps", "train.epochs", "sets the number of steps too"),
-    ("checkpoint.every_minutes", "checkpoint.interval", "says how often too"),
+    ("batch.tokens_per_step", ("batch.sequences_per_step",), ""),
+    ("batch.sequences_per_step", ("batch.tokens_per_step",), ""),
+    ("launch.ranks", ("launch.nodes",), ""),
+    # With SLURM only: an experiment for one node becomes one for two by `launch=slurm launch.nodes=2`.
+    ("launch.nodes", ("launch.ranks",), ""),
+    ("train.steps", ("train.epochs",), "sets the number of steps too"),
+    ("checkpoint.every_minutes", ("checkpoint.interval", "checkpoint.mtbf_hours"), "says how often too"),
+    ("data.bpe_vocab", ("model.tokenizer",), ""),
+    ("model.tokenizer", ("data.bpe_vocab",), ""),
 )
 # Keys that state the model: then nothing remains of a model's recipe that nobody has chosen.
 MODEL_STATED = ("model.weights", "model.config_file")
@@ -56,21 +55,20 @@ def strength_of(origin: str) -> int:
 def let_statements_win(plain: dict[str, Any], origins: dict[str, str]) -> list[Problem]:
     """Set alternatives of what is stated nearer to the user to null. Returns the problems of alternatives that are both on the
     command line, where one would silently override the other."""
-    _let_ranks_follow(plain.get("launch"), origins)
-    for stated, others in ALTERNATIVES:
-        own = strength_of(origins.get(stated, DEFAULT))
-        if own < 1 or _value_of(plain, stated) is None:
+    problems = []
+    for stated, others, effect in ALTERNATIVES:
+        own, value = strength_of(origins.get(stated, DEFAULT)), _value_of(plain, stated)
+        if own < 1 or value is None or (stated == "launch.nodes" and _value_of(plain, "launch.kind") != "slurm"):
             continue
         for other in others:
             if _value_of(plain, other) is not None and strength_of(origins.get(other, DEFAULT)) < own:
                 group, _, name = other.rpartition(".")
-                plain[group][name] = None
+                plain.setdefault(group, {})[name] = None
                 origins[other] = f"follows from {stated}"
-    problems = []
-    for key, other, does in TWICE:
-        value, others = _value_of(plain, key), _value_of(plain, other)
-        if origins.get(key) == origins.get(other) == COMMAND_LINE and None not in (value, others):
-            problems.append(Problem(key, value, f"{other}={others} {does}", f"give {key} or {other}", COMMAND_LINE))
+        is_typed = origins.get(stated) == origins.get(others[0]) == COMMAND_LINE
+        if effect and is_typed and (beside := _value_of(plain, others[0])) is not None:
+            message = f"{others[0]}={beside} {effect}"
+            problems.append(Problem(stated, value, message, f"give {stated} or {others[0]}", COMMAND_LINE))
     return problems
 
 
@@ -83,9 +81,10 @@ def drop_unchosen_model(
     written = OmegaConf.to_container(tree, resolve=False)
     model = written.get("model") if isinstance(written, dict) else None
     stated = [key for key in MODEL_STATED if isinstance(model, dict) and model.get(key.partition(".")[2]) is not None]
-    if not stated or "model" in chosen or (file := _default_model(folders)) is None:
+    if not stated or "model" in chosen:
         return
-    label = label_of(file)
+    file = find_file(f"model/{list_defaults(folders).get('model')}", folders)
+    label = label_of(file) if file is not None else None
     for key in [key for key, origin in origins.items() if origin.rpartition(":")[0] == label]:
         # A config has no tokenizer beside it.
         if stated == ["model.config_file"] and not key.startswith("model."):
@@ -106,22 +105,12 @@ def let_microbatch_follow(recipe: Recipe, origins: dict[str, str]) -> Recipe:
     sequences, rest = batch.sequences_per_step or 0, 0
     if batch.tokens_per_step is not None:
         sequences, rest = divmod(batch.tokens_per_step, batch.context)
-    dp = parallel.dp or count_ranks(recipe) // (parallel.tp * parallel.pp * parallel.cp)
-    share, uneven = divmod(sequences, dp)
+    share, uneven = divmod(sequences, count_dp(recipe))
     if rest or uneven or not share or share % batch.sequences_per_microbatch == 0:
         return recipe
     fitting = max(each for each in range(1, batch.sequences_per_microbatch + 1) if share % each == 0)
     origins[key] = "follows from the batch and the ranks"
     return replace(recipe, batch=replace(batch, sequences_per_microbatch=fitting))
-
-
-def _let_ranks_follow(launch: Any, origins: dict[str, str]) -> None:
-    """Let `launch.nodes` of the command line override a file's `launch.ranks`, which makes an experiment for one node one for
-    two: `experiment=pretrain_gpt2 launch=slurm launch.nodes=2`. Other keys on the command line still have to agree."""
-    typed = {key for key in ("launch.nodes", "launch.ranks") if origins.get(key) == COMMAND_LINE}
-    if typed == {"launch.nodes"} and isinstance(launch, dict) and launch.get("kind") == "slurm" and launch.get("nodes"):
-        launch["ranks"] = None
-        origins["launch.ranks"] = "follows from launch.nodes"
 
 
 def _delete(tree: DictConfig, key: str) -> None:
@@ -134,16 +123,8 @@ def _delete(tree: DictConfig, key: str) -> None:
             _delete(tree, group)
 
 
-def _default_model(folders: Sequence[Path]) -> Path | None:
-    """The file of the model that config.yaml's defaults choose."""
-    config = find_file("config", folders)
-    tree = OmegaConf.load(config) if config is not None else None
-    defaults = tree.get("defaults", []) if isinstance(tree, DictConfig) else []
-    names = [entry["model"] for entry in defaults if isinstance(entry, DictConfig) and "model" in entry]
-    return find_file(f"model/{names[0]}", folders) if names and names[0] else None
-
-
 def _value_of(plain: Mapping[str, Any], key: str) -> Any:
+    """The value of a key, of the schema where none is written."""
     group, _, name = key.rpartition(".")
-    values = plain.get(group)
-    return values.get(name) if isinstance(values, dict) else None
+    values = plain.get(group, {})
+    return values.get(name, default_of(key)) if isinstance(values, dict) else None

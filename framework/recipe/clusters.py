@@ -84,30 +84,21 @@ def is_local(recipe: Recipe) -> bool:
     return recipe.launch.kind == "local"
 
 
-def find_crowded_nodes(recipe: Recipe) -> Iterator[Problem]:
-    """Nodes with more ranks than devices."""
-    here, launch = count_devices_of_node(recipe), recipe.launch
-    if here is None:
+def refuse_crowded_nodes(recipe: Recipe) -> None:
+    """Raise RecipeError where a node has fewer devices than ranks, which no forecast covers."""
+    here, launch, ranks = count_devices_of_node(recipe), recipe.launch, count_ranks(recipe)
+    if here is None or ranks <= here:
         return
-    name = find_cluster(recipe)[0].name
-    if is_local(recipe) and (ranks := count_ranks(recipe)) > here:
-        message = (
-            f"launch.kind=local is one machine, and a node of {name} has {here} devices (cluster.devices_per_node)"
-        )
+    name, key, value = find_cluster(recipe)[0].name, "launch.ranks_per_node", launch.ranks_per_node
+    message = f"a node of {name} has {here} devices (cluster.devices_per_node)"
+    fix = f"launch.ranks_per_node={here}, of which more nodes follow; or cluster=FILE of your machine"
+    if is_local(recipe):
+        key, value, message = "launch.ranks", ranks, f"launch.kind=local is one machine, and {message}"
         fix = (
             f"launch.kind=slurm launch.ranks_per_node={here}; or at most {here} ranks; or cluster=FILE of your machine"
         )
-        yield Problem("launch.ranks", ranks, message, fix)
-    elif not is_local(recipe) and launch.ranks_per_node > here and count_ranks(recipe) > here:
-        message = f"a node of {name} has {here} devices (cluster.devices_per_node)"
-        fix = f"launch.ranks_per_node={here}, of which more nodes follow; or cluster=FILE of your machine"
-        yield Problem("launch.ranks_per_node", launch.ranks_per_node, message, fix)
-
-
-def refuse_crowded_nodes(recipe: Recipe) -> None:
-    """Raise RecipeError where a node has fewer devices than ranks, which no forecast covers."""
-    if problems := list(find_crowded_nodes(recipe)):
-        raise RecipeError(render_problems(problems))
+    if value > here:
+        raise RecipeError(render_problems([Problem(key, value, message, fix)]))
 
 
 def find_cluster_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -138,7 +129,7 @@ def find_cluster_problems(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"cluster.links.{kind}.nodes", link.nodes, "must begin with 1 and rise", "such as [1, 2, 4, 8]"
             )
-        yield from _find_curve_problems(f"cluster.links.{kind}.measured", link.measured, "10^6 bytes, microseconds")
+        yield from _find_table_problems(f"cluster.links.{kind}.measured", link.measured, "10^6 bytes, microseconds", 1)
 
 
 def _find_matmul_problems(cluster: Cluster) -> Iterator[Problem]:
@@ -150,28 +141,22 @@ def _find_matmul_problems(cluster: Cluster) -> Iterator[Problem]:
     for dtype, matmul in cluster.matmul.items():
         columns = "rows, inner, columns, TFLOP/s"
         for name in ("measured", "gradient"):
-            yield from _find_grid_problems(f"cluster.matmul.{dtype}.{name}", getattr(matmul, name), columns, 3)
+            yield from _find_table_problems(f"cluster.matmul.{dtype}.{name}", getattr(matmul, name), columns, 3)
         columns = "context, features of a head, TFLOP/s in forward, TFLOP/s in backward"
-        yield from _find_grid_problems(f"cluster.matmul.{dtype}.attention", matmul.attention, columns, 2)
-    yield from _find_curve_problems("cluster.memory_measured", cluster.memory_measured, "10^6 bytes, 10^9 bytes/s")
+        yield from _find_table_problems(f"cluster.matmul.{dtype}.attention", matmul.attention, columns, 2)
+    yield from _find_table_problems("cluster.memory_measured", cluster.memory_measured, "10^6 bytes, 10^9 bytes/s", 1)
 
 
-def _find_grid_problems(key: str, measured: Sequence[Sequence[float]], columns: str, axes: int) -> Iterator[Problem]:
-    """Entries that are not a grid. columns: their values, of which the first `axes` are the grid's."""
-    if any(len(row) != 1 + columns.count(",") or min(row) <= 0 for row in measured):
-        yield Problem(key, None, f"each entry must be [{columns}], all above 0", MEASURE_ANEW)
-        return
+def _find_table_problems(key: str, measured: Sequence[Sequence[float]], columns: str, axes: int) -> Iterator[Problem]:
+    """Entries that are not a grid of their first `axes` values, or with one axis not a rising curve. columns: their values."""
     shapes = {tuple(row[:axes]) for row in measured}
-    sizes = [len({shape[axis] for shape in shapes}) for axis in range(axes)]
-    if shapes and not len(shapes) == len(measured) == prod(sizes):
-        message = f"{len(measured)} entries are not a grid of {' x '.join(map(str, sizes))} shapes"
-        first, *others = columns.split(", ")[:axes]
-        yield Problem(key, None, message, f"each {first} with each {' and '.join(others)}, once")
-
-
-def _find_curve_problems(key: str, measured: Sequence[Sequence[float]], columns: str) -> Iterator[Problem]:
-    """Entries that are not a rising curve. columns: their values, of which the first rises."""
     if any(len(row) != 1 + columns.count(",") or min(row) <= 0 for row in measured):
         yield Problem(key, None, f"each entry must be [{columns}], all above 0", MEASURE_ANEW)
-    elif any(low[0] >= high[0] for low, high in pairwise(measured)):
+    elif axes == 1 and any(low[0] >= high[0] for low, high in pairwise(measured)):
         yield Problem(key, None, f"the first number of [{columns}] must rise", "sort the entries by it")
+    elif axes > 1 and shapes:
+        sizes = [len(set(values)) for values in zip(*shapes, strict=True)]
+        if not len(shapes) == len(measured) == prod(sizes):
+            message = f"{len(measured)} entries are not a grid of {' x '.join(map(str, sizes))} shapes"
+            first, *others = columns.split(", ")[:axes]
+            yield Problem(key, None, message, f"each {first} with each {' and '.join(others)}, once")

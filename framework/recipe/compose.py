@@ -27,7 +27,7 @@ from framework.recipe.layout_keys import LAYOUT_KEYS
 from framework.recipe.origins import origin_of
 from framework.recipe.overrides import apply_values, expand_sweep, parse_overrides
 from framework.recipe.problem import COMMAND_LINE, Problem, label_of, render_problems
-from framework.recipe.saved import apply_cluster, apply_layout, load_recipe, read_base, save_recipe
+from framework.recipe.saved import LAYOUT, apply_part, load_recipe, read_base, save_recipe
 from framework.recipe.schema import Recipe
 from framework.recipe.suggest import nearest
 
@@ -73,8 +73,7 @@ def compose(overrides: Iterable[str], recipe_dirs: Sequence[Path] = (), base: Pa
     folders = search_path(recipe_dirs)
     command = parse_overrides(overrides, folders)
     tree, origins, unread = compose_files(folders, command.choices) if base is None else read_base(base)
-    misplaced = [problem for file in command.layouts for problem in apply_layout(tree, file, origins)]
-    misplaced += [problem for file in command.clusters for problem in apply_cluster(tree, file, origins)]
+    misplaced = [problem for part, file in command.parts for problem in apply_part(tree, part, file, origins)]
     misplaced += apply_values(tree, command.values, origins)
     if base is None:
         drop_unchosen_model(tree, origins, folders, [choice.key_or_group for choice in command.choices])
@@ -113,21 +112,13 @@ def _resolve_group(
         try:
             if path == "launch.environment" and isinstance(value, str):
                 tree[name] = value = keep_references(value)
-            plain[name] = _resolve_value(tree, name, value)
+            if _VOLATILE.search(str(value)):
+                raise OmegaConfBaseException("its value would differ at every composition; give it outright")
+            found = tree[name] if "${" in str(value) else value
+            plain[name] = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
         except (OmegaConfBaseException, ValueError) as error:
             problems.append(Problem(where, value, str(error).splitlines()[0], "", origin_of(origins, where)))
     return plain
-
-
-def _resolve_value(tree: DictConfig, name: str, written: Any) -> Any:
-    if written == MANDATORY:  # reading it would raise; the conversion says what it is for
-        return written
-    if _VOLATILE.search(str(written)):
-        raise OmegaConfBaseException("its value would differ at every composition; give it outright")
-    if "${" not in str(written):
-        return written
-    value = tree[name]
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def compose_open(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Composition:
@@ -161,7 +152,7 @@ def find_pins(composition: Composition, overrides: Iterable[str], recipe_dirs: S
     which follows, fixes nothing."""
     command = parse_overrides(overrides, search_path(recipe_dirs))
     groups = {choice.key_or_group for choice in command.choices} & set(LAYOUT_GROUPS)
-    files = {label_of(file) for file in command.layouts}
+    files = {label_of(file) for part, file in command.parts if part == LAYOUT}
     found = {key for key in LAYOUT_KEYS if _is_typed(composition.origins.get(key, ""), groups, files)}
     recipe = composition.draft
     for key, value in (("parallel.dp", recipe.parallel.dp), ("zero.shard_within", recipe.zero.shard_within)):

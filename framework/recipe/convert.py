@@ -7,6 +7,7 @@ command line and a saved recipe.
 import math
 import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, cast
 
@@ -17,6 +18,7 @@ from framework.recipe.schema import Recipe
 from framework.recipe.suggest import explain_place, explain_unknown, explain_value, nearest
 
 MANDATORY = "???"  # how OmegaConf and Hydra write "must be given"
+Limits = tuple[float | None, float | None]  # the closed range of a number, or of the numbers in a list
 
 
 def to_recipe(tree: Mapping[str, Any], origins: Mapping[str, str]) -> tuple[Recipe, list[Problem]]:
@@ -36,12 +38,6 @@ class _Mistake(Exception):
         self.fix = fix
 
 
-@dataclass(frozen=True)
-class _Limits:
-    low: float | None
-    high: float | None
-
-
 @dataclass
 class _Conversion:
     origins: Mapping[str, str]
@@ -55,19 +51,17 @@ class _Conversion:
             tree = {}
         kinds = typing.get_type_hints(kind)
         values: dict[str, Any] = {}
+        required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
         for f in fields(kind):
             where = join(path, f.name)
             if f.name in tree:
                 self._field(values, f, tree[f.name], kinds[f.name], where)
-            elif f.default is MISSING and f.default_factory is MISSING:
-                message = f"must be given: {f.metadata['doc']}"
-                self.problems.append(
-                    Problem(where, None, message, f"{where}=...", origin_of(self.origins, path), missing=True)
-                )
+            elif f.name in required:
+                origin, message = origin_of(self.origins, path), f"must be given: {f.metadata['doc']}"
+                self.problems.append(Problem(where, None, message, f"{where}=...", origin, missing=True))
         for name in tree:
             if name not in kinds:
                 self._unknown(join(path, name), tree[name])
-        required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
         return kind(**values) if required <= values.keys() else None
 
     def _field(self, values: dict[str, Any], f: Any, value: Any, kind: Any, where: str) -> None:
@@ -77,9 +71,8 @@ class _Conversion:
             elements = {str(name): self.group(value[name], named, join(where, name)) for name in value}
             values[f.name] = {name: element for name, element in elements.items() if element is not None}
         else:
-            limits = _Limits(f.metadata["low"], f.metadata["high"])
             try:
-                values[f.name] = _convert(value, kind, limits)
+                values[f.name] = _convert(value, kind, (f.metadata["low"], f.metadata["high"]))
             except _Mistake as mistake:
                 fix = explain_value(where, value) or mistake.fix or f"{where}=..." * (value == MANDATORY)
                 self._report(where, value, mistake.message, fix)
@@ -97,20 +90,23 @@ class _Conversion:
         self.problems.append(Problem(key, value, message, fix, origin_of(self.origins, key)))
 
 
-def _convert(value: Any, kind: Any, limits: _Limits) -> Any:
+def _convert(value: Any, kind: Any, limits: Limits) -> Any:
     inner, optional = split_optional(kind)
     if value is None and optional:
         return None
-    legal = legal_values(kind, limits.low, limits.high)
+    legal = legal_values(kind, *limits)
     if value is None or value == MANDATORY:
         raise _Mistake(f"must be given: {legal}")
     if is_union(inner):
         inner = _choose_part(value, typing.get_args(inner))
     origin, parts = typing.get_origin(inner), typing.get_args(inner)
     if origin is Literal:
-        return _convert_choice(value, parts, legal)
+        if value in parts:
+            return value
+        guess = nearest(str(value), parts)
+        raise _Mistake(f"must be {legal}", f"did you mean {guess[0]}?" if guess else "")
     if origin in (list, tuple):
-        return _convert_sequence(value, inner, limits, legal)
+        return _convert_sequence(value, origin, parts, limits, legal)
     if origin is dict:
         return _convert_mapping(value)
     return _convert_scalar(value, inner, limits, legal)
@@ -123,14 +119,15 @@ def _choose_part(value: Any, parts: tuple[Any, ...]) -> Any:
     return next((part for part in parts if typing.get_origin(part) in kinds), others[0])
 
 
-def _convert_scalar(value: Any, kind: Any, limits: _Limits, legal: str) -> Any:
+def _convert_scalar(value: Any, kind: Any, limits: Limits, legal: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) is not kind:
         raise _Mistake(f"must be {legal}", _rewrite(value, kind))
     if kind is float and not math.isfinite(value):
         raise _Mistake(f"must be {legal}, and finite")
-    if (limits.low is not None and value < limits.low) or (limits.high is not None and value > limits.high):
+    low, high = limits
+    if (low is not None and value < low) or (high is not None and value > high):
         raise _Mistake(f"must be {legal}")
     return value
 
@@ -142,37 +139,25 @@ def _rewrite(value: Any, kind: type) -> str:
     if kind is str and isinstance(value, bool | int | float):
         return f"it was read as {show(value)}; quotes keep it text, within the shell's own on the command line: '...=\"...\"'"
     if kind in (int, float) and isinstance(value, str):
-        try:
+        with suppress(ValueError):
             return f"write {kind(value.replace(',', ''))}, without quotes"
-        except ValueError:
-            return ""
     return ""
 
 
-def _convert_choice(value: Any, legal: tuple[str, ...], words: str) -> str:
-    if value in legal:
-        return value
-    guess = nearest(str(value), legal)
-    raise _Mistake(f"must be {words}", f"did you mean {guess[0]}?" if guess else "")
-
-
-def _convert_sequence(value: Any, kind: Any, limits: _Limits, legal: str) -> Any:
-    parts = typing.get_args(kind)
+def _convert_sequence(value: Any, kind: type, parts: tuple[Any, ...], limits: Limits, legal: str) -> Any:
     if not isinstance(value, list | tuple):
-        example = ", ".join([show(value)] * (len(parts) if typing.get_origin(kind) is tuple else 1))
-        raise _Mistake(f"must be {legal}", f"write it as a list: [{example}]")
-    if typing.get_origin(kind) is list:
-        return [_convert_element(element, parts[0], limits) for element in value]
-    if len(value) != len(parts):
+        raise _Mistake(f"must be {legal}", f"write it as a list: [{', '.join([show(value)] * len(parts))}]")
+    if kind is list:
+        parts = parts * len(value)
+    elif len(value) != len(parts):
         raise _Mistake(f"must be {legal}; this one has {len(value)}")
-    return tuple(_convert_element(element, part, limits) for element, part in zip(value, parts, strict=True))
-
-
-def _convert_element(element: Any, kind: Any, limits: _Limits) -> Any:
-    try:
-        return _convert(element, kind, limits)
-    except _Mistake as mistake:
-        raise _Mistake(f"{show(element)} in it {mistake.message}", mistake.fix) from None
+    converted = []
+    for element, part in zip(value, parts, strict=True):
+        try:
+            converted.append(_convert(element, part, limits))
+        except _Mistake as mistake:
+            raise _Mistake(f"{show(element)} in it {mistake.message}", mistake.fix) from None
+    return kind(converted)
 
 
 def _convert_mapping(value: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from framework.errors import RecipeError
 from framework.recipe.problem import Problem, render_problems
-from framework.recipe.schema import Batch, Launch, Memory, Parallel, Pipeline, Recipe
+from framework.recipe.schema import Batch, Launch, Parallel, Pipeline, Recipe
 
 # Schedules that split a backward in two, and have nothing for the second half where a layer's backward is one graph.
 SPLIT_BACKWARDS = ("zb_h1", "zbv", "dualpipe_v")
@@ -56,9 +56,23 @@ class Derived:
         }
 
 
-def compiles(memory: Memory) -> bool:
-    """Whether layers are compiled. `auto` is never: compiling does not pay on CPUs, and no GPU has run it."""
-    return memory.compile == "always"
+def compiles(recipe: Recipe) -> bool:
+    """Whether layers are compiled. `auto`: on GPUs, but for what `find_compile_obstacle` names."""
+    if recipe.memory.compile == "auto":
+        return recipe.launch.device == "cuda" and find_compile_obstacle(recipe) is None
+    return recipe.memory.compile == "always"
+
+
+def find_compile_obstacle(recipe: Recipe) -> str | None:
+    """The key and value with which a layer that keeps outputs by name cannot be compiled; None where there is none.
+
+    What is kept is chosen within one graph, and where ranks communicate a graph ends.
+    """
+    if recipe.memory.activation_checkpointing not in ("selective", "auto"):
+        return None
+    parallel = recipe.parallel
+    found = {"tp": parallel.tp, "cp": parallel.cp, "ep": parallel.ep}
+    return next((f"parallel.{axis}={degree}" for axis, degree in found.items() if degree > 1), None)
 
 
 def derive(recipe: Recipe) -> Derived:
@@ -152,27 +166,27 @@ def count_expert_slices(parallel: Parallel) -> int:
 
 def count_ranks(recipe: Recipe) -> int:
     """Ranks of the world: launch.ranks, else nodes x ranks_per_node, else the product of the degrees."""
-    launch, parallel = recipe.launch, recipe.parallel
+    launch, parallel, stated = recipe.launch, recipe.parallel, node_range(recipe.launch)
     if launch.ranks is not None:
         return launch.ranks
-    if launch.kind == "slurm" and launch.nodes is not None:
-        return most_nodes(launch.nodes) * launch.ranks_per_node
+    if launch.kind == "slurm" and stated is not None:
+        return stated[1] * launch.ranks_per_node
     return (parallel.dp or 1) * parallel.tp * parallel.pp * parallel.cp
 
 
 def count_nodes(recipe: Recipe) -> int:
     """Nodes of the run: launch.nodes, of a range the most; else as few as hold the ranks. One with launch.kind=local."""
-    launch = recipe.launch
+    launch, stated = recipe.launch, node_range(recipe.launch)
     if launch.kind == "local":
         return 1
-    if launch.nodes is not None:
-        return most_nodes(launch.nodes)
+    if stated is not None:
+        return stated[1]
     return math.ceil(count_ranks(recipe) / launch.ranks_per_node)
 
 
-def most_nodes(nodes: int | tuple[int, int]) -> int:
-    """launch.nodes, of a range the most: a recipe is planned for as many, and `at_nodes` makes it one for fewer."""
-    return nodes if isinstance(nodes, int) else nodes[1]
+def node_range(launch: Launch) -> tuple[int, int] | None:
+    """(least, most) of launch.nodes: a recipe is planned for the most, and `at_nodes` makes it one for fewer."""
+    return (launch.nodes, launch.nodes) if isinstance(launch.nodes, int) else launch.nodes
 
 
 def find_node_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -332,8 +346,8 @@ def _listed(numbers: list[int]) -> str:
 
 def node_counts(recipe: Recipe) -> tuple[int, ...]:
     """Numbers of nodes that the recipe allows, in order; a recipe that states none has the one that follows from it."""
-    nodes = recipe.launch.nodes
-    return (count_nodes(recipe),) if nodes is None or isinstance(nodes, int) else tuple(range(nodes[0], nodes[1] + 1))
+    least, most = node_range(recipe.launch) or (count_nodes(recipe), count_nodes(recipe))
+    return tuple(range(least, most + 1))
 
 
 def can_move(recipe: Recipe) -> bool:
@@ -343,7 +357,8 @@ def can_move(recipe: Recipe) -> bool:
 
 def has_range(launch: Launch) -> bool:
     """Whether the number of nodes is known only once a job has them."""
-    return isinstance(launch.nodes, tuple) and launch.nodes[0] < launch.nodes[1]
+    least, most = node_range(launch) or (0, 0)
+    return least < most
 
 
 def at_nodes(recipe: Recipe, nodes: int) -> Recipe:
@@ -352,9 +367,9 @@ def at_nodes(recipe: Recipe, nodes: int) -> Recipe:
     Where the batch is not whole microbatches on every rank they become the largest smaller ones that make it so. Any other
     contradiction is left to the rules.
     """
-    if recipe.launch.nodes is None or isinstance(recipe.launch.nodes, int):
+    if not isinstance(recipe.launch.nodes, tuple):
         return recipe
-    most = derive(replace(recipe, launch=replace(recipe.launch, nodes=most_nodes(recipe.launch.nodes))))
+    most = derive(recipe)
     narrowed = replace(recipe, launch=replace(recipe.launch, nodes=nodes))
     inner, ranks = most.tp * most.pp * most.cp, nodes * recipe.launch.ranks_per_node
     share, rest = divmod(most.sequences_per_step, max(1, ranks // inner))

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict
 from pathlib import Path
 
-from framework.recipe.derive import SPLIT_BACKWARDS, Derived, compiles, count_context_parts, unpadded_lengths
-from framework.recipe.keys import Key, flatten, list_groups, list_keys, plain
+from framework.recipe.derive import Derived, compiles, count_context_parts, find_compile_obstacle, unpadded_lengths
+from framework.recipe.keys import flatten, list_groups, list_keys, plain
 from framework.recipe.origins import find_file
 from framework.recipe.overrides import list_options
 from framework.recipe.problem import find_width, show
@@ -63,25 +63,21 @@ def describe_compilation(recipe: Recipe) -> str:
 
 
 def _say_what_compiles(recipe: Recipe) -> Iterator[str]:
-    if not compiles(recipe.memory):
-        yield "never (memory.compile=auto): equal to stock on CPUs, but slower for short runs; no GPU has run it"
+    if not compiles(recipe):
+        obstacle = find_compile_obstacle(recipe)
+        reason = f"outputs are kept by name, and with {obstacle} graphs end where ranks communicate"
+        yield f"never (memory.compile=auto): {reason if obstacle else 'it does not pay on CPUs, where runs are short'}"
         return
-    yield "each layer's forward, at its first call" + (
-        "" if recipe.parallel.tp == 1 else "; with tp in pieces: graphs end where ranks communicate"
-    )
+    is_split = max(recipe.parallel.tp, recipe.parallel.cp, recipe.parallel.ep) > 1
+    yield "each layer's forward, at its first call" + ("; graphs end where ranks communicate" if is_split else "")
     if recipe.model.experts == "eager" or (recipe.model.experts, recipe.precision.compute) == ("auto", "fp64"):
         yield "but for experts, which are multiplied in a loop: how many tokens each has is known from the data only"
-    # With tp the linear layers are split ones, which the compiler leaves alone: their weights' gradients can wait.
-    if recipe.pipeline.schedule in SPLIT_BACKWARDS and recipe.parallel.tp == 1:
-        schedule = recipe.pipeline.schedule
-        yield f"pipeline.schedule={schedule} fills no bubbles: a compiled layer's backward has its weights' gradients, too"
 
 
 def describe_sources(recipe: Recipe, origins: Mapping[str, str]) -> str:
     """One line per key: its value, and the file and line or the override that set it."""
-    rows = [
-        (f"{key} = {show(value)}", origins.get(key, "default")) for key, value in flatten(plain(asdict(recipe))).items()
-    ]
+    values = flatten(plain(asdict(recipe)))
+    rows = [(f"{key} = {show(value)}", origins.get(key, "default")) for key, value in values.items()]
     column = min(max(len(text) for text, _ in rows), 72)
     return "\n".join(f"{text:{column}}   {origin}" for text, origin in rows)
 
@@ -91,7 +87,8 @@ def describe_keys(word: str = "") -> str:
     found = [key for key in list_keys() if word.lower() in f"{key.path} {key.doc}".lower()]
     if not found:
         return f"no key has {word!r} in its name or meaning"
-    return "\n".join(_describe_key(key) for key in found)
+    rows = [("must be given" if key.default is MISSING else show(plain(key.default)), key) for key in found]
+    return "\n".join(f"{key.path} = {default}\n    {key.doc}\n    {key.legal}" for default, key in rows)
 
 
 def describe_groups(folders: Sequence[Path]) -> str:
@@ -122,8 +119,3 @@ def describe_group_keys() -> str:
         group, _, name = key.path.rpartition(".")
         rows.setdefault(group, []).append(name)
     return "\n".join(f"  {group:17} {' '.join(names)}" for group, names in rows.items())
-
-
-def _describe_key(key: Key) -> str:
-    default = "must be given" if key.default is MISSING else show(plain(key.default))
-    return f"{key.path} = {default}\n    {key.doc}\n    {key.legal}"

@@ -50,7 +50,7 @@ HIDDEN = "***"
 def keep_references(text: str) -> str:
     """Escape references to the environment, so that OmegaConf resolves the text to itself. Raises ValueError for other ways of
     reading the environment, whose value would be in the recipe."""
-    kept = _WRITTEN.sub(lambda found: found[0] if len(found[1]) % 2 else f"{found[1]}\\{_reference(found[2])}", text)
+    kept = _WRITTEN.sub(lambda found: found[0] if len(found[1]) % 2 else f"{found[1]}\\${{oc.env:{found[2]}}}", text)
     if _OTHER_REFERENCE.search(kept):
         raise ValueError(
             "read where the ranks start is only ${oc.env:NAME}, without a default and not inside of another ${}"
@@ -85,9 +85,7 @@ def shell_word(value: object) -> str:
 
 def is_secret(name: str, value: object) -> bool:
     """Whether `name=value` seems to contain a secret, by its name or a password in a URL. A reference is none."""
-    if (
-        isinstance(value, int) and abs(value) >= 100_000
-    ):  # YAML reads a password of digits as a number; others are counts
+    if isinstance(value, int) and abs(value) >= 100_000:  # a password of digits is a number in YAML; others are counts
         value = str(value)
     if not isinstance(value, str):
         return False
@@ -118,11 +116,12 @@ def is_private(key: str, value: object) -> bool:
 def hide_secrets(text: str) -> str:
     """The text without passwords of URLs, tokens, and values that it assigns to names of secrets."""
     without = _LITERAL.sub(HIDDEN, _PASSWORD.sub(rf"\1{HIDDEN}", text))
-    return _ASSIGNMENT.sub(lambda found: _hide_value(*found.groups()) or found[0], without)
 
+    def hide(found: re.Match[str]) -> str:
+        before, name, value = found.groups()
+        return f"{before}{name}={HIDDEN}" if is_secret(name, value.strip("'\"")) else found[0]
 
-def _hide_value(before: str, name: str, value: str) -> str | None:
-    return f"{before}{name}={HIDDEN}" if is_secret(name, value.strip("'\"")) else None
+    return _ASSIGNMENT.sub(hide, without)
 
 
 def hide_override(text: str) -> str:
@@ -145,7 +144,3 @@ def hide_in(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(hide_in(element) for element in value)
     return hide_secrets(value) if isinstance(value, str) else value
-
-
-def _reference(name: str) -> str:
-    return f"${{oc.env:{name}}}"

@@ -9,7 +9,7 @@ names, else in the recipes that the command line chose, else in all.
 
 import pickle
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -58,7 +58,8 @@ def compose_files(
     shipped = shipped_recipes()
     try:
         if list(folders) == [shipped]:
-            tree, origins = pickle.loads(_merge_shipped(shipped, lines, _read_all(shipped)))
+            texts = tuple((str(file), file.read_bytes()) for file in sorted(shipped.rglob("*.yaml")))
+            tree, origins = pickle.loads(_merge_shipped(shipped, lines, texts))
         else:  # a user's folder may be a large one, which is not read through to see whether a file has changed
             tree, origins = _merge(tuple(folders), lines)
     except HYDRA_ERRORS as error:
@@ -70,11 +71,6 @@ def compose_files(
 def _merge_shipped(folder: Path, lines: tuple[str, ...], texts: tuple[tuple[str, bytes], ...]) -> bytes:
     """`_merge` of shipped files, pickled so that each caller has a tree of its own. texts: all of their contents."""
     return pickle.dumps(_merge((folder,), lines))
-
-
-def _read_all(folder: Path) -> tuple[tuple[str, bytes], ...]:
-    """(path, content) of every recipe in a folder."""
-    return tuple((str(file), file.read_bytes()) for file in sorted(folder.rglob("*.yaml")))
 
 
 def _merge(folders: tuple[Path, ...], lines: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -106,7 +102,9 @@ def _search_first(folders: Sequence[Path], loader: Any) -> None:
 
 def explain_hydra(error: Exception, choices: Sequence[Override], folders: Sequence[Path]) -> Problem:
     """The problem behind an exception of HYDRA_ERRORS; `choices`: the command line's, which all exist."""
-    chosen = list(_chosen_files(choices, folders))
+    values = [(choice.key_or_group, choice.value()) for choice in choices]
+    options = [f"{group}/{each}" for group, value in values for each in (value if isinstance(value, list) else [value])]
+    chosen = [file for option in options if (file := find_file(option, folders)) is not None]
     files = [*chosen, *(file for folder in folders for file in sorted(folder.rglob("*.yaml")))]
     if isinstance(error, UnicodeDecodeError):
         return yaml_problem(error, next(label_of(file) for file in files if file.read_bytes() == error.object))
@@ -120,7 +118,8 @@ def explain_hydra(error: Exception, choices: Sequence[Override], folders: Sequen
     if isinstance(error, RecursionError):
         message = "a defaults list leads back to its own file"
         fix = "a recipe that extends another one needs a name of its own"
-        return Problem("defaults", None, message, fix, _find_loop(files))
+        lines = (_find_line(rf"^\s*(-|defaults:).*\b{re.escape(file.stem)}\b", [file]) for file in files)
+        return Problem("defaults", None, message, fix, next(filter(None, lines), "recipes"))
     if isinstance(error, MissingConfigException):
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         origin = _find_line(rf"^\s*(-|defaults:).*\b{re.escape(option)}\b", files)
@@ -157,14 +156,6 @@ def _plain_words(text: str) -> str:
     return re.sub(r"^(In '?[\w./-]+'?: )?(\w+ raised while composing config: )?", "", message)
 
 
-def _chosen_files(choices: Sequence[Override], folders: Sequence[Path]) -> Iterator[Path]:
-    for choice in choices:
-        value = choice.value()
-        for option in value if isinstance(value, list) else [value]:
-            if file := find_file(f"{choice.key_or_group}/{option}", folders):
-                yield file
-
-
 def _lacks_package(file: Path) -> bool:
     text = file.read_text(encoding="utf-8", errors="replace")
     return file.parent.name == "experiment" and not re.search(r"^#\s*@package\s+_global_\s*$", text, re.MULTILINE)
@@ -177,12 +168,3 @@ def _find_line(pattern: str, files: Sequence[Path]) -> str:
             if re.search(pattern, line):
                 return f"{label_of(file)}:{number}"
     return ""
-
-
-def _find_loop(files: Sequence[Path]) -> str:
-    """The first file whose defaults list names the file itself, the usual loop."""
-    for file in files:
-        origin = _find_line(rf"^\s*(-|defaults:).*\b{re.escape(file.stem)}\b", [file])
-        if origin:
-            return origin
-    return "recipes"

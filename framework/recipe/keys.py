@@ -4,6 +4,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from functools import cache
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -11,11 +12,11 @@ from framework.recipe.schema import Recipe
 
 NAME = "NAME"  # stands in a path for a name that the user chooses, as in data.sources.NAME.weight
 
-TOKEN_IDS = (
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)  # of model.config: the launcher sets those of the tokenizer
+# Keys of model.config: the launcher sets those of the tokenizer.
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+# A search asks for defaults a thousand times.
+_DEFAULTS = Recipe()
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,15 @@ def list_keys(group: type = Recipe, path: str = "") -> Iterator[Key]:
             yield Key(where, kind, field.metadata["doc"], default, field.metadata["low"], field.metadata["high"])
 
 
+@cache
+def list_paths() -> tuple[str, ...]:
+    """Dotted paths of all keys."""
+    return tuple(key.path for key in list_keys())
+
+
 def list_groups() -> list[str]:
     """The schema's groups of keys, as the folders of their recipes are named: optim, optim/schedule."""
-    groups = dict.fromkeys(key.path.rpartition(".")[0] for key in list_keys())
+    groups = dict.fromkeys(path.rpartition(".")[0] for path in list_paths())
     return [group.replace(".", "/") for group in groups if NAME not in group]
 
 
@@ -90,6 +97,11 @@ def plain(value: Any) -> Any:
 def value_of(recipe: Recipe, key: str) -> Any:
     """The value of a dotted key."""
     return attrgetter(key)(recipe)
+
+
+def default_of(key: str) -> Any:
+    """The schema's default of a dotted key."""
+    return value_of(_DEFAULTS, key)
 
 
 def with_value(group: Any, key: str, value: Any) -> Any:

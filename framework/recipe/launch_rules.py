@@ -12,7 +12,6 @@ from framework.recipe.problem import Problem, Rule, refuse, rule
 from framework.recipe.schema import Recipe
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")  # what ends a line somewhere, or cannot be in an argument
 # What meshwright renders itself; a second one in launch.sbatch would silently win or lose.
 _OWN_OPTIONS = {
     "--job-name": "run.id", "--nodes": "launch.nodes", "--ntasks": "launch.ranks", "--time": "launch.time",
@@ -103,8 +102,6 @@ def environment(recipe: Recipe) -> Iterator[Problem]:
 @rule("launch.set_up")
 def set_up(recipe: Recipe) -> Iterator[Problem]:
     for line in recipe.launch.set_up:
-        if _CONTROL.search(re.sub(r"[\n\t]", "", line)):
-            yield Problem("launch.set_up", line, "has a control character, on which bash stumbles", "remove it")
         yield from _find_secret("launch.set_up", line)
 
 
@@ -116,17 +113,9 @@ def _find_secret(where: str, line: str) -> Iterator[Problem]:
         yield Problem(where, None, message, fix)
 
 
-@rule("launch")
-def lines(recipe: Recipe) -> Iterator[Problem]:
-    """Texts that become part of one line of the script, or one argument."""
-    launch, container = recipe.launch, recipe.launch.container
-    texts = {f"launch.{name}": [getattr(launch, name)] for name in ("partition", "account", "qos", "gres", "python")}
-    texts |= {"launch.sbatch": launch.sbatch, "launch.container.image": [container.image]}
-    texts |= {"launch.container.mounts": container.mounts}
-    for where, values in texts.items():
-        for value in values:
-            if value is not None and _CONTROL.search(value):
-                yield Problem(where, value, "has a line break or another control character", "remove it")
+@rule("launch.container")
+def mounts(recipe: Recipe) -> Iterator[Problem]:
+    container = recipe.launch.container
     split = {"none": "", "apptainer": ",", "pyxis": ", \t"}[container.kind]
     for mount in container.mounts:
         if found := [character for character in split if character in mount]:
@@ -158,7 +147,7 @@ LAUNCH_RULES = (
     options,
     environment,
     set_up,
-    lines,
+    mounts,
     deadlines,
     Rule(("cluster",), find_cluster_problems),
 )

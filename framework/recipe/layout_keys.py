@@ -4,12 +4,10 @@ A layout never changes what a run learns (docs/architecture.md), so these keys m
 `parallel.layout=auto` leaves them open until the run begins; rules that read one of them are asked of the chosen recipe.
 """
 
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Iterable
 
 from framework.recipe.derive import count_virtual_stages
-from framework.recipe.keys import value_of, with_value
+from framework.recipe.keys import default_of, value_of, with_value
 from framework.recipe.layout_rules import USELESS_RULES
 from framework.recipe.schema import Recipe
 
@@ -30,10 +28,6 @@ FOLLOWING_KEYS = (
     *("memory.kept_operations", "memory.budget_gb", "memory.gathered_inputs"),
     *("memory.offload.home", "memory.offload.disk_path"),
 )
-
-
-# A search makes thousands of recipes, of which most follow already.
-DEFAULTS: Mapping[str, Any] = MappingProxyType({key: value_of(Recipe(), key) for key in FOLLOWING_KEYS})
 
 
 def reads_layout(reads: Iterable[str]) -> bool:
@@ -73,9 +67,9 @@ def _useless(recipe: Recipe) -> set[str]:
 
 
 def _reset(recipe: Recipe, keys: Iterable[str]) -> Recipe:
-    for key in keys:
-        if value_of(recipe, key) != DEFAULTS[key]:
-            recipe = with_value(recipe, key, DEFAULTS[key])
+    for key in keys:  # most are at their defaults already
+        if value_of(recipe, key) != default_of(key):
+            recipe = with_value(recipe, key, default_of(key))
     return recipe
 
 

@@ -12,6 +12,7 @@ from framework.recipe.derive import (
     count_virtual_stages,
     divisors,
     find_batch_problems,
+    find_compile_obstacle,
     find_node_problems,
     find_statement_problems,
     find_world_problems,
@@ -232,7 +233,10 @@ def microbatches(recipe: Recipe) -> Iterator[Problem]:
 # --- memory
 
 
-@rule(*(f"memory.{name}" for name in ("activation_checkpointing", "kept_operations", "budget_gb", "compile")))
+@rule(
+    *(f"memory.{name}" for name in ("activation_checkpointing", "kept_operations", "budget_gb", "compile")),
+    *("parallel.tp", "parallel.cp", "parallel.ep"),
+)
 def checkpointing(recipe: Recipe) -> Iterator[Problem]:
     memory, key = recipe.memory, "memory.activation_checkpointing"
     policy = memory.activation_checkpointing
@@ -246,9 +250,9 @@ def checkpointing(recipe: Recipe) -> Iterator[Problem]:
     if not chooses:
         message = f"with {key}={policy} no operation's output is kept by name"
         yield from refuse_useless(recipe, "memory.kept_operations", message, f"{key}=selective")
-    if chooses and memory.compile == "always":
-        message = "keeps outputs of operations, which a compiled layer has inside of its graph: the compiler decides what is kept"
-        yield refuse(recipe, key, message, f"{key}=full; or memory.compile=never")
+    if memory.compile == "always" and (obstacle := find_compile_obstacle(recipe)):
+        message = f"chooses what is kept within one graph of a compiled layer; with {obstacle} graphs end where ranks communicate"
+        yield refuse(recipe, key, message, f"{key}=full; or memory.compile=auto")
 
 
 @rule(
@@ -351,13 +355,6 @@ def precision(recipe: Recipe) -> Iterator[Problem]:
             yield refuse(recipe, f"precision.{name}", message, fix)
 
 
-@rule("precision.compute", "memory.compile")
-def compiled_fp8(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.precision.compute == "fp8" and recipe.memory.compile == "always":
-        message = "a compiled layer leaves its linear layers to the compiler, which would multiply them in bf16"
-        yield refuse(recipe, "precision.compute", message, "memory.compile=never; or precision.compute=bf16")
-
-
 # Rules that find keys without an effect, beside others.
 USELESS_RULES = (experts, zero, sequence, checkpointing, bubbles, offload)
 # In the order in which one mistake hides another.
@@ -368,5 +365,5 @@ LAYOUT_RULES = (
     Rule(("batch.sequences_per_step", "batch.tokens_per_step"), find_statement_problems),
     Rule((*DEGREES, *COUNTED, "batch"), find_batch_problems),
     *(zero, sequence, checkpointing, stages, bubbles, microbatches),
-    *(offload, activation_offload, precision, compiled_fp8, placement),
+    *(offload, activation_offload, precision, placement),
 )

@@ -5,6 +5,7 @@ that does not help, while a wrong key or value belongs in the one list of proble
 """
 
 import itertools
+import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,17 +17,17 @@ from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.errors import RecipeError
 from framework.recipe.environment import HIDDEN, is_private
-from framework.recipe.keys import list_groups, list_keys
+from framework.recipe.keys import list_groups, list_paths
 from framework.recipe.origins import YamlLoader, find_file, origin_of, remove_origin, trace_value
 from framework.recipe.problem import COMMAND_LINE, Problem, render_problems, show
-from framework.recipe.saved import LAYOUT, cluster_file
+from framework.recipe.saved import CLUSTER, ENDINGS, LAYOUT
 from framework.recipe.schema import Run
 from framework.recipe.suggest import explain_unknown, nearest
 
@@ -38,9 +39,8 @@ class CommandLine:
     # Each names a recipe that exists.
     choices: list[Override] = field(default_factory=list)
     values: list[Override] = field(default_factory=list)
-    # Files that `layout=FILE` and `cluster=FILE.yaml` name.
-    layouts: list[Path] = field(default_factory=list)
-    clusters: list[Path] = field(default_factory=list)
+    # (layout or cluster, its file) of `layout=FILE` and `cluster=FILE.yaml`.
+    parts: list[tuple[str, Path]] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -55,14 +55,10 @@ def parse_overrides(overrides: Iterable[str], folders: Sequence[Path]) -> Comman
         except OverrideParseException:
             command.problems.append(_explain_grammar(text, folders))
             continue
-        if not override.is_sweep_override() and (machine := cluster_file(override)) is not None:
-            command.clusters.append(machine)
-            continue
-        problem = _explain_form(override, folders)
-        if problem:
+        if part := _find_part(override, folders):
+            command.parts.append(part)
+        elif problem := _explain_form(override, folders):
             command.problems.append(problem)
-        elif (file := _layout_file(override, folders)) is not None:
-            command.layouts.append(file)
         elif is_choice(override, folders):
             command.choices.append(override)
         else:
@@ -70,13 +66,14 @@ def parse_overrides(overrides: Iterable[str], folders: Sequence[Path]) -> Comman
     return command
 
 
-def _layout_file(override: Override, folders: Sequence[Path]) -> Path | None:
-    """The file of `layout=FILE`, which is no key and no group. A user's folder `layout/` is a group like any other."""
-    value = override.value()
-    if override.key_or_group != LAYOUT or override.is_delete() or not isinstance(value, str):
+def _find_part(override: Override, folders: Sequence[Path]) -> tuple[str, Path] | None:
+    """(layout or cluster, the file that is named). Where the user has a folder of that name, other values choose from it."""
+    key = override.key_or_group
+    if key not in (LAYOUT, CLUSTER) or override.is_sweep_override() or override.is_delete():
         return None
-    is_file = value.endswith((".yaml", ".yml")) or not is_group(LAYOUT, folders)
-    return Path(value).expanduser() if is_file else None
+    value = override.value()
+    is_file = isinstance(value, str) and (value.endswith(ENDINGS) or not is_group(key, folders))
+    return (key, Path(str(value)).expanduser()) if is_file else None
 
 
 def is_choice(override: Override, folders: Sequence[Path]) -> bool:
@@ -88,6 +85,17 @@ def is_choice(override: Override, folders: Sequence[Path]) -> bool:
 
 def is_group(key: str, folders: Sequence[Path]) -> bool:
     return "." not in key and any((folder / key).is_dir() for folder in folders)
+
+
+def list_defaults(folders: Sequence[Path]) -> dict[str, Any]:
+    """The recipe of each group that config.yaml chooses; none where it cannot be read, as composing will say."""
+    file = find_file("config", folders)
+    try:
+        config = yaml.load(file.read_text(encoding="utf-8"), Loader=YamlLoader) if file else None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return {}
+    defaults = config.get("defaults") if isinstance(config, dict) else None
+    return {group: option for entry in defaults or () if isinstance(entry, dict) for group, option in entry.items()}
 
 
 def list_options(group: str, folders: Sequence[Path]) -> list[str]:
@@ -104,7 +112,7 @@ def list_options(group: str, folders: Sequence[Path]) -> list[str]:
 def missing_option(group: str, option: str, folders: Sequence[Path], origin: str) -> Problem:
     """The problem that `group` has no recipe `option`."""
     options = list_options(group, folders)
-    short = Path(option).stem if option.endswith((".yaml", ".yml")) else option
+    short = Path(option).stem if option.endswith(ENDINGS) else option
     meant = short.lower().removeprefix(group)
     guess = [each for each in options if meant and each.endswith(meant)] or nearest(short, options)
     fix = (f"did you mean {group}={guess[0]}? " if guess else "") + f"there are: {', '.join(options) or 'none'}"
@@ -131,7 +139,10 @@ def expand_sweep(overrides: Iterable[str]) -> list[list[str]]:
     for text in overrides:
         try:
             override = _parse(text)
-            choices.append(_alternatives(override, text))
+            if override.is_sweep_override() and (not override.is_discrete_sweep() or isinstance(override._value, Glob)):
+                raise HydraException("only lists of values and range(...) can be swept")
+            swept = override.sweep_string_iterator() if override.is_sweep_override() else None
+            choices.append([text] if swept is None else [f"{override.get_key_element()}={value}" for value in swept])
         except OverrideParseException:
             problems.append(_explain_grammar(text))
         except HydraException as error:
@@ -150,8 +161,7 @@ def write_override(key: str, text: str) -> str:
         if value == text and isinstance(value, str) and "${" not in text:
             return plain
     escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # else the recipe would resolve it
-    inner = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + ("\\" if found[2] else "") + found[2], escaped)
-    return f'{key}="{inner}"'
+    return f"{key}={QuotedString(escaped, Quote.double).with_quotes()}"
 
 
 def write_value(value: Any) -> str:
@@ -162,9 +172,7 @@ def write_value(value: Any) -> str:
         return "[" + ",".join(map(write_value, value)) + "]"
     if isinstance(value, str):
         return write_override("key", value).removeprefix("key=")
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return repr(value)
+    return json.dumps(value)
 
 
 def write_resume(kind: str, run: Run, *more: str) -> str:
@@ -178,12 +186,11 @@ def explain_flag(flag: str, folders: Sequence[Path] = ()) -> Problem:
     """The problem of a key, or a recipe's file, written as a flag: `--learning_rate=1e-3`, `--config=mine.yaml`."""
     name, _, value = flag.lstrip("-").partition("=")
     message = "no such option; recipe keys are written key=value, without dashes"
-    if value.endswith((".yaml", ".yml")):
+    if value.endswith(ENDINGS):
         return Problem(flag, None, message, _explain_word(value, folders), COMMAND_LINE)
-    known = {key.path for key in list_keys()}
-    fix = f"did you mean {name}?" if name in known else explain_unknown(name)
+    fix = f"did you mean {name}?" if name in list_paths() else explain_unknown(name)
     ours, _, whose = fix.removeprefix("did you mean ").removesuffix("?").partition(" ")
-    if ours in known:
+    if ours in list_paths():
         fix = f"write {ours}={value or '...'} {whose}".rstrip()
     return Problem(flag, None, message, fix, COMMAND_LINE)
 
@@ -191,14 +198,6 @@ def explain_flag(flag: str, folders: Sequence[Path] = ()) -> Problem:
 @lru_cache(maxsize=1024)  # Hydra's parser takes milliseconds for a word; nobody changes what it gives
 def _parse(text: str) -> Override:
     return OverridesParser.create().parse_overrides([text])[0]
-
-
-def _alternatives(override: Override, text: str) -> list[str]:
-    if not override.is_sweep_override():
-        return [text]
-    if not override.is_discrete_sweep() or isinstance(override._value, Glob):
-        raise HydraException("only lists of values and range(...) can be swept")
-    return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
 
 
 def _explain_grammar(text: str, folders: Sequence[Path] = ()) -> Problem:
@@ -215,15 +214,16 @@ def _explain_grammar(text: str, folders: Sequence[Path] = ()) -> Problem:
 
 def _explain_word(text: str, folders: Sequence[Path]) -> str:
     """Advice on a word that sets nothing: a recipe's name or file, `key:value`, or a key alone."""
-    file, is_file = Path(text), text.endswith((".yaml", ".yml"))
+    file, is_file = Path(text), text.endswith(ENDINGS)
     name = file.stem if is_file else text
-    choices = [f"{group}={name}" for group in _name_groups(folders) if name in list_options(group, folders)]
-    if choices:
+    found = {file.parent.relative_to(folder).as_posix() for folder in folders for file in folder.rglob("*.yaml")}
+    groups = sorted(found - {"."}, key=lambda group: (group != "experiment", group))  # which people name most
+    if choices := [f"{group}={name}" for group in groups if name in list_options(group, folders)]:
         return f"write {' or '.join(choices)}"
     if is_file:
         return _explain_file(file, folders)
     key, colon, value = text.partition(":")
-    if key in {known.path for known in list_keys()} or is_group(key, folders):
+    if key in list_paths() or is_group(key, folders):
         return f"write {key}={value.strip() or '...'}" if colon else f"write {key}=... with a value"
     return ""
 
@@ -236,14 +236,6 @@ def _explain_file(file: Path, folders: Sequence[Path]) -> str:
         return f"write --recipes {file.parent.parent} {file.parent.name}={file.stem}"
     name = f"write --recipes DIR experiment={file.stem}"
     return f"recipes are chosen by name: keep the file in DIR/experiment/, and {name}"
-
-
-def _name_groups(folders: Sequence[Path]) -> list[str]:
-    """Folders of recipes, with those inside others (optim/schedule); experiments first, which people name most."""
-    found = {file.parent.relative_to(folder).as_posix() for folder in folders for file in folder.rglob("*.yaml")} - {
-        "."
-    }
-    return sorted(found, key=lambda group: (group != "experiment", group))
 
 
 def _explain_form(override: Override, folders: Sequence[Path]) -> Problem | None:
@@ -270,7 +262,7 @@ def _explain_choice(override: Override, folders: Sequence[Path]) -> Problem | No
     shown = value if isinstance(value, list) else [value]
     if value is None:
         return Problem(group, None, "null is not a recipe", f"leave the group out: ~{group}", COMMAND_LINE)
-    if override.is_force_add() or (override.is_add() and override.package is None and _is_chosen(group, folders)):
+    if override.is_force_add() or (override.is_add() and override.package is None and group in list_defaults(folders)):
         fix = f"write {group}={show(value)}"
         message = f"{group} has a place already; nothing to add"
         return Problem(override.input_line or group, None, message, fix, COMMAND_LINE)
@@ -278,17 +270,6 @@ def _explain_choice(override: Override, folders: Sequence[Path]) -> Problem | No
         if not isinstance(option, str) or find_file(f"{group}/{option}", folders) is None:
             return missing_option(group, str(option), folders, COMMAND_LINE)
     return None
-
-
-def _is_chosen(group: str, folders: Sequence[Path]) -> bool:
-    """Whether config.yaml's defaults list has the group (if it cannot be read, composing will say so)."""
-    file = find_file("config", folders)
-    try:
-        config = yaml.load(file.read_text(encoding="utf-8"), Loader=YamlLoader) if file else None
-    except (yaml.YAMLError, UnicodeDecodeError):
-        return True
-    defaults = config.get("defaults") if isinstance(config, dict) else None
-    return any(group in entry for entry in defaults or () if isinstance(entry, dict))
 
 
 def _apply(tree: DictConfig, override: Override, origins: dict[str, str]) -> Problem | None:
@@ -308,7 +289,7 @@ def _remove(tree: DictConfig, key: str, value: Any, origins: dict[str, str]) -> 
     parent_key, _, name = key.rpartition(".")
     parent = OmegaConf.select(tree, parent_key) if parent_key else tree
     if not isinstance(parent, DictConfig) or name not in parent:
-        fix = "it has its default" if key in {known.path for known in list_keys()} else explain_unknown(key)
+        fix = "it has its default" if key in list_paths() else explain_unknown(key)
         return Problem(f"~{key}", None, "not set by any recipe, so there is nothing to remove", fix, COMMAND_LINE)
     if value is not None and parent[name] != value:
         found = HIDDEN if is_private(key, value) else show(parent[name])

@@ -3,8 +3,8 @@
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import yaml
 
 from framework.output import show_controls
 from framework.recipe.environment import HIDDEN, hide_override, hide_secrets, is_private
-from framework.recipe.keys import list_keys, plain, value_of
+from framework.recipe.keys import default_of, plain, value_of
 from framework.recipe.schema import Recipe
 
 COMMAND_LINE = "command line"
@@ -50,7 +50,7 @@ def render_problems(problems: Sequence[Problem]) -> str:
     and, after an arrow, what to do."""
     width = find_width()
     ordered = sorted(map(_hide_private, problems), key=lambda problem: _place(problem.origin))
-    heads = [_head(problem) for problem in ordered]
+    heads = [each.key if each.value is None else f"{each.key} = {show(each.value)}" for each in ordered]
     column = min(max((len(head) for head in heads), default=0), width * 3 // 5)
     lines = [f"{len(ordered)} problem{'s' if len(ordered) != 1 else ''} in the recipe"]
     for problem, head in zip(ordered, heads, strict=True):
@@ -105,24 +105,14 @@ def _hide_private(problem: Problem) -> Problem:
     return replace(problem, key=hide_override(problem.key), value=None, message=message, fix=fix)
 
 
-def _head(problem: Problem) -> str:
-    return problem.key if problem.value is None else f"{problem.key} = {show(problem.value)}"
-
-
 def _explanation(problem: Problem, width: int) -> list[str]:
     """Message and fix on one line if that is short, else the fix on lines of its own."""
-    if not problem.fix:
-        return _wrap(problem.message, width, "    ", "    ")
     together = f"    {problem.message} -> {problem.fix}"
-    if len(together) <= width:
+    if problem.fix and len(together) <= width:
         return [together]
-    return _wrap(problem.message, width, "    ", "    ") + _wrap(problem.fix, width, "    -> ", "       ")
-
-
-def _wrap(text: str, width: int, first: str, rest: str) -> list[str]:
-    return textwrap.wrap(
-        text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
-    )
+    wrap = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
+    lines = wrap(problem.message, initial_indent="    ", subsequent_indent="    ")
+    return lines + wrap(problem.fix, initial_indent="    -> ", subsequent_indent="       ")
 
 
 def _place(origin: str) -> tuple[bool, str, int]:
@@ -158,10 +148,5 @@ def refuse(recipe: Recipe, key: str, message: str, fix: str = "") -> Problem:
 
 def refuse_useless(recipe: Recipe, key: str, message: str, way: str) -> Iterator[Problem]:
     """The problem that a key has no effect, if it is not at its default. way: values with which it has one."""
-    if value_of(recipe, key) != _defaults()[key]:
+    if value_of(recipe, key) != default_of(key):
         yield replace(refuse(recipe, key, message, f"leave it out (~{key}); or {way}"), is_useless=True)
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    return {key.path: key.default for key in list_keys() if key.default is not MISSING}

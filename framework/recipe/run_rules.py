@@ -10,9 +10,9 @@ from typing import Any
 
 from framework.output import CONTROLS, in_a_line
 from framework.recipe.derive import count_nodes, count_ranks
-from framework.recipe.environment import looks_secret
+from framework.recipe.environment import hide_secrets, looks_secret
 from framework.recipe.keys import flatten
-from framework.recipe.problem import COUNTED, DEGREES, Problem, refuse, refuse_useless, rule
+from framework.recipe.problem import COUNTED, DEGREES, Problem, Rule, refuse, refuse_useless, rule
 from framework.recipe.schema import Recipe
 from framework.recipe.suggest import nearest
 
@@ -24,8 +24,8 @@ PROJECT_CHARACTERS, TAG_CHARACTERS = 128, 64
 NOT_IN_PROJECTS = "/\\#?%:"
 # Keys whose own rules say how to give a secret.
 OWN_SECRETS = ("launch.environment", "launch.set_up", "launch.sbatch")
-# A prompt may have lines.
-MAY_HAVE_LINES = ("train.sample",)
+# A prompt may have lines, and so may shell code.
+MAY_HAVE_LINES = ("train.sample", "launch.set_up")
 # Files of transformers that list its automatic configurations.
 LISTS = ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py")
 NEAR = 3
@@ -247,11 +247,6 @@ def best(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, key, message, f"{key}=false; or pipeline.fill_bubbles=none")
 
 
-@rule("run.root")
-def run_root(recipe: Recipe) -> Iterator[Problem]:
-    yield from find_run_root_problems(recipe)
-
-
 def find_run_root_problems(recipe: Recipe) -> Iterator[Problem]:
     """The rule of run.root, by its text alone."""
     root = recipe.run.root
@@ -356,20 +351,19 @@ def _write(entity: str, project: str) -> str:
 @rule()
 def texts(recipe: Recipe) -> Iterator[Problem]:
     """Texts that look like secrets, which recipe.yaml would keep, or have control characters, which a terminal obeys and which
-    break a line of a log in two. `launch` has rules of its own."""
+    break a line of a log or of a job's script in two. Variables of the ranks may have any but NUL."""
     for key, value in flatten(asdict(recipe)).items():
         texts = [key, *_texts_in(value)]
         if not key.startswith(OWN_SECRETS) and any(map(looks_secret, texts)):
             message = "looks like a secret, and the run's recipe.yaml would keep it for all to read"
             fix = "give it to the ranks by its variable, such as 'launch.environment.HF_TOKEN=${oc.env:HF_TOKEN}'"
             yield Problem(key, None, message, fix)
-        found = next((text for text in texts if _has_controls(text, key in MAY_HAVE_LINES)), None)
-        if found is not None and not key.startswith("launch."):
-            yield Problem(in_a_line(key), None, f"has control characters: {in_a_line(found)[:80]}", "leave them out")
-
-
-def _has_controls(text: str, may_have_lines: bool) -> bool:
-    return CONTROLS.search(text) is not None or ("\r" in text) or ("\n" in text and not may_have_lines)
+        # Nothing that becomes a part of a line of a job's script needs a tab.
+        breaks = "\r" if key in MAY_HAVE_LINES else "\r\n\t" if key.startswith("launch.") else "\r\n"
+        found = next((text for text in texts if CONTROLS.search(text) or not set(breaks).isdisjoint(text)), None)
+        if found is not None and not key.startswith("launch.environment"):
+            message = f"has control characters: {hide_secrets(in_a_line(found))[:80]}"
+            yield Problem(in_a_line(key), None, message, "leave them out")
 
 
 def _texts_in(value: Any) -> Iterator[str]:
@@ -385,5 +379,6 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 RUN_RULES = (
     *(family, schedule, optimizer, moments, clipping, patterns, sources, tokenizer, vocabulary, weights, validation),
-    *(intervals, run_root, checkpoint_root, neighbors, rewinds, profile, best, names, wandb, texts),
+    Rule(("run.root",), find_run_root_problems),
+    *(intervals, checkpoint_root, neighbors, rewinds, profile, best, names, wandb, texts),
 )

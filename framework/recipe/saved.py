@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_omega_conf_dumper
 
@@ -20,18 +19,14 @@ from framework.errors import RecipeError
 from framework.files import PRIVATE, write_file
 from framework.recipe.convert import to_recipe
 from framework.recipe.keys import flatten, nest, plain
-from framework.recipe.origins import YamlLoader, remove_origin, set_origin, trace_file
+from framework.recipe.origins import YamlLoader, remove_origin, trace_file
 from framework.recipe.problem import COMMAND_LINE, Problem, label_of, render_problems, yaml_problem
 from framework.recipe.schema import Recipe
 
 LAYOUT, CLUSTER = "layout", "cluster"
-LAYOUT_HEADER = "# @package _global_\n"
 ENDINGS = (".yaml", ".yml")
-# The command that makes such a file.
-MAKERS = {
-    LAYOUT: "meshwright search --write FILE",
-    CLUSTER: "meshwright doctor --measure FILE",
-}
+# The command that makes each kind of file.
+MAKERS = {LAYOUT: "meshwright search --write FILE", CLUSTER: "meshwright doctor --measure FILE"}
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -55,27 +50,11 @@ def to_yaml(recipe: Recipe) -> str:
     with U+0085); then they are escaped."""
     tree = plain(asdict(recipe))
     text = _dump(tree, readable=True)
-    return text if _reads_back(text, tree) else _dump(tree, readable=False)
-
-
-def read_base(path: Path) -> tuple[DictConfig, dict[str, str], list[Problem]]:
-    """A saved recipe as the tree on which overrides are applied; its values are resolved, so a `${` in them is text."""
-    tree, origins, problems = _read(Path(path))
-    return OmegaConf.create(_escape(tree)), origins, problems
-
-
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=YamlLoader)
-    except OSError as error:
-        raise RecipeError(f"{path}: {error.strerror}: no recipe can be read there") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        return {}, {}, [yaml_problem(error, label_of(path))]
-    if not isinstance(tree, dict):
-        return {}, {}, [Problem(str(path), None, "this is not a recipe: its keys are missing", "", label_of(path))]
-    origins: dict[str, str] = {}
-    trace_file(origins, path, "", label_of(path))
-    return tree, origins, []
+        reads_back = yaml.load(text, Loader=YamlLoader) == tree
+    except yaml.YAMLError:
+        reads_back = False
+    return text if reads_back else _dump(tree, readable=False)
 
 
 class _Dumper(get_omega_conf_dumper()):  # type: ignore[misc]
@@ -91,11 +70,33 @@ def _dump(tree: dict[str, Any], readable: bool) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=readable, width=120)
 
 
-def _reads_back(text: str, tree: dict[str, Any]) -> bool:
+def read_base(path: Path) -> tuple[DictConfig, dict[str, str], list[Problem]]:
+    """A saved recipe as the tree on which overrides are applied; its values are resolved, so a `${` in them is text."""
+    tree, origins, problems = _read(Path(path))
+    return OmegaConf.create(_escape(tree)), origins, problems
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
+    origins: dict[str, str] = {}
     try:
-        return yaml.load(text, Loader=YamlLoader) == tree
-    except yaml.YAMLError:
-        return False
+        tree, problems = _load(path, str(path), None)
+    except OSError as error:
+        raise RecipeError(f"{path}: {error.strerror}: no recipe can be read there") from error
+    if not problems:
+        trace_file(origins, path, "", label_of(path))
+    return tree, origins, problems
+
+
+def _load(file: Path, key: str, value: str | None) -> tuple[dict[str, Any], list[Problem]]:
+    """(keys of a file, why there are none, said of `key`). Raises OSError."""
+    label = label_of(file)
+    try:
+        tree = yaml.load(file.read_text(encoding="utf-8"), Loader=YamlLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return {}, [yaml_problem(error, label)]
+    if not isinstance(tree, dict) or not all(isinstance(name, str) for name in tree):
+        return {}, [Problem(key, value, "no keys of a recipe stand in it", "", label)]
+    return tree, []
 
 
 def _escape(value: Any) -> Any:
@@ -109,67 +110,43 @@ def _escape(value: Any) -> Any:
     return value
 
 
-def apply_layout(tree: DictConfig, file: Path, origins: dict[str, str]) -> list[Problem]:
-    """Set the file's values in the composed tree. Unknown keys are found later, with all others."""
-    values, problems = _read_part(LAYOUT, file)
-    if values:
+def read_part(part: str, file: Path) -> tuple[dict[str, Any], list[Problem]]:
+    """(keys of a layout's or a cluster's file, why there are none)."""
+    try:
+        values, problems = _load(file, part, str(file))
+    except OSError as error:
+        fix = f"write its path as it is found from here; `{MAKERS[part]}` makes one"
+        return {}, [Problem(part, str(file), f"cannot be read: {error.strerror}", fix, COMMAND_LINE)]
+    if part == CLUSTER and not problems and "name" not in values:
+        fix = f"`{MAKERS[part]}` writes such a file; recipes/cluster/ has others to copy"
+        return {}, [Problem(part, str(file), "not a machine's file: it has no key `name`", fix, label_of(file))]
+    return values, problems
+
+
+def apply_part(tree: DictConfig, part: str, file: Path, origins: dict[str, str]) -> list[Problem]:
+    """Set a file's keys in the composed tree: those of a layout one by one, of a cluster the whole group. Unknown keys are found
+    later, with all others."""
+    values, problems = read_part(part, file)
+    if problems:
+        return problems
+    if part == CLUSTER:
+        tree[CLUSTER] = values
+        remove_origin(origins, CLUSTER)
+    else:
         for key, value in flatten(values).items():
             OmegaConf.update(tree, key, value, merge=True, force_add=True)
-            set_origin(origins, key, label_of(file))
-        trace_file(origins, file, "", label_of(file))
-    return problems
+    trace_file(origins, file, CLUSTER if part == CLUSTER else "", label_of(file))
+    return []
 
 
 def write_layout(file: Path, values: Mapping[str, Any], comment: str) -> None:
     """Write values, by dotted key, as a layout's file. comment: a line or more at its top."""
-    tree = plain(nest(values))
-    lines = "".join(f"# {line}\n" for line in comment.splitlines())
-    text = yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=120)
-    file.write_text(LAYOUT_HEADER + lines + text, encoding="utf-8")
-
-
-def cluster_file(override: Override) -> Path | None:
-    """The file that `cluster=PATH.yaml` names; None for any other override, such as cluster=h100_ib."""
-    if override.key_or_group != CLUSTER or override.is_delete():
-        return None
-    value = override.value()
-    return Path(value).expanduser() if isinstance(value, str) and value.endswith(ENDINGS) else None
-
-
-def apply_cluster(tree: DictConfig, file: Path, origins: dict[str, str]) -> list[Problem]:
-    """Set the group `cluster` of the composed tree to the file's keys. Unknown keys are found later, with all others."""
-    values, problems = read_cluster_file(file)
-    if not problems:
-        tree[CLUSTER] = values
-        remove_origin(origins, CLUSTER)
-        trace_file(origins, file, CLUSTER, label_of(file))
-    return problems
-
-
-def read_cluster_file(file: Path) -> tuple[dict[str, Any], list[Problem]]:
-    """(keys of the file, why there are none)."""
-    values, problems = _read_part(CLUSTER, file)
-    if not problems and "name" not in values:
-        fix = f"`{MAKERS[CLUSTER]}` writes such a file; recipes/cluster/ has others to copy"
-        return {}, [Problem(CLUSTER, str(file), "not a machine's file: it has no key `name`", fix, label_of(file))]
-    return values, problems
+    lines = "".join(f"# {line}\n" for line in ("@package _global_", *comment.splitlines()))
+    text = yaml.safe_dump(plain(nest(values)), sort_keys=False, default_flow_style=None, width=120)
+    file.write_text(lines + text, encoding="utf-8")
 
 
 def write_cluster_file(file: Path, text: str) -> None:
     """Write the file whole or not at all; makes its folder where it is missing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_file(file, text.encode(), 0o644)
-
-
-def _read_part(key: str, file: Path) -> tuple[dict[str, Any], list[Problem]]:
-    """(keys of a layout's or a cluster's file, why there are none)."""
-    try:
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader=YamlLoader)
-    except OSError as error:
-        fix = f"write its path as it is found from here; `{MAKERS[key]}` makes one"
-        return {}, [Problem(key, str(file), f"cannot be read: {error.strerror}", fix, COMMAND_LINE)]
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        return {}, [yaml_problem(error, label_of(file))]
-    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        return {}, [Problem(key, str(file), "no keys of a recipe stand in it", "", label_of(file))]
-    return values, []

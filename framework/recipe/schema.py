@@ -228,7 +228,7 @@ class Memory:
     )
     budget_gb: float | None = key("auto: planned memory of a rank, in GB of 2^30 bytes", None, low=0.0)
     compile: Literal["auto", "never", "always"] = key(
-        "torch.compile of each layer's forward; auto: never (proved on CPUs, where it does not pay; no GPU has run it)",
+        "torch.compile of each layer's forward; auto: on GPUs, but not where outputs are kept by name beside tp, cp or ep",
         "auto",
     )
     chunked_loss: bool | Literal["auto"] = key(

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from framework.recipe.keys import NAME, list_groups, list_keys
+from framework.recipe.keys import NAME, join, list_groups, list_paths
 
 FEW_KEYS = 8  # of a group, which a message can name
 _ALIKE = 0.72  # ratio below which a suggestion is more likely noise than help
@@ -57,7 +57,11 @@ def explain_unknown(path: str, value: Any = None) -> str:
     """Advice on the unknown key `path` (dotted), and on its value where another system's has another name here."""
     if found := explain_place(path) or explain_name(path, value):
         return found
-    return _explain_group(path) or _explain_sibling(path) or _explain_similar(path)
+    if "." not in path and (
+        match := nearest(path, [*list_groups(), "experiment"])
+    ):  # as in modle=gpt2, optim/shedule=wsd
+        return f"did you mean {match[0]}?"
+    return _explain_similar(path) or _explain_list(path)
 
 
 def explain_place(path: str) -> str:
@@ -65,68 +69,56 @@ def explain_place(path: str) -> str:
     parts = path.split(".")
     if parts[0] == "experiment":
         return "an experiment's file begins with the line `# @package _global_`"
-    known = {key.path for key in list_keys()}
-    if path in known:
+    if path in list_paths():
         return f"a file nests its keys, without dots: `{parts[0]}: {{{'.'.join(parts[1:])}: ...}}`"
     for i in range(1, len(parts)):
         without = ".".join(parts[: i - 1] + parts[i:])
-        if parts[i] == parts[i - 1] and any(key == without or key.startswith(without + ".") for key in known):
+        if parts[i] == parts[i - 1] and any(f"{key}.".startswith(f"{without}.") for key in list_paths()):
             return (
                 f"leave out `{parts[i]}:`; a file in the folder {'/'.join(parts[:i])} is placed below that key already"
             )
     return ""
 
 
-def _explain_group(path: str) -> str:
-    """A misspelt group of recipes, as in modle=gpt2 or optim/shedule=wsd."""
-    if "." in path:
-        return ""
-    match = nearest(path, [*list_groups(), "experiment"])
-    return f"did you mean {match[0]}?" if match else ""
-
-
-def _explain_sibling(path: str) -> str:
-    """A misspelt key of the group in which it was written, or one of our keys that belongs into another group."""
-    group, _, name = path.rpartition(".")
-    siblings = [key.rpartition(".")[2] for key in _paths() if _generic(key.rpartition(".")[0], group)]
-    if match := nearest(name, siblings):
-        return f"did you mean {group}.{match[0]}?" if group else f"did you mean {match[0]}?"
-    elsewhere = [key for key in _paths() if key.rpartition(".")[2] == name]
-    return f"did you mean {elsewhere[0]}?" if len(elsewhere) == 1 else ""
-
-
 def _explain_similar(path: str) -> str:
-    """The key whose whole path, or whose last part, looks most alike."""
+    """A misspelt key of the group in which it was written; else the key whose whole path, or last part, looks most alike."""
+    group, _, name = path.rpartition(".")
+    beside = [key.rpartition(".")[2] for key in _list_siblings(group)]
+    if match := nearest(name, beside):
+        return f"did you mean {join(group, match[0])}?"
 
     def likeness(key: str) -> tuple[float, float]:
-        ours, theirs = key.rpartition(".")[2], path.rpartition(".")[2]
+        own = key.rpartition(".")[2]
         whole = difflib.SequenceMatcher(None, path, key).ratio()
-        last = difflib.SequenceMatcher(None, theirs, ours).ratio()
-        contains = len(theirs) > 3 and theirs in ours  # warmup, in warmup_steps
+        last = difflib.SequenceMatcher(None, name, own).ratio()
+        contains = len(name) > 3 and name in own  # warmup, in warmup_steps
         return max(whole, 0.9 * last, 0.85 * contains), whole
 
-    best = max(_paths(), key=likeness)
-    return f"did you mean {best}?" if likeness(best)[0] >= _ALIKE else _explain_list(path)
+    best = max(list_paths(), key=likeness)
+    return f"did you mean {best}?" if likeness(best)[0] >= _ALIKE else ""
 
 
 def _explain_list(path: str) -> str:
     """Where to look: the keys beside it if they are few, else the command that lists them."""
     group = path.rpartition(".")[0]
-    siblings = [key.rpartition(".")[2] for key in _paths() if _generic(key.rpartition(".")[0], group)]
-    if group and 0 < len(siblings) <= FEW_KEYS:
+    siblings = [key.rpartition(".")[2] for key in _list_siblings(group)] if group else []
+    if 0 < len(siblings) <= FEW_KEYS:
         return f"the keys of {group} are {', '.join(siblings)}"
-    word = f" {group}." if siblings and group else ""
-    return f"`meshwright check --keys{word}` lists all keys{f' of {group}' if word else ''}"
+    return (
+        f"`meshwright check --keys {group}.` lists all keys of {group}"
+        if siblings
+        else "`meshwright check --keys` lists all keys"
+    )
 
 
-def _paths() -> list[str]:
-    return [key.path for key in list_keys()]
-
-
-def _generic(pattern: str, group: str) -> bool:
-    """Whether a schema group such as data.sources.NAME is the group data.sources.web."""
-    names, parts = pattern.split("."), group.split(".")
-    return len(names) == len(parts) and all(name in (part, NAME) for name, part in zip(names, parts, strict=True))
+def _list_siblings(group: str) -> list[str]:
+    """Keys of the schema's group that `group` is, as data.sources.NAME is data.sources.web."""
+    pattern = [{part, NAME} for part in group.split(".")]
+    return [
+        key
+        for key in list_paths()
+        if len(places := key.split(".")[:-1]) == len(pattern) and all(map(set.__contains__, pattern, places))
+    ]
 
 
 @cache

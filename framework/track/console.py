@@ -11,13 +11,13 @@ from typing import TextIO
 from tqdm import tqdm
 
 from framework.errors import EXIT_DONE, EXIT_RESUME
-from framework.track.report import RunInfo, StepReport
+from framework.track.report import Observer, RunInfo, StepReport
 
 _BAR = "{percentage:3.0f}%|{bar:8}| {n_fmt}/{total_fmt} | {desc}"
 _COLUMNS = 80  # of a terminal that does not tell its width
 
 
-class Console:
+class Console(Observer):
     """Writes to one stream, standard error by default."""
 
     def __init__(self, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic):

@@ -14,7 +14,6 @@ Steps that are trained again were lost: when B resumes at step c, all that A spe
 work. Notes are not made at each step, so c may lie between two notes; steps between notes are taken to last alike.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -24,6 +23,7 @@ from typing import Any
 
 from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RESUME
 from framework.track.console import format_duration
+from framework.track.lines import append_line, read_lines
 from framework.track.report import RunInfo
 
 
@@ -271,13 +271,7 @@ def add_up(notes: Iterable[Note]) -> Account:
 
 def read_notes(path: Path) -> Iterator[Note]:
     """The notes of a file in order, without lines that are torn or no notes; none where there is no file."""
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            note = _decode(line)
-            if note is not None:
-                yield note
+    return filter(None, map(_decode, read_lines(path)))
 
 
 def read_account(run_dir: Path) -> Account | None:
@@ -286,12 +280,18 @@ def read_account(run_dir: Path) -> Account | None:
     return account if account.rows else None
 
 
-def _decode(line: str) -> Note | None:
-    try:
-        values: Any = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    if not isinstance(values, dict) or values.get("event") not in list(Event):
+def append_note(path: Path, note: Note) -> None:
+    """Append one note and close the file."""
+    append_line(path, encode(note))
+
+
+def encode(note: Note) -> dict[str, Any]:
+    """The note as a line has it."""
+    return {name: value for name, value in vars(note).items() if value != NOTE_DEFAULTS[name] and value != {}}
+
+
+def _decode(values: dict[str, Any]) -> Note | None:
+    if values.get("event") not in list(Event):
         return None
     if not isinstance(values.get("start"), int) or not isinstance(values.get("unix_s"), (int, float)):
         return None

@@ -16,7 +16,7 @@ import math
 import os
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, fields
 from itertools import pairwise
@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from framework.lease import Lease
-from framework.track.report import RunInfo, StepReport
+from framework.track.lines import parse_line, read_lines
+from framework.track.report import Observer, RunInfo, StepReport
 
 METRICS_FILE = "metrics.jsonl"
 # Tokens of each expert by layer, of each report: {"step": 20, "expert_loads": {"layers.1": [31, 40, ...], ...}}.
@@ -34,7 +35,7 @@ MOST_WAITING_BYTES = 64 << 20
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
-class Jsonl:
+class Jsonl(Observer):
     """Appends a record of each report to a file of the run. Rank 0 only: one writer per file.
 
     file, record_of: the file's name, and its record of a report; `unix_s` is added. lease: of the run. A start replaces the file
@@ -168,28 +169,16 @@ def loads_of(report: StepReport) -> dict[str, Any]:
     return {"step": report.step, "expert_loads": report.expert_loads}
 
 
-def read_last_records(path: Path, count: int) -> list[dict[str, Any]]:
-    """The last records of such a file, at most `count`, without torn ones; none if there is no file."""
-    if not path.exists():
-        return []
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        return [record for line in deque(lines, count) if (record := decode(line)) is not None]
-
-
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics file in order, non-finite numbers as floats; lines that a crash tore are left out."""
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            record = decode(line)
-            if record is not None:
-                yield record
+def read_records(path: Path, last: int | None = None) -> Iterator[dict[str, Any]]:
+    """The records of a metrics file, or of its `last` lines, non-finite numbers as floats; none where there is no file."""
+    yield from filter(None, map(_restore, read_lines(path, last)))
 
 
 def truncate(path: Path, last_step: int, lease: Lease) -> None:
     """Drop the records of steps beyond `last_step` and lines that a crash tore; atomic, nothing is lost if interrupted."""
-    records, newest = read_records(path) if path.exists() else (), 0
+    newest = 0
     with lease.replacing(path) as made, made.open("w", encoding="utf-8") as kept:
-        for record in records:
+        for record in read_records(path):
             if newest < record["step"] <= last_step:  # one record a step, whatever was written twice
                 newest = record["step"]
                 kept.write(json.dumps(encode(record), allow_nan=False) + "\n")
@@ -210,18 +199,18 @@ def encode(value: Any) -> Any:
 
 def decode(line: str) -> dict[str, Any] | None:
     """A line as a record with floats restored; None if it is torn."""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return _decode_value(record) if isinstance(record, dict) and "step" in record else None
+    return _restore(parse_line(line))
 
 
-def _decode_value(value: Any) -> Any:
+def _restore(values: dict[str, Any] | None) -> dict[str, Any] | None:
+    return _decode(values) if values is not None and "step" in values else None
+
+
+def _decode(value: Any) -> Any:
     if isinstance(value, str) and value in _NON_FINITE:
         return float(value)
     if isinstance(value, dict):
-        return {key: _decode_value(item) for key, item in value.items()}
+        return {key: _decode(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_decode_value(item) for item in value]
+        return [_decode(item) for item in value]
     return value

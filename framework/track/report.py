@@ -4,7 +4,7 @@ docs/metrics.md defines each metric: unit, where it is measured, over which rank
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from framework.lease import Lease
 
@@ -83,17 +83,20 @@ class RunInfo:
         return {what: command for what, command in self.commands.items() if what not in hidden}
 
 
-class Observer(Protocol):
-    """Observes a run from rank 0. Its errors are contained: see `observers.py`."""
+class Observer:
+    """Observes a run from rank 0. Its errors are contained: see `observers.py`. By default it ignores all events."""
 
-    def open(self, run: RunInfo) -> None: ...
+    def open(self, run: RunInfo) -> None:
+        """The run begins, or goes on."""
 
-    def report(self, report: StepReport) -> None: ...
+    def report(self, report: StepReport) -> None:
+        """A step is reported."""
 
     def rewind(self, step: int) -> None:
-        """Handle that the run goes back to the end of `step`: reports of later steps come again."""
+        """The run goes back to the end of `step`: reports of later steps come again."""
 
-    def close(self, exit_code: int) -> None: ...
+    def close(self, exit_code: int) -> None:
+        """The run ends."""
 
 
 def save_run_info(run_dir: Path, run: RunInfo, lease: Lease | None = None) -> None:

@@ -6,18 +6,19 @@ Samples that a start has read behind the cursor of a later one were lost with it
 every sample must be once. With parallel.cp a hash is of the tokens that the first rank of `cp` holds.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from framework.data.order import Skipped, index_samples
 from framework.data.pack import Microbatch
+from framework.track.lines import Lines, read_lines
 
 FOLDER = "samples"
 # The number of wrong samples that a message names, of perhaps millions.
@@ -34,14 +35,14 @@ class SampleLineage:
 
 
 class SampleLedger:
-    """Writes the samples of one data-parallel rank, flushed for each step: a killed process loses nothing.
+    """Writes the samples of one data-parallel rank, a line for each step.
 
     dp_rank: None on a rank whose samples another rank writes.
     """
 
     def __init__(self, run_dir: Path, dp_rank: int | None) -> None:
         self._run_dir, self._dp_rank = run_dir, dp_rank
-        self._file: TextIO | None = None
+        self._file: Lines | None = None
         self._start = 0
 
     def begin(self, start: int, cursor: int) -> None:
@@ -49,25 +50,16 @@ class SampleLedger:
         if self._dp_rank is None:
             return
         if self._file is None:
-            path = self._run_dir / FOLDER / f"dp-{self._dp_rank}.jsonl"
-            path.parent.mkdir(exist_ok=True)
-            is_torn = path.exists() and not path.read_bytes().endswith(b"\n")
-            self._file = path.open("a")
-            # A line that a power loss tore must not spoil the one behind it.
-            self._file.write("\n" * is_torn)
+            (self._run_dir / FOLDER).mkdir(exist_ok=True)
+            self._file = Lines(self._run_dir / FOLDER / f"dp-{self._dp_rank}.jsonl")
         self._start = start
-        self._write({"start": start, "cursor": cursor})
+        self._file.append({"start": start, "cursor": cursor})
 
     def note(self, cursor: int, samples: np.ndarray, microbatches: Sequence[Microbatch]) -> None:
         """Note the samples of the step at `cursor`: [n], in the order of the microbatches' rows."""
         if self._file is not None:
             rows = [hash_tokens(each, row) for each in microbatches for row in range(len(each.input_ids))]
-            self._write({"start": self._start, "at": cursor, "samples": samples.tolist(), "tokens": rows})
-
-    def _write(self, record: dict[str, Any]) -> None:
-        assert self._file is not None, "note before begin"
-        self._file.write(f"{json.dumps(record)}\n")
-        self._file.flush()
+            self._file.append({"start": self._start, "at": cursor, "samples": samples.tolist(), "tokens": rows})
 
 
 def hash_tokens(microbatch: Microbatch, row: int) -> str:
@@ -124,10 +116,5 @@ def find_ledger_problems(
 
 
 def _read_records(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The records of all ranks, without torn lines."""
-    for path in sorted((run_dir / FOLDER).glob("dp-*.jsonl")):
-        for line in path.read_text(errors="replace").splitlines():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue
+    """The records of all ranks."""
+    return chain.from_iterable(map(read_lines, sorted((run_dir / FOLDER).glob("dp-*.jsonl"))))

@@ -12,8 +12,8 @@ from typing import Any
 from framework.lease import Lease
 from framework.track.console import format_count, format_duration
 from framework.track.goodput import GOODPUT_FILE, Account, TimePart, describe_goodput, name_of, price_of, read_account
-from framework.track.jsonl import LOADS_FILE, METRICS_FILE, is_whole, read_last_records, read_records
-from framework.track.report import RunInfo, StepReport, load_run_info
+from framework.track.jsonl import LOADS_FILE, METRICS_FILE, is_whole, read_records
+from framework.track.report import Observer, RunInfo, load_run_info
 
 REPORT_TEXT = "report.txt"
 REPORT_PICTURE = "report.png"
@@ -45,8 +45,8 @@ _CURVES = (
 )
 
 
-class Summary:
-    """Writes the report when a run ends, however it ends, and prints where the time went and where the report is."""
+class Summary(Observer):
+    """Writes the report, made of the run's files, when a run ends, however it ends; says where the time went and where it is."""
 
     def __init__(self, run_dir: Path, say: Callable[[str], None], lease: Lease | None = None):
         self._run_dir, self._say, self._lease = run_dir, say, lease
@@ -54,12 +54,6 @@ class Summary:
 
     def open(self, run: RunInfo) -> None:
         self._run = run
-
-    def report(self, report: StepReport) -> None:
-        """Nothing: the report is made of the run's files."""
-
-    def rewind(self, step: int) -> None:
-        """Nothing: the same."""
 
     def close(self, exit_code: int) -> None:
         account, run = read_account(self._run_dir), self._run
@@ -90,7 +84,7 @@ def write_report(run_dir: Path, lease: Lease | None = None) -> list[Path]:
     """Write report.txt and, if a step was reported, report.png; returns what was written. lease: of a run that is launched."""
     lease = lease or Lease(run_dir)
     run = load_run_info(run_dir)
-    load = add_loads(read_last_records(run_dir / LOADS_FILE, LAST_LOADS))
+    load = add_loads(read_records(run_dir / LOADS_FILE, LAST_LOADS))
     curves = replace(collect_curves(filter(is_whole, read_records(run_dir / METRICS_FILE))), load=load)
     written = []
     if curves["step"]:

@@ -19,7 +19,6 @@ another wandb run, ID-rewound-1, which gets all records of metrics.jsonl from th
 `rewound`. The number follows from `rewinds` of the newest record.
 """
 
-import json
 import os
 import select
 import shlex
@@ -38,8 +37,9 @@ from typing import IO, Any
 from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost
 from framework.lease import Lease
 from framework.start import python_words
-from framework.track.jsonl import METRICS_FILE, decode, read_last_records
-from framework.track.report import RunInfo, StepReport, load_run_info
+from framework.track.jsonl import METRICS_FILE, decode, read_records
+from framework.track.lines import parse_line
+from framework.track.report import Observer, RunInfo, StepReport, load_run_info
 
 LOG_FILE = "wandb.log"
 INIT_TIMEOUT_S = 30.0
@@ -59,7 +59,7 @@ _EXIT_SAID_WHY = 1
 _EXIT_KILLED = 1
 
 
-class WandbObserver:
+class WandbObserver(Observer):
     """Starts the mirror, relays its lines, and ends it. Only `close` waits for wandb, and for `close_timeout_s`."""
 
     def __init__(
@@ -89,12 +89,10 @@ class WandbObserver:
         os.set_blocking(self._process.stdout.fileno(), False)
 
     def report(self, report: StepReport) -> None:
-        """The mirror reads the report from metrics.jsonl; here its lines are passed on."""
+        """The mirror reads the report from metrics.jsonl, and notices after a rewind that it is another file; here its lines are
+        passed on."""
         assert self._process is not None, "report before open"
         self._relay(self._process)
-
-    def rewind(self, step: int) -> None:
-        """The mirror notices that metrics.jsonl is another file."""
 
     def close(self, exit_code: int) -> None:
         process = self._process
@@ -156,8 +154,7 @@ class MirroredRun:
 
     def __init__(self, info: RunInfo, run_dir: Path) -> None:
         self._info, self._run_dir = info, run_dir
-        newest = read_last_records(run_dir / METRICS_FILE, 1)
-        self._open(_rewinds_of(newest[-1]) if newest else 0)
+        self._open(max(map(_rewinds_of, read_records(run_dir / METRICS_FILE, last=1)), default=0))
 
     def send(self, lease: Lease) -> None:
         """Send every record that wandb does not have yet. Raises LeaseLost once another start sends its own."""
@@ -218,8 +215,8 @@ def _read_segment(segment: Path) -> int | None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdout is not None
         for line in reader.stdout:
-            with suppress(ValueError):  # the line of a record that was torn
-                newest = max(newest, json.loads(line).get("history", {}).get("step", {}).get("num", 0))
+            found = parse_line(line) or {}  # nothing: a record that was torn
+            newest = max(newest, found.get("history", {}).get("step", {}).get("num", 0))
     return None if reader.returncode else newest
 
 

@@ -46,9 +46,14 @@ def build(plan: Plan, mesh: Mesh, resumes: bool = False, run_id: str | None = No
         set_buffers(stage.model.model, values, mesh.device)
     exposed = ExposedCommunication(mesh.device)
     load = ExpertLoad(plan.mixtures, mesh.axis("world"), mesh.device, always=plan.recipe.model.router_bias_rate > 0)
-    stages = {
-        stage.plan.bounds.index: attach_stage(plan, stage, buffers, exposed, load) for stage, buffers in materialized
-    }
+    stages = {}
+    for stage, buffers in materialized:
+        logit_map = plan.logit_map if stage.plan.bounds.is_last else None
+        attached = AttachedStage(
+            stage.model.model, stage.plan, stage.ties, buffers, exposed, load, logit_map, plan.vocabulary_size
+        )
+        attach(attached)
+        stages[stage.plan.bounds.index] = RankStage(stage.model, attached)
     return assemble(plan, own.tokens, mesh, stages, load, exposed, disk)
 
 
@@ -81,18 +86,6 @@ def materialize(
         for name, parameter in buffer.parameters.items():
             set_parameter(stage.model.model, stage.ties[name], parameter)
     return buffers
-
-
-def attach_stage(
-    plan: Plan, stage: PlannedStage, buffers: list[UnitBuffer], exposed: ExposedCommunication, load: ExpertLoad
-) -> RankStage:
-    """The stage with all that its model needs in memory."""
-    logit_map = plan.logit_map if stage.plan.bounds.is_last else None
-    attached = AttachedStage(
-        stage.model.model, stage.plan, stage.ties, buffers, exposed, load, logit_map, plan.vocabulary_size
-    )
-    attach(attached)
-    return RankStage(stage.model, attached)
 
 
 def assemble(

@@ -34,10 +34,10 @@ from framework.comm.objects import broadcast_object, gather_object
 from framework.errors import NodeError, RunError
 from framework.launch.task import is_task, leave_out
 from framework.lease import Lease
-from framework.optim.optimizers import state_names
 from framework.plan.cluster import ClusterRates
-from framework.plan.memory import show_bytes
+from framework.plan.host_memory import bytes_checkpointed
 from framework.plan.plan import Plan
+from framework.plan.text import show_bytes
 
 # A new name shows at once on a network file system; a file that has not come by then is on another one.
 SHARED_WITHIN_S = 10.0
@@ -169,11 +169,9 @@ def check_room(plan: Plan, run_dir: Path) -> list[NodeFinding]:
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """The approximate bytes of a checkpoint: a master copy and the optimizer's states of each parameter."""
-    widths = {"fp32": 4, "bf16": 2, "int8": 1, "fp16": 2}
-    precision = plan.recipe.precision
-    states = len(state_names(plan.recipe.optim))
-    return plan.size.total * (widths.get(precision.master, 4) + states * widths.get(precision.moments, 4))
+    """Bytes of a checkpoint. Ranks that differ in other coordinates than `pp` write as much."""
+    pipeline = plan.topology.ranks("pp", 0)
+    return sum(bytes_checkpointed(plan, rank) for rank in pipeline) * plan.derived.world // len(pipeline)
 
 
 def refuse(bad: Sequence[NodeFinding], facts: Sequence[Facts], lease: Lease) -> None:
@@ -248,8 +246,7 @@ def _find_facts(mesh: Mesh, run_dir: Path, name: str) -> Facts:
     # One rank of each node looks: thousands would ask the file server at once.
     sees_run = not name or mesh.rank % ranks_per_node() != 0 or _sees(run_dir / name, SHARED_WITHIN_S)
     wrong, device_s = compute_known(mesh.device)
-    times = {axis: (group[0], each) for axis, group, each in _time_axes(mesh)}
-    return Facts(node_name(), clock_s, barrier_s, wrong, device_s, free_bytes(), sees_run, times)
+    return Facts(node_name(), clock_s, barrier_s, wrong, device_s, free_bytes(), sees_run, dict(_time_axes(mesh)))
 
 
 def _read_clock(world: Communicator) -> tuple[float, float]:
@@ -297,8 +294,9 @@ def _judge_axis(axis: str, facts: Sequence[Facts], expected: Expected, noise_s: 
         yield NodeFinding(facts[0].node, f"{text}: is NCCL on the right network (NCCL_SOCKET_IFNAME, NCCL_IB_HCA)?")
 
 
-def _time_axes(mesh: Mesh) -> Iterator[tuple[str, tuple[int, ...], float]]:
-    """(axis, ranks, shortest seconds of an all-reduce) of each distinct group. Collective: all go through them in one order."""
+def _time_axes(mesh: Mesh) -> Iterator[tuple[str, tuple[int, float]]]:
+    """(axis, (first rank, shortest seconds of an all-reduce)) of each distinct group. Collective: all go through them in one
+    order."""
     is_gpu, met = mesh.device.type == "cuda", set()
     for name in AXES:
         axis = mesh.axis(name)
@@ -313,7 +311,7 @@ def _time_axes(mesh: Mesh) -> Iterator[tuple[str, tuple[int, ...], float]]:
             all_reduce(x, axis, label="probe")
             _finish(mesh.device)
             seconds.append(time.perf_counter() - began_s)
-        yield name, axis.ranks, min(seconds[1:])
+        yield name, (axis.ranks[0], min(seconds[1:]))
 
 
 def _expect(plan: Plan, mesh: Mesh) -> Expected:

@@ -86,7 +86,7 @@ class StepProfiler:
         for hook in self._hooks:
             hook.remove()
         modules = _find_modules(self._run, self._units) if is_on else []
-        self._hooks = [hook for name, module in modules for hook in name_unit(name, module)]
+        self._hooks = [hook for name, module in modules for hook in UnitRanges(name, module).handles]
 
 
 def _find_modules(run: TrainingRun, units: Sequence[Unit]) -> list[tuple[str, nn.Module]]:
@@ -102,39 +102,30 @@ def _find_modules(run: TrainingRun, units: Sequence[Unit]) -> list[tuple[str, nn
     ]
 
 
-def name_unit(name: str, module: nn.Module) -> list[RemovableHandle]:
-    """Hooks that name the module's forward, and its backward: from the gradient of its output to that of its input."""
-    ranges = UnitRanges(name)
-    return [
-        module.register_forward_pre_hook(ranges.before_forward, with_kwargs=True),
-        module.register_forward_hook(ranges.after_forward, always_call=True),
-    ]
-
-
 class UnitRanges:
-    """The ranges of one module. They are opened and closed by one thread each: autograd has its own on GPUs."""
+    """Hooks that name the forward of a module, and its backward: from the gradient of its output to that of its input.
 
-    def __init__(self, name: str):
+    The ranges are opened and closed by one thread each: autograd has its own on GPUs."""
+
+    def __init__(self, name: str, module: nn.Module):
         self._name = name
         self._open: dict[str, Any] = {}
+        self.handles = (
+            module.register_forward_pre_hook(self.before_forward, with_kwargs=True),
+            module.register_forward_hook(self.after_forward, always_call=True),
+        )
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._begin("forward")
         for tensor in (*args, *kwargs.values()):
             if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
-                tensor.register_hook(self._end_backward)
+                tensor.register_hook(lambda gradient: self._end("backward"))
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._end("forward")
         first = output[0] if isinstance(output, tuple) else output
         if isinstance(first, Tensor) and first.requires_grad and torch.is_grad_enabled():
-            first.register_hook(self._begin_backward)
-
-    def _begin_backward(self, gradient: Tensor) -> None:
-        self._begin("backward")
-
-    def _end_backward(self, gradient: Tensor) -> None:
-        self._end("backward")
+            first.register_hook(lambda gradient: self._begin("backward"))
 
     def _begin(self, what: str) -> None:
         self._end(what)  # of a call that an error has left

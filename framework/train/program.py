@@ -5,7 +5,7 @@ Torch is imported late: how many threads it may use is read from the environment
 """
 
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from framework.lease import Lease, read_lease
 from framework.monitor.phases import START_UP, PhaseBar, Phases, RankObserver
 from framework.monitor.stop import StopRequest
 from framework.recipe.compose import load_recipe
-from framework.recipe.derive import Derived, at_nodes, derive
+from framework.recipe.derive import at_nodes, derive
 from framework.recipe.schema import Recipe
 
 # Ranks of a job's former start, killed with their node perhaps, may take so long to vanish.
@@ -50,46 +50,34 @@ def main(run_dir: Path, lease: Lease | None = None) -> int:
 def train_as_launched(run_dir: Path, lease: Lease | None) -> int:
     """`main`, which raises its errors."""
     run, began_at = RunDirectory.open(run_dir), read_lease(run_dir)[0]
+    is_in_job, is_first = is_task(), rank_in_environment() == 0
     recipe = load_recipe(run.recipe)
-    if is_task():
+    if is_in_job:
         recipe = at_nodes(recipe, count_nodes())
-    derived = derive(recipe)
+    derived, stop = derive(recipe), None
     threads = limit_threads(recipe.launch, derived.ranks_per_node)
-    with run.attend():
-        if is_task():
-            return _train_task(run, recipe, derived, threads, began_at)
-        bar = PhaseBar(START_UP if rank_in_environment() == 0 else ())
-        try:
-            phases = Phases(_observe(recipe, run_dir), bar.begin)
-            with loading_libraries():
-                import torch
-
-                from framework.train.rank import train_rank
-
-            torch.set_num_threads(threads)
-            return train_rank(
-                recipe, run_dir, None, take_fingerprint(recipe), phases, end_hung, lease or Lease(run_dir)
-            )
-        finally:
-            bar.close()
-
-
-def _train_task(run: RunDirectory, recipe: Recipe, derived: Derived, threads: int, began_at: int) -> int:
-    """A rank inside a job. Requests to stop count from now on: a time limit may be near while the ranks still connect."""
-    phases = Phases(_observe(recipe, run.path))
-    with StopRequest() as stop:
-        adopt_task()
-        check_place(derived)
+    with ExitStack() as stack:
+        stack.enter_context(run.attend())
+        bar = PhaseBar(START_UP if is_first and not is_in_job else ())
+        stack.callback(bar.close)
+        phases = Phases(_observe(recipe, run_dir), bar.begin)
+        if is_in_job:  # requests to stop count from now on: a time limit may be near while the ranks still connect
+            stop = stack.enter_context(StopRequest())
+            adopt_task()
+            check_place(derived)
         with loading_libraries():
             import torch
 
             from framework.train.rank import train_rank
 
-        check_node(run.path, recipe.launch.device, began_at)
         torch.set_num_threads(threads)
-        is_first = rank_in_environment() == 0
-        with run.hold(RUN_FREE_WITHIN_S, describe_start(), began_at, judge) if is_first else nullcontext() as lease:
-            return train_rank(recipe, run.path, stop, take_fingerprint(recipe), phases, end_hung, lease)
+        if is_in_job:
+            check_node(run_dir, recipe.launch.device, began_at)
+            if is_first:
+                lease = stack.enter_context(run.hold(RUN_FREE_WITHIN_S, describe_start(), began_at, judge))
+        else:
+            lease = lease or Lease(run_dir)
+        return train_rank(recipe, run_dir, stop, take_fingerprint(recipe), phases, end_hung, lease)
 
 
 def _observe(recipe: Recipe, run_dir: Path) -> RankObserver:

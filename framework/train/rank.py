@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from framework.comm.collectives import all_gather_object
 from framework.comm.connect import (
@@ -21,7 +22,6 @@ from framework.data.loader import Hear, Loader, validation_batches
 from framework.data.open_data import open_data
 from framework.data.pack import Microbatch
 from framework.data.prepared import Prepared
-from framework.data.tokenize import decode_start
 from framework.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -34,10 +34,9 @@ from framework.errors import (
 )
 from framework.launch.directory import RunDirectory
 from framework.launch.identity import settle_identity
-from framework.launch.resume import name_run
 from framework.launch.task import describe_job
 from framework.lease import Lease
-from framework.mesh.topology import Topology
+from framework.mesh.placement import make_grid
 from framework.model.hub import find_folder
 from framework.model.load import load_config
 from framework.monitor.goodput import Goodput, open_goodput
@@ -57,7 +56,6 @@ from framework.recipe.deadlines import find_deadlines
 from framework.recipe.derive import Derived, derive
 from framework.recipe.schema import Recipe
 from framework.track.observers import Observers, open_observers
-from framework.track.report import RunInfo
 from framework.track.sample_ledger import SampleLedger, next_start
 from framework.train.build import build
 from framework.train.loop import Loop
@@ -71,8 +69,6 @@ from framework.train.validation import Validation
 
 # In debug mode a rank that starts no collective for so long while others wait is taken for lost.
 COLLECTIVE_CHECK_S = 120.0
-# The number of tokens at the data's beginning that make the prompt of a suggested command.
-PROMPT_TOKENS = 24
 
 
 def train_rank(
@@ -127,7 +123,7 @@ def train_rank(
 
 def name_place(derived: Derived, rank: int) -> str:
     """This rank's coordinates, as in `pp0 dp1 cp0 tp0`."""
-    topology = Topology(pp=derived.pp, dp=derived.dp, cp=derived.cp, tp=derived.tp)
+    topology = make_grid(derived)
     return name_coordinates(topology, rank % topology.world)  # `connect` refuses one beyond the world
 
 
@@ -155,7 +151,7 @@ def train_connected(
         phases.begin(Phase.RESTORE)
         state = saves.restore(run) if resumes else RunState(run_dir.name, prepared.fingerprint)
     _settle_identity(recipe, prepared, mesh, lease, state)
-    info = _describe_run(plan, prepared, mesh, run_dir, state.step)
+    info = describe_run(plan, prepared, mesh, run_dir, state.step)
     saver = saves.open(state.step)
     phases.begin(Phase.STEP, state.step)
     if mesh.rank == 0 and mesh.device.type == "cuda" and emulates_fp8(recipe.precision, mesh.device):
@@ -245,28 +241,15 @@ def _settle_identity(recipe: Recipe, prepared: Prepared, mesh: Mesh, lease: Leas
     state.recipe, state.tokenizer = identity["recipe"], identity["tokenizer"]
 
 
-def _describe_run(plan: Plan, prepared: Prepared, mesh: Mesh, run_dir: Path, step: int) -> RunInfo:
-    prompt = _find_prompt(plan.recipe, prepared) if mesh.rank == 0 else ""
-    sources = tuple(source.name for source in prepared.sources)
-    named = name_run(run_dir, plan.recipe.run)
-    return describe_run(plan, mesh, named, step, prepared.unigram_entropy, sources, prompt)
-
-
 def _open_loader(plan: Plan, prepared: Prepared, mesh: Mesh, state: RunState, hear: Sequence[Hear]) -> Loader:
     """The loader of this rank's microbatches, from the run's cursor on. hear: called with each batch."""
-    derived, dp = plan.derived, mesh.axis("dp")
     loader = Loader(
         prepared,
         seed=plan.recipe.train.seed,
-        context=derived.context,
-        pack=plan.recipe.data.pack,
-        sequences_per_microbatch=derived.sequences_per_microbatch,
-        num_microbatches=derived.accumulation,
-        dp_rank=dp.rank,
-        dp_size=dp.size,
-        slices=plan.context_slices(mesh.rank),
+        num_microbatches=plan.derived.accumulation,
         device=mesh.device,
         hear=hear,
+        **_sequences(plan, mesh),
     )
     loader.skip(state.skipped_samples)
     return loader
@@ -274,25 +257,20 @@ def _open_loader(plan: Plan, prepared: Prepared, mesh: Mesh, state: RunState, he
 
 def _validation_batches(plan: Plan, prepared: Prepared, mesh: Mesh) -> Iterator[Microbatch]:
     """The batches of one validation: every pass begins at the first sequence of the validation split."""
-    derived, dp = plan.derived, mesh.axis("dp")
-    return validation_batches(
-        prepared,
-        context=derived.context,
-        pack=plan.recipe.data.pack,
-        sequences_per_microbatch=derived.sequences_per_microbatch,
-        dp_rank=dp.rank,
-        dp_size=dp.size,
-        slices=plan.context_slices(mesh.rank),
-        limit=plan.recipe.train.validation_sequences,
-    )
+    return validation_batches(prepared, limit=plan.recipe.train.validation_sequences, **_sequences(plan, mesh))
 
 
-def _find_prompt(recipe: Recipe, prepared: Prepared) -> str:
-    """A line that the model may be asked to continue: the recipe's, else the first words of what it is trained on."""
-    if recipe.train.sample is not None:
-        return next(iter(recipe.train.sample.splitlines()), "")
-    stream = max(prepared.sources, key=lambda source: source.weight).streams["train"]
-    return decode_start(prepared.tokenizer, stream.read(0, min(stream.num_tokens, PROMPT_TOKENS)))
+def _sequences(plan: Plan, mesh: Mesh) -> dict[str, Any]:
+    """Arguments of what reads sequences: this rank's microbatches, and its tokens of each sequence."""
+    dp = mesh.axis("dp")
+    return {
+        "context": plan.derived.context,
+        "pack": plan.recipe.data.pack,
+        "sequences_per_microbatch": plan.derived.sequences_per_microbatch,
+        "dp_rank": dp.rank,
+        "dp_size": dp.size,
+        "slices": plan.context_slices(mesh.rank),
+    }
 
 
 def _draw_timeline(plan: Plan, loop: Loop, lease: Lease, observers: Observers) -> None:

@@ -26,13 +26,12 @@ import torch
 from torch import Tensor
 
 from framework.comm.collectives import all_gather_object, all_reduce
-from framework.comm.communicator import Communicator
 from framework.comm.transfer import upload
 from framework.errors import DriftError
 from framework.model.initial import persistent_buffers
 from framework.monitor.progress import name_coordinates
 from framework.parallel.zero.buffers import UnitBuffer
-from framework.parallel.zero.replicas import Hashed, find_drift, hash_buffer
+from framework.parallel.zero.replicas import Hashed, find_differing, find_drift, hash_buffer
 from framework.train.step import TrainingRun
 
 BUFFER_AXES = ("batch", "tp")
@@ -54,7 +53,7 @@ def hash_states(run: TrainingRun) -> list[Hashed]:
     hashed = []
     for buffer in run.buffers:
         # Values without a replica are not read.
-        if any(axis.size > 1 for axis in buffer.plan.axes.replicas) or _is_tied_here(run, buffer):
+        if any(axis.size > 1 for axis in buffer.plan.axes.replicas) or any(buffer in pair for pair in run.tied_copies):
             for state, pieces in (("master", _master(buffer)), ("moments", _moments(run, buffer))):
                 hashed.append(hash_buffer(buffer, state, buffer.plan.axes.replicas, run.hashes.hash(pieces)))
     axes = tuple(run.mesh.axis(name) for name in BUFFER_AXES)
@@ -68,25 +67,10 @@ def hash_states(run: TrainingRun) -> list[Hashed]:
 def find_differences(run: TrainingRun, hashed: Sequence[Hashed]) -> list[Difference]:
     """The hashes of this rank that differ from those of some rank of an axis. Collective over all axes: an all-reduce of 16 bytes
     a hash over each."""
-    by_axis: dict[Communicator, list[Hashed]] = {}
-    for each in hashed:
-        for axis in (axis for axis in each.axes if axis.size > 1):
-            by_axis.setdefault(axis, []).append(each)
-    found = list(_compare_tied(run, hashed))
-    # In one order on all ranks: stages of a pipeline may meet the axes in different ones.
-    for axis, on_axis in sorted(by_axis.items(), key=lambda each: each[0].name):
-        mine = torch.stack([each.hash for each in on_axis])
-        # The largest and the smallest in one message: ~x falls where x rises, and unlike -x it has no overflow.
-        largest = torch.cat([mine, ~mine])
-        all_reduce(largest, axis, "max", "hashes of replicas")
-        differs = (largest[: len(mine)] != ~largest[len(mine) :]).tolist()
-        values = mine.tolist()
-        found += [
-            Difference(each.state, each.unit, each.key, axis.ranks, value)
-            for each, value, is_different in zip(on_axis, values, differs, strict=True)
-            if is_different
-        ]
-    return found
+    return [
+        *_compare_tied(run, hashed),
+        *(Difference(x.state, x.unit, x.key, axis.ranks, int(x.hash)) for x, axis in find_differing(hashed)),
+    ]
 
 
 def check_replicas(run: TrainingRun, step: int, parameters: Sequence[Hashed] = ()) -> None:
@@ -101,7 +85,8 @@ def check_replicas(run: TrainingRun, step: int, parameters: Sequence[Hashed] = (
     all_reduce(count, world, label="do replicas differ?")
     if not count:
         return
-    mine = Witness(_place_of(run), tuple(found), tuple(find_drift(run.buffers)))
+    place = f"rank {run.mesh.rank} [{name_coordinates(run.mesh.topology, run.mesh.rank)}] on {gethostname()}"
+    mine = Witness(place, tuple(found), tuple(find_drift(run.buffers, run.hashes)))
     witnesses = all_gather_object(mine, world)
     named = list(dict.fromkeys(name for each in witnesses for name in each.parameters))
     shown = f" ({', '.join(named[:3])}{f' and {len(named) - 3} more' if len(named) > 3 else ''})" if named else ""
@@ -183,10 +168,6 @@ def _moments(run: TrainingRun, buffer: UnitBuffer) -> Iterator[Tensor]:
                 yield from (state,) if isinstance(state, Tensor) else state.pieces()
 
 
-def _is_tied_here(run: TrainingRun, buffer: UnitBuffer) -> bool:
-    return any(buffer in pair for pair in run.tied_copies)
-
-
 def _compare_tied(run: TrainingRun, hashed: Sequence[Hashed]) -> Iterator[Difference]:
     """Parameters that two stages of this rank have."""
     tied = {buffer.slots[0].name for pair in run.tied_copies for buffer in pair}
@@ -196,7 +177,3 @@ def _compare_tied(run: TrainingRun, hashed: Sequence[Hashed]) -> Iterator[Differ
             if len(set(values)) > 1:
                 unit = f"{name}, in two stages"
                 yield Difference(state, unit, f"{name} here", (run.mesh.rank,), values[0])
-
-
-def _place_of(run: TrainingRun) -> str:
-    return f"rank {run.mesh.rank} [{name_coordinates(run.mesh.topology, run.mesh.rank)}] on {gethostname()}"

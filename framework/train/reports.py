@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -13,6 +14,9 @@ from framework.comm.algorithms import ExposedWait
 from framework.comm.connect import Mesh
 from framework.comm.objects import gather_numbers
 from framework.comm.transfer import AsyncHostCopy
+from framework.data.prepared import Prepared
+from framework.data.tokenize import decode_start
+from framework.launch.resume import name_run
 from framework.model.mixtures import read_loads
 from framework.monitor.goodput import Goodput
 from framework.monitor.progress import name_coordinates
@@ -21,7 +25,7 @@ from framework.monitor.watchdog import Watchdog
 from framework.plan.plan import Plan
 from framework.recipe.environment import describe_public
 from framework.recipe.overrides import write_resume
-from framework.recipe.schema import Run
+from framework.recipe.schema import Recipe
 from framework.track.device import find_peak, mfu, peak_memory_bytes
 from framework.track.observers import Observers
 from framework.track.report import RunInfo, StepReport
@@ -30,6 +34,9 @@ from framework.train.state import RunState
 from framework.train.step import TrainingRun
 from framework.train.sums import StepValues
 from framework.train.validation import ValidationLoss
+
+# The number of tokens at the data's beginning that make the prompt of a suggested command.
+PROMPT_TOKENS = 24
 
 
 class StepTimes(NamedTuple):
@@ -202,21 +209,13 @@ def find_bubble(times: Sequence[StepTimes]) -> float:
     return 1.0 - sum(each.computed_s for each in times) / (len(times) * longest) if longest else 0.0
 
 
-def describe_run(
-    plan: Plan,
-    mesh: Mesh,
-    named: Run,
-    start_step: int,
-    unigram_entropy: float | None,
-    sources: tuple[str, ...],
-    prompt: str,
-) -> RunInfo:
-    """The description of a run before its first step. named: the keys that name the run's folder. unigram_entropy: of the
-    validation split, in nats per token. sources: names of the data's sources. prompt: a text that the model may continue."""
-    recipe = plan.recipe
+def describe_run(plan: Plan, prepared: Prepared, mesh: Mesh, run_dir: Path, start_step: int) -> RunInfo:
+    """The description of a run before its first step."""
+    recipe, named = plan.recipe, name_run(run_dir, plan.recipe.run)
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     run_id = str(named.id)
     run = f"{named.root}/{run_id}"
+    prompt = find_prompt(recipe, prepared) if mesh.rank == 0 else ""
     return RunInfo(
         run_id=run_id,
         config=describe_public(recipe),
@@ -232,8 +231,8 @@ def describe_run(
         num_parameters_active=plan.size.active,
         flops_per_token=plan.flops_per_token,
         peak_flops=find_peak(device, recipe.cluster),
-        unigram_entropy=unigram_entropy,
-        sources=sources,
+        unigram_entropy=prepared.unigram_entropy,
+        sources=tuple(source.name for source in prepared.sources),
         has_experts=bool(plan.mixtures),
         commands={
             "resume": write_resume(recipe.launch.kind, named),
@@ -241,3 +240,11 @@ def describe_run(
             "generate": shlex.join(["meshwright", "generate", run, "--prompt", prompt]),
         },
     )
+
+
+def find_prompt(recipe: Recipe, prepared: Prepared) -> str:
+    """A line that the model may be asked to continue: the recipe's, else the first words of what it is trained on."""
+    if recipe.train.sample is not None:
+        return next(iter(recipe.train.sample.splitlines()), "")
+    stream = max(prepared.sources, key=lambda source: source.weight).streams["train"]
+    return decode_start(prepared.tokenizer, stream.read(0, min(stream.num_tokens, PROMPT_TOKENS)))

@@ -61,7 +61,9 @@ class Saves:
     @cached_property
     def birth(self) -> str:
         """The mark that tells this run from earlier ones at its path, of which nodes may hold steps."""
-        return broadcast_object(self._read_birth, self.mesh.axis("world"))
+        return broadcast_object(
+            lambda: str(RunDirectory(self.lease.run).find_record().get("birth", NO_BIRTH)), self.mesh.axis("world")
+        )
 
     @cached_property
     def neighbours(self) -> Neighbours:
@@ -194,11 +196,6 @@ class Saves:
             folder_of(self.root).enter(self.lease, f"{run.id} of {created}")
         except OSError as error:
             raise explain(error, self.root, 0) from error
-
-    def _read_birth(self) -> str:
-        """On rank 0."""
-        run = RunDirectory(self.lease.run)
-        return str(run.find_record().get("birth", NO_BIRTH))
 
     def _begin_generation(self, step: int) -> None:
         self.keeper.generation = broadcast_object(partial(begin_generation, self.lease, step), self.mesh.axis("world"))

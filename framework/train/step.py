@@ -176,14 +176,15 @@ def train_step(
             each.start_delivery()  # what has started before is of one stage alone
     loss = torch.stack(losses[: len(own)]).sum() if losses else torch.zeros((), device=run.mesh.device)
     loads = run.load.sum_over_ranks()
-    sums = _sum(run, loss, flags, limits)
+    missed = [each for each in run.trained if not each.view.is_reached]
+    sums = _sum(run, loss, flags, limits, missed)
     # The parameters that forward and backward have read: the update invalidates them.
     stages = run.stages.values() if is_compared else ()
     hashed = [each for stage in stages for each in hash_parameters(stage.parameters, run.hashes)]
-    _update(run, sums, lr, step, loads)
+    _update(run, sums, missed, lr, step, loads)
     # Nothing crosses a step: also on a rank whose data has left out a part of the model.
     run.mesh.waits.check_ended(f"step {step}")
-    return StepResult(sums.totals, timed, loads, hashed)
+    return StepResult(sums, timed, loads, hashed)
 
 
 def _execute(run: TrainingRun, inputs: StepInputs) -> tuple[list[Tensor], tuple[Timed, ...]]:
@@ -198,40 +199,33 @@ def _execute(run: TrainingRun, inputs: StepInputs) -> tuple[list[Tensor], tuple[
     return [losses[index] for index in sorted(losses)], tuple(timed)
 
 
-@dataclass(frozen=True)
-class _Summed:
-    """The sums of a step over the world. norm: of the gradient, a view of them. missed: parameters that this rank's backward has
-    not reached."""
-
-    totals: StepSums
-    norm: Tensor
-    missed: Sequence[TrainedParameter]
-
-
-def _sum(run: TrainingRun, loss: Tensor, flags: Flags, limits: SpikeLimits) -> _Summed:
-    """Sum loss, norm and flags over the world."""
-    missed = [each for each in run.trained if not each.view.is_reached]
+def _sum(
+    run: TrainingRun, loss: Tensor, flags: Flags, limits: SpikeLimits, missed: Sequence[TrainedParameter]
+) -> StepSums:
+    """Sum loss, norm and flags over the world. missed: parameters that this rank's backward has not reached."""
     # The loss is on all ranks of tp.
     terms = loss / run.mesh.axis("tp").size, squared_norm(run.counted_rows, run.mesh.device)
     sums = StepSums.pack(*terms, flags, _find_reached(run, missed), limits, run.mesh.device)
     all_reduce(sums.terms, run.mesh.axis("world"), label="sums of the step")
-    return _Summed(sums, sums.take_norm(run.loss_scale.value), missed)
+    sums.take_norm(run.loss_scale.value)
+    return sums
 
 
-def _update(run: TrainingRun, sums: _Summed, lr: float, step: int, loads: Tensor | None) -> None:
+def _update(
+    run: TrainingRun, sums: StepSums, missed: Sequence[TrainedParameter], lr: float, step: int, loads: Tensor | None
+) -> None:
     """Clip and update, unless loss or norm is not finite or above its limit. loads: of experts."""
-    loss, norm = sums.totals.loss, sums.norm
-    divisor = clip_divisor(norm, run.clip_norm) * run.loss_scale.value
+    divisor = clip_divisor(sums.norm, run.clip_norm) * run.loss_scale.value
     for stage in run.stages.values():
         stage.parameters.invalidate()
-    is_finite = loss.isfinite() & norm.isfinite()
+    is_finite = sums.loss.isfinite() & sums.norm.isfinite()
     run.loss_scale.update(is_finite)
     # On the device: the host reads this step when it has sent the next.
-    is_taken = is_finite & sums.totals.are_within_limits
+    is_taken = is_finite & sums.are_within_limits
     run.optimizer.wait_for_readers()  # a bias may be a master that is being saved
     # Before the update, which sends masters to the parameters: no gradient reaches a bias, so it is left as it is then.
     run.biases.update(loads, is_taken)
-    run.optimizer.step(lr, divisor, ~is_taken, step, _missed_elements(run, sums.missed, sums.totals.reached))
+    run.optimizer.step(lr, divisor, ~is_taken, step, _missed_elements(run, missed, sums.reached))
 
 
 def _find_reached(run: TrainingRun, missed: Sequence[TrainedParameter]) -> Tensor:

@@ -57,7 +57,7 @@ class StepSums:
         sent = upload_values([*mine, *limits], torch.float64, device)
         sums = cls(torch.cat([sent[:NUM_SCALARS], reached]), sent[NUM_SCALARS:])
         sums.loss.copy_(loss)
-        sums.vector[1].copy_(squared_norm)
+        sums.norm.copy_(squared_norm)
         return sums
 
     @property
@@ -80,11 +80,16 @@ class StepSums:
         """The loss of the whole batch, a scalar, once it is summed over the world."""
         return self.vector[0]
 
-    def take_norm(self, loss_scale: Tensor) -> Tensor:
-        """The norm, a scalar, once the squares of gradients that are `loss_scale` times too large are summed over the world. In
-        place: the host reads the norm by which the device clips, to the last bit, and the scale."""
+    @property
+    def norm(self) -> Tensor:
+        """The norm of the gradient, a scalar, once `take_norm` was called."""
+        return self.vector[1]
+
+    def take_norm(self, loss_scale: Tensor) -> None:
+        """Make the norm of squares, summed over the world, of gradients that are `loss_scale` times too large. In place: the host
+        reads the norm by which the device clips, to the last bit, and the scale."""
         self.vector[4].copy_(loss_scale)
-        return self.vector[1].sqrt_().div_(loss_scale)
+        self.norm.sqrt_().div_(loss_scale)
 
 
 @dataclass(frozen=True)

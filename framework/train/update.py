@@ -12,8 +12,7 @@ by torch's fused kernel over a part of a shard: bit for bit as over the shard, b
 kernel computes the rest behind the last whole vector by other instructions, which round otherwise.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch import Tensor
 from framework.comm.transfer import fetch
 from framework.optim.disk_ring import DiskStates, DiskTensor
 from framework.optim.groups import GroupAssignment
-from framework.optim.optimizers import FlatOptimizer, Missed, check_kinds, state_names
+from framework.optim.optimizers import FlatOptimizer, Missed, preserving, state_names
 from framework.optim.states import States
 from framework.optim.update_rules import OPTIMIZERS, FlatShard, ShardGroup
 from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
@@ -90,54 +89,30 @@ def _shard(buffer: UnitBuffer, span: GroupSpan) -> FlatShard:
     return FlatShard(tuple(layouts.values()), buffer.master[where], buffer.delivered[where], tuple(layouts))
 
 
-@dataclass(eq=False)
-class UpdatedTogether:
+class UpdatedTogether(FlatOptimizer):
     """Trained buffers whose masters live on `device`, the rank's or the host's, and are updated in one call."""
 
-    buffers: tuple[UnitBuffer, ...]
-    optimizer: FlatOptimizer
-    device: torch.device
+    def __init__(
+        self, recipe: Recipe, buffers: Sequence[UnitBuffer], groups: Sequence[ShardGroup], device: torch.device
+    ):
+        super().__init__(recipe.optim, groups, device, recipe.precision.moments, recipe.train.seed)
+        self.buffers, self._device = buffers, device
 
     def update(self, lr: float, divisor: Tensor, skip: Tensor, step: int, missed: Iterable[Missed]) -> None:
         """Update the masters and cast them to the parameters. Arguments as of `FlatOptimizer.step`; missed: of these buffers."""
         for buffer in self.buffers:
             buffer.wait_for_delivery()
-        here = [replace(each, is_reached=fetch(each.is_reached, self.device)) for each in missed]
-        with self.optimizer.preserving(here):
-            self.optimizer.step(lr, fetch(divisor, self.device), fetch(skip, self.device), step)
+        here = [replace(each, is_reached=fetch(each.is_reached, self._device)) for each in missed]
+        with self.preserving(here):
+            self.step(lr, fetch(divisor, self._device), fetch(skip, self._device), step)
         for buffer in self.buffers:
             buffer.copy_master_to_params()
-
-    @property
-    def shards(self) -> tuple[FlatShard, ...]:
-        return self.optimizer.shards
-
-    def state(self, shard: FlatShard, name: str) -> Tensor:
-        """A per-element state of a shard, [n]."""
-        return self.optimizer.state(shard, name)
-
-    @property
-    def num_updates(self) -> int:
-        return self.optimizer.num_updates
-
-    @num_updates.setter
-    def num_updates(self, count: int) -> None:
-        self.optimizer.num_updates = count
-
-
-@dataclass(frozen=True)
-class _DiskUpdate:
-    """An update of a step, on the host. missed: elements that perhaps no rank has reached."""
-
-    lr: float
-    divisor: Tensor
-    missed: Sequence[Missed]
 
 
 class DiskOptimizer:
     """The recipe's optimizer over shards whose states are in the file `states`, which has one shard for each of `buffers`, also
-    for those of which this rank owns padding only. owned: the shards of these. Raises LayoutError as `FlatOptimizer` does, and
-    from `update` what `DiskStates` raises."""
+    for those of which this rank owns padding only. owned: the shards of these. `update` raises what `DiskStates`
+    raises."""
 
     def __init__(
         self,
@@ -148,21 +123,11 @@ class DiskOptimizer:
         groups: Sequence[ShardGroup],
     ):
         self._optim, self._rule, self._states = optim, OPTIMIZERS[optim.name], states
-        check_kinds(optim.name, self._rule, groups)
         self._buffers = tuple(buffers)
         assert [each.plan.numel_owned for each in self._buffers] == [each.numel for each in states.shards]
         self._owned = {each.shard: each for each in owned}
         self._group_of = {shard: group for group in groups for shard in group.shards}
-        self._num_updates = 0
-
-    @property
-    def num_updates(self) -> int:
-        """Updates done so far; 0 for an optimizer that does not count them."""
-        return self._num_updates
-
-    @num_updates.setter
-    def num_updates(self, count: int) -> None:
-        self._num_updates = count * self._rule.counts_updates
+        self.num_updates = 0  # done so far; it stays 0 for an optimizer that does not count them
 
     @property
     def shards(self) -> tuple[FlatShard, ...]:
@@ -179,50 +144,51 @@ class DiskOptimizer:
         if fetch(skip, HOST):
             return  # neither read nor written
         here = [replace(each, is_reached=fetch(each.is_reached, HOST)) for each in missed]
-        update = _DiskUpdate(lr, fetch(divisor, HOST), here)
-        self._states.update(range(len(self._buffers)), partial(self._update_chunk, update))
-        self.num_updates += 1
+        update_part = partial(self._update_part, lr, fetch(divisor, HOST), here)
 
-    def _update_chunk(self, update: _DiskUpdate, index: int, where: slice, states: Mapping[str, Tensor]) -> None:
-        buffer = self._buffers[index]
-        for shard, owned in self._owned.items():
-            span = within_owned(buffer.plan, owned.span)
-            if owned.buffer is buffer and span.start <= where.start < span.stop:
-                self._update_part(update, shard, slice(where.start - span.start, where.stop - span.start), states)
-        buffer.copy_to_params(where.start, (states["master"],))
+        def update_chunk(index: int, where: slice, states: Mapping[str, Tensor]) -> None:
+            buffer = self._buffers[index]
+            for shard, owned in self._owned.items():
+                span = within_owned(buffer.plan, owned.span)
+                if owned.buffer is buffer and span.start <= where.start < span.stop:
+                    update_part(shard, slice(where.start - span.start, where.stop - span.start), states)
+            buffer.copy_to_params(where.start, (states["master"],))
 
-    def _update_part(self, update: _DiskUpdate, shard: FlatShard, where: slice, states: Mapping[str, Tensor]) -> None:
-        """Update elements `where` of a shard, whose states are given."""
+        self._states.update(range(len(self._buffers)), update_chunk)
+        self.num_updates += self._rule.counts_updates
+
+    def _update_part(
+        self,
+        lr: float,
+        divisor: Tensor,
+        missed: Sequence[Missed],
+        shard: FlatShard,
+        where: slice,
+        states: Mapping[str, Tensor],
+    ) -> None:
+        """Update elements `where` of a shard, whose states are given. missed: elements that perhaps no rank has reached."""
         group, master = self._group_of[shard], states["master"]
         master.grad = fetch(shard.gradient[where], HOST)
         kernel = self._rule.make(self._optim, [{"params": [master], "weight_decay": group.weight_decay}])
-        kernel.param_groups[0]["lr"] = update.lr * group.lr_ratio
+        kernel.param_groups[0]["lr"] = lr * group.lr_ratio
         kernel.state[master] |= {name: state for name, state in states.items() if name != "master"}
         if self._rule.counts_updates:
             kernel.state[master]["step"] = torch.tensor(float(self.num_updates))
         if master.dtype == torch.float32:
-            kernel.grad_scale = update.divisor.float()  # type: ignore[attr-defined]
+            kernel.grad_scale = divisor.float()  # type: ignore[attr-defined]
         else:  # the kernels read their divisor as fp32, which would round fp64 gradients
-            master.grad.div_(update.divisor)
+            master.grad.div_(divisor)
         kernel.found_inf = torch.zeros(())  # type: ignore[attr-defined]
-        with _preserving(states.values(), [each for each in update.missed if each.shard is shard], where):
+        bounds = [
+            (max(each.start, where.start) - where.start, min(each.stop, where.stop) - where.start, each.is_reached)
+            for each in missed
+            if each.shard is shard
+        ]
+        kept = [
+            (state[start:stop], reached) for state in states.values() for start, stop, reached in bounds if start < stop
+        ]
+        with preserving(kept):
             kernel.step()
-
-
-@contextmanager
-def _preserving(states: Iterable[Tensor], missed: Iterable[Missed], where: slice) -> Iterator[None]:
-    """Keep elements that no rank has reached, and their states. states: of the elements `where` of the shard, [m] each."""
-    bounds = [(max(each.start, where.start), min(each.stop, where.stop), each.is_reached) for each in missed]
-    views = [
-        (state[start - where.start : stop - where.start], is_reached)
-        for state in states
-        for start, stop, is_reached in bounds
-        if start < stop
-    ]
-    saved = [view.clone() for view, _ in views]
-    yield
-    for (view, is_reached), old in zip(views, saved, strict=True):
-        torch.where(is_reached, view, old, out=view)
 
 
 class StepOptimizer:
@@ -243,9 +209,7 @@ class StepOptimizer:
     ):
         def join(together: list[UnitBuffer], lives_on: torch.device) -> UpdatedTogether:
             groups = group_shards([each for each in shards if each.buffer in together], assignments)
-            moments, seed = recipe.precision.moments, recipe.train.seed
-            optimizer = FlatOptimizer(recipe.optim, groups, lives_on, moments, seed)
-            return UpdatedTogether(tuple(together), optimizer, lives_on)
+            return UpdatedTogether(recipe, together, groups, lives_on)
 
         trained = [buffer for buffer in buffers if buffer.is_trained]
         at_home = [buffer for buffer in trained if not buffer.is_updated_on_host and buffer.stored is None]
@@ -253,7 +217,7 @@ class StepOptimizer:
         units = dict.fromkeys(buffer.unit for buffer in away)
         # The device's first: its kernels run while the host updates.
         self._in_memory = [join(at_home, device)] + [
-            join([buffer for buffer in away if buffer.unit == unit], torch.device("cpu")) for unit in units
+            join([buffer for buffer in away if buffer.unit == unit], HOST) for unit in units
         ]
         self.parts: list[UpdatedTogether | DiskOptimizer] = [*self._in_memory]
         if disk is not None:
@@ -288,17 +252,17 @@ class StepOptimizer:
 
     def states_of(self, shard: FlatShard) -> States:
         """The states of a shard that is in memory."""
-        return next(part.optimizer.states for part in self._in_memory if shard in part.shards)
+        return next(part.states for part in self._in_memory if shard in part.shards)
 
     def open_states(self) -> None:
         """Make the tensors that `state` returns writable."""
         for part in self._in_memory:
-            part.optimizer.states.open()
+            part.states.open()
 
     def close_states(self) -> None:
         """Take over the values written since `open_states`."""
         for part in self._in_memory:
-            part.optimizer.states.close()
+            part.states.close()
 
     def state(self, shard: FlatShard, name: str) -> Tensor | StoredTensor:
         """A per-element state of a shard: [n], in its dtype, where its master lives."""

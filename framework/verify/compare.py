@@ -59,17 +59,17 @@ class ErrorRow:
 
 def compare(found: Evidence, expected: Evidence) -> list[ErrorRow]:
     """The worst relative error of each quantity."""
-    return [ErrorRow(quantity, *_worst(errors)) for quantity, errors in measure(found, expected).items()]
+    return [ErrorRow(quantity, *worst(errors)) for quantity, errors in measure(found, expected).items()]
 
 
 def measure(found: Evidence, expected: Evidence) -> Errors:
     """Relative errors of loss, gradient norm, every gradient and every weight. A missing or extra tensor is an infinite error,
     and so is anything that is not finite."""
     return {
-        "loss": _measure_numbers(found.losses, expected.losses),
-        "gradient norm": _measure_numbers(found.norms, expected.norms),
-        "gradient, step 1": _measure_tensors(found.gradients, expected.gradients),
-        f"weight, step {len(expected.losses)}": _measure_tensors(found.weights, expected.weights),
+        "loss": measure_numbers(found.losses, expected.losses),
+        "gradient norm": measure_numbers(found.norms, expected.norms),
+        "gradient, step 1": measure_tensors(found.gradients, expected.gradients),
+        f"weight, step {len(expected.losses)}": measure_tensors(found.weights, expected.weights),
     }
 
 
@@ -91,14 +91,16 @@ def render(rows: list[ErrorRow], tolerance: float) -> str:
     return "\n".join(lines)
 
 
-def _measure_numbers(found: tuple[float, ...], expected: tuple[float, ...]) -> dict[str, float]:
+def measure_numbers(found: tuple[float, ...], expected: tuple[float, ...]) -> dict[str, float]:
+    """Relative errors of a value of each step, by step."""
     if len(found) != len(expected):
         return {f"{len(found)} steps, not {len(expected)}": float("inf")}
     pairs = enumerate(zip(found, expected, strict=True), start=1)
     return {f"step {step}": _finite(abs(a - b) / max(abs(b), 1e-30)) for step, (a, b) in pairs}
 
 
-def _measure_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+def measure_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Relative errors of tensors, by name."""
     if found.keys() != expected.keys():
         return {"only one side has " + ", ".join(sorted(found.keys() ^ expected.keys())): float("inf")}
     largest = {name: float(tensor.abs().max()) if tensor.numel() else 0.0 for name, tensor in expected.items()}
@@ -110,7 +112,8 @@ def _measure_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     }
 
 
-def _worst(errors: Mapping[str, float]) -> tuple[float, str]:
+def worst(errors: Mapping[str, float]) -> tuple[float, str]:
+    """The largest error, and where it is."""
     where = max(errors, key=errors.__getitem__)
     return errors[where], where
 

@@ -30,9 +30,8 @@ from framework.recipe.derive import derive
 from framework.recipe.keys import flatten, plain
 from framework.recipe.overrides import write_value
 from framework.recipe.schema import Checkpoint, Data, Launch, Memory, Parallel, Pipeline, Recipe, Run, Source, Zero
-from framework.verify.compare import ErrorRow, exceeds, render
-from framework.verify.compare import compare as compare_evidence
-from framework.verify.evidence import Evidence, NothingToCompare
+from framework.verify.compare import ErrorRow, exceeds, measure_numbers, measure_tensors, render, worst
+from framework.verify.evidence import NothingToCompare
 from framework.verify.plain import CORRECTION_BIASES
 from framework.verify.prepare import LEAST_EPS, VerifyOptions, prepare
 from framework.verify.reference import TrainingCurve, run_reference
@@ -100,25 +99,22 @@ def compare_runs(sides: Sides, command: Command) -> list[ErrorRow]:
 def compare(found: TrainingCurve, expected: TrainingCurve, moments: str = "fp32") -> list[ErrorRow]:
     """The worst relative error of each quantity. moments: `precision.moments`."""
     assert expected.validations, "a run of one step validates nothing: more steps"
-    rows = compare_evidence(
-        Evidence(found.losses, found.norms, {"": torch.tensor(found.rates)}, dict(found.weights)),
-        Evidence(expected.losses, expected.norms, {"": torch.tensor(expected.rates)}, dict(expected.weights)),
-    )
-    losses, norms, rates, exported = rows
-    steps = {step: (found.validations.get(step, float("inf")), loss) for step, loss in expected.validations.items()}
-    errors = {step: abs(ours - theirs) / theirs for step, (ours, theirs) in steps.items()}
-    worst = max(errors, key=errors.__getitem__)
+    errors = {
+        "loss": measure_numbers(found.losses, expected.losses),
+        "gradient norm": measure_numbers(found.norms, expected.norms),
+        "learning rate": measure_tensors(*({"any step": torch.tensor(each.rates)} for each in (found, expected))),
+        "validation loss": {
+            f"step {step}": abs(found.validations.get(step, float("inf")) - loss) / loss
+            for step, loss in expected.validations.items()
+        },
+        "exported weight": measure_tensors(found.weights, expected.weights),
+    }
+    rows = [ErrorRow(quantity, *worst(each)) for quantity, each in errors.items()]
     if moments == "bf16":
         # A difference of 1e-7 may turn a rounding: an update then differs by a spacing, 2^-7 of it.
         most = max(float(each.abs().max()) for each in expected.weights.values())
-        exported = replace(exported, within=TOLERANCE + 2**-7 * sum(expected.rates) / most)
-    return [
-        losses,
-        norms,
-        replace(rates, quantity="learning rate", where="any step"),
-        ErrorRow("validation loss", errors[worst], f"step {worst}"),
-        replace(exported, quantity="exported weight"),
-    ]
+        rows[-1] = replace(rows[-1], within=TOLERANCE + 2**-7 * sum(expected.rates) / most)
+    return rows
 
 
 def refuse(recipe: Recipe) -> None:
@@ -191,7 +187,7 @@ def _make_second(first: Recipe, steps: int) -> Recipe:
 def _say(recipe: Recipe, beside: Recipe, words: Sequence[str]) -> list[str]:
     """`words`, and the overrides by which a recipe differs from another one."""
     wanted, given = (flatten(plain(asdict(each))) for each in (recipe, beside))
-    changed = {key: value for key, value in wanted.items() if key not in given or given[key] != value}
+    changed = {key: value for key, value in wanted.items() if (key, value) not in given.items()}
     said = {key: value for key, value in changed.items() if not key.startswith(tuple(f"{each}." for each in WHOLE))}
     for key in WHOLE:
         if any(each.startswith(f"{key}.") for each in changed):

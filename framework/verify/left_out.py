@@ -6,7 +6,7 @@ small or reset can be forgotten here.
 
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -53,25 +53,33 @@ class ChangedValue:
 
 def find_changes(recipe: Recipe, run: Recipe, reasons: Mapping[str, str]) -> list[ChangedValue]:
     """Keys of the recipe that have another value in `run`, leaving out those that no step reads."""
-    before, after = (flatten(plain(asdict(_resolve(each)))) for each in (recipe, run))
     changes = []
-    for key in (*before, *(after.keys() - before.keys())):
-        if before.get(key) != after.get(key) and not re.fullmatch(NO_PART_OF_A_STEP, key):
-            found = (word for word in reasons if key == word or key.startswith(f"{word}."))
-            changes.append(ChangedValue(key, before.get(key), after.get(key), reasons.get(next(found, ""), "")))
+    for change in _compare(*(asdict(_resolve(each)) for each in (recipe, run))):
+        if not re.fullmatch(NO_PART_OF_A_STEP, change.key):
+            found = (word for word in reasons if f"{change.key}.".startswith(f"{word}."))
+            changes.append(replace(change, reason=reasons.get(next(found, ""), "")))
     return changes
 
 
 def find_config_changes(original: PretrainedConfig, run: PretrainedConfig) -> list[ChangedValue]:
     """Keys of the Hugging Face config that have another value in `run`."""
-    before, after = (flatten(plain(config.to_dict())) for config in (original, run))
     return [
-        ChangedValue(
-            f"model.config.{key}", before.get(key), after.get(key), "drawn per microbatch" if _is_dropout(key) else ""
+        replace(
+            change,
+            key=f"model.config.{change.key}",
+            reason="drawn per microbatch" if _is_dropout(change.key) else "",
         )
-        for key in (*before, *(after.keys() - before.keys()))
-        if before.get(key) != after.get(key) and key.partition(".")[0] not in NO_PART_OF_A_MODEL
+        for change in _compare(original.to_dict(), run.to_dict())
+        if change.key.partition(".")[0] not in NO_PART_OF_A_MODEL
     ]
+
+
+def _compare(original: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[ChangedValue]:
+    """Leaves of two trees that differ, by dotted key."""
+    before, after = flatten(plain(original)), flatten(plain(run))
+    for key in (*before, *(after.keys() - before.keys())):
+        if before.get(key) != after.get(key):
+            yield ChangedValue(key, before.get(key), after.get(key), "")
 
 
 def find_dropout(config: PretrainedConfig) -> list[ChangedValue]:
@@ -118,7 +126,7 @@ def describe(changes: list[ChangedValue], steps: int) -> str:
 def _resolve(recipe: Recipe) -> Recipe:
     """The recipe with one form for keys that can state the same in two ways."""
     derived = derive(recipe)
-    compile_: Literal["always", "never"] = "always" if compiles(recipe.memory) else "never"
+    compile_: Literal["always", "never"] = "always" if compiles(recipe) else "never"
     return replace(
         recipe,
         parallel=replace(recipe.parallel, dp=derived.dp),

@@ -22,12 +22,11 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from framework.errors import ConnectionFailed, MeshwrightError
 
@@ -44,47 +43,38 @@ LOST = re.compile(
 
 
 class RankFailed(Exception):
-    """Failure of ranks that raised, died or hung; the message has each one's story.
+    """Failure of ranks that raised, died or hung; the message has each one's story. explanation: the typed error that explains
+    why all of them failed, if one does."""
 
-    mistakes: by rank, what they raised that is typed. unexplained: ranks that failed in another way, and not because the
-    connection to a rank broke.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        mistakes: Mapping[int, MeshwrightError] = MappingProxyType({}),
-        unexplained: Sequence[int] = (),
-    ):
+    def __init__(self, message: str, explanation: MeshwrightError | None = None):
         super().__init__(message)
-        self.mistakes, self.unexplained = mistakes, tuple(unexplained)
-
-    @property
-    def explanation(self) -> MeshwrightError | None:
-        """The typed error that explains why all of them failed, if one does: of the lowest rank that did not just lose others."""
-        if self.unexplained or not self.mistakes:
-            return None
-        by_rank = [self.mistakes[rank] for rank in sorted(self.mistakes)]
-        return next((mistake for mistake in by_rank if not isinstance(mistake, ConnectionFailed)), by_rank[0])
+        self.explanation = explanation
 
 
-@dataclass
-class Worker:
+@dataclass(frozen=True)
+class _Failure:
+    """A rank's failure: its traceback, or where it died or hangs; the error itself if it is typed; whether that says that another
+    rank has gone. is_alive: the process can run another body."""
+
+    story: str
+    mistake: MeshwrightError | None = None
+    is_lost: bool = False
+    is_alive: bool = True
+
+
+def _explain(failures: Sequence[_Failure]) -> MeshwrightError | None:
+    """The first typed error that is not the loss of a connection, else the first; None where a rank failed in another way."""
+    mistakes = [each.mistake for each in failures if each.mistake is not None]
+    if any(each.mistake is None and not each.is_lost for each in failures) or not mistakes:
+        return None
+    return next((mistake for mistake in mistakes if not isinstance(mistake, ConnectionFailed)), mistakes[0])
+
+
+class Worker(NamedTuple):
     """One process of the pool and this end of its pipe."""
 
     process: Any
     pipe: Connection
-
-
-@dataclass
-class _Outcomes:
-    """The results of a body by rank, and the stories of ranks that failed; among them those that lost their connection."""
-
-    results: dict[int, Any] = field(default_factory=dict)
-    stories: dict[int, str] = field(default_factory=dict)
-    mistakes: dict[int, MeshwrightError] = field(default_factory=dict)
-    lost: set[int] = field(default_factory=set)
-    is_sound: bool = True
 
 
 class RankPool:
@@ -123,60 +113,44 @@ class RankPool:
         """The results of the run that was started. timeout_s None: however long it takes. Raises as `run` does."""
         assert self._running is not None, "nothing was started"
         (world, name), self._running = self._running, None
-        found = self._wait(world, timeout_s)
-        if not found.is_sound:
-            self._kill()
-        if found.stories:
-            stories = "\n".join(f"--- rank {rank} {found.stories[rank]}" for rank in sorted(found.stories))
-            unexplained = sorted(found.stories.keys() - found.mistakes.keys() - found.lost)
-            message = f"{name} failed on rank(s) {sorted(found.stories)} of {world}\n{stories}"
-            raise RankFailed(message, found.mistakes, unexplained)
-        return [found.results[rank] for rank in range(world)]
+        outcomes = self._wait(world, timeout_s)
+        failures = {rank: each for rank, each in enumerate(outcomes) if isinstance(each, _Failure)}
+        if failures:
+            stories = "\n".join(f"--- rank {rank} {each.story}" for rank, each in failures.items())
+            message = f"{name} failed on rank(s) {list(failures)} of {world}\n{stories}"
+            raise RankFailed(message, _explain(list(failures.values())))
+        return outcomes
 
     def drop(self) -> None:
         """Wait a while for a run that was not collected, if there is one; processes that do not end are replaced."""
         if self._running is not None:
             (world, _), self._running = self._running, None
-            if not self._wait(world, GRACE_S).is_sound:
-                self._kill()
+            self._wait(world, GRACE_S)
 
     def close(self) -> None:
         """End all processes."""
         self._kill()
         self._folder.cleanup()
 
-    def _wait(self, world: int, timeout_s: float | None) -> _Outcomes:
-        """Wait for all ranks; once one has failed, only GRACE_S longer."""
-        found = _Outcomes()
+    def _wait(self, world: int, timeout_s: float | None) -> list[Any]:
+        """The result or the failure of each rank; once one has failed, waits only GRACE_S longer. Ends all processes where one
+        died or hangs."""
+        outcomes: dict[int, Any] = {}
         waiting: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(self._workers[:world])}
-        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        deadline, has_failed = float("inf") if timeout_s is None else time.monotonic() + timeout_s, False
         while waiting and (ready := wait(list(waiting), _seconds_to(deadline))):
             for pipe in ready:
-                self._hear(waiting.pop(pipe), found)
-            if found.stories:
+                rank = waiting.pop(pipe)
+                outcomes[rank] = _hear(self._workers[rank])
+                has_failed |= isinstance(outcomes[rank], _Failure)
+            if has_failed:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-        if waiting:
-            found.is_sound = False
-            reason = "still waiting for a rank that failed" if found.stories else f"hung: not ended after {timeout_s} s"
-            found.stories |= {rank: f"{reason}\n{self._stacks(rank)}" for rank in waiting.values()}
-        return found
-
-    def _hear(self, rank: int, found: _Outcomes) -> None:
-        """Receive a rank's outcome: a result, an exception, or EOF where it died."""
-        worker = self._workers[rank]
-        try:
-            outcome = pickle.loads(worker.pipe.recv_bytes())
-        except EOFError:
-            worker.process.join()
-            found.is_sound, outcome = False, _Raised(f"died with exit code {worker.process.exitcode}", None)
-        if not isinstance(outcome, _Raised):
-            found.results[rank] = outcome
-            return
-        found.stories[rank] = outcome.story
-        if outcome.mistake is not None:
-            found.mistakes[rank] = outcome.mistake
-        if outcome.is_lost:
-            found.lost.add(rank)
+        for rank in waiting.values():
+            reason = "still waiting for a rank that failed" if has_failed else f"hung: not ended after {timeout_s} s"
+            outcomes[rank] = _Failure(f"{reason}\n{self._stacks(rank)}", is_alive=False)
+        if any(isinstance(each, _Failure) and not each.is_alive for each in outcomes.values()):
+            self._kill()
+        return [outcomes[rank] for rank in range(world)]
 
     def _start_workers(self) -> None:
         """Start all processes side by side and wait until they are ready: no body's time goes into imports."""
@@ -219,13 +193,13 @@ class RankPool:
         self._workers = []
 
 
-@dataclass(frozen=True)
-class _Raised:
-    """An exception of a body: its traceback, the error itself if it is typed, and whether it says that another rank has gone."""
-
-    story: str
-    mistake: MeshwrightError | None
-    is_lost: bool = False
+def _hear(worker: Worker) -> Any:
+    """A rank's outcome: a result or a failure, which it sends, or EOF where it died."""
+    try:
+        return pickle.loads(worker.pipe.recv_bytes())
+    except EOFError:
+        worker.process.join()
+        return _Failure(f"died with exit code {worker.process.exitcode}", is_alive=False)
 
 
 def _seconds_to(deadline: float) -> float | None:
@@ -269,7 +243,7 @@ def _attempt(task: bytes) -> bytes:
     except Exception as error:
         mistake = error if isinstance(error, MeshwrightError) else None
         is_lost = LOST.search(f"{type(error).__name__}: {error}") is not None
-        return pickle.dumps(_Raised(f"raised\n{traceback.format_exc()}", mistake, is_lost))
+        return pickle.dumps(_Failure(f"raised\n{traceback.format_exc()}", mistake, is_lost))
     finally:
         # A body that raised did not close its mesh. Closing its connections here wakes the ranks that wait for it.
         disconnect()

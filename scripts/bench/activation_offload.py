@@ -37,7 +37,7 @@ from framework.parallel.activation_offload import ActivationOffload, choose_offl
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Batch, Launch, Memory, Precision, Recipe, Zero
 from framework.train.build import build
-from framework.train.profiler import name_unit
+from framework.train.profiler import UnitRanges
 from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
@@ -205,10 +205,10 @@ def offload_with_threads(
     directions = iter(DIRECTIONS)
     offload = ActivationOffload(
         model, layers, choose_offloaded(fraction, len(layers)), staying, axis, CPU,
-        lambda device: ThreadCopyStream(next(directions), cores, link),
+        lambda: ThreadCopyStream(next(directions), cores, link),
     )  # fmt: skip
     for name, layer in layers.items():
-        name_unit(name, layer)
+        UnitRanges(name, layer)
     return offload
 
 

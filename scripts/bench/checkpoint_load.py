@@ -32,8 +32,9 @@ import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from framework.checkpoint.commit import Retention
 from framework.checkpoint.load import load_newest
-from framework.checkpoint.save import save_checkpoint
+from framework.checkpoint.save import Saver
 from framework.comm.collectives import all_gather_object, all_reduce
 from framework.comm.connect import connect
 from framework.mesh.layout import part
@@ -109,7 +110,9 @@ def run_rank(rank: int, work: Callable[..., None], layout: str, folder: Path, op
 
 def save(run: TrainingRun, recipe: Recipe, folder: Path, rounds: int) -> None:
     """Both checkpoints, of the same layout."""
-    save_checkpoint(folder / "ours", 1, saved_entries(run), {"step": 1}, run.mesh.axis("world"), keep=1)
+    saver = Saver(folder / "ours", run.mesh.axis("world"), Retention(keep=1), is_async=False)
+    saver.start(1, saved_entries(run), {"step": 1})
+    saver.finish()
     dcp.save(tensors_for_dcp(run, recipe), checkpoint_id=folder / "dcp", no_dist=run.mesh.topology.world == 1)
 
 

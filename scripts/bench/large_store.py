@@ -147,7 +147,9 @@ def main() -> None:
     measure("train", ["train", *overrides, "run.id=large"], arguments.open_files, folder)
     prepared, maps = prepare(recipe), Path("/proc/self/maps").read_text().splitlines()
     num_maps = sum(str(prepared.sources[0].folder) in line for line in maps)
-    print(f"opened: {prepared.count_tokens('train'):,} tokens, {num_maps} memory maps of the store")
+    print(
+        f"opened: {prepared.sources[0].meta.splits['train'].num_tokens:,} tokens, {num_maps} memory maps of the store"
+    )
 
 
 if __name__ == "__main__":

@@ -56,8 +56,7 @@ class Trial:
 
     def losses(self, folder: Path) -> Losses | None:
         """None where the run has not ended."""
-        path = folder / self.id / METRICS_FILE
-        records = list(read_records(path)) if path.exists() else []
+        records = list(read_records(folder / self.id / METRICS_FILE))
         if not records or records[-1]["step"] != self.steps:
             return None
         losses = [float(record["loss"]) for record in records]

@@ -19,6 +19,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from interleave import (
@@ -45,7 +46,7 @@ from framework.comm.connect import Mesh
 from framework.data.loader import Microbatch
 from framework.model.flops import unit_flops
 from framework.model.units import find_units
-from framework.parallel.pipeline.pipeline import plan_pipeline, split_evenly
+from framework.parallel.pipeline.pipeline import plan_pipeline
 from framework.parallel.pipeline.schedules import rank_of_stage
 from framework.recipe.schema import Parallel, Pipeline, Zero
 
@@ -129,7 +130,8 @@ class Torch:
 def choose_layers(setting: Setting, virtual_stages: int, is_v: bool, cut: str) -> list[int]:
     """Layers of each stage: equally many, or by cost as ours cuts by itself for stages in a V or in a loop."""
     if cut == "layers":
-        return split_evenly(setting.model["num_hidden_layers"], setting.pp * virtual_stages)
+        stages = np.array_split(range(setting.model["num_hidden_layers"]), setting.pp * virtual_stages)
+        return [len(layers) for layers in stages]
     with torch.device("meta"):
         whole = LlamaForCausalLM(LlamaConfig(**setting.model))
     costs = unit_flops(whole, find_units(whole), setting.case.context)

@@ -6,10 +6,10 @@ import pytest
 
 from framework.plan.find import Question
 from framework.plan.page_html import MOST_BYTES, render_html
-from framework.plan.page_of_search import CHOICES, ShownLayout, choose_rows, explore, make_search_page
-from framework.plan.plan_text import GIB, show_seconds
+from framework.plan.page_of_search import CHOICES, choice_of, choose_rows, explore, make_search_page, missing_bytes
 from framework.plan.rejections import describe
-from framework.plan.search import SearchResult
+from framework.plan.search import Ranked, Search
+from framework.plan.text import GIB, show_seconds
 from framework.recipe.compose import compose
 from tests.browser.chromium import Chromium, Tab
 
@@ -28,17 +28,15 @@ PINNED = frozenset(
 
 
 @pytest.fixture(scope="module")
-def explored() -> tuple[list[SearchResult], list[ShownLayout]]:
+def explored() -> tuple[list[Search], list[Ranked]]:
     return explore(Question(compose(WORDS).require(), PINNED))
 
 
 @pytest.fixture(scope="module")
-def layouts(explored) -> tuple[list[ShownLayout], list[ShownLayout]]:
+def layouts(explored) -> tuple[list[Ranked], list[Ranked]]:
     """(those that fit, fastest first, those that do not)."""
     results, over = explored
-    found = [
-        ShownLayout(each.candidate, each.forecast) for result in results for each in (*result.ranked, *result.others)
-    ]
+    found = [each for result in results for each in (*result.ranked, *result.others)]
     return sorted(found, key=lambda each: each.forecast.time.step_s), over
 
 
@@ -81,10 +79,14 @@ def picked(tab: Tab) -> dict[str, str]:
     return tab.ask(f"Object.fromEntries({pairs})") | {"number": number, "layout": layout}
 
 
-def is_said_of(said: dict[str, str], layout: ShownLayout) -> bool:
+def is_said_of(said: dict[str, str], layout: Ranked) -> bool:
     """Whether all that the page says of the picked layout is what was foretold of this one."""
     time, memory = layout.forecast.time, layout.forecast.memory
-    room = f"{layout.missing / GIB:,.1f} GiB over" if layout.missing else f"{memory.spare / GIB:,.1f} GiB to spare"
+    room = (
+        f"{missing_bytes(layout) / GIB:,.1f} GiB over"
+        if missing_bytes(layout)
+        else f"{memory.spare / GIB:,.1f} GiB to spare"
+    )
     expected = {
         "layout": describe(layout.candidate),
         "step": show_seconds(time.step_s),
@@ -146,7 +148,7 @@ def test_a_row_of_what_does_not_fit_is_red(tab: Tab, layouts) -> None:
         tab.ask(f"document.querySelector('#layouts tbody tr[data-number=\"{number}\"]').click()")
     tab.wait_until(f"document.querySelector('[data-picked]').dataset.picked === '{number}'")
     assert is_said_of(picked(tab), over[0])
-    words = f"{over[0].missing / GIB:,.1f} GiB over"
+    words = f"{missing_bytes(over[0]) / GIB:,.1f} GiB over"
     tab.wait_until(f"document.getElementById('picked_memory').textContent.includes('{words}')")
     assert (
         tab.ask("getComputedStyle(document.querySelector('#picked [data-value=verdict]')).color") == "rgb(179, 22, 42)"
@@ -170,7 +172,7 @@ def test_a_page_holds_as_many_layouts_as_fit(layouts) -> None:
     assert len(str(values)) < 1.3 * most
     places = [fields.index(key) for key, _ in CHOICES]
     kept = {tuple(row[place] for place in places) for row in values}
-    firsts = list(dict.fromkeys(each.choice for each in layouts[0]))
+    firsts = list(dict.fromkeys(choice_of(each) for each in layouts[0]))
     assert kept == set(firsts[: len(kept)])
     numbers = [row[0] for row in values]
     assert numbers == sorted(numbers)

@@ -28,6 +28,7 @@ from framework.commands.trained_model import _read, export_model, load_model
 from framework.errors import EXIT_DONE, EXIT_RESUME, EXIT_USER, ModelError, RunError, StorageError
 from framework.launch import settle
 from framework.launch.directory import RunDirectory
+from framework.launch.parts import begin
 from framework.optim.disk_file import MEMORY_FILE_SYSTEMS, file_system_of
 from framework.recipe import layout_rules
 from framework.recipe.compose import compose, load_recipe, save_recipe
@@ -597,8 +598,8 @@ def test_run_that_another_process_began_meanwhile_is_left_alone():
     kept = [path for path in whole.rglob("*") if path.is_file() and path.stem != "lock"]
     before = {path: path.read_bytes() for path in kept}
     recipe = compose([*RECIPE, "run.id=whole", "optim.lr=1"]).require()
-    with pytest.raises(RunError, match="begun by another process meanwhile"):
-        train_module._begin(recipe, [])
+    with pytest.raises(RunError, match="begun by another process meanwhile"), begin(recipe):
+        pass
     assert sorted(path for path in whole.rglob("*") if path.is_file() and path.stem != "lock") == sorted(kept)
     assert {path: path.read_bytes() for path in kept} == before
     assert not list(whole.rglob(".epoch-*"))

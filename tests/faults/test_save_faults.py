@@ -13,13 +13,14 @@ import torch
 
 from framework.checkpoint.commit import COMMITTED_POINTS, SAVE_POINTS, Retention, list_checkpoints
 from framework.checkpoint.load import load_newest
-from framework.checkpoint.save import CPU, Saver, save_checkpoint
+from framework.checkpoint.save import CPU, Saver
 from framework.checkpoint.staging import Entry, StagingMemory
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.errors import CheckpointError
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Axis, Topology
+from tests.saving import save_checkpoint
 
 ALONE = Communicator(Axis("world", 1, 0))
 NUMEL = 70_000

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from framework.checkpoint.save import save_checkpoint
 from framework.data.pack import Microbatch
 from framework.recipe.schema import Zero
 from framework.train.state import RunState, read_entries, restore, saved_entries
 from framework.train.step import train_step
 from tests.gpu.training import LR, start
 from tests.ranks.parity import small_recipe
+from tests.saving import save_checkpoint
 from tests.unit.test_data_loader import make_loader, make_prepared
 
 REPOSITORY = Path(__file__).parents[2]

@@ -15,13 +15,14 @@ from framework.comm.algorithms import ExposedCommunication, scatter_rounded, sum
 from framework.comm.collectives import start_all_reduce
 from framework.comm.connect import Mesh
 from framework.comm.transfer import (
+    Arrival,
     AsyncHostCopy,
     Copies,
-    HomeTransfers,
+    CopyStream,
+    Download,
     Moment,
-    make_host_block,
-    open_copy_stream,
     segment_on_host,
+    start_copy,
     upload,
     upload_values,
     write_across,
@@ -76,7 +77,6 @@ def test_what_is_uploaded_makes_nobody_wait_and_from_pageable_memory_it_would(gp
 def test_a_vector_comes_to_the_host_behind_its_event_and_may_be_overwritten_by_kernels(gpu: SimulatedGpu) -> None:
     vector = torch.tensor([1.0, 2.0], device=GPU)
     pending = AsyncHostCopy(vector)
-    assert pending._done.is_blocking  # a host that spins takes a core from NCCL's proxy
     assert pending._host.isnan().all()
     vector.zero_()
     assert pending.values() == [1.0, 2.0]
@@ -91,8 +91,8 @@ def test_the_host_may_not_write_to_what_is_being_uploaded(gpu: SimulatedGpu) -> 
 
 
 def copy_to_host(source: Tensor) -> tuple[Tensor, Copies]:
-    target = make_host_block(source.nbytes, GPU).view(source.dtype)
-    return target, open_copy_stream(GPU).start([(target, source)])
+    target = segment_on_host(source.nbytes, GPU).view(source.dtype)
+    return target, CopyStream().start([(target, source)])
 
 
 def write_to(x: Tensor) -> None:
@@ -137,15 +137,16 @@ def test_a_copy_whose_source_nobody_keeps_reads_the_memory_of_another(gpu: Simul
 
 
 def test_states_come_home_and_go_back_beside_what_is_computed(gpu: SimulatedGpu) -> None:
-    transfers, there = HomeTransfers(), torch.ones(3, device=GPU)
+    stream, there = CopyStream(), torch.ones(3, device=GPU)
     home = zeros_on_host(3, torch.float32, GPU)
-    download = transfers.download(there, home)
+    download = Download(there, home, stream)
     assert home.isnan().all()
     download.wait()
     write_across(there, home.mul_(3))
-    with transfers.queue(GPU) as arrival:
-        back = torch.empty(3, device=GPU)
-        transfers.upload(back, home)
+    back = torch.empty(3, device=GPU)
+    with stream.queue(GPU):
+        start_copy(back, home)
+        arrival = Arrival(GPU)
     arrival.wait()
     assert back.tolist() == there.tolist() == [3.0] * 3
 
@@ -163,8 +164,8 @@ def test_another_thread_copies_what_was_computed_at_a_moment_and_nothing_later(
     def copy() -> None:
         try:
             with gpu, moment.copies():
-                moment.copy(source, target)
-                moment.arrival().wait_on_host()
+                start_copy(target, source)
+                Arrival(GPU).wait_on_host()
         except GpuError as error:
             errors.append(error)
 

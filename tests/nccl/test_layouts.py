@@ -13,7 +13,7 @@ import pytest
 
 from framework.comm.algorithms import ExposedCommunication
 from framework.comm.connect import Mesh
-from framework.comm.transfer import AsyncHostCopy, CudaCopies, Download
+from framework.comm.transfer import Arrival, AsyncHostCopy, Download
 from framework.errors import NumericsError
 from framework.parallel.pipeline.execute import StageLinks
 from framework.parallel.tensor.regions import RegionCall
@@ -145,7 +145,7 @@ def a_step_is_read_before_it_has_come() -> AbstractContextManager[Any]:
 
 
 def an_activation_is_read_before_it_has_come_back() -> AbstractContextManager[Any]:
-    return patch.object(CudaCopies, "wait", lambda self: None)
+    return patch.object(Arrival, "wait", lambda self: None)
 
 
 def an_activation_leaves_before_it_is_computed() -> AbstractContextManager[Any]:

@@ -6,7 +6,7 @@ between: this tests what `parallel/tensor` does to a model, and what its layouts
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 from typing import Any
 
@@ -28,9 +28,10 @@ from framework.model.probe import find_load_balancing_loss
 from framework.model.routers import RoutedTokens, Routers
 from framework.model.stage import StageBounds
 from framework.model.units import find_units, set_parameter, tied_names
-from framework.parallel.experts import split_experts
+from framework.parallel.experts.split import split_experts
 from framework.parallel.stage_plan import StagePlan
-from framework.parallel.tensor import ranks_per_kv_head, split_over_tp
+from framework.parallel.tensor.heads import ranks_per_kv_head
+from framework.parallel.tensor.split import split_over_tp
 from framework.recipe.schema import Memory, Model, Parallel, Recipe
 from framework.verify.compare import NOISE_SHARE
 from framework.verify.evidence import keep_double
@@ -171,7 +172,7 @@ def build_split(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     for parameter, aliases in names.items():
-        values = take(weights[aliases[0]].detach(), layouts[aliases[0]].whole())
+        values = take(weights[aliases[0]].detach(), replace(layouts[aliases[0]], interval=None))
         assert values.shape == parameter.shape, (aliases, values.shape, parameter.shape)
         set_parameter(model, tuple(aliases), nn.Parameter(values, requires_grad=parameter.requires_grad))
     modules = dict(model.named_modules())

@@ -9,12 +9,12 @@ import torch
 
 from framework.checkpoint import storage
 from framework.checkpoint.load import Reader, load_checkpoint, load_newest
-from framework.checkpoint.save import save_checkpoint
 from framework.checkpoint.staging import Entry
 from framework.comm.connect import connect
 from framework.errors import EXIT_FAILED, CheckpointError, MeshwrightError
 from framework.mesh.layout import Layout, Shard
 from framework.mesh.topology import Topology
+from tests.saving import save_checkpoint
 
 SHAPE = (7, 5)
 
@@ -142,7 +142,7 @@ def test_checkpoint_of_one_world_loads_in_another(pool, tmp_path, saved, saving_
 
 def test_replicated_ranks_write_each_byte_once(pool, tmp_path):
     path = pool.run(3, save_body, tmp_path, 1, "replicated")[0]
-    assert [file.size for file in Reader(path).files()] == [140, 140, 140]
+    assert [Reader(path).file(rank).size for rank in range(3)] == [140, 140, 140]
     names = [f"rank-0000{rank}.bin" for rank in range(3)]
     assert sorted(os.listdir(path)) == ["index.bin", "manifest.json", *names]
 

@@ -56,7 +56,7 @@ def compare_all(rank, world, rendezvous):
         assert torch.equal(out, torch.cat([x[3 * rank : 3 * rank + 3] for x in xs])), dtype
 
         x = xs[rank].clone()
-        collectives.broadcast(x, axis, source=world - 1)
+        collectives.start_broadcast(x, axis, source=world - 1).wait()
         assert torch.equal(x, xs[-1]), dtype
     collectives.barrier(axis)
     assert collectives.all_gather_object({"rank": rank}, axis) == [{"rank": r} for r in range(world)]
@@ -215,7 +215,7 @@ def read_ledger(rank, world, rendezvous):
     collectives.all_gather(full, share, axis)
     collectives.reduce_scatter(share, full, axis)
     collectives.all_to_all(torch.zeros(96), full, axis)
-    collectives.broadcast(full, axis)
+    collectives.start_broadcast(full, axis).wait()
     carried = ledger.difference(ledger.snapshot(mesh), before)
     mesh.close()
     return carried, ledger.totals(carried)

@@ -53,7 +53,7 @@ def operate(axis):
     results["all_to_all"] = torch.empty_like(x)
     collectives.all_to_all(results["all_to_all"], x, axis)
     results["broadcast"] = x.clone()
-    collectives.broadcast(results["broadcast"], axis, source=axis.size - 1)
+    collectives.start_broadcast(results["broadcast"], axis, source=axis.size - 1).wait()
     peers = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     results["exchange"] = torch.empty_like(x)
     p2p.exchange([(x, peers[0])], [(results["exchange"], peers[1])], axis).wait()

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import connect
 from framework.errors import EXIT_FAILED, DriftError
 from framework.model.initial import persistent_buffers
@@ -30,6 +29,7 @@ from tests.families import family
 from tests.grid import few_of
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
+from tests.saving import save_checkpoint
 
 WORLD = 4
 FLIPPED = 1  # the rank whose memory is faulty

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from framework.checkpoint.folder import committed_name
 from framework.checkpoint.load import Reader
-from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import connect
 from framework.commands.trained_model import _read_units
 from framework.model.load import build_meta
@@ -31,6 +30,7 @@ from tests.families import family
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 from tests.ranks.test_zero_lifetimes import states_of, train_steps
+from tests.saving import save_checkpoint
 
 SEQUENCES = 12
 MIXTRAL = family("mixtral")

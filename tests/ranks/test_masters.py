@@ -84,7 +84,7 @@ def train_replicas(rank: int, world: int, rendezvous: str, case: Case, draws_by_
     with patch.object(states, "draw_bits", draw):
         for step, batch in enumerate(case.batches()):
             train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, 1e-2)
-    found = find_drift(run.buffers)
+    found = find_drift(run.buffers, run.hashes)
     mesh.close()
     return found
 

@@ -10,7 +10,6 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
-from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import connect
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.gradients import GradientSync
@@ -28,6 +27,7 @@ from tests.ranks.parity import CONTEXT, CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankFailure, RankPool
 from tests.ranks.recorded import LAYOUTS, SEQUENCES, describe
 from tests.ranks.test_zero_lifetimes import train_steps
+from tests.saving import save_checkpoint
 
 KINDS = ("parameters", "gradients", "master", "optimizer")
 STEPS = 3
@@ -104,7 +104,7 @@ def count_by_home(run: TrainingRun) -> dict[str, dict[str, int]]:
         kinds[homes.master.value]["gradients"].append(buffer.delivered)
         kinds[homes.master.value]["master"].append(buffer.master)
     for each in run.shards:
-        home = each.buffer.plan.lifetimes.homes.moments.value
+        home = each.buffer.plan.lifetimes.homes.master.value
         kinds[home]["optimizer"] += [run.optimizer.state(each.shard, name) for name in run.optimizer.state_names]
     seen: set[int] = set()
     totals: dict[str, dict[str, int]] = {}

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import Mesh, connect
 from framework.optim import disk_chunks
 from framework.plan.plan import Plan, make_plan
@@ -22,6 +21,7 @@ from tests.families import build_config, family
 from tests.ranks.parity import CONTEXT, CPU, topology_of
 from tests.ranks.pool import RankPool
 from tests.ranks.recorded import LAYOUTS, SEQUENCES, describe, digest
+from tests.saving import save_checkpoint
 
 STEPS = 3
 # What `make test` runs: parameters in shards, replicas that divide the update, a copy of parameters on two stages of a rank.

@@ -122,7 +122,6 @@ def test_an_exception_names_its_rank_and_ends_the_others(pool):
 def test_a_typed_error_explains_ranks_that_lost_the_one_that_raised_it(pool):
     with pytest.raises(RankFailure) as failure:
         pool.run(3, refuse_on_rank_1_while_others_wait)
-    assert failure.value.mistakes.keys() == {1}
     assert str(failure.value.explanation) == "no such model"
     assert "--- rank 2 raised" in str(failure.value)
 
@@ -130,8 +129,6 @@ def test_a_typed_error_explains_ranks_that_lost_the_one_that_raised_it(pool):
 def test_a_typed_error_does_not_explain_a_crash_of_another_rank(pool):
     with pytest.raises(RankFailure, match="a bug") as failure:
         pool.run(3, refuse_beside_a_crash_on_rank_0)
-    assert failure.value.mistakes.keys() == {1, 2}
-    assert failure.value.unexplained == (0,)
     assert failure.value.explanation is None
 
 
@@ -150,6 +147,7 @@ def test_a_death_is_reported_and_the_pool_replaced(forked):
 
 
 def test_a_hang_names_the_rank_and_where_it_waits(forked):
+    forked.run(2, report_threads)  # imports this file, which is not to count
     with pytest.raises(RankFailure, match=r"rank 0 hung: not ended after 1 s") as failure:
         forked.run(2, sleep_on_rank_0, timeout_s=1)
     assert "in sleep_on_rank_0" in str(failure.value)

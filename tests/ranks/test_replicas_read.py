@@ -9,7 +9,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import connect
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Zero
@@ -21,6 +20,7 @@ from tests.grid import few_of
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 from tests.ranks.test_zero_lifetimes import train_steps
+from tests.saving import save_checkpoint
 
 
 def save_and_restore(rank: int, world: int, rendezvous: str, case: Case, root: Path) -> tuple[set[str], bool]:

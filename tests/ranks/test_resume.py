@@ -13,7 +13,6 @@ import torch
 
 from framework.checkpoint import storage
 from framework.checkpoint.load import load_newest
-from framework.checkpoint.save import save_checkpoint
 from framework.checkpoint.staging import Entry
 from framework.comm.connect import connect
 from framework.data.prepare import prepare
@@ -29,6 +28,7 @@ from framework.track.observers import Observers
 from framework.train import rank as train
 from tests import tiny_run
 from tests.grid import few_of
+from tests.saving import save_checkpoint
 
 NUMEL = 5_000
 NO_PAUSES = (0.0,) * len(storage.PAUSES_S)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from framework.checkpoint.commit import list_checkpoints, step_of
-from framework.checkpoint.load import read_state
+from framework.checkpoint.index import read_manifest
 from framework.checkpoint.staging import Entry
 from framework.errors import EXIT_DONE, EXIT_NUMERICS
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
@@ -88,7 +88,7 @@ def test_a_spike_is_said_and_counted_and_changes_nothing_by_default(pool: RankPo
     run_dir = folder(place, "log")
     (ended,) = pool.run(1, train_body, compose_run(place), run_dir)
     assert ended.code == EXIT_DONE
-    state = read_state(list_checkpoints(run_dir / "checkpoints")[0])
+    state = read_manifest(list_checkpoints(run_dir / "checkpoints")[0]).state
     assert (state["spikes"]["count"], state["skipped_steps"], state["num_updates"]) == (3, 0, STEPS)
 
 
@@ -100,14 +100,14 @@ def test_the_update_of_a_spike_is_not_made_and_saves_and_resumes_do_not_matter(
     whole = folder(place, f"skip-{world}")
     ended = pool.run(world, train_body, compose_run(place, *words), whole)
     assert [each.code for each in ended] == [EXIT_DONE] * world
-    state = read_state(list_checkpoints(whole / "checkpoints")[0])
+    state = read_manifest(list_checkpoints(whole / "checkpoints")[0]).state
     assert (state["spikes"]["count"], state["skipped_steps"], state["num_updates"]) == (3, 3, STEPS - 3)
     # Between the spikes: their own values are in the checkpoint, and in a window of the uninterrupted run one step later.
     assert in_two(pool, place, f"skip-in-two-{world}", words, FIRST_BAD + 1, world) == losses_of(whole)
 
 
 def check_rewound(run_dir: Path, ended: list[Ended], spared: dict[int, float]) -> None:
-    state = read_state(list_checkpoints(run_dir / "checkpoints")[0])
+    state = read_manifest(list_checkpoints(run_dir / "checkpoints")[0]).state
     assert (state["skipped_samples"], state["samples"]) == (LEFT_OUT, STEPS * SEQUENCES)
     assert losses_of(run_dir) == spared
     trained = [index for _, indices in sorted(trained_samples(ended).items()) for index in indices]
@@ -128,7 +128,7 @@ def test_a_rewound_run_is_bitwise_the_run_that_never_saw_the_data(
     assert lineage.cursors == (0, TARGET * SEQUENCES)
     assert find_ledger_problems(lineage, STEPS * SEQUENCES, skipped=LEFT_OUT) == []
     assert (run_dir / "checkpoints" / f"step-{FIRST_BAD - 1:08d}.rewound").is_dir()
-    assert read_state(run_dir / "checkpoints" / f"step-{TARGET:08d}")["rewinds"] == 1
+    assert read_manifest(run_dir / "checkpoints" / f"step-{TARGET:08d}").state["rewinds"] == 1
 
 
 POINTS = ("framework.train.rewind._retire", "framework.train.rewind._record", "framework.checkpoint.folder.os.replace")
@@ -157,7 +157,7 @@ def test_a_rewound_run_goes_on_on_another_layout_with_the_samples_that_are_left(
     ended = pool.run(1, train_body, compose_run(place, "train.on_spike=rewind"), run_dir)
     assert [each.code for each in ended] == [EXIT_DONE]
     assert losses_of(run_dir) == pytest.approx(spared, rel=1e-5)
-    state = read_state(list_checkpoints(run_dir / "checkpoints")[0])
+    state = read_manifest(list_checkpoints(run_dir / "checkpoints")[0]).state
     assert state["skipped_samples"] == LEFT_OUT
 
 
@@ -169,7 +169,7 @@ def test_sabotaged_a_rewind_that_forgets_the_data_range_is_noticed(pool: RankPoo
     (ended,) = pool.run(1, train_body, recipe, run_dir, BAD, forget_the_range)
     assert ended.code == EXIT_NUMERICS
     assert "train.max_rewinds=2" in ended.message
-    assert read_state(list_checkpoints(run_dir / "checkpoints")[-1])["skipped_samples"] == []
+    assert read_manifest(list_checkpoints(run_dir / "checkpoints")[-1]).state["skipped_samples"] == []
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology
 from framework.parallel.tensor import async_tp
 from framework.parallel.tensor.async_tp import AsyncGather, AsyncGatherTensor
-from framework.parallel.tensor.borders import ShardedTokens, make_border
+from framework.parallel.tensor.borders import ShardedBorder, make_border
 from framework.parallel.tensor.regions import Region
 from tests.families import family
 from tests.ranks.pool import RankFailure, RankPool
@@ -120,7 +120,7 @@ def read_arriving(rank: int, world: int, rendezvous: str) -> dict[str, bool]:
 
     def arrive() -> Any:
         layout = TokenLayout(1, 4, tp.axis, is_sharded=True)
-        shard = ShardedTokens(layout, tp).scatter(expected.contiguous()).requires_grad_()
+        shard = ShardedBorder(layout, tp).scatter(expected.contiguous()).requires_grad_()
         return shard, Region(make_border(layout, tp, overlaps=True)).enter(shard)
 
     with send_late():

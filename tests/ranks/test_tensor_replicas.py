@@ -68,7 +68,7 @@ def train(
             train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, 1e-2)
     if fault == "bit" and rank == 1:
         flip_a_bit(run.buffers)
-    drifted, message = find_drift(run.buffers), ""
+    drifted, message = find_drift(run.buffers, run.hashes), ""
     try:
         check_replicas(run, num_steps)
     except DriftError as error:

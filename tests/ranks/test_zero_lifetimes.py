@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from framework.checkpoint.save import save_checkpoint
 from framework.comm.connect import connect
 from framework.model.load import build_meta
 from framework.model.units import find_layers
@@ -31,6 +30,7 @@ from tests.ranks.crossed_model import CROSSED
 from tests.ranks.parity import CONTEXT, CPU, Case, assert_equal, small_recipe, topology_of, train_layouts, worst_error
 from tests.ranks.pool import RankPool
 from tests.ranks.spare_model import SPARE
+from tests.saving import save_checkpoint
 
 SEQUENCES = 12
 STAGE_3 = Zero(stage=3)

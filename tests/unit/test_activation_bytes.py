@@ -22,16 +22,15 @@ from framework.mesh.topology import Axis
 from framework.model.flops import attention_masks
 from framework.model.stage import StageBounds
 from framework.parallel.pipeline.lower import live_moments
-from framework.parallel.tensor.borders import ReplicatedBorder
+from framework.parallel.tensor.borders import Border
 from framework.parallel.tensor.regions import RegionCall
 from framework.parallel.zero.buffers import DeferredGradients
 from framework.plan.activation_peaks import MomentTable
 from framework.plan.activations import Activations
 from framework.plan.cluster import ClusterRates
-from framework.plan.forecast_memory import forecast_memory
+from framework.plan.forecast_memory import MemoryModel
 from framework.plan.plan import Plan, make_plan
 from framework.plan.policies import uniform
-from framework.plan.settings import Settings
 from framework.plan.shape import make_shape
 from framework.recipe.schema import Batch, Launch, Memory, Model, Parallel, Precision, Recipe, Zero
 from framework.train.build import build
@@ -142,8 +141,8 @@ def test_messages_of_uneven_stages_are_foretold_in_the_order_in_which_they_leave
     batch = replace(recipe.batch, sequences_per_step=16)
     recipe = replace(recipe, batch=batch, parallel=Parallel(pp=2), launch=replace(recipe.launch, ranks=2))
     plan = make_plan(recipe, build_config(family("llama"), **recipe.model.config))
-    shape, settings = make_shape(plan.config, recipe), Settings.of(recipe)
-    found = forecast_memory(shape, plan.candidate, settings, ClusterRates.from_recipe(recipe))
+    model = MemoryModel.of(make_shape(plan.config, recipe), recipe)
+    found = model.forecast(plan.candidate, ClusterRates.from_recipe(recipe))
     stage = plan.activations.of_stage(plan.pipeline.stages[0], uniform("none", 2))
     planned = MomentTable.of(live_moments(plan.pipeline.lowered(8), 0)).find_peaks({0: stage})["forward"].between
     even = MomentTable.of(moments_of("1f1b", 2, 1, 8)[0]).find_peaks({0: stage})["forward"].between
@@ -190,7 +189,7 @@ def test_tokens_and_vocabulary_over_tp_leave_whole_rows_and_a_part_of_the_embedd
     assert of_half == rows * inside // 2 + WIDTHS["vocab_size"] // 2 * hidden * 4
 
 
-class TwoAlike(ReplicatedBorder):
+class TwoAlike(Border):
     """Stands for a border of two ranks that have the same tokens."""
 
     def start_gather(self, x: Tensor) -> tuple[Tensor, Pending]:

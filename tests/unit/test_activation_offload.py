@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
-from framework.comm.transfer import CudaCopyStream, LateCopies, open_copy_stream
+from framework.comm.transfer import CopyStream, LateCopies
 from framework.errors import ModelError
 from framework.mesh.topology import Axis
 from framework.parallel.activation_offload import (
@@ -30,7 +30,7 @@ from framework.parallel.activation_offload import (
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Offload, Parallel, Recipe
 from framework.train.build import build
-from framework.train.profiler import name_unit
+from framework.train.profiler import UnitRanges
 from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
@@ -269,7 +269,7 @@ def wrong(model: Model) -> bool:
 @contextmanager
 def no_wait_for_the_store() -> Iterator[None]:
     def finish_store(this: LayerPass) -> None:
-        this.sources, this.watched, this._copies = {}, [], None
+        this.sources, this.watched, this.copies = {}, [], None
 
     with patch.object(LayerPass, "finish_store", finish_store):
         yield
@@ -278,8 +278,8 @@ def no_wait_for_the_store() -> Iterator[None]:
 @contextmanager
 def memory_given_up_before_the_wait() -> Iterator[None]:
     def finish_store(this: LayerPass) -> None:
-        this.sources, this.watched, copies = {}, [], this._copies
-        this._copies = None
+        this.sources, this.watched, copies = {}, [], this.copies
+        this.copies = None
         if copies is not None:
             copies.wait()
 
@@ -327,7 +327,7 @@ def test_a_wait_or_a_copy_less_is_noticed(sabotage: Callable, fraction: float) -
 
 def test_a_copy_on_a_cpu_has_no_value_before_the_wait() -> None:
     target, source = torch.zeros(4), torch.ones(4)
-    copies = open_copy_stream(CPU).start([(target, source)])
+    copies = CopyStream().start([(target, source)])
     assert target.isnan().all()
     copies.wait()
     copies.wait()
@@ -338,10 +338,10 @@ def test_a_copy_on_a_cpu_has_no_value_before_the_wait() -> None:
 
 def test_a_copy_on_a_gpu_runs_behind_the_computation_and_the_computation_behind_its_wait() -> None:
     """torch.cuda's calls in their order, on a machine without a GPU."""
-    cuda, target, source, device = MagicMock(), MagicMock(), MagicMock(), torch.device("cuda:0")
+    cuda, target, source = MagicMock(), MagicMock(device=torch.device("cuda:0")), MagicMock()
     cuda.attach_mock(target, "target")
     with patch.object(torch, "cuda", cuda):
-        stream = CudaCopyStream(device)
+        stream = CopyStream()
         copies = stream.start([(target, source)])
         copies.wait()
     own, current = cuda.Stream(), cuda.current_stream()
@@ -349,8 +349,8 @@ def test_a_copy_on_a_gpu_runs_behind_the_computation_and_the_computation_behind_
         call.Stream().wait_stream(current),
         call.stream(own),
         call.target.copy_(source, non_blocking=True),
-        call.Stream().record_event(),
-        call.current_stream().wait_event(own.record_event()),
+        call.current_stream().record_event(),
+        call.current_stream().wait_event(current.record_event()),
     ]
     made = [each for each in cuda.mock_calls if each in order]
     assert made[:5] == order
@@ -468,7 +468,7 @@ def test_copies_start_a_layer_ahead() -> None:
     (stage,) = run.stages.values()
     run.mesh.axis("pp").names_ranges = True
     for index in range(4):
-        name_unit(f"layers.{index}", stage.model.model.get_submodule(f"model.layers.{index}"))
+        UnitRanges(f"layers.{index}", stage.model.model.get_submodule(f"model.layers.{index}"))
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         train_step(run, inputs, 1, 1e-3)
     words = ("forward of", "backward of", "to the host", "to the device")

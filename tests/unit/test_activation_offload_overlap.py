@@ -105,7 +105,7 @@ class WatchedModel(Model):
         for index, layer in enumerate(self.layers):
             layer.forward = partial(self._forward_layer, index, layer.forward)
         streams = iter((self._to_host, self._to_device))
-        attach(kind, self, fraction, lambda device: next(streams))
+        attach(kind, self, fraction, lambda: next(streams))
 
     def forward(self, x: Tensor) -> Tensor:
         loss = super().forward(x)
@@ -130,9 +130,7 @@ class WatchedModel(Model):
         self.seen.append((f"backward of {index} ends", self._to_device.let_go()))
 
 
-def attach(
-    kind: type[ActivationOffload], model: Model, fraction: float, open_stream: Callable[[torch.device], CopyStream]
-) -> None:
+def attach(kind: type[ActivationOffload], model: Model, fraction: float, open_stream: Callable[[], CopyStream]) -> None:
     """Offload the model's layers by streams of some form."""
     layers = {f"layers.{index}": layer for index, layer in enumerate(model.layers)}
     staying = [*model.parameters(), *(layer.scale for layer in model.layers)]
@@ -181,7 +179,7 @@ class WaitsForLoads(ActivationOffload):
         super()._before_backward(this, gradient)
         for storage in (each() for each in (this.previous.offloaded if this.previous else ())):
             assert storage is not None
-            storage._copies.wait()
+            storage.copies.wait()
 
 
 class LoadsLate(ActivationOffload):
@@ -208,7 +206,7 @@ def test_a_wait_that_comes_early_or_a_load_that_comes_late_is_noticed(
 # --- copies of a thread
 
 
-def open_thread(device: torch.device) -> ThreadCopyStream:
+def open_thread() -> ThreadCopyStream:
     return ThreadCopyStream("to or from the host", sorted(os.sched_getaffinity(0)))
 
 
@@ -222,7 +220,7 @@ def test_copies_of_a_thread_change_no_bit(fraction: float) -> None:
 
 
 def test_a_thread_copies_in_the_order_of_the_starts_and_tells_its_errors() -> None:
-    stream, numbers = open_thread(CPU), [torch.full((1000,), float(number)) for number in range(5)]
+    stream, numbers = open_thread(), [torch.full((1000,), float(number)) for number in range(5)]
     copies = [stream.start([(numbers[index + 1], numbers[index])]) for index in range(4)]
     copies[-1].wait()
     assert all(torch.equal(each, torch.zeros(1000)) for each in numbers)

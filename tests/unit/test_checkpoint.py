@@ -18,16 +18,17 @@ from framework.checkpoint.folder import committed_name
 from framework.checkpoint.index import DamagedCheckpoint, FileRecord, Manifest, file_name, read_manifest
 from framework.checkpoint.inspect import describe as describe_contents
 from framework.checkpoint.inspect import inspect_command
-from framework.checkpoint.load import load_checkpoint, load_newest, read_state
-from framework.checkpoint.save import CPU, save_checkpoint, write_file, write_index
+from framework.checkpoint.load import load_checkpoint, load_newest
+from framework.checkpoint.save import CPU, write_file, write_index
 from framework.checkpoint.save_plan import (
     WRITES,
-    _raise_disagreement,
+    Disagreement,
     describe,
+    describe_chosen,
     divide,
+    explain_disagreement,
     owned_entries,
     pack_claims,
-    plan_file,
     plan_index,
 )
 from framework.checkpoint.staging import Entry, StagedFile, StagingMemory
@@ -40,6 +41,7 @@ from framework.mesh.topology import Axis
 from framework.optim import disk_chunks
 from framework.optim.disk_chunks import DiskShard, DiskState
 from framework.optim.disk_ring import DiskStates
+from tests.saving import save_checkpoint
 
 ALONE = Communicator(Axis("world", 1, 0))
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
@@ -103,21 +105,20 @@ def save_world(root, step, ranks, state, block_bytes, memory=None):
     """What save_checkpoint does, for all ranks of a world in this process."""
     ranks = [owned_entries(entries) for entries in ranks]
     division = divide([pack_claims(entries) for entries in ranks])
-    assert division.disagreement is None
     folder, _ = begin(root, Lease(root.parent), step, state, 0)
     written = []
-    for rank, (entries, flags) in enumerate(zip(ranks, division.duties, strict=True)):
+    for rank, (entries, flags) in enumerate(zip(ranks, division.flags, strict=True)):
         chosen = [entry for entry, flag in zip(entries, flags, strict=True) if flag & WRITES]
         staged = StagedFile(chosen, memory or StagingMemory(CPU, 0), Moment(CPU), block_bytes=block_bytes)
         staged.stage()
         write_file(folder / file_name(rank), staged)
         written.append(FileRecord(staged.num_bytes, block_bytes, staged.root))
-    files = [plan_file(entries, flags) for entries, flags in zip(ranks, division.duties, strict=True)]
+    described = [describe_chosen(entries, flags) for entries, flags in zip(ranks, division.flags, strict=True)]
     return finish(
         root,
         Lease(root.parent),
         folder,
-        write_index(folder, step, state, plan_index(division, files), written, block_bytes),
+        write_index(folder, step, state, plan_index(division, described), written, block_bytes),
     )
 
 
@@ -160,8 +161,8 @@ def test_any_layout_loads_into_any_other(pairs, dtype, block_bytes, segment_byte
 def test_replicas_divide_the_bytes_among_themselves():
     entries = [Entry(f"kind/{number}", Layout((100,)), torch.zeros(100)) for number in range(8)]
     division = divide([pack_claims(entries)] * 4)
-    assert [np.count_nonzero(flags) for flags in division.duties] == [2, 2, 2, 2]
-    assert all(sum(bool(flags[number]) for flags in division.duties) == 1 for number in range(8))
+    assert [np.count_nonzero(flags) for flags in division.flags] == [2, 2, 2, 2]
+    assert all(sum(bool(flags[number]) for flags in division.flags) == 1 for number in range(8))
     assert division.bytes_needed >= 3200
 
 
@@ -188,10 +189,11 @@ def test_replicas_divide_the_bytes_among_themselves():
 )
 def test_what_does_not_make_whole_entries_is_an_error_when_saving(tmp_path, entries, message):
     """Entries of one name stand for those of several ranks: one rank claims them all."""
-    division = divide([pack_claims([entry]) for entry in entries])
+    with pytest.raises(Disagreement) as found:
+        divide([pack_claims([entry]) for entry in entries])
     known = [{entry.name: describe(entry)} for entry in entries]
     with pytest.raises(CheckpointError, match=message):
-        _raise_disagreement(division.disagreement, known)
+        raise explain_disagreement(found.value, known)
 
 
 def test_an_element_that_no_rank_owns_is_an_error_when_saving(tmp_path):
@@ -267,22 +269,27 @@ def test_state_comes_back_as_it_was_saved(tmp_path):
     state = {"step": 3, "rate": 0.1, "names": ["a", "é"], "none": None}
     path = save_checkpoint(tmp_path / "checkpoints", 3, make_entries(), state, ALONE, keep=1)
     assert path == tmp_path / "checkpoints" / "step-00000003"
-    assert read_state(path) == state
+    assert read_manifest(path).state == state
     assert load_checkpoint(path, blank_entries(), ALONE) == state
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("saved"), 1)
 
 
 @given(place=st.integers(0, 10**6), bit=st.integers(0, 7))
 @settings(max_examples=60, deadline=None)
-def test_any_flipped_bit_is_noticed_when_loading(place, bit):
-    with tempfile.TemporaryDirectory() as folder:
-        path = save(Path(folder), 1)
-        files = sorted(path.iterdir())
-        target = files[place % len(files)]
-        data = bytearray(target.read_bytes())
-        data[place % len(data)] ^= 1 << bit
-        target.write_bytes(data)
-        with pytest.raises(DamagedCheckpoint, match="changed after it was"):
-            load_checkpoint(path, blank_entries(), ALONE)
+def test_any_flipped_bit_is_noticed_when_loading(saved, place, bit):
+    files = sorted(saved.iterdir())
+    target = files[place % len(files)]
+    whole = target.read_bytes()
+    data = bytearray(whole)
+    data[place % len(data)] ^= 1 << bit
+    target.write_bytes(data)
+    with pytest.raises(DamagedCheckpoint, match="changed after it was"):
+        load_checkpoint(saved, blank_entries(), ALONE)
+    target.write_bytes(whole)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "index.bin", "rank-00000.bin"])
@@ -300,30 +307,6 @@ def test_damaged_newest_is_passed_over_and_said(tmp_path, capsys, name, damage):
     assert load_newest(tmp_path, entries, ALONE) == {"step": 1}
     assert_loaded(entries, 1)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000001", "step-00000002.bad"]
-
-
-def test_flipped_bit_falls_back_to_the_older_checkpoint(tmp_path, capsys):
-    save(tmp_path, 1)
-    file = save(tmp_path, 2) / "rank-00000.bin"
-    data = bytearray(file.read_bytes())
-    data[3] ^= 4
-    file.write_bytes(data)
-    entries = blank_entries()
-    assert load_newest(tmp_path, entries, ALONE) == {"step": 1}
-    assert_loaded(entries, 1)
-    assert "step-00000002.bad" in capsys.readouterr().err
-
-
-def test_all_damaged_is_no_reason_to_start_from_scratch(tmp_path):
-    for step in (1, 2):
-        (save(tmp_path, step) / "rank-00000.bin").unlink()
-    with pytest.raises(CheckpointError, match="all 2 checkpoints"):
-        load_newest(tmp_path, blank_entries(), ALONE)
-
-
-def test_no_checkpoint_is_none(tmp_path):
-    assert load_newest(tmp_path / "nowhere", blank_entries(), ALONE) is None
-    assert newest_checkpoint(tmp_path / "nowhere") is None
 
 
 @pytest.mark.parametrize(

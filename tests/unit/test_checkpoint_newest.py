@@ -15,20 +15,20 @@ from framework.checkpoint.commit import (
     amend,
     explain,
     find_newest,
+    folder_of,
     list_checkpoints,
     newest_checkpoint,
-    note_of,
     retire_newer,
     step_of,
 )
 from framework.checkpoint.load import load_newest
-from framework.checkpoint.save import save_checkpoint
 from framework.checkpoint.staging import Entry
 from framework.comm.communicator import Communicator
 from framework.errors import EXIT_FAILED, EXIT_USER, CheckpointError, StorageError
 from framework.lease import Lease
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Axis
+from tests.saving import save_checkpoint
 
 ALONE = Communicator(Axis("world", 1, 0))
 NUMEL = 5_000
@@ -126,7 +126,7 @@ def test_a_run_that_has_saved_and_has_nothing_whole_is_not_started_over(root, ha
         "never starts over by itself",
         "meshwright inspect PATH",
         "leave run.id out",
-        f"rm -f {note_of(root)}",
+        f"rm -f {folder_of(root).note}",
     ):
         assert word in said, word
     assert tree(root.parent) == before
@@ -154,20 +154,20 @@ def test_a_run_that_has_never_saved_starts_at_its_beginning(root):
 def test_a_note_that_a_crash_has_emptied_still_says_that_something_was_saved(root):
     save(root, 1)
     shutil.rmtree(root)
-    note_of(root).write_text("")
+    folder_of(root).note.write_text("")
     with pytest.raises(CheckpointError, match="was committed"):
         find_newest(root)
 
 
 def test_a_note_that_lags_harms_nobody(root):
     save(root, 1)
-    note_of(root).unlink()
+    folder_of(root).note.unlink()
     assert load(root) == 1
 
 
 def test_a_note_that_cannot_be_written_fails_no_save(root, capsys):
-    note_of(root).mkdir(parents=True)
-    (note_of(root) / "full").write_text("")
+    folder_of(root).note.mkdir(parents=True)
+    (folder_of(root).note / "full").write_text("")
     assert save(root, 1).is_dir()
     assert "the new checkpoint is safe, but cannot be noted" in capsys.readouterr().err
     assert load(root) == 1
@@ -436,7 +436,7 @@ def test_a_checkpoint_that_went_on_purpose_or_under_another_name_is_not_called_l
             load(root)
     elif gone == "no note":
         shutil.rmtree(root / "step-00000003")
-        note_of(root).unlink()
+        folder_of(root).note.unlink()
     elif gone.startswith("rewound"):
         retire_newer(root, lease, 2)
         if gone == "rewound twice":

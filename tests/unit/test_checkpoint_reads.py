@@ -98,13 +98,13 @@ def test_memory_of_a_reader_that_met_damage_is_free_before_the_next_one_reads(tm
 
 
 def reads_of_one_rank(root, world, monkeypatch):
-    """Bytes that the middle one of `world` ranks reads, by file, when it loads its own part of 20 tensors."""
+    """Bytes that the middle one of `world` ranks reads, by file, when it loads its own part of 10 tensors."""
     shape = (world * 40, 4)
     numel = world * 160
     ranks = [
         [
             Entry(f"weight/{n}", layout, torch.full((layout.numel_owned,), float(rank)))
-            for n in range(20)
+            for n in range(10)
             for layout in [Layout(shape, interval=part(numel, rank, world))]
         ]
         for rank in range(world)
@@ -131,8 +131,8 @@ def test_a_rank_reads_no_more_of_a_larger_world_than_a_few_blocks_of_the_index(t
     for world, read in ((32, few), (512, many)):
         assert set(read) == {"index.bin", f"rank-{world // 2:05d}.bin"}
     assert few[f"rank-{16:05d}.bin"] == many[f"rank-{256:05d}.bin"]
-    # Of 20 entries with 512 pieces of 32 bytes each: mostly one block an entry, at most two, and the hashes above them.
-    assert many["index.bin"] <= (20 * 2 + 3) * INDEX_BLOCK_BYTES < 20 * 512 * 32
+    # Of 10 entries with 512 pieces of 32 bytes each: mostly one block an entry, at most two, and the hashes above them.
+    assert many["index.bin"] <= (10 * 2 + 3) * INDEX_BLOCK_BYTES < 10 * 512 * 32
 
 
 # --- bytes read, and where they land

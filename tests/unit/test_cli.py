@@ -18,6 +18,7 @@ from framework.launch.resume import has_subject
 from framework.plan.plan_text import Wanted
 from framework.start import python_words
 from framework.verify.prepare import VerifyOptions
+from tests.grid import few_of
 
 COMMANDS = ["train", "check", "verify", "plan", "prepare", "generate", "export", "inspect"]
 
@@ -127,17 +128,18 @@ class TestCheck:
             return [line for line in lines if line.startswith("compile ")]
 
         (auto,) = say()
-        assert "never (memory.compile=auto)" in auto
-        assert "no GPU has run it" in auto
+        assert "never (memory.compile=auto): it does not pay on CPUs" in auto
         assert say("memory.compile=never") == []
         (always,) = say("memory.compile=always")
         assert "each layer's forward" in always
-        pipeline = ("parallel.pp=2", "launch.ranks=2", "pipeline.schedule=zb_h1")
-        _, experts, bubbles = say("memory.compile=always", "model.experts=eager", *pipeline)
+        _, experts = say("memory.compile=always", "model.experts=eager")
         assert "multiplied in a loop" in experts
-        assert "zb_h1 fills no bubbles" in bubbles
-        (pieces,) = say("memory.compile=always", *pipeline, "parallel.tp=2", "launch.ranks=4")
-        assert "with tp in pieces" in pieces
+        (pieces,) = say("memory.compile=always", "parallel.tp=2", "launch.ranks=2")
+        assert "graphs end where ranks communicate" in pieces
+        (kept,) = say(
+            "launch.device=cuda", "memory.activation_checkpointing=selective", "parallel.tp=2", "launch.ranks=2"
+        )
+        assert "with parallel.tp=2 graphs end" in kept
 
     def test_the_printed_recipe_is_the_recipe(self, run, tmp_path):
         from framework.recipe.compose import compose, load_recipe
@@ -519,7 +521,11 @@ class TestSpeed:
     BUDGET_S, MODEL_BUDGET_S = 1.5, 4.5
 
     @pytest.mark.parametrize(
-        "argv", [["--help"], ["check", "--help"], ["check", "experiment=quickstart"], ["check", "lr=3"], ["status"]]
+        "argv",
+        few_of(
+            [["--help"], ["check", "--help"], ["check", "experiment=quickstart"], ["check", "lr=3"], ["status"]],
+            lambda argv: argv in (["check", "experiment=quickstart"], ["status"]),
+        ),
     )
     def test_check_and_help_answer_at_once(self, argv):
         self.measure(argv, self.BUDGET_S)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from framework.comm.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
+from framework.comm.collectives import all_gather, all_reduce, barrier, reduce_scatter, start_broadcast
 from framework.comm.communicator import Communicator
 from framework.comm.objects import broadcast_object, gather_numbers, gather_object, scatter_object
 from framework.comm.p2p import start_send
@@ -15,7 +15,7 @@ OPERATIONS = {
     "all_reduce": lambda: all_reduce(torch.ones(2), UNCONNECTED),
     "all_gather": lambda: all_gather(torch.ones(4), torch.ones(2), UNCONNECTED),
     "reduce_scatter": lambda: reduce_scatter(torch.ones(2), torch.ones(4), UNCONNECTED),
-    "broadcast": lambda: broadcast(torch.ones(2), UNCONNECTED),
+    "broadcast": lambda: start_broadcast(torch.ones(2), UNCONNECTED),
     "barrier": lambda: barrier(UNCONNECTED),
     "send": lambda: start_send(torch.ones(2), UNCONNECTED, 1),
     "broadcast_object": lambda: broadcast_object(lambda: 1, UNCONNECTED),

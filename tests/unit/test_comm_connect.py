@@ -54,12 +54,6 @@ def test_a_rendezvous_needs_a_rank_of_the_world(tmp_path):
             connect(Topology(dp=2), CPU, rendezvous, rank)
 
 
-@pytest.mark.usefixtures("unlaunched")
-def test_an_unknown_axis_is_an_error_that_names_the_axes():
-    with pytest.raises(TopologyError, match="expert_batch"):
-        connect(Topology(), CPU).axis("sp")
-
-
 @pytest.mark.parametrize(
     ("here", "nodes", "degree"), [("2", "2", 2), ("4", "1", 4), ("3", "2", None), ("1", "2", None)]
 )

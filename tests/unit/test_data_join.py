@@ -140,14 +140,6 @@ def test_a_join_killed_at_any_moment_goes_on_to_equal_bytes(place: Path) -> None
     assert at > 30
 
 
-def test_a_join_killed_again_and_again_ends_at_equal_bytes(place: Path) -> None:
-    folder, kills = copy_root(place, "killed-often"), 0
-    while in_child(join_until, folder, 8 + 3 * kills):
-        kills += 1
-    assert kills > 5
-    assert read_tree(place / "killed-often") == read_tree(place / "whole")
-
-
 def read_error(recipe: Recipe) -> str | None:
     """What the user reads of a disk that is full; None where it was not."""
     try:

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from framework.errors import ModelError
 from framework.model.experts import ExpertsForm, find_experts, find_unknown_experts
 from framework.model.matmul import RowGroups
-from framework.parallel.experts import check_experts
+from framework.parallel.experts.split import check_experts
 from tests.families import LLAMA, UNGATED, build_config, family
 
 ROUTED = ExpertsForm("gate_up_proj", True, True, False)

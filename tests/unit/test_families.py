@@ -29,7 +29,9 @@ def test_family_builds_on_meta_and_trains_deterministically(family: Family) -> N
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", few_of(FAMILIES, is_kind), ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "family", few_of(FAMILIES, lambda family: family.name in ("llama", "gpt2")), ids=lambda family: family.name
+)
 def test_ties_follow_the_config(family: Family, tied: bool) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(build_config(family, tie_word_embeddings=tied))

@@ -14,12 +14,11 @@ from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import unit_costs
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import ClusterRates
-from framework.plan.forecast_memory import describe_estimate, forecast_memory
+from framework.plan.forecast_memory import MemoryModel, describe_estimate
 from framework.plan.memory import KINDS, measure_units, total_on_disk, total_on_host
 from framework.plan.memory_states import CONTEXT_BYTES, FRAGMENTATION
 from framework.plan.plan import Plan, make_plan
 from framework.plan.rejections import ModelRules
-from framework.plan.settings import Settings
 from framework.plan.shape import DEFAULT, make_shape
 from framework.recipe.check import check_recipe
 from framework.recipe.clusters import read_shipped
@@ -102,10 +101,10 @@ def cluster_of(num_bytes: int) -> ClusterRates:
 
 def assert_is_planned(plan: Plan) -> None:
     """States are those of the buffers that ranks lay out, and a search has the plan's number."""
-    shape, settings = make_shape(plan.config, plan.recipe), Settings.of(plan.recipe)
+    shape = make_shape(plan.config, plan.recipe)
     candidate, chosen = plan.candidate, plan.chosen
     assert ModelRules(shape).refuse(candidate) is None
-    found = forecast_memory(shape, candidate, settings, cluster_of(0), chosen)
+    found = MemoryModel.of(shape, plan.recipe).forecast(candidate, cluster_of(0), chosen)
     names, moments = state_names(plan.recipe.optim), plan.recipe.precision.moments
     for rank, stage in zip(plan.topology.ranks("pp", 0), found.stages, strict=True):
         assert stage == plan.memory(rank), f"{plan.title}, rank {rank}: {candidate}"
@@ -163,8 +162,8 @@ def test_a_model_without_formulas_says_what_is_estimated() -> None:
 
 def test_the_fullest_phase_is_what_a_rank_holds_and_slack_is_beside_it() -> None:
     """By hand, a rank on a GPU: what is reserved is the largest phase, its slack, and what is not torch's."""
-    shape, settings = make_shape(build_config(family("llama"))), Settings.of(replace(DEFAULT, batch=Batch(1)))
-    found = forecast_memory(shape, Candidate(sequences=8, context=64), settings, cluster_of(10**9))
+    model = MemoryModel.of(make_shape(build_config(family("llama"))), replace(DEFAULT, batch=Batch(1)))
+    found = model.forecast(Candidate(sequences=8, context=64), cluster_of(10**9))
     (stage,) = found.stages
     assert stage.held == max(stage.phases.values(), key=lambda each: sum(each.values()))
     assert stage.reserved == sum(stage.held.values()) + stage.slack + stage.outside

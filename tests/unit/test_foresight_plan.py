@@ -12,9 +12,8 @@ from framework.plan.candidate import Candidate
 from framework.plan.check import check_layout
 from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import MemoryForecast, StageMemory
-from framework.plan.forecast_memory import forecast_memory
+from framework.plan.forecast_memory import MemoryModel
 from framework.plan.forecast_plan import BY_DATA_SHEETS, forecast_plan
-from framework.plan.settings import Settings
 from framework.plan.shape import make_shape
 from framework.plan.target import resolve_target
 from framework.recipe.compose import compose, compose_for_nodes
@@ -28,13 +27,11 @@ def test_bytes_do_not_depend_on_what_was_asked_before() -> None:
     """NCCL has a communicator more with cp, whose layouts else have the states of those without."""
     config = build_config(family("llama"))
     recipe = resolve_target(compose(["launch.device=cuda", "cluster=h100_ib"], []).require())
-    cluster, settings = ClusterRates.from_recipe(recipe), Settings.of(recipe)
+    cluster = ClusterRates.from_recipe(recipe)
     candidates = [Candidate(dp=4, zero=3, shard=4, context=32), Candidate(dp=2, cp=2, zero=3, shard=4, context=32)]
-    shape = make_shape(config, recipe)
-    both = [forecast_memory(shape, each, settings, cluster).fullest.reserved for each in candidates]
-    alone = [
-        forecast_memory(make_shape(config, recipe), each, settings, cluster).fullest.reserved for each in candidates
-    ]
+    models = [MemoryModel.of(make_shape(config, recipe), recipe) for _ in range(3)]
+    both = [models[0].forecast(each, cluster).fullest.reserved for each in candidates]
+    alone = [model.forecast(each, cluster).fullest.reserved for model, each in zip(models[1:], candidates, strict=True)]
     assert both == alone
 
 

@@ -19,9 +19,9 @@ from framework.plan.candidate import Candidate, candidate_of, recipe_of, values_
 from framework.plan.check import check_layout
 from framework.plan.cluster import ClusterRates
 from framework.plan.find import Question, best_of, search
-from framework.plan.forecast import Forecast
+from framework.plan.forecast import MemoryForecast
 from framework.plan.memory_bounds import first_in_flight
-from framework.plan.memory_states import FRAGMENTATION, StateOptions
+from framework.plan.memory_states import FRAGMENTATION
 from framework.plan.page_html import require_page
 from framework.plan.rejections import Constraints, collect_constraints, describe
 from framework.plan.search import (
@@ -36,7 +36,6 @@ from framework.plan.search import (
     mesh_of,
     rank_layout,
 )
-from framework.plan.settings import Settings
 from framework.plan.shape import ModelShape, make_shape
 from framework.plan.space import CHOICES, Space
 from framework.plan.target import resolve_target
@@ -91,12 +90,15 @@ class Whole:
         self.space = Space(self.recipe, question.pinned, self.shape.num_layers, num_experts)
         self.constraints: Constraints = collect_constraints(self.space, self.shape)
         self.cluster = ClusterRates.from_recipe(self.recipe)
-        self.engine = Engine.of(self.shape, Settings.of(self.recipe), self.cluster)
+        self.engine = Engine(self.shape, self.recipe, self.cluster)
 
     def limit(self, num_bytes: int) -> None:
         """As if devices had so little memory."""
         self.cluster = replace(self.cluster, memory_bytes=num_bytes)
-        self.engine = Engine.of(self.shape, Settings.of(self.recipe), self.cluster)
+        self.engine = Engine(self.shape, self.recipe, self.cluster)
+
+    def memory(self, c: Candidate) -> MemoryForecast:
+        return self.engine.bytes.forecast(c, self.cluster)
 
     def search(self, best: int, by: Any = "time", **more: Any) -> Search:
         return Search(self.space, self.constraints, self.engine, by, best, **more)
@@ -211,9 +213,9 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     """Of one layout exactly, of several that share choices no more than the nearest of them lacks: and each that lacks bytes is
     said to."""
     tight = Whole([*LARGE, "memory.offload.optimizer=0"])
-    missing = {each: -tight.engine.memory(each).spare for each in tight.legal()}
+    missing = {each: -tight.memory(each).spare for each in tight.legal()}
     tight.limit(tight.cluster.memory_bytes + sorted(missing.values())[len(missing) // 3])
-    lacking = {each: -tight.engine.memory(each).spare for each in missing}
+    lacking = {each: -tight.memory(each).spare for each in missing}
     # The least that any of the layouts lacks which share the choices so far.
     nearest: dict[Any, int] = {}
     for each, num_bytes in lacking.items():
@@ -248,13 +250,10 @@ class Enumerated(Whole):
     def __init__(self, overrides: list[str], num_experts: int = 0, share: float = 1.0):
         super().__init__(overrides, num_experts)
         if share < 1:
-            needs = sorted(self.engine.memory(each).fullest.reserved for each in self.legal())
+            needs = sorted(self.memory(each).fullest.reserved for each in self.legal())
             self.limit(needs[int(share * len(needs))])
         self.all = self.legal()
-        self.forecasts = {
-            each: Ranked(each, Forecast(self.engine.memory(each), self.engine.time(each)), price=8.0)
-            for each in self.all
-        }
+        self.forecasts = {each: Ranked(each, self.engine.forecast(each), price=8.0) for each in self.all}
 
     def rank(self, by: By) -> list[Ranked]:
         """Of all layouts that fit, by what is foretold of each."""
@@ -329,11 +328,12 @@ def test_bounds_of_bytes_are_below_all_that_they_stand_for(enumerated: Enumerate
         stages = replace(each, zero=0, shard=1, offload=each.offload & {"activations"})
         work = replace(stages, schedule="1f1b", virtual=1, checkpointing="none", offload=frozenset())
         needs, way = enumerated.forecasts[each].bytes, (each.checkpointing, stages.offload)
-        (of_work,) = least.least_of_ways(work, (way,), enumerated.schedules(each))
-        (of_stages,) = least.least_of_ways(stages, (way,), ((each.schedule, each.virtual),))
-        assert of_work <= of_stages <= needs, each
-        options = StateOptions(((each.zero, each.shard, each.offload),))
-        assert engine.spare(stages, options).tolist() == [limit - needs]
+        of_schedules = least.least_of_ways(work, enumerated.schedules(each), (way,))
+        ((of_stages,),) = least.least_of_ways(stages, ((each.schedule, each.virtual),), (way,))
+        assert of_stages in of_schedules
+        assert of_stages <= needs, each
+        places = ((each.zero, each.shard, each.offload),)
+        assert engine.bytes.spare(stages, places, limit).tolist() == [limit - needs]
 
 
 @pytest.mark.parametrize("pp", [2, 3, 8])
@@ -388,20 +388,24 @@ def test_layers_of_stages_stay_where_a_layout_has_as_many() -> None:
 def test_a_communicator_more_is_counted_whatever_was_asked_before(small: Whole) -> None:
     one = Candidate(dp=4, zero=3, shard=4, context=32, ranks_per_node=4)
     for each in (one, replace(one, dp=2, cp=2), replace(one, dp=1, cp=4)):
-        alone = Engine.of(small.shape, Settings.of(small.recipe), small.cluster)
-        assert small.engine.memory(each).fullest.outside == alone.memory(each).fullest.outside, each
+        alone = Engine(small.shape, small.recipe, small.cluster)
+        assert small.memory(each).fullest.outside == alone.bytes.forecast(each, small.cluster).fullest.outside, each
 
 
 def test_gpipe_is_never_better_than_1f1b(small: Whole) -> None:
     for each in small.legal()[::11]:
         if each.pp > 1 and each.schedule == "1f1b":
             other = replace(each, schedule="gpipe")
-            assert small.engine.time(other).step_s >= small.engine.time(each).step_s * (1 - 1e-9)
+            assert small.engine.times.forecast(other).step_s >= small.engine.times.forecast(each).step_s * (1 - 1e-9)
             # But for messages: 1f1b may receive a hidden state ahead and send one while gpipe has none under way.
             message = (
-                2 * each.tokens * small.shape.hidden * small.engine.settings.compute.itemsize * (1 + FRAGMENTATION)
+                2
+                * each.tokens
+                * small.shape.hidden
+                * small.engine.bytes.pipelines.compute.itemsize
+                * (1 + FRAGMENTATION)
             )
-            assert small.engine.memory(other).fullest.reserved + message >= small.engine.memory(each).fullest.reserved
+            assert small.memory(other).fullest.reserved + message >= small.memory(each).fullest.reserved
 
 
 # --- candidates and recipes

@@ -13,8 +13,8 @@ from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Costs, simulate
 from framework.plan.bubble import Lengths, least_length
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import ClusterRates, Grid, Link, LinkSpan
-from framework.plan.exposure import place_group, place_groups
+from framework.plan.cluster import ClusterRates, Grid, Link, LinkSpan, place_group
+from framework.plan.exposure import place_groups
 from framework.plan.forecast import TimeForecast
 from framework.plan.profile import Kernels, Profile
 from framework.plan.shape import DEFAULT, ModelShape, make_shape

@@ -15,8 +15,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from framework.commands.train import check_model
 from framework.errors import ModelError
+from framework.launch.parts import check_ranks
 from framework.model import fp8
 from framework.model.fp8 import E4M3, E5M2, Fp8Matmul, Scaling, multiply
 from framework.model.load import build_meta
@@ -24,7 +24,7 @@ from framework.parallel.fp8_layers import find_fp8_linears
 from framework.plan.plan import make_plan
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose
-from framework.recipe.schema import Memory, Precision, Recipe
+from framework.recipe.schema import Precision, Recipe
 from framework.verify.plain import multiply_in_fp8
 from framework.verify.prepare import VerifyOptions, prepare
 from tests.families import build_config, family
@@ -130,7 +130,7 @@ def make_fp8_recipe() -> Recipe:
 @pytest.mark.parametrize(
     "use",
     [
-        pytest.param(lambda: check_model(compose(["experiment=quickstart", "precision=fp8"]).require()), id="train"),
+        pytest.param(lambda: check_ranks([compose(["experiment=quickstart", "precision=fp8"]).require()]), id="train"),
         pytest.param(
             lambda: prepare(compose(["launch.ranks=2", "parallel.tp=2"]).require(), VerifyOptions(dtype="fp8")),
             id="verify",
@@ -171,8 +171,6 @@ def test_a_family_that_keeps_a_linear_layer_in_fp32_is_refused(monkeypatch: pyte
 
 
 def test_what_contradicts_fp8_is_told() -> None:
-    compiled = replace(make_fp8_recipe(), memory=Memory(compile="always"))
-    assert "precision.compute" in {problem.key for problem in check_recipe(compiled, {})}
     row = replace(make_fp8_recipe(), precision=Precision("bf16", fp8_scaling="row"))
     assert "precision.fp8_scaling" in {problem.key for problem in check_recipe(row, {})}
 

@@ -19,7 +19,6 @@ from framework.monitor.goodput import (
     GoodputLog,
     Job,
     Meter,
-    append_note,
     find_age_s,
     note_gone,
 )
@@ -30,6 +29,7 @@ from framework.track.goodput import (
     Event,
     Note,
     TimePart,
+    append_note,
     describe_goodput,
     read_account,
     read_notes,

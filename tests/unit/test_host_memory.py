@@ -93,7 +93,7 @@ def test_relief_names_offload_last_with_its_bytes() -> None:
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 0.9, 1.0])
 def test_a_fraction_is_of_bytes_and_spread_over_units(fraction: float) -> None:
     buffers = plan_of("zero.stage=2", f"memory.offload.optimizer={fraction}").of_rank(0).buffers
-    away = [each for each in buffers if each.lifetimes.homes.moments == Home.HOST]
+    away = [each for each in buffers if each.lifetimes.homes.master == Home.HOST]
     size = [sum(each.numel_owned for each in some) for some in (away, buffers)]
     largest = max(each.numel_owned for each in buffers)
     assert abs(size[0] - fraction * size[1]) <= largest

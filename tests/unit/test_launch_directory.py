@@ -18,7 +18,7 @@ from framework.errors import EXIT_FAILED, EXIT_USER, LeaseLost, MeshwrightError,
 from framework.launch import directory
 from framework.launch.directory import HolderState, RunDirectory, describe_self
 from framework.launch.jobs import JobState
-from framework.launch.parts import claim
+from framework.launch.parts import claim, go_on
 from framework.launch.places import refuse_unwritable
 from framework.launch.task import judge
 from framework.lease import read_lease
@@ -99,8 +99,8 @@ def test_a_resume_asks_for_a_job_before_and_under_the_lock(tmp_path, monkeypatch
         return "7" if asked[-1] else None
 
     monkeypatch.setattr(submit, "active_job", active_job)
-    with pytest.raises(RunError, match="has job 7"):
-        submit._resume(run, [], [])
+    with pytest.raises(RunError, match="has job 7"), go_on(run, [], [], submit._refuse_busy):
+        pytest.fail("goes on")
     assert asked == [False, True]
     assert read_lease(run.path)[0] == 0
 
@@ -117,7 +117,7 @@ def test_run_has_the_id_that_is_asked_for(tmp_path):
     run = create(tmp_path, "mine")
     assert run.path == tmp_path / "mine"
     assert json.loads(run.record.read_text())["id"] == "mine"
-    assert create(tmp_path, "mine") == run
+    assert create(tmp_path, "mine").path == run.path, "a resume finds it again"
 
 
 def test_folder_of_something_else_is_not_taken(tmp_path):

@@ -9,7 +9,10 @@ import torch
 from framework.errors import EXIT_NODE, EXIT_USER, LeaseLost, NodeError, RunError
 from framework.launch import task
 from framework.lease import Holder, Lease, take
+from framework.model.load import load_config
 from framework.plan.cluster import ClusterRates
+from framework.plan.plan import make_plan
+from framework.recipe.compose import compose
 from framework.recipe.schema import Launch, Recipe
 from framework.train import probe
 from framework.train.probe import Expected, Facts, check_room, compute_known, find_slow, hadamard, judge, refuse
@@ -137,22 +140,25 @@ def test_a_device_that_computes_rightly_is_well_and_one_wrong_bit_is_not():
     assert "elements of a known matmul are wrong" in compute_known(CPU, signs)[0]
 
 
-def plan_of(keep=2, total=1000):
-    precision = SimpleNamespace(master="fp32", moments="fp32")
-    recipe = SimpleNamespace(checkpoint=SimpleNamespace(keep=keep), precision=precision, optim=SimpleNamespace())
-    return SimpleNamespace(recipe=recipe, size=SimpleNamespace(total=total))
-
-
 def test_room_is_asked_for_the_checkpoints_that_are_still_to_come(tmp_path, monkeypatch):
-    monkeypatch.setattr(probe, "state_names", lambda optim: ("exp_avg", "exp_avg_sq"))
+    def plan_of(keep=2):
+        return SimpleNamespace(recipe=SimpleNamespace(checkpoint=SimpleNamespace(keep=keep)))
+
+    monkeypatch.setattr(probe, "checkpoint_bytes", lambda plan: 12_000)
     monkeypatch.setattr(probe.shutil, "disk_usage", lambda path: SimpleNamespace(free=30_000))
-    assert probe.checkpoint_bytes(plan_of()) == 12_000
     [finding] = check_room(plan_of(), tmp_path)
     assert not finding.is_bad
     assert "the run writes 3 more checkpoints" in finding.text
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert check_room(plan_of(), tmp_path) == [], "one of three is there"
     assert check_room(plan_of(keep=1), tmp_path) == []
+
+
+def test_a_checkpoint_has_a_master_and_two_moments_of_each_parameter_on_any_layout():
+    for words in ([], ["parallel.dp=2", "zero.stage=3"], ["parallel.pp=2"]):
+        recipe = compose(["experiment=quickstart", "launch.ranks=2", *words]).require()
+        plan = make_plan(recipe, load_config(recipe.model))
+        assert probe.checkpoint_bytes(plan) == pytest.approx(12 * plan.size.total, rel=0.02)
 
 
 def bad_of(facts):

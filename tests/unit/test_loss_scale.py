@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from framework.checkpoint.commit import Retention
-from framework.checkpoint.save import Saver, save_checkpoint
+from framework.checkpoint.save import Saver
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
 from framework.monitor.watchdog import Watchdog
@@ -25,6 +25,7 @@ from framework.train.state import RunState, restore, saved_entries
 from framework.verify.plain import PlainLossScale
 from tests.families import build_config, family
 from tests.ranks.parity import CONTEXT, small_recipe, topology_of
+from tests.saving import save_checkpoint
 
 CPU = torch.device("cpu")
 GOOD, BAD = torch.tensor(True), torch.tensor(False)

@@ -1,5 +1,6 @@
 """doctor --measure: what ranks measured becomes a file by which a plan foretells the same, of this machine and no other."""
 
+import itertools
 import time
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ from framework.commands.measure import (
     measure_command,
     write_text,
 )
-from framework.commands.timings import Effort, choose_edges, combine, iter_forever, time_call
+from framework.commands.timings import Effort, choose_edges, combine, time_call
 from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, RecipeError
 from framework.launch import agent
 from framework.launch.agent import Outcome
@@ -146,7 +147,7 @@ def test_of_what_ranks_found_the_medians_count():
 
 
 def test_a_call_that_is_held_up_now_and_then_moves_no_median():
-    pauses = iter_forever([0.002] * 4 + [0.1])
+    pauses = itertools.cycle([0.002] * 4 + [0.1])
     assert 0.002 < time_call(lambda: time.sleep(next(pauses)), CPU, 0.0) < 0.05
 
 

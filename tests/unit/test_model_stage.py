@@ -93,7 +93,9 @@ def test_a_copy_has_what_a_fresh_build_cut_the_same_way_has(tiny: Family):
     assert describe(whole) == before
 
 
-@pytest.mark.parametrize("tiny", few_of(FAMILIES, is_kind), ids=lambda tiny: tiny.name)
+@pytest.mark.parametrize(
+    "tiny", few_of(FAMILIES, lambda tiny: tiny.name in ("gemma2", "deepseek_v3", "gpt_oss")), ids=lambda tiny: tiny.name
+)
 def test_a_copy_shares_nothing_with_the_whole_model(tiny: Family):
     whole = build_meta(build_config(tiny))
     own = reachable(whole)
@@ -113,21 +115,18 @@ def test_what_is_set_on_a_copy_does_not_show_in_the_whole_model():
     assert not any("marked" in vars(module) for module in whole.modules())
 
 
-def test_layers_that_are_not_there_may_be_hollowed_out_again():
-    """A copy keeps the parameters that a model of its own keeps."""
+def test_a_copy_without_what_other_stages_own_has_the_stages_parameters():
     tiny = build_config(family("gemma2"))
     whole = build_meta(tiny)
     units, ties = find_units(whole), tied_names(whole)
     for bounds in STAGES:
         model = copy_stage(whole, units, bounds, False)
-        hollow_out(model, units, bounds, False, torch.float32)
-        fresh = build_meta(tiny)
-        hollow_out(fresh, units, bounds, False, torch.float32)
-        assert describe(model) == describe(fresh)
+        hollow_out(model, units, bounds, torch.float32)
         own = {name for unit in own_units(units, ties, bounds) for name in unit.parameters}
         assert own == own_ties(model, ties).keys()
 
 
+@pytest.mark.grid
 def test_a_copy_costs_less_than_a_build():
     """DeepSeek-V3 on 16 stages, one of those in the middle."""
     config = load_config(compose(["model=deepseek_v3"]).require().model)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from framework.errors import ModelError, RecipeError, ScheduleError
@@ -10,7 +11,7 @@ from framework.model.flops import unit_flops
 from framework.model.load import build_meta, load_config
 from framework.model.probe import find_layer_outputs
 from framework.model.units import find_units
-from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline, split_evenly
+from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline
 from framework.parallel.pipeline.simulate import Costs, simulate
 from framework.plan.page import save_schedule
 from framework.plan.plan import make_plan
@@ -136,7 +137,7 @@ def test_a_large_vocabulary_on_few_layers_is_cut_by_cost() -> None:
     """The slowest stage is at least 15 % faster than by an even count of layers."""
     overrides = ("model=llama3_2_1b", "model.config.num_hidden_layers=12", "parallel.pp=4", "launch.ranks=4")
     by_cost = pipeline_of(*overrides)
-    evenly = pipeline_of(*overrides, f"pipeline.layers={split_evenly(12, 4)}".replace(" ", ""))
+    evenly = pipeline_of(*overrides, "pipeline.layers=[3,3,3,3]")
     assert max(by_cost.costs.forward) <= 0.85 * max(evenly.costs.forward)
     assert step_time(by_cost, [*by_cost.costs.forward]) < step_time(evenly, [*evenly.costs.forward])
 
@@ -151,7 +152,7 @@ def test_no_shipped_model_is_cut_worse_than_evenly() -> None:
         costs = unit_flops(whole, find_units(whole), recipe.batch.context)
         num_layers = len(costs) - 2
         for pp in (each for each in (2, 4, 8) if each <= num_layers):
-            evenly = replace(recipe.pipeline, layers=split_evenly(num_layers, pp))
+            evenly = replace(recipe.pipeline, layers=[len(part) for part in np.array_split(range(num_layers), pp)])
             found, even = (
                 max(plan_pipeline(settings, pp, 8, costs, recipe.zero).costs.forward)
                 for settings in (recipe.pipeline, evenly)

@@ -13,7 +13,7 @@ from framework.errors import ScheduleError
 from framework.parallel.pipeline.actions import COMPUTE, Action, ActionKind, Schedule
 from framework.parallel.pipeline.draw import Panel, draw_grid, save_picture
 from framework.parallel.pipeline.lower import RECEIVES, SENDS, lower
-from framework.parallel.pipeline.pipeline import balance_ranks, split_by_cost, split_evenly
+from framework.parallel.pipeline.pipeline import balance_ranks, split_by_cost
 from framework.parallel.pipeline.schedules import SCHEDULES, make_schedule, read_table, write_table
 from framework.parallel.pipeline.simulate import Costs, Timeline, needs, peak_live, simulate, unit_costs, validate
 
@@ -370,7 +370,6 @@ class TestCut:
         assert slowest(found) == min(slowest(cut) for cut in cuts(len(layers), stages))
 
     def test_a_heavy_head_leaves_the_last_stage_fewer_layers(self) -> None:
-        assert split_evenly(10, 4) == [3, 3, 2, 2]
         assert split_by_cost([1.0] * 12, 0.0, 2.0, 4) == [3, 3, 4, 2]
 
     @given(st.lists(st.integers(1, 9), min_size=4, max_size=12), st.integers(0, 20), st.integers(0, 20))

@@ -8,9 +8,8 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from framework import cli
-from framework.commands.train import check_model
 from framework.errors import EXIT_DONE, EXIT_USER, ModelError
-from framework.launch.parts import summarize
+from framework.launch.parts import check_ranks, summarize
 from framework.plan.check import check_layout, check_layouts
 from framework.recipe.compose import compose
 from tests.grid import few_of
@@ -200,7 +199,7 @@ def with_weights(folder, *overrides):
 def test_the_header_names_the_model_of_the_weights(qwen3):
     """model.family stays at its default, llama, where weights are given."""
     recipe = with_weights(qwen3)
-    assert "model    qwen3, weights of" in summarize(recipe, check_model(recipe).model_type)
+    assert "model    qwen3, weights of" in summarize(recipe, check_ranks([recipe]).model_type)
 
 
 def test_values_that_contradict_the_weights_config_are_an_explained_error(qwen3):
@@ -220,15 +219,15 @@ def test_values_that_contradict_the_weights_config_are_an_explained_error(qwen3)
 )
 def test_weights_that_are_another_model_s_are_refused_where_a_run_begins_with_them(qwen3, change, says):
     with pytest.raises(ModelError, match=says):
-        check_model(with_weights(qwen3, change))
-    assert check_model(with_weights(qwen3, change), is_new=False).model_type == "qwen3"
-    assert check_model(with_weights(qwen3)).model_type == "qwen3"
+        check_ranks([with_weights(qwen3, change)])
+    assert check_ranks([with_weights(qwen3, change)], is_new=False).model_type == "qwen3"
+    assert check_ranks([with_weights(qwen3)]).model_type == "qwen3"
 
 
 def test_weights_that_are_no_safetensors_are_refused(qwen3):
     (qwen3 / "model.safetensors").rename(qwen3 / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"has neither model.safetensors nor .* but pytorch_model.bin"):
-        check_model(with_weights(qwen3))
+        check_ranks([with_weights(qwen3)])
 
 
 def test_a_family_that_takes_a_new_seed_in_every_forward_is_refused():
@@ -270,4 +269,4 @@ def test_a_folder_for_states_that_cannot_hold_them_is_refused_before_a_run_is_ma
         assert not list(tmp_path.iterdir()), "no run, no tokens"
         assert cli.main(["doctor", *words, found]) == EXIT_USER
         assert f"fix  states' disk  {folder} cannot be used" in capsys.readouterr().out
-    check_model(compose([*words, f"memory.offload.disk_path={tmp_path / 'absent'}", "launch.kind=slurm"]).require())
+    check_ranks([compose([*words, f"memory.offload.disk_path={tmp_path / 'absent'}", "launch.kind=slurm"]).require()])

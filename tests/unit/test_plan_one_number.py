@@ -8,14 +8,12 @@ import pytest
 from framework.plan.advice import describe_relief, describe_savings, describe_verdict, find_relief, find_savings
 from framework.plan.check import check_layout, most_bytes
 from framework.plan.forecast_plan import forecast_plan
-from framework.plan.memory import show_bytes
-from framework.plan.memory_states import StateOptions
 from framework.plan.page import describe_ranks
 from framework.plan.page_of_plan import make_page
 from framework.plan.plan import GB, Plan, make_plan
 from framework.plan.plan_text import describe_plan
 from framework.plan.search import Engine
-from framework.plan.settings import Settings
+from framework.plan.text import show_bytes
 from framework.recipe.compose import compose
 
 GPUS = ("model=llama3_2_1b", "launch.device=cuda", "launch.ranks=8", "cluster=h100_ib", "precision=bf16")
@@ -72,10 +70,12 @@ def test_a_search_prunes_by_the_same_number(plan: Plan) -> None:
     if plan.recipe.memory.offload.optimizer == 0.5:
         pytest.skip("a search offloads all or none")
     found = forecast_plan(plan)
-    engine = Engine.of(plan.shape, Settings.of(plan.recipe), found.cluster)
-    assert engine.memory(plan.candidate).stages == found.forecast.memory.stages
-    options = StateOptions(((plan.candidate.zero, plan.candidate.shard, plan.candidate.offload),))
-    assert engine.spare(plan.candidate, options).tolist() == [found.forecast.memory.spare]
+    engine = Engine(plan.shape, plan.recipe, found.cluster)
+    assert engine.forecast(plan.candidate).memory.stages == found.forecast.memory.stages
+    places = ((plan.candidate.zero, plan.candidate.shard, plan.candidate.offload),)
+    assert engine.bytes.spare(plan.candidate, places, found.cluster.memory_bytes).tolist() == [
+        found.forecast.memory.spare
+    ]
 
 
 def test_a_budget_is_met_by_that_number() -> None:

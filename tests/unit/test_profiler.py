@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from framework.comm.communicator import Communicator
 from framework.mesh.topology import Axis
-from framework.train.profiler import name_unit
+from framework.train.profiler import UnitRanges
 
 
 def names_of(recorded):
@@ -21,7 +21,7 @@ def run_named():
     """Two layers, the second one named, with a gradient for the input."""
     torch.manual_seed(0)
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
-    hooks = name_unit("layers.1", second)
+    hooks = UnitRanges("layers.1", second).handles
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         second(first(torch.ones(2, 3))).sum().backward()
         with torch.no_grad():

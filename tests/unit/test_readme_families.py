@@ -8,7 +8,7 @@ from framework.comm.communicator import Communicator
 from framework.errors import MeshwrightError
 from framework.mesh.topology import Axis
 from framework.model.load import build_meta
-from framework.parallel.tensor import ranks_per_kv_head
+from framework.parallel.tensor.heads import ranks_per_kv_head
 from tests.families import FAMILIES, Family, build_config
 from tests.ranks.tensor_parity import split
 from tests.ranks.test_tensor import CHANGES

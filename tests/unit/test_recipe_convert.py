@@ -5,12 +5,11 @@ import typing
 from dataclasses import asdict
 from typing import Any, Literal
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.recipe.convert import to_recipe
-from framework.recipe.keys import NAME, Key, list_keys, split_optional
+from framework.recipe.keys import NAME, list_keys, split_optional
 from framework.recipe.schema import Recipe
 
 
@@ -36,10 +35,6 @@ CHOICES = [key for key in SCALAR_KEYS if typing.get_origin(key.kind) is Literal]
 TEXTS = [key for key in SCALAR_KEYS if split_optional(key.kind)[0] is str]
 
 
-def named(keys: list[Key]):
-    return pytest.mark.parametrize("key", keys, ids=[key.path for key in keys])
-
-
 def test_nothing_at_all_is_the_schemas_defaults():
     assert to_recipe({}, {}) == (Recipe(), [])
 
@@ -52,59 +47,59 @@ def test_every_key_has_a_meaning_and_a_default_that_is_legal():
             assert convert(key.path, key.default)[1] == [], key.path
 
 
-@named(INTS)
-def test_whole_numbers_are_neither_truth_values_nor_fractions_nor_text(key):
-    good = int(key.low or 0) + 1
-    assert convert(key.path, good) == (good, [])
-    for wrong in (True, good + 0.5, float(good), str(good), [good], {"a": good}):
-        value, (problem,) = convert(key.path, wrong)
-        assert (problem.key, problem.value) == (key.path, wrong)
-        assert "whole number" in problem.message
-        assert value == key.default
+def test_whole_numbers_are_neither_truth_values_nor_fractions_nor_text():
+    for key in INTS:
+        good = int(key.low or 0) + 1
+        assert convert(key.path, good) == (good, [])
+        for wrong in (True, good + 0.5, float(good), str(good), [good], {"a": good}):
+            value, (problem,) = convert(key.path, wrong)
+            assert (problem.key, problem.value) == (key.path, wrong)
+            assert "whole number" in problem.message
+            assert value == key.default
 
 
-@named(FLOATS)
-def test_numbers_may_be_written_whole_but_must_be_finite(key):
-    value, problems = convert(key.path, 0 if key.low == 0 else 1)
-    assert isinstance(value, float)
-    assert problems == []
-    for wrong in (True, "0.5", "3e-4", float("nan"), float("inf"), [0.5]):
-        assert len(convert(key.path, wrong)[1]) == 1
+def test_numbers_may_be_written_whole_but_must_be_finite():
+    for key in FLOATS:
+        value, problems = convert(key.path, 0 if key.low == 0 else 1)
+        assert isinstance(value, float)
+        assert problems == []
+        for wrong in (True, "0.5", "3e-4", float("nan"), float("inf"), [0.5]):
+            assert len(convert(key.path, wrong)[1]) == 1
 
 
-@named([key for key in INTS + FLOATS if key.low is not None])
-def test_ranges_are_closed_and_checked_at_both_ends(key):
-    kind = split_optional(key.kind)[0]
-    assert convert(key.path, kind(key.low))[1] == []
-    assert len(convert(key.path, kind(key.low - 1))[1]) == 1
-    if key.high is not None:
-        assert convert(key.path, kind(key.high))[1] == []
-        assert len(convert(key.path, kind(key.high + 1))[1]) == 1
+def test_ranges_are_closed_and_checked_at_both_ends():
+    for key in [key for key in INTS + FLOATS if key.low is not None]:
+        kind = split_optional(key.kind)[0]
+        assert convert(key.path, kind(key.low))[1] == []
+        assert len(convert(key.path, kind(key.low - 1))[1]) == 1
+        if key.high is not None:
+            assert convert(key.path, kind(key.high))[1] == []
+            assert len(convert(key.path, kind(key.high + 1))[1]) == 1
 
 
-@named(CHOICES)
-def test_choices_list_the_legal_values(key):
-    for choice in typing.get_args(key.kind):
-        assert convert(key.path, choice) == (choice, [])
-    for wrong in ("nonsense", 1, True, None, [typing.get_args(key.kind)[0]]):
-        (problem,) = convert(key.path, wrong)[1]
-        assert all(choice in problem.message for choice in typing.get_args(key.kind))
+def test_choices_list_the_legal_values():
+    for key in CHOICES:
+        for choice in typing.get_args(key.kind):
+            assert convert(key.path, choice) == (choice, [])
+        for wrong in ("nonsense", 1, True, None, [typing.get_args(key.kind)[0]]):
+            (problem,) = convert(key.path, wrong)[1]
+            assert all(choice in problem.message for choice in typing.get_args(key.kind))
 
 
-@named(TEXTS)
-def test_text_is_never_made_of_numbers(key):
-    assert convert(key.path, "007") == ("007", [])
-    for wrong in (7, 7.5, True, ["7"]):
-        (problem,) = convert(key.path, wrong)[1]
-        assert "text" in problem.message
+def test_text_is_never_made_of_numbers():
+    for key in TEXTS:
+        assert convert(key.path, "007") == ("007", [])
+        for wrong in (7, 7.5, True, ["7"]):
+            (problem,) = convert(key.path, wrong)[1]
+            assert "text" in problem.message
 
 
-@named(SCALAR_KEYS)
-def test_null_is_legal_exactly_where_the_schema_says_so(key):
-    _, optional = split_optional(key.kind)
-    problems = convert(key.path, None)[1]
-    assert (problems == []) == optional
-    assert optional == key.legal.endswith("or null")
+def test_null_is_legal_exactly_where_the_schema_says_so():
+    for key in SCALAR_KEYS:
+        _, optional = split_optional(key.kind)
+        problems = convert(key.path, None)[1]
+        assert (problems == []) == optional
+        assert optional == key.legal.endswith("or null")
 
 
 def test_betas_are_two_numbers_in_range():

@@ -8,8 +8,8 @@ from framework.errors import RecipeError
 from framework.model.flops import measure_model
 from framework.model.load import build_meta
 from framework.plan.check import check_layout, most_bytes
-from framework.plan.memory import show_bytes
 from framework.plan.page import describe_layouts, describe_ranks
+from framework.plan.text import show_bytes
 from framework.plan.traffic import expert_traffic, measure_traffic
 from framework.recipe.clusters import read_shipped
 from framework.recipe.compose import compose

@@ -2,7 +2,9 @@
 
 import json
 from dataclasses import asdict, replace
+from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,9 +151,9 @@ TOKENS = (
 )
 
 
-@pytest.mark.parametrize("token", TOKENS)
 @pytest.mark.parametrize(
-    "key", ["data.sources.stdlib.path", "track.wandb.tags", "model.config.name", "launch.partition"]
+    ("token", "key"),
+    zip(TOKENS, cycle(["data.sources.stdlib.path", "track.wandb.tags", "model.config.name", "launch.partition"])),
 )
 def test_a_token_is_found_in_any_value_and_shown_nowhere(key, token, capsys):
     assert main(["train", *BASE, f"++{key}={json.dumps([token] if key.endswith('tags') else token)}"]) == EXIT_USER
@@ -172,8 +174,13 @@ def test_names_that_are_no_tokens_are_taken(name):
     assert hide_secrets(name) == name
 
 
-@pytest.mark.parametrize("text", ["a\x1b[31mb", "a\nb", "a\rb", "a\u202etxt", "a\x9bb"])
-@pytest.mark.parametrize("key", ["data.sources.stdlib.path", "model.tokenizer", "track.wandb.tags", "checkpoint.root"])
+@pytest.mark.parametrize(
+    ("text", "key"),
+    zip(
+        ["a\x1b[31mb", "a\nb", "a\rb", "a\u202etxt", "a\x9bb"],
+        cycle(["data.sources.stdlib.path", "model.tokenizer", "track.wandb.tags", "checkpoint.root"]),
+    ),
+)
 def test_control_characters_are_refused_in_any_value_and_shown_escaped(key, text, capsys):
     quoted = f'"{text}"'
     assert main(["check", *BASE, f"{key}={f'[{quoted}]' if key.endswith('tags') else quoted}"]) == EXIT_USER
@@ -224,10 +231,12 @@ def test_trackers_get_the_names_of_variables_and_how_many_lines_set_up():
 def test_run_info_has_what_trackers_get_and_commands_that_can_be_typed():
     config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     recipe = replace(with_variables(A="a-value"), run=replace(Recipe().run, root="my 'runs'"))
-    recipe = replace(recipe, batch=replace(recipe.batch, sequences_per_step=8))
+    train = replace(recipe.train, sample="once upon\na time")
+    recipe = replace(recipe, batch=replace(recipe.batch, sequences_per_step=8), train=train)
     mesh = connect(Topology(), torch.device("cpu"))
     plan = make_plan(recipe, config)
-    info = describe_run(plan, mesh, replace(recipe.run, id="x"), 0, None, (), "once upon")
+    prepared = SimpleNamespace(unigram_entropy=None, sources=())
+    info = describe_run(plan, prepared, mesh, Path(recipe.run.root, "x"), 0)  # type: ignore[arg-type]
     assert info.config == describe_public(plan.recipe)
     assert info.commands["resume"] == """meshwright train run.id=x 'run.root="my '"'"'runs'"'"'"'"""
     # Not RUN/export: train.sample leaves one there, and an export replaces nothing.

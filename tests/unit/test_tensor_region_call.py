@@ -12,7 +12,7 @@ from framework.comm.communicator import Communicator
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Axis
 from framework.parallel.tensor.async_tp import AsyncGather, AsyncGatherTensor
-from framework.parallel.tensor.borders import Border, ReplicatedBorder, ShardedBorder, ShardedTokens
+from framework.parallel.tensor.borders import Border, ShardedBorder
 from framework.parallel.tensor.regions import Region
 
 ALONE = Communicator(Axis("tp", 1, 0))
@@ -22,10 +22,10 @@ class GatheringBorder(ShardedBorder):
     """Sequence parallelism of one rank: what it joins of the ranks' tokens is a view."""
 
     def __init__(self, axis: Communicator) -> None:
-        super().__init__(ShardedTokens(TokenLayout(2, 4, axis.axis, is_sharded=True), axis))
+        super().__init__(TokenLayout(2, 4, axis.axis, is_sharded=True), axis)
 
 
-class LateBorder(ReplicatedBorder):
+class LateBorder(Border):
     """Hands out what has a shape and no memory, as async TP does."""
 
     def enter(self, x: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def enter(border: Border) -> tuple[Region, Tensor]:
     return region, region.enter(torch.randn(2, 4, 6, requires_grad=True))
 
 
-@pytest.mark.parametrize("border", [ReplicatedBorder, GatheringBorder, LateBorder])
+@pytest.mark.parametrize("border", [Border, GatheringBorder, LateBorder])
 def test_the_input_itself_and_its_rows_in_another_shape_are_brought_back(
     border: Callable[[Communicator], Border],
 ) -> None:
@@ -64,14 +64,14 @@ def test_the_input_itself_and_its_rows_in_another_shape_are_brought_back(
     ids=["first rows", "first features", "transposed", "other rows", "copied", "detached", "written to"],
 )
 def test_anything_else_is_kept_as_it_is_even_at_the_same_address(change: Callable[[Tensor], Tensor]) -> None:
-    for border in (ReplicatedBorder(ALONE), GatheringBorder(ALONE)):
+    for border in (Border(ALONE), GatheringBorder(ALONE)):
         region, whole = enter(border)
         assert region.call.find_kept(change(whole)) is None
 
 
 def test_a_region_whose_recomputation_ends_early_keeps_no_input() -> None:
     """Behind the last tensor that backward needs it is stopped, here in front of the region's end."""
-    region, inputs = Region(ReplicatedBorder(ALONE), regathers=True), []
+    region, inputs = Region(Border(ALONE), regathers=True), []
     weight = torch.randn(6, 6, requires_grad=True)
 
     def layer(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from framework.track.jsonl import LOADS_FILE, METRICS_FILE, Jsonl, loads_of, read_last_records, read_records
+from framework.track.jsonl import LOADS_FILE, METRICS_FILE, Jsonl, loads_of, read_records
 from framework.track.report import RunInfo, StepReport, save_run_info
 from framework.track.summary import add_loads, write_report
 
@@ -127,7 +127,7 @@ def test_the_heat_map_is_of_the_last_reports(tmp_path):
     other = {layer: tuple(reversed(load)) for layer, load in LOADS.items()}
     reports = [balanced(step, expert_loads=other if step > 5 else LOADS) for step in range(1, 9)]
     write_loads(tmp_path, reports)
-    sums = add_loads(read_last_records(tmp_path / LOADS_FILE, 3))
+    sums = add_loads(read_records(tmp_path / LOADS_FILE, 3))
     assert sums == {layer: [3 * each for each in load] for layer, load in other.items()}
 
 

@@ -46,12 +46,6 @@ def test_groups_and_what_stays_in_fp32_are_those_of_stock(each: Family) -> None:
     assert wide == kept_in_fp32(model, torch.bfloat16)
 
 
-@pytest.mark.parametrize("each", few_of(BORN, is_kind), ids=lambda each: each.name)
-def test_initial_values_are_distributed_as_stock_draws_them(each: Family) -> None:
-    config = build_config(each)
-    assert max(compare_initial(initial_weights(config, 3), config).values()) <= 1
-
-
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -79,7 +73,10 @@ def test_a_norm_that_does_not_begin_at_one_is_seen() -> None:
     assert compare_initial(weights, config)["model.norm.weight"] == float("inf")
 
 
-@pytest.mark.parametrize("each", few_of(BORN, is_kind), ids=lambda each: each.name)
+MIXTURES = ("deepseek_v3", "qwen3_next", "mixtral", "gpt_oss", "llama4_text")
+
+
+@pytest.mark.parametrize("each", few_of(BORN, lambda each: each.name in MIXTURES), ids=lambda each: each.name)
 def test_the_oracle_finds_every_module_of_experts(each: Family) -> None:
     """Also those whose arguments have other names (gpt_oss), else nothing would be dropped or counted there."""
     model = build_meta(build_config(each))

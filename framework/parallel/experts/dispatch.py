@@ -18,7 +18,6 @@ parallelism, whole experts), each routes an equal interval of them, and the resu
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
@@ -31,7 +30,7 @@ from framework.model.experts import Capacity, ExpertsForm
 from framework.model.kept_outputs import KeepsOutputs, KeptOutputs
 from framework.model.matmul import GradView, RowGroups, StackedMatmul
 from framework.model.routers import RoutedTokens
-from framework.parallel.experts.exchange import DispatchedRows, DispatchPlan, ExpertRoute, combine, spread
+from framework.parallel.experts.exchange import DispatchedRows, ExpertRoute, combine, spread
 from framework.parallel.experts.shared import SharedExperts
 
 
@@ -64,27 +63,23 @@ class LocalExperts:
         return y if bias is None else y + bias[ids]
 
 
-@dataclass(frozen=True)
-class Routing:
-    """The pairs that a rank sends, in the order of the first hop. order: [P] int64, as in `rows`; counts: [E] int64, rows for
-    each expert of the layer; both on the device. P is known when the counts are on the host: until then what is not sent
-    stands behind."""
+def sort_pairs(
+    index: Tensor, num_experts: int, is_left_out: Tensor | None, keys: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The pairs that a rank sends, in the order of the first hop: [T * k] int64, as `order` in `exchange`; and the rows for each
+    expert of the layer, [E] int64. Both on the device: what is not sent stands behind, until the host knows how many are sent.
 
-    order: Tensor
-    counts: Tensor
-
-    @classmethod
-    def of(cls, index: Tensor, num_experts: int, is_left_out: Tensor | None, keys: Tensor | None) -> "Routing":
-        """index: [T, k], experts of each token; is_left_out: [T, k] bool, pairs that are not sent, None: all are. keys: see
-        `ExpertRoute.sort_keys`."""
-        ids = index.flatten()
-        if is_left_out is not None:
-            # Sorted behind all experts, where nobody reads them.
-            ids = ids.masked_fill(is_left_out.flatten(), num_experts)
-        # One place more than experts: for pairs that are not sent. Not bincount: on a GPU it waits for the largest id.
-        counts = ids.new_zeros(num_experts + 1).scatter_add_(0, ids, torch.ones_like(ids))[:num_experts]
-        # Stable: pairs of one expert stay in the order of tokens, on every rank and in every recomputation.
-        return cls((ids if keys is None else keys[ids]).argsort(stable=True), counts)
+    index: [T, k], experts of each token; is_left_out: [T, k] bool, pairs that are not sent, None: all are. keys: see
+    `ExpertRoute.sort_keys`.
+    """
+    ids = index.flatten()
+    if is_left_out is not None:
+        # Sorted behind all experts, where nobody reads them.
+        ids = ids.masked_fill(is_left_out.flatten(), num_experts)
+    # One place more than experts: for pairs that are not sent. Not bincount: on a GPU it waits for the largest id.
+    counts = ids.new_zeros(num_experts + 1).scatter_add_(0, ids, torch.ones_like(ids))[:num_experts]
+    # Stable: pairs of one expert stay in the order of tokens, on every rank and in every recomputation.
+    return (ids if keys is None else keys[ids]).argsort(stable=True), counts
 
 
 class ExpertDispatch:
@@ -168,46 +163,26 @@ class ExpertDispatch:
         """Send rows to their experts and combine the outputs. hidden: [T, H] -> [T, H]; index, weights: [T, k]; left_out: [T, k]
         bool, pairs that are sent to nobody; None: there are none."""
         keys = self.route.sort_keys(self.num_experts, index.device)
-        parts = [
-            _TokenPart(x, w, Routing.of(i, self.num_experts, out, keys))
-            for x, w, i, out in zip(
-                *(each.tensor_split(self.num_parts) for each in (hidden, weights, index)),
-                [None] * self.num_parts if left_out is None else left_out.tensor_split(self.num_parts),
-                strict=True,
-            )
-        ]
-        for part, plan in zip(parts, self.route.plan([part.routing.counts for part in parts]), strict=True):
-            part.depart(plan)
+        left = [None] * self.num_parts if left_out is None else left_out.tensor_split(self.num_parts)
+        indices = index.tensor_split(self.num_parts)
+        pairs = [sort_pairs(i, self.num_experts, out, keys) for i, out in zip(indices, left, strict=True)]
+        plans = self.route.plan([counts for _, counts in pairs])
+        journeys = [DispatchedRows(plan) for plan in plans]
+        # Only the pairs that are sent: their number is known now.
+        orders = [order[: plan.num_sent] for (order, _), plan in zip(pairs, plans, strict=True)]
+        for rows, x, order in zip(journeys, hidden.tensor_split(self.num_parts), orders, strict=True):
+            rows.depart(spread(x, order, index.shape[1]))
         # All parts are on their way by now: what is computed here hides the first hop of each.
         if self.shared is not None:
             self.shared.compute_ahead()
-        for part in parts:
-            part.visit(self.local)
+        for rows in journeys:
+            rows.depart_back(self.local.compute(rows.arrive(), rows.plan.ids, rows.plan.groups))
         # Only now: the first part travels back while the last one's experts compute.
-        outputs = [part.combine() for part in parts]
+        outputs = [
+            combine(rows.arrive_back(), w, order)
+            for rows, w, order in zip(journeys, weights.tensor_split(self.num_parts), orders, strict=True)
+        ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-class _TokenPart:
-    """Some of a rank's tokens on their way. x: [T, H]; weights: [T, k]."""
-
-    def __init__(self, x: Tensor, weights: Tensor, routing: Routing):
-        self.x, self.weights, self.routing = x, weights, routing
-
-    def depart(self, plan: DispatchPlan) -> None:
-        """Start sending."""
-        self.rows = DispatchedRows(plan)
-        self.order = self.routing.order[: plan.num_sent]
-        self.rows.depart(spread(self.x, self.order, self.weights.shape[1]))
-
-    def visit(self, local: LocalExperts) -> None:
-        """Compute what has come to this rank's experts, and start sending it back."""
-        plan = self.rows.plan
-        self.rows.depart_back(local.compute(self.rows.arrive(), plan.ids, plan.groups))
-
-    def combine(self) -> Tensor:
-        """The weighted sums, [T, H], when all has come back."""
-        return combine(self.rows.arrive_back(), self.weights, self.order)
 
 
 def _fill_up(x: Tensor, missing: int, value: bool | int = 0) -> Tensor:

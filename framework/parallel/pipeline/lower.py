@@ -199,7 +199,7 @@ def live_moments(lowered: Lowered, rank: int) -> list[LiveMoment]:
 
 
 class _Between:
-    """Hidden states between stages, as the executor holds them (`execute.Links`)."""
+    """Hidden states between stages, as the executor holds them (`execute.StageLinks`)."""
 
     def __init__(self, lowered: Lowered):
         self._messages, self._last = lowered.messages, lowered.num_stages - 1

@@ -91,7 +91,8 @@ def plan_pipeline(
     if settings.table is not None:
         make: Callable[[int], Schedule] = partial(read_table, Path(settings.table), num_ranks)
     else:
-        make = partial(_make, settings.schedule, num_ranks, count_virtual_stages(settings))
+        virtual_stages = count_virtual_stages(settings)
+        make = partial(make_schedule, settings.schedule, num_ranks, virtual_stages=virtual_stages)
     schedule = make(num_microbatches)
     layers = [cost for unit, cost in unit_costs.items() if unit.startswith("layers.")]
     ends = unit_costs.get("embedding", 0.0), unit_costs.get("head", 0.0)
@@ -110,10 +111,6 @@ def plan_pipeline(
         "microbatch" if zero.stage == 3 and not zero.keep_gathered else "step",
         "microbatch" if zero.stage >= 2 and zero.accumulate == "sharded" else "step",
     )
-
-
-def _make(name: str, num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
-    return make_schedule(name, num_ranks, num_microbatches, virtual_stages)
 
 
 def refuse_few_layers(num_layers: int, rank_of_stage: Sequence[int]) -> None:
@@ -147,11 +144,6 @@ def count_layers(
 
 # Halvings of what is not known of the slowest stage's cost: to a part in a hundred thousand of the whole model's.
 STEPS = 20
-
-
-def split_evenly(num_layers: int, num_stages: int) -> list[int]:
-    """Number of layers of each stage; where the division leaves a rest, the first stages have one more."""
-    return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
 
 
 def split_by_cost(layers: Sequence[float], first: float, last: float, num_stages: int) -> list[int]:

@@ -14,7 +14,7 @@ whole; so nothing can read what has not come.
     S tokens of a whole sequence, s = ceil(S / tp) tokens of it on each rank, D, K, N features
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map
 
-from framework.comm.collectives import Pending
+from framework.comm.algorithms import Pending, peers
 from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange
 from framework.model.matmul import Matmul
@@ -138,8 +138,3 @@ def matmul_reduce_scatter(x: Tensor, matmul: Matmul, axis: Communicator) -> Tens
 def rows_of(rank: int, rows: int, length: int) -> tuple[int, int]:
     """[start, stop) of a rank's tokens among `length`, of which the last ranks may have fewer or none."""
     return min(rank * rows, length), min((rank + 1) * rows, length)
-
-
-def peers(axis: Communicator) -> Iterator[tuple[int, int]]:
-    """(send to, receive from) at distance 1, 2, ..., in the order in which all ranks start their exchanges."""
-    return (((axis.rank + by) % axis.size, (axis.rank - by) % axis.size) for by in range(1, axis.size))

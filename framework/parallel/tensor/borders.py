@@ -1,15 +1,13 @@
 """Borders of a region: what ranks exchange where hidden states enter and leave it, and the adjoint of each exchange.
 
     outside             class              border in                    border out       bytes of both, one direction
-    tokens replicated   ReplicatedBorder   x; dx all-reduced            all-reduce       2 (n-1)/n A
+    tokens replicated   Border             x; dx all-reduced            all-reduce       2 (n-1)/n A
     tokens sharded      ShardedBorder      gather; dx reduce-scattered  reduce-scatter   the same
     tokens sharded      AsyncBorder        both in pieces, under the matmuls beside them (`async_tp`)
 
 for n ranks of `tp` and A bytes of hidden states [B, S, D]: B sequences, S tokens of a sequence, s of them on a rank where they
 are sharded, D hidden features. A region is given one of the three when the model is split, and never asks which it is.
 """
-
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +25,64 @@ from framework.parallel.tensor.async_tp import AsyncGather, AsyncGatherTensor, m
 TOKEN_DIM = -2
 
 
-class ShardedTokens:
-    """The tokens of every sequence divided among the ranks of `tp` (sequence parallelism), as operations on tensors.
+def make_border(tokens: TokenLayout, tp: Communicator, overlaps: bool) -> "Border":
+    """The border for tokens that are laid out so. overlaps: communicate in pieces under matmuls; only what is gathered can."""
+    if tokens.num_parts == 1:
+        return Border(tp)
+    return AsyncBorder(tokens, tp) if overlaps else ShardedBorder(tokens, tp)
+
+
+class Border:
+    """Both borders of a region, where all ranks of `tp` hold all tokens outside: nothing to gather, sums are all-reduced.
+
+    In subclasses x is [B, s, D] outside, and inside [B, S, D]; or rows, with B in the dim of tokens.
+    """
+
+    def __init__(self, axis: Communicator) -> None:
+        self.axis = axis
+
+    def enter(self, x: Tensor) -> Tensor:
+        """All tokens of x, for ranks that use them in their own ways. Not differentiable: see `start_enter_adjoint`.
+
+        [B, S, D], detached and so no view: models write to activations in place, which autograd forbids on views made in a
+        function of ours, and `RegionCall` knows the model's views of it by their base.
+        """
+        return x.detach()
+
+    def start_enter_adjoint(self, dx: Tensor) -> tuple[Tensor, Pending]:
+        """Start the sum over `tp` of all ranks' dx: [B, S, D], as it is outside: the gradient of `enter`'s input."""
+        # A copy: autograd may hand the same dx to others, who must not see the sum.
+        out = dx.clone(memory_format=torch.contiguous_format)
+        return out, collectives.start_all_reduce(out, self.axis, label="gradient of a region")
+
+    def leave(self, y: Tensor) -> Tensor:
+        """The sum over `tp` of all ranks' y: [B, S, D], as it is outside. Differentiable."""
+        return duals.reduce_from(y, self.axis)
+
+    def leave_matmul(self, x: Tensor, matmul: Matmul) -> Tensor:
+        """`leave` with X W^T, the last matmul inside; x: [B, S, K_r]. Not differentiable: see `leave_matmul_adjoint`."""
+        # In place: the partial sum is nobody else's, and a second [B, S, N] would be the largest activation here.
+        y = matmul.forward(x)
+        collectives.all_reduce(y, self.axis)
+        return y
+
+    def leave_matmul_adjoint(self, dy: Tensor, matmul: Matmul, needs_dx: bool) -> tuple[Tensor | None, Tensor]:
+        """dX = dY W, [B, S, K_r], if it is needed, and all tokens of dY; dy: as it is outside."""
+        # The gradient of a replicated sum is replicated: every rank has the whole dY already.
+        return matmul.input_gradient(dy) if needs_dx else None, dy
+
+    def start_gather(self, x: Tensor) -> tuple[Tensor, Pending]:
+        """Start to bring all tokens of x, [B, s, D], what entered here, once more; `join` makes them of what has come."""
+        return x, Pending()
+
+    def join(self, gathered: Tensor) -> Tensor:
+        """All tokens, [B, S, D], of what `start_gather` gave."""
+        return gathered
+
+
+class ShardedBorder(Border):
+    """The tokens of every sequence are divided among the ranks of `tp` outside (sequence parallelism): they are gathered on the
+    way in, sums are reduce-scattered.
 
     Between the first layer and the final norm of a model each rank holds x: [B, s, D], s = ceil(S / tp), the last ranks' filled
     up with zeros. Some families flatten hidden states to rows [B * S, D] within a layer; what is gathered from rows keeps the
@@ -39,7 +93,8 @@ class ShardedTokens:
 
     def __init__(self, layout: TokenLayout, axis: Communicator) -> None:
         """axis: the ranks of layout.tp, connected."""
-        self.layout, self.axis = layout, axis
+        super().__init__(axis)
+        self.layout = layout
         # Asked for at every border, where the layout would compute them anew.
         self._tokens_local, self._padding = layout.tokens_local, layout.padding
 
@@ -79,28 +134,13 @@ class ShardedTokens:
         pending.wait()
         return self.join(gathered)
 
-    def start_gather(self, x: Tensor) -> tuple[Tensor, Pending]:
-        """Start gathering x: [B, s, D] over `tp`; `join` makes the tokens of [tp, B, s, D] when it has come."""
-        self._check_sharded(x)
-        gathered = x.new_empty(self.axis.size, *x.shape)
-        return gathered, collectives.start_all_gather(gathered, x.contiguous(), self.axis, "tokens of a region")
+    def enter(self, x: Tensor) -> Tensor:
+        # The joined tensor is a view where nothing was padded.
+        return self.gather(x).detach()
 
-    def start_async_gather(self, x: Tensor) -> AsyncGather:
-        """Start gathering x: [B, s, D], one exchange of tokens with each other rank."""
-        self._check_sharded(x)
-        is_rows = x.ndim != 3
-        return AsyncGather(x, self.axis.size * x.shape[TOKEN_DIM] if is_rows else self.layout.context, self.axis)
-
-    def join(self, gathered: Tensor) -> Tensor:
-        """[tp, B, s, D] to [B, S, D]; of rows [tp, B * s, D] to [tp * B * s, D]."""
-        ranks, *batch, tokens, width = gathered.shape
-        if gathered.numel() == ranks * tokens * width:  # one sequence: its parts lie side by side
-            return self.strip(gathered.view(*batch, ranks * tokens, width))
-        return self.strip(gathered.movedim(0, TOKEN_DIM - 1).flatten(TOKEN_DIM - 1, TOKEN_DIM))
-
-    def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, Pending]:
-        """Start summing all ranks' x: [B, S, D] over `tp`; each rank gets the sum of its own tokens, [B, s, D]."""
-        x = self.pad(x)
+    def start_enter_adjoint(self, dx: Tensor) -> tuple[Tensor, Pending]:
+        """Start summing all ranks' dx: [B, S, D] over `tp`; each rank gets the sum of its own tokens, [B, s, D]."""
+        x = self.pad(dx)
         *batch, tokens, width = x.shape
         out = x.new_empty(*batch, tokens // self.axis.size, width)
         # One part per rank in front, each contiguous: what reduce-scatter divides is the flattened tensor. Of one sequence they
@@ -108,6 +148,32 @@ class ShardedTokens:
         if x.numel() > tokens * width:
             x = x.unflatten(TOKEN_DIM, (self.axis.size, -1)).movedim(TOKEN_DIM - 1, 0)
         return out, collectives.start_reduce_scatter(out, x.contiguous(), self.axis, "tokens of a region")
+
+    def leave(self, y: Tensor) -> Tensor:
+        # Padded inside autograd, so that the gradient of y has y's own tokens again.
+        return duals.reduce_scatter(self.pad(y), self.axis, TOKEN_DIM)
+
+    def leave_matmul(self, x: Tensor, matmul: Matmul) -> Tensor:
+        out, pending = self.start_enter_adjoint(matmul.forward(x))
+        pending.wait()
+        return out
+
+    def leave_matmul_adjoint(self, dy: Tensor, matmul: Matmul, needs_dx: bool) -> tuple[Tensor | None, Tensor]:
+        # The weight's gradient needs all tokens, so dY is gathered once for both.
+        dy = self.gather(dy)
+        return matmul.input_gradient(dy) if needs_dx else None, dy
+
+    def start_gather(self, x: Tensor) -> tuple[Tensor, Pending]:
+        self._check_sharded(x)
+        gathered = x.new_empty(self.axis.size, *x.shape)
+        return gathered, collectives.start_all_gather(gathered, x.contiguous(), self.axis, "tokens of a region")
+
+    def join(self, gathered: Tensor) -> Tensor:
+        """[tp, B, s, D] to [B, S, D]; of rows [tp, B * s, D] to [tp * B * s, D]."""
+        ranks, *batch, tokens, width = gathered.shape
+        if gathered.numel() == ranks * tokens * width:  # one sequence: its parts lie side by side
+            return self.strip(gathered.view(*batch, ranks * tokens, width))
+        return self.strip(gathered.movedim(0, TOKEN_DIM - 1).flatten(TOKEN_DIM - 1, TOKEN_DIM))
 
     def _has_all_tokens(self, x: Tensor) -> bool:
         return x.ndim == 3 and x.shape[TOKEN_DIM] == self.layout.context
@@ -120,125 +186,23 @@ class ShardedTokens:
             )
 
 
-class Border(Protocol):
-    """Both borders of a region. Outside x is [B, s, D] or replicated, inside [B, S, D]; or rows, with B in the dim of tokens."""
-
-    axis: Communicator
-
-    def enter(self, x: Tensor) -> Tensor:
-        """All tokens of x, for ranks that use them in their own ways. Not differentiable: see `start_enter_adjoint`.
-
-        [B, S, D], detached and so no view: models write to activations in place, which autograd forbids on views made in a
-        function of ours, and `RegionCall` knows the model's views of it by their base.
-        """
-
-    def start_enter_adjoint(self, dx: Tensor) -> tuple[Tensor, Pending]:
-        """Start the sum over `tp` of all ranks' dx: [B, S, D], as it is outside: the gradient of `enter`'s input."""
-
-    def leave(self, y: Tensor) -> Tensor:
-        """The sum over `tp` of all ranks' y: [B, S, D], as it is outside. Differentiable."""
-
-    def leave_matmul(self, x: Tensor, matmul: Matmul) -> Tensor:
-        """`leave` with X W^T, the last matmul inside; x: [B, S, K_r]. Not differentiable: see `leave_matmul_adjoint`."""
-
-    def leave_matmul_adjoint(self, dy: Tensor, matmul: Matmul, needs_dx: bool) -> tuple[Tensor | None, Tensor]:
-        """dX = dY W, [B, S, K_r], if it is needed, and all tokens of dY; dy: as it is outside."""
-
-    def start_gather(self, x: Tensor) -> tuple[Tensor, Pending]:
-        """Start to bring all tokens of x, [B, s, D], what entered here, once more; `join` makes them of what has come."""
-
-    def join(self, gathered: Tensor) -> Tensor:
-        """All tokens, [B, S, D], of what `start_gather` gave."""
-
-
-def make_border(tokens: TokenLayout, tp: Communicator, overlaps: bool) -> Border:
-    """The border for tokens that are laid out so. overlaps: communicate in pieces under matmuls; only what is gathered can."""
-    if tokens.num_parts == 1:
-        return ReplicatedBorder(tp)
-    sharded = ShardedTokens(tokens, tp)
-    return AsyncBorder(sharded) if overlaps else ShardedBorder(sharded)
-
-
-class ReplicatedBorder:
-    """All ranks of `tp` hold all tokens outside: nothing to gather, sums are all-reduced. Shapes in and out are alike."""
-
-    def __init__(self, axis: Communicator) -> None:
-        self.axis = axis
-
-    def enter(self, x: Tensor) -> Tensor:
-        # See `Border.enter`.
-        return x.detach()
-
-    def start_enter_adjoint(self, dx: Tensor) -> tuple[Tensor, Pending]:
-        # A copy: autograd may hand the same dx to others, who must not see the sum.
-        out = dx.clone(memory_format=torch.contiguous_format)
-        return out, collectives.start_all_reduce(out, self.axis, label="gradient of a region")
-
-    def leave(self, y: Tensor) -> Tensor:
-        return duals.reduce_from(y, self.axis)
-
-    def leave_matmul(self, x: Tensor, matmul: Matmul) -> Tensor:
-        # In place: the partial sum is nobody else's, and a second [B, S, N] would be the largest activation here.
-        y = matmul.forward(x)
-        collectives.all_reduce(y, self.axis)
-        return y
-
-    def leave_matmul_adjoint(self, dy: Tensor, matmul: Matmul, needs_dx: bool) -> tuple[Tensor | None, Tensor]:
-        # The gradient of a replicated sum is replicated: every rank has the whole dY already.
-        return matmul.input_gradient(dy) if needs_dx else None, dy
-
-    def start_gather(self, x: Tensor) -> tuple[Tensor, Pending]:
-        return x, Pending()
-
-    def join(self, gathered: Tensor) -> Tensor:
-        return gathered
-
-
-class ShardedBorder:
-    """Each rank of `tp` holds its tokens [B, s, D] outside: they are gathered on the way in, sums are reduce-scattered."""
-
-    def __init__(self, tokens: ShardedTokens) -> None:
-        self.tokens, self.axis = tokens, tokens.axis
-
-    def enter(self, x: Tensor) -> Tensor:
-        # The joined tensor is a view where nothing was padded.
-        return self.tokens.gather(x).detach()
-
-    def start_enter_adjoint(self, dx: Tensor) -> tuple[Tensor, Pending]:
-        return self.tokens.start_reduce_scatter(dx)
-
-    def leave(self, y: Tensor) -> Tensor:
-        # Padded inside autograd, so that the gradient of y has y's own tokens again.
-        return duals.reduce_scatter(self.tokens.pad(y), self.axis, TOKEN_DIM)
-
-    def leave_matmul(self, x: Tensor, matmul: Matmul) -> Tensor:
-        out, pending = self.tokens.start_reduce_scatter(matmul.forward(x))
-        pending.wait()
-        return out
-
-    def leave_matmul_adjoint(self, dy: Tensor, matmul: Matmul, needs_dx: bool) -> tuple[Tensor | None, Tensor]:
-        # The weight's gradient needs all tokens, so dY is gathered once for both.
-        dy = self.tokens.gather(dy)
-        return matmul.input_gradient(dy) if needs_dx else None, dy
-
-    def start_gather(self, x: Tensor) -> tuple[Tensor, Pending]:
-        return self.tokens.start_gather(x)
-
-    def join(self, gathered: Tensor) -> Tensor:
-        return self.tokens.join(gathered)
-
-
 class AsyncBorder(ShardedBorder):
     """A ShardedBorder whose gathers and sums travel in pieces, each under the matmul of another piece."""
 
     def enter(self, x: Tensor) -> Tensor:
-        return AsyncGatherTensor(self.tokens.start_async_gather(x), x)
+        return AsyncGatherTensor(self._start_async_gather(x), x)
 
     def leave_matmul(self, x: Tensor, matmul: Matmul) -> Tensor:
         return matmul_reduce_scatter(x, matmul, self.axis)
 
     def leave_matmul_adjoint(self, dy: Tensor, matmul: Matmul, needs_dx: bool) -> tuple[Tensor | None, Tensor]:
-        arrival = self.tokens.start_async_gather(dy)
+        arrival = self._start_async_gather(dy)
         dx = arrival.multiply(matmul.input_gradient, matmul.matrix.shape[1]) if needs_dx else None
         # Asked for last: by now the pieces that were waited for one by one make the whole without another wait.
         return dx, arrival.whole()
+
+    def _start_async_gather(self, x: Tensor) -> AsyncGather:
+        """Start gathering x: [B, s, D], one exchange of tokens with each other rank."""
+        self._check_sharded(x)
+        is_rows = x.ndim != 3
+        return AsyncGather(x, self.axis.size * x.shape[TOKEN_DIM] if is_rows else self.layout.context, self.axis)

@@ -27,7 +27,7 @@ from framework.errors import ModelError
 from framework.mesh.layout import part
 from framework.mesh.topology import Axis
 from framework.model.matmul import MatmulLinear
-from framework.parallel.tensor.borders import Border, ShardedTokens
+from framework.parallel.tensor.borders import Border, ShardedBorder
 from framework.parallel.tensor.rng import RngStreams
 
 
@@ -188,9 +188,9 @@ def enter(region: Region, module: nn.Module, args: tuple[Any, ...], kwargs: dict
     return _on_input(region.enter, args, kwargs)
 
 
-def scatter(tokens: ShardedTokens, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
+def scatter(border: ShardedBorder, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """In front of the first layer each rank goes on with its tokens: [B, S, D] to [B, s, D]."""
-    return _on_input(tokens.scatter, args, kwargs)
+    return _on_input(border.scatter, args, kwargs)
 
 
 def start_outside(rng: RngStreams, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -209,12 +209,12 @@ def _on_input(change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs:
     return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
 
 
-def gather_behind(region: Region, tokens: ShardedTokens, module: nn.Module, args: Any, output: Any):
+def gather_behind(region: Region, border: ShardedBorder, module: nn.Module, args: Any, output: Any):
     """Behind the module, the final norm, the tokens come together, [B, s, D] to [B, S, D]: what follows is a region.
 
     ModelError if the module is called in front of the layers as well, and has weights.
     """
-    if tokens.is_whole(output[0] if isinstance(output, tuple) else output):
+    if border.is_whole(output[0] if isinstance(output, tuple) else output):
         # NanoChat normalises the embedding by its final norm, too. With a weight that would be two kinds of gradient.
         if any(parameter.requires_grad for parameter in module.parameters()):
             raise ModelError(

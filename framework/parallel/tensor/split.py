@@ -18,7 +18,7 @@ from framework.mesh.layout import Layout, part
 from framework.model.experts import find_experts, form_of
 from framework.model.units import find_last_module, find_layers
 from framework.parallel.stage_plan import StagePlan
-from framework.parallel.tensor.borders import ShardedTokens, make_border
+from framework.parallel.tensor.borders import ShardedBorder, make_border
 from framework.parallel.tensor.find_regions import RegionPlan, find_regions
 from framework.parallel.tensor.heads import count_heads, divide_numbers
 from framework.parallel.tensor.layers import ColumnLinear, RowLinear, SplitRMSNorm, look_up_locally
@@ -273,10 +273,11 @@ class _Splitter:
         if self.tokens.num_parts == 1:
             head.register_forward_pre_hook(partial(enter, head_region), with_kwargs=True)
             return
-        tokens = ShardedTokens(self.tokens, self.tp)
+        border = self.head_border
+        assert isinstance(border, ShardedBorder), "tokens in parts come together at a border"
         if self.plan.bounds.is_first:
             first = self.layers[1][0]
-            first.register_forward_pre_hook(partial(scatter, tokens), with_kwargs=True)
+            first.register_forward_pre_hook(partial(scatter, border), with_kwargs=True)
             if self.rng is not None:
                 # Before a stage seeds its layers, whichever hook is registered first: that seed carries the rank's mask already.
                 first.register_forward_pre_hook(partial(start_outside, self.rng), prepend=True, with_kwargs=True)
@@ -284,7 +285,7 @@ class _Splitter:
         if self.plan.bounds.is_last:
             # Not in front of the head: models read the sequence's shape between the two.
             last = find_last_module(self.model)
-            last.register_forward_hook(partial(gather_behind, head_region, tokens))
+            last.register_forward_hook(partial(gather_behind, head_region, border))
             if self.rng is not None:
                 # From here on ranks hold the same tokens again: a dropout in front of the head must drop the same elements.
                 last.register_forward_hook(partial(end_outside, self.rng))

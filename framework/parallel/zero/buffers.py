@@ -27,12 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from framework.comm.collectives import start_broadcast
-from framework.comm.transfer import Download, HomeTransfers, fetch, write_across, zeros_on_host
+from framework.comm.transfer import CopyStream, Download, fetch, start_copy, write_across, zeros_on_host
 from framework.errors import LayoutError
 from framework.mesh.layout import Layout
 from framework.model.matmul import Accumulate, RowGroups, accumulate_matmul, accumulate_stacked_matmul
 from framework.parallel.zero.lifetimes import Home
-from framework.parallel.zero.plan_buffers import BufferPlan, Slot, SlotInterval
+from framework.parallel.zero.plan_buffers import BufferPlan, Slot
 
 # Calls that add weight gradients which a backward has left for later, by the unit's name.
 DeferredGradients = dict[str, list[Callable[[], None]]]
@@ -107,7 +107,7 @@ class UnitBuffer:
     pool: the stage's, in which its units take turns with their full gradients. transfers: the stage's, to and from the host.
     """
 
-    def __init__(self, plan: BufferPlan, pool: BufferPool, transfers: HomeTransfers):
+    def __init__(self, plan: BufferPlan, pool: BufferPool, transfers: CopyStream):
         self.plan, self.pool, self.transfers = plan, pool, transfers
         self.parameters: dict[str, nn.Parameter] = {}
         self.grad_views: dict[str, MainGradView] = {}
@@ -160,14 +160,11 @@ class UnitBuffer:
 
     def allocate(self, device: torch.device) -> None:
         """Take all memory that lives for the whole run. Values are set in `master`; `copy_master_to_params` and an unshard bring
-        them to `full`. Raises LayoutError for a home that nothing brings a state to."""
-        self.plan.lifetimes.homes.check_built()
+        them to `full`."""
         self._allocate_parameters(device)
         if self.is_trained:
-            self._allocate_master(device)
             self._allocate_gradient(device)
-            self._allocate_delivered(device)
-            self._allocate_cast(device)
+            self._allocate_master(device)
         else:
             self.master = self.shard  # what there is of a frozen parameter: values are set in the same way for all
 
@@ -179,8 +176,10 @@ class UnitBuffer:
         self.full = make(plan.numel_padded, dtype=plan.dtypes.compute, device=device)
         if is_resident:
             self.shard = self.part(self.full)
+        elif plan.lifetimes.homes.parameters == Home.HOST:
+            self.shard = zeros_on_host(plan.numel_part, plan.dtypes.compute, device)
         else:
-            self.shard = self._make_at(plan.lifetimes.homes.parameters, plan.numel_part, plan.dtypes.compute, device)
+            self.shard = torch.zeros(plan.numel_part, dtype=plan.dtypes.compute, device=device)
         for slot in self.slots:
             view = self.full[slot.start : slot.stop].view(slot.layout.shape_local)
             self.parameters[slot.name] = nn.Parameter(view, requires_grad=self.is_trained)
@@ -189,32 +188,23 @@ class UnitBuffer:
             # autograd keeps for backward. A new tensor for each unshard would leave them pointing at freed memory.
             self.full.untyped_storage().resize_(0)
 
-    def _make_at(self, home: Home, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros, [numel], in the memory that a home is."""
-        if home == Home.HOST:
-            return zeros_on_host(numel, dtype, device)
-        return torch.zeros(numel, dtype=dtype, device=device)
-
     def _allocate_master(self, device: torch.device) -> None:
-        plan = self.plan
+        """The master, and memory of the host in which gradients come to one that lives there, and parameters leave it."""
+        plan, dtypes = self.plan, self.plan.dtypes
         if plan.lifetimes.homes.master == Home.DISK:
             assert self.stored is not None, f"{self.unit}: nobody has given it its states on the disk"
-            self.master = torch.empty(0, dtype=plan.dtypes.master)
+            self.master = torch.empty(0, dtype=dtypes.master)
         elif plan.has_master:
             # Not pinned on the host: it is cast on its way, into memory that is.
-            device = torch.device("cpu") if self.is_updated_on_host else device
-            self.master = torch.zeros(plan.numel_owned, dtype=plan.dtypes.master, device=device)
+            place = torch.device("cpu") if self.is_updated_on_host else device
+            self.master = torch.zeros(plan.numel_owned, dtype=dtypes.master, device=place)
         else:
             self.master = self.owned(self.shard)
-
-    def _allocate_delivered(self, device: torch.device) -> None:
-        away = self.is_updated_on_host
-        self.delivered = zeros_on_host(len(self.reduced), self.reduced.dtype, device) if away else self.reduced
-
-    def _allocate_cast(self, device: torch.device) -> None:
-        plan = self.plan
-        if self.is_updated_on_host and plan.dtypes.compute != plan.dtypes.master and self.shard.is_cuda:
-            self.cast = zeros_on_host(plan.numel_owned, plan.dtypes.compute, device)
+        self.delivered = self.reduced
+        if self.is_updated_on_host:
+            self.delivered = zeros_on_host(len(self.reduced), self.reduced.dtype, device)
+            if dtypes.compute != dtypes.master and self.shard.is_cuda:
+                self.cast = zeros_on_host(plan.numel_owned, dtypes.compute, device)
 
     def _allocate_gradient(self, device: torch.device) -> None:
         plan, dtype = self.plan, self.plan.dtypes.gradient
@@ -259,7 +249,7 @@ class UnitBuffer:
         """Start to bring `reduced`, of which nothing is left to be summed, to where the master lives. A second time it starts
         over; nothing to do where that is the same memory."""
         if self.delivered is not self.reduced:
-            self._delivery = self.transfers.download(self.reduced, self.delivered)
+            self._delivery = Download(self.reduced, self.delivered, self.transfers)
 
     def wait_for_delivery(self) -> None:
         """Return when the optimizer may read `delivered`."""
@@ -273,7 +263,7 @@ class UnitBuffer:
         if self.cast is not None:
             # In pinned memory, from which the copy runs beside the update of the next unit.
             self.cast.copy_(self.master)
-            self.transfers.upload(self.owned(self.shard), self.cast)
+            start_copy(self.owned(self.shard), self.cast)
         elif self.is_trained and self.plan.has_master:
             self.copy_to_params(0, self.stored.pieces() if self.stored is not None else (self.master,))
 
@@ -327,7 +317,7 @@ class UnitBuffer:
         first = self.plan.start
         return [] if self.is_copy else [values[low - first : high - first] for low, high in self.plan.counted_runs]
 
-    def _slice(self, interval: SlotInterval, values: Values, origin: int | None) -> tuple[Layout, Values]:
+    def _slice(self, interval: Slot, values: Values, origin: int | None) -> tuple[Layout, Values]:
         first = self.plan.start if origin is None else origin
         # An empty interval may lie outside of what is owned, where an index would count from the tensor's end.
         if interval.start == interval.stop:
@@ -440,5 +430,5 @@ def _add_rows(view: Tensor, ids: Tensor, rows: Tensor, is_first: bool) -> None:
 
 def make_buffers(plans: Iterable[BufferPlan]) -> list[UnitBuffer]:
     """The buffers of one stage, which share a pool; without memory until each is allocated."""
-    pool, transfers = BufferPool(), HomeTransfers()
+    pool, transfers = BufferPool(), CopyStream()
     return [UnitBuffer(plan, pool, transfers) for plan in plans]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from framework.model.matmul import Matmul, MatmulLinear
+from framework.model.opaque_linear import linear
 from framework.parallel.zero.buffers import MainGradView
 
 
@@ -39,48 +40,39 @@ class _DirectLinear(torch.autograd.Function):
         return dx, None, db, None
 
 
-def find_linears(
-    model: nn.Module, grad_views: Mapping[str, MainGradView], compiled: Collection[nn.Module]
-) -> list[tuple[nn.Module, MainGradView]]:
-    """The linear modules whose weight is trained, each with its weight's main gradient; a tied head is among them."""
-    by_parameter = {id(view.parameter): view for view in grad_views.values()}
-    # Exactly torch's and transformers' own: a subclass may compute something else with its weight.
-    stock = (nn.Linear, Conv1D)
-    modules = (
-        each
-        for each in model.modules()
-        if isinstance(each, MatmulLinear) or (type(each) in stock and each not in compiled)
-    )
-    return [(module, by_parameter[id(module.weight)]) for module in modules if id(module.weight) in by_parameter]
-
-
 def write_gradients_directly(
     model: nn.Module,
     grad_views: Mapping[str, MainGradView],
-    compiled: Collection[nn.Module] = (),
     make_matmul: Callable[[nn.Module, bool], Matmul] = Matmul,
 ) -> dict[nn.Module, Matmul]:
     """Give each stock linear layer (torch's, or GPT-2's transposed Conv1D) of the model the forward above, and the matmuls of all
     of them their main gradient, [N, K] or transposed, in the master dtype. Results are those of autograd. Returns the matmuls.
 
-    compiled: modules within compiled layers, whose stock linears are left to autograd: the compiler cannot trace a write into
-    a buffer that is not its own, and would break its graph at each of them. make_matmul: from a module, and whether its weight is
-    transposed.
+    make_matmul: from a module, and whether its weight is transposed.
     """
+    by_parameter = {id(view.parameter): view for view in grad_views.values()}
     matmuls = {}
-    for module, grad_view in find_linears(model, grad_views, compiled):
-        if isinstance(module, MatmulLinear):
+    for path, module in model.named_modules():
+        if isinstance(module, MatmulLinear) and id(module.weight) in by_parameter:
             matmul = module.matmul = make_matmul(module, module.matmul.is_transposed)
-        else:
+        # Exactly torch's and transformers' own: a subclass may compute something else with its weight. A tied head is among them.
+        elif type(module) in (nn.Linear, Conv1D) and id(module.weight) in by_parameter:
             matmul = make_matmul(module, isinstance(module, Conv1D))
-            module.forward = _direct_forward(module, matmul)  # type: ignore[method-assign]
-        matmul.write_gradient_to(grad_view)
+            module.forward = _direct_forward(module, matmul, path.rpartition(".")[2])  # type: ignore[method-assign]
+        else:
+            continue
+        matmul.write_gradient_to(by_parameter[id(module.weight)])
         matmuls[module] = matmul
     return matmuls
 
 
-def _direct_forward(module: nn.Module, matmul: Matmul) -> Callable[[Tensor], Tensor]:
+def _direct_forward(module: Any, matmul: Matmul, operation: str) -> Callable[[Tensor], Tensor]:
+    num_outputs = matmul.matrix.shape[0]
+
     def forward(x: Tensor) -> Tensor:
+        # The compiler cannot trace a write into a buffer that is not its own: it would break its graph here.
+        if torch.compiler.is_compiling():
+            return linear(x, matmul, module.bias, num_outputs, operation)
         return _DirectLinear.apply(x, matmul.tick, module.bias, matmul)
 
     return forward

@@ -14,10 +14,9 @@ The last column, where a state lives between its uses, is offload: a home and no
 ZeRO-Infinity, Rajbhandari et al. 2021).
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 
-from framework.errors import LayoutError
 from framework.recipe.schema import Zero
 
 
@@ -31,41 +30,12 @@ class Home(Enum):
 
 @dataclass(frozen=True)
 class Homes:
-    """The home of each state of a unit: the table's last column."""
+    """The homes of a unit's states: the table's last column. Gradients and activations have theirs on the device."""
 
     parameters: Home = Home.DEVICE
-    """Shards, or full parameters where these are resident."""
-    gradients: Home = Home.DEVICE
-    """The sums that the optimizer reads."""
+    """Shards, or full parameters where these are resident; never on a disk."""
     master: Home = Home.DEVICE
-    moments: Home = Home.DEVICE
-    """The optimizer's state."""
-    activations: Home = Home.DEVICE
-    """Tensors that forward keeps for backward."""
-
-    def check_built(self) -> None:
-        """Raises LayoutError for a home that memory can be planned for, but that nothing brings a state to yet."""
-        away = [
-            f"{each.name} on {home.value}"
-            for each in fields(self)
-            if (home := getattr(self, each.name)) not in HOMES_BUILT[each.name]
-        ]
-        # Here and not in the constructor: a plan may ask how many bytes a home would save before anything can bring them there.
-        if away:
-            raise LayoutError(f"{', '.join(away)}: nothing brings these states to that home yet")
-        if self.master != self.moments:
-            raise LayoutError(
-                f"master on {self.master.value}, moments on {self.moments.value}: one update reads both, in one memory"
-            )
-
-
-HOMES_BUILT = {
-    "parameters": (Home.DEVICE, Home.HOST),
-    "gradients": (Home.DEVICE,),
-    "master": tuple(Home),
-    "moments": tuple(Home),
-    "activations": (Home.DEVICE,),
-}
+    """The master, and the optimizer's moments: one update reads both, in one memory."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from framework.comm.algorithms import ExposedCommunication, Pending, then
 from framework.comm.collectives import start_all_gather
-from framework.comm.transfer import fetch, write_across
+from framework.comm.transfer import Arrival, fetch, start_copy, write_across
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.unit_buckets import find_unit_buckets, gathers_alone
@@ -216,9 +216,10 @@ def _start_unshard_from_home(buffer: UnitBuffer, full: Tensor) -> Pending:
     """Upload this rank's part, [numel_part], to its place in the full parameters, [numel_padded], and all-gather in place."""
     part = buffer.part(full)
     # Beside what is computed now: the all-gather waits for the upload, and computation for both when it needs the unit.
-    with buffer.transfers.queue(full.device) as arrival:
-        buffer.transfers.upload(part, buffer.shard)
+    with buffer.transfers.queue(full.device):
+        start_copy(part, buffer.shard)
         pending = start_all_gather(full, part, buffer.plan.axes.shard, f"parameters of {buffer.unit}")
+        arrival = Arrival(full.device)
     return then(pending, arrival.wait)
 
 

@@ -39,15 +39,6 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class SlotInterval:
-    """Elements [start, stop) of a buffer that are one slot's and, say, owned by this rank; `layout` has them as its interval."""
-
-    layout: Layout
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
 class GroupSpan:
     """Elements [start, stop) of a buffer that this rank owns and that are in one optimizer group."""
 
@@ -180,12 +171,12 @@ class BufferPlan:
         return self.start + low, self.start + high
 
     @cached_property
-    def held(self) -> dict[str, SlotInterval]:
+    def held(self) -> dict[str, Slot]:
         """The elements that this rank owns of each parameter, by name."""
         return {slot.name: _clip(slot, (self.start, self.stop)) for slot in self.slots}
 
     @cached_property
-    def counted(self) -> dict[str, SlotInterval]:
+    def counted(self) -> dict[str, Slot]:
         """The elements of `held` that this rank and no other counts: those that the parameter's layout gives to this rank, within
         its share among the ranks that own the same."""
         low, high = self._counted_share
@@ -196,7 +187,7 @@ class BufferPlan:
         return counted
 
     @cached_property
-    def read(self) -> dict[str, SlotInterval]:
+    def read(self) -> dict[str, Slot]:
         """The elements of `held` that this rank reads from a checkpoint for all ranks of `axes.reading`."""
         return {slot.name: _clip(slot, self.read_bounds) for slot in self.slots}
 
@@ -229,10 +220,10 @@ class BufferPlan:
         owned = self.numel_owned * trained
         held = [
             ("parameters", homes.parameters, resident * compute),
-            ("gradients", homes.gradients, kept * wide * trained),
+            ("gradients", Home.DEVICE, kept * wide * trained),
             ("gradients", homes.master, owned * wide * (homes.master == Home.HOST)),
             ("master", homes.master, owned * master * self.has_master),
-            ("moments", homes.moments, owned * wide * num_moments),
+            ("moments", homes.master, owned * wide * num_moments),
         ]
         total = dict.fromkeys((state for state, _, _ in held), 0)
         for state, lives_at, num_bytes in held:
@@ -279,12 +270,13 @@ class BufferPlan:
         return self.start + low, self.start + high
 
 
-def _clip(slot: Slot, bounds: Run) -> SlotInterval:
+def _clip(slot: Slot, bounds: Run) -> Slot:
     """The slot's elements within `bounds`; none where these lie elsewhere or end before they start."""
     # Kept within the slot even if empty: the interval of a layout that owns nothing still lies inside its local tensor.
     low = min(max(bounds[0], slot.start), slot.stop)
     high = max(min(bounds[1], slot.stop), low)
-    return SlotInterval(replace(slot.layout, interval=(low - slot.start, high - slot.start)), low, high)
+    layout = replace(slot.layout, interval=(low - slot.start, high - slot.start))
+    return replace(slot, layout=layout, start=low, stop=high)
 
 
 def shard_over_batch(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
@@ -425,5 +417,5 @@ def is_shared(buffer: BufferPlan) -> bool:
 
 
 def _place(buffer: BufferPlan, updated: Home, unsharded: Home) -> BufferPlan:
-    homes = replace(buffer.lifetimes.homes, master=updated, moments=updated, parameters=unsharded)
+    homes = replace(buffer.lifetimes.homes, master=updated, parameters=unsharded)
     return replace(buffer, lifetimes=replace(buffer.lifetimes, homes=homes))

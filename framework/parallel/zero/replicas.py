@@ -24,7 +24,7 @@ from torch import Tensor
 
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
-from framework.comm.transfer import fetch, upload
+from framework.comm.transfer import fetch
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.parameters import ParameterSync
 
@@ -76,10 +76,6 @@ class BitHash:
         return self._multipliers[device]
 
 
-# Whole numbers of a value's size: bits compare where numbers would not, NaN with NaN and 0.0 with -0.0.
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 @dataclass(frozen=True, eq=False)
 class Hashed:
     """The hash of a state that is equal on all ranks of `axes`."""
@@ -113,29 +109,33 @@ def hash_buffer(buffer: UnitBuffer, state: str, axes: Iterable[Communicator], va
     return Hashed(state, buffer.unit, buffer.slots[0].name, tuple(axes), value)
 
 
-def find_drift(buffers: Sequence[UnitBuffer]) -> list[str]:
-    """Parameters of which ranks hold different values that should be equal, as `name over axis`: the same list on all ranks of
-    that axis.
-
-    Sums each parameter's bits as whole numbers and compares the sums. Collective over each replica axis: an all-reduce of 16
-    bytes per parameter.
-    """
-    sums: dict[Communicator, dict[str, Tensor]] = {}
-    for buffer in buffers:
-        for axis in (axis for axis in buffer.plan.axes.replicas if axis.size > 1):
-            # The master and not what forward reads: a drift below bf16's precision would show there only after many steps.
-            with buffer.master_in_memory() as master:
-                for slot in buffer.slots:
-                    held = buffer.held(slot, master)[1]
-                    bits = held.view(BITS[held.itemsize]).sum(dtype=torch.int64)
-                    sums.setdefault(axis, {})[slot.name] = upload(bits, buffer.full.device)
+def find_differing(hashed: Iterable[Hashed]) -> list[tuple[Hashed, Communicator]]:
+    """The hashes that are not equal on all ranks of one of their axes, each with that axis: the same on all of its ranks.
+    Collective over the axes: an all-reduce of 16 bytes a hash over each."""
+    by_axis: dict[Communicator, list[Hashed]] = {}
+    for each in hashed:
+        for axis in (axis for axis in each.axes if axis.size > 1):
+            by_axis.setdefault(axis, []).append(each)
     found = []
     # In one order on all ranks: stages of a pipeline may meet the axes in different ones.
-    for axis, by_name in sorted(sums.items(), key=lambda each: each[0].name):
-        mine = torch.stack(list(by_name.values()))
-        # The largest and the smallest sum in one message: the smallest is the largest of the negated. They differ if any two do.
-        largest = torch.cat([mine, -mine])
-        all_reduce(largest, axis, "max", "bits of replicas")
-        differs = (largest[: len(mine)] != -largest[len(mine) :]).tolist()
-        found += [f"{name} over {axis.name}" for name, drifts in zip(by_name, differs, strict=True) if drifts]
+    for axis, on_axis in sorted(by_axis.items(), key=lambda each: each[0].name):
+        mine = torch.stack([each.hash for each in on_axis])
+        # The largest and the smallest in one message: ~x falls where x rises, and unlike -x it has no overflow.
+        largest = torch.cat([mine, ~mine])
+        all_reduce(largest, axis, "max", "hashes of replicas")
+        differs = (largest[: len(mine)] != ~largest[len(mine) :]).tolist()
+        found += [(each, axis) for each, is_different in zip(on_axis, differs, strict=True) if is_different]
     return found
+
+
+def find_drift(buffers: Sequence[UnitBuffer], hashes: BitHash) -> list[str]:
+    """Parameters of which ranks hold different masters that should be equal, as `name over axis`: the same list on all ranks of
+    that axis. Collective, as `find_differing` is."""
+    hashed = []
+    for buffer in (buffer for buffer in buffers if any(axis.size > 1 for axis in buffer.plan.axes.replicas)):
+        # The master and not what forward reads: a drift below bf16's precision would show there only after many steps.
+        with buffer.master_in_memory() as master:
+            for slot in buffer.slots:
+                value = hashes.hash([buffer.held(slot, master)[1]])
+                hashed.append(Hashed("master", buffer.unit, slot.name, buffer.plan.axes.replicas, value))
+    return [f"{each.key} over {axis.name}" for each, axis in find_differing(hashed)]

@@ -1,0 +1,125 @@
+"""Compiled layers beside eager ones on one rank: linear layers behind an operator, and what selective checkpointing keeps there.
+
+Graphs run operator by operator (`aot_eager`): the compiler's own sums are in tests/ranks/test_compile.py.
+"""
+
+from tests.torchao_folder import FOLDER  # noqa: F401  # isort: skip  first: what follows imports torchao from there
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from framework.comm.connect import connect
+from framework.model.matmul import Matmul
+from framework.plan.plan import make_plan
+from framework.recipe.schema import Memory, Precision
+from framework.train.build import build
+from framework.train.step import TrainingRun, train_step
+from framework.verify.evidence import make_batches
+from framework.verify.layout import share
+from tests.families import build_config, family
+from tests.ranks.parity import CPU, small_recipe, topology_of
+
+STEPS = 3
+# Multiples of 16, which fp8 asks for.
+WIDTHS = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+
+
+def train(name: str, precision: str, memory: Memory) -> tuple[TrainingRun, dict[str, Tensor], list[float]]:
+    """(the run, its main gradients after the first step, the losses of all)."""
+    torch._dynamo.reset()
+    counters.clear()
+    recipe = replace(small_recipe("bf16" if precision == "fp8" else precision, 1, 2, 4), memory=memory)
+    if precision == "fp8":
+        recipe = replace(recipe, precision=Precision("fp8", "fp32", "fp32"))
+    config = build_config(family(name), **WIDTHS)
+    mesh = connect(topology_of(recipe, config), CPU)
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        run = build(make_plan(recipe, config), mesh)
+        losses, gradients = [], {}
+        for step, batch in enumerate(make_batches(config, STEPS, 4, recipe.batch.context, seed=11)):
+            losses.append(train_step(run, share(batch, 2, mesh), step, 1e-2).read().loss)
+            if step == 0:
+                gradients = read_gradients(run)
+    mesh.close()
+    return run, gradients, losses
+
+
+def read_gradients(run: TrainingRun) -> dict[str, Tensor]:
+    views = {name: view for buffer in run.stages[0].buffers for name, view in buffer.grad_views.items()}
+    return {name: view.view.clone() for name, view in views.items()}
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("name", "precision"), [("llama", "fp64"), ("llama", "bf16"), ("gpt2", "fp32"), ("llama", "fp8")]
+)
+def test_gradients_are_those_of_eager_layers(name: str, precision: str, policy: Any) -> None:
+    _, expected, losses = train(name, precision, Memory(activation_checkpointing=policy, compile="never"))
+    _, found, found_losses = train(name, precision, Memory(activation_checkpointing=policy, compile="always"))
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
+    assert found_losses == pytest.approx(losses, rel=1e-5)
+    for each, gradient in expected.items():
+        # The same kernels in the same order but for norms and activations, whose functions aot_eager writes out.
+        torch.testing.assert_close(
+            found[each], gradient, rtol=1e-5, atol=1e-6, msg=lambda text, each=each: f"{each}: {text}"
+        )
+
+
+def test_selective_checkpointing_computes_kept_layers_once() -> None:
+    forwards: Counter[int] = Counter()
+    whole = Matmul.forward
+
+    def count(self: Matmul, *args: Any, **kwargs: Any) -> Tensor:
+        forwards[id(self._layer)] += 1
+        return whole(self, *args, **kwargs)
+
+    memory = Memory(activation_checkpointing="selective", compile="always", kept_operations=["attention", "up_proj"])
+    with patch.object(Matmul, "forward", count):
+        run, *_ = train("llama", "fp32", memory)
+    modules = run.stages[0].model.model.named_modules()
+    found = {path: forwards[id(module)] / (2 * STEPS) for path, module in modules if id(module) in forwards}
+    # Backward asks for none of the outputs of a layer's last matmul.
+    once = ("up_proj", "down_proj", "lm_head")
+    assert found == {path: 1 if path.endswith(once) else 2 for path in found}
+
+
+class DeferredView:
+    """A main gradient that takes its factors later."""
+
+    is_deferred = True
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        self.factors: list[Tensor] = []
+
+    def add_matmul(self, left: Tensor, right: Tensor) -> None:
+        self.factors += [left, right]
+
+
+def test_factors_that_are_left_for_later_have_memory_of_their_own() -> None:
+    """The compiler writes its next tensors where those were that its graph has no more use for."""
+    layer = nn.Linear(4, 3)
+    matmul, view = Matmul(layer, False), DeferredView(layer.weight)
+    matmul.write_gradient_to(view)  # type: ignore[arg-type]
+    x, dy = torch.randn(2, 4), torch.randn(2, 3)
+    torch.ops.meshwright.linear_backward(dy, x, matmul.tick, True)
+    assert not {each.data_ptr() for each in view.factors} & {x.data_ptr(), dy.data_ptr()}
+    assert all(map(torch.equal, view.factors, (dy, x)))
+
+
+def test_operators_do_as_torch_asks_of_them() -> None:
+    layer = nn.Linear(4, 3)
+    matmul, view = Matmul(layer, False), DeferredView(layer.weight)
+    matmul.write_gradient_to(view)  # type: ignore[arg-type]
+    x = torch.randn(2, 4, requires_grad=True)
+    torch.library.opcheck(torch.ops.meshwright.linear.default, (x, matmul.tick, layer.bias, 3, "q_proj"))
