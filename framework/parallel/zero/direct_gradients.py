@@ -67,7 +67,8 @@ def write_gradients_directly(
 
 
 def _direct_forward(module: Any, matmul: Matmul, operation: str) -> Callable[[Tensor], Tensor]:
-    num_outputs = matmul.matrix.shape[0]
+    # Not of `matrix`, a view: where ZeRO-3 has resharded the unit there is no memory to view.
+    num_outputs = module.weight.shape[1 if matmul.is_transposed else 0]
 
     def forward(x: Tensor) -> Tensor:
         # The compiler cannot trace a write into a buffer that is not its own: it would break its graph here.
