@@ -38,7 +38,7 @@ if [ -z "$tiny" ]; then
 fi
 "$python" -c "import sys, torch, transformers; print(sys.version.split()[0], torch.__version__, transformers.__version__)"
 part 60 nccl "$python" "$here/nccl_api.py" $tiny
-part 90 kernels "$python" "$here/kernels.py" $tiny
+part 90 kernels "$python" "$here/kernel_rates.py" $tiny
 [ -n "$tiny" ] || part 90 "step tests" bash -c 'tests -n 4 tests/gpu/test_matmul.py tests/gpu/test_step.py'
 part 185 steps "$python" "$here/steps.py" $tiny --seconds 140
 if [ -z "$tiny" ]; then

@@ -240,7 +240,7 @@ class Measurement:
         self._rows.add(f"{case.name}: host", 1e3 * min(hosts), "ms")
         self._rows.add(f"{case.name}: tokens of a rank", tokens, "/s")
         self._rows.add(f"{case.name}: MFU", 100 * tokens * plan.flops_per_token / PEAK_FLOPS, "%")
-        self._rows.add(f"{case.name}: planned peak", plan.memory(0).total / 2**30, "GiB")
+        self._rows.add(f"{case.name}: planned peak", plan.memory(0).allocated / 2**30, "GiB")
         if self._options.tiny:
             return
         stats, reserved = torch.cuda.memory_stats(), torch.cuda.max_memory_reserved() / 2**30

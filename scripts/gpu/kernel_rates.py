@@ -1,6 +1,6 @@
 """Kernels as the framework calls them: equal to the CPU's where that is claimed, and how fast. 40 s.
 
-    python scripts/gpu/kernels.py          --tiny: on a CPU, which shows only that it runs
+    python scripts/gpu/kernel_rates.py          --tiny: on a CPU, which shows only that it runs
 
 Shapes are those of a layer of Llama 3.1 8B at 8,192 tokens: T tokens, D width, I of the MLP, V words.
 """
