@@ -27,7 +27,7 @@ from framework.recipe.compose import load_recipe
 from framework.recipe.schema import Recipe, Run
 from framework.track.console import format_count, format_duration
 from framework.track.goodput import read_account, summarize_goodput
-from framework.track.jsonl import METRICS_FILE, decode, read_last_records
+from framework.track.jsonl import METRICS_FILE, decode, read_records
 
 WIDEST = 64  # of the last column, of words that the runs do not share
 HEAD = ("run", "state", "step", "loss", "validation", "tokens/s", "differs in")

@@ -44,7 +44,7 @@ REFUSED_OPENINGS = ("What", "Of", "Those", "As", "By", "That", "Which", "Who", "
 # Calls whose result nobody can change, or (loggers) that the standard library keeps anyway.
 HARMLESS_CALLS = {
     "re.compile", "getattr", "frozenset", "tuple", "str", "int", "float", "partial", "functools.partial", "MappingProxyType",
-    "logging.getLogger", "TypeVar", "NewType", "namedtuple", "attrgetter", "itemgetter", "Path",
+    "logging.getLogger", "TypeVar", "ParamSpec", "NewType", "namedtuple", "attrgetter", "itemgetter", "Path",
 }  # fmt: skip
 MUTATING_METHODS = {
     "add", "append", "appendleft", "clear", "discard", "extend", "insert", "move_to_end", "pop", "popitem", "popleft",

@@ -67,7 +67,7 @@ def write_gradients_directly(
 
 
 def _direct_forward(module: Any, matmul: Matmul, operation: str) -> Callable[[Tensor], Tensor]:
-    # Not of `matrix`, a view: where ZeRO-3 has resharded the unit there is no memory to view.
+    # Of the shape alone: the weight's memory may have been given back.
     num_outputs = module.weight.shape[1 if matmul.is_transposed else 0]
 
     def forward(x: Tensor) -> Tensor:
