@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Without compiling every module of torch and transformers, which takes longer than a short run: a run imports few of them.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: install develop train test tests test-slurm test-grid try lint clean
+.PHONY: install develop train test tests test-slurm test-grid test-oldest try lint clean
 
 # Stamps of their own: training does not wait for what only tests and benches import, and these install all of it at once.
 install: .venv/compiled
@@ -68,6 +68,18 @@ test-slurm: develop
 # More families, ranks and ties of what `make test` shows. PART=0 to 6, or today: a seventh of it, as CI runs each day.
 test-grid: develop
 	$(PYTEST) $(SPREAD) -m grid --ignore tests/slurm $(if $(PART),--grid-part $(PART))
+
+# On the oldest torch and transformers that pyproject.toml allows, which GPU machines have: in a venv of its own of some 8 GB, for
+# PyPI's torch is the build for CUDA, which runs on CPUs.
+OLDEST := build/oldest
+
+$(OLDEST)/installed: pyproject.toml
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev]' 'torch==2.11.*' 'transformers==5.17.*'
+	touch $@
+
+test-oldest: $(OLDEST)/installed
+	$(subst $(BIN),$(OLDEST)/bin,$(PYTEST)) $(SPREAD) -m "not grid" tests/unit tests/ranks tests/laws
 
 # Each option of each command, typed as a new user does, with what must be seen; ARGS=--all: also those that train or take long.
 try: install

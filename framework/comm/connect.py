@@ -286,7 +286,8 @@ def join_axes(
                 scatter_groups[name] = join(f"scatter {name}", axes[name].ranks, backends.scatter)
         for name in TOKEN_AXES:
             if axes[name].size > 1 and axes[name].ranks not in token_groups:
-                token_groups[axes[name].ranks] = join(f"tokens {name}", axes[name].ranks, backends.scatter)
+                # Of the axes' backends: in debug mode ranks compare over them what they start, by tensors of the CPU.
+                token_groups[axes[name].ranks] = join(f"tokens {name}", axes[name].ranks, backends.axes)
     waits = Waits()  # one of all axes: the thread that trains waits over one of them at a time
     group_of = {
         name: (token_groups if name in TOKEN_AXES and token_groups else groups).get(axis.ranks)

@@ -53,7 +53,10 @@ class Arrival:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._done = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        self._done: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            # Blocking: a host that spins until the event has passed takes a core from NCCL's proxy, for nearly all of a step.
+            self._done = torch.cuda.current_stream(device).record_event(torch.cuda.Event(blocking=True))
 
     def wait(self) -> None:
         """Have the device's current stream wait; the host goes on."""

@@ -28,6 +28,10 @@ from framework.recipe.schema import Launch, Recipe
 
 _PACKAGE = Path(__file__).parents[1]
 # Device files of the drivers of NVIDIA and AMD, and of NVIDIA inside Windows.
+# torch's, and its name before 2.9.
+ALLOCATOR_VARIABLES = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
+# Of a rank with a GPU.
+LEAST_CORES = 4
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 
 
@@ -88,6 +92,23 @@ def limit_threads(launch: Launch, num_neighbours: int) -> int:
     if launch.device == "cpu":
         let_threads_sleep()
     return threads
+
+
+def prepare_gpu_rank() -> None:
+    """Choose torch's allocator in the environment, unless the user has; and say it loudly where this rank has too few cores.
+
+    Expandable segments map memory page by page: units that come and go between activations of other sizes would leave gaps that
+    nothing fits into. torch reads the variable at its first allocation.
+    """
+    if not ALLOCATOR_VARIABLES & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if count_cores() < LEAST_CORES and rank_in_environment() == 0:
+        print(
+            f"WARNING: a rank with a GPU may use {count_cores()} of this machine's cores, and wants {LEAST_CORES} at the least:"
+            " the thread that launches kernels, autograd's, NCCL's proxy and the loader wait for one another, the GPU for all of"
+            " them. Under SLURM set launch.cpus_per_rank, else widen the mask of the process (taskset, cpuset)",
+            file=sys.stderr,
+        )
 
 
 def rank_in_environment() -> int:

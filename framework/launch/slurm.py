@@ -24,6 +24,8 @@ from framework.recipe.problem import Problem
 from framework.recipe.schema import Launch, Recipe
 
 RANK_PROGRAM = "framework.train.program"
+# Python, autograd's thread, NCCL's proxy, gloo, the loader, threads that save and watch: on one core they starve the proxy.
+CPUS_OF_GPU_RANK = 8
 TEMPLATES = {"none": "bare.sh", "apptainer": "apptainer.sh", "pyxis": "pyxis.sh"}
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
 _CONTROL = r"\x00-\x1f\x7f"
@@ -141,9 +143,15 @@ def _srun(launch: Launch, derived: Derived, moves: bool) -> str:
         f"--wait={WAIT_S}",
         "--export=ALL",  # else a job that was submitted with --export=NONE would keep from its ranks what its script sets
     ]
-    if launch.cpus_per_rank is not None or has_range(launch):  # srun does not take it over from sbatch
-        words.append(f"--cpus-per-task={(launch.cpus_per_rank or 1) * derived.ranks_per_node // each}")
+    cpus = choose_cpus(launch)
+    if cpus is not None or has_range(launch):  # srun does not take it over from sbatch
+        words.append(f"--cpus-per-task={(cpus or 1) * derived.ranks_per_node // each}")
     return " ".join(words)
+
+
+def choose_cpus(launch: Launch) -> int | None:
+    """CPUs of a rank; None: the cluster's default, which is 1 nearly everywhere."""
+    return launch.cpus_per_rank or (CPUS_OF_GPU_RANK if launch.gres and launch.device != "cpu" else None)
 
 
 def _program(launch: Launch, derived: Derived, moves: bool) -> str:
@@ -175,11 +183,12 @@ def _options(
     launch = recipe.launch
     is_direct = launch.starter == "srun"
     tasks: int | None = derived.ranks_per_node if is_direct else 1
-    cpus = launch.cpus_per_rank and launch.cpus_per_rank * (1 if is_direct else derived.ranks_per_node)
+    of_rank = choose_cpus(launch)
+    cpus = of_rank and of_rank * (1 if is_direct else derived.ranks_per_node)
     if has_range(
         launch
     ):  # told of tasks, sbatch takes the least nodes that hold them: a node is one task with all its CPUs
-        tasks, cpus = None, (launch.cpus_per_rank or 1) * derived.ranks_per_node
+        tasks, cpus = None, (of_rank or 1) * derived.ranks_per_node
     nodes = dict.fromkeys((counts[0] + launch.spares, counts[-1] + launch.spares))
     memory = launch.memory_per_rank_gb and round(launch.memory_per_rank_gb * 1024) * derived.ranks_per_node
     at_once = f"%{launch.at_once}" if launch.at_once else ""

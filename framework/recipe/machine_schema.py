@@ -56,7 +56,9 @@ class Launch:
     account: str | None = key("slurm: account; null: the user's default", None)
     qos: str | None = key("slurm: quality of service; null: the default", None)
     gres: str | None = key("slurm: name of a GPU, such as gpu or gpu:h100; null: none is asked for", "gpu")
-    cpus_per_rank: int | None = key("slurm: CPUs of a rank; null: the cluster's default", None, low=1)
+    cpus_per_rank: int | None = key(
+        "slurm: CPUs of a rank; null: 8 with a GPU, else the cluster's default", None, low=1
+    )
     memory_per_rank_gb: float | None = key("slurm: host memory of a rank, in GB; null: the default", None, low=0.1)
     sbatch: list[str] = key("slurm: more options of sbatch, such as --exclusive or --constraint=nvlink", [])
     set_up: list[str] = key("slurm: shell lines before the ranks start, such as module load cuda", [])

@@ -16,6 +16,8 @@ from framework.launch.directory import RunDirectory
 from framework.launch.process import (
     end_hung,
     limit_threads,
+    may_use_gpus,
+    prepare_gpu_rank,
     rank_in_environment,
     report_error,
     run_process,
@@ -56,6 +58,8 @@ def train_as_launched(run_dir: Path, lease: Lease | None) -> int:
         recipe = at_nodes(recipe, count_nodes())
     derived, stop = derive(recipe), None
     threads = limit_threads(recipe.launch, derived.ranks_per_node)
+    if may_use_gpus(recipe.launch):
+        prepare_gpu_rank()
     with ExitStack() as stack:
         stack.enter_context(run.attend())
         bar = PhaseBar(START_UP if is_first and not is_in_job else ())

@@ -3,7 +3,7 @@
 import threading
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PretrainedConfig
@@ -17,7 +17,9 @@ from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
 from tests.families import build_config, family
+from tests.nccl.gpu import move_to_host
 from tests.nccl.simulator import run_ranks
+from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CPU, small_recipe, topology_of
 from tests.ranks.spare_model import SPARE
 
@@ -30,7 +32,7 @@ Numbers = list[float]
 
 @dataclass(frozen=True)
 class Layout:
-    """A tiny model on so many ranks. changes: of the model's config. freeze: patterns, as of the recipe."""
+    """A tiny model on so many ranks. changes: of the model's config. freeze: patterns, as of the recipe. pack: as of it, too."""
 
     world: int
     accumulation: int = 1
@@ -42,6 +44,7 @@ class Layout:
     zero: Zero = field(default_factory=lambda: Zero(stage=0))
     memory: Memory = field(default_factory=Memory)
     schedule: str = "1f1b"
+    pack: Literal["concat", "documents"] = "concat"
 
     @property
     def recipe(self) -> Recipe:
@@ -51,7 +54,8 @@ class Layout:
         )
         memory = replace(self.memory, compile="never", chunked_loss=False)
         pipeline = Pipeline(schedule=self.schedule)  # type: ignore[arg-type]
-        return replace(recipe, memory=memory, pipeline=pipeline, model=Model(freeze=list(self.freeze)))
+        data = replace(recipe.data, pack=self.pack)
+        return replace(recipe, memory=memory, pipeline=pipeline, model=Model(freeze=list(self.freeze)), data=data)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -82,8 +86,12 @@ def build_layout(layout: Layout, mesh: Mesh) -> tuple[TrainingRun, list[list[Mic
     recipe, config = layout.recipe, layout.config
     with BUILDING:
         built = build(make_plan(recipe, config), mesh)
-        batches = make_batches(config, STEPS, layout.sequences, recipe.batch.context, seed=11)
-    return built, [share(batch, recipe.batch.sequences_per_microbatch, mesh) for batch in batches]
+        packs = layout.pack == "documents"
+        batches = make_batches(config, STEPS, layout.sequences, recipe.batch.context, 11, packs)
+        shared = [share(batch, recipe.batch.sequences_per_microbatch, mesh) for batch in batches]
+    if mesh.device.type == "cuda":
+        shared = [[microbatch.map(move_to_host) for microbatch in microbatches] for microbatches in shared]
+    return built, shared
 
 
 @cache
@@ -150,6 +158,87 @@ LAYOUTS = {
         8, 3, changes=(EIGHT_LAYERS,), parallel=Parallel(pp=2, tp=2), zero=Z3, schedule="zb_h1"
     ),
 }  # fmt: skip
+
+# Factors of a covering array: any two of their values that may meet do so in a row of it.
+MESHES = {
+    "dp 2": Layout(2),
+    "dp 4": Layout(4),
+    "tp 2": Layout(2, parallel=Parallel(tp=2)),
+    "tp 2, overlap, dp 2": Layout(4, parallel=Parallel(tp=2, overlap="always")),
+    "cp 2, ring, dp 2": Layout(4, parallel=Parallel(cp=2)),
+    "cp 2, ulysses": Layout(2, parallel=Parallel(cp=2, context="ulysses")),
+    "ep 2, overlap": Layout(2, family="mixtral", parallel=Parallel(ep=2, expert_overlap=True)),
+    "ep 2, tp 2, dp 2": Layout(4, family="mixtral", parallel=Parallel(ep=2, tp=2)),
+    "pp 2, dp 2": Layout(4, parallel=Parallel(pp=2)),
+    "pp 2, tp 2": Layout(4, parallel=Parallel(pp=2, tp=2)),
+    "pp 2, cp 2": Layout(4, parallel=Parallel(pp=2, cp=2)),
+    "pp 2, tied": Layout(2, family="gpt2", parallel=Parallel(pp=2)),
+}
+ZEROS = {
+    "zero 0": Zero(stage=0),
+    "zero 1": Zero(stage=1, bucket_bytes=20_000),
+    "zero 2, local": Zero(stage=2, accumulate="local"),
+    "zero 3": Z3,
+    "zero 3, kept": replace(Z3, keep_gathered=True),
+    "hsdp": replace(Z3, shard_within=2),
+    "hsdp, divided": replace(Z3, shard_within=2, optimizer_within="all", prefetch_units=2),
+}
+MEMORIES = {
+    "none": Memory(),
+    "full": Memory("full"),
+    "sqrt, regather": Memory("sqrt", gathered_inputs="regather"),
+    "offloaded": Memory("selective", offload=Offload(activations=1.0, parameters=1.0, optimizer=1.0)),
+    "activations away": Memory("full", offload=Offload(activations=1.0)),
+}
+SCHEDULES = {
+    "1": (1, "1f1b"), "3": (3, "1f1b"), "gpipe": (3, "gpipe"), "zb_h1": (3, "zb_h1"), "interleaved": (4, "interleaved"),
+    "zbv": (4, "zbv"), "dualpipe_v": (4, "dualpipe_v"),
+}  # fmt: skip
+DEEP = ("interleaved", "zbv", "dualpipe_v")  # two stages a rank
+
+
+def may_meet(mesh: str, zero: str, memory: str, schedule: str, serial: bool) -> bool:
+    """Whether a recipe may have all of these."""
+    layout = MESHES[mesh]
+    replicas = layout.world // (layout.parallel.tp * layout.parallel.pp)
+    if layout.parallel.ep > 1:
+        replicas //= layout.parallel.ep
+    return (
+        (schedule != "1" if layout.parallel.pp > 1 else schedule in ("1", "3"))
+        and (layout.family == "llama" or schedule not in DEEP)
+        and (not zero.startswith("hsdp") or replicas >= 4)
+        and ("regather" not in memory or layout.parallel.tp > 1)
+        and (memory != "offloaded" or ZEROS[zero].stage == 3)
+    )
+
+
+def cover() -> dict[str, tuple[Layout, bool]]:
+    """(layout, whether a device runs one message at a time), by name."""
+    rows = cover_pairs([list(MESHES), list(ZEROS), list(MEMORIES), list(SCHEDULES), [False, True]], may_meet)
+    return {" | ".join([*row[:4], "serial"][: 4 + row[4]]): (combine(*row[:4]), row[4]) for row in rows}
+
+
+def find_first(rows: dict[str, tuple[Layout, bool]]) -> set[str]:
+    """Names of the first rows with each value of each factor."""
+    seen: set[str] = set()
+    found = set()
+    for name in rows:
+        new = set(name.split(" | ")) - seen
+        if new:
+            seen |= new
+            found.add(name)
+    return found
+
+
+def combine(mesh: str, zero: str, memory: str, schedule: str) -> Layout:
+    """The layout of a row."""
+    accumulation, name = SCHEDULES[schedule]
+    changes = (EIGHT_LAYERS,) if name in DEEP else ()
+    return replace(
+        MESHES[mesh], accumulation=accumulation, schedule=name, sequences=32 if accumulation == 4 else 36,
+        changes=changes, zero=ZEROS[zero], memory=MEMORIES[memory],
+    )  # fmt: skip
+
 
 # Both ends and a tied head, small ones, a first stage, a last stage, halves of a layer, experts, routers, all but an end.
 FREEZES = {

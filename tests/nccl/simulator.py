@@ -1,4 +1,4 @@
-"""NCCL simulator: ranks as threads on CPU tensors, with the CUDA rows of `ALGORITHMS` and the rules that NCCL has for messages.
+"""NCCL simulator: ranks as threads on simulated GPUs, and the rules that NCCL has for messages.
 
 gloo hides what NCCL may do, and the simulator does as late and as harshly as it may:
 
@@ -8,7 +8,8 @@ gloo hides what NCCL may do, and the simulator does as late and as harshly as it
     a communicator's n-th collective is the same on all its ranks
     ranks that cannot go on are a deadlock, said at once with what each of them waits for
 
-`installed` replaces torch.distributed below `framework/comm`; nothing else of the framework is changed.
+Each rank has a simulated GPU (`gpu.py`), so that what the framework does on GPUs alone runs. `installed` replaces
+torch.distributed below `framework/comm`, and torch.cuda; nothing of the framework is changed.
 """
 
 import threading
@@ -18,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -26,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.comm import algorithms, collectives, connect, p2p
-from framework.comm.communicator import Communicator
 from framework.mesh.topology import Topology
+from tests.nccl import gpu
 
 Combine = Callable[[Sequence["Operation"]], Tensor]
 Place = tuple[str, int]  # a communicator's name and a rank in it
@@ -171,6 +172,12 @@ class Operation:
     ) -> None:
         self.group, self.kind, self._combine, self._in_place, self.splits = group, kind, combine, in_place, splits
         self._inputs, self._outputs = [*inputs, *(x for x, _ in sends)], [*outputs, *(x for x, _ in receives)]
+        gpu.run_current_stream()
+        with gpu.unseen():
+            self._start(sends, receives)
+
+    def _start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
+        group = self.group
         self.data = [x.detach().clone() for x in self._inputs]
         self._memory = [(x, x.untyped_storage().nbytes()) for x in (*self._inputs, *self._outputs) if x.numel()]
         self.number = len(group.network.collectives[group.name, group.rank])
@@ -179,7 +186,7 @@ class Operation:
             for x, peer in messages:
                 self._add_message(what, x, group.ranks[peer])
         self.is_over = self._is_done = False
-        read = [] if in_place else self._inputs
+        read = [] if self._in_place else self._inputs
         for out in self._outputs:
             _spoil(out, read)
         group.network.start(self)
@@ -192,6 +199,11 @@ class Operation:
         if self._is_done:
             return True
         self.group.network.wait(self)
+        with gpu.unseen():
+            self._end()
+        return True
+
+    def _end(self) -> None:
         for x, num_bytes in self._memory:
             if x.untyped_storage().nbytes() < num_bytes:
                 raise SimulatorError(f"{self}: memory was given back while it was under way")
@@ -202,7 +214,6 @@ class Operation:
         else:
             self._land()
         self._is_done = True
-        return True
 
     def peers(self, network: Network) -> "list[Operation] | None":
         """This collective on all ranks, in their order; None while one has not come to it."""
@@ -310,6 +321,27 @@ class Distributed:
             Operation(group, f"broadcast [{x.numel()}] {x.dtype}", [x], [x], combine, in_place=True), async_op
         )
 
+    isend, irecv = "send", "receive"  # kinds of a P2POp, which `batch_isend_irecv` carries out
+
+    class P2POp(NamedTuple):
+        """One message of a batch."""
+
+        kind: str
+        x: Tensor
+        group: Any
+        group_peer: int
+
+    def batch_isend_irecv(self, messages: Sequence[P2POp]) -> list[Operation]:
+        """One work for a batch, as NCCL has it."""
+        if not messages:
+            return []
+        group = messages[0].group
+        sends, receives = (
+            [(each.x, each.group_peer) for each in messages if each.kind == kind] for kind in (self.isend, self.irecv)
+        )
+        to, source = ([group.ranks[peer] for _, peer in each] for each in (sends, receives))
+        return [Operation(group, f"messages to {to} and from {source}", sends=sends, receives=receives)]
+
 
 def _reduce(terms: Sequence[Tensor], op: Any) -> Tensor:
     stacked = torch.stack(list(terms))
@@ -322,30 +354,20 @@ def _finish(operation: Operation, async_op: bool) -> Any:
     return operation if async_op else operation.wait()
 
 
-def _start_batch(
-    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Communicator
-) -> list[Operation]:
-    """One work for a batch, as NCCL has it."""
-    to, come = list(sends), list(receives)
-    kind = f"messages to {[axis.ranks[peer] for _, peer in to]} and from {[axis.ranks[peer] for _, peer in come]}"
-    return [Operation(axis.group, kind, sends=to, receives=come)] if to or come else []
-
-
 @contextmanager
 def installed() -> Iterator[None]:
-    """The simulator in the place of torch.distributed, and NCCL's row of each collective."""
+    """The simulator in the place of torch.distributed and of torch.cuda."""
     fake = Distributed()
-    rows = {("cpu", name): algorithms.ALGORITHMS["cuda", name] for name in ("all_gather", "reduce_scatter")}
     with ExitStack() as stack:
+        stack.enter_context(gpu.installed())
         for module, name, value in (
             (algorithms, "dist", fake),
             (collectives, "dist", fake),
-            (p2p, "_start_batch", _start_batch),
+            (p2p, "dist", fake),
             (algorithms, "_all_gather_single", fake.all_gather),
             (algorithms, "_reduce_scatter_single", fake.reduce_scatter),
         ):
             stack.enter_context(patch.object(module, name, value))
-        stack.enter_context(patch.dict(algorithms.ALGORITHMS, rows))
         yield
 
 
@@ -364,7 +386,7 @@ def make_mesh(network: Network, topology: Topology, rank: int) -> connect.Mesh:
     ):
         backends = connect.choose_backends("cuda", is_debug=False)
         axes = connect.join_axes(topology, rank, backends, None, timedelta(seconds=1))  # type: ignore[arg-type]
-    return connect.Mesh(topology, rank, torch.device("cpu"), axes)
+    return connect.Mesh(topology, rank, gpu.GPU, axes)
 
 
 def run_ranks(topology: Topology, body: Callable[[connect.Mesh], Any], serial: bool = False) -> list[Any]:
@@ -381,7 +403,8 @@ def run_threads(network: Network, bodies: Sequence[Callable[[], Any]]) -> list[A
 
     def work(rank: int) -> None:
         try:
-            results[rank] = bodies[rank]()
+            with gpu.SimulatedGpu():
+                results[rank] = bodies[rank]()
         except BaseException as error:  # told below, by the thread that waits
             errors[rank] = error
         network.leave(has_failed=rank in errors)

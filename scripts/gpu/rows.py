@@ -1,0 +1,78 @@
+"""Rows of measurements: one JSON line each in $OUT/rows.jsonl, and on the screen; and the table of them in docs/gpu.md.
+
+python scripts/gpu/rows.py ROWS.jsonl                    the table, in Markdown
+python scripts/gpu/rows.py ROWS.jsonl --write docs/gpu.md
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- rows of scripts/gpu: begin -->", "<!-- rows of scripts/gpu: end -->"
+
+
+class Rows:
+    """The rows of one part of the run. A measurement that fails is a row, and the others go on."""
+
+    def __init__(self, part: str):
+        self._part = part
+        self._path = Path(os.environ.get("OUT", "/tmp")) / "rows.jsonl"
+
+    def add(self, name: str, value: Any, unit: str = "", note: str = "") -> None:
+        """One row, of the first rank. value: a number, a word, or None for what has failed, of which the note says why."""
+        if os.environ.get("RANK", "0") != "0":
+            return
+        row = {"part": self._part, "name": name, "value": value, "unit": unit, "note": note}
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{self._part:8} {name:58} {_show(value)} {unit}  {note}", flush=True)
+
+    def attempt(self, name: str, work: Callable[[], Any], unit: str = "") -> None:
+        """The row of what `work` returns, which is "ok" for None and True, and a failure for False."""
+        try:
+            found = work()
+        except Exception as error:  # of any kind: the next measurement is worth as much
+            self.add(name, None, note=f"{type(error).__name__}: {str(error).strip()[:300]}")
+            return
+        if found is False:
+            self.add(name, None, note="differs")
+        else:
+            self.add(name, "ok" if found in (None, True) else found, unit)
+
+
+def render(rows: list[dict[str, Any]]) -> str:
+    """The table."""
+    lines = ["| part | what | measured | |", "|---|---|---:|---|"]
+    for row in rows:
+        measured = f"{_show(row['value'])} {row['unit']}".strip()
+        note = row["note"].replace("|", "/").replace("\n", " ")
+        lines.append(f"| {row['part']} | {row['name']} | {measured} | {note} |")
+    return "\n".join(lines)
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "**failed**"
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def main() -> None:
+    """Print the table, or write it into a page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--write", type=Path, help="a page with the two marks, between which the table goes")
+    options = parser.parse_args()
+    table = render([json.loads(line) for line in options.rows.read_text().splitlines()])
+    if options.write is None:
+        print(table)
+        return
+    before, _, rest = options.write.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    options.write.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The surroundings of a rank with a GPU, which no CPU run has: allocator, cores, communicators in debug mode."""
+
+import os
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from framework.comm import connect
+from framework.launch import process
+from framework.launch.process import ALLOCATOR_VARIABLES, LEAST_CORES, prepare_gpu_rank
+from framework.launch.slurm import CPUS_OF_GPU_RANK, choose_cpus
+from framework.mesh.topology import Topology
+from framework.recipe.schema import Launch
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (*ALLOCATOR_VARIABLES, "RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_segments_of_the_allocator_are_expandable_unless_the_user_has_chosen(environment: pytest.MonkeyPatch) -> None:
+    prepare_gpu_rank()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    environment.delenv("PYTORCH_ALLOC_CONF")
+    environment.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    prepare_gpu_rank()
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+
+@pytest.mark.parametrize(("num_cores", "rank", "is_told"), [(1, 0, True), (LEAST_CORES, 0, False), (1, 3, False)])
+def test_a_rank_with_too_few_cores_says_so_once(
+    environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], num_cores: int, rank: int, is_told: bool
+) -> None:
+    environment.setattr(process, "count_cores", lambda: num_cores)
+    environment.setenv("RANK", str(rank))
+    prepare_gpu_rank()
+    assert ("WARNING: a rank with a GPU may use 1 of" in capsys.readouterr().err) == is_told
+
+
+@pytest.mark.parametrize(
+    ("launch", "expected"),
+    [
+        (Launch(gres="gpu:h100"), CPUS_OF_GPU_RANK),
+        (Launch(gres="gpu", cpus_per_rank=3), 3),
+        (Launch(gres=None), None),
+        (Launch(gres="gpu", device="cpu"), None),
+    ],
+)
+def test_slurm_gives_a_rank_with_a_gpu_several_cores(launch: Launch, expected: int | None) -> None:
+    assert choose_cpus(launch) == expected
+
+
+@pytest.mark.parametrize("is_debug", [False, True])
+def test_ranks_that_compare_what_they_start_can_do_so_over_every_axis(
+    monkeypatch: pytest.MonkeyPatch, is_debug: bool
+) -> None:
+    """By tensors of the CPU, over the group of each axis; second groups of reduce-scatters compare over the first."""
+    made: dict[str, str] = {}
+
+    def persist(build: Any, *_: Any) -> object:
+        made[build.args[0]] = build.args[3]
+        return object()
+
+    monkeypatch.setattr(connect, "persist", persist)
+    monkeypatch.setattr(connect, "_set_pg_timeout", lambda *_: None)
+    monkeypatch.setattr(connect.dist, "PrefixStore", lambda name, store: SimpleNamespace())
+    topology, backends = Topology(dp=4, ep=2), connect.choose_backends("cuda", is_debug)
+    axes = connect.join_axes(topology, 0, backends, None, timedelta(seconds=1))  # type: ignore[arg-type]
+    compared = {name: backend for name, backend in made.items() if not name.startswith("scatter ")}
+    assert {"world 0", "tokens ep 0"} <= compared.keys()
+    assert axes["ep"].group is not axes["world"].group
+    on_cpu = {name for name, backend in compared.items() if "cpu:gloo" in backend}
+    assert on_cpu == (compared.keys() if is_debug else {"world 0"})
