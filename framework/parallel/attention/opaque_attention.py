@@ -6,6 +6,7 @@ number, and the documents on the mask that carries them. What autograd saves are
     B sequences, C tokens of each on this rank, H query heads, Hk key-value heads, D and Dv features of a head
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,26 +29,18 @@ def attend_in_graph(
 ) -> Tensor:
     """`ContextAttention.__call__` where heads are not exchanged, for code that is being compiled: [B, C, H, Dv]. mask: None, or
     one that carries Documents."""
-    form = scores.scale, scores.window, scores.softcap
-    out: Tensor = _attend(q, k, v, sinks, mask, attention.number, *form)[0]
+    # The log-sum-exp is for backward alone.
+    out: Tensor = _attend(q, k, v, sinks, mask, attention.number, _encode(scores))[0]
     return out
 
 
 @torch.library.custom_op("meshwright::attend", mutates_args=())
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    mask: Tensor | None,
-    number: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, number: Tensor, form: list[float]
 ) -> tuple[Tensor, Tensor]:
-    out, log_sum = ATTENTIONS.find(number).attend(
-        q, *_order(k, v), sinks, _documents_of(mask), Scores(scale, window, softcap)
-    )
+    keys = _order(k, v)
+    out, log_sum = ATTENTIONS.find(number).attend(q, *keys, sinks, _documents_of(mask), _decode(form))
+    # The strides that the compiler has been told: what follows reads tokens before heads.
     return out.contiguous(), log_sum
 
 
@@ -59,51 +52,50 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("meshwright::attend_backward", mutates_args=())
 def _attend_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    mask: Tensor | None,
-    out: Tensor,
-    log_sum: Tensor,
-    number: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    gradient: Tensor, saved: Sequence[Tensor | None], number: Tensor, form: list[float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    saved = q, *_order(k, v), sinks, out, log_sum
-    scores = Scores(scale, window, softcap)
-    *found, dsinks = ATTENTIONS.find(number).differentiate(saved, gradient, _documents_of(mask), scores)
+    """(dQ, dK, dV, dsinks or nothing). saved: q, k, v, sinks, mask, out, log-sum-exp."""
+    q, k, v, sinks, mask, out, log_sum = saved
+    tensors: Any = q, *_order(k, v), sinks, out, log_sum
+    *found, dsinks = ATTENTIONS.find(number).differentiate(tensors, gradient, _documents_of(mask), _decode(form))
     dq, dk, dv = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in found)
-    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
+    # An operator returns as many tensors in every call, and none that a caller has given.
+    return dq, dk, dv, gradient.new_empty(0) if dsinks is None else dsinks
 
 
 @_attend_backward.register_fake
-def _(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_others: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
-    return dq, dk, dv, q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+def _(gradient: Tensor, saved: Sequence[Any], *_others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in saved[:3])
+    return dq, dk, dv, gradient.new_empty(0) if saved[3] is None else torch.empty_like(saved[3])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, number, ctx.scale, ctx.window, ctx.softcap = inputs
+    *tensors, number, ctx.form = inputs
     ctx.save_for_backward(*tensors, *output, number)
     ctx.mark_non_differentiable(output[1])
-    ctx.has_sinks = tensors[3] is not None
 
 
 def _differentiate(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    form = ctx.scale, ctx.window, ctx.softcap
-    dq, dk, dv, dsinks = _attend_backward(gradient, *ctx.saved_tensors, *form)
-    return dq, dk, dv, dsinks if ctx.has_sinks else None, *(None,) * 5
+    *saved, number = ctx.saved_tensors
+    dq, dk, dv, dsinks = _attend_backward(gradient, saved, number, ctx.form)
+    return dq, dk, dv, None if saved[3] is None else dsinks, None, None, None
 
 
 _attend.register_autograd(_differentiate, setup_context=_save)
 
 
-def _order(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _encode(scores: Scores) -> list[float]:
+    """Scores as numbers, constants of a graph: layers with other windows have graphs of their own."""
+    return [scores.scale, float(scores.window or 0), scores.softcap or 0.0]
+
+
+def _decode(form: Sequence[float]) -> Scores:
+    scale, window, softcap = form
+    # Neither a window nor a cap is ever 0.
+    return Scores(scale, int(window) or None, softcap or None)
+
+
+def _order(k: Any, v: Any) -> tuple[Tensor, Tensor]:
     """Keys and values head by head on a CPU, whose cache they are read through once for every block of queries."""
     return (k.contiguous(), v.contiguous()) if k.device.type == "cpu" else (k, v)
 
@@ -111,6 +103,7 @@ def _order(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _documents_of(mask: Tensor | None) -> Documents | None:
     if mask is None:
         return None
+    # The very tensor that the model was given, in backward as well: autograd saves inputs of a graph as they are.
     found = Documents.of_mask(mask)
     assert found is not None, f"an attention mask of the model's own, {mask.dtype} {[*mask.shape]}"
     return found
