@@ -115,8 +115,10 @@ class TileKernel:
         scores = self._score(q, k, scale)[0]
         # In place from here on: the scores are the largest tensor, and nobody else has them.
         scores = _add_mask(scores, heads, kind, mask)
-        log_sum = scores.logsumexp(-1, keepdim=True)
-        out = torch.matmul(scores.sub_(log_sum).exp_(), v)
+        # Divided behind the matmul: exp(S - log-sum-exp) would round by the size of the log-sum-exp once more.
+        highest = scores.amax(-1, keepdim=True)
+        total = scores.sub_(highest).exp_().sum(-1, keepdim=True)
+        out, log_sum = torch.matmul(scores, v).div_(total), highest + total.log()
         n = heads.q.shape[2]
         return out.unflatten(2, (-1, n)).flatten(1, 2).to(heads.q.dtype), log_sum.view(*heads.q.shape[:3])
 
