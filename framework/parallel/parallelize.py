@@ -204,8 +204,15 @@ def write_main_gradients(stage: AttachedStage) -> None:
     linears = write_gradients_directly(model, views, partial(make_matmul, fp8=fp8, plan=stage.plan))
     stage.operations |= {module: (matmul,) for module, matmul in linears.items()}
     stage.operations |= write_stacked_gradients(model, views)
-    stage.operations |= find_context_attentions(model)
     write_embedding_gradients(model, views, stage.compiled)
+
+
+def number_attentions(stage: AttachedStage) -> None:
+    """Give attentions the numbers by which operators find them."""
+    attentions = find_context_attentions(stage.model)
+    stage.operations |= attentions
+    for (attention,) in attentions.values():
+        attention.give_number()
 
 
 def hook_units(stage: AttachedStage) -> None:
@@ -255,6 +262,7 @@ def compute_loss(stage: AttachedStage) -> None:
 
 ATTACH: tuple[Callable[[AttachedStage], None], ...] = (
     write_main_gradients,  # first: checkpointing wraps these forwards, and may keep what they give
+    number_attentions,  # anywhere before checkpointing, which may keep what they give
     hook_units,  # of a layer's call, around its forward; checkpointing's `sqrt` unshards units through these
     checkpoint_activations,  # of a layer's forward, compiled or not
     offload_what_is_kept,  # of what checkpointing keeps

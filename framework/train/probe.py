@@ -35,7 +35,6 @@ from framework.errors import NodeError, RunError
 from framework.launch.task import is_task, leave_out
 from framework.lease import Lease
 from framework.plan.cluster import ClusterRates
-from framework.plan.host_memory import bytes_checkpointed
 from framework.plan.plan import Plan
 from framework.plan.text import show_bytes
 
@@ -169,9 +168,8 @@ def check_room(plan: Plan, run_dir: Path) -> list[NodeFinding]:
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """Bytes of a checkpoint. Ranks that differ in other coordinates than `pp` write as much."""
-    pipeline = plan.topology.ranks("pp", 0)
-    return sum(bytes_checkpointed(plan, rank) for rank in pipeline) * plan.derived.world // len(pipeline)
+    """Bytes of a checkpoint at the most, without laying the model out."""
+    return plan.memory_model.pipelines.checkpoint_bytes
 
 
 def refuse(bad: Sequence[NodeFinding], facts: Sequence[Facts], lease: Lease) -> None:

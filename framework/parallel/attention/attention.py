@@ -58,6 +58,11 @@ class ContextAttention:
         self.heads = HeadExchange(ulysses, slices.chunks)
         self.transport = TRANSPORTS[method](ring)
         self.kept = KeptOutputs()
+        # The number under which a compiled layer's operator finds this; a tensor, so given once there is memory.
+        self.number: Tensor | None = None
+
+    def give_number(self) -> None:
+        """Give it a number, as compiled layers need."""
         self.number = ATTENTIONS.number(self)
 
     def keep_outputs(self, kept: KeptOutputs, _operation: str) -> None:

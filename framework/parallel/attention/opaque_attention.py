@@ -29,6 +29,7 @@ def attend_in_graph(
 ) -> Tensor:
     """`ContextAttention.__call__` where heads are not exchanged, for code that is being compiled: [B, C, H, Dv]. mask: None, or
     one that carries Documents."""
+    assert attention.number is not None, "a compiled layer whose attention was not attached"
     # The log-sum-exp is for backward alone.
     out: Tensor = _attend(q, k, v, sinks, mask, attention.number, _encode(scores))[0]
     return out
