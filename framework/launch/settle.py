@@ -27,7 +27,7 @@ from framework.recipe.environment import fill
 from framework.recipe.keys import TOKEN_IDS
 from framework.recipe.layout_rules import find_offload_to_device
 from framework.recipe.problem import COMMAND_LINE, render_problems
-from framework.recipe.schema import Launch, Model, Recipe
+from framework.recipe.schema import Launch, Memory, Model, Recipe
 
 
 def settle(recipe: Recipe) -> Recipe:
@@ -36,9 +36,10 @@ def settle(recipe: Recipe) -> Recipe:
     Raises RecipeError where this machine has too few GPUs for the ranks, or no compiler for memory.compile.
     """
     launch = settle_device(recipe.launch, derive(recipe).world, partial(_count_gpus, recipe.launch))
-    refuse_offload_to_device(replace(recipe, launch=launch))
-    if compiles(recipe) and (launch.kind, launch.device) == ("local", "cpu"):
-        _require_compiler(launch)
+    recipe = replace(recipe, launch=launch)
+    refuse_offload_to_device(recipe)
+    if compiles(recipe) and launch.kind == "local":
+        recipe = replace(recipe, memory=_settle_compiler(recipe))
     model = recipe.model
     if model.weights is not None:
         from framework.model.hub import pin_revision  # half a second, which few recipes need
@@ -48,7 +49,7 @@ def settle(recipe: Recipe) -> Recipe:
         from framework.model.load import inline_config_file
 
         model = inline_config_file(model)
-    return replace(recipe, launch=launch, precision=resolve_precision(recipe.precision, launch), model=model)
+    return replace(recipe, precision=resolve_precision(recipe.precision, launch), model=model)
 
 
 def refuse_offload_to_device(recipe: Recipe) -> None:
@@ -148,15 +149,20 @@ def keep_pretrained(run: RunDirectory, lease: Lease, model: Model) -> None:
         keep_files(find_folder(model.weights, model.revision), made)
 
 
-def _require_compiler(launch: Launch) -> None:
-    """Raises RecipeError where there is no C++ compiler, which Inductor's kernels for CPUs need."""
-    variables = {**os.environ, **fill(launch.environment, os.environ)}
-    compiler = variables.get("CXX", "g++")
-    if shutil.which(compiler, path=variables.get("PATH")) is None:
-        raise RecipeError(
-            f"memory.compile=always, but there is no C++ compiler here ({compiler}), which torch.compile needs:"
-            " install one, name it by launch.environment.CXX, or use memory.compile=never"
-        )
+def _settle_compiler(recipe: Recipe) -> Memory:
+    """`memory`, with compile=never in the place of `auto` where this machine lacks the compiler that torch.compile needs: for C++
+    on CPUs; for C on GPUs, where Triton compiles what launches a kernel. RecipeError where it is `always`."""
+    variables = {**os.environ, **fill(recipe.launch.environment, os.environ)}
+    variable, default, language = ("CXX", "g++", "C++") if recipe.launch.device == "cpu" else ("CC", "gcc", "C")
+    compiler = variables.get(variable, default)
+    if shutil.which(compiler, path=variables.get("PATH")) is not None:
+        return recipe.memory
+    missing = f"there is no {language} compiler here ({compiler}), which torch.compile needs"
+    fix = f"install one, name it by launch.environment.{variable}, or use memory.compile=never"
+    if recipe.memory.compile == "always":
+        raise RecipeError(f"memory.compile=always, but {missing}: {fix}")
+    print(f"caution  memory.compile=auto is never: {missing}: {fix}", file=sys.stderr)
+    return replace(recipe.memory, compile="never")
 
 
 def keep_settled(saved: Recipe, other: Recipe, origins: Mapping[str, str] | None = None) -> Recipe:

@@ -66,6 +66,16 @@ def test_a_compiler_that_is_missing_is_said_before_any_rank_starts(tmp_path, mon
     assert settle(recipe).memory.compile == "always"
 
 
+def test_layers_are_not_compiled_where_a_gpu_has_no_compiler_beside_it(tmp_path, monkeypatch, capsys):
+    recipe = compose(["launch.device=cuda", "launch.ranks=2"]).require()
+    monkeypatch.setattr("framework.launch.settle._count_gpus", lambda launch: 2)
+    monkeypatch.setenv("CC", str(tmp_path / "compiler"))
+    assert settle(recipe).memory.compile == "never"
+    assert "caution  memory.compile=auto is never: there is no C compiler" in capsys.readouterr().err
+    (tmp_path / "compiler").touch(mode=0o755)
+    assert settle(recipe).memory.compile == "auto"
+
+
 @pytest.mark.parametrize("overrides", [[], ["launch=slurm", "launch.nodes=1", "batch.sequences_per_step=64"]])
 def test_a_settled_recipe_leaves_nothing_to_the_ranks(overrides):
     recipe = settle(compose(overrides).require())
