@@ -349,7 +349,7 @@ def test_a_copy_on_a_gpu_runs_behind_the_computation_and_the_computation_behind_
         call.Stream().wait_stream(current),
         call.stream(own),
         call.target.copy_(source, non_blocking=True),
-        call.current_stream().record_event(),
+        call.current_stream().record_event(cuda.Event()),
         call.current_stream().wait_event(current.record_event()),
     ]
     made = [each for each in cuda.mock_calls if each in order]

@@ -15,7 +15,7 @@ from framework.data.pack import Microbatch, cut_context
 from framework.mesh.context import ContextSlices
 from framework.parallel.attention import find_stock_attention
 from framework.plan.plan import make_plan
-from framework.recipe.schema import Memory, Model
+from framework.recipe.schema import Model
 from framework.train.build import build
 from framework.train.step import train_step
 from tests.families import build_config, family
@@ -95,7 +95,3 @@ def test_attention_is_transformers_where_it_has_to_be(name: str, attention: str,
 def test_attention_with_dropout_is_transformers() -> None:
     config = build_config(family("llama"), attention_dropout=0.1)
     assert "drops 0.1" in str(ask(config))
-
-
-def test_compiled_layers_attend_by_transformers() -> None:
-    assert ask(build_config(family("llama")), memory=Memory(compile="always")) == "memory.compile=always"

@@ -92,7 +92,7 @@ class Documents:
         # Where documents are given once for all sequences, each has them.
         lengths *= sequences // len(self.starts)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        return Ends(upload(torch.from_numpy(offsets), device), max(lengths))
+        return Ends(upload(torch.as_tensor(offsets), device), max(lengths))
 
     def first_rows(self, device: torch.device) -> Tensor:
         """The row at which each token's document begins: [sequences given, length] int64."""
@@ -100,7 +100,7 @@ class Documents:
 
     def _find_first_rows(self) -> Tensor:
         rows = [np.repeat(starts, np.diff((*starts, self.length))) for starts in self.starts]
-        return torch.from_numpy(np.stack(rows))
+        return torch.as_tensor(np.stack(rows))
 
     def keep(self, key: Any, make: Callable[[], T]) -> T:
         """The value that `make` returns, made once for all layers and passes that ask for the key."""

@@ -169,14 +169,25 @@ class _Probe:
         return rows.join(logits)
 
     def run_stock(self, tokens: Tensor, rows: "_Rows") -> list[Tensor]:
-        """Logits [1, T, V] of the stock model, which sees one document at a time, or all of them by their positions.
-
-        Either is right: some let packed documents see one another, and ropes that choose a table by the largest position choose
-        one for all.
-        """
+        """Logits [1, T, V] that are right, of the stock model: of each document alone; and of all in a row, where none of them
+        sees another. Ropes that choose a table by the largest position choose one for the row."""
         alone = [self.model(input_ids=each).logits for each in tokens.split(rows.lengths, dim=1)]
-        packed = [] if len(rows.lengths) == 1 else [self.model(input_ids=tokens, **self._positions(rows)).logits]
-        return [torch.cat(alone, dim=1), *packed]
+        expected = [torch.cat(alone, dim=1)]
+        if len(rows.lengths) > 1:
+            packed, changed = (self._run_packed(each, rows) for each in (tokens, self._change_first(tokens, rows)))
+            first = rows.lengths[0]
+            expected += [packed] if _is_alike(packed[:, first:], changed[:, first:]) else []
+        return expected
+
+    def _run_packed(self, tokens: Tensor, rows: "_Rows") -> Tensor:
+        logits: Tensor = self.model(input_ids=tokens, **self._positions(rows)).logits
+        return logits
+
+    def _change_first(self, tokens: Tensor, rows: "_Rows") -> Tensor:
+        """Other tokens in the first document."""
+        changed, first = tokens.clone(), rows.lengths[0]
+        changed[:, :first] = (tokens[:, :first] + 1) % self.model.config.get_text_config().vocab_size
+        return changed
 
     def run_in_order(self, tokens: Tensor, rows: "_Rows") -> Tensor:
         """Logits [1, T, V] by our attention, of tokens in one row."""
