@@ -37,24 +37,26 @@ from functools import cached_property
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from framework.checkpoint import save
-from framework.comm import agreement, algorithms, collectives, connect, objects, p2p
+from framework.comm import agreement, algorithms, collectives, connect, meeting, objects, p2p
 from framework.data.prepare import prepare
 from framework.launch import process
 from framework.launch.directory import RunDirectory
 from framework.monitor.progress import Progress
 from framework.recipe.compose import compose, save_recipe
+from framework.train import build
 from framework.train import program as rank_program
 from framework.train import rank as train
 from framework.train.loop import Loop
 from framework.train.saves import Saves
 
+T = TypeVar("T")
 TIMEOUT_S = 120.0
 PHASES = ("start", "save", "resume")
 WORDS = ("mesh", "axis", "layout", "box", "dual", "unit", "schedule", "state")
@@ -198,6 +200,17 @@ class CountingStore(dist.Store):
     def delete_key(self, key: str) -> bool:
         self._counts.add("store set")
         return self._inner.delete_key(key)
+
+
+def one_at_a_time(work: Callable[..., T]) -> Callable[..., T]:
+    """The function, which no two threads run at once."""
+    lock = threading.Lock()
+
+    def run(*args: Any) -> T:
+        with lock:
+            return work(*args)
+
+    return run
 
 
 class Group:
@@ -493,7 +506,7 @@ def count_world(world: int, zero: int, folder: Path, files: FileSystem) -> Count
         distributed = Distributed(world, counts, backends.is_lazy)
         failures: list[BaseException] = []
         with ExitStack() as stack:
-            for room in (agreement, collectives, connect, algorithms, objects, p2p):
+            for room in (agreement, collectives, connect, algorithms, meeting, objects, p2p):
                 if hasattr(room, "dist"):
                     stack.enter_context(patch.object(room, "dist", distributed))
             for room in (connect, process):
@@ -517,6 +530,8 @@ def count_world(world: int, zero: int, folder: Path, files: FileSystem) -> Count
                     stack.enter_context(patch.object(found, "lock", nullcontext()))
             stack.enter_context(patch.object(save, "ThreadPoolExecutor", AtOnce))
             stack.enter_context(patch.object(train, "Loop", SaveOnly))
+            # A hook of torch's that is the process's: threads would find one another's.
+            stack.enter_context(patch.object(build, "build_buffers", one_at_a_time(build.build_buffers)))
             stack.enter_context(patch.object(rank_program, "take_fingerprint", take_fingerprint_apart))
             stack.enter_context(redirect_stdout(StringIO()))
             stack.enter_context(files.counting(folder, counts))

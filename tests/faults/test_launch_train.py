@@ -484,6 +484,8 @@ def test_a_run_goes_on_in_the_dtype_that_its_beginning_settled(capfd):
     settled = saved.read_text()
     assert "device: cpu" in settled
     saved.write_text(settled.replace("device: cpu", "device: auto"))
+    record = Path("runs/narrow/run.json")
+    record.write_text(record.read_text().replace('"launch.device": "cpu"', '"launch.device": "auto"'))
     assert resume("narrow", "precision.compute=auto", "train.steps=4") == EXIT_DONE
     assert saved.read_text() == settled.replace("  steps: 2\n", "  steps: 4\n")
     assert list(losses("narrow")) == [1, 2, 3, 4]
