@@ -705,6 +705,9 @@ def test_many_shards_are_prepared_and_trained_on_with_256_open_files(place, monk
     files.mkdir()
     for number in range(140):  # as many shards, which once were opened all at once, 2 files each
         (files / f"{number}.txt").write_text(f"{number} " + " ".join(tiny_run.WORDS))
+    # Elsewhere: workers of a process without -P, as pytest is, look for modules where they are started.
+    (place / "elsewhere").mkdir()
+    monkeypatch.chdir(place / "elsewhere")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
