@@ -113,7 +113,7 @@ class Documents:
         # An attribute, and no content: the host would have to wait for content. Checkpointing keeps a layer's arguments as they
         # are, so the recomputation finds it as well, whichever microbatch is under way by then.
         # Memory of its own: of a view a compiled backward saves another one, without the attribute.
-        mask: Any = like.new_empty(like.shape[0], 1, like.shape[1], 1)
+        mask: Any = like.new_empty(like.shape[0], 1, like.shape[1], 1, dtype=torch.bool)
         mask.documents = self
         return cast(Tensor, mask)
 
