@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from framework.model.kept_outputs import ATTENTION, ATTENTIONS, EXPERTS
+from framework.model.kept_outputs import ATTENTION, ATTENTIONS
 from framework.model.matmul import Matmul, find_matmul
 
-aten = torch.ops.aten
 # The operator of `parallel/attention/opaque_attention.py`.
 ATTEND = "meshwright::attend"
 
@@ -61,9 +60,8 @@ def _linear_backward(dy: Tensor, x: Tensor, number: Tensor, needs_dx: bool) -> t
 
 @_linear_backward.register_fake
 def _(dy: Tensor, x: Tensor, number: Tensor, needs_dx: bool) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else dy.new_empty(
-        0
-    ), torch.empty_like(number)
+    dx = x.new_empty(x.shape) if needs_dx else dy.new_empty(0)
+    return dx, torch.empty_like(number)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -83,7 +81,8 @@ _linear.register_autograd(_differentiate, setup_context=_save)
 
 
 def keep_named(forward: Callable[..., Any], operations: Collection[str]) -> Callable[..., Any]:
-    """A layer's forward that keeps the outputs of these operations and computes the rest again in backward; to be compiled.
+    """A layer's forward that keeps the outputs of these operations and computes the rest again in backward; to be compiled into
+    one graph. Not for a mixture: its router's choice would have to be kept as well.
 
     The compiler then chooses as `KeptOutputs` does in eager mode, whose choice it could not see: by name for linear layers.
     """
@@ -103,9 +102,7 @@ def _checkpoint(
 
 
 def _choose(operations: frozenset[str], ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # A router's choice is always kept: with other sums in backward it could be another one.
-    is_choice = func is aten.topk.default or (func is aten.max.dim and args[0].ndim == 2)
-    is_kept = is_choice or _name_of(func, args) in operations
+    is_kept = _name_of(func, args) in operations
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -114,6 +111,5 @@ def _name_of(func: Any, args: Sequence[Any]) -> str | None:
     if func is torch.ops.meshwright.linear.default:
         name: str = args[4]
         return name
-    if func.name() == ATTEND or any(func is each for each, _ in ATTENTIONS):
-        return ATTENTION
-    return EXPERTS if func is aten._grouped_mm.default else None
+    is_attention = func.name() == ATTEND or any(func is each for each, _ in ATTENTIONS)
+    return ATTENTION if is_attention else None

@@ -32,7 +32,7 @@ from framework.model.precision import DTYPES
 from framework.model.stage import find_shared, hollow_out
 from framework.parallel.activation_checkpointing import checkpoint_layers
 from framework.parallel.activation_offload import ActivationOffload, offload_activations
-from framework.parallel.attention import find_context_attentions, split_context
+from framework.parallel.attention import find_context_attentions, is_operator, split_context
 from framework.parallel.experts.dispatch import report_dropped, write_stacked_gradients
 from framework.parallel.experts.split import split_experts
 from framework.parallel.fp8_layers import find_fp8_linears, gather_in_fp8, make_matmul
@@ -92,12 +92,15 @@ def compiled_layers(model: PreTrainedModel, plan: StagePlan) -> dict[str, nn.Mod
     if not compiles(plan.recipe):
         return {}
     layers = {unit.name: model.get_submodule(unit.root) for unit in plan.own_units if unit.is_layer}
-    # What is kept by name is chosen within one graph, and a mixture has several: its load is counted between them.
-    return {
-        name: layer
-        for name, layer in layers.items()
-        if plan.policies[name] != "selective" or not any(True for _ in find_experts(layer))
-    }
+    # What is kept by name is chosen within one graph.
+    return {name: layer for name, layer in layers.items() if plan.policies[name] != "selective" or _is_one_graph(layer)}
+
+
+def _is_one_graph(layer: nn.Module) -> bool:
+    """Whether nothing in a layer ends its graph: the load of a mixture is counted outside, and so is an attention of ours that is
+    no operator."""
+    attentions = (module for module in layer.modules() if "context_hook" in vars(module))
+    return not any(True for _ in find_experts(layer)) and all(map(is_operator, attentions))
 
 
 def _allow_graphs(count: int) -> None:
@@ -207,8 +210,8 @@ def write_main_gradients(stage: AttachedStage) -> None:
     write_embedding_gradients(model, views, stage.compiled)
 
 
-def number_attentions(stage: AttachedStage) -> None:
-    """Give attentions the numbers by which operators find them."""
+def attach_attentions(stage: AttachedStage) -> None:
+    """Note attentions among the operations that may be kept, and give them the numbers by which operators find them."""
     attentions = find_context_attentions(stage.model)
     stage.operations |= attentions
     for (attention,) in attentions.values():
@@ -262,7 +265,7 @@ def compute_loss(stage: AttachedStage) -> None:
 
 ATTACH: tuple[Callable[[AttachedStage], None], ...] = (
     write_main_gradients,  # first: checkpointing wraps these forwards, and may keep what they give
-    number_attentions,  # anywhere before checkpointing, which may keep what they give
+    attach_attentions,  # anywhere before checkpointing, which may keep what they give
     hook_units,  # of a layer's call, around its forward; checkpointing's `sqrt` unshards units through these
     checkpoint_activations,  # of a layer's forward, compiled or not
     offload_what_is_kept,  # of what checkpointing keeps

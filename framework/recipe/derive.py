@@ -17,7 +17,7 @@ from framework.errors import RecipeError
 from framework.recipe.problem import Problem, render_problems
 from framework.recipe.schema import Batch, Launch, Parallel, Pipeline, Recipe
 
-# Schedules that split a backward in two, and have nothing for the second half where a layer's backward is one graph.
+# Schedules that split a backward in two, the second half of which is weights' gradients alone.
 SPLIT_BACKWARDS = ("zb_h1", "zbv", "dualpipe_v")
 
 

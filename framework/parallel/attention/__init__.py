@@ -6,13 +6,19 @@
 """
 
 from framework.parallel.attention.documents import Documents
-from framework.parallel.attention.hook import find_context_attentions, refuse_uneven_heads, split_context
+from framework.parallel.attention.hook import (
+    find_context_attentions,
+    is_operator,
+    refuse_uneven_heads,
+    split_context,
+)
 from framework.parallel.attention.probe import find_stock_attention, probe_causes, refuse_undivided_context
 
 __all__ = [
     "Documents",
     "find_context_attentions",
     "find_stock_attention",
+    "is_operator",
     "probe_causes",
     "refuse_undivided_context",
     "refuse_uneven_heads",

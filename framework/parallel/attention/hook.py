@@ -154,12 +154,17 @@ def attend_module(
 
 
 def _has_operator(module: Any, options: Mapping[str, Any]) -> bool:
-    """Whether the module's attention can be one operator of a graph: no heads are exchanged, no query depends on its row, and
-    nothing is to be refused."""
-    attention = module.context_hook.attention
+    """Whether this call can be one operator of a graph: nothing of it is to be refused."""
     knows_all = not any(isinstance(value, Tensor) and name not in TENSOR_OPTIONS for name, value in options.items())
-    is_plain = type(module).__name__ not in QUERY_RULES and not options.get("dropout")
-    return is_plain and knows_all and attention.slices.ulysses == 1
+    return knows_all and not options.get("dropout") and is_operator(module)
+
+
+def is_operator(module: nn.Module) -> bool:
+    """Whether the module's attention is one operator of a compiled layer's graph: ours, without an exchange of heads, and with no
+    query that depends on its row."""
+    hook = getattr(module, "context_hook", None)
+    attention: Any = hook.attention if isinstance(hook, Hook) else None
+    return attention is not None and type(module).__name__ not in QUERY_RULES and attention.slices.ulysses == 1
 
 
 def _read_scores(query: Tensor, options: Mapping[str, Any]) -> Scores:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from framework.model.opaque_linear import ATTEND
 from framework.model.precision import sums_dtype
 from framework.parallel.attention.attention import ATTENTIONS, ContextAttention
 from framework.parallel.attention.documents import Documents
@@ -35,7 +36,7 @@ def attend_in_graph(
     return out
 
 
-@torch.library.custom_op("meshwright::attend", mutates_args=())
+@torch.library.custom_op(ATTEND, mutates_args=())
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, number: Tensor, form: list[float]
 ) -> tuple[Tensor, Tensor]:
@@ -51,7 +52,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(B, C, H, v.shape[-1]), q.new_empty(B, H, C, dtype=sums_dtype(q.dtype))
 
 
-@torch.library.custom_op("meshwright::attend_backward", mutates_args=())
+@torch.library.custom_op(f"{ATTEND}_backward", mutates_args=())
 def _attend_backward(
     gradient: Tensor, saved: Sequence[Tensor | None], number: Tensor, form: list[float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
