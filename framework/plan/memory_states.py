@@ -119,10 +119,9 @@ class Pipelines:
         """The dtype of what the optimizer updates; None: that of each buffer."""
         return DTYPES.get(self.recipe.precision.master)
 
-    @cached_property
-    def states(self) -> tuple[str, ...]:
-        """The optimizer's states."""
-        return state_names(self.recipe.optim)
+    def states(self, group: str) -> tuple[str, ...]:
+        """The optimizer's states of a group of parameters, by its key."""
+        return state_names(self.recipe.optim, group)
 
     @property
     def on_gpus(self) -> bool:
@@ -134,7 +133,7 @@ class Pipelines:
         """Bytes of a checkpoint at the most: masters and moments, of frozen parameters too."""
         master = (self.master or self.compute).itemsize
         moment = 4 if self.master is None else master
-        return self.shape.size.total * (master + len(self.states) * moment)
+        return self.shape.size.total * (master + len(self.states("")) * moment)
 
     def layers(self, each: Candidate) -> tuple[int, ...] | None:
         """The recipe's layers of each stage, where the candidate has as many: of others `let_rest_follow` leaves them out."""

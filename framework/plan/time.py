@@ -166,7 +166,7 @@ class TimeModel:
         gathered = 1.0 if dtype == "fp8" else float(itemsize)
         reduced = float(DTYPES[settings.precision.reduce].itemsize)
         self.sharding = Sharding(settings.zero, gathered, reduced, cluster, self.profile)
-        self.update = Update(settings, cluster, self.profile, itemsize)
+        self.update = Update(settings, cluster, self.profile, itemsize, shape.matrices, shape.hidden)
         self.memory = MemoryModel.of(shape, settings)
         self._lengths = Lengths()
 

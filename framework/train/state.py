@@ -118,7 +118,7 @@ def share_read(run: TrainingRun) -> None:
     for buffer in run.buffers:
         _share_read(buffer, buffer.master_at_home)
     for name in run.optimizer.state_names:
-        for each in run.shards:
+        for each in (each for each in run.shards if run.optimizer.has_state(each.shard, name)):
             _share_read(each.buffer, run.optimizer.state(each.shard, name), each.span.start)
     run.optimizer.close_states()
 
@@ -140,8 +140,9 @@ def _entries(
     for buffer in buffers:
         for slot in buffer.slots:
             yield Entry(f"weight/{slot.name}", *cut(buffer, slot, buffer.master_at_home))
+    own = [each for each in run.shards if each.buffer in buffers]
     for name in run.optimizer.state_names:
-        for each in (each for each in run.shards if each.buffer in buffers):
+        for each in (each for each in own if run.optimizer.has_state(each.shard, name)):
             values = run.optimizer.state(each.shard, name)
             for slot in (slot for slot in each.buffer.slots if slot.group == each.span.group):
                 yield Entry(f"{name}/{slot.name}", *cut(each.buffer, slot, values, each.span.start))

@@ -209,8 +209,8 @@ class BufferPlan:
         return self.is_trained and (self.dtypes.compute != self.dtypes.master or homes.parameters != homes.master)
 
     def held_bytes(self, num_moments: int, home: Home = Home.DEVICE) -> dict[str, int]:
-        """Bytes that live at `home` for the whole run, padding included: parameters, gradients, master and moments, of which the
-        optimizer has `num_moments` for each element. A master that is the parameters' own memory counts as those. Where the
+        """Bytes that live at `home` for the whole run, padding included: parameters, gradients, master and moments, which are
+        `num_moments` elements. A master that is the parameters' own memory counts as those. Where the
         master lives elsewhere than gradients do, a copy of what this rank owns of these is there as well."""
         dtypes = self.dtypes
         compute, master, wide = (each.itemsize for each in (dtypes.compute, dtypes.master, dtypes.gradient))
@@ -223,7 +223,7 @@ class BufferPlan:
             ("gradients", Home.DEVICE, kept * wide * trained),
             ("gradients", homes.master, owned * wide * (homes.master == Home.HOST)),
             ("master", homes.master, owned * master * self.has_master),
-            ("moments", homes.master, owned * wide * num_moments),
+            ("moments", homes.master, wide * num_moments * trained),
         ]
         total = dict.fromkeys((state for state, _, _ in held), 0)
         for state, lives_at, num_bytes in held:
