@@ -67,6 +67,12 @@ class BufferDtypes:
         return self.gathered or self.compute
 
 
+# Wide loads of NCCL and of fused kernels want addresses at multiples of 16 bytes. In elements, of any dtype of 2 bytes and more:
+# what a rank owns is a multiple of ALIGNED_PART where it is at least LEAST_ALIGNED; parameters of such sizes lie at multiples of
+# ALIGNED_SLOT.
+ALIGNED_PART, LEAST_ALIGNED, ALIGNED_SLOT = 64, 8192, 8
+
+
 @dataclass(frozen=True)
 class BufferAxes:
     """Axes of a buffer as one rank sees them."""
@@ -121,7 +127,10 @@ class BufferPlan:
         """Elements that one rank owns, padding included: equal on all ranks."""
         # Rounded up: collectives need equal parts, so the last ranks own some padding, or nothing else in a small buffer.
         # FSDP2 pads every parameter's dim 0 instead, which leaves whole ranks empty where a norm has fewer rows than ranks.
-        return -(-self.numel // (self.axes.shard.size * self.axes.update.size))
+        count = self.axes.shard.size * self.axes.update.size
+        numel = -(-self.numel // count)
+        # Small parts are left as they are: of few elements the last ranks would have none.
+        return numel if count == 1 or numel < LEAST_ALIGNED else -(-numel // ALIGNED_PART) * ALIGNED_PART
 
     @cached_property
     def numel_part(self) -> int:
@@ -312,7 +321,10 @@ def plan_buffers(
         kinds = {name: _Kind.of(layouts[name], compute_dtypes[name], groups[name]) for name in unit.parameters}
         for kind in dict.fromkeys(kinds.values()):
             names = [name for name in unit.parameters if kinds[name] == kind]
-            slots = _lay_side_by_side(sorted(names, key=lambda name: order[groups[name]]), layouts, groups)
+            # Within a group odd sizes lie behind, so that what is before them begins at a wide load's address: without gaps,
+            # for an optimizer's call reads all between its first and last element.
+            names.sort(key=lambda name: (order[groups[name]], layouts[name].numel_local % ALIGNED_SLOT > 0))
+            slots = _lay_side_by_side(names, layouts, groups)
             dtypes = BufferDtypes(
                 kind.dtype, master_dtype or kind.dtype, torch.float8_e4m3fn if kind.gathered_in == "fp8" else None
             )
