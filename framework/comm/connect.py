@@ -25,8 +25,9 @@ import torch.distributed as dist
 # Private, because `new_group` lets nobody choose a subgroup's store. Read and run in torch 2.13; 2.11 was not tried.
 from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout, _world
 
-from framework.comm.communicator import Communicator, Waits
+from framework.comm.communicator import Communicator
 from framework.comm.meeting import compare_fingerprints, connect_limit_s, persist
+from framework.comm.waits import DeviceProgress, Waits
 from framework.errors import ConnectionFailed, NodeError, RecipeError, TopologyError
 from framework.mesh.topology import Topology
 
@@ -288,7 +289,8 @@ def join_axes(
             if axes[name].size > 1 and axes[name].ranks not in token_groups:
                 # Of the axes' backends: in debug mode ranks compare over them what they start, by tensors of the CPU.
                 token_groups[axes[name].ranks] = join(f"tokens {name}", axes[name].ranks, backends.axes)
-    waits = Waits()  # one of all axes: the thread that trains waits over one of them at a time
+    # One of all axes: the thread that trains waits over one of them at a time, or has its device wait.
+    waits = Waits(DeviceProgress() if "nccl" in backends.world else None)
     group_of = {
         name: (token_groups if name in TOKEN_AXES and token_groups else groups).get(axis.ranks)
         for name, axis in axes.items()
