@@ -386,8 +386,8 @@ def make_mesh(network: Network, topology: Topology, rank: int) -> connect.Mesh:
     """A rank's mesh with the communicators that `connect` makes on GPUs."""
 
     def persist(build: Any, *_: Any) -> Group:
-        name, ranks = build.args[:2]
-        return Group(network, name, ranks, rank)
+        plan = build.args[0]
+        return Group(network, plan.name, plan.ranks, rank)
 
     stores = SimpleNamespace(PrefixStore=lambda name, store: None)
     with (
