@@ -241,8 +241,8 @@ class Memory:
         "auto",
     )
     chunked_loss: bool | Literal["auto"] = key(
-        "compute head and loss in chunks of tokens, without logits of all; auto: where those are more than 1% of the device's"
-        " memory",
+        "compute head and loss in chunks of tokens, without logits of all; auto: where those are more than 3% of a GPU's"
+        " memory, 1% of a CPU rank's",
         "auto",
     )
     gathered_inputs: Literal["keep", "regather"] = key(

@@ -54,8 +54,8 @@ def test_a_lost_exponent_is_noticed() -> None:
     """Sabotage: every step loses the scale of one block."""
     encode = Int8Storage.encode
 
-    def lose(storage: Int8Storage, blocks: Run, values: Tensor, bits: Tensor) -> None:
-        encode(storage, blocks, values, bits)
+    def lose(storage: Int8Storage, blocks: Run, values: Tensor, bits: Tensor, shift: int) -> None:
+        encode(storage, blocks, values, bits, shift)
         storage.exponents[3] = 0
 
     with patch.object(Int8Storage, "encode", lose), pytest.raises(AssertionError, match="exp_avg"):
