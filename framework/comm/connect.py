@@ -25,10 +25,10 @@ import torch.distributed as dist
 # Private, because `new_group` lets nobody choose a subgroup's store. Read and run in torch 2.13; 2.11 was not tried.
 from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout, _world
 
-from framework.comm.communicator import Communicator, Waits
+from framework.comm.communicator import Communicator, Waits, link_levels
 from framework.comm.meeting import compare_fingerprints, connect_limit_s, persist
 from framework.errors import ConnectionFailed, NodeError, RecipeError, TopologyError
-from framework.mesh.topology import Topology
+from framework.mesh.topology import LEVELS, Topology
 
 # Over these tokens go to experts and back: over NCCL they have communicators of their own.
 TOKEN_AXES = ("ep", "ep_inner", "ep_outer")
@@ -140,7 +140,7 @@ def connect(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rank = _agree_on_rank(topology, rendezvous, rank)
-    axes = {name: Communicator(axis) for name, axis in topology.axes(rank).items()}
+    axes = link_levels({name: Communicator(axis) for name, axis in topology.axes(rank).items()})
     store = None
     if topology.world > 1:
         timeout, backends = timedelta(seconds=timeout_s), choose_backends(device.type, check_s is not None, backend)
@@ -274,7 +274,7 @@ def join_axes(
 
     axes = topology.axes(rank)
     for axis in axes.values():
-        if axis.size > 1 and axis.ranks not in groups:
+        if axis.size > 1 and axis.ranks not in groups and axis.name not in LEVELS:
             groups[axis.ranks] = join(axis.name, axis.ranks, backends.axes if groups else backends.world)
     # NCCL runs the operations of one communicator in turn: in backward a gather, which computation waits for, would queue behind
     # a reduction, which nobody waits for; and tokens on their way to experts behind the gathers of units that come next.
@@ -288,12 +288,15 @@ def join_axes(
             if axes[name].size > 1 and axes[name].ranks not in token_groups:
                 # Of the axes' backends: in debug mode ranks compare over them what they start, by tensors of the CPU.
                 token_groups[axes[name].ranks] = join(f"tokens {name}", axes[name].ranks, backends.axes)
+    # Sums go over levels, and over NCCL not in the turn of gathers.
+    level_groups = groups if backends.scatter is None else {}
+    for name in LEVELS:
+        if axes[name].size > 1 and axes[name].ranks not in level_groups:
+            level_groups[axes[name].ranks] = join(f"level {name}", axes[name].ranks, backends.axes)
     waits = Waits()  # one of all axes: the thread that trains waits over one of them at a time
-    group_of = {
-        name: (token_groups if name in TOKEN_AXES and token_groups else groups).get(axis.ranks)
-        for name, axis in axes.items()
-    }
-    return {
+    places = dict.fromkeys(LEVELS, level_groups) | (dict.fromkeys(TOKEN_AXES, token_groups) if token_groups else {})
+    group_of = {name: places.get(name, groups).get(axis.ranks) for name, axis in axes.items()}
+    joined = {
         name: Communicator(
             axis,
             group_of[name],
@@ -306,6 +309,7 @@ def join_axes(
         )
         for name, axis in axes.items()
     }
+    return link_levels(joined)
 
 
 def _create_world(

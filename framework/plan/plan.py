@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from framework.comm.communicator import Communicator
+from framework.comm.communicator import Communicator, link_levels
 from framework.errors import RecipeError
 from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
@@ -335,7 +335,14 @@ def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:
         expert_shard=expert_shard,
         ep_inner=inner,
         embedding_ranks=_find_embedding_ranks(recipe.pipeline, derived),
+        ranks_per_node=derived.ranks_per_node,
+        two_levels=_sums_in_two_levels(recipe),
     )
+
+
+def _sums_in_two_levels(recipe: Recipe) -> bool:
+    """Whether ZeRO's collectives go in two levels: those of gloo do, and sums that NCCL does not make itself."""
+    return recipe.launch.device == "cpu" or recipe.precision.reduce == "bf16"
 
 
 def _find_embedding_ranks(settings: schema.Pipeline, derived: Derived) -> tuple[int, int]:
@@ -349,4 +356,4 @@ def _find_embedding_ranks(settings: schema.Pipeline, derived: Derived) -> tuple[
 
 def unconnected(topology: Topology, rank: int) -> dict[str, Communicator]:
     """The axes as a rank will see them, before anyone is connected."""
-    return {name: Communicator(axis) for name, axis in topology.axes(rank).items()}
+    return link_levels({name: Communicator(axis) for name, axis in topology.axes(rank).items()})

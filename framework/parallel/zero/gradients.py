@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from framework.comm.algorithms import ExposedCommunication, Pending
+from framework.comm.coded import Rounding, Wire
 from framework.comm.collectives import start_all_reduce, start_reduce_scatter
+from framework.comm.communicator import Communicator
 from framework.parallel.zero.buffers import DeferredGradients, GradientState, MainGradView, UnitBuffer
 from framework.parallel.zero.plan_buffers import Slot
 from framework.parallel.zero.unit_buckets import find_unit_buckets
@@ -171,7 +173,7 @@ class GradientSync:
         # A later microbatch's sum must not overwrite the former ones': it lands in a scratch and is added when it is there.
         is_direct = is_first and len(message) == 1
         part = first.summed if is_direct else first.pool.take(numel, first.summed.dtype, first.summed.device)
-        pending = start_reduce_scatter(part, full, shard, label, self.reduce_dtype)
+        pending = start_reduce_scatter(part, full, shard, label, self._wire(first, shard))
         self._reductions.append(Reduction(message, is_first, pending, full, part))
         # With one shard there is nothing to wait for, so its memory goes back to the pool at once.
         while self._reductions and (len(self._reductions) > REDUCTIONS_IN_FLIGHT or shard.size == 1):
@@ -230,19 +232,25 @@ class GradientSync:
         else:
             buffer.start_delivery()
 
+    def _wire(self, buffer: UnitBuffer, axis: Communicator) -> Wire | None:
+        """The form in which the buffer's gradient travels over an axis; None: as it is."""
+        return None if self.reduce_dtype == buffer.plan.dtypes.gradient else Rounding(self.reduce_dtype)
+
     def _sum_replicas(self, buffer: UnitBuffer) -> Iterator[Pending]:
         """The sums that a part still needs, [numel_part] to [numel_owned], one after the other: each reads what the one before
         has written, so it may be started only when that has been waited for."""
         axes, label = buffer.plan.axes, f"gradient of {buffer.unit}"
         if axes.update.size > 1:
-            yield start_reduce_scatter(buffer.reduced, buffer.summed, axes.update, label, self.reduce_dtype)
+            yield start_reduce_scatter(
+                buffer.reduced, buffer.summed, axes.update, label, self._wire(buffer, axes.update)
+            )
         for axis in (axis for axis in axes.partial if axis.size > 1):
             if axis.name == "embedding":
                 # Not before `finish`, behind all messages of the pipeline: over NCCL these may share its communicator, which
                 # runs operations in turn, and the first stage waits for a gradient that would be queued behind this sum.
                 yield Pending()
                 label = f"gradient of {buffer.slots[0].name}"  # both stages', whose units have other names
-            yield start_all_reduce(buffer.reduced, axis, label=label, reduce_dtype=self.reduce_dtype)
+            yield start_all_reduce(buffer.reduced, axis, label=label, wire=self._wire(buffer, axis))
 
 
 def _collect(weak: ref[MainGradView], parameter: Tensor) -> None:
