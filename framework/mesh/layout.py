@@ -60,6 +60,8 @@ class Layout:
     replica_axis: str = ""
     gathered_in: str = ""
     """The dtype in which its parts travel: "fp8", or "" for the dtype that forward reads."""
+    reduced_in: str = ""
+    """The codes as which its gradient leaves a node, as `zero.quantize_reduce` names them; "": none."""
 
     def __post_init__(self) -> None:
         numel_local = self.numel_local

@@ -21,7 +21,14 @@ from framework.plan.activations import ESTIMATED_VALUES
 from framework.plan.host_memory import MEMORY, bytes_of_copies, bytes_of_fullest_node, bytes_saved
 from framework.plan.plan import Plan
 from framework.plan.text import align, show_bytes, show_exactly
-from framework.plan.traffic import context_costs, expert_traffic, forwards_of, measure_traffic, mixtures_of
+from framework.plan.traffic import (
+    context_costs,
+    expert_traffic,
+    forwards_of,
+    measure_leaving,
+    measure_traffic,
+    mixtures_of,
+)
 from framework.recipe.describe import describe_derived
 
 PICTURES = (".svg", ".png", ".pdf")
@@ -157,6 +164,10 @@ def _describe_bytes(plan: Plan, ranks: Sequence[int]) -> Iterator[str]:
     yield ""
     yield "bytes that it sends in a step: parameters, gradients, hidden states over tp, pp and ep, keys and values over cp"
     yield from _table([_sizes(measure_traffic(plan, rank)) for rank in ranks])
+    if plan.derived.nodes > 1:
+        yield ""
+        yield "bytes of parameters and gradients that leave its node in a step"
+        yield from _table([_sizes(measure_leaving(plan, rank)) for rank in ranks])
 
 
 def _describe_host(plan: Plan, ranks: Sequence[int]) -> Iterator[str]:

@@ -342,7 +342,8 @@ def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:
 
 def _sums_in_two_levels(recipe: Recipe) -> bool:
     """Whether ZeRO's collectives go in two levels: those of gloo do, and sums that NCCL does not make itself."""
-    return recipe.launch.device == "cpu" or recipe.precision.reduce == "bf16"
+    is_coded = recipe.precision.reduce == "bf16" or recipe.zero.quantize_reduce != "none"
+    return recipe.launch.device == "cpu" or is_coded
 
 
 def _find_embedding_ranks(settings: schema.Pipeline, derived: Derived) -> tuple[int, int]:

@@ -46,7 +46,7 @@ FIELDS_OF_KEYS: dict[str, tuple[str, ...]] = {
     "pipeline.layers": ("pp", "schedule", "virtual"),
     "pipeline.table": (),
     "pipeline.fill_bubbles": ("pp",),
-    **dict.fromkeys(("zero.stage", "zero.accumulate", "zero.keep_gathered"), ("zero",)),
+    **dict.fromkeys(("zero.stage", "zero.accumulate", "zero.keep_gathered", "zero.quantize_reduce"), ("zero",)),
     **dict.fromkeys(("zero.shard_within", "zero.optimizer_within"), ("zero", "shard", "dp", "cp")),
     **{f"memory.{name}": ("checkpointing",) for name in ("activation_checkpointing", "kept_operations", "budget_gb")},
     **{f"memory.offload.{name}": (f"offload.{name}",) for name in ("activations", "optimizer", "parameters")},

@@ -25,6 +25,7 @@ FOLLOWING_KEYS = (
     *("parallel.overlap", "parallel.expert_overlap", "parallel.expert_hierarchical"),
     *("pipeline.layers", "pipeline.table", "pipeline.fill_bubbles"),
     *("zero.accumulate", "zero.keep_gathered", "zero.optimizer_within"),
+    *("zero.quantize_reduce", "zero.quantize_min_elements"),
     *("memory.kept_operations", "memory.budget_gb", "memory.gathered_inputs"),
     *("memory.offload.home", "memory.offload.disk_path"),
 )

@@ -171,11 +171,22 @@ def zero(recipe: Recipe) -> Iterator[Problem]:
     if stage and within is None:
         message = "zero.shard_within=null leaves no replicas: all ranks divide the optimizer state already"
         yield from refuse_useless(recipe, "zero.optimizer_within", message, "zero.shard_within=node")
-    sharded = dict.fromkeys(("shard_within", "optimizer_within", "bucket_bytes"), (1, 2, 3))
+    sharded = dict.fromkeys(("shard_within", "optimizer_within", "bucket_bytes", "quantize_reduce"), (1, 2, 3))
     for name, stages in {**sharded, "accumulate": (2, 3), "keep_gathered": (3,)}.items():
         if stage not in stages:
             way = f"zero.stage={' or '.join(map(str, stages))}"
             yield from refuse_useless(recipe, f"zero.{name}", f"zero.stage={stage} has no use for it", way)
+
+
+@rule(*DEGREES, *COUNTED, "zero")
+def quantized(recipe: Recipe) -> Iterator[Problem]:
+    zero, key = recipe.zero, "zero.quantize_reduce"
+    if zero.quantize_reduce == "none":
+        message = "zero.quantize_reduce=none quantizes nothing"
+        yield from refuse_useless(recipe, "zero.quantize_min_elements", message, f"{key}=int8")
+    elif zero.stage and count_nodes(recipe) == 1:
+        message = "all ranks are on one node: nothing goes between nodes, and within one codes cost more than they save"
+        yield from refuse_useless(recipe, key, message, "launch=slurm on several nodes")
 
 
 @rule("parallel.sequence", "parallel.overlap", "memory.gathered_inputs")
@@ -356,7 +367,7 @@ def precision(recipe: Recipe) -> Iterator[Problem]:
 
 
 # Rules that find keys without an effect, beside others.
-USELESS_RULES = (experts, zero, sequence, checkpointing, bubbles, offload)
+USELESS_RULES = (experts, zero, quantized, sequence, checkpointing, bubbles, offload)
 # In the order in which one mistake hides another.
 LAYOUT_RULES = (
     *(context_method, context_length, context_heads, context_attention, experts, node_range),
@@ -364,6 +375,6 @@ LAYOUT_RULES = (
     Rule((*DEGREES, "parallel.ep", "parallel.expert_tp", *COUNTED), find_world_problems),
     Rule(("batch.sequences_per_step", "batch.tokens_per_step"), find_statement_problems),
     Rule((*DEGREES, *COUNTED, "batch"), find_batch_problems),
-    *(zero, sequence, checkpointing, stages, bubbles, microbatches),
+    *(zero, quantized, sequence, checkpointing, stages, bubbles, microbatches),
     *(offload, activation_offload, precision, placement),
 )

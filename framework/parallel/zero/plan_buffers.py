@@ -14,16 +14,24 @@ from math import prod
 
 import torch
 
+from framework.comm.codec import BlockCodec
+from framework.comm.coded import Rounding, Wire
 from framework.comm.communicator import Communicator
 from framework.errors import LayoutError
 from framework.mesh.layout import Layout, Run, part
-from framework.mesh.topology import Axis
+from framework.mesh.topology import ZERO_AXES, Axis
 from framework.model.units import Unit
 from framework.parallel.zero.lifetimes import Home, Lifetimes
 from framework.recipe.schema import Offload
 
 # The optimizer group of parameters that no optimizer updates.
 FROZEN = ""
+# Codes of gradients, by the names that layouts have for them.
+REDUCE_CODECS = {
+    "int8": BlockCodec("int8"),
+    "int4": BlockCodec("int4"),
+    "int4_rotated": BlockCodec("int4", is_rotated=True),
+}
 
 
 @dataclass(frozen=True)
@@ -50,11 +58,13 @@ class GroupSpan:
 @dataclass(frozen=True)
 class BufferDtypes:
     """Dtypes of a buffer. compute: of the parameters that forward and backward read; master: of what the optimizer updates.
-    gathered: in which parts of the parameters travel; None: as they are."""
+    gathered: in which parts of the parameters travel; None: as they are. reduced: codes as which gradients leave a node; None:
+    as they travel within it."""
 
     compute: torch.dtype
     master: torch.dtype
     gathered: torch.dtype | None = None
+    reduced: BlockCodec | None = None
 
     @property
     def gradient(self) -> torch.dtype:
@@ -65,6 +75,13 @@ class BufferDtypes:
     @property
     def travelling(self) -> torch.dtype:
         return self.gathered or self.compute
+
+    def reduce_wire(self, axis: Communicator, reduce_dtype: torch.dtype) -> Wire | None:
+        """The form in which a gradient travels over an axis; None: as it is. Codes where an axis of ZeRO spans nodes, on both of
+        its levels; elsewhere they would cost more than they save."""
+        if self.reduced is not None and axis.nodes > 1 and axis.name in ZERO_AXES:
+            return self.reduced
+        return None if reduce_dtype == self.gradient else Rounding(reduce_dtype)
 
 
 @dataclass(frozen=True)
@@ -314,7 +331,10 @@ def plan_buffers(
             names = [name for name in unit.parameters if kinds[name] == kind]
             slots = _lay_side_by_side(sorted(names, key=lambda name: order[groups[name]]), layouts, groups)
             dtypes = BufferDtypes(
-                kind.dtype, master_dtype or kind.dtype, torch.float8_e4m3fn if kind.gathered_in == "fp8" else None
+                kind.dtype,
+                master_dtype or kind.dtype,
+                torch.float8_e4m3fn if kind.gathered_in == "fp8" else None,
+                REDUCE_CODECS.get(kind.reduced_in),
             )
             lived = kind.lifetimes(axes, lifetimes)
             plans.append(BufferPlan(unit.name, tuple(slots), dtypes, lived, kind.axes(axes, lived)))
@@ -339,6 +359,7 @@ class _Kind:
     replicated: tuple[str, ...]
     partial: tuple[str, ...]
     gathered_in: str
+    reduced_in: str
 
     @classmethod
     def of(cls, layout: Layout, dtype: torch.dtype, group: str) -> "_Kind":
@@ -347,7 +368,8 @@ class _Kind:
                 f"{layout} names no shard and replica axis: `shard_over_batch` or a transform before it has to"
             )
         zero_axes = layout.shard_axis, layout.replica_axis
-        return cls(dtype, group == FROZEN, *zero_axes, layout.replicated, layout.partial, layout.gathered_in)
+        sums = layout.replicated, layout.partial
+        return cls(dtype, group == FROZEN, *zero_axes, *sums, layout.gathered_in, layout.reduced_in)
 
     def lifetimes(self, axes: Mapping[str, Communicator], lifetimes: Lifetimes) -> Lifetimes:
         """The recipe's, but for experts of which this rank has the only shard: what is always unsharded need not come and go.
