@@ -79,7 +79,7 @@ class BlockCodec:
         # The padding is zeroed below: equal numbers make equal messages.
         for run in self._runs(numbers.shape[-1]):
             blocks = _blocks_of(numbers, run)
-            scale = self._scale(blocks.abs().amax(-1).float())
+            scale = self._scale(blocks)
             _scales_of(scales, run).copy_(scale)
             scaled = blocks * scale.reciprocal().unsqueeze(-1)
             if self.kind == "fp8":
@@ -97,7 +97,7 @@ class BlockCodec:
         n = out.shape[-1]
         scales, codes = self._split(message, n)
         if self.is_rotated:
-            numbers = out.new_empty(*out.shape[:-1], n + -n % self.block, dtype=torch.float32)
+            numbers = torch.empty(*out.shape[:-1], n + -n % self.block, device=out.device)
             self._multiply(scales, self._unpack(codes, numbers.shape[-1]), numbers)
             out.copy_(self._rotate(numbers)[..., :n])
         else:
@@ -121,7 +121,7 @@ class BlockCodec:
         bound = torch.empty_like(numbers)
         for run in self._runs(numbers.shape[-1]):
             blocks = _blocks_of(numbers, run)
-            scale = self._scale(blocks.abs().amax(-1).float()).unsqueeze(-1)
+            scale = self._scale(blocks).unsqueeze(-1)
             # Codes, scales and products are rounded to fp32, each by 2^-24 of a block's largest number at most.
             rounding = scale * _LARGEST[self.kind] * 2**-22
             step = torch.maximum(blocks.abs() / 16, scale / 1024) if self.kind == "fp8" else scale / 2
@@ -143,8 +143,11 @@ class BlockCodec:
         if numel % self.block:
             yield _Run(whole * self.block, numel, numel % self.block, whole)
 
-    def _scale(self, largest: Tensor) -> Tensor:
-        """Scales of blocks by their largest absolute values.  largest: [...] fp32 -> [...] fp32; NaN where that is not finite."""
+    def _scale(self, blocks: Tensor) -> Tensor:
+        """Scales of blocks.  blocks: [..., size] -> [...] fp32; NaN where a number is not finite."""
+        largest = torch.empty(blocks.shape[:-1], dtype=torch.float32, device=blocks.device)
+        # Copied: within `verify` a cast of fp64 numbers to fp32 leaves them as they are.
+        largest.copy_(blocks.abs().amax(-1))
         scale = (largest / _LARGEST[self.kind]).clamp_(min=_SMALLEST_SCALE)
         if self.kind == "fp8":
             # Up to the next power of two: adding all bits of the mantissa carries into the exponent.
