@@ -32,9 +32,9 @@ from framework.comm.communicator import Communicator, Operation, Waits
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Messages of one collective must not match those of another kind, or of `p2p`, that is under way between the same two
-# ranks.
-_GATHER_TAG, _SCATTER_TAG, _SUMS_TAG = 1, 2, 3
+# Messages of one collective must not match those of another kind, or of `p2p`, `agreement` and `objects`, that is under way
+# between the same two ranks; nor a first hop those of a later one, which starts in a wait.
+_GATHER_TAG, _SCATTER_TAG, _SPREAD_TAG, _SUMS_TAG = 1, 2, 6, 7
 
 
 class Pending:
@@ -153,7 +153,7 @@ def gather_over_nodes(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
     copy(parts[outer.rank, inner.rank], x)
     first = Pending(_spread([each[inner.rank : inner.rank + 1] for each in parts], outer, _GATHER_TAG), [out, x])
     columns = list(parts.unbind(1))
-    return in_turn(axis, first, lambda: Pending(_spread(columns, inner, _GATHER_TAG), [out]))
+    return in_turn(axis, first, lambda: Pending(_spread(columns, inner, _SPREAD_TAG), [out]))
 
 
 def scatter_by_tensor(out: Tensor, x: Tensor, axis: Communicator) -> Pending:

@@ -25,6 +25,11 @@ Experts divide the dp x cp x tp ranks of a stage in a way of their own, from the
     expert_shard    the inner part of `expert_batch`: who holds the ZeRO shards of the same experts
     expert_replica  what is left of `expert_batch` after expert_shard: who holds equal shards
 
+With ZeRO's second copy of parameters (`zero.secondary_shard`), neighbours keep them all among themselves:
+
+    secondary         the inner part of `shard`; of size 1 without such copies
+    expert_secondary  the inner part of `expert_shard`, the same
+
 Nodes take ranks in order. Each axis of ZeRO that spans nodes has two levels, of which collectives over it are composed:
 
     AXIS_inner      neighbours along it who share a node; one rank where it is not in two levels
@@ -63,6 +68,7 @@ AXIS_NAMES = (
     *("world", "pp", "batch", "dp", "cp", "tp", "shard", "replica", "kv", "embedding"),
     *("ulysses", "ring", "context_tp"),
     *("expert_tp", "ep", "ep_inner", "ep_outer", "expert_batch", "expert_shard", "expert_replica"),
+    *("secondary", "expert_secondary"),
     *LEVELS,
 )
 
@@ -88,6 +94,8 @@ class Topology:
     ranks and back (zbv, dualpipe_v) have both stages on one rank."""
     ulysses: int = 1
     """Ranks of cp that exchange heads; the others are the ring."""
+    secondary: int = 1
+    expert_secondary: int = 1
     ranks_per_node: int | None = None
     """None: all ranks are on one node."""
     two_levels: bool = False
@@ -102,6 +110,8 @@ class Topology:
             "ep_inner": (self.ep_inner or self.ep, self.ep),
             "expert_shard": (self.expert_shard, self._expert_ranks // self.ep),
             "shard": (self.shard, self.dp * self.cp),
+            "secondary": (self.secondary, self.shard),
+            "expert_secondary": (self.expert_secondary, self.expert_shard),
             "ulysses": (self.ulysses, self.cp),
             "kv": (self.kv, self.tp),
         }
@@ -204,6 +214,8 @@ class Topology:
             "expert_batch": (copies, slices * self.ep),
             "expert_shard": (self.expert_shard, slices * self.ep),
             "expert_replica": (copies // self.expert_shard, slices * self.ep * self.expert_shard),
+            "secondary": (self.secondary, self.tp),
+            "expert_secondary": (self.expert_secondary, slices * self.ep),
         }
         return table[axis]
 

@@ -20,9 +20,9 @@ COUNT_BYTES = torch.int64.itemsize
 
 
 def measure_traffic(plan: Plan, rank: int) -> dict[str, int]:
-    """Bytes that the rank sends in a step: parameters (`gathers`), gradients (`reductions to shards`, `to replicas`), hidden
-    states over `tp` and over `pp`, keys and values or heads over `cp`, and over `ep` with equally many tokens for each
-    expert."""
+    """Bytes that the rank sends in a step: parameters (`gathers`, those of ZeRO's second copy apart), gradients (`reductions to
+    shards`, `to replicas`), hidden states over `tp` and over `pp`, keys and values or heads over `cp`, and over `ep` with equally
+    many tokens for each expert."""
     place, accumulation, activations = plan.topology.index("pp", rank), plan.derived.accumulation, plan.activations
     messages = sum(action.kind in SENDS for action in plan.pipeline.lowered(accumulation).ranks[place])
     layers = [number for bounds in plan.own_stages(rank) for number in range(bounds.start, bounds.stop)]
@@ -56,7 +56,7 @@ def _parameter_traffic(
     reductions (n-1)/n P for each time that a gradient is reduced, and 2 (r-1)/r P/n once for each partial axis of r ranks.
     Where replicas divide the update, one half of that is a reduction and the other a gather of updated parameters.
     """
-    gathers = reductions = replicas = 0
+    gathers = copies = reductions = replicas = 0
     for buffer in buffers:
         n, axes, dtypes, lifetimes = buffer.axes.shard.size, buffer.axes, buffer.dtypes, buffer.lifetimes
 
@@ -65,16 +65,25 @@ def _parameter_traffic(
             return numel * reduce_dtype.itemsize if wire is None else wire.message_bytes(numel)
 
         uses = 1 if lifetimes.keeps_parameters else accumulation * (2 if buffer.unit.startswith("layers.") else 1)
-        gathers += count(axes.shard, (n - 1) * buffer.numel_part * dtypes.travelling.itemsize) * uses
+        sent, inner = buffer.arriving_bytes, axes.secondary.size
+        # From the second time in a step on parameters come from the second copy, if there is one.
+        again = uses - 1 if inner > 1 else 0
+        gathers += count(axes.shard, (n - 1) * sent // n) * (uses - again)
+        copies += count(axes.secondary, (inner - 1) * sent // inner) * again
         if buffer.is_trained:
             times = 1 if lifetimes.keeps_gradients else accumulation
             reductions += count(axes.shard, (n - 1) * reduced(axes.shard, buffer.numel_part)) * times
             others = axes.update.size - 1
-            gathers += count(axes.update, others * buffer.numel_owned * dtypes.compute.itemsize)
+            gathers += count(axes.update, others * dtypes.kept_bytes(buffer.numel_owned))
             replicas += count(axes.update, others * reduced(axes.update, buffer.numel_owned))
             for axis in axes.partial:
                 replicas += count(axis, 2 * (axis.size - 1) * reduced(axis, buffer.numel_owned) // axis.size)
-    return {"gathers": gathers, "reductions to shards": reductions, "to replicas": replicas}
+    return {
+        "gathers": gathers,
+        "gathers of copies": copies,
+        "reductions to shards": reductions,
+        "to replicas": replicas,
+    }
 
 
 def context_costs(plan: Plan, rank: int) -> list[ContextCost | None]:
