@@ -149,8 +149,7 @@ class GradientSync:
                 # data may have reached the parameter, and they wait in the same collective.
                 grad_view.view.zero_()
         if buffer.plan.dtypes.reduced is not None:
-            # Its last block's codes would be as coarse as what was left behind the last parameter.
-            buffer.gradient[buffer.plan.numel :].zero_()
+            _clear_padding(buffer)
         message = self._message_of[buffer]
         self._complete[message[0]] += 1
         if self._complete[message[0]] == len(message):
@@ -250,6 +249,11 @@ class GradientSync:
                 yield Pending()
                 label = f"gradient of {buffer.slots[0].name}"  # both stages', whose units have other names
             yield start_all_reduce(buffer.reduced, axis, label=label, wire=wire(axis))
+
+
+def _clear_padding(buffer: UnitBuffer) -> None:
+    """Zero the padding of a full gradient: codes of its block would be as coarse as what another unit has left there."""
+    buffer.gradient[buffer.plan.numel :].zero_()
 
 
 def _collect(weak: ref[MainGradView], parameter: Tensor) -> None:
