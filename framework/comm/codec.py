@@ -61,6 +61,11 @@ class BlockCodec:
         assert self.block % 2 == 0, f"a block of {self.block}"
         assert not self.is_rotated or (self.kind == "int4" and 4 ** (self.block.bit_length() // 2) == self.block), self
 
+    @property
+    def bytes_per_number(self) -> float:
+        """Bytes of a number in a long message."""
+        return _BITS[self.kind] / 8 + _SCALE_BYTES / self.block
+
     def message_bytes(self, numel: int) -> int:
         """Bytes of the message of `numel` numbers, a multiple of 4: (bits / 8 + 4 / block) each, and the rounding up."""
         blocks = -(-numel // self.block)

@@ -48,9 +48,17 @@ def describe_run(plan: Plan) -> Iterator[str]:
     )
     shards, replicas = plan.topology.size("shard"), plan.topology.size("replica")
     parts = f"{shards} shard{'s' * (shards != 1)}, {replicas} replica{'s' * (replicas != 1)}"
-    yield f"zero          stage {plan.recipe.zero.stage}: {parts}"
+    yield f"zero          stage {plan.recipe.zero.stage}: {parts}{_describe_unshards(plan)}"
     yield from _describe_checkpointing(plan)
     yield describe_bubble(plan.pipeline, plan.derived.accumulation)
+
+
+def _describe_unshards(plan: Plan) -> str:
+    """The forms in which parameters travel and are kept a second time; and that one node gains little by it."""
+    secondary, kind = plan.topology.size("secondary"), plan.recipe.zero.quantize_gather
+    words = f"; large matrices travel as {kind}" * (kind != "none")
+    words += f"; a second copy of them over {secondary} ranks" * (secondary > 1)
+    return words + ", which saves no bytes between nodes: there is one" * bool(words and plan.derived.nodes == 1)
 
 
 def describe_ranks(plan: Plan) -> Iterator[str]:
