@@ -133,6 +133,10 @@ LAYOUTS = {
     "dp 3, zero 1": Layout(3, 3, zero=Zero(stage=1)),
     "dp 4, hsdp": Layout(4, zero=replace(Z3, shard_within=2)),
     "dp 4, hsdp, divided update": Layout(4, zero=replace(Z3, shard_within=2, optimizer_within="all")),
+    "dp 4, zero 3, second copy": Layout(4, 3, zero=replace(Z3, secondary_shard=2)),
+    "dp 4, zero 3, second copy, offloaded": Layout(
+        4, zero=replace(Z3, secondary_shard=2), memory=Memory(offload=Offload(parameters=1.0, optimizer=1.0))
+    ),
     "tp 2": Layout(2, parallel=Parallel(tp=2, sequence=False)),
     "tp 2, sequence": Layout(2, parallel=Parallel(tp=2)),
     "tp 2, overlap": Layout(2, parallel=Parallel(tp=2, overlap="always")),
