@@ -152,10 +152,12 @@ def quantize_reductions(model: PreTrainedModel, layouts: Layouts, plan: StagePla
     if zero.quantize_reduce == "none":
         return layouts
     routers = {id(each) for router, _ in find_routers(model) for each in router.parameters()}
+    # Not each name of a tie is there on each stage.
+    exact = {name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in routers}
 
     def is_quantized(name: str, layout: Layout) -> bool:
         is_large = len(layout.shape) > 1 and prod(layout.shape) >= zero.quantize_min_elements
-        return is_large and name in plan.groups and id(model.get_parameter(name)) not in routers
+        return is_large and name in plan.groups and name not in exact
 
     return {
         name: replace(layout, reduced_in=zero.quantize_reduce) if is_quantized(name, layout) else layout

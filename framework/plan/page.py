@@ -54,10 +54,12 @@ def describe_run(plan: Plan) -> Iterator[str]:
 
 
 def _describe_unshards(plan: Plan) -> str:
-    """The forms in which parameters travel and are kept a second time; and that one node gains little by it."""
+    """The forms in which parameters and gradients travel, and are kept a second time; and that one node gains little by it."""
     secondary, kind = plan.topology.size("secondary"), plan.recipe.zero.quantize_gather
     words = f"; large matrices travel as {kind}" * (kind != "none")
     words += f"; a second copy of them over {secondary} ranks" * (secondary > 1)
+    codes = plan.recipe.zero.quantize_reduce
+    words += f"; their gradients leave a node as {codes}" * (codes != "none")
     return words + ", which saves no bytes between nodes: there is one" * bool(words and plan.derived.nodes == 1)
 
 

@@ -31,10 +31,10 @@ def on_nodes(recipe: Recipe, ranks_per_node: int) -> Recipe:
     return replace(recipe, launch=launch)
 
 
-def run_quantized_oracle(case: Case, recipe: Recipe) -> Evidence:
-    """The evidence of a case, whose recipe quantises gradients."""
+def run_quantized_oracle(case: Case, recipe: Recipe, layout: Evidence | None = None) -> Evidence:
+    """The evidence of a case, whose recipe quantises gradients. layout: for the blocks of parameters that are codes as well."""
     plan = make_plan(recipe, case.config)
-    oracle = Oracle(recipe, case.config, initial_weights(case.config, recipe.train.seed), torch.float64, CPU, {})
+    oracle = Oracle(recipe, case.config, initial_weights(case.config, recipe.train.seed), torch.float64, CPU, layout)
     losses, norms, first = [], [], {}
     for step, batch in enumerate(case.batches()):
         oracle.set_rate(learning_rate(step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps))

@@ -294,10 +294,12 @@ class BufferPlan:
 
     @property
     def unreduced_bytes(self) -> int:
-        """Bytes that come and go with the full gradient; 0 where it lives for the whole step."""
+        """Bytes that come and go with the full gradient, if it does not live for the whole step, and with codes of it."""
+        codec, is_sent = self.dtypes.reduced, self.is_trained and self.axes.shard.nodes > 1
+        codes = 0 if codec is None or not is_sent else 2 * codec.message_bytes(self.numel_padded)
         if self.lifetimes.keeps_gradients or not self.is_trained:
-            return 0
-        return self.numel_padded * self.dtypes.gradient.itemsize
+            return codes
+        return self.numel_padded * self.dtypes.gradient.itemsize + codes
 
     @property
     def gather_message_bytes(self) -> int:
