@@ -52,7 +52,7 @@ class UnitMemory:
 def measure_unit(buffers: Sequence[BufferPlan], states: StatesOf, moments: MomentsDtype = "fp32") -> UnitMemory:
     """buffers: all of one unit, with the homes of their states."""
     casts = sum(
-        each.numel_owned * each.dtypes.compute.itemsize
+        each.dtypes.kept_bytes(each.numel_owned)
         for each in buffers
         if each.lifetimes.homes.master == Home.HOST and each.lifetimes.homes.parameters == Home.DEVICE
     )
@@ -155,7 +155,7 @@ def _pinning_bytes(buffer: BufferPlan) -> int:
     homes, dtypes = buffer.lifetimes.homes, buffer.dtypes
     held = buffer.held_bytes(0, Home.HOST)
     delivered = buffer.numel_owned * dtypes.gradient.itemsize * buffer.is_trained * (homes.master == Home.HOST)
-    cast = buffer.numel_owned * dtypes.compute.itemsize
+    cast = dtypes.kept_bytes(buffer.numel_owned)
     is_cast = homes.master == Home.HOST and homes.parameters == Home.DEVICE
     blocks = [held["parameters"], held["gradients"] - delivered, delivered, cast * is_cast]
     return sum((1 << (size - 1).bit_length()) - size for size in blocks if size)

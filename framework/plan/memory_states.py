@@ -19,8 +19,9 @@ from framework.model.stage import StageBounds
 from framework.optim.optimizers import state_names
 from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.parallel.tensor.heads import ranks_per_kv_head
+from framework.parallel.zero.homes import choose_homes
 from framework.parallel.zero.lifetimes import lifetimes_of
-from framework.parallel.zero.plan_buffers import BufferPlan, choose_homes
+from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.candidate import OFFLOADED, Candidate
 from framework.plan.memory import (
     KINDS,
@@ -34,6 +35,7 @@ from framework.plan.memory import (
 )
 from framework.plan.remember import remember
 from framework.plan.shape import Degrees, ModelShape, RankUnit, StageUnits
+from framework.recipe.derive import count_secondary
 from framework.recipe.schema import Offload, Recipe
 
 # Fields of a candidate that the stages of its ranks depend on.
@@ -277,6 +279,7 @@ class StateBytes:
 
     def _sizes(self, each: Candidate, unit: RankUnit) -> dict[str, int]:
         """Sizes of the axes that the unit's buffers may name."""
+        copied = self.pipelines.recipe.zero.secondary_shard if each.zero == 3 else None
         sizes = {
             "tp": each.tp,
             "kv": ranks_per_kv_head(self.pipelines.shape.config, each.tp),
@@ -284,6 +287,7 @@ class StateBytes:
             "embedding": 2,
             "shard": each.shard,
             "replica": each.batch // each.shard,
+            "secondary": count_secondary(copied, each.shard, each.tp, each.ranks_per_node),
             "expert_shard": 1,
             "expert_replica": 1,
         }
@@ -291,4 +295,7 @@ class StateBytes:
             copies = each.batch * each.tp // (each.expert_tp * each.ep)
             shard = count_expert_shards(each.shard, each.tp, each.ep, each.expert_tp, each.batch) if each.zero else 1
             sizes |= {"expert_shard": shard, "expert_replica": copies // shard}
+            if sizes["secondary"] > 1:
+                inner = count_expert_shards(sizes["secondary"], each.tp, each.ep, each.expert_tp, each.batch)
+                sizes["expert_secondary"] = inner if inner < shard else 1
         return sizes

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from framework.comm.codec import BlockCodec
 from framework.model.precision import DTYPES
 from framework.model.stage import StageBounds
 from framework.parallel.activation_checkpointing import count_groups
@@ -164,6 +165,8 @@ class TimeModel:
             self.profile = self.profile.fused()
         self.rates = Rates(cluster, self.profile, dtype, itemsize)
         gathered = 1.0 if dtype == "fp8" else float(itemsize)
+        if settings.zero.quantize_gather != "none":
+            gathered = BlockCodec(settings.zero.quantize_gather).bytes_per_number
         reduced = float(DTYPES[settings.precision.reduce].itemsize)
         self.sharding = Sharding(settings.zero, gathered, reduced, cluster, self.profile)
         self.update = Update(settings, cluster, self.profile, itemsize, shape.matrices, shape.hidden)

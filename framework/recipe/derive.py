@@ -164,6 +164,12 @@ def count_expert_slices(parallel: Parallel) -> int:
     return 1 if parallel.ep > 1 else parallel.tp
 
 
+def count_secondary(within: int | str | None, shard: int, tp: int, ranks_per_node: int) -> int:
+    """The degree `secondary` that zero.secondary_shard means; 1 where its ranks would be all of `shard`, or not divide them."""
+    degree = max(1, ranks_per_node // tp) if within == "node" else int(within or 1)
+    return degree if degree < shard and shard % degree == 0 else 1
+
+
 def count_ranks(recipe: Recipe) -> int:
     """Ranks of the world: launch.ranks, else nodes x ranks_per_node, else the product of the degrees."""
     launch, parallel, stated = recipe.launch, recipe.parallel, node_range(recipe.launch)

@@ -193,6 +193,21 @@ class Zero:
     optimizer_within: Literal["shard", "all"] = key(
         "HSDP: ranks that divide master and optimizer state: those of shard_within, or all, replicas too", "shard"
     )
+    quantize_gather: Literal["none", "int8", "fp8"] = key(
+        "codes as which large trained matrices are unsharded, rounded from exact masters once an update, with scales by block",
+        "none",
+    )
+    quantize_reduce: Literal["none", "int8", "int4", "int4_rotated"] = key(
+        "codes as which gradients of large matrices are sent where they go between nodes, added in fp32; int4_rotated: of blocks"
+        " turned so that an outlier is spread over all of one",
+        "none",
+    )
+    quantize_min_elements: int = key("elements of the smallest matrix that is quantized", 2**16, low=0)
+    secondary_shard: int | Literal["node"] | None = key(
+        "stage 3: so many neighbours, or the ranks of a node, keep a second copy of all shards, from which backward unshards",
+        None,
+        low=2,
+    )
 
 
 # Of Llama's form all but queries and the two outputs; what their matmuls need is less than 5% of a step. Names of packed

@@ -131,11 +131,12 @@ def name_place(derived: Derived, rank: int) -> str:
 def check_nodes(recipe: Recipe, derived: Derived) -> None:
     """Raise TopologyError where ZeRO shards within a node and the launcher's nodes are not those that the recipe plans with."""
     here, nodes = ranks_per_node(), num_nodes()
-    if recipe.zero.shard_within == "node" and (here, nodes) != (derived.ranks_per_node, derived.nodes):
+    keys = [f"zero.{name}" for name in ("shard_within", "secondary_shard") if getattr(recipe.zero, name) == "node"]
+    if keys and (here, nodes) != (derived.ranks_per_node, derived.nodes):
         raise TopologyError(
-            "zero.shard_within=node needs equally many ranks on every node, as the recipe plans them:"
+            f"{keys[0]}=node needs equally many ranks on every node, as the recipe plans them:"
             f" {derived.ranks_per_node} on each of {derived.nodes}, but this node has {here} ranks, of {nodes} nodes. Start"
-            " what launch.nodes and launch.ranks_per_node say, or set zero.shard_within to a degree or null"
+            f" what launch.nodes and launch.ranks_per_node say, or set {keys[0]} to a degree or null"
         )
 
 

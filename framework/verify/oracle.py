@@ -25,6 +25,7 @@ from framework.recipe.schema import STOCK_ATTENTION, Optim, Recipe
 from framework.verify.evidence import IGNORE, Evidence, NothingToCompare, TokenBatch, keep_double, perturb
 from framework.verify.plain import (
     DTYPES,
+    PlainGather,
     PlainLossScale,
     PlainMixtures,
     PlainMoments,
@@ -145,7 +146,7 @@ def run_oracle(
     Raises NothingToCompare where stock transformers does not build the model, or does not run it forward or backward.
     """
     layout = layout or Evidence((), (), {}, {})
-    oracle = Oracle(recipe, config, weights, dtype, device, layout.blocks)
+    oracle = Oracle(recipe, config, weights, dtype, device, layout)
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
         oracle.set_rate(learning_rate(step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps))
@@ -168,10 +169,11 @@ class Oracle:
         weights: dict[str, Tensor],
         dtype: torch.dtype,
         device: torch.device,
-        blocks: Mapping[str, Tensor],
+        layout: Evidence | None = None,
         narrows: bool = False,
     ):
-        """narrows: in fp64, let the model cast to fp32 where its code does."""
+        """layout: for its blocks, where it has any. narrows: in fp64, let the model cast to fp32 where its code does."""
+        layout = layout or Evidence((), (), {}, {})
         self._recipe, self._dtype, self._narrows = recipe, dtype, narrows
         self._model = _stock_model(recipe, config, weights, dtype, device)
         wide = torch.promote_types(dtype, torch.float32)
@@ -187,7 +189,8 @@ class Oracle:
         self._optimizer = _stock_optimizer(recipe.optim, self.masters, config)
         self._mixtures = PlainMixtures(self._model, recipe.model, recipe.batch.context)
         self._scale = PlainLossScale(recipe.precision)
-        self._moments = PlainMoments(recipe.optim, recipe.precision.moments, recipe.train.seed, blocks)
+        self._moments = PlainMoments(recipe.optim, recipe.precision.moments, recipe.train.seed, layout.blocks)
+        self._gather = PlainGather(recipe.zero.quantize_gather, layout.gathered)
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate of the next update, for groups without a ratio of their own."""
@@ -196,9 +199,9 @@ class Oracle:
 
     def find_gradients(self, batch: TokenBatch) -> float:
         """Compute the masters' gradients of the batch's loss, and return the loss."""
-        for name, parameter in self._model.named_parameters():
-            parameter.data.copy_(self.masters[name])
-            self.masters[name].grad = None
+        self._read_masters()
+        for master in self.masters.values():
+            master.grad = None
         self._mixtures.start()
         with self._keeping():
             loss = sum(self._accumulate(batch))
@@ -208,8 +211,7 @@ class Oracle:
     @torch.no_grad()
     def evaluate(self, batch: TokenBatch) -> float:
         """The mean loss per token of the batch, without dropout and without a router's loss."""
-        for name, parameter in self._model.named_parameters():
-            parameter.copy_(self.masters[name])
+        self._read_masters()
         self._model.eval()
         with self._keeping():
             total = sum(float(loss) for loss, _ in self._losses(batch))
@@ -252,6 +254,12 @@ class Oracle:
         """Count the elements whose update rounding decided in some step, by name."""
         masks = {name: self._optimizer.state[master].get("undecided") for name, master in self.masters.items()}
         return {name: int(mask.sum()) for name, mask in masks.items() if mask is not None and mask.any()}
+
+    def _read_masters(self) -> None:
+        """Set the model's weights to what forward reads of the masters."""
+        read = self._gather.round(self.masters)
+        for name, parameter in self._model.named_parameters():
+            parameter.data.copy_(read.get(name, self.masters[name]))
 
     def _keeping(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._narrows else keep_double(self._dtype)

@@ -116,6 +116,38 @@ class PlainLossScale:
         return self._is_finite
 
 
+class PlainGather:
+    """The values that forward reads of masters whose layout unshards them as codes (`zero.quantize_gather`).
+
+    The largest value of a block becomes the largest code: 127, or at most fp8's 448 by a scale that is a power of two. Blocks are
+    cut where ranks' shards are, so the oracle takes them from the layout: numbers of each parameter's elements, -1 without.
+    """
+
+    def __init__(self, kind: str, blocks: Mapping[str, Tensor]):
+        self._kind = kind
+        self._blocks = {name: each.flatten().long() for name, each in blocks.items() if (each >= 0).any()}
+        numbers = torch.cat([torch.empty(0, dtype=torch.int64), *self._blocks.values()])
+        self._inverse = numbers.unique(return_inverse=True)[1]
+
+    @torch.no_grad()
+    def round(self, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The values of those masters, by name."""
+        if not self._blocks:
+            return {}
+        values = torch.cat([masters[name].detach().flatten() for name in self._blocks])
+        inverse, is_int = self._inverse.to(values.device), self._kind == "int8"
+        largest = torch.zeros_like(values).scatter_reduce_(0, inverse, values.abs(), "amax").float()
+        scales = (largest / (127.0 if is_int else 448.0)).clamp(min=2.0**-126)
+        if not is_int:
+            exponent = _exponent(scales.double())
+            scales = _power(exponent + (_power(exponent) < scales.double())).float()
+        scales = scales[inverse]
+        codes = values * (1.0 / scales)
+        codes = codes.round() if is_int else codes.float().to(torch.float8_e4m3fn)
+        parts = (codes.float() * scales).split([len(each) for each in self._blocks.values()])
+        return {name: part.view_as(masters[name]) for name, part in zip(self._blocks, parts, strict=True)}
+
+
 def draw_words(numel: int, key: tuple[int | str, ...]) -> Tensor:
     """Random words of a parameter's elements in row-major order, int64 [numel] in [0, 2^32).
 
