@@ -384,7 +384,7 @@ def precision(recipe: Recipe) -> Iterator[Problem]:
 
 
 # Rules that find keys without an effect, beside others.
-USELESS_RULES = (experts, zero, sequence, checkpointing, bubbles, offload)
+USELESS_RULES = (experts, zero, quantized, sequence, checkpointing, bubbles, offload)
 # In the order in which one mistake hides another.
 LAYOUT_RULES = (
     *(context_method, context_length, context_heads, context_attention, experts, node_range),
@@ -392,6 +392,6 @@ LAYOUT_RULES = (
     Rule((*DEGREES, "parallel.ep", "parallel.expert_tp", *COUNTED), find_world_problems),
     Rule(("batch.sequences_per_step", "batch.tokens_per_step"), find_statement_problems),
     Rule((*DEGREES, *COUNTED, "batch"), find_batch_problems),
-    *(zero, sequence, checkpointing, stages, bubbles, microbatches),
+    *(zero, quantized, sequence, checkpointing, stages, bubbles, microbatches),
     *(offload, activation_offload, precision, placement),
 )
