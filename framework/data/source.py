@@ -196,6 +196,11 @@ def summarize_left_out(left_out: Mapping[str, str]) -> str:
 
 def _check_field(name: str, source: Source, file: str, kind: Kind) -> None:
     """DataError if the recipe names a field of records and a file is plain text, which has none."""
+    if kind == "text" and source.messages is not None:
+        raise DataError(
+            f"data.sources.{name}.messages={source.messages}, but {file} is plain text, which has no conversations. Set"
+            f" data.sources.{name}.format to jsonl or csv to read records from it"
+        )
     if kind == "text" and source.format == "auto" and source.field != Source.field:
         raise DataError(
             f"data.sources.{name}.field={source.field}, but {file} is plain text by its ending and has no fields. Set "

@@ -107,6 +107,9 @@ class Source:
         "format of the file; auto: by its ending", "auto"
     )
     field: str = key("the field of a record that holds the text", "text")
+    messages: str | None = key(
+        "in place of field, the field of a record that holds a conversation, or its prompt or instruction", None
+    )
 
 
 @dataclass(frozen=True)
@@ -117,12 +120,40 @@ class Data:
     bpe_text_bytes: int = key(
         "bytes of text that the BPE is trained on, spread evenly over the sources", 64 << 20, low=1
     )
-    pack: Literal["concat", "documents"] = key(
-        "concat: documents attend across their borders; documents: positions restart and attention stays inside",
-        "concat",
+    chat_template: str | None = key(
+        "of conversations: a file with a template, one of the tokenizer's by name, or chatml; null: the tokenizer's own",
+        None,
+    )
+    train_on: Literal["assistant", "last", "all"] = key(
+        "of conversations, what has a loss: all turns of the assistant with their ends, its last one, or everything",
+        "assistant",
+    )
+    pack: Literal["auto", "concat", "documents", "best_fit"] = key(
+        "concat: documents attend across their borders; documents: positions restart and attention stays inside; best_fit: the"
+        " same with rows of whole documents; auto: best_fit where a source has conversations, else concat",
+        "auto",
+    )
+    overlong: Literal["skip", "truncate", "refuse"] = key(
+        "conversations longer than batch.context, with best_fit: leave them out, cut their ends off, or refuse to train",
+        "skip",
     )
     validation: float = key("share of documents held out, chosen by hash", 0.005, low=0.0, high=0.5)
     bad_records: int = key("bad records of a source that are quarantined before it is an error", 0, low=0)
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether a source that is read has conversations."""
+        return any(source.messages is not None and source.weight for source in self.sources.values())
+
+    @property
+    def packing(self) -> Literal["concat", "documents", "best_fit"]:
+        """How rows are packed: `pack`, with the choice of `auto` made."""
+        return self.pack if self.pack != "auto" else "best_fit" if self.has_conversations else "concat"
+
+    @property
+    def isolates(self) -> bool:
+        """Whether documents of a row are kept apart."""
+        return self.packing != "concat"
 
 
 @dataclass(frozen=True)
