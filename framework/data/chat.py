@@ -46,8 +46,8 @@ QUOTED = 120
 
 
 @dataclass
-class Document:
-    """A rendering, and the spans of its characters that are trained, in order; it ends with the last."""
+class Rendering:
+    """A document's text, and the spans of its characters that are trained, in order; it ends with the last."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -86,6 +86,10 @@ class Chat:
     def _apply(self, messages: list[Message], options: dict[str, Any]) -> str:
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
+    def prompt(self, messages: list[Message]) -> str:
+        """The text of messages with the prompt for an answer. DataError where the template fails."""
+        return self.render(NO_CONVERSATION, messages, answer=True)
+
     def encode(self, conversation: Conversation) -> list[tuple[np.ndarray, np.ndarray]]:
         """The documents of a conversation as tokens: (ids [n] int32, trained [n] bool) of each.
 
@@ -98,19 +102,19 @@ class Chat:
             self._prove(conversation, turns, encoded)
         return encoded
 
-    def _lay_out_all(self, conversation: Conversation) -> list[Document]:
+    def _lay_out_all(self, conversation: Conversation) -> list[Rendering]:
         text = self.render(conversation, conversation.messages).rstrip()
-        return [Document(text, [(0, len(text))])]
+        return [Rendering(text, [(0, len(text))])]
 
-    def _lay_out(self, conversation: Conversation, turns: list[int]) -> list[Document]:
-        documents: list[Document] = []
+    def _lay_out(self, conversation: Conversation, turns: list[int]) -> list[Rendering]:
+        documents: list[Rendering] = []
         for turn in turns:
             text, start = self._render_turn(conversation, turn)
             if documents and text.startswith(documents[-1].text):
                 documents[-1].text = text
                 documents[-1].spans.append((start, len(text)))
             else:
-                documents.append(Document(text, [(start, len(text))]))
+                documents.append(Rendering(text, [(start, len(text))]))
         return documents
 
     def _render_turn(self, conversation: Conversation, turn: int, said: Message | None = None) -> tuple[str, int]:
@@ -122,15 +126,27 @@ class Chat:
         if not before:  # an answer to nothing: what stands before its text is no part of it
             start = whole.find(find_texts(message)[0] or "\0")
         elif not whole.startswith(prompt):
-            # The prompt has more than a turn begins with, as <think> of DeepSeek-R1: back to the last marker that both have.
-            same = _count_shared(prompt, whole)
-            start = max((found.end() for found in self._marker.finditer(whole) if found.end() <= same), default=-1)
+            start = self._find_shared_start(conversation, before, message, prompt)
         if start < 0:
             raise DataError(
                 f"message {turn + 1}: the chat template prompts for an answer with {prompt[-QUOTED:]!r}, but writes one as"
                 f" {whole[-QUOTED:]!r}"
             )
         return self._end_turn(conversation, before, message, whole, start), start
+
+    def _find_shared_start(
+        self, conversation: Conversation, before: list[Message], message: Message, prompt: str
+    ) -> int:
+        """The character at which a turn leaves its prompt, where the prompt has more than a turn begins with (<think> of
+        DeepSeek-R1): behind the header that both have. -1 if they part before the answer."""
+        # With another text, of which no letter is the prompt's by chance.
+        whole = self.render(conversation, [*before, _replace_texts(message)])
+        shared = _count_shared(prompt, whole)
+        if shared < _count_shared(prompt, self.render(conversation, before)):
+            return -1
+        return next(
+            (each.start() for each in self._marker.finditer(whole) if each.start() < shared < each.end()), shared
+        )
 
     def _end_turn(
         self, conversation: Conversation, before: list[Message], message: Message, whole: str, start: int
@@ -154,6 +170,13 @@ class Chat:
         return text
 
     @cached_property
+    def turn_end(self) -> list[int]:
+        """The ids with which an assistant's answer ends."""
+        text, _ = self._render_turn(NO_CONVERSATION, 1)
+        ids, _, _ = self._encode(text.rpartition(PROBE)[2], 0)
+        return [int(each) for each in ids]
+
+    @cached_property
     def _closes_turns(self) -> bool:
         """Whether the template ends an assistant's turn with something, and not by what begins the next one (GLM)."""
         return bool(self.render(NO_CONVERSATION, NO_CONVERSATION.messages).rpartition(PROBE)[2].strip())
@@ -166,7 +189,7 @@ class Chat:
             raise DataError("the chat template ends an assistant's turn with nothing that is trained as its end")
         return found[0]
 
-    def _tokenize(self, document: Document) -> tuple[np.ndarray, np.ndarray]:
+    def _tokenize(self, document: Rendering) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of a document: (ids [n] int32, trained [n] bool). Text is cut where a span begins or ends and a token does not,
         as inference cuts it."""
         text, cuts = document.text, {cut for span in document.spans for cut in span if cut < len(document.text)}
@@ -228,7 +251,7 @@ class Chat:
             yield self.decode(ids[:stop]).removeprefix(self.decode(ids[:start])), bool(trained[start])
 
     def _find_difference(self, conversation: Conversation, turn: int, text: str) -> str | None:
-        """What a turn's trained text has or lacks beside what its message says; None if it is right."""
+        """The difference of a turn's trained text from what its message says; None if it is right."""
         message = conversation.messages[turn]
         parts = [self._normalize(each) for each in split_thought(message) if each]
         for call in message.get("tool_calls", ()):
@@ -267,7 +290,7 @@ def split_thought(message: Message) -> tuple[str, str]:
 
 
 def find_texts(message: Message) -> list[str]:
-    """What a turn must train, in order: its thinking, its text and the names of the functions that it calls."""
+    """The texts that a turn trains, in order: its thinking, what it says and the names of the functions that it calls."""
     names = [call["function"]["name"] for call in message.get("tool_calls", ())]
     return [*(each for each in split_thought(message) if each), *names] or [""]
 
@@ -289,7 +312,7 @@ def _count_shared(left: str, right: str) -> int:
 
 
 def _cut_out(text: str, pieces: Sequence[str]) -> tuple[str, ...]:
-    """What stands around pieces of a text, in order; a piece that is empty or not there counts as none."""
+    """The text around pieces of a text, in order; a piece that is empty or not there counts as none."""
     around = []
     for piece in pieces:
         before, found, after = text.partition(piece) if piece else (text, "", "")

@@ -47,7 +47,7 @@ from framework.data.shard import (
     tokenize_shards,
 )
 from framework.data.show import show_record
-from framework.data.source import BAR_DELAY_S, SourceFile, download_dataset, list_files, summarize_left_out
+from framework.data.source import BAR_DELAY_S, SourceFile, get_files, list_files, summarize_left_out
 from framework.data.store import STORE_VERSION, StoreMeta, choose_dtype, open_without_links, verify_small_files
 from framework.data.tokenize import (
     TokenizerInfo,
@@ -289,7 +289,7 @@ def _build(recipe: Recipe, places: DataPlaces, absent: Sequence[StorePlace], wor
 
 def _get_files(place: StorePlace) -> tuple[SourceFile, ...]:
     assert place.files is not None, "the store of a source whose files are gone is complete"
-    return place.files or download_dataset(place.name, place.source)
+    return get_files(place.name, place.source, place.files, place.folder.parent)
 
 
 def _initial_threshold(recipe: Recipe) -> int:

@@ -147,7 +147,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of each record: the text in `field`, or, with `beside`, the values of `field` and of those."""
+    """The wish of who reads records: the text in `field`, or, with `beside`, the values of `field` and of those."""
 
     field: str
     beside: Sequence[str] | None = None

@@ -2,8 +2,8 @@
 
 A document of n tokens takes n - 1 places of a row: each token but the last is an input, each but the first a label. Documents
 are taken from the longest to the shortest, equal ones in an order that the seed draws, and each goes into the row with the least
-space that holds it (best-fit decreasing). All documents of a stream are packed at once, so the rows are a function of the seed, the
-documents' lengths and the context, and sample g is row g of them: `order.py` draws when it comes.
+space that holds it (best-fit decreasing). All documents of a stream are packed at once, so the rows are a function of the seed,
+the documents' lengths and the context, and sample g is row g of them: `order.py` draws when it comes.
 
 A conversation that is longer than a row is left out or cut behind (`data.overlong`); text is cut into pieces of whole rows.
 """

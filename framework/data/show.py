@@ -6,7 +6,7 @@ from framework.data.conversation import BESIDE, read_conversation
 from framework.data.prepared import Prepared, locate
 from framework.data.records import FileSpan, Record, plan_shards, read_records
 from framework.data.shard import load_chat
-from framework.data.source import SourceFile, list_files
+from framework.data.source import SourceFile, get_files
 from framework.errors import DataError
 from framework.output import paint
 from framework.recipe.schema import Recipe
@@ -21,7 +21,9 @@ def show_record(recipe: Recipe, prepared: Prepared, number: int) -> None:
         )
     for name, place in sources.items():
         assert place.source.messages is not None
-        files = place.files or list_files(name, place.source).files
+        if place.files is None:
+            raise DataError(f"--show {number}: the files of data.sources.{name} are gone")
+        files = get_files(name, place.source, place.files, place.folder.parent)
         found = next((each for each in _read_all(files, place.source.messages) if each[0] == number), None)
         if found is None:
             raise DataError(f"--show {number}: data.sources.{name} has fewer records on this machine")

@@ -31,7 +31,7 @@ class Train:
     )
     seed: int = key("seed of initialisation, data order and dropout", 1234, low=0)
     validate_every_steps: int | None = key("steps between validations; null: no validation", None, low=1)
-    sample: str | None = key("after the run, export it to RUN/export and continue this text", None)
+    sample: str | None = key("after the run, export it to RUN/export and continue this text, or answer it", None)
     on_spike: Literal["log", "skip", "rewind"] = key(
         "on a loss or gradient norm far above the last steps'; log: report it; skip: no update in that step; rewind: skip, and"
         " where spikes persist resume from a checkpoint before them without the data since",
@@ -100,7 +100,7 @@ class Model:
 @dataclass(frozen=True)
 class Source:
     path: str = key(
-        "file, folder or glob (jsonl, json, csv, parquet, arrow, txt, py ...), hub dataset, or `python-stdlib`"
+        "file, folder or glob (jsonl, json, csv, parquet, arrow, txt, py ...), hub dataset, `python-stdlib` or `python-help`"
     )
     weight: float = key("relative share of the tokens; 0 leaves the source out", 1.0, low=0.0)
     format: Literal["auto", "jsonl", "csv", "tsv", "parquet", "arrow", "text", "hub"] = key(
@@ -147,7 +147,7 @@ class Data:
 
     @property
     def packing(self) -> Literal["concat", "documents", "best_fit"]:
-        """How rows are packed: `pack`, with the choice of `auto` made."""
+        """The way in which rows are packed: `pack`, with the choice of `auto` made."""
         return self.pack if self.pack != "auto" else "best_fit" if self.has_conversations else "concat"
 
     @property
