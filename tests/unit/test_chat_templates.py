@@ -1,4 +1,4 @@
-"""Masks of chat templates against pieces marked by hand, and the proof of every conversation against the field's published bugs."""
+"""Masks of chat templates against pieces marked by hand; the proof of every conversation against the field's published bugs."""
 
 import random
 from typing import Any
@@ -39,7 +39,7 @@ class TestFamilies:
         assert encode(name, messages) == expect(name, "Hello!", "  Sure \n")
         if not system:
             with pytest.raises(
-                DataError, match="the chat template fails, and data.chat_template sets another.*not supported"
+                DataError, match=r"the chat template fails, and data.chat_template sets another.*not supported"
             ):
                 encode(name, [{"role": "system", "content": "Be kind."}, *messages])
 
@@ -70,7 +70,7 @@ class TestFamilies:
         ]
         form = FAMILIES[name].thought
         if form is None:
-            with pytest.raises(DataError, match="message 2 would be trained as .*leaves out or changes 'They greet.'"):
+            with pytest.raises(DataError, match=r"message 2 would be trained as .*leaves out or changes 'They greet.'"):
                 encode(name, thought)
         else:
             pieces = [form.format(thought="They greet.", said="Hello!"), form.format(thought="So.", said="Yes")]
@@ -80,7 +80,7 @@ class TestFamilies:
         messages = [user("Add"), answer(None, tool_calls=[CALL]), {"role": "tool", "content": "3"}, answer("Three.")]
         called = FAMILIES[name].called
         if called is None:
-            with pytest.raises(DataError, match="leaves out or changes 'add'|the chat template fails"):
+            with pytest.raises(DataError, match=r"leaves out or changes 'add'|the chat template fails"):
                 encode(name, messages, tools=[TOOL])
         else:
             pieces = [piece for document in encode(name, messages, tools=[TOOL]) for piece in document]
@@ -114,19 +114,14 @@ def count_wrong(conversations: int) -> int:
 
 
 def mark(chat: Chat, ids: np.ndarray, pieces: list[str]) -> np.ndarray:
-    """The tokens of marked pieces, found from behind in the bytes that each token stands for."""
-    tokens = [chat.decode(np.array([each])) for each in ids]
-    trained = np.zeros(len(ids), dtype=bool)
-    stop = len(ids)
+    """The tokens of marked pieces, found from behind by decoding."""
+    trained, stop = np.zeros(len(ids), dtype=bool), len(ids)
     for piece in reversed(pieces):
-        while chat.decode(ids[:stop]).rstrip() == chat.decode(ids[: stop - 1]).rstrip() or not chat.decode(
-            ids[:stop]
-        ).endswith(piece):
+        while not chat.decode(ids[:stop]).endswith(piece):
             stop -= 1
         start = next(at for at in range(stop - 1, -1, -1) if chat.decode(ids[at:stop]) == piece)
         trained[start:stop] = True
         stop = start
-    assert len(tokens) == len(trained)
     return trained
 
 
@@ -153,16 +148,13 @@ def test_published_bugs_are_refused(name: str, harm: str, monkeypatch: pytest.Mo
     messages = [user("Hi"), answer("Hello there!"), user("More"), answer("Sure, more.")]
     if harm == "last turn only" and not FAMILIES[name].keeps:
         return  # each turn is a document of its own
-    with pytest.raises(DataError, match="would be trained as|pieces of text are trained"):
+    with pytest.raises(DataError, match=r"would be trained as|pieces of text are trained"):
         encode(name, messages)
 
 
 def test_the_date_of_a_template_is_no_date_of_today() -> None:
     chat = build_chat("smollm3")
-    text = chat.render(
-        conversation := read_conversation({"messages": [user("a"), answer("b")]}, "messages"), conversation.messages
-    )
-    assert "Today Date: 26 July 2024" in text
+    assert "Today Date: 26 July 2024" in chat.prompt([user("a")])
 
 
 def test_a_marker_that_is_plain_text_ends_a_turn_too() -> None:
@@ -177,9 +169,9 @@ def test_a_marker_that_is_plain_text_ends_a_turn_too() -> None:
 
 def test_a_turn_without_an_end_is_refused() -> None:
     chat = build_chat("chatml")
-    chat._tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    chat._tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     try:
-        with pytest.raises(DataError, match="ends an assistant's turn with nothing"):
+        with pytest.raises(DataError, match=r"ends an assistant's turn with nothing"):
             chat.encode(read_conversation({"messages": [user("Hi"), answer("Hello")]}, "messages"))
     finally:
         chat._tokenizer.chat_template = FAMILIES["chatml"].template
