@@ -103,7 +103,7 @@ def count_wrong(conversations: int) -> int:
         chat = build_chat(name)
         for _ in range(conversations):
             texts = [
-                "q" + "".join(rng.choices(ALPHABET, k=rng.randint(0, 40))) + "." for _ in range(2 * rng.randint(1, 3))
+                f"q{at} {''.join(rng.choices(ALPHABET, k=rng.randint(0, 40)))}." for at in range(2 * rng.randint(1, 3))
             ]
             messages = [user(each) if at % 2 == 0 else answer(each) for at, each in enumerate(texts)]
             encoded = chat.encode(read_conversation({"messages": messages}, "messages"))
