@@ -50,7 +50,7 @@ def find_sequence_problems(recipe: Recipe, config: PretrainedConfig) -> Iterator
             f"in {config.model_type} models documents that share a row see one another: the model does not derive its mask from"
             " positions, or carries state along"
         )
-        fix = "another model" if recipe.data.has_conversations else "data.pack=concat"
+        fix = "data.pack=alone" if recipe.data.has_conversations else "data.pack=concat"
         yield Problem("data.pack", recipe.data.packing, message, fix)
 
 

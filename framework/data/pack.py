@@ -13,6 +13,7 @@ id would be the first token of an unrelated document, so it is -100. A document 
 position 0 in the next sample, since its beginning is not there to attend to.
 `best_fit`: rows of whole documents (`rows.py`), kept apart as in `documents`; what is left of a row is one more document, without
 labels. The default for conversations.
+`alone`: one document in each row, filled up without labels.
 
 Of conversations only the tokens that an assistant says are labels, in every mode.
 
@@ -37,7 +38,9 @@ from framework.parallel.attention import Documents
 
 NO_SAMPLE = -1
 
-Mode = Literal["concat", "documents", "best_fit"]
+# Modes whose rows are of whole documents.
+WHOLE = ("best_fit", "alone")
+Mode = Literal["concat", "documents", "best_fit", "alone"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Packer:
     @cached_property
     def sizes(self) -> list[int]:
         """The number of samples of each stream."""
-        if self.mode == "best_fit":
+        if self.mode in WHOLE:
             return [rows.num_rows for rows in self._rows]
         return [count_samples(stream.num_tokens, self.context) for stream in self.streams]
 
@@ -93,7 +96,8 @@ class Packer:
     def _rows(self) -> list[Rows]:
         keys = self.keys or [0] * len(self.streams)
         return [
-            Rows.of(stream, self.context, self.overlong, key) for stream, key in zip(self.streams, keys, strict=True)
+            Rows.of(stream, self.context, self.overlong, key, self.mode == "alone")
+            for stream, key in zip(self.streams, keys, strict=True)
         ]
 
     def pack(self, source: np.ndarray, sample: np.ndarray) -> Microbatch:
@@ -104,16 +108,15 @@ class Packer:
         shape = (len(sample), self.context)
         input_ids = np.full(shape, self.eos_id, dtype=np.int64)
         labels = np.full(shape, IGNORE, dtype=np.int64)
-        starts = None if self.mode == "concat" else np.zeros(shape, dtype=np.int64)
+        starts = np.zeros(shape, dtype=np.int64) if self.mode in ("documents", "best_fit") else None
         for row, (stream, number) in enumerate(zip(source.tolist(), sample.tolist(), strict=True)):
             if number == NO_SAMPLE:
                 continue
-            places = input_ids[row], labels[row]
-            if self.mode == "best_fit":
-                assert starts is not None
-                self._fill_row(self.streams[stream], self._rows[stream], number, *places, starts[row])
+            places = input_ids[row], labels[row], None if starts is None else starts[row]
+            if self.mode in WHOLE:
+                self._fill_row(self.streams[stream], self._rows[stream], number, *places)
             else:
-                self._fill(self.streams[stream], number, *places, None if starts is None else starts[row])
+                self._fill(self.streams[stream], number, *places)
         return Microbatch(torch.from_numpy(input_ids), torch.from_numpy(labels), self._count_positions(starts))
 
     def _fill(
@@ -137,7 +140,7 @@ class Packer:
         row: int,
         input_ids: np.ndarray,
         labels: np.ndarray,
-        starts: np.ndarray,
+        starts: np.ndarray | None,
     ) -> None:
         """Fill one row with its documents, [T] each. starts: as in `_fill`."""
         place = 0
@@ -145,9 +148,10 @@ class Packer:
             start, stop = int(rows.starts[piece]), int(rows.stops[piece])
             end = place + stop - start - 1
             _read_pairs(stream, start, stop, input_ids[place:end], labels[place:end])
-            starts[place] = place
+            if starts is not None:
+                starts[place] = place
             place = end
-        if place < self.context:
+        if starts is not None and place < self.context:
             starts[place] = place
 
     def _count_positions(self, starts: np.ndarray | None) -> torch.Tensor | None:

@@ -143,14 +143,15 @@ def prepare_command(recipe: Recipe, *, workers: int | None = None, show: int | N
 def describe_rows(prepared: Prepared, recipe: Recipe) -> list[str]:
     """A line per source of conversations: how full its rows are, and what is too long for one. DataError where data.overlong
     refuses that, or leaves nothing."""
-    if recipe.data.packing != "best_fit":
+    packing = recipe.data.packing
+    if packing not in ("best_fit", "alone"):
         return []
     lines, context, overlong = [], recipe.batch.context, recipe.data.overlong
     for source in prepared.sources:
         stream = source.streams["train"]
         if not source.meta.is_masked:
             continue
-        rows = Rows.of(stream, context, overlong)
+        rows = Rows.of(stream, context, overlong, is_alone=packing == "alone")
         line = f"rows     {source.name}: {stream.num_documents:,} conversations in {rows.num_rows:,} rows of {context} tokens, "
         lines.append(f"{line}{rows.fill:.1%} filled")
         if count := count_overlong(stream, context):

@@ -5,6 +5,8 @@ are taken from the longest to the shortest, equal ones in an order that the seed
 space that holds it (best-fit decreasing). All documents of a stream are packed at once, so the rows are a function of the seed,
 the documents' lengths and the context, and sample g is row g of them: `order.py` draws when it comes.
 
+`data.pack=alone` gives each document a row, for models that carry a state from one to the next.
+
 A conversation that is longer than a row is left out or cut behind (`data.overlong`); text is cut into pieces of whole rows.
 """
 
@@ -41,14 +43,15 @@ class Rows:
         return float((self.stops - self.starts - 1).sum()) / max(1, self.num_rows * self.context)
 
     @classmethod
-    def of(cls, stream: TokenStream, context: int, overlong: Overlong, key: int = 0) -> "Rows":
-        """The rows of a stream. key: draws the order of equally long documents. DataError where `overlong` refuses one."""
+    def of(cls, stream: TokenStream, context: int, overlong: Overlong, key: int = 0, is_alone: bool = False) -> "Rows":
+        """The rows of a stream. key: draws the order of equally long documents; is_alone: a row for each. DataError where
+        `overlong` refuses one."""
         starts, stops = _list_pieces(stream, context, overlong)
         lengths = stops - starts - 1
         index = np.arange(len(lengths), dtype=np.uint64)
         drawn = permute(index, np.full_like(index, len(lengths)), np.full_like(index, key)).astype(np.int64)
         by_length = drawn[np.argsort(-lengths[drawn], kind="stable")]
-        row_of = _fit(lengths[by_length], context)
+        row_of = np.arange(len(lengths)) if is_alone else _fit(lengths[by_length], context)
         in_rows = by_length[np.argsort(row_of, kind="stable")]
         counts = np.bincount(row_of) if len(row_of) else np.zeros(0, np.int64)
         return cls(starts[in_rows], stops[in_rows], np.concatenate([[0], np.cumsum(counts)]), context)

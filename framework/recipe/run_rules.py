@@ -181,7 +181,7 @@ def conversations(recipe: Recipe) -> Iterator[Problem]:
     if data.packing == "concat":
         message = "conversations that share a row would see one another"
         yield refuse(recipe, "data.pack", message, "leave it out (~data.pack), which is best_fit")
-    if data.overlong != "skip" and data.packing != "best_fit":
+    if data.overlong != "skip" and data.packing == "documents":
         message = f"data.pack={data.pack} cuts what is too long at the ends of rows, so it would do nothing"
         yield refuse(recipe, "data.overlong", message, "leave it out (~data.overlong); or data.pack=best_fit")
     if data.bpe_vocab is not None and data.chat_template is None:

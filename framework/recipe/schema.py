@@ -128,13 +128,13 @@ class Data:
         "of conversations, what has a loss: all turns of the assistant with their ends, its last one, or everything",
         "assistant",
     )
-    pack: Literal["auto", "concat", "documents", "best_fit"] = key(
+    pack: Literal["auto", "concat", "documents", "best_fit", "alone"] = key(
         "concat: documents attend across their borders; documents: positions restart and attention stays inside; best_fit: the"
-        " same with rows of whole documents; auto: best_fit where a source has conversations, else concat",
+        " same with rows of whole documents; alone: a row for each, padded; auto: best_fit with conversations, else concat",
         "auto",
     )
     overlong: Literal["skip", "truncate", "refuse"] = key(
-        "conversations longer than batch.context, with best_fit: leave them out, cut their ends off, or refuse to train",
+        "conversations longer than batch.context, with best_fit or alone: leave them out, cut their ends off, or refuse to train",
         "skip",
     )
     validation: float = key("share of documents held out, chosen by hash", 0.005, low=0.0, high=0.5)
@@ -146,14 +146,14 @@ class Data:
         return any(source.messages is not None and source.weight for source in self.sources.values())
 
     @property
-    def packing(self) -> Literal["concat", "documents", "best_fit"]:
+    def packing(self) -> Literal["concat", "documents", "best_fit", "alone"]:
         """The way in which rows are packed: `pack`, with the choice of `auto` made."""
         return self.pack if self.pack != "auto" else "best_fit" if self.has_conversations else "concat"
 
     @property
     def isolates(self) -> bool:
         """Whether documents of a row are kept apart."""
-        return self.packing != "concat"
+        return self.packing in ("documents", "best_fit")
 
 
 @dataclass(frozen=True)
