@@ -88,8 +88,15 @@ def test_packed_conversations_train_as_one_in_each_row(pool: RankPool, dp: int) 
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(
-    "row", ROWS, ids=lambda row: "-".join(map(str, row))), {"": recipe_of("llama", zero=0)})
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))
+def test_any_layout_trains_as_one_in_each_row(pool: RankPool, row: tuple[Any, ...]) -> None:
+    recipe = recipe_of(*row)
+    assert_equal(pool, recipe.launch.ranks, [PackedCase("packed", family(row[0]), {"": recipe})])
+
+
+def test_conversations_that_see_each_other_show() -> None:
+    """TRL 3728, 6843; axolotl 3453."""
+    case = PackedCase("packed", family("llama"), {"": recipe_of("llama", zero=0)})
     mesh = connect(Topology(), CPU)
     plan = make_plan(case.recipe, case.config)
     seen = run_layout(plan, [replace(each, position_ids=None) for each in case.batches()], mesh)
