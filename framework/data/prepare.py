@@ -134,7 +134,7 @@ def prepare_command(recipe: Recipe, *, workers: int | None = None, show: int | N
     print(describe(prepared))
     for note in describe_rows(prepared, recipe):
         print(note)
-    print(f"{wall_s:.1f} s, {cpu_s:.1f} s of CPU: {cpu_s / wall_s:.1f} of {count_cores()} cores")
+    print(f"{wall_s:.1f} s, {cpu_s:.1f} s of CPU: {cpu_s / max(wall_s, 0.01):.1f} of {count_cores()} cores")
     if show is not None:
         show_record(recipe, prepared, show)
     return EXIT_DONE
