@@ -55,8 +55,8 @@ def choose_backends(device_type: str, is_debug: bool, backend: Backend | None = 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """One process group. axis: the first that it is for. use: `scatter`, `tokens` or `level` of a second one. is_urgent: computation
-    waits for its gathers, so its kernels go before others. only_messages: as `carry_only_messages`."""
+    """One process group. axis: the first that it is for. use: `scatter`, `tokens` or `level` of a second one. is_urgent:
+    computation waits for its gathers, so its kernels go before others. only_messages: as `carry_only_messages`."""
 
     axis: str
     ranks: tuple[int, ...]

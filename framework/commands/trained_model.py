@@ -12,7 +12,8 @@ from framework.checkpoint.commit import list_checkpoints, locate, newest_checkpo
 from framework.checkpoint.load import Reader
 from framework.checkpoint.staging import Entry
 from framework.checkpoint.storage import Place
-from framework.data.tokenize import INFO_FILE, load_tokenizer
+from framework.data.chat import Chat
+from framework.data.tokenize import INFO_FILE, hash_file, load_tokenizer
 from framework.errors import RunError
 from framework.launch.directory import RunDirectory
 from framework.launch.identity import verify_identity
@@ -24,7 +25,7 @@ from framework.model.load import build_meta, load_config
 from framework.model.units import Unit, find_units, set_parameter, tied_names
 from framework.model.weights import write_weights
 from framework.recipe.compose import load_recipe
-from framework.recipe.schema import Model
+from framework.recipe.schema import Model, Recipe
 
 
 def export_model(run: Path, to: Path, *, best: bool = False, step: int | None = None, name: Path | None = None) -> None:
@@ -36,14 +37,16 @@ def export_model(run: Path, to: Path, *, best: bool = False, step: int | None = 
     content already, CheckpointError when the checkpoint is damaged.
     """
     directory = RunDirectory.open(run)
-    settings, reader = _read_settings(directory, _choose_checkpoint(directory, best=best, step=step))
-    model = _plan_model(directory, settings)
+    recipe, reader = _read_settings(directory, _choose_checkpoint(directory, best=best, step=step))
+    model = _plan_model(directory, recipe)
     units = find_units(model)
     dtype = getattr(torch, reader.manifest.entries[f"weight/{units[0].parameters[0]}"].dtype)
     tokenizer = [path for path in sorted(directory.tokenizer.iterdir()) if path.name != INFO_FILE]
     beside = [*tokenizer, *list_processors(directory.pretrained)]
     write_weights(to, model, _read_units(reader, model, units), dtype, beside)
-    print(f"exported step {reader.manifest.step:,} of {run} to {name or to}")
+    template = directory.tokenizer / "chat_template.jinja"
+    chat = f", with the chat template {hash_file(template)[:16]}" if template.is_file() else ""
+    print(f"exported step {reader.manifest.step:,} of {run} to {name or to}{chat}")
 
 
 def load_model(run: Path) -> tuple[PreTrainedModel, int]:
@@ -52,11 +55,11 @@ def load_model(run: Path) -> tuple[PreTrainedModel, int]:
     Raises what `export_model` raises.
     """
     directory = RunDirectory.open(run)
-    settings, reader = _read_settings(directory, _choose_checkpoint(directory))
-    model = _plan_model(directory, settings)
+    recipe, reader = _read_settings(directory, _choose_checkpoint(directory))
+    model = _plan_model(directory, recipe)
     units, ties = find_units(model), tied_names(model)
     # Rotary tables and masks are in no checkpoint.
-    set_buffers(model, build_buffers(_load_config(directory, settings)), torch.device("cpu"))
+    set_buffers(model, build_buffers(_load_config(directory, recipe.model)), torch.device("cpu"))
     for unit in units:
         for name, weight in _read(reader, "weight/", unit.parameters).items():
             set_parameter(model, ties[name], Parameter(weight, requires_grad=False))
@@ -81,21 +84,25 @@ def _choose_checkpoint(directory: RunDirectory, *, best: bool = False, step: int
     return find_best(directory, newest) if best else newest
 
 
-def _read_settings(directory: RunDirectory, checkpoint: Place) -> tuple[Model, Reader]:
-    """The recipe's keys of the model, and the checkpoint, which says whether they and the tokenizer are still its own."""
+def _read_settings(directory: RunDirectory, checkpoint: Place) -> tuple[Recipe, Reader]:
+    """The recipe, and the checkpoint, which says whether its model and the tokenizer are still its own."""
     recipe, reader = load_recipe(directory.recipe), Reader(checkpoint)
     verify_identity(directory, recipe, reader.manifest.state)
-    return recipe.model, reader
+    return recipe, reader
 
 
-def _plan_model(directory: RunDirectory, settings: Model) -> PreTrainedModel:
-    """The run's model on meta as Hugging Face has it, with its tokenizer's special tokens. settings: the recipe's."""
+def _plan_model(directory: RunDirectory, recipe: Recipe) -> PreTrainedModel:
+    """The run's model on meta as Hugging Face has it, with its tokenizer's special tokens."""
+    settings = recipe.model
     model = build_meta(_load_config(directory, settings), settings.attention)
     # Runs of older versions have the family's ids in their recipes, not the tokenizer's.
     tokenizer = load_tokenizer(str(directory.tokenizer))
     set_token_ids(model, find_token_ids(model.config, tokenizer, settings.weights is not None))
     if settings.weights is not None:
         _carry_generation(model, directory.pretrained, tokenizer, settings.tokenizer is None)
+    if recipe.data.has_conversations and len(end := Chat(tokenizer).turn_end) == 1:
+        generation = model.generation_config
+        generation.eos_token_id = add_end(generation.eos_token_id, end[0])
     return model
 
 
@@ -106,8 +113,9 @@ def _carry_generation(
     too; those of another tokenizer do not."""
     generation = read_generation(model, folder)
     if generation is not None:
-        choose = add_end if has_own_tokenizer else find_end
-        generation.eos_token_id = choose(generation.eos_token_id, tokenizer)
+        stated = generation.eos_token_id
+        end = tokenizer.eos_token_id
+        generation.eos_token_id = add_end(stated, end) if has_own_tokenizer else find_end(stated, tokenizer)
         model.generation_config = generation
 
 

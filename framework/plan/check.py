@@ -58,7 +58,9 @@ def check_weights(plan: Plan) -> None:
 
 def check_layouts(recipes: Sequence[Recipe]) -> Plan:
     """The plan that holds most bytes a rank. Runs of a sweep that differ in nothing that a layout depends on are planned once."""
-    different = {repr([recipe.data.pack, *(getattr(recipe, name) for name in GROUPS)]): recipe for recipe in recipes}
+    different = {
+        repr([recipe.data.isolates, *(getattr(recipe, name) for name in GROUPS)]): recipe for recipe in recipes
+    }
     return max(map(check_layout, different.values()), key=most_bytes)
 
 

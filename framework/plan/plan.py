@@ -282,7 +282,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     # Beside 16 bits buffers stay in fp32: models cast them to what they are multiplied with.
     wide = torch.promote_types(DTYPES[recipe.precision.compute], torch.float32)
     whole = build_meta(config, recipe.model.attention, wide)
-    has_documents = recipe.data.pack == "documents"
+    has_documents = recipe.data.isolates
     if derived.cp > 1:
         refuse_undivided_context(config, ContextSlices(derived.context, derived.ulysses, derived.ring), has_documents)
     check_experts(whole, derived.ep, recipe.model.expert_capacity, derived.expert_tp < derived.tp)

@@ -13,7 +13,7 @@ from framework.recipe.derive import count_nodes, count_ranks
 from framework.recipe.environment import hide_secrets, looks_secret
 from framework.recipe.keys import flatten
 from framework.recipe.problem import COUNTED, DEGREES, Problem, Rule, refuse, refuse_useless, rule
-from framework.recipe.schema import Recipe
+from framework.recipe.schema import Recipe, Source
 from framework.recipe.suggest import nearest
 
 # What folders, wandb ids and SLURM job names all accept.
@@ -193,6 +193,30 @@ def sources(recipe: Recipe) -> Iterator[Problem]:
     elif not any(source.weight for source in sources.values()):
         key = f"data.sources.{next(iter(sources))}.weight"
         yield Problem(key, 0.0, "every source has weight 0, which leaves it out", f"{key}=1")
+
+
+@rule("data.sources", "data.chat_template", "data.train_on", "data.overlong", "data.pack", "data.bpe_vocab")
+def conversations(recipe: Recipe) -> Iterator[Problem]:
+    data = recipe.data
+    for name, source in data.sources.items():
+        if source.messages is not None and source.field != Source.field:
+            key = f"data.sources.{name}.field"
+            message = f"a record has text or a conversation, and data.sources.{name}.messages={source.messages}"
+            yield Problem(key, source.field, message, f"leave one of them out (~{key})")
+    if not data.has_conversations:
+        for key in ("data.chat_template", "data.train_on", "data.overlong"):
+            message = "no source has conversations, so it would do nothing"
+            yield from refuse_useless(recipe, key, message, "data.sources.NAME.messages=messages")
+        return
+    if data.packing == "concat":
+        message = "conversations that share a row would see one another"
+        yield refuse(recipe, "data.pack", message, "leave it out (~data.pack), which is best_fit")
+    if data.overlong != "skip" and data.packing == "documents":
+        message = f"data.pack={data.pack} cuts what is too long at the ends of rows, so it would do nothing"
+        yield refuse(recipe, "data.overlong", message, "leave it out (~data.overlong); or data.pack=best_fit")
+    if data.bpe_vocab is not None and data.chat_template is None:
+        message = "a tokenizer that is trained on the data has no chat template"
+        yield Problem("data.chat_template", None, message, "data.chat_template=chatml, or a file with a template")
 
 
 @rule("data.bpe_vocab", "model.tokenizer", "model.weights")
@@ -417,11 +441,12 @@ RUN_RULES = (
         clipping,
         patterns,
         sources,
+        conversations,
         tokenizer,
         vocabulary,
         weights,
         validation,
     ),
     Rule(("run.root",), find_run_root_problems),
-    *(intervals, checkpoint_root, neighbors, rewinds, profile, best, names, wandb, texts),
+    *(validation, intervals, checkpoint_root, neighbors, rewinds, profile, best, names, wandb, texts),
 )

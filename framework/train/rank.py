@@ -274,7 +274,8 @@ def _sequences(plan: Plan, mesh: Mesh) -> dict[str, Any]:
     dp = mesh.axis("dp")
     return {
         "context": plan.derived.context,
-        "pack": plan.recipe.data.pack,
+        "pack": plan.recipe.data.packing,
+        "overlong": plan.recipe.data.overlong,
         "sequences_per_microbatch": plan.derived.sequences_per_microbatch,
         "dp_rank": dp.rank,
         "dp_size": dp.size,

@@ -180,7 +180,7 @@ TIMEOUT_S = 120.0
 def make_run_batches(recipe: Recipe, config: PretrainedConfig, num_steps: int) -> list[TokenBatch]:
     """The batches of a verification, equal in every process."""
     derived = derive(recipe)
-    packs_documents = recipe.data.pack == "documents"
+    packs_documents = recipe.data.isolates
     return make_batches(
         config, num_steps, derived.sequences_per_step, derived.context, recipe.train.seed, packs_documents
     )

@@ -62,7 +62,7 @@ class Case:
 
     def batches(self) -> list[TokenBatch]:
         recipe = self.recipe
-        sequences, packs_documents = recipe.batch.sequences_per_step, recipe.data.pack == "documents"
+        sequences, packs_documents = recipe.batch.sequences_per_step, recipe.data.isolates
         assert sequences is not None
         return make_batches(self.config, STEPS, sequences, recipe.batch.context, 11, packs_documents)
 

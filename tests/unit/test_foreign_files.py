@@ -155,7 +155,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "model.weights": "/models/llama", "batch.sequences_per_step": 8 * 8, "train.steps": 500,
         "optim.schedule.warmup_steps": 50, "optim.schedule.final_ratio": 0.0, "optim.betas": (0.9, 0.999),
         "optim.weight_decay": 0.0, "zero.stage": 3, "model.attention": "flash_attention_2",
-        "data.validation": 0.05, "data.pack": "documents", "track.wandb.project": "mine",
+        "data.validation": 0.05, "data.pack": "best_fit", "track.wandb.project": "mine",
     },
     "factory.yaml": {
         "model.weights": "/models/qwen", "batch.sequences_per_step": 8 * 8, "train.epochs": 3.0, "optim.schedule.name": "cosine",

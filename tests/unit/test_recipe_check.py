@@ -478,6 +478,8 @@ class Watched:
         self.__dict__ |= {"_group": group, "_path": path, "_seen": seen}
 
     def __getattr__(self, name: str):
+        if isinstance(derived := getattr(type(self._group), name, None), property):
+            return derived.fget(self)
         value, where = getattr(self._group, name), f"{self._path}.{name}".lstrip(".")
         if is_dataclass(value):
             return Watched(value, where, self._seen)
