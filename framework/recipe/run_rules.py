@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 from framework.output import CONTROLS, in_a_line
 from framework.recipe.derive import count_nodes, count_ranks
 from framework.recipe.environment import hide_secrets, looks_secret
-from framework.recipe.keys import flatten
+from framework.recipe.keys import default_of, flatten
 from framework.recipe.problem import COUNTED, DEGREES, Problem, Rule, refuse, refuse_useless, rule
 from framework.recipe.schema import Recipe
 from framework.recipe.suggest import nearest
@@ -83,6 +83,43 @@ def patterns(recipe: Recipe) -> Iterator[Problem]:
         except re.error as error:
             fix = "escape . [ ( with a backslash where they are meant as such"
             yield Problem(key, pattern, f"not a regular expression: {error}", fix)
+
+
+@rule("adapter", "model.freeze", "precision.compute", "memory.compile", "parallel.overlap", "model.router_bias_rate")
+def adapter(recipe: Recipe) -> Iterator[Problem]:
+    own = recipe.adapter
+    if not own.is_used:
+        for each in fields(own):
+            if each.name != "kind":
+                yield from refuse_useless(recipe, f"adapter.{each.name}", "no adapter is trained", "adapter.kind=lora")
+        return
+    if not own.targets:
+        yield refuse(recipe, "adapter.targets", "an adapter without a place", "adapter.targets=[all-linear]")
+    if own.alpha == 0.0 or own.b_lr_ratio == 0.0:
+        key = "adapter.alpha" if own.alpha == 0.0 else "adapter.b_lr_ratio"
+        yield refuse(recipe, key, "an adapter that stays without effect", f"{key}={default_of(key)}")
+    if recipe.model.freeze:
+        message = "an adapter freezes all of the model but adapter.train"
+        yield refuse(recipe, "model.freeze", message, "leave it out (~model.freeze)")
+    if recipe.model.router_bias_rate:
+        message = "it moves biases of the frozen model, which no adapter's folder has"
+        yield refuse(recipe, "model.router_bias_rate", message, "model.router_bias_rate=0")
+    if recipe.precision.compute == "fp8":
+        message = "fp8 is of linear layers that are trained, which an adapter freezes"
+        yield refuse(recipe, "precision.compute", message, "precision=bf16")
+    if own.dropout:
+        message = "which elements of its input an adapter drops is not known"
+        if own.kind == "dora":
+            yield refuse(
+                recipe, "adapter.dropout", "dora takes all of its input", "adapter.dropout=0; or adapter.kind=lora"
+            )
+        if recipe.memory.compile == "always":
+            yield refuse(
+                recipe, "memory.compile", f"{message} to a compiled layer", "memory.compile=never; or adapter.dropout=0"
+            )
+        if recipe.parallel.overlap == "always":
+            fix = "parallel.overlap=never; or adapter.dropout=0"
+            yield refuse(recipe, "parallel.overlap", f"{message} where tokens come one rank after another", fix)
 
 
 @rule("optim.schedule", "train.steps", "train.epochs")
@@ -378,7 +415,20 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 RUN_RULES = (
-    *(family, schedule, optimizer, moments, clipping, patterns, sources, tokenizer, vocabulary, weights, validation),
+    *(
+        family,
+        schedule,
+        optimizer,
+        moments,
+        clipping,
+        patterns,
+        adapter,
+        sources,
+        tokenizer,
+        vocabulary,
+        weights,
+        validation,
+    ),
     Rule(("run.root",), find_run_root_problems),
     *(intervals, checkpoint_root, neighbors, rewinds, profile, best, names, wandb, texts),
 )
