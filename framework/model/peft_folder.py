@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -96,9 +96,8 @@ def write_adapter(
     """Write an adapter to an existing folder. model: on meta, with the recipe's adapters; base: the recipe's model;
     tensors: whole, of all that is trained, by our names."""
     names = _names(model, adapter)
-    save_file(
-        {theirs: _to_peft(name, tensors[name]) for name, theirs in names.items()}, folder / WEIGHTS, {"format": "pt"}
-    )
+    tensors = {theirs: _to_peft(name, tensors[name]) for name, theirs in names.items()}
+    (folder / WEIGHTS).write_bytes(save(tensors, {"format": "pt"}))
     config = {
         "base_model_name_or_path": base.weights,
         "bias": "none",
