@@ -35,6 +35,8 @@ def bytes_checkpointed(plan: Plan, rank: int) -> int:
     """Bytes that the rank writes of a checkpoint, and has copied: master and states of the elements that it counts."""
     states, total = len(state_names(plan.recipe.optim)), 0
     for buffer in plan.of_rank(rank).buffers:
+        if plan.recipe.adapter.is_used and not buffer.is_trained:
+            continue
         counted = sum(stop - start for start, stop in buffer.counted_runs)
         # Moments of few bits are written in full.
         moments = states * buffer.dtypes.gradient.itemsize if buffer.is_trained else 0

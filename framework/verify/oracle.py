@@ -191,9 +191,8 @@ class Oracle:
         for name in self._adapters.names():
             self._model.get_parameter(name).requires_grad_()
         self._in_bf16 = [name for name, kept in kept_in.items() if kept == torch.bfloat16]
-        self._optimizer = _stock_optimizer(
-            recipe.optim, self.masters, decay_nothing(_build_blank(config)), recipe.adapter
-        )
+        undecayed = decay_nothing(_build_blank(config)) | {name for name in of_adapters if name.endswith("_vector")}
+        self._optimizer = _stock_optimizer(recipe.optim, self.masters, undecayed, recipe.adapter)
         self._mixtures = PlainMixtures(self._model, recipe.model, recipe.batch.context)
         self._scale = PlainLossScale(recipe.precision)
         self._moments = PlainMoments(recipe.optim, recipe.precision.moments, recipe.train.seed, blocks)
