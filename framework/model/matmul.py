@@ -124,6 +124,11 @@ class Matmul(LayerWeight):
         """layer: has the `weight`, [N, K], or [K, N] if it `is_transposed`."""
         super().__init__(layer, "weight", is_transposed)
 
+    def begin(self, x: Tensor) -> "Matmul":
+        """The matmuls of one passage of x, [..., K], through the layer, forward and backward: these, unless something
+        has to be known again in backward."""
+        return self
+
     @property
     def matrix(self) -> Tensor:
         """The weight as [N, K], out of autograd."""

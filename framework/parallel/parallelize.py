@@ -35,6 +35,7 @@ from framework.model.routers import find_routers
 from framework.model.stage import find_shared, hollow_out
 from framework.parallel.activation_checkpointing import checkpoint_layers
 from framework.parallel.activation_offload import ActivationOffload, offload_activations
+from framework.parallel.adapters import AdaptMatmuls, place_adapters
 from framework.parallel.attention import find_context_attentions, is_operator, split_context
 from framework.parallel.experts.dispatch import report_dropped, write_stacked_gradients
 from framework.parallel.experts.split import split_experts
@@ -181,6 +182,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     split_over_tp,  # weights of all that is here: vocabulary, layers, and the tokens between regions
     split_context,  # of the heads that are left to this rank
     cut_to_stage,  # then embedding and head may go: until here both are needed to split what they share
+    place_adapters,  # beside what is left of their weights, whose layouts theirs follow; of this stage's modules alone
     gather_in_fp8,  # of the shapes that are left to this rank
     quantize_gathers,  # of what does not travel as fp8 already
     quantize_reductions,  # anywhere behind the cut: of the gradients that are this stage's
@@ -253,10 +255,11 @@ def write_main_gradients(stage: AttachedStage) -> None:
     """Have linear layers, stacked experts and embeddings write their weights' gradients into the buffers."""
     model, views = stage.model, stage.grad_views
     fp8 = set(find_fp8_linears(model, stage.plan).values())
-    linears = write_gradients_directly(model, views, partial(make_matmul, fp8=fp8, plan=stage.plan))
+    adapt = AdaptMatmuls(stage.plan, views)
+    linears = write_gradients_directly(model, views, partial(make_matmul, fp8=fp8, plan=stage.plan), adapt.linear)
     stage.matmuls = tuple(linears.values())
     stage.operations |= {module: (matmul,) for module, matmul in linears.items()}
-    stage.operations |= write_stacked_gradients(model, views)
+    stage.operations |= write_stacked_gradients(model, views, adapt.stacked)
     write_embedding_gradients(model, views, stage.compiled)
 
 

@@ -57,9 +57,10 @@ class Derived:
 
 
 def compiles(recipe: Recipe) -> bool:
-    """Whether layers are compiled. `auto`: on GPUs, but for what `find_compile_obstacle` names."""
+    """Whether layers are compiled. `auto`: on GPUs, but for what `find_compile_obstacle` names, and adapters that drop inputs."""
     if recipe.memory.compile == "auto":
-        return recipe.launch.device == "cuda" and find_compile_obstacle(recipe) is None
+        has_obstacle = find_compile_obstacle(recipe) is not None or recipe.adapter.dropout > 0
+        return recipe.launch.device == "cuda" and not has_obstacle
     return recipe.memory.compile == "always"
 
 

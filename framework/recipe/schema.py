@@ -98,6 +98,36 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    kind: Literal["none", "lora", "dora"] = key(
+        "train low-rank weights beside a frozen model (docs/adapters.md); dora: and the length of each row of the sum",
+        "none",
+    )
+    rank: int = key("rank of each pair of low-rank weights", 16, low=1)
+    alpha: float = key("scale of the low-rank weights, times their rank", 32.0, low=0.0)
+    rank_stabilized: bool = key("scale by alpha / sqrt(rank), not by alpha / rank", False)
+    dropout: float = key("share of the low-rank path's inputs that is dropped", 0.0, low=0.0, high=0.99)
+    targets: list[str] = key(
+        "modules that get one, by the end of their names; all-linear: each linear layer but the head; experts: stacked experts",
+        ["all-linear"],
+    )
+    train: list[str] = key(
+        "modules that are trained whole, by the end of their names, such as embed_tokens, lm_head", []
+    )
+    b_lr_ratio: float = key("LoRA+: learning rate of B over that of A", 1.0, low=0.0)
+    weights: str | None = key("folder of an adapter in PEFT's format to start from; null: A random, B zero", None)
+
+    @property
+    def is_used(self) -> bool:
+        return self.kind != "none"
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
+
+
+@dataclass(frozen=True)
 class Source:
     path: str = key(
         "file, folder or glob (jsonl, json, csv, parquet, arrow, txt, py ...), hub dataset, `python-stdlib` or `python-help`"
@@ -459,6 +489,7 @@ class Recipe:
     train: Train = group(Train)
     batch: Batch = group(Batch)
     model: Model = group(Model)
+    adapter: Adapter = group(Adapter)
     data: Data = group(Data)
     parallel: Parallel = group(Parallel)
     pipeline: Pipeline = group(Pipeline)

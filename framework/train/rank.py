@@ -38,7 +38,7 @@ from framework.launch.identity import settle_identity, values_of
 from framework.launch.task import describe_job
 from framework.lease import Lease
 from framework.mesh.placement import make_grid
-from framework.model.hub import find_folder
+from framework.model.hub import find_base, find_folder, fingerprint_base
 from framework.model.load import load_config
 from framework.monitor.goodput import Goodput, open_goodput
 from framework.monitor.hang import TRAINING
@@ -245,9 +245,17 @@ def _settle_identity(recipe: Recipe, prepared: Prepared, mesh: Mesh, lease: Leas
             f"the prepared data is not what {lease.run.name} was trained on (fingerprint {prepared.fingerprint}, was"
             f" {state.data}): its data cursor would point elsewhere. Restore the files of data.sources, or start a new run"
         )
+    if recipe.adapter.is_used:
+        state.base = broadcast_object(partial(_settle_base, recipe, state.base), mesh.axis("world"))
     settle = partial(settle_identity, RunDirectory(lease.run), lease, recipe, state.to_json(), prepared.tokenizer)
     identity = broadcast_object(settle, mesh.axis("world"))
     state.recipe, state.tokenizer = identity["recipe"], identity["tokenizer"]
+
+
+def _settle_base(recipe: Recipe, recorded: str) -> str:
+    """The fingerprint of the frozen weights beside an adapter. recorded: by the checkpoint from which the run goes on."""
+    find_base(recipe.model, recorded)
+    return recorded or fingerprint_base(recipe.model)
 
 
 def _open_loader(plan: Plan, prepared: Prepared, mesh: Mesh, state: RunState, hear: Sequence[Hear]) -> Loader:
