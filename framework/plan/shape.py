@@ -172,7 +172,7 @@ class ModelShape:
 
     @cached_property
     def matrices(self) -> tuple[float, float]:
-        """Of a parameter, on average: the share that Muon updates, and FLOPs of its orthogonalisation."""
+        """Averages over all parameters: the share that Muon updates, and FLOPs of its orthogonalisation."""
         if self.recipe.optim.name != "muon":
             return 0.0, 0.0
         numel, flops = 0, 0.0
