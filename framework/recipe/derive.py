@@ -66,13 +66,16 @@ def compiles(recipe: Recipe) -> bool:
 def find_compile_obstacle(recipe: Recipe) -> str | None:
     """The key and value with which a layer that keeps outputs by name cannot be compiled; None where there is none.
 
-    What is kept is chosen within one graph, and where ranks communicate a graph ends.
+    What is kept is chosen within one graph, and where messages travel under matmuls a graph ends.
     """
-    if recipe.memory.activation_checkpointing not in ("selective", "auto"):
-        return None
+    chooses = recipe.memory.activation_checkpointing in ("selective", "auto")
+    return "parallel.overlap=always" if chooses and overlaps_matmuls(recipe) else None
+
+
+def overlaps_matmuls(recipe: Recipe) -> bool:
+    """Whether messages of tensor parallelism travel under matmuls."""
     parallel = recipe.parallel
-    found = {"tp": parallel.tp, "cp": parallel.cp, "ep": parallel.ep}
-    return next((f"parallel.{axis}={degree}" for axis, degree in found.items() if degree > 1), None)
+    return parallel.tp > 1 and parallel.sequence and parallel.overlap == "always"
 
 
 def derive(recipe: Recipe) -> Derived:

@@ -60,6 +60,8 @@ def write_gradients_directly(
             matmul = make_matmul(module, isinstance(module, Conv1D))
             module.forward = _direct_forward(module, matmul, path.rpartition(".")[2])  # type: ignore[method-assign]
         else:
+            if isinstance(module, MatmulLinear):
+                module.matmul.give_number()
             continue
         matmul.write_gradient_to(by_parameter[id(module.weight)])
         matmuls[module] = matmul
