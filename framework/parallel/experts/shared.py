@@ -35,7 +35,7 @@ class SharedExperts:
         mixture.__dict__[self.name] = self
 
     def leave(self, mixture: nn.Module, args: Any, output: Any) -> None:
-        """A hook behind the mixture, also where it has failed."""
+        """A hook behind the mixture."""
         self._input = self._ahead = None
         mixture.__dict__.pop(self.name, None)
 
@@ -76,7 +76,9 @@ def stand_in(mixture: nn.Module, experts: str, width: int) -> SharedExperts | No
         return None
     shared = SharedExperts(mixture.get_submodule(name), name)
     mixture.register_forward_pre_hook(partial(_enter, shared), with_kwargs=True)
-    mixture.register_forward_hook(partial(_leave, shared), always_call=True)
+    # Not always called: of such hooks torch's compiler guards on numbers, which differ between layers. Behind a forward that failed
+    # what stands in the module's place calls the module.
+    mixture.register_forward_hook(partial(_leave, shared))
     return shared
 
 
