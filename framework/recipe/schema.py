@@ -313,7 +313,7 @@ class Memory:
     )
     budget_gb: float | None = key("auto: planned memory of a rank, in GB of 2^30 bytes", None, low=0.0)
     compile: Literal["auto", "never", "always"] = key(
-        "torch.compile of each layer's forward; auto: on GPUs, but not where outputs are kept by name beside tp, cp or ep",
+        "torch.compile of each layer's forward; auto: on GPUs, not where outputs are kept by name and parallel.overlap=always",
         "auto",
     )
     chunked_loss: bool | Literal["auto"] = key(

@@ -134,12 +134,11 @@ class TestCheck:
         assert "each layer's forward" in always
         _, experts = say("memory.compile=always", "model.experts=eager")
         assert "multiplied in a loop" in experts
-        (pieces,) = say("memory.compile=always", "parallel.tp=2", "launch.ranks=2")
-        assert "graphs end where ranks communicate" in pieces
-        (kept,) = say(
-            "launch.device=cuda", "memory.activation_checkpointing=selective", "parallel.tp=2", "launch.ranks=2"
-        )
-        assert "with parallel.tp=2 graphs end" in kept
+        overlapped = ("parallel.tp=2", "parallel.overlap=always", "launch.ranks=2")
+        (pieces,) = say("memory.compile=always", *overlapped)
+        assert "graphs end at tp's regions" in pieces
+        (kept,) = say("launch.device=cuda", "memory.activation_checkpointing=selective", *overlapped)
+        assert "with parallel.overlap=always graphs end" in kept
 
     def test_the_printed_recipe_is_the_recipe(self, run, tmp_path):
         from framework.recipe.compose import compose, load_recipe

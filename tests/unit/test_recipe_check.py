@@ -267,9 +267,12 @@ def test_zero_choices_that_cannot_be_are_refused(overrides, key, says):
         (["memory.budget_gb=20"], "memory.budget_gb", "met by memory.activation_checkpointing=auto only, not by none"),
         (["memory.kept_operations=[attention]"], "memory.kept_operations", "no operation's output is kept by name"),
         (
-            ["memory.activation_checkpointing=selective", "memory.compile=always", "parallel.tp=2", "launch.ranks=2"],
+            [
+                *("memory.activation_checkpointing=selective", "memory.compile=always"),
+                *("parallel.tp=2", "parallel.overlap=always", "launch.ranks=2"),
+            ],
             "memory.activation_checkpointing",
-            "with parallel.tp=2 graphs end where ranks communicate",
+            "with parallel.overlap=always graphs end at tp's regions",
         ),
     ],
 )

@@ -67,6 +67,8 @@ def write_gradients_directly(
             matmul = adapt(module, make_matmul(module, isinstance(module, Conv1D)))
             module.forward = _direct_forward(module, matmul, path.rpartition(".")[2])  # type: ignore[method-assign]
         else:
+            if isinstance(module, MatmulLinear):
+                module.matmul.give_number()
             continue
         if id(module.weight) in by_parameter:
             matmul.write_gradient_to(by_parameter[id(module.weight)])
