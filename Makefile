@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # Stamps of their own: training does not wait for what only tests and benches import, and these install all of it at once.
 install: .venv/compiled
 
-develop: .venv/developed .venv/torchao.installed
+develop: .venv/developed .venv/torchao.installed .venv/triton.installed
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -25,6 +25,11 @@ $(BIN)/python:
 # tests/torchao_folder.py says why there.
 .venv/torchao.installed: pyproject.toml | $(BIN)/python
 	$(PIP) --upgrade --no-deps --target .venv/torchao 'torchao>=0.15,<0.19'
+	touch $@
+
+# tests/interpreted_triton.py says why there. Torch for CUDA brings its own.
+.venv/triton.installed: pyproject.toml | $(BIN)/python
+	$(PIP) --upgrade --no-deps --target .venv/triton 'triton>=3.5,<4'
 	touch $@
 
 # What commands import is compiled by one process when it is installed, not by the first command that is typed, nor by every rank at
