@@ -386,20 +386,21 @@ class LayerTimes:
 
     @remember("tokens", "tp", "sequence", "adds")
     def head(self, c: Candidate, chunks_loss: bool) -> UnitWork:
-        """The last norm, the output embedding and the loss; in chunks both are computed again in backward."""
+        """The last norm, the output embedding and the loss; in chunks logits are computed again in backward."""
         rates, profile, hidden = self.rates, self.rates.profile, self.operators.hidden
         columns = -(-self.operators.vocabulary // c.tp)
         outside = c.tokens / c.tp if c.sequence else c.tokens
         norm = rates.elementwise(outside * hidden, profile.norm)
-        loss = max(
-            rates.elementwise(c.tokens * columns, profile.loss), rates.cluster.softmax_seconds(c.tokens * columns)
+        least = rates.cluster.softmax_seconds(c.tokens * columns)
+        loss, loss_gradient = (
+            max(rates.elementwise(c.tokens * columns, each), least) for each in (profile.loss, profile.loss_gradient)
         )
         multiplied = rates.matmul(c.tokens, hidden, columns, narrow=False)
-        again = Work(multiplied, 0.0, loss) if chunks_loss else Work()
+        again = Work(multiplied) if chunks_loss else Work()
         gradient = self._weight_gradient(c.tokens, hidden, columns, c.adds, narrow=False)
         return UnitWork(
             Work(multiplied, 0.0, norm + loss),
-            Work(multiplied, 0.0, profile.backward_passes * norm + loss),
+            Work(multiplied, 0.0, profile.backward_passes * norm + loss_gradient),
             Work(gradient),
             again,
             gradient,

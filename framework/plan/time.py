@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from framework.comm.codec import BlockCodec
+from framework.model.loss import is_fused
 from framework.model.precision import DTYPES
 from framework.model.stage import StageBounds
 from framework.parallel.activation_checkpointing import count_groups
@@ -28,7 +29,7 @@ from framework.plan.exposure import NOTHING, Exposure, Groups, LayerMessages, hi
 from framework.plan.forecast import TimeForecast
 from framework.plan.forecast_memory import MemoryModel
 from framework.plan.operators import LayerTimes, UnitWork, Work, read_operators
-from framework.plan.profile import OURS, Profile, Rates
+from framework.plan.profile import OURS, OURS_ON_GPUS, Profile, Rates
 from framework.plan.remember import remember
 from framework.plan.shape import Degrees, ModelShape, RankUnit
 from framework.plan.sharding import ShardedUnit, Sharding
@@ -160,7 +161,7 @@ class TimeModel:
         dtype = "bf16" if compute == "auto" else compute
         itemsize = {"fp32": 4, "fp64": 8}.get(dtype, 2)
         self.shape, self.settings, self.cluster = shape, settings, cluster
-        self.profile = profile or OURS
+        self.profile = profile or (OURS_ON_GPUS if is_fused(settings.launch.device, itemsize) else OURS)
         if compiles(settings):
             self.profile = self.profile.fused()
         self.rates = Rates(cluster, self.profile, dtype, itemsize)
