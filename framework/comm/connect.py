@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _set_p
 
 from framework.comm.communicator import Communicator
 from framework.comm.groups import (
+    SHARD_AXES,
     TOKEN_AXES,
     Backend,
     Backends,
@@ -241,21 +242,15 @@ def join_axes(
         return group
 
     axes = topology.axes(rank)
-    joined = {(plan.use, plan.axis): (plan.ranks, join(plan)) for plan in plan_groups(axes, backends)}
-    groups, token_groups = (
-        {ranks: group for (use, _), (ranks, group) in joined.items() if use == of} for of in ("", "tokens")
-    )
+    joined = {(plan.use, plan.ranks): join(plan) for plan in plan_groups(axes, backends)}
+    has_tokens = any(use == "tokens" for use, _ in joined)
     # One of all axes: the thread that trains waits over one of them at a time, or has its device wait.
     waits = Waits(DeviceProgress() if "nccl" in backends.world else None)
-    group_of = {
-        name: (token_groups if name in TOKEN_AXES and token_groups else groups).get(axis.ranks)
-        for name, axis in axes.items()
-    }
     return {
         name: Communicator(
             axis,
-            group_of[name],
-            joined.get(("scatter", name), (None, None))[1],
+            joined.get(("tokens" if name in TOKEN_AXES and has_tokens else "", axis.ranks)),
+            joined.get(("scatter", axis.ranks)) if name in SHARD_AXES else None,
             check_s=check_s,
             staged=backends.is_staged,
             timeout=timeout,

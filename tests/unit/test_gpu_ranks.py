@@ -18,9 +18,14 @@ from framework.launch.process import ALLOCATOR_VARIABLES, LEAST_CORES, prepare_g
 from framework.launch.slurm import CPUS_OF_GPU_RANK, choose_cpus
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Axis, Topology
+from framework.model.load import load_config
 from framework.model.units import Unit
 from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.plan_buffers import plan_buffers, shard_over_batch
+from framework.plan.memory_states import COMMUNICATOR_BYTES, CONTEXT_BYTES, MESSAGES_BYTES
+from framework.plan.plan import make_plan
+from framework.plan.target import resolve_target
+from framework.recipe.compose import compose
 from framework.recipe.schema import Launch, Zero
 
 
@@ -169,3 +174,13 @@ def test_groups_that_carry_only_messages_are_started_without_rings(monkeypatch: 
     ]  # fmt: skip
     connect._start_nccl(axes, cpu)
     assert started == [("world", "all_reduce"), ("pp", "eagerly"), ("scatter", "all_reduce"), ("tokens", "eagerly")]
+
+
+@pytest.mark.parametrize("words", [[], ["parallel.tp=2"], ["parallel.pp=2"], ["parallel.cp=2", "zero.shard_within=4"]])
+def test_a_plan_counts_the_communicators_of_its_topology(words: list[str]) -> None:
+    base = ["model=llama3_1_8b", "cluster=h100_ib", "launch.device=cuda", "launch.ranks=8", "zero=stage_3"]
+    recipe = resolve_target(compose([*base, "batch.sequences_per_step=16", *words], []).require())
+    plan = make_plan(recipe, load_config(recipe.model))
+    made = plan_groups(plan.topology.axes(0), connect.choose_backends("cuda", is_debug=False))
+    num_bytes = sum(MESSAGES_BYTES if each.only_messages else COMMUNICATOR_BYTES for each in made)
+    assert plan.memory_model.pipelines.outside(plan.candidate) == CONTEXT_BYTES + num_bytes
