@@ -39,6 +39,7 @@ from framework.comm.groups import (
 from framework.comm.meeting import compare_fingerprints, connect_limit_s, persist
 from framework.comm.waits import DeviceProgress, Waits
 from framework.errors import ConnectionFailed, NodeError, RecipeError, TopologyError
+from framework.host import stay_near
 from framework.mesh.topology import Topology
 
 # The variable in which a launcher gives each rank the secret of this start.
@@ -325,6 +326,13 @@ def choose_device(kind: str) -> torch.device:
     return torch.device(
         "cuda", _gpu_index(local_rank(), count, is_bound=any(name in os.environ for name in BOUND_GPUS))
     )
+
+
+def stay_beside(device: torch.device) -> None:
+    """Have this rank's threads that are still to come run on cores beside its GPU."""
+    if device.type == "cuda":
+        found: Any = torch.cuda.get_device_properties(device)
+        stay_near(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
 
 
 def _gpu_index(local_rank: int, count: int, is_bound: bool) -> int:

@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 from datetime import timedelta
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from framework.comm import connect
 from framework.comm.communicator import Communicator
 from framework.comm.groups import TOKEN_AXES, plan_groups
+from framework.host import find_near_cores
 from framework.launch import process
 from framework.launch.process import ALLOCATOR_VARIABLES, LEAST_CORES, prepare_gpu_rank
 from framework.launch.slurm import CPUS_OF_GPU_RANK, choose_cpus
@@ -184,3 +186,36 @@ def test_a_plan_counts_the_communicators_of_its_topology(words: list[str]) -> No
     made = plan_groups(plan.topology.axes(0), connect.choose_backends("cuda", is_debug=False))
     num_bytes = sum(MESSAGES_BYTES if each.only_messages else COMMUNICATOR_BYTES for each in made)
     assert plan.memory_model.pipelines.outside(plan.candidate) == CONTEXT_BYTES + num_bytes
+
+
+@pytest.mark.parametrize(
+    ("node", "cpulist", "allowed", "expected"),
+    [
+        ("1", "4-7,12-15", set(range(16)), {4, 5, 6, 7, 12, 13, 14, 15}),
+        ("1", "4-7,12-15", {4, 5, 6, 7, 0, 1}, {4, 5, 6, 7}),  # what the job gives, as far as it is there
+        ("1", "4-7,12-15", {0, 1, 2, 4, 5, 6}, {0, 1, 2, 4, 5, 6}),  # three are too few
+        ("-1", "0-15", {2, 3}, {2, 3}),  # a machine of one node
+        (None, "0-3", {0, 1, 2, 3, 4}, {0, 1, 2, 3, 4}),
+    ],
+)
+def test_a_rank_stays_near_its_gpu(
+    tmp_path: Path, node: str | None, cpulist: str, allowed: set[int], expected: set[int]
+) -> None:
+    address = "0000:1b:00.0"
+    for folder, name, text in (
+        (f"bus/pci/devices/{address}", "numa_node", node), ("devices/system/node/node1", "cpulist", f"{cpulist}\n")
+    ):  # fmt: skip
+        (tmp_path / folder).mkdir(parents=True)
+        if text is not None:
+            (tmp_path / folder / name).write_text(text)
+    assert find_near_cores(address, allowed, tmp_path) == expected
+
+
+def test_the_address_of_a_gpu_is_that_of_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x9B, pci_device_id=0)
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(connect, "stay_near", asked.append)
+    connect.stay_beside(torch.device("cpu"))
+    connect.stay_beside(torch.device("cuda", 3))
+    assert asked == ["0000:9b:00.0"]
