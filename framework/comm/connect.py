@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _set_p
 
 from framework.comm.communicator import Communicator, link_levels
 from framework.comm.groups import (
+    SHARD_AXES,
     Backend,
     Backends,
     GroupPlan,
@@ -38,7 +39,8 @@ from framework.comm.groups import (
 from framework.comm.meeting import compare_fingerprints, connect_limit_s, persist
 from framework.comm.waits import DeviceProgress, Waits
 from framework.errors import ConnectionFailed, NodeError, RecipeError, TopologyError
-from framework.mesh.topology import Axis, Topology
+from framework.host import stay_near
+from framework.mesh.topology import Topology
 
 # The variable in which a launcher gives each rank the secret of this start.
 SECRET = "MESHWRIGHT_SECRET"
@@ -241,21 +243,14 @@ def join_axes(
         return group
 
     axes = topology.axes(rank)
-    made: dict[str, dict[tuple[int, ...], Any]] = {}
-    joined: dict[tuple[str, str], Any] = {}
-    for plan in plan_groups(axes, backends):
-        joined[plan.use, plan.axis] = made.setdefault(plan.use, {})[plan.ranks] = join(plan)
+    joined = {(plan.use, plan.ranks): join(plan) for plan in plan_groups(axes, backends)}
     # One of all axes: the thread that trains waits over one of them at a time, or has its device wait.
     waits = Waits(DeviceProgress() if "nccl" in backends.world else None)
-
-    def group_of(axis: Axis) -> Any:
-        return made.get(use_of(axis.name), {}).get(axis.ranks, made.get("", {}).get(axis.ranks))
-
     communicators = {
         name: Communicator(
             axis,
-            group_of(axis),
-            joined.get(("scatter", name)),
+            joined.get((use_of(name), axis.ranks), joined.get(("", axis.ranks))),
+            joined.get(("scatter", axis.ranks)) if name in SHARD_AXES else None,
             check_s=check_s,
             staged=backends.is_staged,
             timeout=timeout,
@@ -331,6 +326,13 @@ def choose_device(kind: str) -> torch.device:
     return torch.device(
         "cuda", _gpu_index(local_rank(), count, is_bound=any(name in os.environ for name in BOUND_GPUS))
     )
+
+
+def stay_beside(device: torch.device) -> None:
+    """Have this rank's threads that are still to come run on cores beside its GPU."""
+    if device.type == "cuda":
+        found: Any = torch.cuda.get_device_properties(device)
+        stay_near(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
 
 
 def _gpu_index(local_rank: int, count: int, is_bound: bool) -> int:

@@ -98,13 +98,17 @@ def plan_groups(axes: Mapping[str, Axis], backends: Backends) -> Iterator[GroupP
             yield GroupPlan(name, ranks, backends.axes, use_of(name) if backends.scatter is not None else "")
     if backends.scatter is None:
         return
-    for name in SHARD_AXES:
+    for axis in _distinct(axes, SHARD_AXES):
+        yield GroupPlan(axis.name, axis.ranks, backends.scatter, "scatter")
+    for axis in _distinct(axes, TOKEN_AXES):
+        # Of the axes' backends: in debug mode ranks compare over them what they start, by tensors of the CPU.
+        yield GroupPlan(axis.name, axis.ranks, backends.axes, "tokens", only_messages=True)
+
+
+def _distinct(axes: Mapping[str, Axis], names: Iterable[str]) -> list[Axis]:
+    """The first of the named axes over each set of more than one rank."""
+    found: dict[tuple[int, ...], Axis] = {}
+    for name in names:
         if axes[name].size > 1:
-            yield GroupPlan(name, axes[name].ranks, backends.scatter, "scatter")
-    tokens: dict[tuple[int, ...], str] = {}
-    for name in TOKEN_AXES:
-        tokens.setdefault(axes[name].ranks, name)
-    for ranks, name in tokens.items():
-        if axes[name].size > 1:
-            # Of the axes' backends: in debug mode ranks compare over them what they start, by tensors of the CPU.
-            yield GroupPlan(name, ranks, backends.axes, "tokens", only_messages=True)
+            found.setdefault(axes[name].ranks, axes[name])
+    return list(found.values())

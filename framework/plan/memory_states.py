@@ -168,7 +168,9 @@ class Pipelines:
         if not self.on_gpus:
             return 0
         kv = ranks_per_kv_head(self.shape.config, each.tp)
-        experts = count_expert_shards(each.shard, each.tp, each.ep, each.expert_tp, each.batch) if each.zero else 1
+        experts = 1
+        if each.zero:
+            experts = count_expert_shards(each.shard, each.tp, each.ep, each.expert_tp, each.batch)
         degrees = {
             name: getattr(each, name) for name in ("pp", "dp", "cp", "tp", "ep", "shard", "expert_tp", "ulysses")
         }

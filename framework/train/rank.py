@@ -16,6 +16,7 @@ from framework.comm.connect import (
     num_nodes,
     open_store_beside,
     ranks_per_node,
+    stay_beside,
 )
 from framework.comm.objects import broadcast_object
 from framework.data.loader import Hear, Loader, validation_batches
@@ -105,6 +106,7 @@ def train_rank(
         check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None
         progress.phases.begin(Phase.CONNECT)
         device = choose_device(recipe.launch.device)
+        stay_beside(device)
         mesh = connect(plan.topology, device, timeout_s=deadlines.collective, check_s=check_s, fingerprint=fingerprint)
         progress.communicators[TRAINING] = tuple(mesh.axes.values())
         lease = progress.lease = broadcast_object(lambda: lease or Lease(run_dir), mesh.axis("world"))
