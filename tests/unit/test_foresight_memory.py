@@ -62,6 +62,12 @@ def draw(rng: random.Random) -> Recipe:
         offload=offload,
     )
     schedule = pick(("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"))
+    if zero.stage:
+        zero = replace(zero, quantize_gather=pick(("none", "none", "int8", "fp8")))
+    if zero.quantize_gather != "none":
+        zero = replace(zero, quantize_min_elements=pick((0, 500, 2**16)))
+    if zero.stage == 3 and not zero.keep_gathered:
+        zero = replace(zero, secondary_shard=pick((None, 2)))
     recipe = small_recipe(pick(("fp32", "bf16")), world, pick((1, 2, 4, 6)), 48, None, zero, parallel)
     if zero.stage:
         zero = replace(zero, bucket_bytes=pick((0, 50_000, 2**22)))
