@@ -283,7 +283,7 @@ class TimeModel:
     def _document(self) -> int | None:
         """Tokens of a document, as `LayerTimes` has them. transformers' attention computes all pairs and masks."""
         settings = self.settings
-        if settings.data.pack != "documents":
+        if not settings.data.isolates:
             return None
         is_ours = settings.parallel.cp > 1 or find_stock_attention(self.shape.config, settings) is None
         return typical_document(DOCUMENT_TOKENS) if is_ours else 0

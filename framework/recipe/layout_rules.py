@@ -184,7 +184,7 @@ def zero(recipe: Recipe) -> Iterator[Problem]:
 def quantized(recipe: Recipe) -> Iterator[Problem]:
     zero, copied, key = recipe.zero, recipe.zero.secondary_shard, "zero.secondary_shard"
     if zero.quantize_gather == zero.quantize_reduce == "none":
-        message = "nothing is quantized: zero.quantize_gather and zero.quantize_reduce are none"
+        message = "with zero.quantize_gather=none and zero.quantize_reduce=none the recipe quantizes nothing"
         yield from refuse_useless(recipe, "zero.quantize_min_elements", message, "zero.quantize_gather=int8")
     if zero.stage and count_nodes(recipe) == 1:
         message = "all ranks are on one node: nothing goes between nodes, and within one codes cost more than they save"

@@ -20,6 +20,7 @@ def test_foreign_names_lead_to_ours():
         "num_train_epochs": "train.epochs",
         "zero_optimization.stage": "zero.stage (DeepSpeed",
         "optimizer.params.lr": "optim.lr (DeepSpeed",
+        "zero_optimization.zero_quantized_gradients": "zero.quantize_reduce (DeepSpeed",
         "zero_optimization.zero_quantized_weights": "zero.quantize_gather=int8 (DeepSpeed",
         "zero_optimization.zero_hpz_partition_size": "zero.secondary_shard (DeepSpeed",
         "moe.ep_size": "parallel.ep (DeepSpeed",
