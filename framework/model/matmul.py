@@ -78,6 +78,9 @@ class LayerWeight:
             return compute(*args)
         return self.kept.compute(self._operation, partial(compute, *args))
 
+    def invalidate(self) -> None:
+        """Forget what was found of the weight's values, which are about to change."""
+
     def write_gradient_to(self, grad_view: GradView) -> None:
         """Have `weight_gradient` add to the main gradient from now on; autograd gets none."""
         self.grad_view = grad_view

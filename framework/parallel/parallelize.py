@@ -27,6 +27,7 @@ from framework.model.kept_outputs import KeepsOutputs
 from framework.model.load import choose_experts, kept_in_fp32
 from framework.model.logit_map import LogitMap
 from framework.model.loss import Loss
+from framework.model.matmul import Matmul
 from framework.model.mixtures import ExpertLoad
 from framework.model.opaque_linear import keep_named
 from framework.model.precision import DTYPES
@@ -208,6 +209,8 @@ class AttachedStage:
 
     operations: dict[nn.Module, Sequence[KeepsOutputs]] = field(init=False, default_factory=dict)
     """The operations of each module whose outputs activation checkpointing may keep."""
+    matmuls: Sequence[Matmul] = field(init=False, default=())
+    """The matmuls of its trained linear layers."""
     parameters: ParameterSync = field(init=False)
     gradients: GradientSync = field(init=False)
     hooks: UnitHooks = field(init=False)
@@ -230,6 +233,7 @@ def write_main_gradients(stage: AttachedStage) -> None:
     model, views = stage.model, stage.grad_views
     fp8 = set(find_fp8_linears(model, stage.plan).values())
     linears = write_gradients_directly(model, views, partial(make_matmul, fp8=fp8, plan=stage.plan))
+    stage.matmuls = tuple(linears.values())
     stage.operations |= {module: (matmul,) for module, matmul in linears.items()}
     stage.operations |= write_stacked_gradients(model, views)
     write_embedding_gradients(model, views, stage.compiled)
@@ -248,7 +252,7 @@ def hook_units(stage: AttachedStage) -> None:
     plan, buffers = stage.plan, stage.buffers
     stage.gradients = GradientSync(buffers, stage.exposed, DTYPES[plan.recipe.precision.reduce])
     by_unit = [[buffer for buffer in buffers if buffer.plan.unit == unit.name] for unit in plan.own_units]
-    stage.parameters = ParameterSync(by_unit, stage.exposed)
+    stage.parameters = ParameterSync(by_unit, stage.exposed, [matmul.invalidate for matmul in stage.matmuls])
     prefetch, trains_below = plan.recipe.zero.prefetch_units, plan.trains_below
     stage.hooks = UnitHooks(
         stage.model, plan.own_units, stage.ties, stage.parameters, stage.gradients, prefetch, trains_below

@@ -26,7 +26,8 @@ from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.precision import DTYPES
 from framework.model.stage import StageBounds, copy_stage, split_stages
 from framework.model.units import Unit, find_units, tied_names
-from framework.optim.groups import GroupAssignment, group_trained
+from framework.optim.groups import GroupAssignment, group_trained, optimizer_of
+from framework.optim.matrices import count_flops, find_matrices
 from framework.parallel.pipeline.pipeline import count_layers
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
 from framework.parallel.stage_plan import StagePlan
@@ -167,6 +168,20 @@ class ModelShape:
     def size(self) -> ModelSize:
         """Numbers of parameters of the whole model."""
         return measure_model(self.whole)
+
+    @cached_property
+    def matrices(self) -> tuple[float, float]:
+        """Of a parameter, on average: the share that Muon updates, and FLOPs of its orthogonalisation."""
+        if self.recipe.optim.name != "muon":
+            return 0.0, 0.0
+        numel, flops = 0, 0.0
+        for name, form in find_matrices(self.whole, self.units, self.recipe.model.tp_plan).items():
+            if optimizer_of(self.recipe.optim, self.groups.get(name, "")) == "muon":
+                shape = self.whole.get_parameter(name).shape
+                numel += shape.numel()
+                each = form.shapes((shape[-2], shape[-1]))
+                flops += shape[:-2].numel() * sum(count_flops(one, self.recipe.optim.muon.steps) for one in each)
+        return numel / self.size.total, flops / self.size.total
 
     @property
     def top_k(self) -> int | None:
@@ -416,4 +431,5 @@ def group_parameters_of(recipe: Recipe, whole: PreTrainedModel, units: tuple[Uni
     parameters = {name: whole.get_parameter(name) for unit in units for name in unit.parameters}
     marked = {name for name, each in parameters.items() if getattr(each, "_no_weight_decay", False)}
     shapes = {name: tuple(each.shape) for name, each in parameters.items()}
-    return group_trained(shapes, recipe.model.freeze, recipe.optim, marked)
+    matrices = find_matrices(whole, units, recipe.model.tp_plan) if recipe.optim.name == "muon" else {}
+    return group_trained(shapes, recipe.model.freeze, recipe.optim, marked, matrices)

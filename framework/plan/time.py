@@ -169,7 +169,7 @@ class TimeModel:
             gathered = BlockCodec(settings.zero.quantize_gather).bytes_per_number
         reduced = float(DTYPES[settings.precision.reduce].itemsize)
         self.sharding = Sharding(settings.zero, gathered, reduced, cluster, self.profile)
-        self.update = Update(settings, cluster, self.profile, itemsize)
+        self.update = Update(settings, cluster, self.profile, itemsize, shape.matrices, shape.hidden)
         self.memory = MemoryModel.of(shape, settings)
         self._lengths = Lengths()
 

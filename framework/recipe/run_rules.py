@@ -106,10 +106,19 @@ def schedule(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, key, message, fix)
 
 
-@rule("optim.name", "optim.betas", "optim.eps", "optim.momentum")
+@rule(
+    "optim.name",
+    "optim.betas",
+    "optim.eps",
+    "optim.momentum",
+    "optim.muon.steps",
+    "optim.muon.dtype",
+    "optim.muon.scale",
+)
 def optimizer(recipe: Recipe) -> Iterator[Problem]:
     optim = recipe.optim
-    for name, owners in (("betas", ("adamw", "lion")), ("eps", ("adamw",)), ("momentum", ("sgd",))):
+    owned_by = {"betas": ("adamw", "lion", "muon"), "eps": ("adamw", "muon"), "momentum": ("sgd", "muon")}
+    for name, owners in (owned_by | {f"muon.{each}": ("muon",) for each in ("steps", "dtype", "scale")}).items():
         if optim.name not in owners:
             message = f"{optim.name} has no {name}, so it would do nothing"
             yield from refuse_useless(recipe, f"optim.{name}", message, f"optim={' or optim='.join(owners)}")
@@ -117,6 +126,27 @@ def optimizer(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, "optim.betas", "at 1 a moment never forgets; each must be below 1", "0.9 to 0.999")
     if optim.momentum >= 1.0:
         yield refuse(recipe, "optim.momentum", "at 1 it never forgets; it must be below 1", "0.9")
+
+
+@rule("optim.name", "optim.groups", "memory.offload.optimizer", "precision.moments", "precision.master")
+def muon(recipe: Recipe) -> Iterator[Problem]:
+    name, why = recipe.optim.name, "muon needs whole matrices of momentum in fp32 on the device"
+    asked = [key for key, each in recipe.optim.groups.items() if each.optimizer != "auto"]
+    if name != "muon" and asked:
+        message = f"of optim.name=muon only: {name} updates all parameters"
+        yield Problem(
+            f"optim.groups.{asked[0]}.optimizer",
+            recipe.optim.groups[asked[0]].optimizer,
+            message,
+            "auto; or optim=muon",
+        )
+    if name == "muon" and recipe.memory.offload.optimizer:
+        yield refuse(recipe, "memory.offload.optimizer", why, "0; or optim=adamw")
+    if name == "muon" and recipe.precision.moments != "fp32":
+        yield refuse(recipe, "precision.moments", why, "fp32; or optim=adamw")
+    if name == "muon" and recipe.precision.master == "none":
+        message = "muon's updates are many times smaller than weights, which bf16 would round away"
+        yield refuse(recipe, "precision.master", message, "fp32; or optim=adamw")
 
 
 @rule("precision.moments", "optim.name", "optim.momentum")
@@ -378,7 +408,20 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 RUN_RULES = (
-    *(family, schedule, optimizer, moments, clipping, patterns, sources, tokenizer, vocabulary, weights, validation),
+    *(
+        family,
+        schedule,
+        optimizer,
+        muon,
+        moments,
+        clipping,
+        patterns,
+        sources,
+        tokenizer,
+        vocabulary,
+        weights,
+        validation,
+    ),
     Rule(("run.root",), find_run_root_problems),
     *(intervals, checkpoint_root, neighbors, rewinds, profile, best, names, wandb, texts),
 )

@@ -251,8 +251,8 @@ class Memory:
         "auto",
     )
     chunked_loss: bool | Literal["auto"] = key(
-        "compute head and loss in chunks of tokens, without logits of all; auto: where those are more than 1% of the device's"
-        " memory",
+        "compute head and loss in chunks of tokens, without logits of all; auto: where those are more than 3% of a GPU's"
+        " memory, 1% of a CPU rank's",
         "auto",
     )
     gathered_inputs: Literal["keep", "regather"] = key(
@@ -310,15 +310,33 @@ class ParameterGroup:
     pattern: str = key("regular expression searched in parameter names; the first group that matches wins")
     lr_ratio: float = key("learning rate over optim.lr", 1.0, low=0.0)
     weight_decay: float | None = key("null: optim.weight_decay, 0 for norms, biases, A_log, D", None, low=0.0)
+    optimizer: Literal["auto", "muon", "adamw"] = key(
+        "of optim.name=muon; auto: muon for matrices of layers, adamw for the rest", "auto"
+    )
+
+
+@dataclass(frozen=True)
+class Muon:
+    steps: int = key("Newton-Schulz iterations of an update", 5, low=1)
+    dtype: Literal["bf16", "master"] = key(
+        "dtype of the iterations, and of matrices on their way to and from owners", "bf16"
+    )
+    scale: Literal["adamw", "original"] = key(
+        "adamw: 0.2 sqrt(max(rows, columns)), so that adamw's learning rates carry over; original: sqrt(max(1, rows / columns))",
+        "adamw",
+    )
 
 
 @dataclass(frozen=True)
 class Optim:
-    name: Literal["adamw", "lion", "sgd"] = key("the optimizer", "adamw")
+    name: Literal["adamw", "lion", "sgd", "muon"] = key(
+        "the optimizer; muon: of matrices of layers, adamw for the rest", "adamw"
+    )
     lr: float = key("peak learning rate", 3.0e-4, low=0.0)
     betas: tuple[float, float] = key("moments of adamw and lion", (0.9, 0.95), low=0.0, high=1.0)
     eps: float = key("adamw's epsilon", 1.0e-8, low=0.0)
-    momentum: float = key("sgd's momentum", 0.9, low=0.0, high=1.0)
+    momentum: float = key("momentum of sgd and muon", 0.9, low=0.0, high=1.0)
+    muon: Muon = group(Muon)
     weight_decay: float = key(
         "decoupled decay; not of norms, biases, A_log, D (sgd: added to the gradient)", 0.1, low=0.0
     )

@@ -104,7 +104,7 @@ def assemble(
     return TrainingRun(
         stages=stages,
         pipeline=plan.pipeline,
-        optimizer=StepOptimizer(plan.recipe, buffers, shards, plan.groups, mesh.device, disk),
+        optimizer=StepOptimizer(plan.recipe, buffers, shards, plan.groups, mesh, disk),
         disk=disk,
         shards=shards,
         tied_copies=find_copies(buffers),

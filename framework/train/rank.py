@@ -32,8 +32,9 @@ from framework.errors import (
     MeshwrightError,
     TopologyError,
 )
+from framework.launch.branch import ORDER_KEYS, find_origin
 from framework.launch.directory import RunDirectory
-from framework.launch.identity import settle_identity
+from framework.launch.identity import settle_identity, values_of
 from framework.launch.task import describe_job
 from framework.lease import Lease
 from framework.mesh.placement import make_grid
@@ -64,7 +65,7 @@ from framework.train.profiler import StepProfiler
 from framework.train.reports import Reporter, describe_run
 from framework.train.save_policy import SavePolicy
 from framework.train.saves import Saves
-from framework.train.state import RunState
+from framework.train.state import RunState, begin_branch
 from framework.train.validation import Validation
 
 # In debug mode a rank that starts no collective for so long while others wait is taken for lost.
@@ -145,12 +146,19 @@ def train_connected(
     """Build and restore the run on connected ranks, train it, and return the exit code."""
     recipe, run_dir, phases = plan.recipe, lease.run, watchdog.progress.phases
     saves = Saves(recipe.checkpoint, mesh, lease, watchdog)
-    resumes = saves.start.resumes
+    resumes, start_from = saves.start.resumes, recipe.run.start_from
     phases.begin(Phase.BUILD)
     with explain_out_of_memory(plan, mesh.rank):
-        run = build(plan, mesh, resumes, run_dir.name)
+        run = build(plan, mesh, resumes or start_from is not None, run_dir.name)
         phases.begin(Phase.RESTORE)
-        state = saves.restore(run) if resumes else RunState(run_dir.name, prepared.fingerprint)
+        if resumes:
+            state = saves.restore(run)
+        elif start_from is not None:
+            origin = broadcast_object(partial(find_origin, start_from), mesh.axis("world"))
+            order = {key: value for key, value in values_of(recipe).items() if key in ORDER_KEYS}
+            state = begin_branch(run, run_dir.name, origin, prepared.fingerprint, order)
+        else:
+            state = RunState(run_dir.name, prepared.fingerprint)
     _settle_identity(recipe, prepared, mesh, lease, state)
     info = describe_run(plan, prepared, mesh, run_dir, state.step)
     saver = saves.open(state.step)

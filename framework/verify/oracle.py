@@ -36,6 +36,7 @@ from framework.verify.plain import (
     multiply_in_fp8,
     round_master,
 )
+from framework.verify.plain_muon import PlainMuon, find_matrices
 
 CPU = torch.device("cpu")
 # For Lion: how many more times each step's gradients are computed, from weights that are rounded differently.
@@ -185,7 +186,7 @@ class Oracle:
             for name, parameter in self._model.named_parameters()
         }
         self._in_bf16 = [name for name, kept in kept_in.items() if kept == torch.bfloat16]
-        self._optimizer = _stock_optimizer(recipe.optim, self.masters, decay_nothing(_build_blank(config)))
+        self._optimizer = _stock_optimizer(recipe.optim, self.masters, config)
         self._mixtures = PlainMixtures(self._model, recipe.model, recipe.batch.context)
         self._scale = PlainLossScale(recipe.precision)
         self._moments = PlainMoments(recipe.optim, recipe.precision.moments, recipe.train.seed, layout.blocks)
@@ -389,7 +390,11 @@ def _build_blank(config: PretrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(deepcopy(config))
 
 
-def _stock_optimizer(optim: Optim, masters: Mapping[str, nn.Parameter], undecayed: set[str]) -> torch.optim.Optimizer:
+def _stock_optimizer(
+    optim: Optim, masters: Mapping[str, nn.Parameter], config: PretrainedConfig
+) -> torch.optim.Optimizer:
+    blank = _build_blank(config)
+    undecayed = decay_nothing(blank)
     trained = [name for name, master in masters.items() if master.requires_grad]
     groups = [
         {"params": [masters[name]], "lr_ratio": lr_ratio, "weight_decay": weight_decay}
@@ -400,5 +405,9 @@ def _stock_optimizer(optim: Optim, masters: Mapping[str, nn.Parameter], undecaye
             return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, foreach=False)
         case "sgd":
             return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, foreach=False)
+        case "muon":
+            matrices = find_matrices(blank, config, optim)
+            pieces = ({"pieces": matrices.get(name)} for name in trained)
+            return PlainMuon([group | each for group, each in zip(groups, pieces, strict=True)], optim)
         case "lion":
             return PlainLion(groups, {"lr": optim.lr, "betas": optim.betas})

@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -292,7 +293,7 @@ def compare(recipe: Recipe, ranks: Sequence[Held]) -> Counted:
         phases = [stage.phases[name] for name in ("forward", "loss")]
         predicted = max(each["activations"] + each["logits"] + each["communication"] for each in phases)
         # What is foretold is of the first rank at a place. Others' moments of few bits may be cut into some blocks more or less.
-        names, moments = state_names(plan.recipe.optim), plan.recipe.precision.moments
+        names, moments = partial(state_names, plan.recipe.optim), plan.recipe.precision.moments
         planned = total_on_device(measure_units(plan.of_rank(rank).buffers, names, moments))
         foretold = stage.phases["backward"] if rank in firsts else planned
         are_equal = all(states[kind] == planned[kind] == foretold[kind] for kind in STATES)

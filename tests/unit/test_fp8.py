@@ -5,6 +5,7 @@ from tests.torchao_folder import FOLDER  # isort: skip  first: what follows impo
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from framework.errors import ModelError
 from framework.launch.parts import check_ranks
 from framework.model import fp8
-from framework.model.fp8 import E4M3, E5M2, Fp8Matmul, Scaling, multiply
+from framework.model.fp8 import E4M3, E5M2, Fp8Matmul, Scaling, multiply_factors, quantize
 from framework.model.load import build_meta
 from framework.parallel.fp8_layers import find_fp8_linears
 from framework.plan.plan import make_plan
@@ -87,18 +88,21 @@ def test_the_kernel_computes_what_is_emulated(scaling: Scaling, dtype: torch.dty
     (x, dy), matrix = make_inputs(), make_linear(False).weight.data
     # Of each matmul the shapes and strides: rows of tokens, a transposed weight, and both factors transposed.
     for left, right in ((x, matrix), (dy, matrix.t()), (dy.flatten(0, 1).t(), x.flatten(0, 1).t())):
-        arguments = left.reshape(-1, left.shape[-1]), right, (E5M2 if scaling == "tensor" else E4M3, E4M3), scaling
-        emulated = multiply(*arguments, torch.float32)
+        of_left = quantize(left.reshape(-1, left.shape[-1]), E5M2 if scaling == "tensor" else E4M3, scaling)
+        factors = of_left, quantize(right, E4M3, scaling)
+        emulated = multiply_factors(*factors, torch.float32)
         with patch.object(fp8, "has_kernel", lambda device, scaling: True):
-            computed = multiply(*arguments, dtype)
+            computed = multiply_factors(*factors, dtype)
         torch.testing.assert_close(computed.float(), emulated, rtol=2.0**-7, atol=1e-6 * float(emulated.abs().max()))
 
 
 def test_gradients_are_added_without_a_rounding_to_bf16() -> None:
     (x, dy), linear = make_inputs(), make_linear(False)
     view = torch.full((OUTPUTS, INPUTS), 1.0)
-    fp8._accumulate((E5M2, E4M3), "tensor", view, dy.flatten(0, 1), x.flatten(0, 1), is_first=False)
-    gradient = Fp8Matmul(linear, False, "tensor").weight_gradient(x, dy)
+    matmul = Fp8Matmul(linear, False, "tensor")
+    compute = partial(matmul._multiply_gradients, None)
+    fp8._accumulate(compute, view, dy.flatten(0, 1), x.flatten(0, 1), is_first=False)
+    gradient = matmul.weight_gradient(x, dy)
     assert not torch.equal(view, 1.0 + gradient.float())
     torch.testing.assert_close(view, 1.0 + gradient.float(), rtol=0, atol=2.0**-8 * float(gradient.abs().max()))
 
