@@ -178,10 +178,10 @@ class BufferPlan:
         """Elements that one rank owns, padding included: equal on all ranks."""
         # Rounded up: collectives need equal parts, so the last ranks own some padding, or nothing else in a small buffer.
         # FSDP2 pads every parameter's dim 0 instead, which leaves whole ranks empty where a norm has fewer rows than ranks.
-        count = self.num_owners
-        numel = -(-self.numel // count)
+        numel = -(-self.numel // self.num_owners)
         # Small parts are left as they are: of few elements the last ranks would have none.
-        return numel if count == 1 or numel < LEAST_ALIGNED else -(-numel // ALIGNED_PART) * ALIGNED_PART
+        is_aligned = self.num_owners > 1 and numel >= LEAST_ALIGNED
+        return -(-numel // ALIGNED_PART) * ALIGNED_PART if is_aligned else numel
 
     @cached_property
     def numel_part(self) -> int:
