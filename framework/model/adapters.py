@@ -129,19 +129,22 @@ def _ends(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _explain_target(model: PreTrainedModel, target: str, known: Iterable[str]) -> str:
-    others = [path for path, module in model.named_modules() if _ends(path, target) and any(module.parameters())]
+def _explain_target(model: PreTrainedModel, target: str, places: Iterable[str]) -> str:
+    others = [
+        path for path, module in model.named_modules() if _ends(path, target) and any(True for _ in module.parameters())
+    ]
     if others:
         return (
             f"adapter.targets: {others[0]} ({type(model.get_submodule(others[0])).__name__}) is no linear layer, and no stack of"
             f" experts: train it whole, adapter.train=[{target}], or leave it out"
         )
     names = sorted(
-        {path.rpartition(".")[2] if "experts" not in path else ".".join(path.split(".")[-2:]) for path in known}
+        {path.rpartition(".")[2] if "experts" not in path else ".".join(path.split(".")[-2:]) for path in places}
     )
     near = difflib.get_close_matches(target, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return f"adapter.targets: no module's name ends with {target}{hint} Those of {model.config.model_type}: {', '.join(names)}"
+    known = f"Those of {model.config.model_type}: {', '.join(names)}"
+    return f"adapter.targets: no module's name ends with {target}{hint or '.'} {known}"
 
 
 def find_trained(model: PreTrainedModel, names: Collection[str], adapter: Adapter) -> set[str]:

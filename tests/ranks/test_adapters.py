@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import peft
 import pytest
@@ -13,19 +14,25 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from framework.comm.connect import connect
+from framework.mesh.layout import Layout
 from framework.model.adapters import add_adapters
 from framework.model.initial import build_buffers
 from framework.model.load import build_meta, load_config
 from framework.model.peft_folder import read_adapter
 from framework.optim.groups import learning_rate
+from framework.parallel import adapters
 from framework.plan.plan import make_plan
-from framework.recipe.schema import Adapter, Model, Parallel, Recipe, Zero
+from framework.recipe.schema import Adapter, Memory, Model, Parallel, Pipeline, Recipe, Zero
+from framework.train.build import build
+from framework.train.state import RunState, restore, saved_entries
+from framework.train.step import train_step
 from framework.verify.evidence import Evidence, TokenBatch, keep_double, make_batches
-from framework.verify.layout import run_layout
+from framework.verify.layout import gather_full, owned_weights, run_layout, share
 from tests.families import build_config, family
 from tests.grid import few_of
-from tests.ranks.parity import CPU, SEQUENCES, STEPS, small_recipe
+from tests.ranks.parity import CPU, SEQUENCES, STEPS, Case, assert_equal, run_cases, small_recipe, worst_error
 from tests.ranks.pool import RankPool
+from tests.saving import save_checkpoint
 
 RANK, ALPHA = 3, 5.0
 
@@ -231,3 +238,94 @@ def test_adapters_equal_peft(pool: RankPool, tmp_path: Path, name: str) -> None:
         adapter = replace(adapter, targets=keys["target_modules"])
     start = make_start(tmp_path, of_family, adapter, changes, **keys)
     assert_equals_peft(pool, tmp_path, start, layouts)
+
+
+# Beside PEFT once more, with B zero at first, as runs begin: the oracle of `meshwright verify`, whose model has merged weights.
+def plain_case(name: str, adapter: Adapter, layouts: Mapping[str, Recipe], **changes: Any) -> Case:
+    return Case(name, family(name), {label: replace(each, adapter=adapter) for label, each in layouts.items()}, changes)
+
+
+def test_fresh_adapters_equal_the_oracle(pool: RankPool) -> None:
+    layouts = {"tp, zero 3": layout(2, 3, zero=3, tp=2)}
+    assert_equal(pool, 2, [plain_case("llama", replace(LORA, kind="dora", b_lr_ratio=2.0), layouts)])
+
+
+MORE = {
+    "full checkpointing, split backwards": Memory(activation_checkpointing="full", compile="never"),
+    "regathered": Memory(gathered_inputs="regather", compile="never"),
+    "compiled": Memory(compile="always"),
+}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", MORE)
+def test_adapters_compose_with_memory(pool: RankPool, name: str) -> None:
+    of_pipeline = name.startswith("full")
+    found = layout(2, 3, pp=2) if of_pipeline else layout(2, 3, tp=2)
+    if of_pipeline:
+        found = replace(found, pipeline=Pipeline(schedule="zb_h1"))
+    case = plain_case("llama", replace(LORA, train=["norm"]), {name: replace(found, memory=MORE[name])})
+    assert_equal(pool, 2, [case])
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("of", ["llama", "qwen3_moe"])
+def test_adapters_compose_with_context_parallelism(pool: RankPool, of: str) -> None:
+    targets = ["all-linear", "experts"] if of == "qwen3_moe" else ["all-linear"]
+    assert_equal(pool, 2, [plain_case(of, replace(LORA, targets=targets), {"cp": layout(2, zero=3, cp=2)})])
+
+
+def train_with_a_whole_gradient(rank: int, world: int, rendezvous: str, case: Case) -> Any:
+    """Body: as if each rank had all of the gradient of A beside a column layer."""
+    whole = adapters._follow
+
+    def follow(base: Layout, shape: tuple[int, ...], part: str, is_transposed: bool) -> Layout:
+        found = whole(base, shape, part, is_transposed)
+        return replace(found, partial=()) if part == "lora_A" else found
+
+    with patch.object(adapters, "_follow", follow):
+        return run_cases(rank, world, rendezvous, [case])
+
+
+def test_a_gradient_of_a_that_is_not_summed_shows(pool: RankPool) -> None:
+    case = plain_case("llama", LORA, {"tp": layout(2, tp=2)})
+    rows = {
+        name: each
+        for found in pool.run(2, train_with_a_whole_gradient, case, timeout_s=300)
+        for name, each in found.items()
+    }
+    assert max(map(worst_error, rows.values())) > 1e-3
+
+
+def save_and_load(rank: int, world: int, rendezvous: str, folder: Path, before: Recipe, after: Recipe) -> list[bool]:
+    """Body: a step in one layout, a checkpoint, and the same weights in another layout; whether names and weights are right."""
+    config = build_config(family("qwen3_moe"))
+    found = []
+    weights: dict[str, Tensor] = {}
+    for number, recipe in enumerate((before, after)):
+        plan = make_plan(recipe, config)
+        mesh = connect(plan.topology, CPU, f"{rendezvous}-{number}", rank)
+        world_axis = mesh.axis("world")
+        run = build(plan, mesh, resumes=number == 1)
+        if number == 0:
+            (batch,) = make_batches(config, 1, SEQUENCES, recipe.batch.context, 3)
+            train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), 0, 0.1).read()
+            weights = gather_full(owned_weights(run), world_axis)
+            names = {entry.name for entry in saved_entries(run)}
+            found.append(all("lora_" in name for name in names))
+            save_checkpoint(folder, 1, saved_entries(run), RunState("x", "y", 1).to_json(), world_axis, keep=1)
+        else:
+            restore(run, folder)
+            loaded = gather_full(owned_weights(run), world_axis)
+            found.append(all(torch.equal(loaded[name], each) for name, each in weights.items()))
+        run.close()
+        mesh.close()
+    return found
+
+
+def test_checkpoints_have_adapters_alone_and_load_in_another_layout(pool: RankPool, tmp_path: Path) -> None:
+    adapter = replace(LORA, targets=["q_proj", "experts"])
+    before = replace(layout(2, zero=3), adapter=adapter)
+    after = replace(layout(2, tp=2, ep=2, expert_tp=1), adapter=adapter)
+    for found in pool.run(2, save_and_load, tmp_path, before, after, timeout_s=300):
+        assert found == [True, True]
