@@ -66,11 +66,11 @@ tests: develop
 	$(PYTEST) $(SPREAD) -m "not grid" --ignore tests/slurm
 
 # On a real SLURM cluster of this machine (scripts/local_cluster.sh install); REQUIRE_SLURM=1: a skipped test is a failure. PART=0
-# to 6, or today: what runs each day, and a seventh of the rest, as in CI.
+# to 27, or today: what runs each day, and a part of the rest, as in CI.
 test-slurm: develop
 	$(PYTEST) tests/slurm $(if $(PART),--grid-part $(PART))
 
-# More families, ranks and ties of what `make test` shows. PART=0 to 6, or today: a seventh of it, as CI runs each day.
+# More families, ranks and ties of what `make test` shows. PART=0 to 27, or today: a part of it, as CI runs each day.
 test-grid: develop
 	$(PYTEST) $(SPREAD) -m grid --ignore tests/slurm $(if $(PART),--grid-part $(PART))
 

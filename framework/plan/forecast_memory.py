@@ -46,6 +46,7 @@ from framework.plan.memory_states import (
     Pipelines,
     Places,
     StateBytes,
+    place_states,
     slack_of,
 )
 from framework.plan.policies import Counts, choose_counts, is_large, least_bytes, shorten, uniform
@@ -200,7 +201,7 @@ class ActivationBytes:
             each.expert_tp,
             shape.mixture,
             self._contexts(each),
-            recipe.data.pack == "documents",
+            recipe.data.isolates,
             self._masks(each),
             each.ep > 1 or each.expert_tp < each.tp or recipe.model.expert_capacity is not None,
             is_fused(recipe.launch.device, pipelines.compute.itemsize),
@@ -316,7 +317,8 @@ class MemoryModel:
         moving = table.moving + np.array([part.moving for part in beside], dtype=np.int64)
         totals = table.totals + np.array([part.totals for part in beside], dtype=np.int64)
         reserved = totals + (FRAGMENTATION * moving).astype(np.int64)
-        found: np.ndarray = limit - self.pipelines.outside(stages) - reserved.max(axis=(1, 2))
+        outside = np.array([self.pipelines.outside(place_states(stages, place)) for place in places], dtype=np.int64)
+        found: np.ndarray = limit - outside - reserved.max(axis=(1, 2))
         return found
 
     def host_spare(self, stages: Candidate, places: Places, cluster: ClusterRates) -> np.ndarray:
