@@ -25,16 +25,16 @@ import torch.distributed as dist
 # Private, because `new_group` lets nobody choose a subgroup's store. Read and run in torch 2.13; 2.11 was not tried.
 from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout, _world
 
-from framework.comm.communicator import Communicator
+from framework.comm.communicator import Communicator, link_levels
 from framework.comm.groups import (
     SHARD_AXES,
-    TOKEN_AXES,
     Backend,
     Backends,
     GroupPlan,
     carry_only_messages,
     choose_backends,
     plan_groups,
+    use_of,
 )
 from framework.comm.meeting import compare_fingerprints, connect_limit_s, persist
 from framework.comm.waits import DeviceProgress, Waits
@@ -114,7 +114,7 @@ def connect(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rank = _agree_on_rank(topology, rendezvous, rank)
-    axes = {name: Communicator(axis) for name, axis in topology.axes(rank).items()}
+    axes = link_levels({name: Communicator(axis) for name, axis in topology.axes(rank).items()})
     store = None
     if topology.world > 1:
         timeout, backends = timedelta(seconds=timeout_s), choose_backends(device.type, check_s is not None, backend)
@@ -244,13 +244,12 @@ def join_axes(
 
     axes = topology.axes(rank)
     joined = {(plan.use, plan.ranks): join(plan) for plan in plan_groups(axes, backends)}
-    has_tokens = any(use == "tokens" for use, _ in joined)
     # One of all axes: the thread that trains waits over one of them at a time, or has its device wait.
     waits = Waits(DeviceProgress() if "nccl" in backends.world else None)
-    return {
+    communicators = {
         name: Communicator(
             axis,
-            joined.get(("tokens" if name in TOKEN_AXES and has_tokens else "", axis.ranks)),
+            joined.get((use_of(name), axis.ranks), joined.get(("", axis.ranks))),
             joined.get(("scatter", axis.ranks)) if name in SHARD_AXES else None,
             check_s=check_s,
             staged=backends.is_staged,
@@ -260,6 +259,7 @@ def join_axes(
         )
         for name, axis in axes.items()
     }
+    return link_levels(communicators)
 
 
 def _create_group(plan: GroupPlan, rank: int, timeout: timedelta, attempt: dist.Store) -> Any:

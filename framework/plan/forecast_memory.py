@@ -25,6 +25,7 @@ from framework.mesh.context import ContextSlices
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Axis
 from framework.model.logit_map import find_logit_map
+from framework.model.loss import is_fused
 from framework.model.stage import StageBounds
 from framework.parallel.pipeline.lower import LiveMoment, live_moments
 from framework.parallel.pipeline.pipeline import PipelinePlan
@@ -200,9 +201,10 @@ class ActivationBytes:
             each.expert_tp,
             shape.mixture,
             self._contexts(each),
-            recipe.data.pack == "documents",
+            recipe.data.isolates,
             self._masks(each),
             each.ep > 1 or each.expert_tp < each.tp or recipe.model.expert_capacity is not None,
+            is_fused(recipe.launch.device, pipelines.compute.itemsize),
         )
 
     @remember("cp", "context")

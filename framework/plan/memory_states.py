@@ -19,8 +19,9 @@ from framework.model.stage import StageBounds
 from framework.optim.optimizers import state_names
 from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.parallel.tensor.heads import ranks_per_kv_head
+from framework.parallel.zero.homes import choose_homes
 from framework.parallel.zero.lifetimes import lifetimes_of
-from framework.parallel.zero.plan_buffers import BufferPlan, choose_homes
+from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.candidate import OFFLOADED, Candidate
 from framework.plan.memory import (
     KINDS,
@@ -34,6 +35,7 @@ from framework.plan.memory import (
 )
 from framework.plan.remember import remember
 from framework.plan.shape import Degrees, ModelShape, RankUnit, StageUnits
+from framework.recipe.derive import count_secondary
 from framework.recipe.schema import Offload, Recipe
 
 # Fields of a candidate that the stages of its ranks depend on.
@@ -121,10 +123,9 @@ class Pipelines:
         """The dtype of what the optimizer updates; None: that of each buffer."""
         return DTYPES.get(self.recipe.precision.master)
 
-    @cached_property
-    def states(self) -> tuple[str, ...]:
-        """The optimizer's states."""
-        return state_names(self.recipe.optim)
+    def states(self, group: str) -> tuple[str, ...]:
+        """The optimizer's states of a group of parameters, by its key."""
+        return state_names(self.recipe.optim, group)
 
     @property
     def on_gpus(self) -> bool:
@@ -133,10 +134,13 @@ class Pipelines:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint at the most: masters and moments, of frozen parameters too."""
+        """Bytes of a checkpoint at the most: masters and moments, of frozen parameters too, but for those beside an adapter."""
         master = (self.master or self.compute).itemsize
         moment = 4 if self.master is None else master
-        return self.shape.size.total * (master + len(self.states) * moment)
+        shape, total = self.shape, self.shape.size.total
+        if self.recipe.adapter.is_used:
+            total = sum(shape.whole.get_parameter(name).numel() for name in shape.groups)
+        return total * (master + len(self.states("")) * moment)
 
     def layers(self, each: Candidate) -> tuple[int, ...] | None:
         """The recipe's layers of each stage, where the candidate has as many: of others `let_rest_follow` leaves them out."""
@@ -280,6 +284,7 @@ class StateBytes:
 
     def _sizes(self, each: Candidate, unit: RankUnit) -> dict[str, int]:
         """Sizes of the axes that the unit's buffers may name."""
+        copied = self.pipelines.recipe.zero.secondary_shard if each.zero == 3 else None
         sizes = {
             "tp": each.tp,
             "kv": ranks_per_kv_head(self.pipelines.shape.config, each.tp),
@@ -287,6 +292,7 @@ class StateBytes:
             "embedding": 2,
             "shard": each.shard,
             "replica": each.batch // each.shard,
+            "secondary": count_secondary(copied, each.shard, each.tp, each.ranks_per_node),
             "expert_shard": 1,
             "expert_replica": 1,
         }
@@ -294,4 +300,7 @@ class StateBytes:
             copies = each.batch * each.tp // (each.expert_tp * each.ep)
             shard = count_expert_shards(each.shard, each.tp, each.ep, each.expert_tp, each.batch) if each.zero else 1
             sizes |= {"expert_shard": shard, "expert_replica": copies // shard}
+            if sizes["secondary"] > 1:
+                inner = count_expert_shards(sizes["secondary"], each.tp, each.ep, each.expert_tp, each.batch)
+                sizes["expert_secondary"] = inner if inner < shard else 1
         return sizes

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from framework.comm.codec import BlockCodec
+from framework.model.loss import is_fused
 from framework.model.precision import DTYPES
 from framework.model.stage import StageBounds
 from framework.parallel.activation_checkpointing import count_groups
@@ -35,7 +37,7 @@ from framework.plan.operators import (
     read_operators,
     typical_document,
 )
-from framework.plan.profile import OURS, Profile, Rates
+from framework.plan.profile import OURS, OURS_ON_GPUS, Profile, Rates
 from framework.plan.remember import remember
 from framework.plan.shape import Degrees, ModelShape, RankUnit
 from framework.plan.sharding import ShardedUnit, Sharding
@@ -167,14 +169,16 @@ class TimeModel:
         dtype = "bf16" if compute == "auto" else compute
         itemsize = {"fp32": 4, "fp64": 8}.get(dtype, 2)
         self.shape, self.settings, self.cluster = shape, settings, cluster
-        self.profile = profile or OURS
+        self.profile = profile or (OURS_ON_GPUS if is_fused(settings.launch.device, itemsize) else OURS)
         if compiles(settings):
             self.profile = self.profile.fused()
         self.rates = Rates(cluster, self.profile, dtype, itemsize)
         gathered = 1.0 if dtype == "fp8" else float(itemsize)
+        if settings.zero.quantize_gather != "none":
+            gathered = BlockCodec(settings.zero.quantize_gather).bytes_per_number
         reduced = float(DTYPES[settings.precision.reduce].itemsize)
         self.sharding = Sharding(settings.zero, gathered, reduced, cluster, self.profile)
-        self.update = Update(settings, cluster, self.profile, itemsize)
+        self.update = Update(settings, cluster, self.profile, itemsize, shape.matrices, shape.hidden)
         self.memory = MemoryModel.of(shape, settings)
         self._lengths = Lengths()
 
@@ -279,7 +283,7 @@ class TimeModel:
     def _document(self) -> int | None:
         """Tokens of a document, as `LayerTimes` has them. transformers' attention computes all pairs and masks."""
         settings = self.settings
-        if settings.data.pack != "documents":
+        if not settings.data.isolates:
             return None
         is_ours = settings.parallel.cp > 1 or find_stock_attention(self.shape.config, settings) is None
         return typical_document(DOCUMENT_TOKENS) if is_ours else 0

@@ -119,9 +119,14 @@ def compare(found: TrainingCurve, expected: TrainingCurve, moments: str = "fp32"
 
 def refuse(recipe: Recipe) -> None:
     """Raise RecipeError for what a reference that does not know the layout cannot repeat."""
-    if recipe.precision.moments == "int8":
+    for key, is_blocked in (
+        ("precision.moments=int8", recipe.precision.moments == "int8"),
+        (f"zero.quantize_gather={recipe.zero.quantize_gather}", recipe.zero.quantize_gather != "none"),
+    ):
+        if not is_blocked:
+            continue
         raise RecipeError(
-            "precision.moments=int8: blocks are cut where ranks' shards are, which the reference of --end-to-end does not know."
+            f"{key}: blocks are cut where ranks' shards are, which the reference of --end-to-end does not know."
             " `verify` without it compares them"
         )
 
@@ -157,7 +162,7 @@ def _make_first(recipe: Recipe, folder: Path, steps: int) -> Recipe:
     train = replace(recipe.train, steps=steps, validate_every_steps=2, validation_sequences=None, sample=None)
     return replace(
         recipe,
-        data=Data(sources=sources, root=str(folder / "tokens"), pack=recipe.data.pack, validation=0.2),
+        data=Data(sources=sources, root=str(folder / "tokens"), pack=recipe.data.packing, validation=0.2),
         model=replace(recipe.model, weights=str(folder / "model"), tokenizer=str(folder / "tokenizer"), config={}),
         optim=replace(recipe.optim, eps=eps),
         train=train,
