@@ -25,19 +25,21 @@ import torch.distributed as dist
 # Private, because `new_group` lets nobody choose a subgroup's store. Read and run in torch 2.13; 2.11 was not tried.
 from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout, _world
 
-from framework.comm.communicator import Communicator
+from framework.comm.communicator import Communicator, link_levels
 from framework.comm.groups import (
-    TOKEN_AXES,
+    SHARD_AXES,
     Backend,
     Backends,
     GroupPlan,
     carry_only_messages,
     choose_backends,
     plan_groups,
+    use_of,
 )
 from framework.comm.meeting import compare_fingerprints, connect_limit_s, persist
 from framework.comm.waits import DeviceProgress, Waits
 from framework.errors import ConnectionFailed, NodeError, RecipeError, TopologyError
+from framework.host import stay_near
 from framework.mesh.topology import Topology
 
 # The variable in which a launcher gives each rank the secret of this start.
@@ -112,7 +114,7 @@ def connect(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rank = _agree_on_rank(topology, rendezvous, rank)
-    axes = {name: Communicator(axis) for name, axis in topology.axes(rank).items()}
+    axes = link_levels({name: Communicator(axis) for name, axis in topology.axes(rank).items()})
     store = None
     if topology.world > 1:
         timeout, backends = timedelta(seconds=timeout_s), choose_backends(device.type, check_s is not None, backend)
@@ -241,21 +243,14 @@ def join_axes(
         return group
 
     axes = topology.axes(rank)
-    joined = {(plan.use, plan.axis): (plan.ranks, join(plan)) for plan in plan_groups(axes, backends)}
-    groups, token_groups = (
-        {ranks: group for (use, _), (ranks, group) in joined.items() if use == of} for of in ("", "tokens")
-    )
+    joined = {(plan.use, plan.ranks): join(plan) for plan in plan_groups(axes, backends)}
     # One of all axes: the thread that trains waits over one of them at a time, or has its device wait.
     waits = Waits(DeviceProgress() if "nccl" in backends.world else None)
-    group_of = {
-        name: (token_groups if name in TOKEN_AXES and token_groups else groups).get(axis.ranks)
-        for name, axis in axes.items()
-    }
-    return {
+    communicators = {
         name: Communicator(
             axis,
-            group_of[name],
-            joined.get(("scatter", name), (None, None))[1],
+            joined.get((use_of(name), axis.ranks), joined.get(("", axis.ranks))),
+            joined.get(("scatter", axis.ranks)) if name in SHARD_AXES else None,
             check_s=check_s,
             staged=backends.is_staged,
             timeout=timeout,
@@ -264,6 +259,7 @@ def join_axes(
         )
         for name, axis in axes.items()
     }
+    return link_levels(communicators)
 
 
 def _create_group(plan: GroupPlan, rank: int, timeout: timedelta, attempt: dist.Store) -> Any:
@@ -330,6 +326,13 @@ def choose_device(kind: str) -> torch.device:
     return torch.device(
         "cuda", _gpu_index(local_rank(), count, is_bound=any(name in os.environ for name in BOUND_GPUS))
     )
+
+
+def stay_beside(device: torch.device) -> None:
+    """Have this rank's threads that are still to come run on cores beside its GPU."""
+    if device.type == "cuda":
+        found: Any = torch.cuda.get_device_properties(device)
+        stay_near(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
 
 
 def _gpu_index(local_rank: int, count: int, is_bound: bool) -> int:

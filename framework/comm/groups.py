@@ -2,15 +2,15 @@
 
 Two axes over the same ranks share a group: each would cost threads, sockets and, over NCCL, memory on the GPU. NCCL runs the
 operations of one communicator in turn: in backward a gather, which computation waits for, would queue behind a reduction, which
-nobody waits for; and tokens on their way to experts behind the gathers of units that come next. So reduce-scatters and tokens
-have communicators of their own.
+nobody waits for; and tokens on their way to experts behind the gathers of units that come next. So reduce-scatters, tokens, and
+sums over the levels of an axis (within nodes, between nodes) have communicators of their own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from framework.mesh.topology import Axis
+from framework.mesh.topology import LEVELS, Axis
 
 # Over these tokens go to experts and back, by all-to-alls.
 TOKEN_AXES = ("ep", "ep_inner", "ep_outer")
@@ -55,8 +55,8 @@ def choose_backends(device_type: str, is_debug: bool, backend: Backend | None = 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """One process group. axis: the first that it is for. use: `scatter` or `tokens` of a second one. is_urgent: computation waits
-    for its gathers, so its kernels go before others. only_messages: as `carry_only_messages`."""
+    """One process group. axis: the first that it is for. use: `scatter`, `tokens` or `level` of a second one. is_urgent:
+    computation waits for its gathers, so its kernels go before others. only_messages: as `carry_only_messages`."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -76,26 +76,39 @@ def carry_only_messages(names: Iterable[str]) -> bool:
     return set(names) <= {"pp", *TOKEN_AXES}
 
 
+def use_of(name: str) -> str:
+    """The use of the group that an axis takes, where there are second groups."""
+    return "tokens" if name in TOKEN_AXES else "level" if name in LEVELS else ""
+
+
 def plan_groups(axes: Mapping[str, Axis], backends: Backends) -> Iterator[GroupPlan]:
     """The groups of a rank, in the order in which all ranks make theirs: one for each distinct set of more than one rank, the
     world first; then those of reduce-scatters and of tokens."""
     of_ranks: dict[tuple[int, ...], list[str]] = {}
     for axis in axes.values():
-        if axis.size > 1:
+        if axis.size > 1 and axis.name not in LEVELS:
             of_ranks.setdefault(axis.ranks, []).append(axis.name)
     for ranks, names in of_ranks.items():
         backend = backends.axes if names[0] != "world" else backends.world
         gathers = "nccl" in backend and any(name in SHARD_AXES for name in names)
         yield GroupPlan(names[0], ranks, backend, "", gathers, carry_only_messages(names))
+    levels = {axes[name].ranks: name for name in reversed(LEVELS) if axes[name].size > 1}
+    for ranks, name in reversed(levels.items()):
+        if backends.scatter is not None or ranks not in of_ranks:
+            yield GroupPlan(name, ranks, backends.axes, use_of(name) if backends.scatter is not None else "")
     if backends.scatter is None:
         return
-    for name in SHARD_AXES:
+    for axis in _distinct(axes, SHARD_AXES):
+        yield GroupPlan(axis.name, axis.ranks, backends.scatter, "scatter")
+    for axis in _distinct(axes, TOKEN_AXES):
+        # Of the axes' backends: in debug mode ranks compare over them what they start, by tensors of the CPU.
+        yield GroupPlan(axis.name, axis.ranks, backends.axes, "tokens", only_messages=True)
+
+
+def _distinct(axes: Mapping[str, Axis], names: Iterable[str]) -> list[Axis]:
+    """The first of the named axes over each set of more than one rank."""
+    found: dict[tuple[int, ...], Axis] = {}
+    for name in names:
         if axes[name].size > 1:
-            yield GroupPlan(name, axes[name].ranks, backends.scatter, "scatter")
-    tokens: dict[tuple[int, ...], str] = {}
-    for name in TOKEN_AXES:
-        tokens.setdefault(axes[name].ranks, name)
-    for ranks, name in tokens.items():
-        if axes[name].size > 1:
-            # Of the axes' backends: in debug mode ranks compare over them what they start, by tensors of the CPU.
-            yield GroupPlan(name, ranks, backends.axes, "tokens", only_messages=True)
+            found.setdefault(axes[name].ranks, axes[name])
+    return list(found.values())

@@ -82,8 +82,8 @@ def _start(
         assert x.is_contiguous(), f"shape {tuple(x.shape)} with strides {x.stride()} is not contiguous"
         # A rank that sends to itself would wait for a receive that it has not started yet.
         assert 0 <= peer < axis.size and peer != axis.rank, f"no peer {peer} of rank {axis.rank} on {axis}"  # noqa: PT018
-    for x, _ in sends:
-        axis.traffic.record("send", x.nbytes)
+    for x, peer in sends:
+        axis.traffic.record("send", x.nbytes, 0 if axis.is_on_node(peer) else x.nbytes)
     leaving, arriving = list(sends), list(receives)
     if axis.staged:
         leaving = [(to_host(x), peer) for x, peer in sends]
@@ -137,8 +137,8 @@ def pass_bytes(
     Between two ranks messages of one direction match in the order of the calls. Every rank that sends or receives calls it;
     those that do neither need not. Recorded in the axis's traffic: the bytes sent.
     """
-    for x, _ in sends:
-        axis.traffic.record("send bytes", x.nbytes)
+    for x, peer in sends:
+        axis.traffic.record("send bytes", x.nbytes, 0 if axis.is_on_node(peer) else x.nbytes)
     rounds = max((-(-len(x) // segment_bytes) for x, _ in (*sends, *receives)), default=0)
     for number in range(rounds):
         part = slice(number * segment_bytes, (number + 1) * segment_bytes)

@@ -11,7 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from framework.data.prepare import prepare, summarize_data
+from framework.data.prepare import describe_rows, prepare, summarize_data
 from framework.data.prepared import Prepared
 from framework.errors import RunError
 from framework.imports import loading_libraries
@@ -148,7 +148,7 @@ def _decide(chosen: Recipe, step: int, changes: RecipeChanges, is_open: bool, pr
     for key, (was, now) in changes.items():
         print(f"changed  {key}: {was} -> {now}")
     prepared = prepared or prepare(recipe)
-    print(summarize_data(prepared, recipe.data.validation))
+    print("\n".join([summarize_data(prepared, recipe.data.validation), *describe_rows(prepared, recipe)]))
     if is_open:
         recipe = settle_tokens(recipe, prepared.tokenizer)
     tokenizer = prepared.tokenizer if is_open else None

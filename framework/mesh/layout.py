@@ -61,6 +61,8 @@ class Layout:
     gathered_in: str = ""
     """The form in which its parts travel: "fp8" with one scale, "fp8 blocks" or "int8 blocks" with one for each block; "": in the
     dtype that forward reads."""
+    reduced_in: str = ""
+    """The codes as which its gradient leaves a node, as `zero.quantize_reduce` names them; "": none."""
 
     def __post_init__(self) -> None:
         numel_local = self.numel_local

@@ -9,7 +9,7 @@ A factor is multiplied by a scale that takes its largest value to the end of fp8
 scales. Scales are powers of two, found anew for each matmul: one for the whole factor ("tensor"), or one for each row of the left
 and each column of the right factor ("row"; then gradients are in e4m3 too). What stands between matmuls stays bf16.
 
-The largest value of a weight is found once after each update. GPUs find it in one pass and cast in another (`CastKernel`), which
+The largest value of a weight is found once after each update. GPUs find it in one pass and cast in another (`CASTS`), which
 gives a gradient for both of its matmuls at once.
 
 Where the device has no kernel, products of the same fp8 numbers are computed in fp32: exact, and slower than bf16.
@@ -17,7 +17,7 @@ Where the device has no kernel, products of the same fp8 numbers are computed in
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -126,30 +126,20 @@ def quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Factor:
     return kernel.cast(x, kernel.find_largest(x, scaling == "row"), dtype)
 
 
-class CastKernel(Protocol):
-    """The passes over a factor [R, K], of any strides, that is cast to fp8."""
+class TorchCast:
+    """The passes over a factor [R, K], of any strides, that is cast to fp8, by torch's operations."""
 
     def find_largest(self, x: Tensor, by_row: bool) -> Tensor:
         """The largest absolute value: [], or [R, 1]."""
-
-    def cast(self, x: Tensor, largest: Tensor, dtype: torch.dtype) -> Factor:
-        """x as a factor, of the scale that belongs to the largest value."""
-
-    def cast_both(self, x: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """The numbers of x, those of x^T, [K, R rounded up], and the one scale of both."""
-
-
-class TorchCast:
-    """`CastKernel` by torch's operations."""
-
-    def find_largest(self, x: Tensor, by_row: bool) -> Tensor:
         return x.abs().amax(-1, keepdim=True) if by_row else x.abs().amax()
 
     def cast(self, x: Tensor, largest: Tensor, dtype: torch.dtype) -> Factor:
+        """x as a factor, of the scale that belongs to the largest value."""
         scale = scale_of(largest, dtype)
         return _align(cast(x, scale, dtype)), scale
 
     def cast_both(self, x: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """The numbers of x, those of x^T, [K, R rounded up], and the one scale of both."""
         scale = scale_of(largest, dtype)
         numbers = cast(x, scale, dtype)
         return _align(numbers), _align(numbers.t()), scale
@@ -162,13 +152,13 @@ def _align(numbers: Tensor) -> Tensor:
     return (F.pad(words, (0, missing)) if missing else words).view(numbers.dtype)
 
 
-def _load_triton() -> CastKernel:
+def _load_triton() -> Any:
     from framework.model.triton_fp8 import TritonCast
 
     return TritonCast(ALIGNMENT)
 
 
-def _compute_example(kernel: CastKernel, device: torch.device) -> list[Tensor]:
+def _compute_example(kernel: TorchCast, device: torch.device) -> list[Tensor]:
     """Factors of numbers over all of fp8's range and below it, as they lie and turned, with scales of both kinds."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.exp2(-24 * torch.rand(70, 37, generator=generator))
@@ -181,7 +171,7 @@ def _compute_example(kernel: CastKernel, device: torch.device) -> list[Tensor]:
     return [each.float() for each in found]
 
 
-CASTS: Fused[CastKernel] = Fused("fp8's casts", TorchCast(), _load_triton, _compute_example, is_exact=True)
+CASTS = Fused("fp8's casts", TorchCast(), _load_triton, _compute_example, is_exact=True)
 
 
 def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:

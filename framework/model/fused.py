@@ -1,7 +1,7 @@
 """Fused kernels, and the torch operations that they stand for: which of the two a device runs is chosen once.
 
 torch launches a kernel for each operation, and each reads and writes all elements. A kernel in Triton reads and writes them once.
-Files of this folder named `triton_*` import Triton, which torch for CUDA brings along; they are loaded for CUDA devices alone.
+Files named `triton_*` import Triton, which torch for CUDA brings along; they are loaded for CUDA devices alone.
 Elsewhere, and where Triton is missing, torch's operations compute the same. Before the first use on a device both forms compute
 a small example there, and a difference is an error: it would show in the loss only.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,15 +27,15 @@ AGREEMENT = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
 
 @dataclass(frozen=True, eq=False)
 class Fused(Generic[Form]):
-    """Kernels in two forms of one interface.
+    """Kernels in two forms.
 
-    name: in errors. plain: torch's operations. load: imports Triton, and gives the other form. compute: an example, with a form
-    on a device. is_exact: the two are bitwise equal.
+    name: in errors. plain: torch's operations. load: imports Triton, and gives an object of the same methods. compute: an
+    example, with a form on a device. is_exact: the two are bitwise equal.
     """
 
     name: str
     plain: Form
-    load: Callable[[], Form]
+    load: Callable[[], Any]
     compute: Callable[[Form, torch.device], Sequence[Tensor]]
     is_exact: bool
 
@@ -47,13 +47,10 @@ class Fused(Generic[Form]):
         """Difference between a form and torch's operations; None where they agree. Waits for the device."""
         found, wanted = self.compute(form, device), self.compute(self.plain, device)
         for index, (one, other) in enumerate(zip(found, wanted, strict=True)):
-            if (one.shape, one.dtype) != (other.shape, other.dtype):
-                return f"gives {one.dtype} {tuple(one.shape)} in place {index}, not {other.dtype} {tuple(other.shape)}"
-            bound = 0.0 if self.is_exact else AGREEMENT[one.dtype]
-            one, other = one.double(), other.double()
-            difference = float((one - other).abs().max())
+            bound = 0.0 if self.is_exact else AGREEMENT[other.dtype] * float(other.abs().max())
+            difference = float((one.double() - other.double()).abs().max())
             # A NaN is no agreement.
-            if not difference <= bound * float(other.abs().max()):
+            if not difference <= bound:
                 return f"is off by {difference:.2g} in place {index}"
         return None
 
@@ -67,7 +64,7 @@ def _choose(fused: Fused[Form], device: torch.device) -> Form:
             device,
         )
         return fused.plain
-    form = fused.load()
+    form: Form = fused.load()
     fault = fused.find_fault(form, device)
     if fault is not None:
         raise ModelError(

@@ -10,7 +10,7 @@ Where the vocabulary is sharded over an axis, each rank has the logits z_r of it
 
 needs two numbers for each token from every rank, and the label's logit a third. The gradient, softmax(z) - onehot, is local.
 
-GPUs read logits once in forward, in their own dtype, and overwrite them with their gradient in backward (`LossKernel`).
+GPUs read logits once in forward, in their own dtype, and overwrite them with their gradient in backward (`LOSS`).
 
 Where logits would be too large to exist at all, the head computes the loss in chunks of tokens: `chunked_loss.py`.
 
@@ -29,6 +29,8 @@ from framework.comm.communicator import Communicator
 from framework.mesh.layout import part
 from framework.model.fused import Fused
 
+# Of tokens: the largest logit, the sum of exponentials, the label's logit; [n] each.
+Sums = tuple[Tensor, Tensor, Tensor]
 IGNORE = -100
 aten = torch.ops.aten
 SUM = 2  # `reduction="sum"`, as ATen has it
@@ -142,7 +144,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, start: int, axis: Communicator, kernel: "LossKernel"
+        ctx: Any, logits: Tensor, labels: Tensor, start: int, axis: Communicator, kernel: "TorchLoss"
     ) -> Tensor:
         sums = LocalSums.make(labels, logits)
         kernel.read(logits, labels, start, sums.of(slice(None)))
@@ -176,7 +178,7 @@ class LocalSums:
         maxima, sums, targets = like.new_empty(3, len(labels), dtype=wide_dtype)
         return cls(maxima, sums, targets, labels)
 
-    def of(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def of(self, rows: slice) -> Sums:
         """The numbers of some tokens, for a kernel to write."""
         return self.maxima[rows], self.sums[rows], self.targets[rows]
 
@@ -191,24 +193,12 @@ class LocalSums:
         return log_sum, ((log_sum - both[1]) * (self.labels != IGNORE)).sum()
 
 
-class LossKernel(Protocol):
-    """The passes over one rank's logits z [n, V/tp] of n tokens. labels: [n] int64, of the whole vocabulary; start: where the
-    rank's part of it begins."""
-
-    def read(self, logits: Tensor, labels: Tensor, start: int, sums: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Write max z, sum exp(z - max z) and z[label], or 0 where the label is another rank's, to `sums`: [n] each."""
-
-    def differentiate(
-        self, logits: Tensor, labels: Tensor, start: int, log_sum: Tensor, weight: Tensor, out: Tensor
-    ) -> None:
-        """Write weight (softmax(z) - onehot) to `out`, [n, V/tp], which may be `logits` itself. log_sum, weight: [n], at least
-        fp32."""
-
-
 class TorchLoss:
-    """`LossKernel` by torch's operations, for any device and dtype: of fp32 or fp64."""
+    """The passes over one rank's logits z [n, V/tp] of n tokens, by torch's operations: for any device and dtype. labels: [n]
+    int64, of the whole vocabulary; start: where the rank's part of it begins."""
 
-    def read(self, logits: Tensor, labels: Tensor, start: int, sums: tuple[Tensor, Tensor, Tensor]) -> None:
+    def read(self, logits: Tensor, labels: Tensor, start: int, sums: Sums) -> None:
+        """Write max z, sum exp(z - max z) and z[label], or 0 where the label is another rank's, to `sums`."""
         maxima, totals, targets = sums
         places, is_mine = find_places(labels, start, logits.shape[-1])
         maxima.copy_(logits.amax(-1))
@@ -219,6 +209,7 @@ class TorchLoss:
     def differentiate(
         self, logits: Tensor, labels: Tensor, start: int, log_sum: Tensor, weight: Tensor, out: Tensor
     ) -> None:
+        """Write weight (softmax(z) - onehot) to `out`, [n, V/tp], which may be `logits`. log_sum, weight: [n], at least fp32."""
         places, is_mine = find_places(labels, start, logits.shape[-1])
         is_wide = out.dtype == log_sum.dtype
         probability = torch.sub(logits, log_sum[:, None], out=out if is_wide else None).exp_()
@@ -228,18 +219,18 @@ class TorchLoss:
             out.copy_(probability)
 
 
-def find_kernel(logits: Tensor) -> LossKernel:
+def find_kernel(logits: Tensor) -> TorchLoss:
     """The kernel for logits of this device and dtype."""
     return LOSS.on(logits.device) if logits.dtype != torch.float64 else LOSS.plain
 
 
-def _load_triton() -> LossKernel:
+def _load_triton() -> Any:
     from framework.model.triton_loss import TritonLoss
 
     return TritonLoss()
 
 
-def _compute_example(kernel: LossKernel, device: torch.device) -> list[Tensor]:
+def _compute_example(kernel: TorchLoss, device: torch.device) -> list[Tensor]:
     """Statistics and gradients of a few tokens, of which one has no loss and some have another rank's label."""
     generator = torch.Generator().manual_seed(0)
     vocabulary, start = 10_007, 5
@@ -252,7 +243,7 @@ def _compute_example(kernel: LossKernel, device: torch.device) -> list[Tensor]:
     return [sums.maxima, sums.sums, sums.targets, logits]
 
 
-LOSS: Fused[LossKernel] = Fused("the loss's softmax", TorchLoss(), _load_triton, _compute_example, is_exact=False)
+LOSS = Fused("the loss's softmax", TorchLoss(), _load_triton, _compute_example, is_exact=False)
 
 
 def find_places(labels: Tensor, start: int, vocabulary_local: int) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,7 @@ def _cast_tile(
 
 @dataclass(frozen=True)
 class TritonCast:
-    """`model.fp8.CastKernel` in Triton. alignment: of the columns of what it gives."""
+    """`model.fp8.TorchCast` in Triton. alignment: of the columns of what it gives."""
 
     alignment: int
 

@@ -49,7 +49,7 @@ def _differentiate_block(
 
 
 class TritonLoss:
-    """`model.loss.LossKernel` in Triton."""
+    """`model.loss.TorchLoss` in Triton."""
 
     def read(self, logits: Tensor, labels: Tensor, start: int, sums: tuple[Tensor, Tensor, Tensor]) -> None:
         rows = _with_rows(logits)

@@ -9,7 +9,7 @@ All is integer arithmetic: both forms give the same bits. A word has 32 bits: `s
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,49 +21,35 @@ from framework.optim.low_bit import BLOCK, SIGNED, UNSIGNED, CodeRange
 from framework.optim.stochastic_rounding import ROUNDING_BITS, Key, draw_bits, round_to_bf16
 
 
-class BitKernels(Protocol):
-    """Kernels over flat tensors of one device."""
+class TorchBits:
+    """Passes over flat tensors of one device, by torch's operations."""
 
     def draw(self, key: Key, boxes: Sequence[Box], shape: Sequence[int], out: Tensor) -> None:
         """`stochastic_rounding.draw_bits`."""
-
-    def round(self, values: Tensor, bits: Tensor, shift: int, out: Tensor) -> None:
-        """Round `values`, fp32 [n], to `out`, bf16 [n], by the 16 of `bits`, int32 [n], that `shift` leaves lowest."""
-
-    def encode(
-        self, values: Tensor, bits: Tensor, shift: int, codes: Tensor, exponents: Tensor, kind: CodeRange
-    ) -> None:
-        """Write the codes of `values`, fp32 [blocks * BLOCK], rounded as above, and the exponents of their blocks."""
-
-    def decode(self, codes: Tensor, exponents: Tensor, kind: CodeRange, out: Tensor) -> None:
-        """Write the numbers of codes to `out` [blocks * BLOCK]."""
-
-
-class TorchBits:
-    """`BitKernels` by torch's operations."""
-
-    def draw(self, key: Key, boxes: Sequence[Box], shape: Sequence[int], out: Tensor) -> None:
         draw_bits(key, boxes, shape, out)
 
     def round(self, values: Tensor, bits: Tensor, shift: int, out: Tensor) -> None:
+        """Round `values`, fp32 [n], to `out`, bf16 [n], by the 16 of `bits`, int32 [n], that `shift` leaves lowest."""
         out.copy_(round_to_bf16(values, bits >> shift if shift else bits))
 
     def encode(
         self, values: Tensor, bits: Tensor, shift: int, codes: Tensor, exponents: Tensor, kind: CodeRange
     ) -> None:
+        """Write the codes of `values`, fp32 [blocks * BLOCK], rounded as above, and the exponents of their blocks."""
         low_bit.encode(values, bits >> shift if shift else bits, codes, exponents, kind)
 
     def decode(self, codes: Tensor, exponents: Tensor, kind: CodeRange, out: Tensor) -> None:
+        """Write the numbers of codes to `out` [blocks * BLOCK]."""
         out.copy_(low_bit.decode(codes, exponents, kind))
 
 
-def _load_triton() -> BitKernels:
+def _load_triton() -> Any:
     from framework.optim.triton_bits import TritonBits
 
     return TritonBits()
 
 
-def _compute_example(kernel: BitKernels, device: torch.device) -> list[Tensor]:
+def _compute_example(kernel: TorchBits, device: torch.device) -> list[Tensor]:
     """Words of a slice of a stack; codes, numbers and roundings of values over 40 octaves, with zeros among them."""
     box, shape = Box((3, 1, 5), (4, 48, 5)), (1 << 20, 50, 70)
     words = torch.empty(box.numel, dtype=torch.int32, device=device)
@@ -84,6 +70,4 @@ def _compute_example(kernel: BitKernels, device: torch.device) -> list[Tensor]:
     return found
 
 
-BITS: Fused[BitKernels] = Fused(
-    "optimizer states in few bits", TorchBits(), _load_triton, _compute_example, is_exact=True
-)
+BITS = Fused("optimizer states in few bits", TorchBits(), _load_triton, _compute_example, is_exact=True)

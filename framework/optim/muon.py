@@ -132,7 +132,7 @@ def assign_owners(costs: Sequence[int], num_owners: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Hop:
+class OwnerHop:
     """The way of matrices to their owners along one axis, and back.
 
     owners: the index of each matrix's owner along the axis. to_owner, from_owner: for each matrix, how many elements each rank of
@@ -181,7 +181,7 @@ class Hop:
     def _exchange(
         self, sent: Sequence[Tensor], in_splits: list[int], lengths: list[list[int]], empty: Tensor
     ) -> list[tuple[Tensor, ...]]:
-        """What each rank has sent, in parts of these lengths."""
+        """The tensors that each rank has sent, in parts of these lengths."""
         x, out_splits = torch.cat([empty, *sent]), [sum(each) for each in lengths]
         out = empty.new_empty(sum(out_splits))
         all_to_all(out, x, self.axis, out_splits, in_splits)
@@ -206,10 +206,10 @@ class MatrixGroup:
             return [each.overlap(i * each.buffer.numel_part, each.buffer.numel_part) for i in range(shard.size)]
 
         here = list(range(len(parts)))
-        self._hops: list[Hop] = []
+        self._hops: list[OwnerHop] = []
         for number, (axis, measure) in enumerate(((update, owned), (shard, held))):
             lengths = [measure(parts[index]) for index in here]
-            self._hops.append(Hop(axis, [places[index][number] for index in here], lengths, lengths))
+            self._hops.append(OwnerHop(axis, [places[index][number] for index in here], lengths, lengths))
             here = [here[index] for index in self._hops[-1].own]
         slices = [[parts[index].slice_of(rank) for rank in range(tp.size)] for index in here]
         back = [
@@ -224,7 +224,7 @@ class MatrixGroup:
             ]
             for index, *both in zip(here, slices, back, strict=True)
         ]
-        self._last = Hop(tp, [places[index][2] for index in here], there, back)
+        self._last = OwnerHop(tp, [places[index][2] for index in here], there, back)
         self._own = [parts[here[index]] for index in self._last.own]
         self._slices = [slices[index] for index in self._last.own]
 
@@ -243,7 +243,7 @@ class MatrixGroup:
         return {hop.axis.name: hop.num_sent * self._dtype.itemsize for hop in (*self._hops, self._last)}
 
     def _orthogonalize(self, held: list[Tensor]) -> list[Tensor]:
-        """What this rank holds of NS(U), of what it holds of U: [n] of each part."""
+        """This rank's part of NS(U), of what it holds of U: [n] of each part."""
         empty = held[0].new_empty(0)
         for hop in self._hops:
             held = [torch.cat(parts) for parts in hop.collect(held, empty)]

@@ -201,7 +201,7 @@ class ActivationBytes:
             each.expert_tp,
             shape.mixture,
             self._contexts(each),
-            recipe.data.pack == "documents",
+            recipe.data.isolates,
             self._masks(each),
             each.ep > 1 or each.expert_tp < each.tp or recipe.model.expert_capacity is not None,
             is_fused(recipe.launch.device, pipelines.compute.itemsize),

@@ -35,6 +35,8 @@ def bytes_checkpointed(plan: Plan, rank: int) -> int:
     """Bytes that the rank writes of a checkpoint, and has copied: master and states of the elements that it counts."""
     total = 0
     for buffer in plan.of_rank(rank).buffers:
+        if plan.recipe.adapter.is_used and not buffer.is_trained:
+            continue
         for each in buffer.counted.values():
             # Moments of few bits are written in full.
             states = len(state_names(plan.recipe.optim, each.group)) * buffer.is_trained

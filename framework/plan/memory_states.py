@@ -134,10 +134,13 @@ class Pipelines:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint at the most: masters and moments, of frozen parameters too."""
+        """Bytes of a checkpoint at the most: masters and moments, of frozen parameters too, but for those beside an adapter."""
         master = (self.master or self.compute).itemsize
         moment = 4 if self.master is None else master
-        return self.shape.size.total * (master + len(self.states("")) * moment)
+        shape, total = self.shape, self.shape.size.total
+        if self.recipe.adapter.is_used:
+            total = sum(shape.whole.get_parameter(name).numel() for name in shape.groups)
+        return total * (master + len(self.states("")) * moment)
 
     def layers(self, each: Candidate) -> tuple[int, ...] | None:
         """The recipe's layers of each stage, where the candidate has as many: of others `let_rest_follow` leaves them out."""
@@ -165,7 +168,9 @@ class Pipelines:
         if not self.on_gpus:
             return 0
         kv = ranks_per_kv_head(self.shape.config, each.tp)
-        experts = count_expert_shards(each.shard, each.tp, each.ep, each.expert_tp, each.batch) if each.zero else 1
+        experts = 1
+        if each.zero:
+            experts = count_expert_shards(each.shard, each.tp, each.ep, each.expert_tp, each.batch)
         degrees = {
             name: getattr(each, name) for name in ("pp", "dp", "cp", "tp", "ep", "shard", "expert_tp", "ulysses")
         }

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from framework.mesh.topology import count_expert_shards
+from framework.parallel.zero.plan_buffers import REDUCE_CODECS
 from framework.parallel.zero.unit_buckets import largest_shared
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import ClusterRates, Group, place_group
@@ -21,6 +22,9 @@ from framework.plan.remember import remember
 from framework.recipe.derive import count_secondary
 from framework.recipe.schema import Zero
 
+# Bytes of a gradient as codes, their scales included; and from how many on a backend adds it up itself.
+CODE_BYTES = {kind: codec.message_bytes(codec.block) / codec.block for kind, codec in REDUCE_CODECS.items()}
+WIDE_BYTES = 4.0
 # Bytes that decoding one number of a message reads and writes.
 DECODED_BYTES = 3.0
 
@@ -156,10 +160,25 @@ class Sharding:
         upload = (own_dense + own_experts) * narrow / self.cluster.host_rate if uploads else 0.0
         gather = upload + seconds("all_gather", dense * narrow, shard)
         gather += seconds("all_gather", experts * narrow, expert_shard)
-        reduction = seconds("reduce_scatter", dense * wide, shard)
-        reduction += seconds("reduce_scatter", experts * wide, expert_shard)
+        reduction = self._reduce_s(dense, shard) + self._reduce_s(experts, expert_shard)
         sums = seconds("all_reduce", own_dense * wide, replica) + seconds("all_reduce", own_experts * wide, copies)
         return gather, reduction, sums
+
+    def _reduce_s(self, elements: float, group: Group) -> float:
+        """Seconds of a reduce-scatter. What travels coded is exchanged in two hops, whose messages are written and read again."""
+        cluster, codes = self.cluster, CODE_BYTES.get(self.zero.quantize_reduce)
+        size = self.gradient_bytes if codes is None or group.nodes == 1 else codes
+        if size == self.gradient_bytes >= WIDE_BYTES:
+            return cluster.collective("reduce_scatter", elements * size, group)
+        inner = Group(group.size // group.nodes, 1)
+        across = Group(group.nodes, group.nodes)
+        hops = ((elements, inner), (elements / inner.size, across)) if group.nodes > 1 else ((elements, inner),)
+        return sum(
+            cluster.collective("all_to_all", each * size, ranks)
+            + each * (2 * WIDE_BYTES + 2 * size) / cluster.memory_rate
+            for each, ranks in hops
+            if ranks.size > 1
+        )
 
     def _copies_s(self, units: Sequence[ShardedUnit], size: float, passes: float, groups: Groups) -> float:
         """Seconds of copying what is gathered or reduced, which the compute device does."""

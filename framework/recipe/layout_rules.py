@@ -172,8 +172,9 @@ def zero(recipe: Recipe) -> Iterator[Problem]:
     if stage and within is None:
         message = "zero.shard_within=null leaves no replicas: all ranks divide the optimizer state already"
         yield from refuse_useless(recipe, "zero.optimizer_within", message, "zero.shard_within=node")
-    sharded = dict.fromkeys(("shard_within", "optimizer_within", "bucket_bytes", "quantize_gather"), (1, 2, 3))
-    for name, stages in {**sharded, "accumulate": (2, 3), "keep_gathered": (3,), "secondary_shard": (3,)}.items():
+    sharded = ("shard_within", "optimizer_within", "bucket_bytes", "quantize_gather", "quantize_reduce")
+    later = {"accumulate": (2, 3), "keep_gathered": (3,), "secondary_shard": (3,)}
+    for name, stages in {**dict.fromkeys(sharded, (1, 2, 3)), **later}.items():
         if stage not in stages:
             way = f"zero.stage={' or '.join(map(str, stages))}"
             yield from refuse_useless(recipe, f"zero.{name}", f"zero.stage={stage} has no use for it", way)
@@ -182,10 +183,13 @@ def zero(recipe: Recipe) -> Iterator[Problem]:
 @rule(*DEGREES, *COUNTED, "zero", "memory.offload.home", "memory.offload.optimizer")
 def quantized(recipe: Recipe) -> Iterator[Problem]:
     zero, copied, key = recipe.zero, recipe.zero.secondary_shard, "zero.secondary_shard"
-    if zero.quantize_gather == "none":
-        message = "zero.quantize_gather=none quantizes nothing"
+    if zero.quantize_gather == zero.quantize_reduce == "none":
+        message = "with zero.quantize_gather=none and zero.quantize_reduce=none the recipe quantizes nothing"
         yield from refuse_useless(recipe, "zero.quantize_min_elements", message, "zero.quantize_gather=int8")
-    elif recipe.memory.offload.optimizer and recipe.memory.offload.home == "disk":
+    if zero.stage and count_nodes(recipe) == 1:
+        message = "all ranks are on one node: nothing goes between nodes, and within one codes cost more than they save"
+        yield from refuse_useless(recipe, "zero.quantize_reduce", message, "launch=slurm on several nodes")
+    if zero.quantize_gather != "none" and recipe.memory.offload.optimizer and recipe.memory.offload.home == "disk":
         message = "masters on a disk come in pieces, which cut the blocks that are quantized"
         yield refuse(recipe, "zero.quantize_gather", message, "none; or memory.offload.home=host")
     if zero.stage < 3 or copied is None:
@@ -263,7 +267,7 @@ def microbatches(recipe: Recipe) -> Iterator[Problem]:
 
 @rule(
     *(f"memory.{name}" for name in ("activation_checkpointing", "kept_operations", "budget_gb", "compile")),
-    *("parallel.tp", "parallel.cp", "parallel.ep"),
+    *("parallel.tp", "parallel.sequence", "parallel.overlap"),
 )
 def checkpointing(recipe: Recipe) -> Iterator[Problem]:
     memory, key = recipe.memory, "memory.activation_checkpointing"
@@ -279,8 +283,10 @@ def checkpointing(recipe: Recipe) -> Iterator[Problem]:
         message = f"with {key}={policy} no operation's output is kept by name"
         yield from refuse_useless(recipe, "memory.kept_operations", message, f"{key}=selective")
     if memory.compile == "always" and (obstacle := find_compile_obstacle(recipe)):
-        message = f"chooses what is kept within one graph of a compiled layer; with {obstacle} graphs end where ranks communicate"
-        yield refuse(recipe, key, message, f"{key}=full; or memory.compile=auto")
+        message = (
+            f"chooses what is kept within one graph of a compiled layer; with {obstacle} graphs end at tp's regions"
+        )
+        yield refuse(recipe, key, message, f"{key}=full; or parallel.overlap=never")
 
 
 @rule(

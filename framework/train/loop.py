@@ -155,7 +155,7 @@ class Loop:
         """Send a step to the device, then read the one before: in the steady state that wait is the device's step time."""
         state, recipe = self.state, self.recipe
         started = time.perf_counter()
-        before = ledger.snapshot(self.run.mesh)
+        before = [ledger.snapshot(self.run.mesh, between_nodes) for between_nodes in (False, True)]
         with self._phases.within(Phase.DATA):
             microbatches = self._loader.batch(state.samples)
         loaded, waited_before = time.perf_counter(), self.run.mesh.waits.seconds
@@ -180,7 +180,8 @@ class Loop:
         state.step += 1
         state.samples += self._derived.sequences_per_step
         state.tokens += self._derived.tokens_per_step
-        traffic = ledger.totals(ledger.difference(ledger.snapshot(self.run.mesh), before))
+        after = [ledger.snapshot(self.run.mesh, between_nodes) for between_nodes in (False, True)]
+        traffic = ledger.totals(*map(ledger.difference, after, before))
         self.timed = result.timed
         busy_s, waited_s = time.perf_counter() - loaded, self.run.mesh.waits.seconds - waited_before
         times = StepTimes(

@@ -16,6 +16,7 @@ from framework.comm.connect import (
     num_nodes,
     open_store_beside,
     ranks_per_node,
+    stay_beside,
 )
 from framework.comm.objects import broadcast_object
 from framework.data.loader import Hear, Loader, validation_batches
@@ -38,7 +39,7 @@ from framework.launch.identity import settle_identity, values_of
 from framework.launch.task import describe_job
 from framework.lease import Lease
 from framework.mesh.placement import make_grid
-from framework.model.hub import find_folder
+from framework.model.hub import find_base, find_folder, fingerprint_base
 from framework.model.load import load_config
 from framework.monitor.goodput import Goodput, open_goodput
 from framework.monitor.hang import TRAINING
@@ -105,6 +106,7 @@ def train_rank(
         check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None
         progress.phases.begin(Phase.CONNECT)
         device = choose_device(recipe.launch.device)
+        stay_beside(device)
         mesh = connect(plan.topology, device, timeout_s=deadlines.collective, check_s=check_s, fingerprint=fingerprint)
         progress.communicators[TRAINING] = tuple(mesh.axes.values())
         lease = progress.lease = broadcast_object(lambda: lease or Lease(run_dir), mesh.axis("world"))
@@ -245,9 +247,17 @@ def _settle_identity(recipe: Recipe, prepared: Prepared, mesh: Mesh, lease: Leas
             f"the prepared data is not what {lease.run.name} was trained on (fingerprint {prepared.fingerprint}, was"
             f" {state.data}): its data cursor would point elsewhere. Restore the files of data.sources, or start a new run"
         )
+    if recipe.adapter.is_used:
+        state.base = broadcast_object(partial(_settle_base, recipe, state.base), mesh.axis("world"))
     settle = partial(settle_identity, RunDirectory(lease.run), lease, recipe, state.to_json(), prepared.tokenizer)
     identity = broadcast_object(settle, mesh.axis("world"))
     state.recipe, state.tokenizer = identity["recipe"], identity["tokenizer"]
+
+
+def _settle_base(recipe: Recipe, recorded: str) -> str:
+    """The fingerprint of the frozen weights beside an adapter. recorded: by the checkpoint from which the run goes on."""
+    find_base(recipe.model, recorded)
+    return recorded or fingerprint_base(recipe.model)
 
 
 def _open_loader(plan: Plan, prepared: Prepared, mesh: Mesh, state: RunState, hear: Sequence[Hear]) -> Loader:
@@ -274,7 +284,8 @@ def _sequences(plan: Plan, mesh: Mesh) -> dict[str, Any]:
     dp = mesh.axis("dp")
     return {
         "context": plan.derived.context,
-        "pack": plan.recipe.data.pack,
+        "pack": plan.recipe.data.packing,
+        "overlong": plan.recipe.data.overlong,
         "sequences_per_microbatch": plan.derived.sequences_per_microbatch,
         "dp_rank": dp.rank,
         "dp_size": dp.size,

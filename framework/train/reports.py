@@ -217,6 +217,7 @@ def describe_run(plan: Plan, prepared: Prepared, mesh: Mesh, run_dir: Path, star
     run_id = str(named.id)
     run = f"{named.root}/{run_id}"
     prompt = find_prompt(recipe, prepared) if mesh.rank == 0 else ""
+    said = ["--chat"] if recipe.data.has_conversations else ["--prompt", prompt]
     return RunInfo(
         run_id=run_id,
         config=describe_public(recipe),
@@ -238,7 +239,7 @@ def describe_run(plan: Plan, prepared: Prepared, mesh: Mesh, run_dir: Path, star
         commands={
             "resume": write_resume(recipe.launch.kind, named),
             "export": shlex.join(["meshwright", "export", run, "--to", f"{run_id}-model"]),
-            "generate": shlex.join(["meshwright", "generate", run, "--prompt", prompt]),
+            "generate": shlex.join(["meshwright", "generate", run, *said]),
         },
     )
 

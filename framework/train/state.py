@@ -48,6 +48,7 @@ class RunState:
     skipped_samples: list[list[int]] = field(default_factory=list)
     recipe: dict[str, Any] = field(default_factory=dict)  # with the tokenizer's hash: launch/identity.py
     tokenizer: str = ""
+    base: str = ""  # fingerprint of the pretrained weights beside an adapter, which no checkpoint has
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -131,10 +132,10 @@ def saved_entries(run: TrainingRun) -> Iterator[Entry]:
     """All tensors of a run as checkpoint entries over the run's own memory: each element once over all ranks, but for small
     tensors that all ranks have.
 
-    weight/NAME: the master copy of a parameter, or the frozen parameter. buffer/NAME: a buffer of the model's
-    state dict. Others: the optimizer's state of that name.
+    weight/NAME: the master copy of a parameter, or the frozen parameter, unless it is beside an adapter. buffer/NAME: a buffer
+    of the model's state dict. Others: the optimizer's state of that name.
     """
-    yield from _entries(run, UnitBuffer.counted, [buffer for buffer in run.buffers if not buffer.is_copy])
+    yield from _entries(run, UnitBuffer.counted, [buffer for buffer in run.saved_buffers if not buffer.is_copy])
     by_name = dict(each for stage in run.stages.values() for each in persistent_buffers(stage.model.model).items())
     # Copied, because a forward may change them, and the next one may run before they are saved. All else changes in updates.
     yield from (_buffer_entry(name, tensor.clone()) for name, tensor in by_name.items())
@@ -144,7 +145,7 @@ def read_entries(run: TrainingRun) -> Iterator[Entry]:
     """The entries that this rank reads of a checkpoint. Replicas read a share each of what they own alike, and `share_read`
     completes every rank. Were each to read all that it owns, r replicas would open the files of all r: r^2 for stage 0."""
     run.optimizer.open_states()
-    yield from _entries(run, UnitBuffer.read, run.buffers)
+    yield from _entries(run, UnitBuffer.read, run.saved_buffers)
     for stage in run.stages.values():
         for name, tensor in persistent_buffers(stage.model.model).items():
             yield _buffer_entry(name, tensor)
@@ -159,7 +160,7 @@ def updated_names(run: TrainingRun) -> set[str]:
 
 def share_read(run: TrainingRun) -> None:
     """Complete the entries of `read_entries`: replicas exchange their shares. Collective over `replica`."""
-    for buffer in run.buffers:
+    for buffer in run.saved_buffers:
         _share_read(buffer, buffer.master_at_home)
     for name in run.optimizer.state_names:
         for each in (each for each in run.shards if run.optimizer.has_state(each.shard, name)):

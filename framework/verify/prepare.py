@@ -325,11 +325,12 @@ def _find_absent(recipe: Recipe, options: VerifyOptions, dtype: str) -> list[Cha
     """Values of the recipe that a verification cannot run."""
     model, on_cpu, master = recipe.model, options.device == "cpu", recipe.precision.master
     within, copied, needs_gpu = recipe.zero.shard_within, recipe.zero.secondary_shard, "it needs --device cuda"
-    on_one = "all ranks are on this machine: state the degree"
+    on_one, codes = "all ranks are on this machine: state the degree", recipe.zero.quantize_reduce
     found = (
         (model.weights is not None, "model.weights", model.weights, None, "both sides start from seeded weights"),
         (within == "node", "zero.shard_within", within, None, on_one),
         (copied == "node", "zero.secondary_shard", copied, None, on_one),
+        (codes != "none", "zero.quantize_reduce", codes, "none", "all ranks are on one node, where nothing travels so"),
         (on_cpu and model.attention not in CPU_ATTENTION, "model.attention", model.attention, "auto", needs_gpu),
         (on_cpu and model.experts not in CPU_EXPERTS, "model.experts", model.experts, "auto", needs_gpu),
         (

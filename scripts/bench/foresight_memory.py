@@ -194,7 +194,7 @@ def _make_batch(plan: Plan, rank: int) -> list[Microbatch]:
     tokens = [torch.randint(plan.vocabulary_size, shape) for _ in range(derived.accumulation)]
     # Two documents in each sequence where they are kept apart, of lengths that no number of ranks divides.
     positions = None
-    if plan.recipe.data.pack == "documents":
+    if plan.recipe.data.isolates:
         first = derived.context // 2 + 1
         positions = torch.cat([torch.arange(first), torch.arange(derived.context - first)]).repeat(shape[0], 1)
     return [cut_context(Microbatch(each[:, :-1].clone(), each[:, 1:].clone(), positions), slices) for each in tokens]

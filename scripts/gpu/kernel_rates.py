@@ -19,9 +19,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from framework.mesh.box import Box
 from framework.model.fused import Fused
-from framework.model.loss import LARGEST_FUSED_CHUNK, LOSS, LocalSums, LossKernel
+from framework.model.loss import LARGEST_FUSED_CHUNK, LOSS, LocalSums, TorchLoss
 from framework.model.matmul import accumulate_matmul
-from framework.optim.bit_kernels import BITS, BitKernels
+from framework.optim.bit_kernels import BITS, TorchBits
 from framework.optim.low_bit import BLOCK, UNSIGNED, decode, encode
 from framework.optim.states import CHUNK_DEVICE
 from framework.optim.stochastic_rounding import round_to_bf16
@@ -182,10 +182,10 @@ def measure_head(rows: Rows) -> None:
     }
     for form, kernel in forms_of(rows, LOSS).items():
 
-        def read(kernel: LossKernel = kernel) -> None:
+        def read(kernel: TorchLoss = kernel) -> None:
             kernel.read(logits, labels, 0, sums.of(slice(None)))
 
-        def differentiate(kernel: LossKernel = kernel) -> None:
+        def differentiate(kernel: TorchLoss = kernel) -> None:
             kernel.differentiate(logits, labels, 0, ones * 20, ones, logits)
 
         work |= {f"softmax statistics, {form}": read, f"gradient of logits, {form}": differentiate}
@@ -196,17 +196,17 @@ def measure_head(rows: Rows) -> None:
 def measure_fp8(rows: Rows) -> None:
     """An fp8 matmul of a layer, and the casts of its factors."""
     try:
-        from framework.model.fp8 import CASTS, E4M3, E5M2, CastKernel, multiply_factors
+        from framework.model.fp8 import CASTS, E4M3, E5M2, TorchCast, multiply_factors
     except ImportError as error:  # torchao is an optional dependency
         rows.attempt("fp8", partial(str, error))
         return
     x, weight = draw(T, D), draw(I, D)
     for form, kernel in forms_of(rows, CASTS).items():
 
-        def cast(kernel: CastKernel = kernel) -> Any:
+        def cast(kernel: TorchCast = kernel) -> Any:
             return kernel.cast(x, kernel.find_largest(x, False), E4M3)
 
-        def cast_both(kernel: CastKernel = kernel) -> Any:
+        def cast_both(kernel: TorchCast = kernel) -> Any:
             return kernel.cast_both(x, kernel.find_largest(x, False), E5M2)
 
         rows.attempt(f"fp8, a factor of {T} x {D}, {form}", partial(time_ms, cast), "ms")
@@ -226,7 +226,7 @@ def measure_states(rows: Rows) -> None:
     box, shape = Box((3, 0), (numel // 64, 64)), (ELEMENTS, 64)
     for form, kernel in forms_of(rows, BITS).items():
 
-        def work(kernel: BitKernels = kernel) -> None:
+        def work(kernel: TorchBits = kernel) -> None:
             kernel.decode(codes, exponents, UNSIGNED, values)
             kernel.draw((7, "moments", 3, "w"), [box], shape, words)
             kernel.encode(values, words, 0, codes, exponents, UNSIGNED)

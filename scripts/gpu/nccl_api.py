@@ -16,8 +16,9 @@ from rows import Rows
 from torch import Tensor
 
 from framework.comm import connect
-from framework.comm.algorithms import Pending, gather_by_tensor, scatter_by_tensor, scatter_rounded, sum_rounded
+from framework.comm.algorithms import Pending, gather_by_tensor, scatter_by_tensor
 from framework.comm.board import dump_flight_records
+from framework.comm.coded import Rounding, scatter_coded, sum_coded
 from framework.comm.communicator import Communicator
 from framework.comm.groups import GroupPlan
 from framework.mesh.topology import Axis
@@ -45,9 +46,9 @@ def check_collectives(rows: Rows, axis: Communicator) -> None:
         rows.attempt(f"{name} in place", lambda start=start, both=both: lands(start(both, both, axis), both, x))
     if TINY:
         return
-    rounded, whole = x.bfloat16().float(), x.clone()
-    rows.attempt("rounded reduce-scatter", lambda: lands(scatter_rounded(out, x, axis, torch.bfloat16), out, rounded))
-    rows.attempt("rounded all-reduce", lambda: lands(sum_rounded(whole, axis, torch.bfloat16), whole, rounded))
+    rounded, whole, wire = x.bfloat16().float(), x.clone(), Rounding(torch.bfloat16)
+    rows.attempt("rounded reduce-scatter", lambda: lands(scatter_coded(out, x, axis, wire), out, rounded))
+    rows.attempt("rounded all-reduce", lambda: lands(sum_coded(whole, axis, wire), whole, rounded))
     rows.attempt("messages to itself are one work", lambda: send_to_itself(axis, x))
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.comm.algorithms import ExposedCommunication, scatter_rounded, sum_rounded
+from framework.comm.algorithms import ExposedCommunication
+from framework.comm.coded import Rounding, scatter_coded, sum_coded
 from framework.comm.collectives import start_all_reduce
 from framework.comm.connect import Mesh
 from framework.comm.transfer import (
@@ -232,9 +233,9 @@ def test_rounded_sums_are_exchanged_at_once_and_added_in_the_order_of_ranks(two_
     def body(mesh: Mesh) -> tuple[list[float], list[float]]:
         axis, x = mesh.axis("dp"), upload(terms[mesh.rank], GPU)
         mine = torch.empty(2, device=GPU)
-        scatter_rounded(mine, x[:4].clone(), axis, torch.bfloat16).wait()
+        scatter_coded(mine, x[:4].clone(), axis, Rounding(torch.bfloat16)).wait()
         whole = x.clone()
-        sum_rounded(whole, axis, torch.bfloat16).wait()
+        sum_coded(whole, axis, Rounding(torch.bfloat16)).wait()
         return mine.tolist(), whole.tolist()
 
     for term in terms:

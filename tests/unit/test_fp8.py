@@ -4,6 +4,7 @@ from tests.torchao_folder import FOLDER  # isort: skip  first: what follows impo
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,20 +17,26 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from framework.comm.connect import connect
 from framework.errors import ModelError
 from framework.launch.parts import check_ranks
 from framework.model import fp8
 from framework.model.fp8 import E4M3, E5M2, Fp8Matmul, Scaling, multiply_factors, quantize
 from framework.model.load import build_meta
 from framework.parallel.fp8_layers import find_fp8_linears
+from framework.parallel.zero.parameters import ParameterSync
 from framework.plan.plan import make_plan
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose
-from framework.recipe.schema import Precision, Recipe
+from framework.recipe.schema import Memory, Precision, Recipe
+from framework.train.build import build
+from framework.train.step import train_step
+from framework.verify.evidence import make_batches
+from framework.verify.layout import share
 from framework.verify.plain import multiply_in_fp8
 from framework.verify.prepare import VerifyOptions, prepare
 from tests.families import build_config, family
-from tests.ranks.parity import small_recipe
+from tests.ranks.parity import small_recipe, topology_of
 
 SCALINGS: list[Scaling] = ["tensor", "row"]
 # Tokens that no multiple of 16 is, and a number far beyond the others, which a scale of the whole factor has to follow.
@@ -198,3 +205,27 @@ def test_weights_that_are_read_without_a_call_are_not_in_fp8() -> None:
         stage = make_plan(make_fp8_recipe(), config).of_rank(0).stages[0]
         found = find_fp8_linears(build_meta(config), stage.plan)
         assert not [each for each in found if "mixer" in each or "router" in each]
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_was_found_of_a_weight_is_forgotten_before_its_update(is_told: bool) -> None:
+    """Once for each weight and step, however many microbatches. Sabotage: nobody tells the layers that weights change."""
+    config = build_config(family("llama"), hidden_size=64, intermediate_size=96, head_dim=16)
+    recipe = replace(make_fp8_recipe(), memory=Memory(compile="never"))
+    mesh = connect(topology_of(recipe, config), torch.device("cpu"))
+    run = build(make_plan(recipe, config), mesh)
+    (batch,) = make_batches(config, 1, recipe.batch.sequences_per_step, recipe.batch.context or 0, seed=11)
+    kept: dict[Fp8Matmul, list[Tensor]] = {}
+    whole = Fp8Matmul._quantize_weight
+
+    def quantize_weight(matmul: Fp8Matmul, is_turned: bool) -> Any:
+        factor = whole(matmul, is_turned)
+        kept.setdefault(matmul, []).append(matmul._largest[False])
+        return factor
+
+    ignored = nullcontext() if is_told else patch.object(ParameterSync, "invalidate", lambda sync: None)
+    with patch.object(Fp8Matmul, "_quantize_weight", quantize_weight), ignored:
+        train_step(run, share(batch, recipe.batch.sequences_per_microbatch or 1, mesh), 0, 1e-2)
+    assert len(kept) == 7 * config.num_hidden_layers
+    assert all(len(found) > 1 and all(each is found[0] for each in found) for found in kept.values())
+    assert all((not matmul._largest) is is_told for matmul in kept)

@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 from datetime import timedelta
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +14,20 @@ import torch
 from framework.comm import connect
 from framework.comm.communicator import Communicator
 from framework.comm.groups import TOKEN_AXES, plan_groups
+from framework.host import find_near_cores
 from framework.launch import process
 from framework.launch.process import ALLOCATOR_VARIABLES, LEAST_CORES, prepare_gpu_rank
 from framework.launch.slurm import CPUS_OF_GPU_RANK, choose_cpus
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Axis, Topology
+from framework.model.load import load_config
 from framework.model.units import Unit
 from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.plan_buffers import plan_buffers, shard_over_batch
+from framework.plan.memory_states import COMMUNICATOR_BYTES, CONTEXT_BYTES, MESSAGES_BYTES
+from framework.plan.plan import make_plan
+from framework.plan.target import resolve_target
+from framework.recipe.compose import compose
 from framework.recipe.schema import Launch, Zero
 
 
@@ -169,3 +176,46 @@ def test_groups_that_carry_only_messages_are_started_without_rings(monkeypatch: 
     ]  # fmt: skip
     connect._start_nccl(axes, cpu)
     assert started == [("world", "all_reduce"), ("pp", "eagerly"), ("scatter", "all_reduce"), ("tokens", "eagerly")]
+
+
+@pytest.mark.parametrize("words", [[], ["parallel.tp=2"], ["parallel.pp=2"], ["parallel.cp=2", "zero.shard_within=4"]])
+def test_a_plan_counts_the_communicators_of_its_topology(words: list[str]) -> None:
+    base = ["model=llama3_1_8b", "cluster=h100_ib", "launch.device=cuda", "launch.ranks=8", "zero=stage_3"]
+    recipe = resolve_target(compose([*base, "batch.sequences_per_step=16", *words], []).require())
+    plan = make_plan(recipe, load_config(recipe.model))
+    made = plan_groups(plan.topology.axes(0), connect.choose_backends("cuda", is_debug=False))
+    num_bytes = sum(MESSAGES_BYTES if each.only_messages else COMMUNICATOR_BYTES for each in made)
+    assert plan.memory_model.pipelines.outside(plan.candidate) == CONTEXT_BYTES + num_bytes
+
+
+@pytest.mark.parametrize(
+    ("node", "cpulist", "allowed", "expected"),
+    [
+        ("1", "4-7,12-15", set(range(16)), {4, 5, 6, 7, 12, 13, 14, 15}),
+        ("1", "4-7,12-15", {4, 5, 6, 7, 0, 1}, {4, 5, 6, 7}),  # what the job gives, as far as it is there
+        ("1", "4-7,12-15", {0, 1, 2, 4, 5, 6}, {0, 1, 2, 4, 5, 6}),  # three are too few
+        ("-1", "0-15", {2, 3}, {2, 3}),  # a machine of one node
+        (None, "0-3", {0, 1, 2, 3, 4}, {0, 1, 2, 3, 4}),
+    ],
+)
+def test_a_rank_stays_near_its_gpu(
+    tmp_path: Path, node: str | None, cpulist: str, allowed: set[int], expected: set[int]
+) -> None:
+    address = "0000:1b:00.0"
+    for folder, name, text in (
+        (f"bus/pci/devices/{address}", "numa_node", node), ("devices/system/node/node1", "cpulist", f"{cpulist}\n")
+    ):  # fmt: skip
+        (tmp_path / folder).mkdir(parents=True)
+        if text is not None:
+            (tmp_path / folder / name).write_text(text)
+    assert find_near_cores(address, allowed, tmp_path) == expected
+
+
+def test_the_address_of_a_gpu_is_that_of_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x9B, pci_device_id=0)
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(connect, "stay_near", asked.append)
+    connect.stay_beside(torch.device("cpu"))
+    connect.stay_beside(torch.device("cuda", 3))
+    assert asked == ["0000:9b:00.0"]

@@ -15,7 +15,7 @@ from framework.optim.muon import assign_owners, group_matrices, orthogonalize, s
 from framework.plan.plan import make_plan, unconnected
 from framework.plan.traffic import measure_traffic
 from framework.recipe.check import check_recipe
-from framework.recipe.schema import Muon, Optim, ParameterGroup, Zero
+from framework.recipe.schema import Adapter, Muon, Optim, ParameterGroup, Zero
 from framework.verify.plain_muon import PlainMuon
 from tests.families import build_config, family
 from tests.ranks.parity import small_recipe
@@ -133,6 +133,7 @@ def test_bad_input_is_refused() -> None:
         "precision.moments": replace(recipe, optim=muon, precision=replace(recipe.precision, moments="bf16")),
         "optim.groups.a.optimizer": replace(recipe, optim=Optim(groups={"a": ParameterGroup("q", optimizer="muon")})),
         "optim.muon.steps": replace(recipe, optim=Optim(muon=Muon(steps=3))),
+        "adapter.kind": replace(recipe, optim=muon, adapter=Adapter(kind="lora")),
     }
     for key, each in refused.items():
         assert key in {problem.key for problem in check_recipe(each, {})}

@@ -225,6 +225,8 @@ def test_expert_degrees_that_do_not_fit_are_told_with_those_that_do(overrides, k
         (["zero.stage=2", "zero.keep_gathered=true"], "zero.keep_gathered", "zero.stage=2 has no use for it"),
         (["zero.stage=0", "zero.quantize_gather=int8"], "zero.quantize_gather", "zero.stage=0 has no use for it"),
         (["zero.stage=3", "zero.quantize_gather=int4"], "zero.quantize_gather", "none, int8, fp8"),
+        (["zero.stage=0", "zero.quantize_reduce=int8"], "zero.quantize_reduce", "zero.stage=0 has no use for it"),
+        (["zero.stage=3", "zero.quantize_reduce=int4", "launch.ranks=4"], "zero.quantize_reduce", "are on one node"),
         (["zero.stage=3", "zero.quantize_min_elements=9"], "zero.quantize_min_elements", "quantizes nothing"),
         (
             ["zero.stage=2", "zero.secondary_shard=2", "launch.ranks=4"],
@@ -267,9 +269,12 @@ def test_zero_choices_that_cannot_be_are_refused(overrides, key, says):
         (["memory.budget_gb=20"], "memory.budget_gb", "met by memory.activation_checkpointing=auto only, not by none"),
         (["memory.kept_operations=[attention]"], "memory.kept_operations", "no operation's output is kept by name"),
         (
-            ["memory.activation_checkpointing=selective", "memory.compile=always", "parallel.tp=2", "launch.ranks=2"],
+            [
+                *("memory.activation_checkpointing=selective", "memory.compile=always"),
+                *("parallel.tp=2", "parallel.overlap=always", "launch.ranks=2"),
+            ],
             "memory.activation_checkpointing",
-            "with parallel.tp=2 graphs end where ranks communicate",
+            "with parallel.overlap=always graphs end at tp's regions",
         ),
     ],
 )
@@ -287,6 +292,12 @@ def test_a_second_copy_within_nodes_takes_several_of_them():
     assert "zero.secondary_shard" not in problems_of(*slurm)
     within = problems_of(*slurm, "zero.shard_within=node")
     assert "do not leave a node" in within["zero.secondary_shard"].message
+
+
+def test_gradients_are_quantized_between_nodes():
+    slurm = ("launch=slurm", "launch.nodes=2", "launch.ranks_per_node=4", "zero.stage=3")
+    problems = problems_of(*slurm, "zero.quantize_reduce=int4_rotated", "zero.quantize_min_elements=4096")
+    assert not {key for key in problems if key.startswith("zero.")}
 
 
 def test_masters_on_a_disk_are_not_quantized():
@@ -478,6 +489,8 @@ class Watched:
         self.__dict__ |= {"_group": group, "_path": path, "_seen": seen}
 
     def __getattr__(self, name: str):
+        if isinstance(derived := getattr(type(self._group), name, None), property):
+            return derived.fget(self)
         value, where = getattr(self._group, name), f"{self._path}.{name}".lstrip(".")
         if is_dataclass(value):
             return Watched(value, where, self._seen)

@@ -360,7 +360,7 @@ def count_launches(work: Callable[[], Any]) -> int:
 def test_launches_of_a_chunk_of_the_loss_of_a_factor_and_of_an_update() -> None:
     logits, labels = (each[0] for each in draw_logits(4, 97, torch.bfloat16))
     sums = torch.empty(3, 4)
-    ones, x = torch.ones(4), torch.randn(8, 16).bfloat16()
+    ones, large, x = torch.ones(4), torch.full((4,), 100.0), torch.randn(8, 16).bfloat16()
     shard = FlatShard((Layout((20, 30)),), torch.zeros(600), torch.ones(600), ("w",))
     found = {}
     for kind, kernels in (("torch", nullcontext()), ("triton", fused_kernels())):
@@ -371,7 +371,7 @@ def test_launches_of_a_chunk_of_the_loss_of_a_factor_and_of_an_update() -> None:
             found[kind] = {
                 "statistics": count_launches(lambda loss=loss: loss.read(logits, labels, 0, tuple(sums))),
                 "gradient": count_launches(
-                    lambda loss=loss: loss.differentiate(logits, labels, 0, ones * 100, ones, logits)
+                    lambda loss=loss: loss.differentiate(logits, labels, 0, large, ones, logits)
                 ),
                 "factor": count_launches(lambda cast=cast: cast.cast(x, cast.find_largest(x, False), E4M3)),
                 "factor, both ways": count_launches(

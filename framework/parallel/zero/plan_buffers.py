@@ -14,10 +14,11 @@ from functools import cached_property
 import torch
 
 from framework.comm.codec import BlockCodec
+from framework.comm.coded import Rounding, Wire
 from framework.comm.communicator import Communicator
 from framework.errors import LayoutError
 from framework.mesh.layout import Layout, Run, part
-from framework.mesh.topology import Axis
+from framework.mesh.topology import ZERO_AXES, Axis
 from framework.model.units import Unit
 from framework.parallel.zero.lifetimes import Home, Lifetimes
 
@@ -25,6 +26,12 @@ from framework.parallel.zero.lifetimes import Home, Lifetimes
 FROZEN = ""
 # Codecs by the names that layouts have for them.
 CODECS = {f"{kind} blocks": BlockCodec(kind) for kind in ("fp8", "int8")}
+# Codes of gradients, by the names that layouts have for them.
+REDUCE_CODECS = {
+    "int8": BlockCodec("int8"),
+    "int4": BlockCodec("int4"),
+    "int4_rotated": BlockCodec("int4", is_rotated=True),
+}
 
 
 @dataclass(frozen=True)
@@ -52,12 +59,14 @@ class GroupSpan:
 class BufferDtypes:
     """Dtypes of a buffer. compute: of the parameters that forward and backward read; master: of what the optimizer updates.
     codec: of the message that a rank keeps in the place of its part; None: the part is kept in the compute dtype. gathered: in
-    which parts travel, by scales that ranks agree on; None: as they are kept."""
+    which parts travel, by scales that ranks agree on; None: as they are kept. reduced: codes as which gradients leave a node;
+    None: as they travel within it."""
 
     compute: torch.dtype
     master: torch.dtype
     gathered: torch.dtype | None = None
     codec: BlockCodec | None = None
+    reduced: BlockCodec | None = None
 
     @property
     def gradient(self) -> torch.dtype:
@@ -72,6 +81,13 @@ class BufferDtypes:
     def sent_bytes(self, numel: int) -> int:
         """Bytes of a part of the parameters in an all-gather."""
         return self.kept_bytes(numel) if self.gathered is None else numel * self.gathered.itemsize
+
+    def reduce_wire(self, axis: Communicator, reduce_dtype: torch.dtype) -> Wire | None:
+        """The form in which a gradient travels over an axis; None: as it is. Codes where an axis of ZeRO spans nodes, on both of
+        its levels; elsewhere they would cost more than they save."""
+        if self.reduced is not None and axis.nodes > 1 and axis.name in ZERO_AXES:
+            return self.reduced
+        return None if reduce_dtype == self.gradient else Rounding(reduce_dtype)
 
 
 # Wide loads of NCCL and of fused kernels want addresses at multiples of 16 bytes. In elements, of any dtype of 2 bytes and more:
@@ -287,10 +303,12 @@ class BufferPlan:
 
     @property
     def unreduced_bytes(self) -> int:
-        """Bytes that come and go with the full gradient; 0 where it lives for the whole step."""
+        """Bytes that come and go with the full gradient, if it does not live for the whole step, and with codes of it."""
+        codec, is_sent = self.dtypes.reduced, self.is_trained and self.axes.shard.nodes > 1
+        codes = 0 if codec is None or not is_sent else 2 * codec.message_bytes(self.numel_padded)
         if self.lifetimes.keeps_gradients or not self.is_trained:
-            return 0
-        return self.numel_padded * self.dtypes.gradient.itemsize
+            return codes
+        return self.numel_padded * self.dtypes.gradient.itemsize + codes
 
     @property
     def gather_message_bytes(self) -> int:
@@ -364,7 +382,8 @@ def plan_buffers(
             slots = _lay_side_by_side(names, layouts, groups)
             lived = kind.lifetimes(axes, lifetimes)
             own_axes = kind.axes(axes, lived)
-            dtypes = BufferDtypes(kind.dtype, master_dtype or kind.dtype, *kind.travels(own_axes))
+            reduced = REDUCE_CODECS.get(kind.reduced_in)
+            dtypes = BufferDtypes(kind.dtype, master_dtype or kind.dtype, *kind.travels(own_axes), reduced)
             plans.append(BufferPlan(unit.name, tuple(slots), dtypes, lived, own_axes))
     return plans
 
@@ -387,6 +406,7 @@ class _Kind:
     replicated: tuple[str, ...]
     partial: tuple[str, ...]
     gathered_in: str
+    reduced_in: str
 
     @classmethod
     def of(cls, layout: Layout, dtype: torch.dtype, group: str) -> "_Kind":
@@ -395,7 +415,8 @@ class _Kind:
                 f"{layout} names no shard and replica axis: `shard_over_batch` or a transform before it has to"
             )
         zero_axes = layout.shard_axis, layout.replica_axis
-        return cls(dtype, group == FROZEN, *zero_axes, layout.replicated, layout.partial, layout.gathered_in)
+        sums = layout.replicated, layout.partial
+        return cls(dtype, group == FROZEN, *zero_axes, *sums, layout.gathered_in, layout.reduced_in)
 
     def lifetimes(self, axes: Mapping[str, Communicator], lifetimes: Lifetimes) -> Lifetimes:
         """The recipe's, but for experts of which this rank has the only shard: what is always unsharded need not come and go.
