@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.comm.communicator import Communicator, Operation, Waits
+from framework.comm.communicator import Communicator
+from framework.comm.waits import ExposedWait, Operation, Waits
 
 # torch 2.13 renamed the collectives of a single tensor and warns at the old names; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -63,7 +64,7 @@ class Pending:
         """This, whose waits are noted from now on as waits for the operation, which is open until the last one."""
         if self._works or self._finish is not None:
             self._operation, self._waits = operation, axis.waits
-            axis.waits.open[self] = operation
+            axis.waits.begin(self, operation)
         return self
 
     @torch.compiler.disable
@@ -326,20 +327,6 @@ def peers(axis: Communicator) -> list[tuple[int, int]]:
     """(send to, receive from) at distance 1, 2, ...: at each distance every rank sends one message and receives one."""
     # In the order of ranks instead, all would send to rank 0 first, and its link would carry n - 1 messages while others idle.
     return [((axis.rank + by) % axis.size, (axis.rank - by) % axis.size) for by in range(1, axis.size)]
-
-
-class ExposedWait:
-    """One interval of exposed communication. On CUDA its ends are events of the stream that waited, and both must have passed
-    when `seconds` is asked: else it raises, because asking must not make the host wait."""
-
-    def __init__(self, before: Any, after: Any):
-        self._before, self._after = before, after
-
-    @property
-    def seconds(self) -> float:
-        if isinstance(self._before, torch.cuda.Event):
-            return self._before.elapsed_time(self._after) / 1e3
-        return self._after - self._before
 
 
 class ExposedCommunication:

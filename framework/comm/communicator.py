@@ -5,11 +5,12 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.profiler import record_function
 
+from framework.comm.waits import Operation, Waits
 from framework.mesh.topology import ZERO_AXES, Axis
 
 
@@ -33,56 +34,6 @@ class Traffic:
         self.bytes[operation] = self.bytes.get(operation, 0) + num_bytes
         self.bytes_leaving[operation] = self.bytes_leaving.get(operation, 0) + leaving
         return calls
-
-
-class Operation(NamedTuple):
-    """A collective or message that this rank has started: the `number`-th of its name over the axis, for `label`, such as a unit.
-
-    peers: world ranks whose messages it exchanges, empty for a collective, which every rank of the axis takes part in.
-    """
-
-    axis: Axis
-    name: str
-    label: str
-    number: int
-    peers: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        with_whom = f" with ranks {list(self.peers)}" if self.peers else ""
-        return f"{self.name} of {self.label or '(unnamed)'} over axis {self.axis.name}{with_whom}"
-
-
-class Waits:
-    """The waits of the thread that communicates over a mesh, for whoever watches it: that thread writes, any thread reads.
-
-    current: the operation that holds the thread up now. seconds: for how long operations have held it up so far, by the host's
-    clock: over NCCL it is the device that waits, and next to nothing. open: the operations that were started and not yet waited
-    for, by their Pending. It is held here, and with it its memory, also where the code that started it has dropped it.
-    """
-
-    __slots__ = ("current", "open", "seconds")
-
-    def __init__(self) -> None:
-        self.current: Operation | None = None
-        self.seconds = 0.0
-        self.open: dict[Any, Operation] = {}
-
-    def check_ended(self, place: str) -> None:
-        """AssertionError with the name of each operation that is still open at the end of `place`, such as a step."""
-        # Only where a step has succeeded: an error on the way leaves operations open, and is the one to be told.
-        assert not self.open, (
-            f"started and never waited for at the end of {place}: {', '.join(map(str, self.open.values()))}. A peer, or the"
-            " device, may still use the memory of these operations: whoever starts one must wait for it, or not start it"
-        )
-
-    def wait(self, works: Any, operation: Operation | None) -> None:
-        """Wait for works of the operation."""
-        # Two stores and two clocks, 0.4 us: the wait itself is tens of us (docs/reliability.md has the measurement).
-        self.current, began = operation, time.perf_counter()
-        for work in works:
-            work.wait()
-        self.current = None
-        self.seconds += time.perf_counter() - began
 
 
 class Message:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.comm.algorithms import Pending, copy, to_host
-from framework.comm.communicator import Communicator, Operation
+from framework.comm.communicator import Communicator
+from framework.comm.waits import Operation
 
 # Those of collectives have others: messages of one tag match in the order in which they are started.
 _TAG = 0
@@ -57,7 +58,9 @@ def exchange_apart(
     # Without messages of its kind a Pending is over: nobody waits for it, and NCCL's one work of a batch would leave it open.
     leaving = Pending(sent, [x for x, _ in sends]) if sends else Pending()
     arriving = Pending(received, [x for x, _ in receives], finish) if receives else Pending()
-    names = _name(sends, [], axis, label), _name([], receives, axis, label)
+    # What is one work is held up by the peers of either kind.
+    is_one = sent is received
+    names = _name(sends, receives if is_one else [], axis, label), _name(sends if is_one else [], receives, axis, label)
     return leaving.named(names[0], axis), arriving.named(names[1], axis)
 
 

@@ -172,6 +172,13 @@ class Topology:
         size, stride = self._size_stride(axis)
         return None if size == 1 else count_node_neighbours(size, stride, self.ranks_per_node)
 
+    def outlines(self) -> dict[str, Axis]:
+        """Every axis as rank 0 sees it, without its ranks: in their place (size, stride), alike for axes over the same ranks."""
+        stride = self._size_stride("pp")[1] * max(self._embedding_positions)
+        found = {name: self._size_stride(name) for name in AXIS_NAMES if name != "embedding"}
+        found["embedding"] = (self.size("embedding"), stride) if 0 in self._embedding_positions else (1, 1)
+        return {name: Axis(name, found[name][0], 0, found[name]) for name in AXIS_NAMES}
+
     @property
     def _embedding_positions(self) -> tuple[int, ...]:
         """Positions along `pp` of the first and the last stage, each once, in order."""

@@ -78,11 +78,18 @@ class LayerWeight:
             return compute(*args)
         return self.kept.compute(self._operation, partial(compute, *args))
 
+    def invalidate(self) -> None:
+        """Forget what was found of the weight's values, which are about to change."""
+
+    def give_number(self) -> None:
+        """Give a layer whose weight is not trained the number by which operators find it."""
+        self.tick = WEIGHTS.number(self)
+
     def write_gradient_to(self, grad_view: GradView) -> None:
         """Have `weight_gradient` add to the main gradient from now on; autograd gets none."""
         self.grad_view = grad_view
         # One scalar for the whole run: a new one in each call would cost an allocation. Its value is for `opaque_linear.py`.
-        self.tick = TRAINED.number(self).requires_grad_()
+        self.tick = WEIGHTS.number(self).requires_grad_()
 
     @property
     def weight(self) -> Tensor:
@@ -96,16 +103,16 @@ class LayerWeight:
 
         The scalar requires a gradient, so that backward runs even where nothing else does.
         """
-        return self.weight if self.tick is None else self.tick
+        return self.weight if self.grad_view is None or self.tick is None else self.tick
 
 
 # By the numbers that are their ticks.
-TRAINED: Numbered[LayerWeight] = Numbered()
+WEIGHTS: Numbered[LayerWeight] = Numbered()
 
 
 def find_matmul(tick: Tensor) -> "Matmul":
     """The linear layer's matmul of which this is the `tick`."""
-    found = TRAINED.find(tick)
+    found = WEIGHTS.find(tick)
     assert isinstance(found, Matmul), "the tick of a stack of weights"
     return found
 
@@ -120,6 +127,11 @@ class Matmul(LayerWeight):
     def __init__(self, layer: nn.Module, is_transposed: bool) -> None:
         """layer: has the `weight`, [N, K], or [K, N] if it `is_transposed`."""
         super().__init__(layer, "weight", is_transposed)
+
+    def begin(self, x: Tensor) -> "Matmul":
+        """The matmuls of one passage of x, [..., K], through the layer, forward and backward: these, unless something
+        has to be known again in backward."""
+        return self
 
     @property
     def matrix(self) -> Tensor:
@@ -297,6 +309,8 @@ class MatmulLinear(nn.Linear):
         self.weight = weight
         self.register_parameter("bias", bias)
         self.matmul = Matmul(self, is_transposed)
+        # The layer's name in `memory.kept_operations`.
+        self.operation = ""
 
     @property
     def input_call(self) -> InputCall | None:

@@ -28,6 +28,7 @@ from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
 from framework.model.experts import ExpertsForm, count_experts, form_of
+from framework.model.opaque_experts import Note
 from framework.model.routers import RoutedTokens, find_routers
 from framework.model.units import Unit
 from framework.recipe.schema import Model
@@ -118,10 +119,10 @@ class ExpertLoad:
             experts = model.get_submodule(mixture.experts)
             self._rows[experts] = row
             if not mixture.form.is_expert_major:
-                experts.register_forward_pre_hook(partial(self._count_chosen, row, tokens))
+                experts.register_forward_pre_hook(partial(_show_chosen, Note(partial(self._count_chosen, row, tokens))))
             if mixture.router:
                 router = model.get_submodule(mixture.router)
-                router.register_forward_hook(partial(self._note_router, row, tokens))
+                router.register_forward_hook(partial(_show_output, Note(partial(self._note_router, row, tokens))))
 
     def start_step(self, is_reported: bool) -> None:
         """Begin a step. is_reported: its sums are read."""
@@ -152,19 +153,19 @@ class ExpertLoad:
         all_reduce(self.sums, self._world, label="expert load")
         return self.sums
 
-    @torch.compiler.disable
-    def _count_chosen(self, row: int, tokens: RoutedTokens, experts: nn.Module, args: tuple[Any, ...]) -> None:
+    def _count_chosen(self, row: int, tokens: RoutedTokens, shown: Sequence[Tensor]) -> None:
+        """shown: the experts of each token."""
         if self._is_counting:
-            chosen = tokens.cut(args[1]).flatten()
+            chosen = tokens.cut(shown[0]).flatten()
             last = self.mixtures[row].num_experts
             # Ids beyond the experts are of no expert (a token's way around the mixture): counted in the place behind them.
             self.sums[row, : last + 1].scatter_add_(0, chosen.long().clamp(max=last), self._one.expand(len(chosen)))
 
-    @torch.compiler.disable
-    def _note_router(self, row: int, tokens: RoutedTokens, router: nn.Module, args: Any, output: Any) -> None:
+    def _note_router(self, row: int, tokens: RoutedTokens, outputs: Sequence[Tensor]) -> None:
+        """outputs: of the router."""
         if not self._is_counting:
             return
-        mixture, outputs = self.mixtures[row], output if isinstance(output, tuple) else (output,)
+        mixture = self.mixtures[row]
         if mixture.form.is_expert_major:
             scores = tokens.cut(outputs[1 - mixture.logits].detach())
             self.sums[row, : mixture.num_experts] += (scores > 0).sum(0)
@@ -172,6 +173,16 @@ class ExpertLoad:
             logits = tokens.cut(outputs[mixture.logits].detach().flatten(0, -2))
             self.sums[row, ENTROPY] += torch.special.entr(logits.float().softmax(-1)).sum()
             self.sums[row, ROUTED] += len(logits)
+
+
+def _show_chosen(note: Note, experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A hook in front of experts: (hidden states, the experts of each token, ...)."""
+    return args[0], note([args[1]]), *args[2:]
+
+
+def _show_output(note: Note, router: nn.Module, args: Any, output: Any) -> Any:
+    """A hook behind a router: its tensor, or several."""
+    return (*output[:-1], note(output)) if isinstance(output, tuple) else note([output])
 
 
 def chosen_tokens(sums: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from framework.model.experts import find_experts
 from framework.model.kept_outputs import ATTENTION, EXPERTS, KeepsOutputs, KeptOutputs, LayerCall, Policy
 from framework.model.matmul import StackedMatmul
+from framework.model.opaque_experts import find_opaque_experts
 
 Unshard = Callable[[], AbstractContextManager[None]]
 
@@ -61,8 +62,12 @@ def checkpoint_layers(
     grouped = [name for name in layers if policies[name] == "sqrt"]
     chain = _Chain(group_size(len(grouped)))
     for name, layer in layers.items():
+        if policies[name] == "none":
+            continue
         # A compiled layer chooses within its graph what it keeps (`model/opaque_linear.py`).
-        if policies[name] == "none" or (policies[name] == "selective" and layer in compiled):
+        if policies[name] == "selective" and layer in compiled:
+            if EXPERTS in named:
+                _keep_within_experts(layer, operations)
             continue
         chosen = named if policies[name] == "selective" else ()
         # torch compiles nothing while a dispatch mode is there: a compiled layer finds its choices again, in the same graph.
@@ -81,6 +86,16 @@ def _keep_outputs(
             is_stacked = isinstance(operation, StackedMatmul)
             operation.keep_outputs(kept, EXPERTS if is_stacked else path.rpartition(".")[2])
     return kept
+
+
+def _keep_within_experts(layer: nn.Module, operations: Mapping[nn.Module, Sequence[KeepsOutputs]]) -> None:
+    """Have experts that dispatch, one operator of a compiled layer whose output is kept, keep no more than in eager mode."""
+    for opaque in find_opaque_experts(layer):
+        if opaque.operation == EXPERTS:
+            kept = KeptOutputs([EXPERTS])
+            for operation in operations.get(opaque.experts, ()):
+                operation.keep_outputs(kept, EXPERTS)
+            opaque.compute, opaque.keeps_input = CheckpointedForward(opaque.compute, kept, is_random=False), True
 
 
 class CheckpointedForward:

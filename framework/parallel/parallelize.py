@@ -23,22 +23,27 @@ from framework.comm.algorithms import ExposedCommunication
 from framework.mesh.layout import Layout
 from framework.model.chunked_loss import make_loss
 from framework.model.experts import find_experts
-from framework.model.kept_outputs import KeepsOutputs
+from framework.model.kept_outputs import EXPERTS, KeepsOutputs
 from framework.model.load import choose_experts, kept_in_fp32
 from framework.model.logit_map import LogitMap
 from framework.model.loss import Loss
+from framework.model.matmul import Matmul
 from framework.model.mixtures import ExpertLoad
+from framework.model.opaque_experts import OpaqueExperts, find_opaque_experts, replace_forward
 from framework.model.opaque_linear import keep_named
 from framework.model.precision import DTYPES
 from framework.model.routers import find_routers
 from framework.model.stage import find_shared, hollow_out
 from framework.parallel.activation_checkpointing import checkpoint_layers
 from framework.parallel.activation_offload import ActivationOffload, offload_activations
+from framework.parallel.adapters import AdaptMatmuls, place_adapters
 from framework.parallel.attention import find_context_attentions, is_operator, split_context
 from framework.parallel.experts.dispatch import report_dropped, write_stacked_gradients
 from framework.parallel.experts.split import split_experts
 from framework.parallel.fp8_layers import find_fp8_linears, gather_in_fp8, make_matmul
 from framework.parallel.stage_plan import StagePlan
+from framework.parallel.tensor.opaque_borders import number_border
+from framework.parallel.tensor.regions import Region, find_regions_of
 from framework.parallel.tensor.rng import uses_rng_in_training
 from framework.parallel.tensor.split import split_over_tp
 from framework.parallel.zero.buffers import MainGradView, UnitBuffer
@@ -75,18 +80,26 @@ def compile_layers(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) ->
     for name, layer in layers.items():
         for _, module, form in find_experts(layer):
             experts: Any = module
-            # Experts that dispatch are never traced, and who gives them gradient views knows them by their forward.
-            if "forward" in vars(module):
+            # Experts that dispatch are an operator as they are, and who gives them gradient views knows them by their forward.
+            if "forward" in vars(module) or not form.has_kernels:
                 continue
             # One expert after another (`model.experts: eager`): which have tokens, and how many, is known from the data only. The
             # compiler would make graphs for each number of tokens that it meets, until it gave up.
-            if form.has_kernels and experts.config._experts_implementation == "eager":
-                experts.forward = torch.compiler.disable(experts.forward)
+            if experts.config._experts_implementation == "eager" or "untraced_hooks" in vars(module):
+                opaque = OpaqueExperts(experts, experts.forward)
+                replace_forward(experts, opaque, opaque)
         forward: Any = layer.forward
         if plan.policies[name] == "selective":
-            forward = keep_named(forward, plan.recipe.memory.kept_operations)
+            forward = keep_named(forward, _kept_in_graph(plan))
         layer.forward = torch.compile(forward, dynamic=False)  # type: ignore[method-assign]
     return layouts
+
+
+def _kept_in_graph(plan: StagePlan) -> Sequence[str]:
+    """The operations whose outputs compiled layers keep. Experts that drop tokens always: weights that are computed again may
+    differ in their last bit, and another token would find no room."""
+    drops = plan.recipe.model.expert_capacity is not None
+    return (*plan.recipe.memory.kept_operations, *([EXPERTS] if drops else []))
 
 
 def compiled_layers(model: PreTrainedModel, plan: StagePlan) -> dict[str, nn.Module]:
@@ -94,15 +107,33 @@ def compiled_layers(model: PreTrainedModel, plan: StagePlan) -> dict[str, nn.Mod
     if not compiles(plan.recipe):
         return {}
     layers = {unit.name: model.get_submodule(unit.root) for unit in plan.own_units if unit.is_layer}
-    # What is kept by name is chosen within one graph.
-    return {name: layer for name, layer in layers.items() if plan.policies[name] != "selective" or _is_one_graph(layer)}
+    ends = find_eager_layers(model, plan)
+    return {name: layer for name, layer in layers.items() if name not in ends}
 
 
-def _is_one_graph(layer: nn.Module) -> bool:
-    """Whether nothing in a layer ends its graph: the load of a mixture is counted outside, and so is an attention of ours that is
-    no operator."""
-    attentions = (module for module in layer.modules() if "context_hook" in vars(module))
-    return not any(True for _ in find_experts(layer)) and all(map(is_operator, attentions))
+def find_eager_layers(model: nn.Module, plan: StagePlan) -> dict[str, str]:
+    """The layers of a stage that is compiled which stay eager, because what they keep by name is chosen within one graph; each
+    with the reason why it would be several."""
+    if not compiles(plan.recipe):
+        return {}
+    chosen = (unit for unit in plan.own_units if unit.is_layer and plan.policies[unit.name] == "selective")
+    found = {unit.name: _find_graph_end(model.get_submodule(unit.root), plan) for unit in chosen}
+    return {name: reason for name, reason in found.items() if reason is not None}
+
+
+def _find_graph_end(layer: nn.Module, plan: StagePlan) -> str | None:
+    for module in layer.modules():
+        region, kind = vars(module).get("region_hook"), type(module).__name__
+        if isinstance(region, Region) and not region.has_operators:
+            return f"tensor parallelism of {kind}, where it takes random numbers or packs shared keys"
+        if "context_hook" in vars(module) and not is_operator(module):
+            return f"{kind}, whose queries depend on their rows"
+    for _, experts, form in find_experts(layer):
+        if not form.has_kernels and "opaque" not in vars(experts):
+            return f"{type(experts).__name__}, experts in a form of their own"
+        if plan.load_balancing is not None:
+            return "routers whose logits go into the load-balancing loss"
+    return None
 
 
 def _allow_graphs(count: int) -> None:
@@ -110,6 +141,8 @@ def _allow_graphs(count: int) -> None:
     default torch gives up after eight: it warns in the log and runs the others uncompiled."""
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, count)
+    # Slots hang on a region's input (`tensor/opaque_borders.py`), also within a graph's checkpoint.
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
 def cut_to_stage(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
@@ -180,6 +213,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     split_over_tp,  # weights of all that is here: vocabulary, layers, and the tokens between regions
     split_context,  # of the heads that are left to this rank
     cut_to_stage,  # then embedding and head may go: until here both are needed to split what they share
+    place_adapters,  # beside what is left of their weights, whose layouts theirs follow; of this stage's modules alone
     gather_in_fp8,  # of the shapes that are left to this rank
     quantize_gathers,  # of what does not travel as fp8 already
     quantize_reductions,  # anywhere behind the cut: of the gradients that are this stage's
@@ -229,6 +263,8 @@ class AttachedStage:
 
     operations: dict[nn.Module, Sequence[KeepsOutputs]] = field(init=False, default_factory=dict)
     """The operations of each module whose outputs activation checkpointing may keep."""
+    matmuls: Sequence[Matmul] = field(init=False, default=())
+    """The matmuls of its trained linear layers."""
     parameters: ParameterSync = field(init=False)
     gradients: GradientSync = field(init=False)
     hooks: UnitHooks = field(init=False)
@@ -250,10 +286,20 @@ def write_main_gradients(stage: AttachedStage) -> None:
     """Have linear layers, stacked experts and embeddings write their weights' gradients into the buffers."""
     model, views = stage.model, stage.grad_views
     fp8 = set(find_fp8_linears(model, stage.plan).values())
-    linears = write_gradients_directly(model, views, partial(make_matmul, fp8=fp8, plan=stage.plan))
+    adapt = AdaptMatmuls(stage.plan, views)
+    linears = write_gradients_directly(model, views, partial(make_matmul, fp8=fp8, plan=stage.plan), adapt.linear)
+    stage.matmuls = tuple(linears.values())
     stage.operations |= {module: (matmul,) for module, matmul in linears.items()}
-    stage.operations |= write_stacked_gradients(model, views)
+    stage.operations |= write_stacked_gradients(model, views, adapt.stacked)
     write_embedding_gradients(model, views, stage.compiled)
+
+
+def number_operators(stage: AttachedStage) -> None:
+    """Give borders of regions and experts the numbers by which operators of compiled layers find them."""
+    for region in find_regions_of(stage.model):
+        number_border(region.border)
+    for experts in find_opaque_experts(stage.model):
+        experts.give_number()
 
 
 def attach_attentions(stage: AttachedStage) -> None:
@@ -269,7 +315,7 @@ def hook_units(stage: AttachedStage) -> None:
     plan, buffers = stage.plan, stage.buffers
     stage.gradients = GradientSync(buffers, stage.exposed, DTYPES[plan.recipe.precision.reduce])
     by_unit = [[buffer for buffer in buffers if buffer.plan.unit == unit.name] for unit in plan.own_units]
-    stage.parameters = ParameterSync(by_unit, stage.exposed)
+    stage.parameters = ParameterSync(by_unit, stage.exposed, [matmul.invalidate for matmul in stage.matmuls])
     prefetch, trains_below = plan.recipe.zero.prefetch_units, plan.trains_below
     stage.hooks = UnitHooks(
         stage.model, plan.own_units, stage.ties, stage.parameters, stage.gradients, prefetch, trains_below
@@ -311,6 +357,7 @@ def compute_loss(stage: AttachedStage) -> None:
 
 ATTACH: tuple[Callable[[AttachedStage], None], ...] = (
     write_main_gradients,  # first: checkpointing wraps these forwards, and may keep what they give
+    number_operators,  # anywhere
     attach_attentions,  # anywhere before checkpointing, which may keep what they give
     hook_units,  # of a layer's call, around its forward; checkpointing's `sqrt` unshards units through these
     checkpoint_activations,  # of a layer's forward, compiled or not

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from framework.parallel.parallelize import find_eager_layers
 from framework.parallel.pipeline.simulate import Costs
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import ClusterRates
@@ -16,6 +17,7 @@ from framework.plan.text import show_bytes
 from framework.plan.time import TimeModel
 from framework.plan.traffic import context_costs
 from framework.recipe.clusters import find_cluster, refuse_crowded_nodes
+from framework.recipe.derive import compiles
 from framework.recipe.schema import Cluster as ClusterRecipe
 
 # Below this share of a device the verdict is in doubt.
@@ -63,6 +65,7 @@ def forecast_plan(plan: Plan) -> PlanForecast:
         costs = _scale(plan.pipeline.costs, costs)
     cautions += [doubt for doubt in [describe_estimate(shape, candidate)] if doubt is not None]
     cautions += _doubt_memory(shape, memory)
+    cautions += _doubt_compilation(plan)
     described, _ = find_cluster(plan.recipe)
     cautions += _doubt_nodes(described, memory.node)
     if cluster.device != "cpu" and described.measured.processor is None:
@@ -74,6 +77,15 @@ def forecast_plan(plan: Plan) -> PlanForecast:
         )
     methods = _compare_methods(plan, times, candidate)
     return PlanForecast(plan, shape, cluster, candidate, forecast, costs, tuple(cautions), methods)
+
+
+def _doubt_compilation(plan: Plan) -> Iterator[str]:
+    """Layers that stay eager, whatever the recipe says; the step time is that of compiled ones."""
+    if compiles(plan.recipe) and plan.recipe.memory.activation_checkpointing in ("selective", "auto"):
+        stages = plan.of_rank(0).stages
+        found = [reason for each in stages for reason in find_eager_layers(each.model.model, each.plan).values()]
+        for reason, count in Counter(found).items():
+            yield f"{count} layers of rank 0 are not compiled: they keep outputs by name, and graphs end at {reason}"
 
 
 def _compare_methods(plan: Plan, times: TimeModel, candidate: Candidate) -> tuple[tuple[str, float], ...]:

@@ -19,6 +19,7 @@ from framework.parallel.pipeline.simulate import peak_live, simulate
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import ESTIMATED_VALUES
 from framework.plan.host_memory import MEMORY, bytes_of_copies, bytes_of_fullest_node, bytes_saved
+from framework.plan.operators import DOCUMENT_TOKENS
 from framework.plan.plan import Plan
 from framework.plan.text import align, show_bytes, show_exactly
 from framework.plan.traffic import (
@@ -29,6 +30,7 @@ from framework.plan.traffic import (
     measure_traffic,
     mixtures_of,
 )
+from framework.recipe.derive import compiles, find_compile_obstacle
 from framework.recipe.describe import describe_derived
 
 PICTURES = (".svg", ".png", ".pdf")
@@ -50,6 +52,7 @@ def describe_run(plan: Plan) -> Iterator[str]:
     parts = f"{shards} shard{'s' * (shards != 1)}, {replicas} replica{'s' * (replicas != 1)}"
     yield f"zero          stage {plan.recipe.zero.stage}: {parts}{_describe_unshards(plan)}"
     yield from _describe_checkpointing(plan)
+    yield from _describe_kernels(plan)
     yield describe_bubble(plan.pipeline, plan.derived.accumulation)
 
 
@@ -61,6 +64,21 @@ def _describe_unshards(plan: Plan) -> str:
     codes = plan.recipe.zero.quantize_reduce
     words += f"; their gradients leave a node as {codes}" * (codes != "none")
     return words + ", which saves no bytes between nodes: there is one" * bool(words and plan.derived.nodes == 1)
+
+
+def _describe_kernels(plan: Plan) -> Iterator[str]:
+    """Whether layers are compiled, and whose attention they have: what the step time takes them to have."""
+    recipe = plan.recipe
+    obstacle = find_compile_obstacle(recipe) if recipe.memory.compile == "auto" and plan.device.type == "cuda" else None
+    why = f": {obstacle}, and layers keep outputs by name" if obstacle else f" (memory.compile={recipe.memory.compile})"
+    yield f"layers        {'compiled' if compiles(recipe) else 'as they are'}{why}"
+    documents = ""
+    if recipe.data.isolates:
+        documents = f", to documents, which are taken to have {DOCUMENT_TOKENS:,} tokens in the mean"
+    if plan.stock_attention is None:
+        yield f"attention     Meshwright's{documents}"
+    else:
+        yield f"attention     transformers'{documents and ', of all pairs with a mask'}: {plan.stock_attention}"
 
 
 def describe_ranks(plan: Plan) -> Iterator[str]:

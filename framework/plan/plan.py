@@ -21,6 +21,7 @@ from framework.mesh.layout import Layout
 from framework.mesh.placement import make_grid
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology, count_expert_shards, count_node_neighbours, shards_within_node
+from framework.model.adapters import add_adapters
 from framework.model.flops import (
     ModelSize,
     flops_per_token,
@@ -282,7 +283,8 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     # Beside 16 bits buffers stay in fp32: models cast them to what they are multiplied with.
     wide = torch.promote_types(DTYPES[recipe.precision.compute], torch.float32)
     whole = build_meta(config, recipe.model.attention, wide)
-    has_documents = recipe.data.pack == "documents"
+    add_adapters(whole, recipe.adapter)
+    has_documents = recipe.data.isolates
     if derived.cp > 1:
         refuse_undivided_context(config, ContextSlices(derived.context, derived.ulysses, derived.ring), has_documents)
     check_experts(whole, derived.ep, recipe.model.expert_capacity, derived.expert_tp < derived.tp)

@@ -110,7 +110,7 @@ class ModelRules:
     def refuse_cp(self, c: Candidate) -> None:
         """Refusal of a context-parallel degree and its method: a small copy of the model is run to find it."""
         if c.cp > 1:
-            config, packs = self.shape.config, self.shape.recipe.data.pack == "documents"
+            config, packs = self.shape.config, self.shape.recipe.data.isolates
             refuse_uneven_heads(layer_configs(config), Parallel(tp=c.tp, cp=c.cp, context=[c.ulysses, c.ring]))
             refuse_undivided_context(config, ContextSlices(c.context, c.ulysses, c.ring), packs, self._causes)
 
@@ -120,7 +120,7 @@ class ModelRules:
 
     @cached_property
     def _causes(self) -> tuple[Any, ...]:
-        return tuple(probe_causes(self.shape.config, self.shape.recipe.data.pack == "documents"))
+        return tuple(probe_causes(self.shape.config, self.shape.recipe.data.isolates))
 
 
 @dataclass(frozen=True)

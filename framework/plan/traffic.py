@@ -9,27 +9,33 @@ from framework.model.flops import experts_per_token
 from framework.model.kept_outputs import ATTENTION
 from framework.model.mixtures import Mixture
 from framework.model.precision import DTYPES
+from framework.optim.muon import group_matrices
 from framework.parallel.pipeline.lower import SENDS
 from framework.parallel.zero.plan_buffers import BufferDtypes, BufferPlan
 from framework.plan.context import ContextCost, ContextMethod, Passes, attention_shapes
-from framework.plan.plan import Plan
+from framework.plan.plan import Plan, unconnected
 from framework.plan.policies import count_forwards, spell
 
+META = torch.device("meta")
 # The number of rows for an expert, which travels ahead of the rows.
 COUNT_BYTES = torch.int64.itemsize
 
 
 def measure_traffic(plan: Plan, rank: int) -> dict[str, int]:
     """Bytes that the rank sends in a step: parameters (`gathers`, those of ZeRO's second copy apart), gradients (`reductions to
-    shards`, `to replicas`), hidden states over `tp` and over `pp`, keys and values or heads over `cp`, and over `ep` with equally
-    many tokens for each expert."""
+    shards`, `to replicas`), updates of Muon on their way to owners and back (`matrices`), hidden states over `tp` and over `pp`,
+    keys and values or heads over `cp`, and over `ep` with equally many tokens for each expert."""
     place, accumulation, activations = plan.topology.index("pp", rank), plan.derived.accumulation, plan.activations
     messages = sum(action.kind in SENDS for action in plan.pipeline.lowered(accumulation).ranks[place])
     layers = [number for bounds in plan.own_stages(rank) for number in range(bounds.start, bounds.stop)]
     costs = context_costs(plan, rank)
     cp = sum(cost.sent(passes_of_layer(plan, each)) for each in layers if costs and (cost := costs[each]) is not None)
+    matrices = group_matrices(
+        plan.of_rank(rank).buffers, plan.groups, unconnected(plan.topology, rank), plan.recipe.optim.muon, META
+    )
     reduce_dtype = DTYPES[plan.recipe.precision.reduce]
     return _parameter_traffic(plan.of_rank(rank).buffers, accumulation, reduce_dtype, lambda _, sent: sent) | {
+        "matrices": sum(num_bytes for each in matrices for num_bytes in each.bytes_sent.values()),
         "tp": activations.sent_per_layer * accumulation * len(layers),
         "pp": activations.hidden_bytes * messages,
         "cp": cp * accumulation,

@@ -57,22 +57,29 @@ class Derived:
 
 
 def compiles(recipe: Recipe) -> bool:
-    """Whether layers are compiled. `auto`: on GPUs, but for what `find_compile_obstacle` names."""
+    """Whether layers are compiled. `auto`: on GPUs, but for what `find_compile_obstacle` names, and adapters that drop inputs or
+    lie beside weights that ranks divide."""
     if recipe.memory.compile == "auto":
-        return recipe.launch.device == "cuda" and find_compile_obstacle(recipe) is None
+        is_divided = max(recipe.parallel.tp, recipe.parallel.cp, recipe.parallel.ep) > 1
+        has_obstacle = find_compile_obstacle(recipe) is not None
+        has_obstacle |= recipe.adapter.dropout > 0 or (recipe.adapter.is_used and is_divided)
+        return recipe.launch.device == "cuda" and not has_obstacle
     return recipe.memory.compile == "always"
 
 
 def find_compile_obstacle(recipe: Recipe) -> str | None:
     """The key and value with which a layer that keeps outputs by name cannot be compiled; None where there is none.
 
-    What is kept is chosen within one graph, and where ranks communicate a graph ends.
+    What is kept is chosen within one graph, and where messages travel under matmuls a graph ends.
     """
-    if recipe.memory.activation_checkpointing not in ("selective", "auto"):
-        return None
+    chooses = recipe.memory.activation_checkpointing in ("selective", "auto")
+    return "parallel.overlap=always" if chooses and overlaps_matmuls(recipe) else None
+
+
+def overlaps_matmuls(recipe: Recipe) -> bool:
+    """Whether messages of tensor parallelism travel under matmuls."""
     parallel = recipe.parallel
-    found = {"tp": parallel.tp, "cp": parallel.cp, "ep": parallel.ep}
-    return next((f"parallel.{axis}={degree}" for axis, degree in found.items() if degree > 1), None)
+    return parallel.tp > 1 and parallel.sequence and parallel.overlap == "always"
 
 
 def derive(recipe: Recipe) -> Derived:

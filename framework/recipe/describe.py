@@ -7,7 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict
 from pathlib import Path
 
-from framework.recipe.derive import Derived, compiles, count_context_parts, find_compile_obstacle, unpadded_lengths
+from framework.recipe.derive import (
+    Derived,
+    compiles,
+    count_context_parts,
+    find_compile_obstacle,
+    overlaps_matmuls,
+    unpadded_lengths,
+)
 from framework.recipe.keys import flatten, list_groups, list_keys, plain
 from framework.recipe.origins import find_file
 from framework.recipe.overrides import list_options
@@ -65,11 +72,11 @@ def describe_compilation(recipe: Recipe) -> str:
 def _say_what_compiles(recipe: Recipe) -> Iterator[str]:
     if not compiles(recipe):
         obstacle = find_compile_obstacle(recipe)
-        reason = f"outputs are kept by name, and with {obstacle} graphs end where ranks communicate"
+        reason = f"outputs are kept by name, and with {obstacle} graphs end at tp's regions"
         yield f"never (memory.compile=auto): {reason if obstacle else 'it does not pay on CPUs, where runs are short'}"
         return
-    is_split = max(recipe.parallel.tp, recipe.parallel.cp, recipe.parallel.ep) > 1
-    yield "each layer's forward, at its first call" + ("; graphs end where ranks communicate" if is_split else "")
+    ends = "; graphs end at tp's regions (parallel.overlap=always)" if overlaps_matmuls(recipe) else ""
+    yield f"each layer's forward, at its first call{ends}"
     if recipe.model.experts == "eager" or (recipe.model.experts, recipe.precision.compute) == ("auto", "fp64"):
         yield "but for experts, which are multiplied in a loop: how many tokens each has is known from the data only"
 

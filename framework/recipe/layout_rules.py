@@ -267,7 +267,7 @@ def microbatches(recipe: Recipe) -> Iterator[Problem]:
 
 @rule(
     *(f"memory.{name}" for name in ("activation_checkpointing", "kept_operations", "budget_gb", "compile")),
-    *("parallel.tp", "parallel.cp", "parallel.ep"),
+    *("parallel.tp", "parallel.sequence", "parallel.overlap"),
 )
 def checkpointing(recipe: Recipe) -> Iterator[Problem]:
     memory, key = recipe.memory, "memory.activation_checkpointing"
@@ -283,8 +283,10 @@ def checkpointing(recipe: Recipe) -> Iterator[Problem]:
         message = f"with {key}={policy} no operation's output is kept by name"
         yield from refuse_useless(recipe, "memory.kept_operations", message, f"{key}=selective")
     if memory.compile == "always" and (obstacle := find_compile_obstacle(recipe)):
-        message = f"chooses what is kept within one graph of a compiled layer; with {obstacle} graphs end where ranks communicate"
-        yield refuse(recipe, key, message, f"{key}=full; or memory.compile=auto")
+        message = (
+            f"chooses what is kept within one graph of a compiled layer; with {obstacle} graphs end at tp's regions"
+        )
+        yield refuse(recipe, key, message, f"{key}=full; or parallel.overlap=never")
 
 
 @rule(

@@ -192,10 +192,11 @@ class Loop:
             waited_s=waited_s,
             own_s=busy_s - waited_s,
         )
+        waits = self.run.mesh.waits.ended
         self._read()
-        seconds, waits = time.perf_counter() - started, self.run.exposed_communication.take()
+        seconds, exposed = time.perf_counter() - started, self.run.exposed_communication.take()
         self._unread = PendingStep(
-            sums, state.step, state.samples, state.tokens, lr, limits, seconds, times, waits, traffic, loads
+            sums, state.step, state.samples, state.tokens, lr, limits, seconds, times, exposed, waits, traffic, loads
         )
 
     def _report_validation(self) -> None:
@@ -221,7 +222,9 @@ class Loop:
         values = StepValues.unpack(pending.sums.values())
         if not self._skips_spikes:  # no update depends on them, so they are found while the next step is under way
             pending = replace(pending, limits=self.state.spikes.limits(pending.step))
-        self._exposed_s += sum(each.seconds for each in pending.waits)  # the device has passed them, as it has the sums
+        self._exposed_s += sum(
+            each.seconds for each in pending.exposed
+        )  # the device has passed them, as it has the sums
         self._flags = replace(values.flags, stop=self._flags.stop or values.flags.stop)
         is_skipped = self._note_spike(pending, values) or not values.is_finite
         self.state.skipped_in_a_row = self.state.skipped_in_a_row + 1 if is_skipped else 0

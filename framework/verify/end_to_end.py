@@ -162,7 +162,7 @@ def _make_first(recipe: Recipe, folder: Path, steps: int) -> Recipe:
     train = replace(recipe.train, steps=steps, validate_every_steps=2, validation_sequences=None, sample=None)
     return replace(
         recipe,
-        data=Data(sources=sources, root=str(folder / "tokens"), pack=recipe.data.pack, validation=0.2),
+        data=Data(sources=sources, root=str(folder / "tokens"), pack=recipe.data.packing, validation=0.2),
         model=replace(recipe.model, weights=str(folder / "model"), tokenizer=str(folder / "tokenizer"), config={}),
         optim=replace(recipe.optim, eps=eps),
         train=train,

@@ -16,6 +16,7 @@ from framework.data.loader import split_rows
 from framework.data.pack import Microbatch, cut_context
 from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
+from framework.model.adapters import add_adapters
 from framework.model.initial import draw_unit
 from framework.model.load import build_meta
 from framework.model.units import find_units
@@ -23,13 +24,14 @@ from framework.optim.groups import learning_rate
 from framework.optim.states import LowBitStates
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.derive import derive
-from framework.recipe.schema import Recipe
+from framework.recipe.schema import Adapter, Recipe
 from framework.train.build import build
 from framework.train.step import TrainingRun, train_step
 from framework.train.update import OwnedShard
 from framework.verify.evidence import Evidence, TokenBatch, keep_double, make_batches
 
 CPU = torch.device("cpu")
+NO_ADAPTER = Adapter()
 
 
 def run_layout(plan: Plan, batches: Sequence[TokenBatch], mesh: Mesh) -> Evidence:
@@ -142,9 +144,12 @@ def gathered_blocks(run: TrainingRun, rank: int) -> dict[str, tuple[Layout, Tens
     return found
 
 
-def initial_weights(config: PretrainedConfig, seed: int, device: torch.device = CPU) -> dict[str, Tensor]:
-    """Initial parameters of the whole model as ranks on `device` draw them, by name: fp32 on the CPU."""
+def initial_weights(
+    config: PretrainedConfig, seed: int, device: torch.device = CPU, adapter: Adapter = NO_ADAPTER
+) -> dict[str, Tensor]:
+    """Initial parameters of the whole model, and of its adapters, as ranks on `device` draw them, by name: fp32 on the CPU."""
     model = build_meta(config)
+    add_adapters(model, adapter)
     return {
         name: value.cpu() for unit in find_units(model) for name, value in draw_unit(model, unit, seed, device).items()
     }
@@ -180,7 +185,7 @@ TIMEOUT_S = 120.0
 def make_run_batches(recipe: Recipe, config: PretrainedConfig, num_steps: int) -> list[TokenBatch]:
     """The batches of a verification, equal in every process."""
     derived = derive(recipe)
-    packs_documents = recipe.data.pack == "documents"
+    packs_documents = recipe.data.isolates
     return make_batches(
         config, num_steps, derived.sequences_per_step, derived.context, recipe.train.seed, packs_documents
     )

@@ -76,7 +76,7 @@ class _Data:
         self._seed, self._context, self._packs = (
             recipe.train.seed,
             recipe.batch.context,
-            recipe.data.pack == "documents",
+            recipe.data.isolates,
         )
         tokenizer = AutoTokenizer.from_pretrained(
             recipe.model.tokenizer or recipe.model.weights, trust_remote_code=False

@@ -3,8 +3,8 @@
     python scripts/bench/nodes.py [--rate-mb 2] [--steps 5] [--hidden 256]
 
 Four gloo ranks are two nodes of two. A message from the other node lands in a rank when its adapter has carried it: one message
-after the other, so many bytes a second; within a node nothing is slowed. Steps with the network and without take turns. Printed are
-medians of the slowest rank, what leaves a node by the ledger, and the seconds that the bytes alone take at that rate.
+after the other, so many bytes a second; within a node nothing is slowed. Steps with and without the network take turns. Printed
+are medians of the slowest rank, what leaves a node by the ledger, and the seconds that the bytes alone take at that rate.
 """
 
 import argparse

@@ -29,7 +29,8 @@ from framework.comm.transfer import (
     write_across,
     zeros_on_host,
 )
-from framework.mesh.topology import Topology
+from framework.comm.waits import DeviceProgress, Operation, Waits
+from framework.mesh.topology import Axis, Topology
 from tests.nccl.gpu import GPU, GpuError, SimulatedGpu, installed, move_to_host
 from tests.nccl.simulator import installed as nccl_installed
 from tests.nccl.simulator import run_ranks
@@ -177,6 +178,29 @@ def test_another_thread_copies_what_was_computed_at_a_moment_and_nothing_later(
     assert [str(error) for error in errors if "has not waited for" not in str(error)] == []
     assert bool(errors) == is_late
     assert is_late or target.tolist() == [5] * 4
+
+
+# --- how far it has come
+
+
+def test_the_first_event_that_has_not_passed_says_what_a_device_waits_in_or_has_not_come_to(gpu: SimulatedGpu) -> None:
+    waits, axis = Waits(DeviceProgress()), Axis("dp", 2, 0, (0, 1))
+    first, second, third = (Operation(axis, "sum", "", number) for number in (1, 2, 3))
+    for operation in (first, second):
+        waits.begin(operation, operation)
+    with torch.cuda.stream(torch.cuda.Stream()):  # behind an upload, of which the computing stream says nothing
+        waits.begin(third, third)
+    places = []
+    waits.wait([], first)
+    waits.wait([], second)
+    for gpu.computing.num_passed in range(7):
+        places.append(waits.find_place())
+    assert [place.waits_in for place in places] == [None, None, None, first, None, second, None]
+    assert [len(place.ahead) for place in places] == [2, 1, 0, 0, 0, 0, 0]
+    waits.open.clear()
+    waits.check_ended("the step")
+    assert [each.seconds >= 0 for each in waits.ended] == [True, True]
+    assert waits.find_place() == (None, ())
 
 
 # --- with messages

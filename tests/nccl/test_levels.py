@@ -188,8 +188,8 @@ EXACT = Layout(WORLD, sequences=WORLD, zero=Z3, on_node=ON_NODE, reduce="bf16", 
 
 @pytest.mark.parametrize("zero", [Z3, ALL_THREE], ids=["exact", "codes"])
 def test_what_leaves_a_node_is_what_the_plan_says(zero: Zero) -> None:
-    """Four nodes of two ranks, to the byte, and without codes by hand: of each unit k-1 parts, in fp32 as they are gathered, in
-    bf16 as they are reduced."""
+    """Four nodes of two ranks, to the byte, and without codes by hand: of each unit k-1 parts, in fp32 where they are gathered
+    and in bf16 where they are reduced."""
     layout = replace(EXACT, zero=zero)
     plan, found = make_plan(layout.recipe, layout.config), count_between_nodes(layout)
     for rank, (gathered, scattered) in enumerate(found):

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -111,7 +112,7 @@ def assert_is_planned(plan: Plan) -> None:
     candidate, chosen = plan.candidate, plan.chosen
     assert ModelRules(shape).refuse(candidate) is None
     found = MemoryModel.of(shape, plan.recipe).forecast(candidate, cluster_of(0), chosen)
-    names, moments = state_names(plan.recipe.optim), plan.recipe.precision.moments
+    names, moments = partial(state_names, plan.recipe.optim), plan.recipe.precision.moments
     for rank, stage in zip(plan.topology.ranks("pp", 0), found.stages, strict=True):
         assert stage == plan.memory(rank), f"{plan.title}, rank {rank}: {candidate}"
         planned, title = held_by_buffers(plan, rank), f"{plan.title}, rank {rank}: {candidate}"

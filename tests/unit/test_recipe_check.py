@@ -269,9 +269,12 @@ def test_zero_choices_that_cannot_be_are_refused(overrides, key, says):
         (["memory.budget_gb=20"], "memory.budget_gb", "met by memory.activation_checkpointing=auto only, not by none"),
         (["memory.kept_operations=[attention]"], "memory.kept_operations", "no operation's output is kept by name"),
         (
-            ["memory.activation_checkpointing=selective", "memory.compile=always", "parallel.tp=2", "launch.ranks=2"],
+            [
+                *("memory.activation_checkpointing=selective", "memory.compile=always"),
+                *("parallel.tp=2", "parallel.overlap=always", "launch.ranks=2"),
+            ],
             "memory.activation_checkpointing",
-            "with parallel.tp=2 graphs end where ranks communicate",
+            "with parallel.overlap=always graphs end at tp's regions",
         ),
     ],
 )
@@ -486,6 +489,8 @@ class Watched:
         self.__dict__ |= {"_group": group, "_path": path, "_seen": seen}
 
     def __getattr__(self, name: str):
+        if isinstance(derived := getattr(type(self._group), name, None), property):
+            return derived.fget(self)
         value, where = getattr(self._group, name), f"{self._path}.{name}".lstrip(".")
         if is_dataclass(value):
             return Watched(value, where, self._seen)

@@ -103,7 +103,7 @@ def build_run(recipe: Recipe, model: str = "llama", *where: Any) -> tuple[Traini
     config = build_config(family(model))
     config.use_cache = False
     mesh = connect(topology_of(recipe, config), CPU, *where)
-    packs = recipe.data.pack == "documents"
+    packs = recipe.data.isolates
     (batch,) = make_batches(config, 1, recipe.batch.sequences_per_step or 0, recipe.batch.context, 11, packs)
     return build(make_plan(recipe, config), mesh), share(batch, recipe.batch.sequences_per_microbatch, mesh)
 

@@ -25,6 +25,7 @@ from framework.comm.communicator import Communicator
 from framework.mesh.context import ContextSlices, Interval
 from framework.model.kept_outputs import KeptOutputs
 from framework.model.numbered import Numbered
+from framework.model.opaque_map import MAPS
 from framework.model.precision import sums_dtype
 from framework.parallel.attention.block_attention import BlockAttention
 from framework.parallel.attention.blocks import RankBlocks
@@ -63,7 +64,7 @@ class ContextAttention:
 
     def give_number(self) -> None:
         """Give it a number, as compiled layers need."""
-        self.number = ATTENTIONS.number(self)
+        self.number, self.heads.number = ATTENTIONS.number(self), MAPS.number(self.heads)
 
     def keep_outputs(self, kept: KeptOutputs, _operation: str) -> None:
         """From now on the layer that calls this attention, and no other, is recomputed in backward."""

@@ -160,11 +160,10 @@ def _has_operator(module: Any, options: Mapping[str, Any]) -> bool:
 
 
 def is_operator(module: nn.Module) -> bool:
-    """Whether the module's attention is one operator of a compiled layer's graph: ours, without an exchange of heads, and with no
-    query that depends on its row."""
+    """Whether the module's attention is operators of a compiled layer's graph: ours, with no query that depends on its row."""
     hook = getattr(module, "context_hook", None)
     attention: Any = hook.attention if isinstance(hook, Hook) else None
-    return attention is not None and type(module).__name__ not in QUERY_RULES and attention.slices.ulysses == 1
+    return attention is not None and type(module).__name__ not in QUERY_RULES
 
 
 def _read_scores(query: Tensor, options: Mapping[str, Any]) -> Scores:

@@ -28,12 +28,14 @@ def attend_in_graph(
     sinks: Tensor | None,
     mask: Tensor | None,
 ) -> Tensor:
-    """`ContextAttention.__call__` where heads are not exchanged, for code that is being compiled: [B, C, H, Dv]. mask: None, or
-    one that carries Documents."""
+    """`ContextAttention.__call__`, for code that is being compiled: [B, C, H, Dv]. mask: None, or one that carries Documents."""
     assert attention.number is not None, "a compiled layer whose attention was not attached"
+    # Operators of their own exchange heads, so that what this one saves need not be exchanged again in backward.
+    q, k, v = attention.heads.enter(q, k, v)
+    own_sinks = None if sinks is None else attention.heads.select(sinks)
     # The log-sum-exp is for backward alone.
-    out: Tensor = _attend(q, k, v, sinks, mask, attention.number, _encode(scores))[0]
-    return out
+    out: Tensor = _attend(q, k, v, own_sinks, mask, attention.number, _encode(scores))[0]
+    return attention.heads.leave(out)
 
 
 @torch.library.custom_op(ATTEND, mutates_args=())

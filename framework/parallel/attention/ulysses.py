@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from math import gcd
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from torch import Tensor
 from framework.comm.collectives import start_all_to_all
 from framework.comm.communicator import Communicator
 from framework.mesh.context import Interval
+from framework.model.opaque_map import apply_map
 from framework.model.precision import sums_dtype
 
 # A message costs a GPU's host some copies for each rank, so it is cut where attention takes milliseconds: by the tokens of a
@@ -45,6 +45,8 @@ class HeadExchange:
 
     def __init__(self, axis: Communicator, chunks: int):
         self.axis, self.chunks = axis, chunks
+        # The number under which operators of compiled layers find it; a tensor, so given once there is memory.
+        self.number: Tensor | None = None
 
     def enter(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, heads, C, .] -> [B, this rank's heads, u C, .], contiguous, of one dtype; the heads of q stay a multiple of those
@@ -54,15 +56,34 @@ class HeadExchange:
         # Computed on every rank for all ranks: who sends what is known without asking.
         shares = share_heads(q.shape[1], k.shape[1], self.axis.size)
         index = _repeat_kv_heads(q.shape[1], k.shape[1], shares, self.axis)
-        q, k, v = _EnterHeads.apply(_Exchange(self.axis, self.chunks, shares), q, k, v)
+        # Memory head by head, and each tensor apart: with the tokens of a head a whole message's row apart, CPUs' flash attention
+        # takes 6% longer at 2k tokens.
+        shapes = [
+            (x.shape[0], stop - start, self.axis.size * x.shape[2], x.shape[3])
+            for x, (start, stop) in zip((q, k, v), shares[self.axis.rank], strict=True)
+        ]
+        q, k, v = apply_map(self, [x.transpose(1, 2) for x in (q, k, v)], shapes)
         return q, _take_heads(k, index), _take_heads(v, index)
 
     def leave(self, out: Tensor) -> Tensor:
         """[B, u C, this rank's heads, Dv] -> [B, C, heads, Dv]."""
         if self.axis.size == 1:
             return out
-        shares = [(heads,) for heads in divide_heads(out.shape[2] * self.axis.size, self.axis.size)]
-        return _LeaveHeads.apply(_Exchange(self.axis, self.chunks, shares), out)
+        B, tokens, heads, Dv = out.shape
+        return apply_map(self, [out], [(B, tokens // self.axis.size, heads * self.axis.size, Dv)])[0]
+
+    def map(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], is_adjoint: bool) -> list[Tensor]:
+        """`enter` of q, k and v, [B, C, heads, .], or `leave` of the output alone; or the adjoint."""
+        made = [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
+        leaves, enters = len(tensors) == 1, (len(tensors) == 1) == is_adjoint
+        outside, inside = (tensors, made) if enters else (made, tensors)
+        heads = [x.shape[2] for x in outside]
+        shares: Shares = [(each,) for each in divide_heads(heads[0], self.axis.size)]
+        if not leaves:
+            shares, inside = share_heads(heads[0], heads[1], self.axis.size), [x.transpose(1, 2) for x in inside]
+        exchange = _Exchange(self.axis, self.chunks, shares)
+        exchange.enter(outside, inside) if enters else exchange.leave(inside, outside)
+        return made
 
     def select(self, x: Tensor) -> Tensor:
         """This rank's heads of a vector [H]; the others' gradients are zero here."""
@@ -218,49 +239,3 @@ def _sum_views(came: Views, places: Views, shares: Shares) -> None:
             total[..., slice(*heads), :] += views[number]
         for place, heads in zip(own, intervals, strict=True):
             place.copy_(total[..., slice(*heads), :])
-
-
-class _EnterHeads(torch.autograd.Function):
-    """`_Exchange.enter` of [B, heads, C, D] to [B, this rank's heads, u C, D]. Nothing is saved: the map is linear."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: _Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.heads = exchange, [x.shape[1] for x in tensors]
-        own, size = exchange.shares[exchange.axis.rank], exchange.axis.size
-        # Memory head by head, and each tensor apart: with the tokens of a head a whole message's row apart, CPUs' flash attention
-        # takes 6% longer at 2k tokens.
-        inside = [
-            x.new_empty(x.shape[0], stop - start, size * x.shape[2], x.shape[3])
-            for x, (start, stop) in zip(tensors, own, strict=True)
-        ]
-        exchange.enter([x.transpose(1, 2) for x in tensors], [x.transpose(1, 2) for x in inside])
-        return tuple(inside)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        exchange, size = ctx.exchange, ctx.exchange.axis.size
-        outside = [
-            x.new_empty(x.shape[0], x.shape[2] // size, heads, x.shape[3])
-            for x, heads in zip(gradients, ctx.heads, strict=True)
-        ]
-        exchange.leave([x.transpose(1, 2) for x in gradients], outside)
-        return None, *(x.transpose(1, 2) for x in outside)
-
-
-class _LeaveHeads(torch.autograd.Function):
-    """`_Exchange.leave` of one tensor, [B, u C, this rank's heads, D] to [B, C, heads, D]."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: _Exchange, x: Tensor) -> Tensor:
-        B, tokens, heads, D = x.shape
-        ctx.exchange, ctx.heads, size = exchange, heads, exchange.axis.size
-        outside = x.new_empty(B, tokens // size, heads * size, D)
-        exchange.leave([x], [outside])
-        return outside
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        B, tokens, _, D = gradient.shape
-        inside = gradient.new_empty(B, tokens * ctx.exchange.axis.size, ctx.heads, D)
-        ctx.exchange.enter([gradient], [inside])
-        return None, inside

@@ -19,7 +19,6 @@ parallelism, whole experts), each routes an equal interval of them, and the resu
 
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +26,9 @@ from torch import Tensor, nn
 
 from framework.comm import duals
 from framework.model.experts import Capacity, ExpertsForm
-from framework.model.kept_outputs import KeepsOutputs, KeptOutputs
+from framework.model.kept_outputs import EXPERTS, KeepsOutputs, KeptOutputs
 from framework.model.matmul import GradView, RowGroups, StackedMatmul
+from framework.model.opaque_experts import OpaqueExperts
 from framework.model.routers import RoutedTokens
 from framework.parallel.experts.exchange import DispatchedRows, ExpertRoute, combine, spread
 from framework.parallel.experts.shared import SharedExperts
@@ -103,12 +103,13 @@ class ExpertDispatch:
         self.shared, self.capacity, self.num_parts = shared, capacity, num_parts
         self.report_dropped: Callable[[Tensor], None] = _report_to_nobody
         self.kept = KeptOutputs()
+        # Rows are spread and not kept, but for those that are routed to themselves.
+        self.opaque = OpaqueExperts(local.experts, self._dispatch, EXPERTS, local.form.has_identity)
 
     def keep_outputs(self, kept: KeptOutputs, _operation: str) -> None:
         """From now on the layer is recomputed in backward. What finds no room is a choice, which is always kept."""
         self.kept = kept
 
-    @torch.compiler.disable
     def __call__(
         self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
     ) -> Tensor:
@@ -117,6 +118,9 @@ class ExpertDispatch:
         if top_k_index is None or top_k_weights is None:
             top_k_index = _find_experts_of_rows(hidden_states, self.num_experts)
             top_k_weights = hidden_states.new_ones(len(top_k_index), 1)
+        return self.opaque(hidden_states, top_k_index, top_k_weights)
+
+    def _dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         left_out = self._find_left_out(hidden_states, top_k_index, top_k_weights)
         route = self._route_interval if self.given.are_shared_out else self._route
         out = route(hidden_states, top_k_index, top_k_weights, left_out)
@@ -204,25 +208,29 @@ def _report_to_nobody(count: Tensor) -> None:
 def report_dropped(model: nn.Module, report: Callable[[nn.Module, Tensor], None]) -> None:
     """Have every module of experts with a capacity report how many pairs it drops in a forward: `report(module, scalar)`."""
     for module in model.modules():
-        forward: Any = module.__dict__.get("forward")
-        if isinstance(forward, ExpertDispatch):
-            forward.report_dropped = partial(report, module)
+        dispatch = vars(module).get("dispatch")
+        if isinstance(dispatch, ExpertDispatch):
+            dispatch.report_dropped = partial(report, module)
 
 
 def write_stacked_gradients(
-    model: nn.Module, grad_views: Mapping[str, GradView]
+    model: nn.Module,
+    grad_views: Mapping[str, GradView],
+    adapt: Callable[[nn.Module, StackedMatmul], StackedMatmul] = lambda experts, matmul: matmul,
 ) -> dict[nn.Module, tuple[KeepsOutputs, ...]]:
     """Have the matmuls of experts that dispatch add their weights' gradients to the main gradients. grad_views: by parameter
     name, of the trained ones. Returns by the module of the experts what of it may be kept: the dispatch and its matmuls, also
-    those that are not trained."""
+    those that are not trained. adapt: from a module and a matmul, that with its adapter, which has main gradients of its own."""
     by_parameter = {id(view.parameter): view for view in grad_views.values()}
     found: dict[nn.Module, tuple[KeepsOutputs, ...]] = {}
     for module in model.modules():
-        forward: Any = module.__dict__.get("forward")
-        if not isinstance(forward, ExpertDispatch):
+        dispatch = vars(module).get("dispatch")
+        if not isinstance(dispatch, ExpertDispatch):
             continue
-        found[module] = (forward, *forward.local.matmuls)
-        for matmul in forward.local.matmuls:
+        local = dispatch.local
+        local.first, local.last = adapt(module, local.first), adapt(module, local.last)
+        found[module] = (dispatch, *local.matmuls)
+        for matmul in local.matmuls:
             if id(matmul.weight) in by_parameter:
                 matmul.write_gradient_to(by_parameter[id(matmul.weight)])
     return found

@@ -8,6 +8,7 @@ During a forward the mixture's attribute of that name is shadowed by this object
 before it asks for submodules: the module that it stands for keeps its place, its name and its hooks.
 """
 
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -27,16 +28,14 @@ class SharedExperts:
         self._input: ref[Tensor] | None = None
         self._ahead: tuple[Tensor, int, Tensor] | None = None
 
-    @torch.compiler.disable
     def enter(self, mixture: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A hook in front of the mixture: its input, [.., H], is what shared experts are computed from."""
         # Weak: the mixture's own code may free its input before it ends.
         self._input = ref(args[0] if args else kwargs["hidden_states"])
         mixture.__dict__[self.name] = self
 
-    @torch.compiler.disable
     def leave(self, mixture: nn.Module, args: Any, output: Any) -> None:
-        """A hook behind the mixture, also where it has failed."""
+        """A hook behind the mixture."""
         self._input = self._ahead = None
         mixture.__dict__.pop(self.name, None)
 
@@ -76,9 +75,24 @@ def stand_in(mixture: nn.Module, experts: str, width: int) -> SharedExperts | No
     if name is None or _find_order(mixture, name, experts, width) != ["routed", "shared, of the input"]:
         return None
     shared = SharedExperts(mixture.get_submodule(name), name)
-    mixture.register_forward_pre_hook(shared.enter, with_kwargs=True)
-    mixture.register_forward_hook(shared.leave, always_call=True)
+    mixture.register_forward_pre_hook(partial(_enter, shared), with_kwargs=True)
+    # Not always called: of such hooks torch's compiler guards on numbers, which differ between layers. Behind a forward that
+    # failed what stands in the module's place calls the module.
+    mixture.register_forward_hook(partial(_leave, shared))
     return shared
+
+
+# In a graph they are computed where they stand: within the operator of the routed ones they would not be compiled.
+
+
+def _enter(shared: SharedExperts, mixture: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not torch.compiler.is_compiling():
+        shared.enter(mixture, args, kwargs)
+
+
+def _leave(shared: SharedExperts, mixture: nn.Module, args: Any, output: Any) -> None:
+    if not torch.compiler.is_compiling():
+        shared.leave(mixture, args, output)
 
 
 def _find_order(mixture: nn.Module, shared: str, experts: str, width: int) -> list[str]:

@@ -7,6 +7,7 @@ where they are sliced over `tp` (parallel.expert_tp), `split_over_tp` cuts the s
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,9 @@ from transformers import PreTrainedModel
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
 from framework.mesh.layout import Layout, Shard, part
+from framework.model.adapters import has_adapter
 from framework.model.experts import ExpertsForm, capacity_of, count_experts, find_experts, find_unknown_experts
+from framework.model.opaque_experts import replace_forward
 from framework.parallel.experts.dispatch import ExpertDispatch, LocalExperts
 from framework.parallel.experts.exchange import ExpertRoute
 from framework.parallel.experts.shared import stand_in
@@ -30,8 +33,10 @@ def split_experts(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: S
     """
     refined = dict(layouts)
     for name, experts, form in find_experts(model):
+        # The stock forward knows no adapters.
+        adapted = any(has_adapter(experts, weight) for weight in (form.first, form.last))
         # With slices, too, one rank has to add tokens that are routed to themselves, which the stock forward adds on all.
-        if divides_experts(plan) or (form.has_identity and plan.axes["tp"].size > 1):
+        if divides_experts(plan) or adapted or (form.has_identity and plan.axes["tp"].size > 1):
             refined |= _split(name, experts, layouts, plan.axes["ep"])
             _replace_forward(model, name, form, plan)
     return refined
@@ -108,7 +113,7 @@ def _replicate(layout: Layout, ep: Communicator) -> Layout:
 
 
 def _replace_forward(model: PreTrainedModel, name: str, form: ExpertsForm, plan: StagePlan) -> None:
-    experts = model.get_submodule(name)
+    experts: Any = model.get_submodule(name)
     axes, shared = plan.axes, None
     hops = (
         [axes["ep_inner"], axes["ep_outer"]]
@@ -120,7 +125,7 @@ def _replace_forward(model: PreTrainedModel, name: str, form: ExpertsForm, plan:
     # the region that computes shared experts.
     if axes["expert_tp"].size == 1:
         shared = stand_in(model.get_submodule(parent), child, model.config.get_text_config().hidden_size)
-    experts.forward = ExpertDispatch(  # type: ignore[method-assign]
+    experts.dispatch = ExpertDispatch(
         LocalExperts(experts, form, keeps_tokens=axes["expert_tp"].rank == 0),
         count_experts(experts) * axes["ep"].size,
         ExpertRoute(hops),
@@ -129,3 +134,4 @@ def _replace_forward(model: PreTrainedModel, name: str, form: ExpertsForm, plan:
         capacity_of(plan.recipe.model),
         num_parts=2 if plan.recipe.parallel.expert_overlap else 1,
     )
+    replace_forward(experts, experts.dispatch.opaque, experts.dispatch)

@@ -9,6 +9,8 @@ for n ranks of `tp` and A bytes of hidden states [B, S, D]: B sequences, S token
 are sharded, D hidden features. A region is given one of the three when the model is split, and never asks which it is.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -40,6 +42,30 @@ class Border:
 
     def __init__(self, axis: Communicator) -> None:
         self.axis = axis
+        # The number under which operators of compiled layers find it; a tensor, so given once there is memory.
+        self.number: Tensor | None = None
+
+    def enter_apart(self, x: Tensor) -> Tensor:
+        """`enter` into memory of its own."""
+        whole = self.enter(x)
+        return whole.clone() if whole.data_ptr() == x.data_ptr() else whole
+
+    def map(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], is_adjoint: bool) -> list[Tensor]:
+        """`leave` of one tensor, or its adjoint."""
+        (x,) = tensors
+        if is_adjoint:
+            return [self.enter_apart(x)]
+        out, pending = self.start_enter_adjoint(x)
+        pending.wait()
+        return [out]
+
+    def count_inside(self, x: Tensor) -> int:
+        """Tokens inside the region, per sequence or all of them, of x as it is outside: [B, s, D], or rows [B * s, D]."""
+        return x.shape[TOKEN_DIM]
+
+    def count_outside(self, x: Tensor) -> int:
+        """Tokens outside the region of x as it is inside: [B, S, D], or rows."""
+        return x.shape[TOKEN_DIM]
 
     def enter(self, x: Tensor) -> Tensor:
         """All tokens of x, for ranks that use them in their own ways. Not differentiable: see `start_enter_adjoint`.
@@ -97,6 +123,13 @@ class ShardedBorder(Border):
         self.layout = layout
         # Asked for at every border, where the layout would compute them anew.
         self._tokens_local, self._padding = layout.tokens_local, layout.padding
+
+    def count_inside(self, x: Tensor) -> int:
+        self._check_sharded(x)
+        return self.layout.context if x.ndim == 3 else x.shape[TOKEN_DIM] * self.axis.size
+
+    def count_outside(self, x: Tensor) -> int:
+        return self._tokens_local if self._has_all_tokens(x) else x.shape[TOKEN_DIM] // self.axis.size
 
     def scatter(self, x: Tensor) -> Tensor:
         """This rank's tokens [B, s, D] of the replicated x: [B, S, D]. Its gradient is gathered over `tp`.

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from framework.comm import collectives, duals
 from framework.comm.communicator import Communicator
 from framework.model.matmul import MatmulLinear
+from framework.model.opaque_linear import linear
 from framework.parallel.tensor.async_tp import AsyncGatherTensor
+from framework.parallel.tensor.opaque_borders import column_in_graph, leave_in_graph
 from framework.parallel.tensor.regions import Region, RegionCall
 
 
@@ -39,16 +41,24 @@ class ColumnLinear(MatmulLinear):
     ) -> None:
         super().__init__(weight, bias, is_transposed)
         self.region, self.kv, self.copied = region, kv, copied
+        self.index = len(region.columns)
         region.columns.append(self)
+        if copied:
+            region.has_operators = False
 
     @property
     def input_call(self) -> RegionCall:
         """The region's call that handed out the input."""
         return self.region.call
 
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() and self.region.has_operators:
+            return column_in_graph(x, self, self.index)
+        return self._compute(x)
+
     # Not traced, here and in RowLinear: a write into a main gradient or a region's call is an effect that no graph shows.
     @torch.compiler.disable
-    def forward(self, x: Tensor) -> Tensor:
+    def _compute(self, x: Tensor) -> Tensor:
         return _Column.apply(x, self.matmul.graph_input, self.bias, self, self.region.call)
 
     def sum_copied(self, dy: Tensor) -> Tensor:
@@ -75,13 +85,26 @@ class RowLinear(MatmulLinear):
         super().__init__(weight, bias, is_transposed)
         self.region, self.leaves = region, leaves
 
-    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        y = _Row.apply(x, self.matmul.graph_input, self)
+        y = self._multiply(x)
         if self.bias is None:
             return y
         # Added to each rank's part it would be counted once per rank by the sum at the region's end.
         return y + (self.bias if self.leaves else self.bias / self.region.axis.size)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        """`forward` without the bias."""
+        if not torch.compiler.is_compiling() or not self.region.has_operators:
+            return self._compute(x)
+        if not self.leaves:
+            return linear(x, self.matmul, None, self.out_features, self.operation)
+        # What is kept is the sum: this rank's tokens of it.
+        y = linear(x, self.matmul, None, self.out_features, "")
+        return leave_in_graph(self.region.border, y, operation=self.operation)
+
+    @torch.compiler.disable
+    def _compute(self, x: Tensor) -> Tensor:
+        return _Row.apply(x, self.matmul.graph_input, self)
 
 
 class _Column(torch.autograd.Function):
@@ -91,8 +114,9 @@ class _Column(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, source: Tensor, bias: Tensor | None, layer: ColumnLinear, call: RegionCall
     ) -> Tensor:
-        matmul, kept = layer.matmul, call.find_kept(x)
-        ctx.layer, ctx.call, ctx.regathers = layer, call, kept is not None
+        matmul, kept = layer.matmul.begin(x), call.find_kept(x)
+        ctx.layer, ctx.matmul, ctx.call = layer, matmul, call
+        ctx.regathers, ctx.defers = kept is not None, call.is_open
         if isinstance(x, AsyncGatherTensor):
             forward = partial(matmul.forward, bias=bias)
             y = matmul.compute(x.arrival.multiply, forward, matmul.matrix.shape[0])
@@ -106,7 +130,7 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        layer, call, matmul, regathers = ctx.layer, ctx.call, ctx.layer.matmul, ctx.regathers
+        layer, call, matmul, regathers = ctx.layer, ctx.call, ctx.matmul, ctx.regathers
         (kept,) = ctx.saved_tensors
         needs_dw = matmul.grad_view is not None or ctx.needs_input_grad[1]
         # Before the matmul below, which covers the gather. Not for a frozen weight: of the inputs that are kept so, only weight
@@ -122,7 +146,7 @@ class _Column(torch.autograd.Function):
             return matmul.weight_gradient(call.gathered() if regathers else kept, dy)
 
         # Left for the sum of the region's input gradient to cover (`regions`): nobody waits for a weight's gradient so early.
-        if matmul.grad_view is not None:
+        if matmul.grad_view is not None and ctx.defers:
             call.deferred.append(compute)
             return dx, None, db, None, None
         return dx, compute() if needs_dw else None, db, None, None
@@ -131,8 +155,8 @@ class _Column(torch.autograd.Function):
 class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor, layer: RowLinear) -> Tensor:
-        ctx.layer = layer
-        matmul = layer.matmul
+        ctx.layer, ctx.matmul = layer, layer.matmul.begin(x)
+        matmul = ctx.matmul
         matmul.save(ctx, x)
         if not layer.leaves:
             return matmul.compute(matmul.forward, x)
@@ -142,7 +166,7 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        layer, matmul, needs_dx = ctx.layer, ctx.layer.matmul, ctx.needs_input_grad[0]
+        layer, matmul, needs_dx = ctx.layer, ctx.matmul, ctx.needs_input_grad[0]
         (x,) = ctx.saved_tensors
         if layer.leaves:
             dx, dy = layer.region.border.leave_matmul_adjoint(dy, matmul, needs_dx)

@@ -15,7 +15,8 @@ computed under that communication: dX = sum_r dY_r W_r travels while dW_r = dY_r
 Behind the classes stand the hooks by which regions and tokens attach to modules that are Hugging Face's own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -27,7 +28,8 @@ from framework.errors import ModelError
 from framework.mesh.layout import part
 from framework.mesh.topology import Axis
 from framework.model.matmul import MatmulLinear
-from framework.parallel.tensor.borders import Border, ShardedBorder
+from framework.parallel.tensor.borders import AsyncBorder, Border, ShardedBorder
+from framework.parallel.tensor.opaque_borders import enter_in_graph, leave_in_graph
 from framework.parallel.tensor.rng import RngStreams
 
 
@@ -42,6 +44,8 @@ class RegionCall:
     def __init__(self, border: Border, kept: Tensor | None) -> None:
         self.border, self.kept = border, kept
         self.leading: tuple[int, ...] = ()
+        # Not where a compiled graph has entered the region, and ended within it.
+        self.is_open = False
         self.deferred: list[Callable[[], Any]] = []
         self._input: ref[Tensor] | None = None
         self._version = 0
@@ -50,7 +54,7 @@ class RegionCall:
 
     def hand_out(self, whole: Tensor) -> None:
         """Tell the call which tensor, [B, S, D], the model is given as the region's input."""
-        self.leading = tuple(whole.shape[:-1])
+        self.leading, self.is_open = tuple(whole.shape[:-1]), True
         # Weak: recomputation ends with the last tensor that backward needs, perhaps in front of the region's border out. Then
         # nobody closes the call, and every layer's whole input would live until its next forward.
         if self.kept is not None:
@@ -74,6 +78,7 @@ class RegionCall:
     def close(self) -> None:
         """The region is left: forget its input."""
         self.kept = self._input = None
+        self.is_open = False
 
     def start_gather(self, kept: Tensor) -> None:
         """Start to gather the input again over `tp`, once for all layers that ask. kept: [B, s, D]."""
@@ -116,6 +121,8 @@ class Region:
         self.rng, self.name, self.differs = rng, name, differs
         self.call = RegionCall(border, None)
         self.columns: list[MatmulLinear] = []
+        # What operators do not know: random numbers, messages under matmuls, features that several ranks compute.
+        self.has_operators = rng is None and not isinstance(border, AsyncBorder)
         self._outer: Tensor | None = None
 
     def enter(self, x: Tensor) -> Tensor:
@@ -139,7 +146,7 @@ class Region:
         # the parameters that it reads there.
         if x.requires_grad or not torch.is_grad_enabled():
             return None
-        trains = any(each.weight.requires_grad for each in self.columns)
+        trains = any(each.matmul.graph_input.requires_grad for each in self.columns)
         return x.new_zeros((), requires_grad=True) if trains else None
 
     def leave(self, y: Tensor) -> Tensor:
@@ -181,10 +188,17 @@ class _Enter(torch.autograd.Function):
         return out, None, None
 
 
-# Not traced: what is a region's call changes with every microbatch, and the compiler would guard on it.
-@torch.compiler.disable
 def enter(region: Region, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """The input enters the region, [B, s, D] or replicated to [B, S, D]: the first argument, or `hidden_states`."""
+    if torch.compiler.is_compiling() and region.has_operators:
+        change = partial(enter_in_graph, region.border, columns=region.columns, regathers=region.regathers)
+        return _on_input(change, args, kwargs)
+    return _enter(region, args, kwargs)
+
+
+# Not traced: what is a region's call changes with every microbatch, and the compiler would guard on it.
+@torch.compiler.disable
+def _enter(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]):
     return _on_input(region.enter, args, kwargs)
 
 
@@ -229,11 +243,24 @@ def end_region(region: Region, module: nn.Module, args: Any, output: Tensor) -> 
     region.end(output)
 
 
+def leave(region: Region, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any):
+    """The output leaves the region, [B, S, D] to [B, s, D] or replicated: the tensor, or the first of several."""
+    if torch.compiler.is_compiling() and region.has_operators:
+        leading = (args[0] if args else kwargs["hidden_states"]).shape[:-1]
+        return _on_output(partial(leave_in_graph, region.border, leading=leading), output)
+    return _leave(region, output)
+
+
 # Not traced, as `enter`: beside the sum it ends the region's stream of random numbers, a state that no graph shows.
 @torch.compiler.disable
-def leave(region: Region, module: nn.Module, args: Any, output: Any):
-    """The output leaves the region, [B, S, D] to [B, s, D] or replicated: the tensor, or the first of several."""
+def _leave(region: Region, output: Any):
     return _on_output(region.leave, output)
+
+
+def find_regions_of(model: nn.Module) -> Iterator[Region]:
+    """The regions of a model that has been split, but for the head's."""
+    hooks = (vars(module).get("region_hook") for module in model.modules())
+    return (region for region in hooks if isinstance(region, Region))
 
 
 def _on_output(change: Callable[[Tensor], Tensor], output: Any):
@@ -268,10 +295,15 @@ def select_heads(
 
 def lend_bias(degree: int, experts: Any, args: Any) -> None:
     """For one forward pass a rank's part of the bias stands before the parameter: the ranks' outputs are summed."""
+    if torch.compiler.is_compiling():  # then experts are an operator, within which this is called
+        return
     # An instance's own attribute is found before __getattr__ asks for parameters: the unmodified forward reads this one. Divided
     # anew in each pass, so the gradient reaches the parameter, and is one rank's part like everything inside.
     experts.__dict__["down_proj_bias"] = experts._parameters["down_proj_bias"] / degree
 
 
 def return_bias(experts: nn.Module, args: Any, output: Any) -> None:
+    """Undo `lend_bias`."""
+    if torch.compiler.is_compiling():
+        return
     del experts.__dict__["down_proj_bias"]

@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from framework.errors import ModelError, TopologyError
 from framework.mesh.layout import Layout, part
 from framework.model.experts import find_experts, form_of
+from framework.model.matmul import MatmulLinear
 from framework.model.units import find_last_module, find_layers
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor.borders import ShardedBorder, make_border
@@ -107,10 +108,11 @@ class _Splitter:
             self._split_module(name, role, counts, region, leaves=not found.is_block)
         for name in found.experts:
             self._split_experts(name)
-        entrance = self.model.get_submodule(found.name)
+        entrance: Any = self.model.get_submodule(found.name)
+        entrance.region_hook = region
         entrance.register_forward_pre_hook(partial(enter, region), with_kwargs=True)
         if found.is_block:
-            entrance.register_forward_hook(partial(leave, region))
+            entrance.register_forward_hook(partial(leave, region), with_kwargs=True)
         # Whatever else is inside computes alike on all ranks, from a gradient that is one rank's part.
         self.parameters.replicate_rest(entrance.named_parameters(found.name), lambda name: True)
 
@@ -210,8 +212,10 @@ class _Splitter:
             if attribute in ("intermediate_dim", "intermediate_size", "expert_dim") and value == inner:
                 setattr(experts, attribute, mine)
         if getattr(experts, "down_proj_bias", None) is not None:
-            experts.register_forward_pre_hook(partial(lend_bias, self.tp.size))
+            lend = partial(lend_bias, self.tp.size)
+            experts.register_forward_pre_hook(lend)
             experts.register_forward_hook(return_bias)
+            experts.untraced_hooks = (lend, return_bias)
 
     def _take_of_experts(self, name: str, parameter: str, dim: int, arrangement: str) -> None:
         experts = self.model.get_submodule(name)
@@ -307,4 +311,6 @@ class _Splitter:
 
     def _put(self, name: str, module: nn.Module) -> None:
         parent, _, child = name.rpartition(".")
+        if isinstance(module, MatmulLinear):
+            module.operation = child
         setattr(self.model.get_submodule(parent), child, module)

@@ -6,7 +6,7 @@ Zhao et al. 2023): every view stays true. The all-gather lands in the tensor its
 FSDP2 gathers a group of parameters into one tensor and copies each of them out of it.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -30,11 +30,18 @@ class ParameterSync:
     """The full parameters of one stage's units, which are named by their index.
 
     unsharded: units that are there or on their way; always those of which this rank owns all. transient: those of them whose
-    lifetime ends with their use. buckets: of each unit the units that travel with it, itself among them, in order.
+    lifetime ends with their use. buckets: of each unit the units that travel with it, itself among them, in order. forget: called
+    when values are about to change, for what was found of them.
     """
 
-    def __init__(self, units: Sequence[Sequence[UnitBuffer]], exposed: ExposedCommunication):
+    def __init__(
+        self,
+        units: Sequence[Sequence[UnitBuffer]],
+        exposed: ExposedCommunication,
+        forget: Sequence[Callable[[], None]] = (),
+    ):
         self.units = units
+        self._forget = forget
         # Units that need no message are never asked for: at stage 0 that is every unit, several times in each microbatch.
         self._whole = {index for index, unit in enumerate(units) if all(buffer.plan.is_whole for buffer in unit)}
         self.unsharded: set[int] = set(self._whole)
@@ -113,6 +120,8 @@ class ParameterSync:
     def invalidate(self) -> None:
         """Invalidate unsharded parameters before an update: the next use unshards again, also where memory is resident."""
         self._has_old_parts = True
+        for forget in self._forget:
+            forget()
         for index in self.unsharded - self._whole:
             self.reshard(index)
         for buffer in (buffer for unit in self.units for buffer in unit):

@@ -90,6 +90,12 @@ class BufferDtypes:
         return None if reduce_dtype == self.gradient else Rounding(reduce_dtype)
 
 
+# Wide loads of NCCL and of fused kernels want addresses at multiples of 16 bytes. In elements, of any dtype of 2 bytes and more:
+# what a rank owns is a multiple of ALIGNED_PART where it is at least LEAST_ALIGNED; parameters of such sizes lie at multiples of
+# ALIGNED_SLOT.
+ALIGNED_PART, LEAST_ALIGNED, ALIGNED_SLOT = 64, 8192, 8
+
+
 @dataclass(frozen=True)
 class BufferAxes:
     """Axes of a buffer as one rank sees them."""
@@ -172,7 +178,10 @@ class BufferPlan:
         """Elements that one rank owns, padding included: equal on all ranks."""
         # Rounded up: collectives need equal parts, so the last ranks own some padding, or nothing else in a small buffer.
         # FSDP2 pads every parameter's dim 0 instead, which leaves whole ranks empty where a norm has fewer rows than ranks.
-        return -(-self.numel // self.num_owners)
+        numel = -(-self.numel // self.num_owners)
+        # Small parts are left as they are: of few elements the last ranks would have none.
+        is_aligned = self.num_owners > 1 and numel >= LEAST_ALIGNED
+        return -(-numel // ALIGNED_PART) * ALIGNED_PART if is_aligned else numel
 
     @cached_property
     def numel_part(self) -> int:
@@ -261,8 +270,8 @@ class BufferPlan:
         return self.is_trained and (is_other or homes.parameters != homes.master)
 
     def held_bytes(self, num_moments: int, home: Home = Home.DEVICE) -> dict[str, int]:
-        """Bytes that live at `home` for the whole run, padding included: parameters, gradients, master and moments, of which the
-        optimizer has `num_moments` for each element. A master that is the parameters' own memory counts as those. Where the
+        """Bytes that live at `home` for the whole run, padding included: parameters, gradients, master and moments, which are
+        `num_moments` elements. A master that is the parameters' own memory counts as those. Where the
         master lives elsewhere than gradients do, a copy of what this rank owns of these is there as well."""
         dtypes = self.dtypes
         compute, master, wide = (each.itemsize for each in (dtypes.compute, dtypes.master, dtypes.gradient))
@@ -278,7 +287,7 @@ class BufferPlan:
             ("gradients", Home.DEVICE, kept * wide * trained),
             ("gradients", homes.master, owned * wide * (homes.master == Home.HOST)),
             ("master", homes.master, owned * master * self.has_master),
-            ("moments", homes.master, owned * wide * num_moments),
+            ("moments", homes.master, wide * num_moments * trained),
         ]
         total = dict.fromkeys((state for state, _, _ in held), 0)
         for state, lives_at, num_bytes in held:
@@ -367,7 +376,10 @@ def plan_buffers(
         kinds = {name: _Kind.of(layouts[name], compute_dtypes[name], groups[name]) for name in unit.parameters}
         for kind in dict.fromkeys(kinds.values()):
             names = [name for name in unit.parameters if kinds[name] == kind]
-            slots = _lay_side_by_side(sorted(names, key=lambda name: order[groups[name]]), layouts, groups)
+            # Within a group odd sizes lie behind, so that what is before them begins at a wide load's address: without gaps,
+            # for an optimizer's call reads all between its first and last element.
+            names.sort(key=lambda name: (order[groups[name]], layouts[name].numel_local % ALIGNED_SLOT > 0))
+            slots = _lay_side_by_side(names, layouts, groups)
             lived = kind.lifetimes(axes, lifetimes)
             own_axes = kind.axes(axes, lived)
             reduced = REDUCE_CODECS.get(kind.reduced_in)

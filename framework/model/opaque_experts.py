@@ -1,0 +1,191 @@
+"""Experts and what is counted of them as operators of torch's: a compiler puts the calls into its graph and does not look inside.
+
+    experts    the output of a mixture's experts, of rows whose numbers are known from the data only
+    note       hands tensors to a counter on the host, and returns the last one
+
+Experts run within the operator as they do in eager mode, messages between ranks included. The graph that autograd records there
+lives as long as `call`, a scalar that the operator returns and its backward takes in: a recomputation has one of its own, and
+where no backward comes it goes with the scalar.
+
+    T rows of hidden states, H features, k experts for each row
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from framework.model.numbered import Numbered
+
+# (hidden [T, H], index [T, k], weights [T, k]) -> [T, H], differentiable.
+ComputeExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """A context within an operator in which autograd records: torch runs operators below it."""
+    keys = torch._C.DispatchKey
+    below = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor, keys.ADInplaceOrView):
+        below = below.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, below), torch.enable_grad():
+        yield
+
+
+class OpaqueExperts:
+    """The forward of a module of experts, `compute`, an operator in code that is being compiled.
+
+    operation: the name in `memory.kept_operations`; "": never kept. keeps_input: whether the graph that autograd records keeps
+    the rows themselves.
+    """
+
+    def __init__(self, experts: nn.Module, compute: ComputeExperts, operation: str = "", keeps_input: bool = False):
+        self.experts, self.compute, self.operation, self.keeps_input = experts, compute, operation, keeps_input
+        # A tensor, so given once there is memory.
+        self.number: Tensor | None = None
+
+    def give_number(self) -> None:
+        """Give it a number, as compiled layers need."""
+        trained = any(parameter.requires_grad for parameter in self.experts.parameters())
+        self.number = COMPUTED.number(self).requires_grad_(trained)
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, H] -> [T, H].  index, weights: [T, k]."""
+        if not torch.compiler.is_compiling():
+            return self.compute(hidden_states, top_k_index, top_k_weights)
+        is_kept = torch.is_grad_enabled()
+        out: Tensor = _experts(hidden_states, top_k_index, top_k_weights, self.number, is_kept, self.operation)[0]
+        return out
+
+    def run(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """`compute`, in an operator: between the hooks that a graph cannot show."""
+        before, behind = vars(self.experts).get("untraced_hooks", (None, None))
+        if before is None:
+            return self.compute(hidden, index, weights)
+        before(self.experts, ())
+        try:
+            return self.compute(hidden, index, weights)
+        finally:
+            behind(self.experts, (), None)
+
+
+COMPUTED: Numbered[OpaqueExperts] = Numbered()
+
+
+def replace_forward(experts: Any, opaque: OpaqueExperts, call: Callable[..., Tensor]) -> None:
+    """Give a module of experts the forward `call`, which goes through `opaque`."""
+
+    # A function: a graph that calls any other object is for that one alone.
+    def forward(hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None):
+        return call(hidden_states, top_k_index, top_k_weights)
+
+    experts.opaque, experts.forward = opaque, forward
+
+
+def find_opaque_experts(model: nn.Module) -> Iterator[OpaqueExperts]:
+    """The experts of a model whose forwards were replaced so."""
+    found = (vars(module).get("opaque") for module in model.modules())
+    return (each for each in found if isinstance(each, OpaqueExperts))
+
+
+@torch.library.custom_op("meshwright::experts", mutates_args=())
+def _experts(
+    hidden: Tensor, index: Tensor, weights: Tensor, number: Tensor, is_kept: bool, operation: str
+) -> tuple[Tensor, Tensor]:
+    """(the output, `call`). is_kept: for a backward."""
+    experts = COMPUTED.find(number)
+    call: Any = torch.zeros((), dtype=torch.float64)
+    if not is_kept:
+        return experts.run(hidden, index, weights), call
+    # Copies of what is kept beyond this call: the compiler writes its next tensors where these are.
+    hidden, index, weights = hidden.clone() if experts.keeps_input else hidden, index.clone(), weights.clone()
+    with recording():
+        inputs = hidden.detach().requires_grad_(), weights.detach().requires_grad_()
+        out = experts.run(inputs[0], index, inputs[1])
+    call.graph = inputs, get_gradient_edge(out)
+    return out.detach(), call
+
+
+@_experts.register_fake
+def _(
+    hidden: Tensor, index: Tensor, weights: Tensor, number: Tensor, is_kept: bool, operation: str
+) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty(hidden.shape), torch.empty_like(number)
+
+
+@torch.library.custom_op("meshwright::experts_backward", mutates_args=())
+def _experts_backward(dout: Tensor, call: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of hidden states, of weights [T, k = width] and of `call`, which is zero. Experts get theirs by the way."""
+    held: Any = call
+    inputs, edge = held.graph
+    del held.graph
+    # What is computed again meanwhile is recorded, too.
+    with recording():
+        torch.autograd.backward([edge], [dout])
+    dhidden, dweights = (torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
+    return dhidden, dweights, torch.zeros_like(call)
+
+
+@_experts_backward.register_fake
+def _(dout: Tensor, call: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    return dout.new_empty(dout.shape), dout.new_empty(dout.shape[0], width), torch.empty_like(call)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.width = inputs[2].shape[1]
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1])
+
+
+def _differentiate(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    dhidden, dweights, zero = _experts_backward(dout, *ctx.saved_tensors, ctx.width)
+    needs = ctx.needs_input_grad
+    return dhidden if needs[0] else None, None, dweights if needs[2] else None, zero, None, None
+
+
+_experts.register_autograd(_differentiate, setup_context=_save)
+
+
+class Note:
+    """A counter that is shown tensors of a model, `show`, also in code that is being compiled."""
+
+    def __init__(self, show: Callable[[Sequence[Tensor]], None]) -> None:
+        self.show, self.number = show, NOTES.number(self)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The last of the tensors, for the model to go on with: what nobody reads a compiler leaves out."""
+        if torch.compiler.is_compiling():
+            *others, last = tensors
+            found: Tensor = _note([*(each.detach() for each in others), last], self.number)
+            return found
+        self.show(tensors)
+        return tensors[-1]
+
+
+NOTES: Numbered[Note] = Numbered()
+
+
+@torch.library.custom_op("meshwright::note", mutates_args=())
+def _note(tensors: Sequence[Tensor], number: Tensor) -> Tensor:
+    NOTES.find(number).show(tensors)
+    return tensors[-1].clone()
+
+
+@_note.register_fake
+def _(tensors: Sequence[Tensor], number: Tensor) -> Tensor:
+    return torch.empty_like(tensors[-1])
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.count = len(inputs[0])
+
+
+def _pass_on(ctx: Any, gradient: Tensor) -> tuple[list[Tensor | None], None]:
+    return [*[None] * (ctx.count - 1), gradient], None
+
+
+_note.register_autograd(_pass_on, setup_context=_save_nothing)

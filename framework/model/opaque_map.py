@@ -1,0 +1,80 @@
+"""Linear maps between ranks whose gradients are their adjoints; in code that is being compiled one operator of torch's, which a
+compiler puts into its graph and does not look inside. Messages begin and end within a call: in memory of one that is on its way
+the compiler would write its next tensors.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from framework.model.numbered import Numbered
+
+
+class RankMap(Protocol):
+    """A linear map of tensors, and its adjoint. number: under which the operator finds it."""
+
+    number: Tensor | None
+
+    def map(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], is_adjoint: bool) -> list[Tensor]:
+        """Contiguous tensors of these shapes and of memory of their own, as many as are given."""
+
+
+# By the numbers that graphs carry.
+MAPS: Numbered[RankMap] = Numbered()
+
+
+def apply_map(
+    rank_map: RankMap, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], operation: str = ""
+) -> Sequence[Tensor]:
+    """The map of tensors, differentiable. shapes: of the results, of as many dims each; operation: the name of these in
+    `memory.kept_operations`, where a graph keeps them."""
+    if not torch.compiler.is_compiling():
+        return _Map.apply(rank_map, shapes, *tensors)
+    assert rank_map.number is not None, "a compiled layer whose maps were not attached"
+    found: list[Tensor] = _map(tensors, rank_map.number, [size for each in shapes for size in each], False, operation)
+    return found
+
+
+class _Map(torch.autograd.Function):
+    # Nothing is saved: the map is linear.
+
+    @staticmethod
+    def forward(ctx: Any, rank_map: RankMap, shapes: Sequence[Sequence[int]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.map, ctx.shapes = rank_map.map, [x.shape for x in tensors]
+        return tuple(rank_map.map(tensors, shapes, False))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.map(gradients, ctx.shapes, True)
+
+
+@torch.library.custom_op("meshwright::map", mutates_args=())
+def _map(
+    tensors: Sequence[Tensor], number: Tensor, sizes: Sequence[int], is_adjoint: bool, operation: str
+) -> list[Tensor]:
+    return MAPS.find(number).map(tensors, _shapes(tensors, sizes), is_adjoint)
+
+
+@_map.register_fake
+def _(tensors: Sequence[Tensor], number: Tensor, sizes: Sequence[int], *_others: Any) -> list[Tensor]:
+    return [x.new_empty(shape) for x, shape in zip(tensors, _shapes(tensors, sizes), strict=True)]
+
+
+def _shapes(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[int]]:
+    dims = len(sizes) // len(tensors)
+    return [sizes[start : start + dims] for start in range(0, len(sizes), dims)]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, number, _, ctx.is_adjoint, _ = inputs
+    ctx.sizes = [size for x in tensors for size in x.shape]
+    ctx.save_for_backward(number)
+
+
+def _differentiate(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
+    return _map(gradients, *ctx.saved_tensors, ctx.sizes, not ctx.is_adjoint, ""), None, None, None, None
+
+
+_map.register_autograd(_differentiate, setup_context=_save)
