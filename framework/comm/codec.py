@@ -20,8 +20,11 @@ sqrt(B) scale / 2 each, and scale / 2 in root mean square over the block, where 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from math import isqrt
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,8 +60,8 @@ class BlockCodec:
     is_rotated: bool = False
 
     def __post_init__(self) -> None:
-        # Codes of whole blocks end at a byte, and a block of 4^k numbers is rotated as a square.
-        assert self.block % 2 == 0, f"a block of {self.block}"
+        # Codes of whole blocks end at a byte, kernels take powers of two, and a block of 4^k numbers is rotated as a square.
+        assert self.block > 1 and self.block & (self.block - 1) == 0, f"a block of {self.block}"  # noqa: PT018
         assert not self.is_rotated or (self.kind == "int4" and 4 ** (self.block.bit_length() // 2) == self.block), self
 
     @property
@@ -77,6 +80,10 @@ class BlockCodec:
         n = x.shape[-1]
         message = x.new_empty(*x.shape[:-1], self.message_bytes(n), dtype=torch.uint8) if out is None else out
         scales, codes = self._split(message, n)
+        if self._is_fused(x):
+            codes[..., -(-n * _BITS[self.kind] // 8) :] = 0
+            load_kernels().encode(x, message, self.kind, self.block, _LARGEST[self.kind])
+            return message
         # A narrower dtype is widened at once: an operation of two dtypes is many times slower on CPUs.
         numbers = x if x.dtype in (torch.float32, torch.float64) else x.float()
         numbers = self._rotate(F.pad(numbers, (0, -n % self.block))) if self.is_rotated else numbers
@@ -101,7 +108,9 @@ class BlockCodec:
         """Write the numbers of a message.  message: [..., message_bytes(n)] uint8; out: [..., n], any floating dtype."""
         n = out.shape[-1]
         scales, codes = self._split(message, n)
-        if self.is_rotated:
+        if self._is_fused(out):
+            load_kernels().decode_sum(message.unsqueeze(0), out, self.kind, self.block)
+        elif self.is_rotated:
             numbers = torch.empty(*out.shape[:-1], n + -n % self.block, device=out.device)
             self._multiply(scales, self._unpack(codes, numbers.shape[-1]), numbers)
             out.copy_(self._rotate(numbers)[..., :n])
@@ -113,6 +122,9 @@ class BlockCodec:
 
         messages: [ranks, ..., message_bytes(n)] uint8; out: [..., n], any floating dtype.
         """
+        if self._is_fused(out):
+            load_kernels().decode_sum(messages, out, self.kind, self.block)
+            return
         dtype = torch.promote_types(out.dtype, torch.float32)
         terms = out.new_empty(len(messages), *out.shape, dtype=dtype)
         self.decode(messages, terms)
@@ -133,6 +145,11 @@ class BlockCodec:
             spread = isqrt(self.block) if self.is_rotated else 1
             _blocks_of(bound, run).copy_((step + rounding) * spread)
         return bound[..., :n].to(x.dtype)
+
+    def _is_fused(self, x: Tensor) -> bool:
+        """Whether a kernel of ours makes one pass over x, [..., n]; else torch's operations make several."""
+        is_narrow = x.dtype != torch.float64 and x.ndim <= 3 and x.numel() > 0
+        return x.is_cuda and is_narrow and not self.is_rotated and load_kernels() is not None
 
     def _split(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Scales, [..., blocks] fp32, and codes, [..., bytes] uint8, of messages of `numel` numbers: views."""
@@ -192,6 +209,12 @@ class BlockCodec:
         side = isqrt(self.block)
         h = _hadamard(side, x)
         return (h @ x.unflatten(-1, (-1, side, side)) @ h).flatten(-3)
+
+
+@cache
+def load_kernels() -> Any:
+    """The module of kernels in Triton; None where that is not installed. Only for CUDA, whose torch brings Triton along."""
+    return import_module("framework.comm.triton_codec") if find_spec("triton") else None
 
 
 def _blocks_of(x: Tensor, run: _Run) -> Tensor:
