@@ -16,15 +16,19 @@ from transformers import AutoTokenizer
 from framework.commands.generate import generate_command
 from framework.data.chat import Chat
 from framework.data.conversation import read_conversation
+from framework.data.open_data import find_sequence_problems
 from framework.data.prepare import describe_rows, prepare, prepare_command
 from framework.data.prepared import Prepared, find_prepared
 from framework.data.shard import SplitWriter
 from framework.data.store import inspect_store
 from framework.errors import DataError
 from framework.model.generate import generate
+from framework.plan.check import check_layout, most_bytes
 from framework.recipe.compose import compose
 from framework.recipe.schema import Data, Model, Recipe, Source
 from tests.chat_templates import FAMILIES, answer, build_tokenizer, user
+from tests.families import build_config
+from tests.families import family as find_family
 from tests.unit.test_data_prepare import read_tree
 
 TWO = [user("Hi"), answer("Hello, 猫!"), user("More?"), answer("Sure.")]
@@ -308,6 +312,23 @@ def test_packing_follows_from_the_sources() -> None:
     assert compose([*CHAT, "data.pack=alone"]).require().data.packing == "alone"
     assert compose([]).require().data.packing == "concat"
     assert not compose([]).require().data.isolates
+
+
+@pytest.mark.parametrize(("experiment", "most_gb"), [("sft_qwen3_0_6b", 80), ("sft_llama3_1_8b", 80)])
+def test_a_shipped_fine_tune_fits_its_gpus(experiment: str, most_gb: int) -> None:
+    """Planned from scratch: the config of its weights is on the hub."""
+    words = ["data.sources.files.path=x.jsonl", "model.weights=null", "launch.device=cuda", "cluster=h100_ib"]
+    recipe = compose([f"experiment={experiment}", *words]).require()
+    assert recipe.data.packing == "best_fit"
+    assert most_bytes(check_layout(recipe)) < most_gb * 1e9
+
+
+def test_a_model_that_carries_state_is_sent_to_rows_of_one_conversation() -> None:
+    config, words = build_config(find_family("qwen3_next")), [*CHAT, "batch.context=16"]
+    (problem,) = find_sequence_problems(compose(words).require(), config)
+    assert "documents that share a row see one another" in problem.message
+    assert problem.fix == "data.pack=alone"
+    assert not list(find_sequence_problems(compose([*words, problem.fix]).require(), config))
 
 
 def test_prepare_shows_what_is_trained_and_what_is_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,10 +74,12 @@ def test_nodes_and_ranks_follow_from_what_is_said(overrides, world, nodes, ranks
     assert (derived.world, derived.nodes, derived.ranks_per_node) == (world, nodes, ranks_per_node)
 
 
-@pytest.mark.parametrize("experiment", ["pretrain_llama3_2_1b", "pretrain_gpt2", "finetune_qwen3_0_6b"])
+@pytest.mark.parametrize(
+    "experiment", ["pretrain_llama3_2_1b", "pretrain_gpt2", "finetune_qwen3_0_6b", "sft_llama3_1_8b"]
+)
 def test_a_shipped_experiment_runs_on_as_many_nodes_as_are_said(experiment):
     words = [f"experiment={experiment}", "launch=slurm", "launch.nodes=2"]
-    words += ["data.sources.files.path=x"] if experiment.startswith("finetune") else []
+    words += ["data.sources.files.path=x"] if experiment.startswith(("finetune", "sft")) else []
     derived = derive(compose(words).require())
     assert (derived.world, derived.nodes, derived.ranks_per_node) == (16, 2, 8)
 
