@@ -30,7 +30,7 @@ def main() -> None:
     rows = {"labels": "*i64", "logits": "*bf16"}
     block, warps = {"BLOCK": triton_loss.BLOCK}, triton_loss.NUM_WARPS
     sums = dict.fromkeys(("maxima", "sums", "targets"), "*fp32")
-    compile_for_hopper(triton_loss._read_row, rows | sums, block, warps)
+    compile_for_hopper(triton_loss._read_row, rows | sums, {"VOCABULARY": 128_256, **block}, warps)
     given = {"log_sums": "*fp32", "weights": "*fp32", "out": "*bf16"}
     compile_for_hopper(triton_loss._differentiate_block, rows | given, block, warps)
     for by_row in (True, False):

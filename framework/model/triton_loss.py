@@ -15,20 +15,20 @@ NUM_WARPS = 8
 
 
 @triton.jit
-def _read_row(logits, labels, maxima, sums, targets, stride, start, vocabulary, BLOCK: tl.constexpr):
+def _read_row(logits, labels, maxima, sums, targets, stride, start, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     first = logits + row * stride
     maximum, total = -float("inf"), 0.0
-    for offset in range(0, vocabulary, BLOCK):
+    for offset in range(0, VOCABULARY, BLOCK):
         words = offset + tl.arange(0, BLOCK)
-        z = tl.load(first + words, mask=words < vocabulary, other=-float("inf")).to(tl.float32)
+        z = tl.load(first + words, mask=words < VOCABULARY, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(maximum, tl.max(z, 0))
         # Nothing but -inf so far: the difference of two infinities is no number.
         shift = tl.where(higher == -float("inf"), 0.0, higher)
         total = total * tl.exp(maximum - shift) + tl.sum(tl.exp(z - shift), 0)
         maximum = higher
     place = tl.load(labels + row) - start
-    is_mine = (place >= 0) & (place < vocabulary)
+    is_mine = (place >= 0) & (place < VOCABULARY)
     target = tl.load(first + place, mask=is_mine, other=0.0).to(tl.float32)
     tl.store(maxima + row, maximum)
     tl.store(sums + row, total)
@@ -54,8 +54,9 @@ class TritonLoss:
     def read(self, logits: Tensor, labels: Tensor, start: int, sums: tuple[Tensor, Tensor, Tensor]) -> None:
         rows = _with_rows(logits)
         if len(rows):
-            stride, vocabulary = rows.stride(0), rows.shape[1]
-            _read_row[(len(rows),)](rows, labels, *sums, stride, start, vocabulary, BLOCK=BLOCK, num_warps=NUM_WARPS)
+            _read_row[(len(rows),)](
+                rows, labels, *sums, rows.stride(0), start, VOCABULARY=rows.shape[1], BLOCK=BLOCK, num_warps=NUM_WARPS
+            )
 
     def differentiate(
         self, logits: Tensor, labels: Tensor, start: int, log_sum: Tensor, weight: Tensor, out: Tensor

@@ -288,7 +288,7 @@ def test_updates_are_torchs_bitwise(name: str, moments: MomentsDtype, dtype: tor
         one = torch.ones((), dtype=torch.float64, device=DEVICE)
         with kernels, patch("framework.optim.states.chunk_size", lambda device: 512):
             optim = Optim(name=name, momentum=0.9)  # type: ignore[arg-type]
-            optimizer = FlatOptimizer(optim, [ShardGroup("all", (shard,), 1.0, 0.1)], DEVICE, moments, seed=5)
+            optimizer = FlatOptimizer(name, optim, [ShardGroup("all", (shard,), 1.0, 0.1)], DEVICE, moments, seed=5)
             for step in range(3):
                 gradient.copy_(torch.randn(numel, generator=generator) * 10.0 ** -(step + 1))
                 optimizer.step(1e-2, one, torch.tensor(False, device=DEVICE), step)
@@ -366,7 +366,7 @@ def test_launches_of_a_chunk_of_the_loss_of_a_factor_and_of_an_update() -> None:
     for kind, kernels in (("torch", nullcontext()), ("triton", fused_kernels())):
         with kernels:
             loss, cast = LOSS.on(DEVICE), CASTS.on(DEVICE)
-            optimizer = FlatOptimizer(Optim(), [ShardGroup("all", (shard,), 1.0, 0.1)], DEVICE, "int8", seed=5)
+            optimizer = FlatOptimizer("adamw", Optim(), [ShardGroup("all", (shard,), 1.0, 0.1)], DEVICE, "int8", seed=5)
             (chunk,) = optimizer.states.chunks
             found[kind] = {
                 "statistics": count_launches(lambda loss=loss: loss.read(logits, labels, 0, tuple(sums))),
