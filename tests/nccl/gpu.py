@@ -430,6 +430,8 @@ def installed() -> Iterator[None]:
     with ExitStack() as stack:
         for name, fake in fakes.items():
             stack.enter_context(patch.object(torch.cuda, name, fake))
+        make_generator = torch.Generator
+        stack.enter_context(patch.object(torch, "Generator", lambda device=None: make_generator(CPU)))
         stack.enter_context(patch.object(Tensor, "_make_wrapper_subclass", _make_wrapper))
         # Some of what it compares was saved inside of operators, where no simulation is seen.
         stack.enter_context(

@@ -132,8 +132,8 @@ def test_attention_takes_the_time_of_the_documents_that_it_keeps_to() -> None:
         ),
         (["model.attention=eager"], ["compiled (memory.compile=auto)", "transformers': model.attention=eager"]),
         (
-            ["parallel.tp=2", "memory.activation_checkpointing=selective"],
-            ["as they are: parallel.tp=2", "Meshwright's"],
+            ["parallel.tp=2", "parallel.overlap=always", "memory.activation_checkpointing=selective"],
+            ["as they are: parallel.overlap=always", "Meshwright's"],
         ),
     ],
 )
