@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # Stamps of their own: training does not wait for what only tests and benches import, and these install all of it at once.
 install: .venv/compiled
 
-develop: .venv/developed .venv/torchao.installed
+develop: .venv/developed .venv/torchao.installed .venv/triton.installed
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -25,6 +25,11 @@ $(BIN)/python:
 # tests/torchao_folder.py says why there.
 .venv/torchao.installed: pyproject.toml | $(BIN)/python
 	$(PIP) --upgrade --no-deps --target .venv/torchao 'torchao>=0.15,<0.19'
+	touch $@
+
+# tests/interpreted_triton.py says why there. Torch for CUDA brings its own.
+.venv/triton.installed: pyproject.toml | $(BIN)/python
+	$(PIP) --upgrade --no-deps --target .venv/triton 'triton>=3.5,<4'
 	touch $@
 
 # What commands import is compiled by one process when it is installed, not by the first command that is typed, nor by every rank at
@@ -61,11 +66,11 @@ tests: develop
 	$(PYTEST) $(SPREAD) -m "not grid" --ignore tests/slurm
 
 # On a real SLURM cluster of this machine (scripts/local_cluster.sh install); REQUIRE_SLURM=1: a skipped test is a failure. PART=0
-# to 6, or today: what runs each day, and a seventh of the rest, as in CI.
+# to 27, or today: what runs each day, and a part of the rest, as in CI.
 test-slurm: develop
 	$(PYTEST) tests/slurm $(if $(PART),--grid-part $(PART))
 
-# More families, ranks and ties of what `make test` shows. PART=0 to 6, or today: a seventh of it, as CI runs each day.
+# More families, ranks and ties of what `make test` shows. PART=0 to 27, or today: a part of it, as CI runs each day.
 test-grid: develop
 	$(PYTEST) $(SPREAD) -m grid --ignore tests/slurm $(if $(PART),--grid-part $(PART))
 

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+# What a process needs of the cores beside its device, to be bound to them.
+LEAST_NEAR = 4
 # What the kernel lets a container or a job take of the memory; "max" without a limit.
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -19,3 +21,23 @@ def count_host_memory() -> int:
         return min(there, int(CONTAINER_LIMIT.read_text()))
     except (OSError, ValueError):  # no such group, or "max" where it has no limit
         return there
+
+
+def find_near_cores(address: str, allowed: set[int], root: Path = Path("/sys")) -> set[int]:
+    """The allowed cores in the NUMA node of a PCI device, such as `0000:1b:00.0`; all of them where the system does not tell or
+    fewer than LEAST_NEAR are there."""
+    try:
+        node = int((root / "bus/pci/devices" / address / "numa_node").read_text())
+        listed = (root / f"devices/system/node/node{node}/cpulist").read_text().strip()
+    except (OSError, ValueError):
+        return allowed
+    bounds = [[int(each) for each in part.split("-")] for part in listed.split(",") if part]
+    near = {core for ends in bounds for core in range(ends[0], ends[-1] + 1)} & allowed
+    return near if len(near) >= LEAST_NEAR else allowed
+
+
+def stay_near(address: str) -> None:
+    """Have this thread, and those that it starts, run in the NUMA node of a PCI device: pinned memory is then there as well, and
+    copies and launches need not cross to another socket."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, find_near_cores(address, os.sched_getaffinity(0)))

@@ -13,13 +13,16 @@ import os
 import re
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 # C0 but for tab and newline, DEL, C1, the line and paragraph separators, and the marks that turn the direction of a text.
 # A carriage return is a progress bar's where a text begins or ends with it, and half a line's end in front of a newline.
 CONTROLS = re.compile(
     r"[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]|(?<!^)\r(?!\n|\Z)"
 )
+
+GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
 def show_controls(text: str) -> str:
@@ -36,6 +39,15 @@ def align(rows: Sequence[Sequence[str]], widest: int | None = None) -> list[str]
     """Lines of a table with its columns aligned. widest: the most characters by which a column moves the next one."""
     widths = [min(widest or size, size) for size in (max(map(len, column)) for column in zip(*rows, strict=True))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def paint(pieces: Iterable[tuple[str, bool]]) -> None:
+    """Print pieces of text, without a line end behind them; those that are marked in green, or in [[ ]] without a terminal."""
+    begin, end = (GREEN, PLAIN) if sys.stdout.isatty() else ("[[", "]]")
+    for text, is_marked in pieces:
+        # Past what escapes control characters: these are ours, and those of the text are escaped.
+        write = partial(io.TextIOWrapper.write, sys.stdout) if isinstance(sys.stdout, Output) else sys.stdout.write
+        write(f"{begin}{show_controls(text)}{end}" if is_marked else show_controls(text))
 
 
 class Descriptor(io.FileIO):

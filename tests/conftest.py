@@ -38,7 +38,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    words = "of the tests marked `grid`, only those of this part: 0 to 6, or `today`"
+    words = "of the tests marked `grid`, only those of this part: 0 to 27, or `today`"
     parser.addoption("--grid-part", metavar="N", help=words)
 
 

@@ -1,4 +1,4 @@
-"""The grid in parts: seven parts of about equal size, one for each day, so that a week of runs covers it all.
+"""The grid in parts of about equal size, one for each day, so that four weeks of runs cover it all.
 
 A case's part is a function of its name alone, or what its mark says: the same part is the same cases, today and in a month, and a
 case that is added moves no other.
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import xxhash
 
-NUM_PARTS = 7
+NUM_PARTS = 28
 SECONDS_PER_DAY = 86_400
 
 
@@ -36,7 +36,7 @@ def part_of_item(item: pytest.Item) -> int | None:
 
 
 def part_of(name: str) -> int:
-    """The part, 0 to 6, of the case with this name (pytest's node id)."""
+    """The part, 0 to 27, of the case with this name (pytest's node id)."""
     return xxhash.xxh64_intdigest(name.encode()) % NUM_PARTS
 
 

@@ -1,5 +1,7 @@
 """Planned bytes in the parts that runs count."""
 
+from functools import partial
+
 from framework.optim.optimizers import state_names
 from framework.parallel.pipeline.lower import LiveMoment
 from framework.parallel.pipeline.simulate import unit_costs
@@ -14,7 +16,7 @@ def held_by_buffers(plan: Plan, rank: int) -> dict[str, int]:
     `Plan.memory` has those of the first rank at a place of the pipeline: others' moments of few bits may be cut into some
     blocks more or less.
     """
-    states, moments = state_names(plan.recipe.optim), plan.recipe.precision.moments
+    states, moments = partial(state_names, plan.recipe.optim), plan.recipe.precision.moments
     return total_on_device(measure_units(plan.of_rank(rank).buffers, states, moments))
 
 

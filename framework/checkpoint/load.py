@@ -117,6 +117,11 @@ def _is_finite(values: torch.Tensor) -> bool:
     return not values.numel() or all(bool(each.isfinite()) for each in torch.aminmax(values.detach()))
 
 
+def form_of(entry: Entry) -> tuple[tuple[int, ...], str]:
+    """Global shape and dtype of an entry, as a manifest's record has them."""
+    return tuple(entry.layout.shape), dtype_name(entry.data.dtype)
+
+
 class Reader:
     """A checkpoint that is opened once and read in ranges, by one rank alone.
 
@@ -158,7 +163,7 @@ class Reader:
             if record is None:
                 near = difflib.get_close_matches(entry.name, self.manifest.entries, n=3)
                 raise CheckpointError(f"{self.path} has no {entry.name}; nearest: {', '.join(near) or 'none'}")
-            wanted = (tuple(entry.layout.shape), dtype_name(entry.data.dtype))
+            wanted = form_of(entry)
             if wanted != (record.shape, record.dtype):
                 raise CheckpointError(
                     f"{entry.name} is {wanted[1]}{list(wanted[0])} here, but {record.dtype}{list(record.shape)} in"

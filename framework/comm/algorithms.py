@@ -5,11 +5,20 @@ size was found at which its own one wins: scripts/bench/collectives.py from 64 K
 (docs/measurements/benchmarks.md). Where GPUs are shared by ranks there is no NCCL; gloo has no messages between GPUs and few
 collectives, so there every operation is that of the CPU on host copies (`on_host`).
 
+An axis of k nodes with m of its ranks on each is in two levels (`Communicator.levels`), and its rank o m + i is rank i of an
+inner axis and rank o of an outer one. A collective in two hops, one over each, sends as many bytes as in one, but fewer of them
+leave a node, where messages from each rank to each other one would send m times as many:
+
+    all-gather       over outer, then over inner       between nodes (k-1)/k F/m, of F bytes of the full tensor
+    reduce-scatter   over inner, then over outer       the same
+    all-reduce       a reduce-scatter over inner, an all-reduce over outer, an all-gather over inner: twice that
+
 Below, n is the size of the axis. Every algorithm starts and returns a Pending; its tensors are contiguous and on the devices
 that the axis's group carries.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -17,15 +26,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.comm.communicator import Communicator, Operation, Waits
+from framework.comm.communicator import Communicator
+from framework.comm.waits import ExposedWait, Operation, Waits
 
 # torch 2.13 renamed the collectives of a single tensor and warns at the old names; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Messages of one collective must not match those of another kind, or of `p2p`, that is under way between the same two
-# ranks.
-_GATHER_TAG, _SCATTER_TAG = 1, 2
+# Messages of one collective must not match those of another kind, or of `p2p`, `agreement` and `objects`, that is under way
+# between the same two ranks; nor a first hop those of a later one, which starts in a wait.
+_GATHER_TAG, _SCATTER_TAG, _SPREAD_TAG, _SUMS_TAG = 1, 2, 6, 7
 
 
 class Pending:
@@ -54,7 +64,7 @@ class Pending:
         """This, whose waits are noted from now on as waits for the operation, which is open until the last one."""
         if self._works or self._finish is not None:
             self._operation, self._waits = operation, axis.waits
-            axis.waits.open[self] = operation
+            axis.waits.begin(self, operation)
         return self
 
     @torch.compiler.disable
@@ -110,17 +120,14 @@ def to_host(x: Tensor) -> Tensor:
     return x.to("cpu", copy=True)
 
 
-def then(pending: Pending, finish: Callable[[], None]) -> Pending:
-    """`pending` itself, followed by `finish` once its last part has ended."""
+def then(pending: Pending, finish: "Callable[[], Pending | None]") -> Pending:
+    """`pending` itself, followed by `finish` once its last part has ended; by what that starts, too."""
     former = pending._finish
 
     def proceed() -> Pending | None:
         follows = former() if former is not None else None
         # A part that starts another one is not the last: `finish` moves behind that.
-        if follows is not None:
-            return then(follows, finish)
-        finish()
-        return None
+        return finish() if follows is None else then(follows, finish)
 
     # Not another Pending around it: this one is open under its operation's name.
     pending._finish = proceed
@@ -136,11 +143,18 @@ def gather_by_messages(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
     """All-gather: send x to every peer and receive each peer's x where it belongs. x: any shape; out: n times its elements."""
     parts = out.view(axis.size, -1)
     copy(parts[axis.rank], x)
-    works = []
-    for to, source in peers(axis):
-        works.append(axis.receive(parts[source], source, _GATHER_TAG))
-        works.append(axis.send(x, to, _GATHER_TAG))
-    return Pending(works, [out, x])
+    return Pending(_spread([parts[source : source + 1] for source in range(axis.size)], axis, _GATHER_TAG), [out, x])
+
+
+def gather_over_nodes(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
+    """All-gather in two hops: from the ranks at this rank's place on other nodes, then all that came so among those of a node.
+    Messages land where they belong. x: any shape; out: n times its elements."""
+    inner, outer = _levels_of(axis)
+    parts = out.view(outer.size, inner.size, -1)
+    copy(parts[outer.rank, inner.rank], x)
+    first = Pending(_spread([each[inner.rank : inner.rank + 1] for each in parts], outer, _GATHER_TAG), [out, x])
+    columns = list(parts.unbind(1))
+    return in_turn(axis, first, lambda: Pending(_spread(columns, inner, _SPREAD_TAG), [out]))
 
 
 def scatter_by_tensor(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
@@ -159,7 +173,7 @@ def scatter_by_messages(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
     parts = x.view(axis.size, -1)
     buffer = axis.take_buffer((axis.size - 1) * out.numel(), x)
     received = list(buffer[: (axis.size - 1) * out.numel()].view(axis.size - 1, -1))
-    works = _exchange_parts(received, parts, axis)
+    works = exchange_parts(received, parts, axis)
 
     def add() -> None:
         terms: list[Tensor] = [*received[: axis.rank], parts[axis.rank], *received[axis.rank :]]
@@ -174,88 +188,123 @@ def scatter_by_messages(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
     return Pending(works, [x], add)
 
 
-# (out, x, axis) -> Pending, by device and operation.
-ALGORITHMS: dict[tuple[str, str], Callable[[Tensor, Tensor, Communicator], Pending]] = {
-    # NCCL's own know the links, and its all-gather lands in place.
-    ("cuda", "all_gather"): gather_by_tensor,
-    ("cuda", "reduce_scatter"): scatter_by_tensor,
-    # gloo's own copies through a buffer: 1.4 to 4.1 times the time of messages into place.
-    ("cpu", "all_gather"): gather_by_messages,
+def scatter_over_nodes(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
+    """Reduce-scatter in two hops: sums of a node's ranks, then of nodes, each in order. out: any shape; x: n times as large."""
+    inner, outer = _levels_of(axis)
+    parts = x.view(outer.size, inner.size, -1).transpose(0, 1)
+    # A rank's parts for all nodes side by side: what the first hop leaves, the second one sends as it lies.
+    buffer, sums = axis.take_buffer(x.numel(), x), x.new_empty(outer.size * out.numel())
+    packed = buffer[: x.numel()].view(parts.shape).copy_(parts)
+
+    def cross() -> Pending:
+        axis.give_back(buffer)
+        return scatter_by_messages(out, sums, outer)
+
+    return in_turn(axis, scatter_by_messages(sums, packed, inner), cross)
+
+
+def sum_by_tensor(x: Tensor, _: Tensor, axis: Communicator) -> Pending:
+    """The backend's sum, in place. x: any shape."""
+    return Pending([dist.all_reduce(x, group=axis.group, async_op=True)], [x])
+
+
+def sum_over_nodes(x: Tensor, _: Tensor, axis: Communicator) -> Pending:
+    """All-reduce in three hops, in place: each rank of a node adds up a share, sums it over nodes, and all of a node gather them.
+    x: any shape; shares differ by an element where ranks do not divide it."""
+    inner, outer = _levels_of(axis)
+    shares = x.view(-1).tensor_split(inner.size)
+    mine = shares[inner.rank]
+    buffer = axis.take_buffer(inner.size * mine.numel(), x)
+    terms = buffer[: inner.size * mine.numel()].view(inner.size, -1)
+    terms[inner.rank] = mine
+    works = []
+    for to, source in peers(inner):
+        works.append(inner.receive(terms[source], source, _SCATTER_TAG))
+        works.append(inner.send(shares[to], to, _SCATTER_TAG))
+
+    def cross() -> Pending:
+        torch.sum(terms, 0, out=mine)
+        axis.give_back(buffer)
+        return in_turn(axis, sum_by_tensor(mine, mine, outer), spread)
+
+    def spread() -> Pending:
+        return Pending(_spread([each[None] for each in shares], inner, _SUMS_TAG), [x])
+
+    return in_turn(axis, Pending(works, [x]), cross)
+
+
+Algorithm = Callable[[Tensor, Tensor, Communicator], Pending]
+# (in one hop, in two), by device and operation: (out, x, axis) -> Pending.
+ALGORITHMS: dict[tuple[str, str], tuple[Algorithm, Algorithm]] = {
+    # NCCL's own know the links: rings cross a node's network once for all of its ranks, by all adapters, which is what two hops
+    # would send there; and its all-gather lands in place.
+    ("cuda", "all_gather"): (gather_by_tensor, gather_by_tensor),
+    ("cuda", "reduce_scatter"): (scatter_by_tensor, scatter_by_tensor),
+    ("cuda", "all_reduce"): (sum_by_tensor, sum_by_tensor),
+    # gloo's own copies through a buffer: 1.4 to 4.1 times the time of messages into place. It does not know nodes.
+    ("cpu", "all_gather"): (gather_by_messages, gather_over_nodes),
     # gloo's own costs as much as its all-reduce or more: 1.8 to 6.2 times the time of messages.
-    ("cpu", "reduce_scatter"): scatter_by_messages,
+    ("cpu", "reduce_scatter"): (scatter_by_messages, scatter_over_nodes),
+    # gloo's ring goes through all ranks in turn: what is best within a node, and m times the bytes between nodes.
+    ("cpu", "all_reduce"): (sum_by_tensor, sum_over_nodes),
 }
 
 
-def scatter_rounded(out: Tensor, x: Tensor, axis: Communicator, reduce_dtype: torch.dtype) -> Pending:
-    """Reduce-scatter of x rounded to reduce_dtype; parts are added in out's dtype, in the order of ranks.
+class _FirstHop:
+    """The first hop of an operation in two, as a work to wait for: its wait starts the second hop, behind that of every earlier
+    operation over the axis."""
 
-    out: any shape; x: n times its elements, its dtype. Sends (n-1)/n of x in reduce_dtype.
-    """
-    exchange = _RoundedExchange(x, axis, reduce_dtype)
+    def __init__(self, first: Pending, start: Callable[[], Pending], hops: "deque[_FirstHop]"):
+        self._first, self._start, self._hops = first, start, hops
+        self.second: Pending | None = None
+        hops.append(self)
 
-    def add() -> None:
-        exchange.add_up(out.view(-1))
-        exchange.end()
+    def wait(self) -> None:
+        # Ranks wait in different orders where one's data leaves a layer out. The second hops of all operations must be under way
+        # before anybody waits for a later one: else this rank would wait for a message that a peer sends behind a wait for this.
+        while self.second is None:
+            self._hops.popleft()._proceed()
 
-    return Pending(exchange.works, [x], add)
-
-
-def sum_rounded(x: Tensor, axis: Communicator, reduce_dtype: torch.dtype) -> Pending:
-    """All-reduce of x, in place: every rank adds up one part as in `scatter_rounded`, and all gather the sums, rounded too.
-
-    x: any shape and floating dtype. Sends 2 (n-1)/n of x in reduce_dtype; the second half starts in the wait.
-    """
-    exchange = _RoundedExchange(x, axis, reduce_dtype)
-
-    def gather() -> Pending:
-        mine = exchange.sent[axis.rank]
-        own = x.view(-1)[axis.rank * mine.numel() : (axis.rank + 1) * mine.numel()]
-        exchange.add_up(own)
-        # Through the rounded buffer, this rank's own sum too: else it alone would keep the unrounded bits of its part, and
-        # replicas would drift apart.
-        mine[: own.numel()] = own
-        return then(ALGORITHMS[x.device.type, "all_gather"](exchange.sent, mine, axis), take_over)
-
-    def take_over() -> None:
-        x.view(-1).copy_(exchange.sent.view(-1)[: x.numel()])
-        exchange.end()
-
-    return Pending(exchange.works, [x], gather)
+    def _proceed(self) -> None:
+        self._first.wait()
+        self.second = self._start()
 
 
-class _RoundedExchange:
-    """Every rank's part of every rank's x, rounded, on its way. sent: this rank's x in reduce_dtype, [ranks, part], the tail
-    padded; received: all ranks' parts for this rank, [ranks, part]."""
+def in_turn(axis: Communicator, first: Pending, start: Callable[[], Pending]) -> Pending:
+    """`first`, and then what `start` starts, in the order of operations over the axis however they are waited for."""
+    hop = _FirstHop(first, start, axis.hops)
+    return Pending([hop], finish=lambda: hop.second)
 
-    def __init__(self, x: Tensor, axis: Communicator, reduce_dtype: torch.dtype):
-        numel = axis.size * -(-x.numel() // axis.size)
-        self._axis = axis
-        self._buffer = axis.take_buffer(2 * numel, x.new_empty(0, dtype=reduce_dtype))
-        self.sent, self.received = self._buffer[: 2 * numel].view(2, axis.size, -1)
-        flat = self.sent.view(-1)
-        flat[: x.numel()] = x.view(-1)
-        # Nobody adds the padding up, but it is sent: reused memory would send what an earlier operation has left.
-        flat[x.numel() :] = 0
-        self.works: list[Any]
-        if x.is_cuda:
-            # One launch for all parts. NCCL would add in reduce_dtype; exchanged, parts are added in x's dtype below.
-            self.works = [dist.all_to_all_single(self.received, self.sent, group=axis.scatter_group, async_op=True)]
-        else:
-            self.received[axis.rank] = self.sent[axis.rank]
-            peers = [part for rank, part in enumerate(self.received) if rank != axis.rank]
-            self.works = _exchange_parts(peers, self.sent, axis)
 
-    def add_up(self, out: Tensor) -> None:
-        """Write the sum of what was received into out, [n] of at most a part's elements, in its dtype and in the order of
-        ranks."""
-        first, *others = (part[: out.numel()] for part in self.received)
-        out.copy_(first)
-        for term in others:
-            out += term
+def choose(name: str, x: Tensor, axis: Communicator) -> Algorithm:
+    """The algorithm of an operation on tensors that are where x is."""
+    return ALGORITHMS[x.device.type, name][axis.levels is not None]
 
-    def end(self) -> None:
-        """Give the memory back."""
-        self._axis.give_back(self._buffer)
+
+def leaving_bytes(name: str, num_bytes: int, x: Tensor, axis: Communicator, is_coded: bool) -> int:
+    """Bytes of an operation on x that leave the node, of all that it sends. is_coded: it is one of `coded`."""
+    # NCCL and two hops know nodes. Of what gloo or this framework do in one hop only a ring does, and there one rank of a node
+    # sends all that leaves it.
+    if axis.levels is not None or not (is_coded or axis.staged or x.device.type == "cpu"):
+        return axis.least_leaving(num_bytes)
+    if name == "all_reduce" and not is_coded:
+        return num_bytes if not axis.is_on_node((axis.rank + 1) % axis.size) else 0
+    return axis.most_leaving(num_bytes)
+
+
+def _levels_of(axis: Communicator) -> tuple[Communicator, Communicator]:
+    assert axis.levels is not None, f"axis {axis.name} is not in two levels"
+    return axis.levels
+
+
+def _spread(places: Sequence[Tensor], axis: Communicator, tag: int) -> list[Any]:
+    """Send the tensors of this rank's place to every peer, and receive each peer's in its own. places: for each rank tensors that
+    are contiguous each, [tensors, ...]."""
+    works = []
+    for to, source in peers(axis):
+        works += [axis.receive(each, source, tag) for each in places[source]]
+        works += [axis.send(each, to, tag) for each in places[axis.rank]]
+    return works
 
 
 def copy(target: Tensor, source: Tensor) -> None:
@@ -264,7 +313,7 @@ def copy(target: Tensor, source: Tensor) -> None:
         target.view(-1).copy_(source.view(-1))
 
 
-def _exchange_parts(received: Sequence[Tensor], parts: Tensor, axis: Communicator) -> list[Any]:
+def exchange_parts(received: Sequence[Tensor], parts: Tensor, axis: Communicator) -> list[Any]:
     """Send every peer its part and receive the peers' parts into `received`, which has no place for this rank's own."""
     works = []
     for to, source in peers(axis):
@@ -278,20 +327,6 @@ def peers(axis: Communicator) -> list[tuple[int, int]]:
     """(send to, receive from) at distance 1, 2, ...: at each distance every rank sends one message and receives one."""
     # In the order of ranks instead, all would send to rank 0 first, and its link would carry n - 1 messages while others idle.
     return [((axis.rank + by) % axis.size, (axis.rank - by) % axis.size) for by in range(1, axis.size)]
-
-
-class ExposedWait:
-    """One interval of exposed communication. On CUDA its ends are events of the stream that waited, and both must have passed
-    when `seconds` is asked: else it raises, because asking must not make the host wait."""
-
-    def __init__(self, before: Any, after: Any):
-        self._before, self._after = before, after
-
-    @property
-    def seconds(self) -> float:
-        if isinstance(self._before, torch.cuda.Event):
-            return self._before.elapsed_time(self._after) / 1e3
-        return self._after - self._before
 
 
 class ExposedCommunication:

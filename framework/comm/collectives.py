@@ -6,9 +6,12 @@ algorithm, for n ranks and a full tensor of F bytes:
     all_reduce                 2 (n-1)/n F        broadcast        F at the source, 0 elsewhere
     all_gather, reduce_scatter   (n-1)/n F        all_to_all       the parts meant for others
 
-A sum may travel in a reduce_dtype narrower than its tensors, as bf16 between fp32: then every part is rounded to it, a
-rank's own too, and added in the tensors' dtype in the order of ranks, so that no result depends on who adds; an all-reduce
-gathers these sums rounded once more. F counts in reduce_dtype.
+and those of the bytes that leave a node: of m ranks on each of k nodes (k-1)/(n-1) of them where the algorithm knows nodes, else
+(n-m)/(n-1).
+
+A sum may travel on a wire narrower than its tensors (`coded`), as bf16 between fp32: then every part is rounded, a rank's own
+too, and added in the tensors' dtype in the order of ranks, so that no result depends on who adds; over two levels a node's sums
+are rounded as well, and an all-reduce gathers the sums rounded once more. F is then the bytes of the messages.
 
 Tensors are contiguous, of any shape and of one dtype in a call; one that is not contiguous, or whose size does not fit, is an
 AssertionError. `algorithms` says how each operation is made on which backend. All ranks get bitwise equal results from an
@@ -30,14 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.comm.agreement import check_agreement
-from framework.comm.algorithms import (
-    ALGORITHMS,
-    Pending,
-    copy,
-    on_host,
-    scatter_rounded,
-    sum_rounded,
-)
+from framework.comm.algorithms import Pending, choose, copy, leaving_bytes, on_host
+from framework.comm.coded import Wire, scatter_coded, sum_coded
 from framework.comm.communicator import Communicator
 from framework.comm.sealed import seal, unseal
 
@@ -54,24 +51,26 @@ def all_reduce(x: Tensor, axis: Communicator, op: Reduction = "sum", label: str 
 
 @torch.compiler.disable
 def start_all_reduce(
-    x: Tensor, axis: Communicator, op: Reduction = "sum", label: str = "", reduce_dtype: torch.dtype | None = None
+    x: Tensor, axis: Communicator, op: Reduction = "sum", label: str = "", wire: Wire | None = None
 ) -> Pending:
-    """Start `all_reduce`. reduce_dtype: what a sum travels in, x's dtype if None.
+    """Start `all_reduce`. wire: how a sum travels, None: as x is.
 
-    x: any shape, in place; it belongs to the operation until the wait. Bytes: 2 (n-1)/n of x in reduce_dtype.
+    x: any shape, in place; it belongs to the operation until the wait. Bytes: 2 (n-1)/n of x as it travels.
     """
     if axis.size == 1:
         return Pending()
-    reduce_dtype = reduce_dtype or x.dtype
     # Checked here, so that all backends and algorithms refuse the same tensors, before anything is recorded or sent.
     _check(x)
     check_agreement(axis, "all_reduce", label, x)
-    num_bytes = 2 * (axis.size - 1) * x.numel() * reduce_dtype.itemsize // axis.size
-    if reduce_dtype != x.dtype:
+    num_bytes = 2 * (axis.size - 1) * (x.nbytes if wire is None else wire.message_bytes(x.numel())) // axis.size
+    start: Start = partial(_choose, "all_reduce", axis)
+    if op != "sum":
         # A maximum of rounded numbers would be one that no rank has.
-        assert op == "sum", f"{op} in {reduce_dtype}"
-        return _start("all_reduce", label, num_bytes, lambda out, _: sum_rounded(out, axis, reduce_dtype), x, x, axis)
-    return _start("all_reduce", label, num_bytes, lambda out, _: _all_reduce(out, axis, op), x, x, axis)
+        assert wire is None, f"{op} over {wire}"
+        start = partial(_all_reduce, axis, op)
+    elif wire is not None:
+        start = lambda out, _: sum_coded(out, axis, wire)  # noqa: E731
+    return _start("all_reduce", label, num_bytes, start, x, x, axis, is_coded=wire is not None)
 
 
 def all_gather(out: Tensor, x: Tensor, axis: Communicator) -> None:
@@ -106,21 +105,20 @@ def reduce_scatter(out: Tensor, x: Tensor, axis: Communicator) -> None:
 
 @torch.compiler.disable
 def start_reduce_scatter(
-    out: Tensor, x: Tensor, axis: Communicator, label: str = "", reduce_dtype: torch.dtype | None = None
+    out: Tensor, x: Tensor, axis: Communicator, label: str = "", wire: Wire | None = None
 ) -> Pending:
-    """Start `reduce_scatter`: x of any shape, out of 1/axis.size of its elements. reduce_dtype: what travels, x's dtype if None.
-    Bytes: (n-1)/n of x in reduce_dtype."""
+    """Start `reduce_scatter`: x of any shape, out of 1/axis.size of its elements. wire: how it travels, None: as it is. Bytes:
+    (n-1)/n of x as it travels."""
     _check(x, out, ratio=axis.size)
     if axis.size == 1:
         copy(out, x)
         return Pending()
-    reduce_dtype = reduce_dtype or x.dtype
     check_agreement(axis, "reduce_scatter", label, x)
     start: Start = partial(_choose, "reduce_scatter", axis)
-    if reduce_dtype != x.dtype:
-        start = partial(scatter_rounded, axis=axis, reduce_dtype=reduce_dtype)
-    num_bytes = (axis.size - 1) * out.numel() * reduce_dtype.itemsize
-    return _start("reduce_scatter", label, num_bytes, start, out, x, axis)
+    if wire is not None:
+        start = partial(scatter_coded, axis=axis, wire=wire)
+    num_bytes = (axis.size - 1) * (out.nbytes if wire is None else wire.message_bytes(out.numel()))
+    return _start("reduce_scatter", label, num_bytes, start, out, x, axis, is_coded=wire is not None)
 
 
 def all_to_all(
@@ -155,15 +153,17 @@ def start_all_to_all(
         return Pending()
     # Without x: uneven splits give ranks tensors of different sizes.
     check_agreement(axis, "all_to_all", label, None)
-    rows_kept = in_splits[axis.rank] if in_splits is not None else x.shape[0] // axis.size
+    splits = in_splits or [x.shape[0] // axis.size] * axis.size
+    rows_leaving = sum(rows for peer, rows in enumerate(splits) if not axis.is_on_node(peer))
     out_list = None if out_splits is None else list(out_splits)
     in_list = None if in_splits is None else list(in_splits)
 
     def start(out: Tensor, x: Tensor) -> Pending:
         return Pending([dist.all_to_all_single(out, x, out_list, in_list, axis.group, async_op=True)], [out, x])
 
-    num_bytes = (x.shape[0] - rows_kept) * prod(x.shape[1:]) * x.itemsize
-    return _start("all_to_all", label, num_bytes, start, out, x, axis)
+    row_bytes = prod(x.shape[1:]) * x.itemsize
+    num_bytes = (x.shape[0] - splits[axis.rank]) * row_bytes
+    return _start("all_to_all", label, num_bytes, start, out, x, axis, rows_leaving * row_bytes)
 
 
 @torch.compiler.disable
@@ -193,19 +193,32 @@ def barrier(axis: Communicator) -> None:
         dist.barrier(group=axis.group)
 
 
-def _start(name: str, label: str, num_bytes: int, start: Start, out: Tensor, x: Tensor, axis: Communicator) -> Pending:
-    """Record the operation and start it, on host copies where the axis is staged."""
-    operation = axis.record(name, num_bytes, label)
+def _start(
+    name: str,
+    label: str,
+    num_bytes: int,
+    start: Start,
+    out: Tensor,
+    x: Tensor,
+    axis: Communicator,
+    leaving: int | None = None,
+    is_coded: bool = False,
+) -> Pending:
+    """Record the operation and start it, on host copies where the axis is staged. leaving: bytes that go to other nodes, where
+    the caller knows them."""
+    if leaving is None:
+        leaving = leaving_bytes(name, num_bytes, x, axis, is_coded)
+    operation = axis.record(name, num_bytes, label, leaving)
     with axis.range(name, label):
         return on_host(start, out, x, axis).named(operation, axis)
 
 
 def _choose(name: str, axis: Communicator, out: Tensor, x: Tensor) -> Pending:
     # Chosen by the device of the tensors that are sent, which are host copies where the axis is staged.
-    return ALGORITHMS[x.device.type, name](out, x, axis)
+    return choose(name, x, axis)(out, x, axis)
 
 
-def _all_reduce(x: Tensor, axis: Communicator, op: Reduction) -> Pending:
+def _all_reduce(axis: Communicator, op: Reduction, x: Tensor, _: Tensor) -> Pending:
     return Pending([dist.all_reduce(x, op=_REDUCTIONS[op], group=axis.group, async_op=True)], [x])
 
 

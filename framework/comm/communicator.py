@@ -1,15 +1,17 @@
 """Communicator: what carries messages along one axis of the mesh, and the Traffic that this rank has sent there."""
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.profiler import record_function
 
-from framework.mesh.topology import Axis
+from framework.comm.waits import Operation, Waits
+from framework.mesh.topology import ZERO_AXES, Axis
 
 
 class Traffic:
@@ -23,62 +25,15 @@ class Traffic:
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
         self.bytes: dict[str, int] = {}
+        # Those of the bytes that leave their node.
+        self.bytes_leaving: dict[str, int] = {}
 
-    def record(self, operation: str, num_bytes: int) -> int:
-        """One more call of `operation`, which sends `num_bytes`. The number of calls so far."""
+    def record(self, operation: str, num_bytes: int, leaving: int = 0) -> int:
+        """One more call of `operation`, which sends `num_bytes`, so many of them to other nodes. The number of calls so far."""
         self.calls[operation] = calls = self.calls.get(operation, 0) + 1
         self.bytes[operation] = self.bytes.get(operation, 0) + num_bytes
+        self.bytes_leaving[operation] = self.bytes_leaving.get(operation, 0) + leaving
         return calls
-
-
-class Operation(NamedTuple):
-    """A collective or message that this rank has started: the `number`-th of its name over the axis, for `label`, such as a unit.
-
-    peers: world ranks whose messages it exchanges, empty for a collective, which every rank of the axis takes part in.
-    """
-
-    axis: Axis
-    name: str
-    label: str
-    number: int
-    peers: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        with_whom = f" with ranks {list(self.peers)}" if self.peers else ""
-        return f"{self.name} of {self.label or '(unnamed)'} over axis {self.axis.name}{with_whom}"
-
-
-class Waits:
-    """The waits of the thread that communicates over a mesh, for whoever watches it: that thread writes, any thread reads.
-
-    current: the operation that holds the thread up now. seconds: for how long operations have held it up so far, by the host's
-    clock: over NCCL it is the device that waits, and next to nothing. open: the operations that were started and not yet waited
-    for, by their Pending. It is held here, and with it its memory, also where the code that started it has dropped it.
-    """
-
-    __slots__ = ("current", "open", "seconds")
-
-    def __init__(self) -> None:
-        self.current: Operation | None = None
-        self.seconds = 0.0
-        self.open: dict[Any, Operation] = {}
-
-    def check_ended(self, place: str) -> None:
-        """AssertionError with the name of each operation that is still open at the end of `place`, such as a step."""
-        # Only where a step has succeeded: an error on the way leaves operations open, and is the one to be told.
-        assert not self.open, (
-            f"started and never waited for at the end of {place}: {', '.join(map(str, self.open.values()))}. A peer, or the"
-            " device, may still use the memory of these operations: whoever starts one must wait for it, or not start it"
-        )
-
-    def wait(self, works: Any, operation: Operation | None) -> None:
-        """Wait for works of the operation."""
-        # Two stores and two clocks, 0.4 us: the wait itself is tens of us (docs/reliability.md has the measurement).
-        self.current, began = operation, time.perf_counter()
-        for work in works:
-            work.wait()
-        self.current = None
-        self.seconds += time.perf_counter() - began
 
 
 class Message:
@@ -105,7 +60,8 @@ class Communicator:
     group: a torch process group over the axis's ranks, in their order. scatter_group: a second one for reduce-scatters, where
     operations of one group queue behind each other (NCCL). check_s: debug mode, see `agreement`. staged: the groups carry
     tensors of the CPU only, and those of a GPU go through host memory. timeout: of a message's wait. waits: where waits over this
-    and other axes are noted, None: in one of its own. secret: of the run's start, for what is sealed.
+    and other axes are noted, None: in one of its own. secret: of the run's start, for what is sealed. levels: of an axis in two
+    levels, the inner and the outer one.
     """
 
     def __init__(
@@ -123,6 +79,10 @@ class Communicator:
         self.axis, self.check_s, self.staged, self.timeout = axis, check_s, staged, timeout
         # Attributes and not properties: a step of 8 layers on 2 ranks of `tp` asks some 1,200 times for a size or a rank.
         self.name, self.size, self.rank, self.ranks = axis.name, axis.size, axis.rank, axis.ranks
+        self.nodes = axis.nodes
+        self.levels: tuple[Communicator, Communicator] | None = None
+        # First hops that have been started and not waited for, in order: see `algorithms`.
+        self.hops: deque[Any] = deque()
         self.traffic = Traffic()
         self.waits = waits or Waits()
         self.secret = secret
@@ -136,9 +96,25 @@ class Communicator:
         # A record_function costs 8 us even where nobody listens (this 0.8; measured on this project's busy x86 machine).
         return record_function(f"{what} {label}".rstrip()) if self.names_ranges else nullcontext()
 
-    def record(self, name: str, num_bytes: int, label: str = "", peers: tuple[int, ...] = ()) -> Operation:
-        """Count an operation that is about to start, which sends `num_bytes`, as traffic of this axis."""
-        return Operation(self.axis, name, label, self.traffic.record(name, num_bytes), peers)
+    def record(self, name: str, num_bytes: int, label: str = "", leaving: int | None = None) -> Operation:
+        """Count an operation that is about to start, which sends `num_bytes`, as traffic of this axis. leaving: those of the
+        bytes that go to other nodes, None: as few as can be."""
+        sent_away = self.least_leaving(num_bytes) if leaving is None else leaving
+        return Operation(self.axis, name, label, self.traffic.record(name, num_bytes, sent_away))
+
+    def least_leaving(self, num_bytes: int) -> int:
+        """Bytes of a collective that leave their node where each number crosses the network once for all ranks of a node:
+        on k nodes (k-1)/k of what a rank has been left with in its own, or (k-1)/(n-1) of all that it sends."""
+        return num_bytes * (self.nodes - 1) // max(1, self.size - 1)
+
+    def most_leaving(self, num_bytes: int) -> int:
+        """The same where every rank sends to every other one for itself: the ranks that are on other nodes, of all others."""
+        return num_bytes * (self.size - self.size // self.nodes) // max(1, self.size - 1)
+
+    def is_on_node(self, peer: int) -> bool:
+        """Whether the rank at index `peer` shares this rank's node."""
+        here = self.size // self.nodes
+        return peer // here == self.rank // here
 
     @contextmanager
     def waiting(self, operation: Operation) -> Iterator[None]:
@@ -194,3 +170,11 @@ class Communicator:
     def give_back(self, buffer: Tensor) -> None:
         """Let later operations use a buffer, [n], that `take_buffer` gave. Nobody may read or write it after this."""
         self._buffers.append(buffer)
+
+
+def link_levels(axes: dict[str, Communicator]) -> dict[str, Communicator]:
+    """The axes by name, of which those in two levels now have these."""
+    for name in ZERO_AXES:
+        inner, outer = axes[f"{name}_inner"], axes[f"{name}_outer"]
+        axes[name].levels = (inner, outer) if outer.size > 1 else None
+    return axes

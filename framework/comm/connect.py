@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from math import ceil, log2
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,23 @@ import torch.distributed as dist
 # Private, because `new_group` lets nobody choose a subgroup's store. Read and run in torch 2.13; 2.11 was not tried.
 from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout, _world
 
-from framework.comm.communicator import Communicator, Waits
+from framework.comm.communicator import Communicator, link_levels
+from framework.comm.groups import (
+    SHARD_AXES,
+    Backend,
+    Backends,
+    GroupPlan,
+    carry_only_messages,
+    choose_backends,
+    plan_groups,
+    use_of,
+)
 from framework.comm.meeting import compare_fingerprints, connect_limit_s, persist
+from framework.comm.waits import DeviceProgress, Waits
 from framework.errors import ConnectionFailed, NodeError, RecipeError, TopologyError
+from framework.host import stay_near
 from framework.mesh.topology import Topology
 
-# Over these tokens go to experts and back: over NCCL they have communicators of their own.
-TOKEN_AXES = ("ep", "ep_inner", "ep_outer")
 # The variable in which a launcher gives each rank the secret of this start.
 SECRET = "MESHWRIGHT_SECRET"
 # Where ranks of one machine meet: nobody else reaches them there. gloo and NCCL would listen where the name of the machine leads.
@@ -39,9 +49,6 @@ LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # Variables with which SLURM says that it binds GPUs to tasks, so that each rank sees its own as the first and only one.
 BOUND_GPUS = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
-
-
-Backend = Literal["gloo", "nccl"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,39 +91,6 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class Backends:
-    """Backends that carry messages between ranks, by torch's names."""
-
-    world: str
-    axes: str
-    """Backend of the groups of all axes but the world's."""
-    scatter: str | None = None
-    """Backend of second groups over axes of shards, for their reduce-scatters, and over TOKEN_AXES; None where operations do not
-    queue."""
-    is_lazy: bool = False
-    """gloo connects two ranks when they first talk, and not every pair at once."""
-    is_staged: bool = False
-    """Tensors of a GPU go through host memory."""
-
-
-def choose_backends(device_type: str, is_debug: bool, backend: Backend | None = None) -> Backends:
-    """NCCL for tensors of GPUs, gloo for all else.
-
-    On GPUs gloo carries Python objects and small sums only, over the world, and connects a pair of ranks when it first talks: all
-    pairs of thousands of ranks would exceed a process's descriptors, and every rank would read every other's address from the
-    store. On CPUs it carries tensors between every two ranks of an axis, and connects them at once: a rank whose peer has died
-    then hears of it at once.
-
-    is_debug: ranks compare what they start over every axis (`agreement`), which takes gloo there. backend: as for `connect`.
-    """
-    if (backend or ("nccl" if device_type == "cuda" else "gloo")) == "gloo":
-        return Backends(world="gloo", axes="gloo", is_staged=device_type == "cuda")
-    # One group of two backends: torch takes that of a tensor's device, so objects go over gloo beside NCCL.
-    both = "cpu:gloo,cuda:nccl"
-    return Backends(world=both, axes=both if is_debug else "nccl", scatter="nccl", is_lazy=True)
-
-
 def connect(
     topology: Topology,
     device: torch.device,
@@ -140,7 +114,7 @@ def connect(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rank = _agree_on_rank(topology, rendezvous, rank)
-    axes = {name: Communicator(axis) for name, axis in topology.axes(rank).items()}
+    axes = link_levels({name: Communicator(axis) for name, axis in topology.axes(rank).items()})
     store = None
     if topology.world > 1:
         timeout, backends = timedelta(seconds=timeout_s), choose_backends(device.type, check_s is not None, backend)
@@ -175,7 +149,7 @@ def connect_beside(mesh: Mesh, name: str) -> Communicator:
     sockets = count_sockets(mesh.topology, mesh.rank, is_lazy)
     allow_descriptors(sockets + count_group_sockets(world.size, mesh.rank, is_lazy))
     connect_s = connect_limit_s(world.size)
-    create = partial(_create_subgroup, name, world.ranks, mesh.rank, "gloo", timedelta(seconds=connect_s))
+    create = partial(_create_group, GroupPlan(name, world.ranks, "gloo"), mesh.rank, timedelta(seconds=connect_s))
     with _gloo_connects_lazily(is_lazy):
         group = persist(create, dist.PrefixStore(name, mesh.store), world.size, world.timeout, connect_s)
     _set_pg_timeout(world.timeout, group)
@@ -258,46 +232,25 @@ def join_axes(
     A rank creates only its own groups, so that thousands of ranks do not create each other's. Members of a group agree
     on whether an earlier axis had the same ranks, and all go through the axes in one order: nobody waits in a cycle.
     """
-    # Two axes over the same ranks share a group: each would cost threads, sockets and, over NCCL, memory on the GPU.
-    groups: dict[tuple[int, ...], Any] = {}
 
-    def join(name: str, ranks: tuple[int, ...], backend: str) -> Any:
-        connect_s = connect_limit_s(len(ranks))
-        create = _create_subgroup if groups else _create_world  # `world` is the first axis
-        build = partial(create, f"{name} {ranks[0]}", ranks, rank, backend, timedelta(seconds=connect_s))
-        attempts = dist.PrefixStore(f"{name} {ranks[0]}", store)
+    def join(plan: GroupPlan) -> Any:
+        connect_s = connect_limit_s(len(plan.ranks))
+        build = partial(_create_group, plan, rank, timedelta(seconds=connect_s))
         with _gloo_connects_lazily(backends.is_lazy):
-            group = persist(build, attempts, len(ranks), timeout, connect_s)
+            group = persist(build, dist.PrefixStore(plan.name, store), len(plan.ranks), timeout, connect_s)
         # Made with a short timeout, so that a hang while connecting is tried again; collectives wait for slow ranks far longer.
         _set_pg_timeout(timeout, group)
         return group
 
     axes = topology.axes(rank)
-    for axis in axes.values():
-        if axis.size > 1 and axis.ranks not in groups:
-            groups[axis.ranks] = join(axis.name, axis.ranks, backends.axes if groups else backends.world)
-    # NCCL runs the operations of one communicator in turn: in backward a gather, which computation waits for, would queue behind
-    # a reduction, which nobody waits for; and tokens on their way to experts behind the gathers of units that come next.
-    scatter_groups: dict[str, Any] = {}
-    token_groups: dict[tuple[int, ...], Any] = {}
-    if backends.scatter is not None:
-        for name in ("shard", "expert_shard"):
-            if axes[name].size > 1:
-                scatter_groups[name] = join(f"scatter {name}", axes[name].ranks, backends.scatter)
-        for name in TOKEN_AXES:
-            if axes[name].size > 1 and axes[name].ranks not in token_groups:
-                # Of the axes' backends: in debug mode ranks compare over them what they start, by tensors of the CPU.
-                token_groups[axes[name].ranks] = join(f"tokens {name}", axes[name].ranks, backends.axes)
-    waits = Waits()  # one of all axes: the thread that trains waits over one of them at a time
-    group_of = {
-        name: (token_groups if name in TOKEN_AXES and token_groups else groups).get(axis.ranks)
-        for name, axis in axes.items()
-    }
-    return {
+    joined = {(plan.use, plan.ranks): join(plan) for plan in plan_groups(axes, backends)}
+    # One of all axes: the thread that trains waits over one of them at a time, or has its device wait.
+    waits = Waits(DeviceProgress() if "nccl" in backends.world else None)
+    communicators = {
         name: Communicator(
             axis,
-            group_of[name],
-            scatter_groups.get(name),
+            joined.get((use_of(name), axis.ranks), joined.get(("", axis.ranks))),
+            joined.get(("scatter", axis.ranks)) if name in SHARD_AXES else None,
             check_s=check_s,
             staged=backends.is_staged,
             timeout=timeout,
@@ -306,30 +259,29 @@ def join_axes(
         )
         for name, axis in axes.items()
     }
+    return link_levels(communicators)
 
 
-def _create_world(
-    _name: str, ranks: tuple[int, ...], rank: int, backend: str, timeout: timedelta, attempt: dist.Store
-) -> Any:
-    # torch names it by a counter, and its keys in the store after the name. The counter goes up where an attempt fails in here,
-    # and back to 0 where it fails later: ranks would look for each other under two names, in this attempt and all that follow.
-    _world.group_count = 0
-    dist.init_process_group(backend, store=attempt, rank=rank, world_size=len(ranks), timeout=timeout)
-    return dist.group.WORLD
-
-
-def _create_subgroup(
-    name: str, ranks: tuple[int, ...], rank: int, backend: str, timeout: timedelta, attempt: dist.Store
-) -> Any:
+def _create_group(plan: GroupPlan, rank: int, timeout: timedelta, attempt: dist.Store) -> Any:
     """In a store of its own: `new_group` would find what a failed attempt has left there, addresses where nobody listens.
 
     Read in torch 2.13: beside this `new_group` checks its arguments, chooses the name and notes which ranks are members, as
     here. The helper registers a group last of all, so nothing is left of one that fails; `destroy_process_group` takes back
     all of one that was made, and destroying the world takes back all groups.
     """
-    place = ranks.index(rank)
-    group, _ = _new_process_group_helper(len(ranks), place, list(ranks), backend, attempt, name, timeout=timeout)  # type: ignore[arg-type]
-    _world.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
+    size, options = (
+        len(plan.ranks),
+        dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if plan.is_urgent else None,
+    )
+    if plan.name == "world 0":
+        # torch names it by a counter, and its keys in the store after the name. The counter goes up where an attempt fails in
+        # here, and back to 0 where it fails later: ranks would look for each other under two names, in all attempts that follow.
+        _world.group_count = 0
+        dist.init_process_group(plan.backend, None, timeout, size, rank, attempt, pg_options=options)
+        return dist.group.WORLD
+    place, ranks = plan.ranks.index(rank), list(plan.ranks)
+    group, _ = _new_process_group_helper(size, place, ranks, plan.backend, attempt, plan.name, options, timeout)  # type: ignore[arg-type]
+    _world.pg_group_ranks[group] = {member: index for index, member in enumerate(plan.ranks)}
     return group
 
 
@@ -350,8 +302,16 @@ def _gloo_connects_lazily(is_lazy: bool) -> Iterator[None]:
 def _start_nccl(axes: Iterable[Communicator], device: torch.device) -> None:
     """Make NCCL build each communicator now, in one order: built lazily inside a point-to-point call it would wait for
     ranks that take no part in that call."""
-    for group in dict.fromkeys(group for axis in axes for group in axis.groups):
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    names: dict[Any, list[str]] = {}
+    for axis in axes:
+        for group in axis.groups:
+            names.setdefault(group, []).append(axis.name if group is axis.group else f"scatter {axis.name}")
+    for group, uses in names.items():
+        if carry_only_messages(uses):
+            # No all-reduce: it would connect rings and trees, with buffers of their own, that no message goes through.
+            group._get_backend(device).eager_connect_single_device(device)
+        else:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def choose_device(kind: str) -> torch.device:
@@ -366,6 +326,13 @@ def choose_device(kind: str) -> torch.device:
     return torch.device(
         "cuda", _gpu_index(local_rank(), count, is_bound=any(name in os.environ for name in BOUND_GPUS))
     )
+
+
+def stay_beside(device: torch.device) -> None:
+    """Have this rank's threads that are still to come run on cores beside its GPU."""
+    if device.type == "cuda":
+        found: Any = torch.cuda.get_device_properties(device)
+        stay_near(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
 
 
 def _gpu_index(local_rank: int, count: int, is_bound: bool) -> int:

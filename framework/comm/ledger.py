@@ -8,11 +8,14 @@ from framework.comm.connect import Mesh
 Reading = dict[str, dict[str, tuple[int, int]]]
 
 
-def snapshot(mesh: Mesh) -> Reading:
-    """Calls and bytes of every axis since the mesh was connected."""
+def snapshot(mesh: Mesh, between_nodes: bool = False) -> Reading:
+    """Calls and bytes of every axis since the mesh was connected. between_nodes: only those bytes that leave their node."""
     return {
-        name: {operation: (calls, axis.traffic.bytes[operation]) for operation, calls in axis.traffic.calls.items()}
-        for name, axis in mesh.axes.items()
+        name: {
+            operation: (calls, (traffic.bytes_leaving if between_nodes else traffic.bytes)[operation])
+            for operation, calls in traffic.calls.items()
+        }
+        for name, traffic in ((name, axis.traffic) for name, axis in mesh.axes.items())
     }
 
 
@@ -28,12 +31,17 @@ def difference(after: Reading, before: Reading) -> Reading:
     return changed
 
 
-def totals(reading: Reading) -> dict[str, dict[str, int]]:
-    """Sums over operations: {axis: {"calls": n, "bytes": n}}, as a StepReport carries them."""
-    return {
+def totals(reading: Reading, between_nodes: Reading | None = None) -> dict[str, dict[str, int]]:
+    """Sums over operations: {axis: {"calls": n, "bytes": n}}, as a StepReport carries them; with a reading of what went between
+    nodes also "bytes_between_nodes", where there are any."""
+    found = {
         axis: {
             "calls": sum(calls for calls, _ in operations.values()),
             "bytes": sum(num_bytes for _, num_bytes in operations.values()),
         }
         for axis, operations in reading.items()
     }
+    for axis, operations in (between_nodes or {}).items():
+        if away := sum(num_bytes for _, num_bytes in operations.values()):
+            found[axis]["bytes_between_nodes"] = away
+    return found

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.comm.algorithms import Pending, copy, to_host
-from framework.comm.communicator import Communicator, Operation
+from framework.comm.communicator import Communicator
+from framework.comm.waits import Operation
 
 # Those of collectives have others: messages of one tag match in the order in which they are started.
 _TAG = 0
@@ -57,7 +58,9 @@ def exchange_apart(
     # Without messages of its kind a Pending is over: nobody waits for it, and NCCL's one work of a batch would leave it open.
     leaving = Pending(sent, [x for x, _ in sends]) if sends else Pending()
     arriving = Pending(received, [x for x, _ in receives], finish) if receives else Pending()
-    names = _name(sends, [], axis, label), _name([], receives, axis, label)
+    # What is one work is held up by the peers of either kind.
+    is_one = sent is received
+    names = _name(sends, receives if is_one else [], axis, label), _name(sends if is_one else [], receives, axis, label)
     return leaving.named(names[0], axis), arriving.named(names[1], axis)
 
 
@@ -79,8 +82,8 @@ def _start(
         assert x.is_contiguous(), f"shape {tuple(x.shape)} with strides {x.stride()} is not contiguous"
         # A rank that sends to itself would wait for a receive that it has not started yet.
         assert 0 <= peer < axis.size and peer != axis.rank, f"no peer {peer} of rank {axis.rank} on {axis}"  # noqa: PT018
-    for x, _ in sends:
-        axis.traffic.record("send", x.nbytes)
+    for x, peer in sends:
+        axis.traffic.record("send", x.nbytes, 0 if axis.is_on_node(peer) else x.nbytes)
     leaving, arriving = list(sends), list(receives)
     if axis.staged:
         leaving = [(to_host(x), peer) for x, peer in sends]
@@ -134,8 +137,8 @@ def pass_bytes(
     Between two ranks messages of one direction match in the order of the calls. Every rank that sends or receives calls it;
     those that do neither need not. Recorded in the axis's traffic: the bytes sent.
     """
-    for x, _ in sends:
-        axis.traffic.record("send bytes", x.nbytes)
+    for x, peer in sends:
+        axis.traffic.record("send bytes", x.nbytes, 0 if axis.is_on_node(peer) else x.nbytes)
     rounds = max((-(-len(x) // segment_bytes) for x, _ in (*sends, *receives)), default=0)
     for number in range(rounds):
         part = slice(number * segment_bytes, (number + 1) * segment_bytes)

@@ -13,6 +13,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_run(parser)
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="the folder to write")
+    parser.add_argument(
+        "--merged",
+        action="store_true",
+        help="of a run with an adapter: the whole model with it, not PEFT's folder of the adapter",
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--best", action="store_true", help="with checkpoint.keep_best: the lowest validation loss")
     which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; else the newest")
@@ -24,5 +29,5 @@ def run(arguments: argparse.Namespace) -> int:
     with loading_libraries():
         from framework.commands.trained_model import export_model
 
-    export_model(path, to=arguments.to, best=arguments.best, step=arguments.step)
+    export_model(path, to=arguments.to, best=arguments.best, step=arguments.step, merged=arguments.merged)
     return EXIT_DONE

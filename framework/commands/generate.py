@@ -1,6 +1,9 @@
-"""`meshwright generate`: a text continued by a run's newest checkpoint, or by an exported folder."""
+"""`meshwright generate`: a text continued, or a question answered, by a run's newest checkpoint or by an exported folder."""
 
 import argparse
+import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,11 @@ EXPORT_FOLDER = "export"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("run", metavar="RUN", help="a run's id or folder, or an exported folder")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
+    parser.add_argument("--prompt", metavar="TEXT", help="the text to continue; with --chat, what to answer")
+    parser.add_argument(
+        "--chat", action="store_true", help="answer by the chat template, line by line of stdin if there is no --prompt"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="with --chat, the system's message")
     parser.add_argument(
         "--max-new-tokens", type=int, default=100, metavar="N", help="most tokens to add (default: 100)"
     )
@@ -26,19 +33,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the prompt and its continuation."""
-    names = ("prompt", "max_new_tokens", "temperature", "seed")
+    """Print the prompt and its continuation, or answers."""
+    if arguments.prompt is None and not arguments.chat:
+        raise ModelError("nothing to continue: give --prompt TEXT, or --chat to talk")
+    names = ("prompt", "max_new_tokens", "temperature", "seed", "chat", "system")
     return generate_command(find_run(arguments.run), **{name: getattr(arguments, name) for name in names})
 
 
 def generate_command(
-    run_or_folder: Path, prompt: str, *, max_new_tokens: int = 100, temperature: float = 0.8, seed: int = 0
+    run_or_folder: Path,
+    prompt: str | None,
+    *,
+    max_new_tokens: int = 100,
+    temperature: float = 0.8,
+    seed: int = 0,
+    chat: bool = False,
+    system: str | None = None,
 ) -> int:
-    """Print `prompt` and a continuation by the newest checkpoint of a run, or by a Hugging Face folder."""
+    """Print `prompt` and a continuation by the newest checkpoint of a run, or by a Hugging Face folder. chat: print an answer to
+    it, or to each line of stdin."""
     with loading_libraries():
         import torch
 
         from framework.commands.trained_model import load_model
+        from framework.data.chat import Chat
         from framework.data.tokenize import load_tokenizer
         from framework.model.generate import generate, load_folder
 
@@ -50,8 +68,35 @@ def generate_command(
     else:
         model, tokenizer = load_folder(folder)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    print(prompt + generate(model, tokenizer, prompt, max_new_tokens, temperature, seed=seed))
+    continue_text = partial(
+        generate, model, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
+    )
+    if not chat:
+        print(f"{prompt}{continue_text(prompt or '')}")
+        return EXIT_DONE
+    if tokenizer.chat_template is None:
+        raise ModelError(
+            f"{run_or_folder} has a tokenizer without a chat template: leave --chat out to continue a text"
+        )
+    template = Chat(tokenizer)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for said in _read_prompts() if prompt is None else [prompt]:
+        messages.append({"role": "user", "content": said})
+        answer = continue_text(template.prompt(messages), end=template.turn_end)
+        messages.append({"role": "assistant", "content": answer})
+        print(f"{said if prompt is not None else ''}\n{answer.strip()}\n".lstrip("\n"), flush=True)
     return EXIT_DONE
+
+
+def _read_prompts() -> Iterator[str]:
+    """The lines of stdin that have text, asked for on a terminal."""
+    while True:
+        try:
+            said = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if said.strip():
+            yield said
 
 
 def _find_folder(run_or_folder: Path) -> Path | None:

@@ -8,6 +8,9 @@ from framework.commands.arguments import compose_recipe
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    parser.add_argument(
+        "--show", type=int, metavar="N", help="print conversation N, from 1, with what is trained marked"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -15,4 +18,4 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = compose_recipe(arguments)
     from framework.data.prepare import prepare_command
 
-    return prepare_command(recipe, workers=arguments.workers)
+    return prepare_command(recipe, workers=arguments.workers, show=arguments.show)

@@ -11,6 +11,7 @@ from pathlib import Path
 from framework.commands.status import describe_sweep
 from framework.errors import EXIT_DONE, RecipeError
 from framework.imports import loading_libraries
+from framework.launch.branch import compose_branch
 from framework.launch.directory import RunDirectory
 from framework.launch.resume import find_saved, require_subject
 from framework.plan.auto import require_layout
@@ -43,12 +44,16 @@ def compose_sweep(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> tupl
     recipes, mistakes, combinations = [], [], expand_sweep(overrides)
     for combination in combinations:
         try:
-            recipes.append(require_layout(compose(combination, recipe_dirs), combination, recipe_dirs))
+            composition = compose(combination, recipe_dirs)
+            if composition.draft.run.start_from is not None:
+                recipes.append(compose_branch(composition, combination, recipe_dirs))
+            else:
+                recipes.append(require_layout(composition, combination, recipe_dirs))
         except RecipeError as error:
             mistakes.append(f"{' '.join(map(hide_override, combination))}\n{error}")
     if mistakes:
         raise RecipeError("\n\n".join(mistakes))
-    if not all(find_saved(recipe.run) for recipe in recipes):
+    if not all(find_saved(recipe.run) or recipe.run.start_from for recipe in recipes):
         require_subject(combinations[0], recipe_dirs)  # they differ in values and not in keys
     return recipes, combinations
 

@@ -104,20 +104,21 @@ def _run_ranks(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) 
         print(outcome.message, file=sys.stderr)
     print(conclude(run, recipe, outcome.code), flush=True)
     if outcome.code == EXIT_DONE and recipe.train.sample is not None:
-        _show_sample(run, lease, recipe.train.sample)
+        _show_sample(run, lease, recipe.train.sample, recipe.data.has_conversations)
     return outcome.code
 
 
-def _show_sample(run: RunDirectory, lease: Lease, prompt: str) -> None:
-    """Export the run and let it continue a text, which a newcomer wants to see."""
+def _show_sample(run: RunDirectory, lease: Lease, prompt: str, chat: bool) -> None:
+    """Export the run and let it continue a text, or answer one, which a newcomer wants to see."""
     from framework.commands.generate import EXPORT_FOLDER, generate_command
     from framework.commands.trained_model import export_model
 
     folder = run.path / EXPORT_FOLDER
     with lease.replacing(folder) as made:
         export_model(run.path, made, name=folder)
-    print("sample   the text of train.sample, and how the model goes on:\n", flush=True)
-    generate_command(folder, prompt, max_new_tokens=80, temperature=0.7)
+    how = "what the model answers" if chat else "how the model goes on"
+    print(f"sample   the text of train.sample, and {how}:\n", flush=True)
+    generate_command(folder, prompt, max_new_tokens=80, temperature=0.0 if chat else 0.7, chat=chat)
 
 
 def conclude(run: RunDirectory, recipe: Recipe, code: int) -> str:

@@ -1,7 +1,9 @@
 """The model of a run's checkpoint: loaded here, or exported as a folder that Hugging Face's `from_pretrained` loads."""
 
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,38 +14,56 @@ from framework.checkpoint.commit import list_checkpoints, locate, newest_checkpo
 from framework.checkpoint.load import Reader
 from framework.checkpoint.staging import Entry
 from framework.checkpoint.storage import Place
-from framework.data.tokenize import INFO_FILE, load_tokenizer
+from framework.data.chat import Chat
+from framework.data.tokenize import INFO_FILE, hash_file, load_tokenizer
 from framework.errors import RunError
 from framework.launch.directory import RunDirectory
 from framework.launch.identity import verify_identity
+from framework.mesh.box import Box
 from framework.mesh.layout import Layout
+from framework.model.adapters import add_adapters, merge_all
 from framework.model.generate import add_end, find_end, find_token_ids, set_token_ids
-from framework.model.hub import CONFIG, list_processors, read_generation
-from framework.model.initial import build_buffers, persistent_buffers, set_buffers
+from framework.model.hub import CONFIG, find_base, list_processors, read_generation
+from framework.model.initial import build_buffers, draw_unit, persistent_buffers, set_buffers
 from framework.model.load import build_meta, load_config
+from framework.model.peft_folder import write_adapter
 from framework.model.units import Unit, find_units, set_parameter, tied_names
-from framework.model.weights import write_weights
+from framework.model.weights import read_weights, write_weights, writing_folder
 from framework.recipe.compose import load_recipe
-from framework.recipe.schema import Model
+from framework.recipe.schema import Model, Recipe
 
 
-def export_model(run: Path, to: Path, *, best: bool = False, step: int | None = None, name: Path | None = None) -> None:
+def export_model(
+    run: Path,
+    to: Path,
+    *,
+    best: bool = False,
+    step: int | None = None,
+    name: Path | None = None,
+    merged: bool = False,
+) -> None:
     """Write the newest checkpoint of `run`, or the best, or that of a step, to the folder `to`, with its tokenizer. Needs memory
     for one unit.
 
-    Weights keep the dtype in which the optimizer updated them, so nothing is lost. The folder appears whole or not at all. name:
-    the name of `to` afterwards, if it is renamed. Raises RunError when the run has no such checkpoint, ModelError when `to` has
-    content already, CheckpointError when the checkpoint is damaged.
+    Weights keep the dtype in which the optimizer updated them, so nothing is lost. Of a run with an adapter the folder has that
+    alone, in PEFT's format, or, merged, the whole model in the dtype of its pretrained weights. The folder appears whole or not
+    at all. name: the name of `to` afterwards, if it is renamed. Raises RunError when the run has no such checkpoint, ModelError
+    when `to` has content already, CheckpointError when the checkpoint is damaged.
     """
     directory = RunDirectory.open(run)
-    settings, reader = _read_settings(directory, _choose_checkpoint(directory, best=best, step=step))
-    model = _plan_model(directory, settings)
-    units = find_units(model)
-    dtype = getattr(torch, reader.manifest.entries[f"weight/{units[0].parameters[0]}"].dtype)
+    recipe, reader = _read_settings(directory, _choose_checkpoint(directory, best=best, step=step))
+    if merged and not recipe.adapter.is_used:
+        raise RunError(f"{run} has no adapter to merge (adapter.kind=none): export it without --merged")
+    model = _plan_model(directory, recipe)
     tokenizer = [path for path in sorted(directory.tokenizer.iterdir()) if path.name != INFO_FILE]
-    beside = [*tokenizer, *list_processors(directory.pretrained)]
-    write_weights(to, model, _read_units(reader, model, units), dtype, beside)
-    print(f"exported step {reader.manifest.step:,} of {run} to {name or to}")
+    if recipe.adapter.is_used and not merged:
+        _export_adapter(to, model, recipe, reader, tokenizer)
+    else:
+        units = UnitReader(recipe, model, reader)
+        write_weights(to, model, units.read_all(), units.dtype, [*tokenizer, *list_processors(directory.pretrained)])
+    template = directory.tokenizer / "chat_template.jinja"
+    chat = f", with the chat template {hash_file(template)[:16]}" if template.is_file() else ""
+    print(f"exported step {reader.manifest.step:,} of {run} to {name or to}{chat}")
 
 
 def load_model(run: Path) -> tuple[PreTrainedModel, int]:
@@ -52,13 +72,13 @@ def load_model(run: Path) -> tuple[PreTrainedModel, int]:
     Raises what `export_model` raises.
     """
     directory = RunDirectory.open(run)
-    settings, reader = _read_settings(directory, _choose_checkpoint(directory))
-    model = _plan_model(directory, settings)
-    units, ties = find_units(model), tied_names(model)
+    recipe, reader = _read_settings(directory, _choose_checkpoint(directory))
+    model = _plan_model(directory, recipe)
+    ties, weights = tied_names(model), UnitReader(recipe, model, reader)
     # Rotary tables and masks are in no checkpoint.
-    set_buffers(model, build_buffers(_load_config(directory, settings)), torch.device("cpu"))
-    for unit in units:
-        for name, weight in _read(reader, "weight/", unit.parameters).items():
+    set_buffers(model, build_buffers(_load_config(directory, recipe.model)), torch.device("cpu"))
+    for unit in weights.units:
+        for name, weight in weights.read(unit).items():
             set_parameter(model, ties[name], Parameter(weight, requires_grad=False))
     if buffers := persistent_buffers(model):
         for name, value in _read(reader, "buffer/", buffers).items():
@@ -81,21 +101,91 @@ def _choose_checkpoint(directory: RunDirectory, *, best: bool = False, step: int
     return find_best(directory, newest) if best else newest
 
 
-def _read_settings(directory: RunDirectory, checkpoint: Place) -> tuple[Model, Reader]:
-    """The recipe's keys of the model, and the checkpoint, which says whether they and the tokenizer are still its own."""
+def _export_adapter(to: Path, model: PreTrainedModel, recipe: Recipe, reader: Reader, beside: Sequence[Path]) -> None:
+    """Write the folder of an adapter, whole or not at all. model: without adapters."""
+    add_adapters(model, recipe.adapter)
+    names = [name.removeprefix("weight/") for name in reader.manifest.entries if name.startswith("weight/")]
+    with writing_folder(to) as folder:
+        write_adapter(folder, model, recipe.adapter, recipe.model, _read(reader, "weight/", names))
+        for path in beside:
+            shutil.copy(path, folder)
+
+
+class UnitReader:
+    """The weights of a checkpoint, unit after unit. Beside an adapter it has the trained ones alone: the others are read from
+    where the run has them, and merged with theirs. model: on meta, without adapters."""
+
+    def __init__(self, recipe: Recipe, model: PreTrainedModel, reader: Reader) -> None:
+        self.units = find_units(model)
+        self._recipe, self._model, self._reader = recipe, model, reader
+        self._folder: Path | None = None
+        if recipe.adapter.is_used:
+            self._adapted = build_meta(model.config)
+            add_adapters(self._adapted, recipe.adapter)
+            self._folder = find_base(recipe.model, str(reader.manifest.state.get("base", "")))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of a parameter that is frozen, if there is one."""
+        frozen = [name for unit in self.units for name in unit.parameters if f"weight/{name}" not in self._entries]
+        if not frozen:
+            return getattr(torch, self._entries[f"weight/{self.units[0].parameters[0]}"].dtype)
+        return next(iter(self._read_base(self.units[0], frozen[:1]).values())).dtype
+
+    @property
+    def _entries(self) -> Mapping[str, Any]:
+        return self._reader.manifest.entries
+
+    def read(self, unit: Unit) -> dict[str, Tensor]:
+        """The full tensors of a unit, by name."""
+        frozen = [name for name in unit.parameters if f"weight/{name}" not in self._entries]
+        if not frozen:
+            return _read(self._reader, "weight/", unit.parameters)
+        trained = [name for name in unit.parameters if name not in frozen]
+        tensors = {**_read(self._reader, "weight/", trained), **self._read_base(unit, frozen)}
+
+        def read(name: str) -> Tensor:
+            return _read(self._reader, "weight/", [name])[name]
+
+        return merge_all(self._adapted, self._recipe.adapter, tensors, read)
+
+    def read_all(self) -> Iterator[dict[str, Tensor]]:
+        """The tensors of each unit; then the buffers that belong to the model's state."""
+        for unit in self.units:
+            yield self.read(unit)
+        buffers = persistent_buffers(self._model)
+        if buffers:
+            yield _read(self._reader, "buffer/", buffers)
+
+    def _read_base(self, unit: Unit, names: Sequence[str]) -> dict[str, Tensor]:
+        """Frozen tensors by name, from the pretrained weights, or drawn as the run drew them."""
+        if self._folder is None:
+            drawn = draw_unit(self._model, unit, self._recipe.train.seed, torch.device("cpu"))
+            return {name: drawn[name] for name in names}
+        shapes = {name: tuple(self._model.get_parameter(name).shape) for name in names}
+        wanted = {name: [Box((0,) * len(shape), shape)] for name, shape in shapes.items()}
+        return {name: values.clone() for name, _, values in read_weights(self._folder, self._model, wanted)}
+
+
+def _read_settings(directory: RunDirectory, checkpoint: Place) -> tuple[Recipe, Reader]:
+    """The run's recipe, and the checkpoint, which says whether they and the tokenizer are still its own."""
     recipe, reader = load_recipe(directory.recipe), Reader(checkpoint)
     verify_identity(directory, recipe, reader.manifest.state)
-    return recipe.model, reader
+    return recipe, reader
 
 
-def _plan_model(directory: RunDirectory, settings: Model) -> PreTrainedModel:
-    """The run's model on meta as Hugging Face has it, with its tokenizer's special tokens. settings: the recipe's."""
+def _plan_model(directory: RunDirectory, recipe: Recipe) -> PreTrainedModel:
+    """The run's model on meta as Hugging Face has it, with its tokenizer's special tokens."""
+    settings = recipe.model
     model = build_meta(_load_config(directory, settings), settings.attention)
     # Runs of older versions have the family's ids in their recipes, not the tokenizer's.
     tokenizer = load_tokenizer(str(directory.tokenizer))
     set_token_ids(model, find_token_ids(model.config, tokenizer, settings.weights is not None))
     if settings.weights is not None:
         _carry_generation(model, directory.pretrained, tokenizer, settings.tokenizer is None)
+    if recipe.data.has_conversations and len(end := Chat(tokenizer).turn_end) == 1:
+        generation = model.generation_config
+        generation.eos_token_id = add_end(generation.eos_token_id, end[0])
     return model
 
 
@@ -106,8 +196,9 @@ def _carry_generation(
     too; those of another tokenizer do not."""
     generation = read_generation(model, folder)
     if generation is not None:
-        choose = add_end if has_own_tokenizer else find_end
-        generation.eos_token_id = choose(generation.eos_token_id, tokenizer)
+        stated = generation.eos_token_id
+        end = tokenizer.eos_token_id
+        generation.eos_token_id = add_end(stated, end) if has_own_tokenizer else find_end(stated, tokenizer)
         model.generation_config = generation
 
 
@@ -130,15 +221,6 @@ def find_best(run: RunDirectory, newest: Place) -> Place:
     if found is None:
         raise RunError(f"{run.path} has lost its best checkpoint, of step {step:,}")
     return found
-
-
-def _read_units(reader: Reader, model: PreTrainedModel, units: list[Unit]) -> Iterator[dict[str, Tensor]]:
-    """Full tensors by name, unit after unit; then the buffers that belong to the model's state."""
-    for unit in units:
-        yield _read(reader, "weight/", unit.parameters)
-    buffers = persistent_buffers(model)
-    if buffers:
-        yield _read(reader, "buffer/", buffers)
 
 
 def _read(reader: Reader, kind: str, names: Iterable[str]) -> dict[str, Tensor]:

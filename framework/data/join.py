@@ -26,10 +26,13 @@ from framework.data.store import (
     COUNTS_FILE,
     ENDS_DTYPE,
     SPLITS,
+    TRAINED_DTYPE,
     Split,
     StoreMeta,
+    TokenStream,
     explain_damage,
     hash_blocks,
+    map_file,
     map_stream,
     name_damage,
     open_without_links,
@@ -53,10 +56,12 @@ class ShardSplit:
     start_token: int
     start_document: int
     dtype: np.dtype
+    is_masked: bool
 
     @property
     def num_bytes(self) -> int:
-        return self.report.num_tokens * self.dtype.itemsize + self.report.num_documents * ENDS_DTYPE.itemsize
+        of_token = self.dtype.itemsize + self.is_masked * TRAINED_DTYPE.itemsize
+        return self.report.num_tokens * of_token + self.report.num_documents * ENDS_DTYPE.itemsize
 
 
 @dataclass(frozen=True)
@@ -87,14 +92,15 @@ class JoinPlan:
         start_token = start_document = 0
         for shard, reports in enumerate(self.shards):
             if report := reports.get(split):
-                yield ShardSplit(shard, report, start_token, start_document, np.dtype(self.meta.dtype))
+                dtype, is_masked = np.dtype(self.meta.dtype), self.meta.is_masked
+                yield ShardSplit(shard, report, start_token, start_document, dtype, is_masked)
                 start_token += report.num_tokens
                 start_document += report.num_documents
 
     def count_missing_bytes(self, folder: Path) -> int:
         """Bytes of disk that joining may still need."""
         shards = [shard.num_bytes for split in SPLITS for shard in self.place(split)]
-        paths = [folder / f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "ends")]
+        paths = [folder / name for name in self.meta.list_files()]
         joined = sum(path.stat().st_size for path in paths if path.exists())
         return min(max(0, sum(shards) - joined), BATCH_BYTES + max(shards, default=0))
 
@@ -116,12 +122,12 @@ def join_store(folder: Path, progress: bool = False) -> None:
         for split in SPLITS:
             if plan.meta.splits[split].num_documents:
                 _join_split(folder, plan, split, bar)
-    hashes: list[int] = []
     for split in SPLITS:
         stream = map_stream(folder, plan.meta, split)
         for each in plan.place(split):
-            _verify(folder, split, each, stream.tokens, stream.ends)
-        hashes += [*hash_blocks(stream.tokens), *hash_blocks(stream.ends)]
+            _verify(folder, split, each, stream)
+    files = plan.meta.list_files().items()
+    hashes = [hash for name, file in files for hash in hash_blocks(map_file(folder / name, *file))]
     counts = stream.count_ids(plan.meta.vocab_size)  # of the validation split, the last
     with write_atomically(folder / COUNTS_FILE) as file:
         file.write(counts.tobytes())
@@ -130,16 +136,19 @@ def join_store(folder: Path, progress: bool = False) -> None:
 
 
 def _join_split(folder: Path, plan: JoinPlan, split: Split, bar: Any) -> None:
-    tokens_path, ends_path = folder / f"{split}.tokens", folder / f"{split}.ends"
+    tokens_path, ends_path, trained_path = (folder / f"{split}.{kind}" for kind in ("tokens", "ends", "trained"))
     with ExitStack() as stack:
-        files = {path: open_without_links(path) for path in (tokens_path, ends_path)}
+        paths = (tokens_path, ends_path, *([trained_path] if plan.meta.is_masked else []))
+        files = {path: open_without_links(path) for path in paths}
         for file in files.values():
             stack.callback(os.close, file)
         _sync_folder(folder)  # their names are on the disk before the first shard goes
         written: list[ShardSplit] = []
         for each in plan.place(split):
-            with name_errors(tokens_path):
-                _copy_tokens(shard_path(folder, each.shard, tokens_path.name), files[tokens_path], each)
+            for path in files.keys() - {ends_path}:
+                itemsize = TRAINED_DTYPE.itemsize if path == trained_path else each.dtype.itemsize
+                with name_errors(path):
+                    _copy(shard_path(folder, each.shard, path.name), files[path], each.start_token * itemsize)
             with name_errors(ends_path):
                 _copy_ends(shard_path(folder, each.shard, ends_path.name), files[ends_path], each)
             written.append(each)
@@ -149,10 +158,9 @@ def _join_split(folder: Path, plan: JoinPlan, split: Split, bar: Any) -> None:
         _remove_written(folder, files, written)
 
 
-def _copy_tokens(path: Path, into: int, shard: ShardSplit) -> None:
-    """Write the tokens of a shard at their place, if its file is still there."""
+def _copy(path: Path, into: int, offset: int) -> None:
+    """Write a file of a shard at its place, from byte `offset` on, if it is still there."""
     if path.exists():
-        offset = shard.start_token * shard.dtype.itemsize
         with open(path, "rb", buffering=0) as file:
             while data := file.read(COPY_BYTES):
                 offset = _write_at(into, data, offset)
@@ -185,11 +193,13 @@ def _remove_written(folder: Path, files: dict[Path, int], written: list[ShardSpl
     written.clear()
 
 
-def _verify(folder: Path, split: Split, shard: ShardSplit, tokens: np.ndarray, ends: np.ndarray) -> None:
-    """DamagedStore unless the joined bytes of a shard are those that it was written with. tokens, ends: of the whole split."""
+def _verify(folder: Path, split: Split, shard: ShardSplit, stream: TokenStream) -> None:
+    """DamagedStore unless the joined bytes of a shard are those that it was written with. stream: the whole split."""
     start, stop = shard.start_token, shard.start_token + shard.report.num_tokens
-    digest = xxhash.xxh3_128(tokens[start:stop].data)
-    digest.update((ends[shard.start_document : shard.start_document + shard.report.num_documents] - start).data)
+    digest = xxhash.xxh3_128(stream.tokens[start:stop].data)
+    digest.update((stream.ends[shard.start_document : shard.start_document + shard.report.num_documents] - start).data)
+    if stream.trained is not None:
+        digest.update(stream.trained[start:stop].data)
     if digest.hexdigest() != shard.report.checksum:
         first, last = start * shard.dtype.itemsize, stop * shard.dtype.itemsize
         raise DamagedStore(

@@ -16,9 +16,12 @@ import numpy as np
 import torch
 
 from framework.comm.transfer import choose_current, pin
-from framework.data.order import SampleOrder, Skipped, index_samples, permute
-from framework.data.pack import NO_SAMPLE, Microbatch, Mode, Packer, count_samples, cut_context
+from framework.data.order import SampleOrder, Skipped, index_samples, key_of, permute
+from framework.data.pack import NO_SAMPLE, Microbatch, Mode, Packer, cut_context
 from framework.data.prepared import Prepared
+from framework.data.rows import Overlong
+from framework.data.store import Split
+from framework.errors import DataError
 from framework.mesh.context import ContextSlices
 
 # Small steps are read several at once, since a read costs some 0.2 ms however little it reads: at most this many steps and
@@ -43,6 +46,7 @@ class Loader:
         seed: int,
         context: int,
         pack: Mode,
+        overlong: Overlong = "skip",
         sequences_per_microbatch: int,
         num_microbatches: int,
         dp_rank: int = 0,
@@ -54,13 +58,9 @@ class Loader:
     ) -> None:
         """num_microbatches: of this rank in one step; slices: the tokens of each sequence that it holds, None: all; device: where
         they will go, from pinned memory; clock: seconds; hear: called for every batch, and may raise."""
-        streams = [source.streams["train"] for source in prepared.sources]
-        sizes = [count_samples(stream.num_tokens, context) for stream in streams]
-        self._order = SampleOrder.of(
-            seed,
-            {source.name: (source.weight, size) for source, size in zip(prepared.sources, sizes, strict=True)},
-        )
-        self._packer = Packer(streams, context, pack, prepared.eos_id)
+        self._packer = open_packer(prepared, "train", context, pack, overlong, seed)
+        sizes = zip(prepared.sources, self._packer.sizes, strict=True)
+        self._order = SampleOrder.of(seed, {source.name: (source.weight, size) for source, size in sizes})
         self._slices = slices or ContextSlices(context)
         self._b = sequences_per_microbatch
         first = (np.arange(num_microbatches) * dp_size + dp_rank) * self._b
@@ -117,6 +117,22 @@ class Loader:
         self.close()
 
 
+def open_packer(
+    prepared: Prepared, split: Split, context: int, pack: Mode, overlong: Overlong = "skip", seed: int = 0
+) -> Packer:
+    """The packer of a split of all sources. DataError where a source has nothing to train on that fits into a row."""
+    streams = [source.streams[split] for source in prepared.sources]
+    keys = [key_of(source.name, seed) for source in prepared.sources]
+    packer = Packer(streams, context, pack, prepared.eos_id, overlong, keys)
+    for source, size in zip(prepared.sources, packer.sizes, strict=True):
+        if split == "train" and size == 0:
+            raise DataError(
+                f"data.sources.{source.name}: each of its conversations is longer than batch.context={context}. Raise"
+                " batch.context, or set data.overlong=truncate"
+            )
+    return packer
+
+
 def split_rows(rows: Microbatch, size: int) -> list[Microbatch]:
     """Cut [n, T] into microbatches of [size, T]: contiguous views."""
     return [rows.select(first, first + size) for first in range(0, len(rows.input_ids), size)]
@@ -127,6 +143,7 @@ def validation_batches(
     *,
     context: int,
     pack: Mode,
+    overlong: Overlong = "skip",
     sequences_per_microbatch: int,
     dp_rank: int = 0,
     dp_size: int = 1,
@@ -139,10 +156,9 @@ def validation_batches(
     limit (train.validation_sequences): at most this many, a fixed random choice independent of the seed. Each rank gets the same
     number of microbatches, filled up with sequences without labels (all -100), so a loss summed over labels is exact.
     """
-    streams = [source.streams["validation"] for source in prepared.sources]
-    source, sample = _list_samples([count_samples(stream.num_tokens, context) for stream in streams], limit)
-    packer = Packer(streams, context, pack, prepared.eos_id)
-    for number in range(len(streams)):
+    packer = open_packer(prepared, "validation", context, pack, overlong)
+    source, sample = _list_samples(packer.sizes, limit)
+    for number in range(len(packer.streams)):
         own = sample[source == number]
         missing = -len(own) % (dp_size * sequences_per_microbatch)
         rounds = np.append(own, np.full(missing, NO_SAMPLE)).reshape(-1, dp_size, sequences_per_microbatch)

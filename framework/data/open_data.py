@@ -45,12 +45,13 @@ def find_sequence_problems(recipe: Recipe, config: PretrainedConfig) -> Iterator
         if recipe.model.weights is None:
             fix += f"; or model.config.max_position_embeddings={context}"
         yield Problem("batch.context", context, message, fix)
-    if recipe.data.pack == "documents" and not _keeps_documents_apart(recipe, config):
+    if recipe.data.isolates and not _keeps_documents_apart(recipe, config):
         message = (
             f"in {config.model_type} models documents that share a row see one another: the model does not derive its mask from"
             " positions, or carries state along"
         )
-        yield Problem("data.pack", "documents", message, "data.pack=concat")
+        fix = "data.pack=alone" if recipe.data.has_conversations else "data.pack=concat"
+        yield Problem("data.pack", recipe.data.packing, message, fix)
 
 
 def _keeps_documents_apart(recipe: Recipe, config: PretrainedConfig) -> bool:

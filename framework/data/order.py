@@ -137,6 +137,11 @@ def add_skipped(skipped: Skipped, first: int, stop: int) -> list[list[int]]:
     return joined
 
 
+def key_of(name: str, seed: int) -> int:
+    """The key of a source, 64 bits, from which all that is drawn for it follows."""
+    return xxhash.xxh64_intdigest(name.encode(), seed=seed % 2**64)
+
+
 @dataclass(frozen=True)
 class SampleOrder:
     """The order of all samples of all epochs, built by `SampleOrder.of`."""
@@ -159,9 +164,7 @@ class SampleOrder:
         slot_source, slot_rank = interleave(shares)
         return cls(
             sizes=np.array([size for _, size in sources.values()], dtype=np.int64),
-            keys=np.array(
-                [xxhash.xxh64_intdigest(name.encode(), seed=seed % 2**64) for name in sources], dtype=np.uint64
-            ),
+            keys=np.array([key_of(name, seed) for name in sources], dtype=np.uint64),
             shares=np.array(shares, dtype=np.int64),
             slot_source=slot_source,
             slot_rank=slot_rank,

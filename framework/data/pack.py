@@ -11,6 +11,11 @@ first token of the next document is predicted from it. Attention crosses documen
 `documents`: positions restart at each document, by which the model keeps attention inside it. The label of an end-of-sequence
 id would be the first token of an unrelated document, so it is -100. A document that a sample's border cuts restarts at
 position 0 in the next sample, since its beginning is not there to attend to.
+`best_fit`: rows of whole documents (`rows.py`), kept apart as in `documents`; what is left of a row is one more document, without
+labels. The default for conversations.
+`alone`: one document in each row, filled up without labels.
+
+Of conversations only the tokens that an assistant says are labels, in every mode.
 
 Context parallelism cuts whole sequences once, after packing (`cut_context`). Labels are shifted and positions counted by then, so
 no rank looks beyond its slices for them.
@@ -18,12 +23,14 @@ no rank looks beyond its slices for them.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import itemgetter
 from typing import Literal
 
 import numpy as np
 import torch
 
+from framework.data.rows import Overlong, Rows
 from framework.data.store import TokenStream
 from framework.mesh.context import ContextSlices
 from framework.model.loss import IGNORE
@@ -31,7 +38,9 @@ from framework.parallel.attention import Documents
 
 NO_SAMPLE = -1
 
-Mode = Literal["concat", "documents"]
+# Modes whose rows are of whole documents.
+WHOLE = ("best_fit", "alone")
+Mode = Literal["concat", "documents", "best_fit", "alone"]
 
 
 @dataclass(frozen=True)
@@ -66,12 +75,30 @@ def count_samples(num_tokens: int, context: int) -> int:
 
 @dataclass(frozen=True)
 class Packer:
-    """Packs samples of several streams.  context: tokens of a sample (T); eos_id: the padding."""
+    """Packs samples of several streams.  context: tokens of a sample (T); eos_id: the padding; keys: of each stream, which draw
+    the order of equally long documents."""
 
     streams: Sequence[TokenStream]
     context: int
     mode: Mode
     eos_id: int
+    overlong: Overlong = "skip"
+    keys: Sequence[int] = ()
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The number of samples of each stream."""
+        if self.mode in WHOLE:
+            return [rows.num_rows for rows in self._rows]
+        return [count_samples(stream.num_tokens, self.context) for stream in self.streams]
+
+    @cached_property
+    def _rows(self) -> list[Rows]:
+        keys = self.keys or [0] * len(self.streams)
+        return [
+            Rows.of(stream, self.context, self.overlong, key, self.mode == "alone")
+            for stream, key in zip(self.streams, keys, strict=True)
+        ]
 
     def pack(self, source: np.ndarray, sample: np.ndarray) -> Microbatch:
         """Pack sample `sample[k]` of stream `source[k]` into row k, which has no labels if `sample[k]` is NO_SAMPLE.
@@ -81,12 +108,15 @@ class Packer:
         shape = (len(sample), self.context)
         input_ids = np.full(shape, self.eos_id, dtype=np.int64)
         labels = np.full(shape, IGNORE, dtype=np.int64)
-        starts = np.zeros(shape, dtype=np.int64) if self.mode == "documents" else None
+        starts = np.zeros(shape, dtype=np.int64) if self.mode in ("documents", "best_fit") else None
         for row, (stream, number) in enumerate(zip(source.tolist(), sample.tolist(), strict=True)):
-            if number != NO_SAMPLE:
-                self._fill(
-                    self.streams[stream], number, input_ids[row], labels[row], None if starts is None else starts[row]
-                )
+            if number == NO_SAMPLE:
+                continue
+            places = input_ids[row], labels[row], None if starts is None else starts[row]
+            if self.mode in WHOLE:
+                self._fill_row(self.streams[stream], self._rows[stream], number, *places)
+            else:
+                self._fill(self.streams[stream], number, *places)
         return Microbatch(torch.from_numpy(input_ids), torch.from_numpy(labels), self._count_positions(starts))
 
     def _fill(
@@ -94,20 +124,47 @@ class Packer:
     ) -> None:
         """Fill one row, [T] each. starts: at the first token of a document its index in the row, else 0."""
         start = sample * self.context
-        tokens = stream.read(start, min(start + self.context + 1, stream.num_tokens))
-        count = len(tokens) - 1
-        input_ids[:count] = tokens[:-1]
-        labels[:count] = tokens[1:]
+        stop = min(start + self.context + 1, stream.num_tokens)
+        count = stop - start - 1
+        _read_pairs(stream, start, stop, input_ids[:count], labels[:count])
         if starts is not None:
             ends = stream.ends_within(start, start + count)
             labels[ends - 1] = IGNORE
             inside = ends[ends < self.context]
             starts[inside] = inside
 
+    def _fill_row(
+        self,
+        stream: TokenStream,
+        rows: Rows,
+        row: int,
+        input_ids: np.ndarray,
+        labels: np.ndarray,
+        starts: np.ndarray | None,
+    ) -> None:
+        """Fill one row with its documents, [T] each. starts: as in `_fill`."""
+        place = 0
+        for piece in range(int(rows.first[row]), int(rows.first[row + 1])):
+            start, stop = int(rows.starts[piece]), int(rows.stops[piece])
+            end = place + stop - start - 1
+            _read_pairs(stream, start, stop, input_ids[place:end], labels[place:end])
+            if starts is not None:
+                starts[place] = place
+            place = end
+        if starts is not None and place < self.context:
+            starts[place] = place
+
     def _count_positions(self, starts: np.ndarray | None) -> torch.Tensor | None:
         if starts is None:
             return None
         return torch.from_numpy(np.arange(self.context) - np.maximum.accumulate(starts, axis=1))
+
+
+def _read_pairs(stream: TokenStream, start: int, stop: int, input_ids: np.ndarray, labels: np.ndarray) -> None:
+    """Write tokens [start, stop) of a stream as inputs and, where they are trained, as labels: [stop - start - 1] each."""
+    tokens, trained = stream.read(start, stop), stream.read_trained(start, stop)
+    input_ids[:] = tokens[:-1]
+    labels[:] = tokens[1:] if trained is None else np.where(trained[1:], tokens[1:].astype(np.int64), IGNORE)
 
 
 def cut_context(rows: Microbatch, slices: ContextSlices) -> Microbatch:

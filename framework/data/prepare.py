@@ -10,6 +10,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -30,7 +32,8 @@ from framework.data.prepared import (
     locate,
     open_found,
 )
-from framework.data.records import plan_shards, read_records
+from framework.data.records import plan_shards
+from framework.data.rows import Rows, count_overlong
 from framework.data.shard import (
     LARGEST_SHARE,
     BadRecord,
@@ -38,19 +41,32 @@ from framework.data.shard import (
     ShardReport,
     check_bad_records,
     fingerprint_shards,
-    hash_document,
+    read_texts,
     shard_path,
     sum_splits,
     tokenize_shards,
 )
-from framework.data.source import BAR_DELAY_S, SourceFile, download_dataset, list_files, summarize_left_out
+from framework.data.show import show_record
+from framework.data.source import BAR_DELAY_S, SourceFile, get_files, list_files, summarize_left_out
 from framework.data.store import STORE_VERSION, StoreMeta, choose_dtype, open_without_links, verify_small_files
-from framework.data.tokenize import TokenizerInfo, cut_at_spaces, load_tokenizer, read_info, save_tokenizer, train_bpe
+from framework.data.tokenize import (
+    TokenizerInfo,
+    cut_at_spaces,
+    hash_file,
+    load_tokenizer,
+    read_info,
+    read_template,
+    save_tokenizer,
+    set_template,
+    train_bpe,
+)
 from framework.errors import EXIT_DONE, DamagedStore, DataError
 from framework.files import write_atomically, write_json
 from framework.host import count_cores
 from framework.recipe.schema import Recipe
 
+# A marker of a chat template, which a tokenizer that is trained for it has as an entry.
+MARKER = re.compile(r"<\|\w+\|>")
 # A note is printed if more than this many times more or less tokens are held out than asked for.
 UNEVEN = 3.0
 # In a store: name of a file that was found beside the source's files -> why it was not read.
@@ -109,15 +125,42 @@ def _is_whole(folder: Path, mends: bool = False) -> bool:
         return False
 
 
-def prepare_command(recipe: Recipe, *, workers: int | None = None) -> int:
-    """Prepare, print a summary and return the exit code (`meshwright prepare`)."""
+def prepare_command(recipe: Recipe, *, workers: int | None = None, show: int | None = None) -> int:
+    """Prepare, print a summary and return the exit code (`meshwright prepare`). show: the number of a conversation to print."""
     start = os.times()
     prepared = prepare(recipe, workers)
     stop = os.times()
     wall_s, cpu_s = stop.elapsed - start.elapsed, sum(stop[:4]) - sum(start[:4])  # of children, too
     print(describe(prepared))
-    print(f"{wall_s:.1f} s, {cpu_s:.1f} s of CPU: {cpu_s / wall_s:.1f} of {count_cores()} cores")
+    for note in describe_rows(prepared, recipe):
+        print(note)
+    print(f"{wall_s:.1f} s, {cpu_s:.1f} s of CPU: {cpu_s / max(wall_s, 0.01):.1f} of {count_cores()} cores")
+    if show is not None:
+        show_record(recipe, prepared, show)
     return EXIT_DONE
+
+
+def describe_rows(prepared: Prepared, recipe: Recipe) -> list[str]:
+    """A line per source of conversations: how full its rows are, and what is too long for one. DataError where data.overlong
+    refuses that, or leaves nothing."""
+    packing = recipe.data.packing
+    if packing not in ("best_fit", "alone"):
+        return []
+    lines, context, overlong = [], recipe.batch.context, recipe.data.overlong
+    for source in prepared.sources:
+        stream = source.streams["train"]
+        if not source.meta.is_masked:
+            continue
+        rows = Rows.of(stream, context, overlong, is_alone=packing == "alone")
+        line = f"rows     {source.name}: {stream.num_documents:,} conversations in {rows.num_rows:,} rows of {context} tokens, "
+        lines.append(f"{line}{rows.fill:.1%} filled")
+        if count := count_overlong(stream, context):
+            done = "are left out" if overlong == "skip" else "lose their ends"
+            lines.append(
+                f"note     {source.name}: {count:,} conversations are longer than batch.context={context} and {done}"
+                f" (data.overlong={overlong})"
+            )
+    return lines
 
 
 def describe(prepared: Prepared) -> str:
@@ -223,6 +266,8 @@ def _build(recipe: Recipe, places: DataPlaces, absent: Sequence[StorePlace], wor
             source_bytes=sum(file.num_bytes for file in files),
             folder=place.folder,
             field=place.source.field,
+            messages=place.source.messages,
+            train_on=recipe.data.train_on,
             tokenizer_folder=folder,
             tokenizer=tokenizer,
             threshold=_initial_threshold(recipe),
@@ -245,7 +290,7 @@ def _build(recipe: Recipe, places: DataPlaces, absent: Sequence[StorePlace], wor
 
 def _get_files(place: StorePlace) -> tuple[SourceFile, ...]:
     assert place.files is not None, "the store of a source whose files are gone is complete"
-    return place.files or download_dataset(place.name, place.source)
+    return get_files(place.name, place.source, place.files, place.folder.parent)
 
 
 def _initial_threshold(recipe: Recipe) -> int:
@@ -317,9 +362,13 @@ def _finish(
     if left_out := list_files(place.name, place.source).left_out:
         write_json(place.folder / LEFT_OUT, left_out)
     splits = [report.splits for report in reports]
+    source = {"path": place.source.path, "format": place.source.format, "field": place.source.field}
+    if place.source.messages is not None:
+        template = hash_file(place.folder.parent / tokenizer_folder / "chat_template.jinja")
+        source |= {"messages": place.source.messages, "train_on": recipe.data.train_on, "chat_template": template}
     meta = StoreMeta(
         version=STORE_VERSION,
-        source={"path": place.source.path, "format": place.source.format, "field": place.source.field},
+        source=source,
         num_files=len(files),
         tokenizer_folder=tokenizer_folder,
         tokenizer_hash=tokenizer.hash,
@@ -345,7 +394,14 @@ def _keep_tokenizer(recipe: Recipe, places: DataPlaces, progress: bool) -> tuple
     return places.tokenizer, info
 
 
-def _make_tokenizer(recipe: Recipe, places: DataPlaces, progress: bool) -> object:
+def _make_tokenizer(recipe: Recipe, places: DataPlaces, progress: bool) -> Any:
+    tokenizer = _load_or_train(recipe, places, progress)
+    if recipe.data.has_conversations:
+        set_template(tokenizer, recipe.data.chat_template)
+    return tokenizer
+
+
+def _load_or_train(recipe: Recipe, places: DataPlaces, progress: bool) -> Any:
     model = recipe.model
     if model.tokenizer is not None:
         return load_tokenizer(model.tokenizer)
@@ -354,7 +410,9 @@ def _make_tokenizer(recipe: Recipe, places: DataPlaces, progress: bool) -> objec
     assert recipe.data.bpe_vocab is not None, "checked when the places were named"
     if progress:
         print(f"training a byte-level BPE of {recipe.data.bpe_vocab} entries on the sources", file=sys.stderr)
-    return train_bpe(_sample_texts(recipe, places.stores, progress), recipe.data.bpe_vocab, progress)
+    markers = sorted(set(MARKER.findall(read_template(recipe.data.chat_template or "") or "")))
+    texts = _sample_texts(recipe, places.stores, progress)
+    return train_bpe(texts, recipe.data.bpe_vocab, progress, markers)
 
 
 def _sample_texts(recipe: Recipe, stores: Sequence[StorePlace], progress: bool) -> Iterator[str]:
@@ -363,6 +421,6 @@ def _sample_texts(recipe: Recipe, stores: Sequence[StorePlace], progress: bool) 
     num_bytes = sum(span.num_bytes for _, spans in shards for span in spans)
     chosen = shards[:: num_bytes // recipe.data.bpe_text_bytes + 1]
     for place, spans in tqdm(chosen, desc="read text", unit=" shards", delay=BAR_DELAY_S, disable=not progress):
-        texts = (record.text for span in spans for record in read_records(span, place.source.field))
-        trained = (text for text in texts if text and hash_document(text) >= _initial_threshold(recipe))
+        texts = (each for span in spans for each in read_texts(span, place.source.field, place.source.messages))
+        trained = (text for text, hash in texts if hash >= _initial_threshold(recipe))
         yield from (chunk for text in trained for chunk in cut_at_spaces(text))

@@ -1,14 +1,14 @@
 """Prepared data: the token stores of a recipe, found by name and checked by one rank, then mapped into memory by every rank.
 
-A folder under data.root is named by a key of the recipe's words (path, format, field, tokenizer, validation) and a key of
-the files (names, sizes, times). So a changed file makes a new store and never touches one that a run is reading. If the files are
-gone, the one complete store of the same words still serves.
+A folder under data.root is named by a key of the recipe's words (path, format, field, tokenizer, validation; of conversations
+the template and what is trained, too) and a key of the files (names, sizes, times). So a changed file makes a new store and never
+touches one that a run is reading. If the files are gone, the one complete store of the same words still serves.
 """
 
 import errno
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,9 +30,13 @@ from framework.data.store import (
     open_stream,
     verify_small_files,
 )
-from framework.data.tokenize import INFO_FILE, read_info
+from framework.data.tokenize import INFO_FILE, hash_template, read_info
 from framework.errors import DataError, StorageError
 from framework.recipe.schema import Data, Recipe, Source
+
+# Raise it when equal conversations give other tokens.
+CHAT_VERSION = 1
+TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model")
 
 # Kinds whose key does not name them, like text: the first version knew them by an ending of the same name.
 KINDS_OF_NAME = ("jsonl", "json", "parquet", "arrow")
@@ -106,6 +110,8 @@ def locate(recipe: Recipe, progress: bool = False) -> DataPlaces:
     places = []
     for name, source in sources.items():
         words = {"tokenizer": tokenizer_words, "validation": recipe.data.validation, **_describe_source(source)}
+        if source.messages is not None:
+            words["train_on"] = recipe.data.train_on
         stem = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}-{_key(words)}"
         files_key = _key_files([files[name], *tokenizer_files])
         folder = Path(recipe.data.root) / f"{stem}-{files_key}" if files_key else _find_only(recipe, stem, missing)
@@ -117,31 +123,34 @@ def locate(recipe: Recipe, progress: bool = False) -> DataPlaces:
 
 def _describe_source(source: Source) -> dict[str, Any]:
     """The properties of a source that its tokens depend on; its weight is not one."""
-    return {"path": source.path, "format": source.format, "field": source.field, "version": TOKENS_VERSION}
+    words = {"path": source.path, "format": source.format, "field": source.field, "version": TOKENS_VERSION}
+    # Without conversations names stay as they were before there were any.
+    return words | ({} if source.messages is None else {"messages": source.messages, "chat_version": CHAT_VERSION})
 
 
 def _describe_tokenizer(
     recipe: Recipe, sources: dict[str, Source], files: list[tuple[SourceFile, ...] | None]
 ) -> tuple[dict[str, Any], list[tuple[SourceFile, ...] | None]]:
     """(the recipe's words, the listings) that the tokenizer depends on: its own files, or the text that it is trained on."""
-    name = recipe.model.tokenizer or recipe.model.weights
+    name, data = recipe.model.tokenizer or recipe.model.weights, recipe.data
+    template = {} if data.chat_template is None else {"chat_template": hash_template(data.chat_template)}
     if name:
-        return {"tokenizer": name}, [_list_tokenizer_files(Path(name).expanduser())]
+        patterns = TOKENIZER_FILES + ("chat_template*",) * data.has_conversations
+        return {"tokenizer": name, **template}, [_list_tokenizer_files(Path(name).expanduser(), patterns)]
     if recipe.data.bpe_vocab is None:
         raise DataError(
             "model.tokenizer, model.weights and data.bpe_vocab are all null: there is no tokenizer. Set model.tokenizer to "
             "a folder or hub name, or data.bpe_vocab to the size of one to train on the sources"
         )
     described = [_describe_source(source) for source in sources.values()]
-    words = {"bpe_vocab": recipe.data.bpe_vocab, "validation": recipe.data.validation, "sources": described}
+    words = {"bpe_vocab": recipe.data.bpe_vocab, "validation": recipe.data.validation, "sources": described, **template}
     if recipe.data.bpe_text_bytes != Data.bpe_text_bytes:  # with the default, names stay as they were without this key
         words["bpe_text_bytes"] = recipe.data.bpe_text_bytes
     return words, files
 
 
-def _list_tokenizer_files(folder: Path) -> tuple[SourceFile, ...]:
+def _list_tokenizer_files(folder: Path, patterns: Sequence[str]) -> tuple[SourceFile, ...]:
     """A local tokenizer's own files, not the weights and logs beside them; () for a tokenizer of the hub."""
-    patterns = ("*token*", "vocab*", "merges*", "*.model")
     paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
     stats = [(path, path.stat()) for path in paths]
     return tuple(SourceFile(path.name, path, "text", stat.st_size, stat.st_mtime_ns) for path, stat in stats)

@@ -19,7 +19,7 @@ import lzma
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count, groupby
@@ -137,26 +137,49 @@ def open_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
 
 @dataclass(frozen=True)
 class Record:
-    """One record. index: from 0 within its span; text: None if there is a problem."""
+    """One record. index: from 0 within its span; text: None if there is a problem, or values are asked for."""
 
     index: int
     text: str | None
     problem: str | None = None
+    values: dict[str, Any] | None = None
 
 
-def read_records(span: FileSpan, field: str) -> Iterator[Record]:
+@dataclass(frozen=True)
+class Asked:
+    """The wish of who reads records: the text in `field`, or, with `beside`, the values of `field` and of those."""
+
+    field: str
+    beside: Sequence[str] | None = None
+
+    def columns(self, names: Iterable[str]) -> list[str]:
+        """The columns to read, of those that there are."""
+        return [self.field, *(name for name in names if name in (self.beside or ()) and name != self.field)]
+
+    def take(self, index: int, values: dict[str, Any]) -> Record:
+        """The record of a row that has the field."""
+        if self.beside is None:
+            return _check_text(index, values[self.field], self.field)
+        return Record(index, None, values={name: values[name] for name in self.columns(values)})
+
+
+def read_records(span: FileSpan, field: str, beside: Sequence[str] | None = None) -> Iterator[Record]:
     """The records of a span in the order of the file; blank lines and blank text files are no records.
 
-    field: holds the text, except in text files. DataError, naming the file, if the file itself is damaged.
+    field: holds the text, except in text files. beside: ask for values, of any kind, of this field and of these, where a record
+    has them. DataError, naming the file, if the file itself is damaged.
     """
+    if span.file.kind == "text" and beside is not None:
+        raise DataError(f"{span.file.path}: plain text has no conversations. Set data.sources.*.format to jsonl or csv")
+    asked = Asked(field, beside)
     readers = {
         "text": lambda: _read_text(span),
-        "jsonl": lambda: _read_jsonl(span, field),
-        "json": lambda: _read_json(span, field),
-        "csv": lambda: _read_csv(span, field),
-        "tsv": lambda: _read_csv(span, field),
-        "parquet": lambda: _read_parquet(span, field),
-        "arrow": lambda: _read_columns(_slice_batches(span, field), field),
+        "jsonl": lambda: _read_jsonl(span, asked),
+        "json": lambda: _read_json(span, asked),
+        "csv": lambda: _read_csv(span, asked),
+        "tsv": lambda: _read_csv(span, asked),
+        "parquet": lambda: _read_parquet(span, asked),
+        "arrow": lambda: _read_columns(_slice_batches(span, asked), asked),
     }
     num_read = 0
     try:
@@ -246,14 +269,15 @@ def _decode(index: int, data: bytes) -> Record:
         return Record(index, None, f"{why} (`iconv -f ENCODING -t UTF-8` converts a file)")
 
 
-def _read_jsonl(span: FileSpan, field: str) -> Iterator[Record]:
+def _read_jsonl(span: FileSpan, asked: Asked) -> Iterator[Record]:
     for index, (_, line) in enumerate(_read_lines(span)):
         if line.strip():
             record = _decode(index, line)
-            yield record if record.text is None else _parse(index, record.text, field)
+            yield record if record.text is None else _parse(index, record.text, asked)
 
 
-def _parse(index: int, line: str, field: str) -> Record:
+def _parse(index: int, line: str, asked: Asked) -> Record:
+    field = asked.field
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -262,7 +286,7 @@ def _parse(index: int, line: str, field: str) -> Record:
         names = [name for name, _ in json.loads(line, object_pairs_hook=list)]
         if names.count(field) > 1:
             return Record(index, None, f"field `{field}` stands there twice")
-    return _take_field(index, value, field)
+    return _take_field(index, value, asked)
 
 
 def _explain_json(error: Exception) -> str:
@@ -273,7 +297,7 @@ def _explain_json(error: Exception) -> str:
     return f"not JSON that can be read: {str(error).partition(';')[0]}"
 
 
-def _read_json(span: FileSpan, field: str) -> Iterator[Record]:
+def _read_json(span: FileSpan, asked: Asked) -> Iterator[Record]:
     """The elements of an array, one by one. A broken element ends the file: its row is known, but not where the next begins."""
     with open_bytes(span.file.path) as opened:
         _refuse_foreign(span.file, opened)
@@ -285,7 +309,7 @@ def _read_json(span: FileSpan, field: str) -> Iterator[Record]:
             _, stop = LENIENT_JSON.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             raise _broken_array(span.file, index, _explain_json(error)) from error
-        yield _parse(index, text[position:stop], field)
+        yield _parse(index, text[position:stop], asked)
         position = _skip_blanks(text, stop)
         is_closed = text[position : position + 1] == "]"
         if not is_closed:
@@ -308,13 +332,13 @@ def _broken_array(file: SourceFile, index: int, why: str) -> DataError:
     )
 
 
-def _read_csv(span: FileSpan, field: str) -> Iterator[Record]:
+def _read_csv(span: FileSpan, asked: Asked) -> Iterator[Record]:
     """The rows below the first, which names the fields. Cells may be quoted and have line ends inside."""
     csv.field_size_limit(LONGEST_LINE_BYTES)  # of the process; the library's own is 128 KiB
     lines = (line.decode("utf-8", "surrogateescape") for line in _read_short_lines(span.file))
     rows = csv.reader(lines, DIALECTS[span.file.kind], strict=True)
     header = next(rows, [])
-    _require_field(span.file, header, field)
+    _require_field(span.file, header, asked.field)
     for index in count():
         try:
             row = next(rows)
@@ -325,10 +349,10 @@ def _read_csv(span: FileSpan, field: str) -> Iterator[Record]:
             continue
         if row and len(row) != len(header):
             yield Record(index, None, f"{len(row)} cells in a row of {len(header)} columns")
-        elif row and "\0" in row[header.index(field)]:
-            yield Record(index, None, f"field `{field}` is not text: a NUL in it")
+        elif row and "\0" in row[header.index(asked.field)]:
+            yield Record(index, None, f"field `{asked.field}` is not text: a NUL in it")
         elif row:
-            yield _check_text(index, row[header.index(field)], field)
+            yield asked.take(index, dict(zip(header, row, strict=True)))
 
 
 def _read_short_lines(file: SourceFile) -> Iterator[bytes]:
@@ -340,12 +364,12 @@ def _read_short_lines(file: SourceFile) -> Iterator[bytes]:
         yield line if offset else line.removeprefix(UTF8_MARK)
 
 
-def _take_field(index: int, value: Any, field: str) -> Record:
+def _take_field(index: int, value: Any, asked: Asked) -> Record:
     if not isinstance(value, dict):
         return Record(index, None, f"not an object but {type(value).__name__}")
-    if field not in value:
-        return Record(index, None, f"field `{field}` is missing (there is: {', '.join(value) or 'nothing'})")
-    return _check_text(index, value[field], field)
+    if asked.field not in value:
+        return Record(index, None, f"field `{asked.field}` is missing (there is: {', '.join(value) or 'nothing'})")
+    return asked.take(index, value)
 
 
 def _check_text(index: int, text: Any, field: str) -> Record:
@@ -362,22 +386,23 @@ def _check_text(index: int, text: Any, field: str) -> Record:
     return Record(index, text)
 
 
-def _read_parquet(span: FileSpan, field: str) -> Iterator[Record]:
+def _read_parquet(span: FileSpan, asked: Asked) -> Iterator[Record]:
     with pyarrow.parquet.ParquetFile(span.file.path) as opened:
-        _require_field(span.file, opened.schema_arrow.names, field)
+        _require_field(span.file, names := opened.schema_arrow.names, asked.field)
         groups = range(span.start, span.stop)
-        batches = opened.iter_batches(batch_size=ROWS_PER_READ, row_groups=groups, columns=[field])
-        yield from _read_columns((batch.column(0) for batch in batches), field)
+        yield from _read_columns(
+            opened.iter_batches(batch_size=ROWS_PER_READ, row_groups=groups, columns=asked.columns(names)), asked
+        )
 
 
-def _slice_batches(span: FileSpan, field: str) -> Iterator[Any]:
-    """The rows [start, stop) of one column of an Arrow file, batch by batch."""
+def _slice_batches(span: FileSpan, asked: Asked) -> Iterator[Any]:
+    """The rows [start, stop) of an Arrow file, with the columns that are asked for, batch by batch."""
     row = 0
     for batch in open_batches(span.file.path):
-        _require_field(span.file, batch.schema.names, field)
+        _require_field(span.file, batch.schema.names, asked.field)
         first, last = max(span.start - row, 0), min(span.stop - row, batch.num_rows)
         if first < last:
-            yield batch.column(field).slice(first, last - first)
+            yield batch.select(asked.columns(batch.schema.names)).slice(first, last - first)
         row += batch.num_rows
         if row >= span.stop:
             return
@@ -386,19 +411,21 @@ def _slice_batches(span: FileSpan, field: str) -> Iterator[Any]:
 def _require_field(file: SourceFile, columns: list[str], field: str) -> None:
     if columns.count(field) != 1:
         found = "no field" if field not in columns else "more than one field"
-        raise DataError(f"{file.path}: {found} `{field}`. Set data.sources.*.field to one of: {', '.join(columns)}")
+        raise DataError(
+            f"{file.path}: {found} `{field}`. Set data.sources.*.field (or .messages) to one of: {', '.join(columns)}"
+        )
 
 
-def _read_columns(columns: Iterable[Any], field: str) -> Iterator[Record]:
-    """The records in consecutive Arrow arrays of one field."""
-    scalars = (scalar for column in columns for scalar in _validate(column))
-    for index, scalar in enumerate(scalars):
+def _read_columns(batches: Iterable[Any], asked: Asked) -> Iterator[Record]:
+    """The records in consecutive Arrow batches."""
+    rows = ((batch.schema.names, row) for batch in batches for row in zip(*map(_validate, batch.columns), strict=True))
+    for index, (names, row) in enumerate(rows):
         try:
-            value = scalar.as_py()
+            values = [scalar.as_py() for scalar in row]
         except UnicodeDecodeError as error:
-            yield Record(index, None, f"field `{field}` is not UTF-8: {error.reason} at byte {error.start}")
+            yield Record(index, None, f"field `{asked.field}` is not UTF-8: {error.reason} at byte {error.start}")
         else:
-            yield _check_text(index, value, field)
+            yield asked.take(index, dict(zip(names, values, strict=True)))
 
 
 def _validate(column: Any) -> Any:

@@ -1,6 +1,7 @@
 """Tokenizing: the text of a source becomes the shards of its store, on all cores.
 
-    00000.train.tokens  .ends         tokens and document ends of shard 0 as in the store (store.py); ends count from its start
+    00000.train.tokens  .ends         tokens and document ends of shard 0 as in the store (store.py); ends count from its start;
+                                      of conversations .trained, too
     00000.validation.tokens  .ends    the same of its held-out documents; a split without documents has no files
     00000.json                        the report of shard 0; its presence means that the shard is complete
 
@@ -19,19 +20,30 @@ import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
 
+from framework.data.chat import Chat
+from framework.data.conversation import BESIDE, read_conversation
 from framework.data.records import FileSpan, Record, count_rows_before, read_records
-from framework.data.store import ENDS_DTYPE, SPLITS, Split, SplitSize, choose_dtype, name_damage, read_json
-from framework.data.tokenize import Encode, TokenizerInfo, load_encoder
+from framework.data.store import (
+    ENDS_DTYPE,
+    SPLITS,
+    TRAINED_DTYPE,
+    Split,
+    SplitSize,
+    choose_dtype,
+    name_damage,
+    read_json,
+)
+from framework.data.tokenize import Encode, TokenizerInfo, load_encoder, load_tokenizer
 from framework.errors import DataError
 from framework.files import unfinished_path, write_atomically, write_json
 
@@ -41,6 +53,9 @@ DESCRIPTORS_KEPT = 64
 
 # Share of a source's bytes that is held out of a document that would otherwise hold out most of the source.
 LARGEST_SHARE = 0.1
+
+# Endings of a shard's files.
+KINDS = ("tokens", "ends", "trained")
 
 # Characters of a bad record's reason: the reason may have names of fields in it, of any length.
 REASON_CHARS = 1000
@@ -58,12 +73,12 @@ TEXT_FIELDS = (
     "completion",
     "story",
 )
-CHAT_FIELDS = {"messages", "conversations", "conversation", "instruction", "chosen"}
+CHAT_FIELDS = ("messages", "conversations", "conversation", "prompt", "instruction", "dialog")
 
 
 @dataclass(frozen=True)
 class SplitReport(SplitSize):
-    """One split of one shard. checksum: xxh3-128 of the tokens and then of the ends."""
+    """One split of one shard. checksum: xxh3-128 of the tokens, then of the ends, then of which are trained."""
 
     checksum: str
 
@@ -128,26 +143,32 @@ def shard_path(folder: Path, shard: int, ending: str) -> Path:
 
 
 class SplitWriter:
-    """Writes one split of one shard. The token file is open within `stack` from the first document on, and appears when
-    the stack closes without an error; a split without documents leaves no file."""
+    """Writes one split of one shard. Its files are open within `stack` from the first document on, and appear when the stack
+    closes without an error; a split without documents leaves no file."""
 
     def __init__(self, stack: ExitStack, folder: Path, shard: int, split: Split, dtype: np.dtype) -> None:
         self._stack = stack
-        self._tokens_path = shard_path(folder, shard, f"{split}.tokens")
-        self._ends_path = shard_path(folder, shard, f"{split}.ends")
+        self._path_of = {kind: shard_path(folder, shard, f"{split}.{kind}") for kind in KINDS}
         self._dtype = dtype
-        self._file: BinaryIO | None = None
+        self._files: dict[str, BinaryIO] = {}
+        self._trained: list[bytes] = []
         self._ends: list[int] = []
         self._hash = xxhash.xxh3_128()
 
-    def add(self, ids: np.ndarray) -> None:
-        """Append one document, its end-of-sequence id included.  ids: [n] integers."""
-        if self._file is None:
-            self._file = self._stack.enter_context(write_atomically(self._tokens_path))
+    def add(self, ids: np.ndarray, trained: np.ndarray | None = None) -> None:
+        """Append one document, its end-of-sequence id included.  ids: [n] integers; trained: [n] bool, None: all are."""
         data = ids.astype(self._dtype).tobytes()
-        self._file.write(data)
+        self._open("tokens").write(data)
         self._hash.update(data)
+        if trained is not None:
+            self._trained.append(trained.astype(TRAINED_DTYPE).tobytes())
+            self._open("trained").write(self._trained[-1])
         self._ends.append((self._ends[-1] if self._ends else 0) + len(ids))
+
+    def _open(self, kind: str) -> BinaryIO:
+        if kind not in self._files:
+            self._files[kind] = self._stack.enter_context(write_atomically(self._path_of[kind]))
+        return self._files[kind]
 
     def finish(self) -> SplitReport | None:
         """Write the document ends; None if the split has no documents."""
@@ -155,7 +176,8 @@ class SplitWriter:
             return None
         data = np.asarray(self._ends, dtype=ENDS_DTYPE).tobytes()
         self._hash.update(data)
-        with write_atomically(self._ends_path) as file:
+        self._hash.update(b"".join(self._trained))
+        with write_atomically(self._path_of["ends"]) as file:
             file.write(data)
         return SplitReport(len(self._ends), self._ends[-1], self._hash.hexdigest())
 
@@ -171,6 +193,9 @@ class ShardJob:
     shard: int
     spans: tuple[FileSpan, ...]
     field: str
+    messages: str | None
+    """The field of conversations; None: `field` is text."""
+    train_on: str
     tokenizer_folder: Path
     tokenizer: TokenizerInfo
     threshold: int
@@ -206,7 +231,7 @@ def tokenize_shard(job: ShardJob) -> ShardReport:
             else:
                 hashes.append(document.hash)
                 for split, ids in split_document(document, job).items():
-                    writers[split].add(ids)
+                    writers[split].add(ids, document.trained)
         reports = {split: writer.finish() for split, writer in writers.items()}
     report = ShardReport(
         threshold=job.threshold,
@@ -223,7 +248,7 @@ def tokenize_shard(job: ShardJob) -> ShardReport:
 def clear_shard(folder: Path, shard: int) -> None:
     """Remove what an earlier or unfinished attempt left. The report goes first: it says that the rest is complete."""
     # Removed by name: listing a folder of thousands of shards for each of them takes minutes.
-    for ending in ("json", *(f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "ends"))):
+    for ending in ("json", *(f"{split}.{kind}" for split in SPLITS for kind in KINDS)):
         path = shard_path(folder, shard, ending)
         path.unlink(missing_ok=True)
         unfinished_path(path).unlink(missing_ok=True)
@@ -231,11 +256,13 @@ def clear_shard(folder: Path, shard: int) -> None:
 
 @dataclass(frozen=True)
 class Document:
-    """A tokenized document. num_bytes: of its text. ids: [n] int32, closed by the end-of-sequence id."""
+    """A tokenized document. num_bytes: of its text. ids: [n] int32, closed by the end-of-sequence id. trained: [n] bool, of a
+    conversation, which ends with the last turn that is trained."""
 
     hash: int
     num_bytes: int
     ids: np.ndarray
+    trained: np.ndarray | None = None
 
 
 def split_document(document: Document, job: ShardJob) -> dict[Split, np.ndarray]:
@@ -243,7 +270,7 @@ def split_document(document: Document, job: ShardJob) -> dict[Split, np.ndarray]
     is held out, a tenth of the source or data.validation, whichever is more; the rest is trained on."""
     if document.hash >= job.threshold:
         return {"train": document.ids}
-    if 2 * document.num_bytes <= job.source_bytes:
+    if document.trained is not None or 2 * document.num_bytes <= job.source_bytes:
         return {"validation": document.ids}
     share = max(job.validation, LARGEST_SHARE) * job.source_bytes / document.num_bytes
     stop = max(1, int(share * document.ids.size))
@@ -253,17 +280,50 @@ def split_document(document: Document, job: ShardJob) -> dict[Split, np.ndarray]
 
 
 def _read_documents(job: ShardJob) -> Iterator[Document | BadRecord]:
-    encode = _load_encoder_once(job.tokenizer_folder)
+    if job.messages is None:
+        encode = partial(_encode, encode=_load_encoder_once(job.tokenizer_folder), tokenizer=job.tokenizer)
+    else:
+        encode = partial(encode_conversation, field=job.messages, chat=load_chat(job.tokenizer_folder, job.train_on))
     for span in job.spans:
         rows_before: int | None = None
-        for record in read_records(span, job.field):
+        for record in read_records(span, job.messages or job.field, BESIDE if job.messages else None):
             try:
-                document = _encode(record, encode, job.tokenizer)
+                documents = encode(record)
             except DataError as error:
                 rows_before = count_rows_before(span) if rows_before is None else rows_before
                 yield BadRecord(str(span.file.path), rows_before + record.index + 1, escape(str(error)))
             else:
-                yield document
+                yield from documents
+
+
+@cache
+def load_chat(folder: Path, train_on: str) -> Chat:
+    """The chat template of a kept tokenizer, once per process."""
+    return Chat(load_tokenizer(str(folder)), train_on)
+
+
+def encode_conversation(record: Record, field: str, chat: Chat) -> list[Document]:
+    """The documents of a conversation: one, unless its template writes earlier turns anew in later ones. DataError, with the
+    reason alone, if it has none."""
+    if record.values is None:
+        raise DataError(str(record.problem))
+    encoded = chat.encode(read_conversation(record.values, field))
+    return [Document(_hash_values(record.values), 0, ids, trained) for ids, trained in encoded]
+
+
+def _hash_values(values: dict[str, Any]) -> int:
+    return hash_document(json.dumps(values, sort_keys=True, default=str))
+
+
+def read_texts(span: FileSpan, field: str, messages: str | None) -> Iterator[tuple[str, int]]:
+    """(text, hash of the document) of each record of a span that has text."""
+    for record in read_records(span, messages or field, BESIDE if messages else None):
+        if record.text:
+            yield record.text, hash_document(record.text)
+        elif record.values is not None and messages is not None:
+            with suppress(DataError):
+                said = (each["content"] for each in read_conversation(record.values, messages).messages)
+                yield "\n".join(said), _hash_values(record.values)
 
 
 @cache
@@ -272,7 +332,7 @@ def _load_encoder_once(folder: Path) -> Encode:
     return load_encoder(folder)
 
 
-def _encode(record: Record, encode: Encode, tokenizer: TokenizerInfo) -> Document:
+def _encode(record: Record, encode: Encode, tokenizer: TokenizerInfo) -> list[Document]:
     """The document of a record. DataError, with the reason alone, if it has none."""
     if record.text is None:
         raise DataError(str(record.problem))
@@ -281,7 +341,7 @@ def _encode(record: Record, encode: Encode, tokenizer: TokenizerInfo) -> Documen
         raise DataError(f"token id {ids.max()} is outside the tokenizer's vocabulary of {tokenizer.vocab_size}")
     if not ids.size or ids[-1] != tokenizer.eos_id:
         ids = np.append(ids, np.int32(tokenizer.eos_id))
-    return Document(hash_document(record.text), len(record.text.encode()), ids)
+    return [Document(hash_document(record.text), len(record.text.encode()), ids)]
 
 
 def escape(text: str) -> str:
@@ -307,11 +367,12 @@ def _name_field(source: str, record: BadRecord) -> str:
     """The override that names the field with the text, if a record has it under another name."""
     missing = re.search(r"is missing \(there is: (.*)\)$", record.reason)
     names = set(missing[1].split(", ")) if missing else set()
+    chat = next((name for name in CHAT_FIELDS if name in names), None)
+    if chat is not None:
+        return f"set data.sources.{source}.messages={chat} to train on conversations"
     found = next((name for name in TEXT_FIELDS if name in names), None)
     if found is not None:
         return f"set data.sources.{source}.field={found}"
-    if names & CHAT_FIELDS:
-        return f"chats are not in this version; set data.sources.{source}.field to a field of plain text"
     return f"set data.sources.{source}.field to the one that has the text" if names else ""
 
 

@@ -30,6 +30,7 @@ from framework.data.kinds import (
     state_kind,
     strip_compression,
 )
+from framework.data.python_help import PYTHON_HELP, write_help
 from framework.errors import DataError
 from framework.recipe.schema import Source
 
@@ -91,8 +92,8 @@ def list_files(name: str, source: Source, progress: bool = False) -> Listing:
     """
     if source.path == STDLIB:
         return Listing(_list_standard_library(progress))
-    if source.format == "hub":
-        return Listing(())
+    if source.format == "hub" or source.path == PYTHON_HELP:
+        return Listing(())  # files come when they are asked for: `get_files`
     path = Path(source.path).expanduser()
     if path.is_file():
         return Listing((_name_file(name, source, path),))
@@ -111,7 +112,7 @@ def list_files(name: str, source: Source, progress: bool = False) -> Listing:
         return Listing(())
     raise SourceMissing(
         f"data.sources.{name}.path={source.path}: no such file, folder or match; {_name_nearest(path)}. "
-        f"Set data.sources.{name}.path to a file, a folder, a glob, a hub dataset (owner/name) or {STDLIB}"
+        f"Set data.sources.{name}.path to a file, a folder, a glob, a hub dataset (owner/name), {STDLIB} or {PYTHON_HELP}"
     )
 
 
@@ -196,6 +197,11 @@ def summarize_left_out(left_out: Mapping[str, str]) -> str:
 
 def _check_field(name: str, source: Source, file: str, kind: Kind) -> None:
     """DataError if the recipe names a field of records and a file is plain text, which has none."""
+    if kind == "text" and source.messages is not None:
+        raise DataError(
+            f"data.sources.{name}.messages={source.messages}, but {file} is plain text, which has no conversations. Set"
+            f" data.sources.{name}.format to jsonl or csv to read records from it"
+        )
     if kind == "text" and source.format == "auto" and source.field != Source.field:
         raise DataError(
             f"data.sources.{name}.field={source.field}, but {file} is plain text by its ending and has no fields. Set "
@@ -220,6 +226,14 @@ def _name_nearest(path: Path) -> str:
     wanted = path.absolute().relative_to(folder).parts[0]
     near = difflib.get_close_matches(wanted, [entry.name for entry in folder.iterdir()], n=1, cutoff=0.4)
     return f"the nearest name there is {folder / near[0]}" if near else f"nothing in {folder} has a similar name"
+
+
+def get_files(name: str, source: Source, files: tuple[SourceFile, ...], folder: Path) -> tuple[SourceFile, ...]:
+    """The files of a source: those that are listed, else those of a hub dataset, or `python-help` written to `folder`."""
+    if files or source.path != PYTHON_HELP:
+        return files or download_dataset(name, source)
+    path = write_help(folder)
+    return (_stat(path, path.name, "jsonl"),)
 
 
 def download_dataset(name: str, source: Source) -> tuple[SourceFile, ...]:

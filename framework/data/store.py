@@ -3,17 +3,18 @@
     <root>/<source>-<settings key>-<files key>/
         train.tokens                      uint16 (uint32 above 65536 entries), each document closed by the end-of-sequence id
         train.ends                        int64: end of each document, in tokens from the start of train.tokens
-        validation.tokens  .ends          the same of the held-out documents; a split without documents has no files
+        train.trained                     of conversations: uint8, 1 for each token of train.tokens that is trained
+        validation.tokens  .ends ...      the same of the held-out documents; a split without documents has no files
         validation.counts                 int64 [vocab]: occurrences of each id in the validation split
-        checksums                         uint64: xxh3 of each block of train.tokens, train.ends, validation.tokens and
-                                          validation.ends, one file after another; then the 16-byte seal: xxh3-128 of the
+        checksums                         uint64: xxh3 of each block of train.tokens, train.ends (and train.trained), then those
+                                          of validation, one file after another; then the 16-byte seal: xxh3-128 of the
                                           values of store.json, of validation.counts and of all hashes before it
         left_out.json                     files beside the source's files that were not read, with the reasons
         quarantine.jsonl                  the bad records: file, row, reason
         shards.json                       the source's files and each shard's sizes and checksums; only `prepare` reads it
         store.json                        the store's sizes and origin; its presence means that the store is complete
 
-`shard.py` writes a store shard by shard and `join.py` joins the shards. A rank maps at most five files, whatever the store's
+`shard.py` writes a store shard by shard and `join.py` joins the shards. A rank maps at most seven files, whatever the store's
 size. Rank 0 verifies the small files when it looks for the store. Every rank verifies a block of tokens or ends before it first
 reads from it, once per process. `meshwright inspect STORE` verifies every byte. No file holds a time, a host name or a worker
 count: equal input gives equal bytes.
@@ -42,6 +43,7 @@ STORE_VERSION = 2
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 ENDS_DTYPE = np.dtype(np.int64)
+TRAINED_DTYPE = np.dtype(np.uint8)
 COUNTS_FILE = "validation.counts"
 CHECKSUMS_FILE = "checksums"
 HASH_DTYPE = np.dtype("<u8")
@@ -120,7 +122,7 @@ class StoreMeta:
 
     version: int
     source: dict[str, Any]
-    """Path, format and field, as the recipe states them."""
+    """Path, format and field, as the recipe states them; of conversations also `messages` and what their tokens follow from."""
     num_files: int
     tokenizer_folder: str
     """Relative to data.root."""
@@ -163,14 +165,22 @@ class StoreMeta:
         for split in SPLITS:
             files[f"{split}.tokens"] = np.dtype(self.dtype), self.splits[split].num_tokens
             files[f"{split}.ends"] = ENDS_DTYPE, self.splits[split].num_documents
+            if self.is_masked:
+                files[f"{split}.trained"] = TRAINED_DTYPE, self.splits[split].num_tokens
         return files
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether only some tokens are trained, those of assistants in conversations."""
+        return "messages" in self.source
 
 
 class TokenStream:
     """One split of one store as a single sequence of tokens.
 
-    tokens: [n] uint16 or uint32, a view of the file's memory map; ends: [documents] int64, ascending, the last is n.
-    verify_tokens, verify_ends: raise DamagedStore if elements [start, stop) are not what was written.
+    tokens: [n] uint16 or uint32, a view of the file's memory map; ends: [documents] int64, ascending, the last is n; trained:
+    [n] uint8, 1 for each token that is trained, None where all are.
+    verify_tokens, verify_ends, verify_trained: raise DamagedStore if elements [start, stop) are not what was written.
     """
 
     def __init__(
@@ -179,16 +189,32 @@ class TokenStream:
         ends: np.ndarray,
         verify_tokens: Callable[[int, int], None] = lambda start, stop: None,
         verify_ends: Callable[[int, int], None] = lambda start, stop: None,
+        trained: np.ndarray | None = None,
+        verify_trained: Callable[[int, int], None] = lambda start, stop: None,
     ) -> None:
-        self.tokens, self.ends = tokens, ends
+        self.tokens, self.ends, self.trained = tokens, ends, trained
         self.num_tokens, self.num_documents = len(tokens), len(ends)
-        self._verify_tokens, self._verify_ends = verify_tokens, verify_ends
+        self._verify_tokens, self._verify_ends, self._verify_trained = verify_tokens, verify_ends, verify_trained
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) as stored: a view."""
         if start < stop:
             self._verify_tokens(start, stop)
         return self.tokens[start:stop]
+
+    def read_trained(self, start: int, stop: int) -> np.ndarray | None:
+        """Whether each of tokens [start, stop) is trained: uint8, a view; None where all are."""
+        if self.trained is None:
+            return None
+        if start < stop:
+            self._verify_trained(start, stop)
+        return self.trained[start:stop]
+
+    def read_ends(self) -> np.ndarray:
+        """The ends of all documents, verified: int64, ascending."""
+        if self.num_documents:
+            self._verify_ends(0, self.num_documents)
+        return self.ends
 
     def ends_within(self, start: int, stop: int) -> np.ndarray:
         """The document ends e with start < e <= stop, relative to `start`: int64, ascending."""
@@ -216,8 +242,9 @@ def _lies_between(ends: np.ndarray, index: int, value: int) -> bool:
 def map_stream(folder: Path, meta: StoreMeta, split: Split) -> TokenStream:
     """Map a split into memory, unverified. DamagedStore if a file is missing or of the wrong size."""
     files = meta.list_files()
-    tokens, ends = (map_file(folder / name, *files[name]) for name in (f"{split}.tokens", f"{split}.ends"))
-    return TokenStream(tokens, ends)
+    kinds = [name.removeprefix(f"{split}.") for name in files if name.startswith(f"{split}.")]
+    mapped = {kind: map_file(folder / f"{split}.{kind}", *files[f"{split}.{kind}"]) for kind in kinds}
+    return TokenStream(mapped["tokens"], mapped["ends"], trained=mapped.get("trained"))
 
 
 def open_stream(folder: Path, meta: StoreMeta, split: Split) -> TokenStream:
@@ -226,12 +253,14 @@ def open_stream(folder: Path, meta: StoreMeta, split: Split) -> TokenStream:
     if not stream.num_tokens:
         return stream
     hashes = _map_hashes(folder, meta)
-    return TokenStream(
-        stream.tokens,
-        stream.ends,
-        _make_verifier(folder / f"{split}.tokens", stream.tokens, hashes),
-        _make_verifier(folder / f"{split}.ends", stream.ends, hashes),
-    )
+    mapped = {"tokens": stream.tokens, "ends": stream.ends, "trained": stream.trained}
+    verify = {
+        kind: _make_verifier(folder / f"{split}.{kind}", values, hashes)
+        for kind, values in mapped.items()
+        if values is not None
+    }
+    whole: Any = {"trained": stream.trained, "verify_trained": verify["trained"]} if "trained" in verify else {}
+    return TokenStream(stream.tokens, stream.ends, verify["tokens"], verify["ends"], **whole)
 
 
 def map_file(path: Path, dtype: np.dtype, length: int) -> np.ndarray:

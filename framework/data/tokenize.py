@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,18 @@ from framework.files import sync, sync_tree, write_json
 
 END_OF_TEXT = "<|endoftext|>"
 INFO_FILE = "info.json"
+TEMPLATES = Path(__file__).parents[1] / "shipped" / "templates"
 
 # Text with everything that normalisers, pre-tokenizers and post-processors treat specially.
 PROBE = "  Is it\tthe same?\n\n\tdef f(x): return x**2  # Äpfel, 猫, 🦊, e\u0301, 12345  "
 
 _OTHER_TOKENIZER = (
     "Set model.tokenizer to the folder or the hub name of one; pretrained weights need that of their training"
+)
+
+_OTHER_TEMPLATE = (
+    "Set data.chat_template to a file with one, or to chatml, which writes <|im_start|> and <|im_end|>; or model.tokenizer to a"
+    " tokenizer with a template"
 )
 
 # Longer texts are encoded in windows of this many characters: `tokenizers` takes some 200 bytes of memory a character.
@@ -81,9 +87,37 @@ def _has_tokenizer_files(folder: Path) -> bool:
     return any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken"))
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> Any:
+def read_template(name: str) -> str | None:
+    """The text of the template that `data.chat_template` names, a file or one that Meshwright ships; None if it is neither."""
+    for path in (Path(name).expanduser(), TEMPLATES / f"{name}.jinja"):
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    return None
+
+
+def hash_template(name: str) -> str:
+    """A hash of a template's text, or the name of one of the tokenizer's own."""
+    text = read_template(name)
+    return name if text is None else xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def set_template(tokenizer: Any, name: str | None) -> None:
+    """Give a tokenizer the chat template that `data.chat_template` names. DataError where there is none."""
+    own = tokenizer.chat_template
+    if name is None and own is None:
+        raise DataError(f"{tokenizer.name_or_path or 'the tokenizer'} has no chat template: {_OTHER_TEMPLATE}")
+    if name is not None:
+        named = own.get(name) if isinstance(own, dict) else None
+        tokenizer.chat_template = named or read_template(name)
+        if tokenizer.chat_template is None:
+            names = f", and the tokenizer has {', '.join(own)}" if isinstance(own, dict) else ""
+            raise DataError(f"data.chat_template={name}: no such file or name{names}. {_OTHER_TEMPLATE}")
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False, markers: Sequence[str] = ()) -> Any:
     """Train a byte-level BPE of at most `vocab_size` entries, the end-of-text token included; equal texts give equal entries.
 
+    markers: of a chat template, each an entry that no text is merged with.
     progress: the library's own bars, on a terminal: only it knows how many merges are to come.
     """
     from transformers import PreTrainedTokenizerFast
@@ -93,7 +127,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> 
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *markers],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all bytes, so that nothing is ever unknown
         # Elsewhere the library prints plain lines past Python's streams, and panics where nobody reads them.
         show_progress=progress and sys.stdout.isatty(),
@@ -109,6 +143,8 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> TokenizerInfo:
             f"model.tokenizer={tokenizer.name_or_path}: it has no end-of-sequence token, which closes every document. "
             f"Choose another tokenizer, or save a copy with tokenizer.eos_token set"
         )
+    if isinstance(templates := tokenizer.chat_template, dict):  # it would save them in a folder of their own
+        tokenizer.chat_template = templates.get("default", next(iter(templates.values()), None))
     unfinished = folder.with_name(folder.name + ".unfinished")
     if unfinished.is_symlink():
         unfinished.unlink()

@@ -11,10 +11,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from framework.data.prepare import prepare, summarize_data
+from framework.data.prepare import describe_rows, prepare, summarize_data
 from framework.data.prepared import Prepared
 from framework.errors import RunError
 from framework.imports import loading_libraries
+from framework.launch.branch import copy_curves, find_origin
 from framework.launch.directory import RunDirectory
 from framework.launch.elastic import describe_counts, legal_counts, plan_counts
 from framework.launch.identity import describe_identity, keep_tokenizer
@@ -90,6 +91,8 @@ class RunPart:
         if self.tokenizer is not None:
             keep_tokenizer(run, lease, self.tokenizer)
             keep_pretrained(run, lease, self.recipe.model)
+        if self.recipe.run.start_from is not None and not run.has_trained:
+            copy_curves(find_origin(self.recipe.run.start_from), run, lease)
         if not self.is_saved:
             with explain_errors(run.path), lease.replacing(run.recipe) as made:
                 save_recipe(self.recipe, made)
@@ -97,6 +100,8 @@ class RunPart:
     def note(self, run: RunDirectory, lease: Lease, overrides: list[str], **more: Any) -> None:
         """Add the launch to run.json; the tokenizer stays what it was when the run was begun."""
         identity = describe_identity(run, self.recipe)
+        if self.recipe.run.start_from is not None:
+            more["start_from"] = self.recipe.run.start_from
         if self.tokenizer is None:
             del identity["tokenizer"]
         run.note_launch(overrides, {key: now for key, (_, now) in self.changes.items()}, lease, **identity, **more)
@@ -104,7 +109,13 @@ class RunPart:
 
 def decide_new(recipe: Recipe) -> RunPart:
     """The first part of a new run, which is printed. Raises what speaks against it."""
-    return replace(_decide(recipe, 0, {}, True, None), is_saved=False)
+    step, changes = 0, {}
+    if recipe.run.start_from is not None:
+        origin = find_origin(recipe.run.start_from)
+        was, step = load_recipe(origin.run.recipe), origin.step
+        print(f"branch   of {origin.run.path}, from step {step:,}")
+        changes = find_changes(was, replace(recipe, run=was.run))
+    return replace(_decide(recipe, step, changes, True, None), is_saved=False)
 
 
 def decide_next(run: RunDirectory, overrides: list[str], recipe_dirs: list[Path]) -> RunPart:
@@ -137,7 +148,7 @@ def _decide(chosen: Recipe, step: int, changes: RecipeChanges, is_open: bool, pr
     for key, (was, now) in changes.items():
         print(f"changed  {key}: {was} -> {now}")
     prepared = prepared or prepare(recipe)
-    print(summarize_data(prepared, recipe.data.validation))
+    print("\n".join([summarize_data(prepared, recipe.data.validation), *describe_rows(prepared, recipe)]))
     if is_open:
         recipe = settle_tokens(recipe, prepared.tokenizer)
     tokenizer = prepared.tokenizer if is_open else None

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from framework.checkpoint.commit import newest_checkpoint, step_of
 from framework.errors import RecipeError, RunError
+from framework.launch.branch import compose_branch
 from framework.launch.directory import RunDirectory, list_runs
 from framework.launch.identity import ABSENT, MAY_CHANGE, find_edits, may_change, read_recorded, refuse_edits, values_of
 from framework.launch.settle import keep_settled
@@ -51,6 +52,8 @@ def compose_run(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Recipe
     if problems := list(find_run_root_problems(composition.draft)):  # before anybody looks for the run there
         raise RecipeError(render_problems(problems))
     if (saved := find_saved(run)) is None:
+        if run.start_from is not None:
+            return compose_branch(composition, overrides, recipe_dirs)
         if run.id is not None and not recipe_dirs and not has_subject(overrides):
             refuse_missing(run)
         composition.require()

@@ -125,13 +125,13 @@ def settle_steps(recipe: Recipe) -> tuple[Recipe, Prepared | None]:
 
 def count_steps(recipe: Recipe, prepared: Prepared) -> tuple[int, dict[str, float]]:
     """(steps, passes over each source) for `train.epochs` passes over as many sequences as all sources have together."""
-    from framework.data.pack import count_samples  # imports torch
+    from framework.data.loader import open_packer  # imports torch
 
     assert recipe.train.epochs is not None, "called for recipes with train.epochs"
     derived, weights = derive(recipe), sum(source.weight for source in prepared.sources)
-    sizes = {
-        source.name: count_samples(source.streams["train"].num_tokens, derived.context) for source in prepared.sources
-    }
+    data = recipe.data
+    packer = open_packer(prepared, "train", derived.context, data.packing, data.overlong, recipe.train.seed)
+    sizes = {source.name: size for source, size in zip(prepared.sources, packer.sizes, strict=True)}
     steps = max(1, math.ceil(recipe.train.epochs * sum(sizes.values()) / derived.sequences_per_step))
     read = steps * derived.sequences_per_step
     return steps, {

@@ -59,7 +59,10 @@ class Layout:
     shard_axis: str = ""
     replica_axis: str = ""
     gathered_in: str = ""
-    """The dtype in which its parts travel: "fp8", or "" for the dtype that forward reads."""
+    """The form in which its parts travel: "fp8" with one scale, "fp8 blocks" or "int8 blocks" with one for each block; "": in the
+    dtype that forward reads."""
+    reduced_in: str = ""
+    """The codes as which its gradient leaves a node, as `zero.quantize_reduce` names them; "": none."""
 
     def __post_init__(self) -> None:
         numel_local = self.numel_local
@@ -70,7 +73,7 @@ class Layout:
     @property
     def shape_local(self) -> tuple[int, ...]:
         """Shape of what this rank holds."""
-        return tuple(sum(stop - start for start, stop in runs) for runs in self._runs)
+        return tuple(sum(stop - start for start, stop in runs) for runs in self.runs)
 
     @property
     def numel_local(self) -> int:
@@ -94,14 +97,14 @@ class Layout:
         """`boxes` of elements [start, stop) of the row-major flattened local tensor, whoever owns them."""
         boxes = []
         for local in interval_to_boxes(self.shape_local, start, stop):
-            boxes += _to_global(local, self._runs)
+            boxes += _to_global(local, self.runs)
         return boxes
 
     def span(self, box: Box) -> Run | None:
         """Where the local elements of a global box lie in the row-major flattened local tensor: from the first, and to after the
         last of them; others may lie between. None where no local element is in the box."""
         first = last = 0
-        for runs, size, low, each in zip(self._runs, self.shape_local, box.offsets, box.sizes, strict=True):
+        for runs, size, low, each in zip(self.runs, self.shape_local, box.offsets, box.sizes, strict=True):
             bounds = _bounds_within(runs, low, low + each)
             if bounds is None:
                 return None
@@ -112,7 +115,8 @@ class Layout:
         return self.interval if self.interval is not None else (0, self.numel_local)
 
     @cached_property
-    def _runs(self) -> list[list[Run]]:
+    def runs(self) -> list[list[Run]]:
+        """The global indices that are local, of each dim."""
         runs = [[(0, size)] for size in self.shape]
         for shard in self.shards:
             if not 0 <= shard.dim < len(self.shape):

@@ -24,6 +24,16 @@ Experts divide the dp x cp x tp ranks of a stage in a way of their own, from the
     expert_batch    what is left: who shares the gradients of the same experts
     expert_shard    the inner part of `expert_batch`: who holds the ZeRO shards of the same experts
     expert_replica  what is left of `expert_batch` after expert_shard: who holds equal shards
+
+With ZeRO's second copy of parameters (`zero.secondary_shard`), neighbours keep them all among themselves:
+
+    secondary         the inner part of `shard`; of size 1 without such copies
+    expert_secondary  the inner part of `expert_shard`, the same
+
+Nodes take ranks in order. Each axis of ZeRO that spans nodes has two levels, of which collectives over it are composed:
+
+    AXIS_inner      neighbours along it who share a node; one rank where it is not in two levels
+    AXIS_outer      what is left: who holds the same place in another such group
 """
 
 from dataclasses import dataclass
@@ -36,19 +46,30 @@ class Axis:
     """The ranks that differ in one coordinate only. Size 1 is the identity: nobody to talk to.
 
     `rank` is the index of this process along the axis; `ranks` are the world ranks of the axis, in order. Planning may leave
-    `ranks` out where nobody asks for them.
+    `ranks` out where nobody asks for them. `on_node`: how many neighbours along it share a node; None: all of them.
     """
 
     name: str
     size: int
     rank: int
     ranks: tuple[int, ...] = (0,)
+    on_node: int | None = None
+
+    @property
+    def nodes(self) -> int:
+        """Groups of neighbours that share a node; 1: messages never leave one."""
+        return self.size // (self.on_node or self.size)
 
 
+# Axes over which ZeRO sends parameters and gradients.
+ZERO_AXES = ("shard", "replica", "expert_shard", "expert_replica")
+LEVELS = tuple(f"{name}_{level}" for name in ZERO_AXES for level in ("inner", "outer"))
 AXIS_NAMES = (
     *("world", "pp", "batch", "dp", "cp", "tp", "shard", "replica", "kv", "embedding"),
     *("ulysses", "ring", "context_tp"),
     *("expert_tp", "ep", "ep_inner", "ep_outer", "expert_batch", "expert_shard", "expert_replica"),
+    *("secondary", "expert_secondary"),
+    *LEVELS,
 )
 
 
@@ -73,6 +94,12 @@ class Topology:
     ranks and back (zbv, dualpipe_v) have both stages on one rank."""
     ulysses: int = 1
     """Ranks of cp that exchange heads; the others are the ring."""
+    secondary: int = 1
+    expert_secondary: int = 1
+    ranks_per_node: int | None = None
+    """None: all ranks are on one node."""
+    two_levels: bool = False
+    """Whether ZeRO's axes that span nodes have an inner and an outer level."""
 
     def __post_init__(self) -> None:
         # Rules of the recipe (`layout_rules`) refuse what a user states wrong, with the fix.
@@ -83,6 +110,8 @@ class Topology:
             "ep_inner": (self.ep_inner or self.ep, self.ep),
             "expert_shard": (self.expert_shard, self._expert_ranks // self.ep),
             "shard": (self.shard, self.dp * self.cp),
+            "secondary": (self.secondary, self.shard),
+            "expert_secondary": (self.expert_secondary, self.expert_shard),
             "ulysses": (self.ulysses, self.cp),
             "kv": (self.kv, self.tp),
         }
@@ -128,7 +157,27 @@ class Topology:
     def axes(self, rank: int) -> dict[str, Axis]:
         """Every axis as `rank` sees it."""
         members = {name: self.ranks(name, rank) for name in AXIS_NAMES}
-        return {name: Axis(name, len(ranks), ranks.index(rank), ranks) for name, ranks in members.items()}
+        return {
+            name: Axis(name, len(ranks), ranks.index(rank), ranks, self.on_node(name))
+            for name, ranks in members.items()
+        }
+
+    def on_node(self, axis: str) -> int | None:
+        """Neighbours along an axis who share a node; None: all of them. Groups that lie on nodes in several ways are cut alike:
+        so many are always together."""
+        if self.ranks_per_node is None or self.world <= self.ranks_per_node:
+            return None
+        if axis == "embedding":
+            return 1 if self.size(axis) > 1 else None
+        size, stride = self._size_stride(axis)
+        return None if size == 1 else count_node_neighbours(size, stride, self.ranks_per_node)
+
+    def outlines(self) -> dict[str, Axis]:
+        """Every axis as rank 0 sees it, without its ranks: in their place (size, stride), alike for axes over the same ranks."""
+        stride = self._size_stride("pp")[1] * max(self._embedding_positions)
+        found = {name: self._size_stride(name) for name in AXIS_NAMES if name != "embedding"}
+        found["embedding"] = (self.size("embedding"), stride) if 0 in self._embedding_positions else (1, 1)
+        return {name: Axis(name, found[name][0], 0, found[name]) for name in AXIS_NAMES}
 
     @property
     def _embedding_positions(self) -> tuple[int, ...]:
@@ -142,6 +191,13 @@ class Topology:
         return holders if rank in holders else (rank,)
 
     def _size_stride(self, axis: str) -> tuple[int, int]:
+        if axis in LEVELS:
+            of, _, level = axis.rpartition("_")
+            (size, stride), inner = self._size_stride(of), self.on_node(of) if self.two_levels else None
+            # In two levels only if both have somebody to talk to.
+            inner = 1 if inner in (None, size) else inner
+            outer = size // inner if inner > 1 else 1
+            return (inner, stride) if level == "inner" else (outer, inner * stride)
         batch = self.dp * self.cp
         slices, copies, inner = self._slices, self._expert_ranks // self.ep, self.ep_inner or self.ep
         # A stride is the product of the degrees inside an axis, in the order of the rank's number: pp, dp, cp, tp.
@@ -165,6 +221,8 @@ class Topology:
             "expert_batch": (copies, slices * self.ep),
             "expert_shard": (self.expert_shard, slices * self.ep),
             "expert_replica": (copies // self.expert_shard, slices * self.ep * self.expert_shard),
+            "secondary": (self.secondary, self.tp),
+            "expert_secondary": (self.expert_secondary, slices * self.ep),
         }
         return table[axis]
 
@@ -177,9 +235,9 @@ def count_expert_shards(shard: int, tp: int, ep: int, expert_tp: int, batch: int
     return max(degree for degree in _divisors(copies) if degree == 1 or shard * tp % (degree * ep * expert_tp) == 0)
 
 
-def count_node_neighbours(ep: int, expert_tp: int, ranks_per_node: int) -> int:
-    """The degree that parallel.expert_hierarchical=node means: those of `ep` who are on one node, as far as nodes divide ep."""
-    return max(each for each in _divisors(ep) if each == 1 or ranks_per_node % (each * expert_tp) == 0)
+def count_node_neighbours(size: int, stride: int, ranks_per_node: int) -> int:
+    """Neighbours along an axis of so many ranks, `stride` apart, who are on one node, as far as nodes divide it."""
+    return max(each for each in _divisors(size) if each == 1 or ranks_per_node % (each * stride) == 0)
 
 
 def shards_within_node(world: int, batch: int, tp: int, ranks_per_node: int, num_nodes: int) -> int:

@@ -15,7 +15,7 @@ vocabulary.
     B sequences, T tokens of each, N = B T; D hidden features; V the vocabulary size, V_r a rank's part of it
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from framework.comm.communicator import Communicator
 from framework.mesh.layout import part
 from framework.model.logit_map import LogitMap
-from framework.model.loss import IGNORE, LocalSums, Loss, TokenLoss, chunk_size, logits_gradient
+from framework.model.loss import IGNORE, LocalSums, Loss, TokenLoss, chunk_size, find_kernel, is_fused
 from framework.model.matmul import GradView, InputCall, Matmul, MatmulLinear
 
 
@@ -80,10 +80,11 @@ class ChunkedLoss:
         assert not logits.numel(), f"logits {tuple(logits.shape)} that the head did not give"
         return total / num_tokens.clamp(min=1)
 
-    def chunks(self, num_tokens: int) -> Iterator[slice]:
-        """The tokens [0, num_tokens), one chunk after another."""
-        step = self.tokens or chunk_size(num_tokens)
-        return (slice(first, first + step) for first in range(0, num_tokens, step))
+    def chunks(self, rows: Tensor) -> Iterator[slice]:
+        """The tokens of `rows`, [N, D], one chunk after another."""
+        row_bytes = self.matmul.matrix.shape[0] * rows.itemsize
+        step = self.tokens or chunk_size(len(rows), row_bytes, is_fused(rows.device.type, rows.itemsize))
+        return (slice(first, first + step) for first in range(0, len(rows), step))
 
     # The head's forward, and a hook behind all others that wait for its output.
 
@@ -123,10 +124,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         kept = None if call is None else call.find_kept(x)
         rows = x.reshape(-1, x.shape[-1])
-        sums = LocalSums.make(labels, loss.start, loss.matmul.matrix.shape[0], rows)
-        for chunk in loss.chunks(len(rows)):
+        sums = LocalSums.make(labels, rows)
+        for chunk in loss.chunks(rows):
             logits = loss.map(loss.matmul.forward(rows[chunk], bias))
-            sums.read(logits.to(sums.maxima.dtype), chunk)
+            find_kernel(logits).read(logits, labels[chunk], loss.start, sums.of(chunk))
         log_sum, total = sums.combine(loss.axis)
         ctx.loss, ctx.call, ctx.regathers = loss, call, kept is not None
         ctx.save_for_backward(x if kept is None else kept, bias, labels, log_sum)
@@ -144,12 +145,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx = torch.empty_like(rows) if needs_dx else None
         dw = loss.matmul.sum_weight_gradients() if needs_dw else None
         db = torch.zeros_like(bias, dtype=log_sum.dtype) if needs_db else None
-        for chunk in loss.chunks(len(rows)):
-            y, differentiate = _logits_again(loss, rows[chunk], bias)
-            dz = logits_gradient(y, labels[chunk], log_sum[chunk], weight[chunk], loss.start).to(y.dtype)
-            del y  # before dY comes: as large as all that a chunk has of this dtype
-            dy = differentiate(dz)
-            del dz, differentiate
+        for chunk in loss.chunks(rows):
+            dy = _output_gradient(loss, rows[chunk], bias, (labels[chunk], log_sum[chunk], weight[chunk]))
             if dx is not None:
                 loss.matmul.input_gradient(dy, out=dx[chunk])
             if dw is not None:
@@ -161,15 +158,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx, None if dw is None else dw.end(), None if db is None else db.to(bias.dtype), None, None, None
 
 
-def _logits_again(loss: ChunkedLoss, rows: Tensor, bias: Tensor | None) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The logits of a chunk, and the function that turns their gradient into that of the head's output.  rows: [n, D]."""
+def _output_gradient(
+    loss: ChunkedLoss, rows: Tensor, bias: Tensor | None, sums: tuple[Tensor, Tensor, Tensor]
+) -> Tensor:
+    """The gradient of the head's output for a chunk, whose logits are computed again.  rows: [n, D] -> [n, V_r].
+
+    sums: labels, log sum exp z, and the weight of each token.
+    """
+    labels, log_sum, weight = sums
     y = loss.matmul.forward(rows, bias)
+    kernel = find_kernel(y)
     if not loss.map.operations:
-        return y, _same
+        # In place: a second tensor would be as large as all that a chunk has.
+        kernel.differentiate(y, labels, loss.start, log_sum, weight, y)
+        return y
     with torch.enable_grad():
         logits = loss.map(y.requires_grad_())
-    return logits.detach(), lambda dz: torch.autograd.grad(logits, y, dz)[0]
-
-
-def _same(dz: Tensor) -> Tensor:
-    return dz
+    dz = torch.empty_like(logits)  # the map's own backward may read the logits
+    kernel.differentiate(logits.detach(), labels, loss.start, log_sum, weight, dz)
+    return torch.autograd.grad(logits, y, dz)[0]

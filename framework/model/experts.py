@@ -66,7 +66,7 @@ def form_of(module: nn.Module) -> ExpertsForm | None:
         experts: Any = module
         first = "gate_up_proj" if experts.has_gate else "up_proj"
         return ExpertsForm(first, experts.has_gate, experts.is_concatenated, experts.is_transposed)
-    own = dict(module.named_parameters(recurse=False))
+    own = {name: each for name, each in module.named_parameters(recurse=False) if "lora_" not in name}
     if set(own) == {"gate_up_proj", "down_proj"} and all(each.ndim == 3 for each in own.values()):
         return _read_shapes(module, own["gate_up_proj"].shape, own["down_proj"].shape)
     return None

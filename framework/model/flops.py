@@ -16,6 +16,7 @@ from itertools import cycle
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from framework.model.adapters import is_adapter
 from framework.model.experts import count_experts, find_experts
 from framework.model.load import layer_configs
 from framework.model.shrink import EXPERTS_PER_TOKEN
@@ -30,12 +31,14 @@ class ModelSize:
     """Numbers of parameters, tied ones counted once.
 
     active: active parameters per token: of stacked experts, as many as a token is sent to. multiplied: the active ones that are
-    in matmuls; rows of an embedding are looked up, which costs no FLOPs.
+    in matmuls; rows of an embedding are looked up, which costs no FLOPs. adapters: those of the multiplied ones that are an
+    adapter's, beside which the others are frozen.
     """
 
     total: int
     active: int
     multiplied: int
+    adapters: int = 0
 
 
 def measure_model(model: PreTrainedModel) -> ModelSize:
@@ -44,7 +47,7 @@ def measure_model(model: PreTrainedModel) -> ModelSize:
     head = model.get_output_embeddings()
     head_weight = getattr(head, "weight", None)
     lookups = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)} - {id(head_weight)}
-    total = active = multiplied = 0
+    total = active = multiplied = adapters = 0
     for name, parameter in model.named_parameters():
         count = parameter.numel()
         total += count
@@ -52,7 +55,8 @@ def measure_model(model: PreTrainedModel) -> ModelSize:
             count = count * top_k // parameter.shape[0]
         active += count
         multiplied += 0 if id(parameter) in lookups else count
-    return ModelSize(total, active, multiplied)
+        adapters += count if is_adapter(name) else 0
+    return ModelSize(total, active, multiplied, adapters)
 
 
 def _find_stacked(model: PreTrainedModel) -> set[str]:
@@ -67,8 +71,10 @@ def _find_stacked(model: PreTrainedModel) -> set[str]:
 
 def flops_per_token(model: PreTrainedModel, context: int) -> float:
     """Training FLOPs per token, forward and backward, with sequences of `context` tokens."""
-    config = model.config.get_text_config()
-    return 6.0 * (measure_model(model).multiplied + sum(attended(config, context)))
+    size = measure_model(model)
+    # Frozen weights have no gradient: two multiplications of three.
+    weights = 4.0 * size.multiplied + 2.0 * size.adapters if size.adapters else 6.0 * size.multiplied
+    return weights + 6.0 * sum(attended(model.config.get_text_config(), context))
 
 
 def unit_flops(model: PreTrainedModel, units: Sequence[Unit], context: int) -> dict[str, float]:

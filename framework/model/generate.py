@@ -5,12 +5,20 @@ name ordinary tokens: a generation then stops at a quote instead of at the end o
 never trained. So a model's ids are those of the tokenizer that made its data.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from framework.errors import ModelError
@@ -26,14 +34,17 @@ def generate(
     temperature: float = 0.8,
     top_k: int | None = None,
     seed: int = 0,
+    end: Sequence[int] | None = None,
 ) -> str:
     """The continuation of `prompt`, without it, as text; ends early at the end-of-text token.
 
+    end: of a prompt that a chat template has written, with its special tokens, the ids with which an answer ends, too.
     temperature: 0 takes the likeliest token each time; above, tokens are drawn from softmax(logits / temperature),
     of the `top_k` likeliest if given. The draw depends on `seed` alone; the global random state is left as it was.
     Raises ModelError for an empty prompt without a start token, and when the text would outgrow the model's positions.
     """
-    ids = torch.tensor([tokenizer(prompt)["input_ids"] or _start(tokenizer)], dtype=torch.long, device=model.device)
+    prompt_ids = tokenizer(prompt, add_special_tokens=end is None)["input_ids"] or _start(tokenizer)
+    ids = torch.tensor([prompt_ids], dtype=torch.long, device=model.device)
     _refuse_too_long(model, ids.shape[1], max_new_tokens)
     sampling = (
         {"do_sample": True, "temperature": temperature, "top_k": top_k or 0}
@@ -49,11 +60,26 @@ def generate(
             use_cache=True,
             eos_token_id=find_end(model.generation_config.eos_token_id, tokenizer),
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            stopping_criteria=StoppingCriteriaList([EndsWith(end)] if end else []),
             **sampling,
         )
+    if end and text_ids[0, -len(end) :].tolist() == list(end):
+        text_ids = text_ids[:, : -len(end)]
     # A tokenizer may drop a leading space of what it decodes, so both are decoded from their start.
     before, after = (str(tokenizer.decode(row, skip_special_tokens=True)) for row in (ids[0], text_ids[0]))
     return after.removeprefix(before)
+
+
+class EndsWith(StoppingCriteria):
+    """Stops a generation whose last ids are these."""
+
+    def __init__(self, end: Sequence[int]) -> None:
+        self._end = list(end)
+
+    def __call__(self, input_ids: Any, scores: Any, **options: Any) -> Any:
+        """Whether to stop, [1] bool. input_ids: [1, tokens]."""
+        is_end = input_ids[0, -len(self._end) :].tolist() == self._end
+        return torch.tensor([is_end], device=input_ids.device)
 
 
 def load_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -108,9 +134,9 @@ def find_end(stated: Any, tokenizer: PreTrainedTokenizerBase) -> int | list[int]
     return stated if is_known else end
 
 
-def add_end(stated: Any, tokenizer: PreTrainedTokenizerBase) -> int | list[int] | None:
-    """The stated ids that end a text, and the tokenizer's."""
-    end, known = tokenizer.eos_token_id, stated if isinstance(stated, list) else [stated]
+def add_end(stated: Any, end: int | None) -> int | list[int] | None:
+    """The stated ids that end a text, and another one."""
+    known = stated if isinstance(stated, list) else [stated]
     return stated if end is None or end in known else [*known, end] if stated is not None else end
 
 

@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import GenerationConfig, PreTrainedModel
 
 from framework.errors import ModelError
-from framework.model.safetensors_files import find_files
+from framework.model.safetensors_files import find_files, fingerprint_files
 from framework.recipe.schema import Model
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -110,6 +110,22 @@ def find_weights(model: Model) -> Path | None:
     except ModelError:
         return None
     return folder if Path(model.weights).expanduser().is_dir() or _has_weights(folder) else None
+
+
+def fingerprint_base(model: Model) -> str:
+    """The fingerprint of the pretrained weights; empty without any, where the recipe alone says what the values are."""
+    return "" if model.weights is None else fingerprint_files(find_folder(model.weights, model.revision))
+
+
+def find_base(model: Model, fingerprint: str) -> Path | None:
+    """The folder of the pretrained weights beside which an adapter was trained; None without any. Raises ModelError where it has
+    others now."""
+    if fingerprint and (found := fingerprint_base(model)) != fingerprint:
+        raise ModelError(
+            f"the adapter was trained beside other weights than model.weights={model.weights} has now (fingerprint {found}, was"
+            f" {fingerprint}): restore that folder; or start a new run with adapter.weights=FOLDER, an export of this one"
+        )
+    return None if model.weights is None else find_folder(model.weights, model.revision)
 
 
 def _has_weights(folder: Path) -> bool:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
+from framework.model.adapters import add_magnitudes, draw_pairs, is_adapter
 from framework.model.load import build_meta
 from framework.model.shrink import shrink
 from framework.model.units import Unit, find_units
@@ -60,12 +61,12 @@ def draw_unit(model: PreTrainedModel, unit: Unit, seed: int, device: torch.devic
         (module, own_name, parameter)
         for module in modules.values()
         for own_name, parameter in module._parameters.items()
-        if parameter in names
+        if parameter in names and not is_adapter(names[parameter])
     ]
     # NaN marks elements that are not written. A tied parameter is one tensor under all of its names.
     drawn = {
         parameter: nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=torch.float32, device=device), False)
-        for parameter in names
+        for _, _, parameter in held
     }
     try:
         for module, own_name, parameter in held:
@@ -87,7 +88,15 @@ def draw_unit(model: PreTrainedModel, unit: Unit, seed: int, device: torch.devic
             f"{model.config.model_type} models cannot start from random weights: transformers has no initialiser for"
             f" {', '.join(unwritten)}. Set model.weights, or choose another model.family"
         )
+    values |= draw_adapters(model, unit, seed, device)
+    add_magnitudes(model, values, unit.parameters)
     return values
+
+
+def draw_adapters(model: nn.Module, unit: Unit, seed: int, device: torch.device) -> dict[str, Tensor]:
+    """Initial A and B of the adapters in a unit, by name: as `draw_unit`, and the same whatever the model's weights are."""
+    generator = torch.Generator(device).manual_seed(seed_for(seed, "adapter", unit.name))
+    return dict(draw_pairs(model, unit.parameters, generator))
 
 
 def draw_with_ties(

@@ -10,6 +10,8 @@ Where the vocabulary is sharded over an axis, each rank has the logits z_r of it
 
 needs two numbers for each token from every rank, and the label's logit a third. The gradient, softmax(z) - onehot, is local.
 
+GPUs read logits once in forward, in their own dtype, and overwrite them with their gradient in backward (`LOSS`).
+
 Where logits would be too large to exist at all, the head computes the loss in chunks of tokens: `chunked_loss.py`.
 
 Shapes: B sequences of T tokens, N = B T; V the vocabulary size, V/tp a rank's part of it.
@@ -25,23 +27,43 @@ from torch import Tensor
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.mesh.layout import part
+from framework.model.fused import Fused
 
+# Of tokens: the largest logit, the sum of exponentials, the label's logit; [n] each.
+Sums = tuple[Tensor, Tensor, Tensor]
 IGNORE = -100
 aten = torch.ops.aten
 SUM = 2  # `reduction="sum"`, as ATen has it
 # Elements of logits whose gradient is computed at a time on a CPU: 256 KiB in fp32 stay in its cache between two passes.
 CPU_ELEMENTS = 1 << 16
 
-# The chunked form computes this many chunks, unless they would be so small that their matmuls, and the passes over the weight's
+# torch's operations compute this many chunks, unless they would be so small that their matmuls, and the passes over the weight's
 # gradient between them, take longer than those of all tokens; or so large that they save nothing more worth having: 0.5 GB of
 # fp32 logits for a vocabulary size of 128 k.
 NUM_CHUNKS = 8
 LEAST_CHUNK, LARGEST_CHUNK = 128, 1024
+# Fused kernels have the logits of a chunk once, in their own dtype: of four times as many tokens, as many bytes.
+LARGEST_FUSED_CHUNK, FUSED_CHUNK_BYTES = 4096, 1 << 30
 
 
-def chunk_size(num_tokens: int) -> int:
-    """Tokens per chunk, whose logits exist at a time, in the chunked form."""
+def is_fused(device_type: str, itemsize: int) -> bool:
+    """Whether a device has fused kernels for logits of so many bytes each."""
+    return device_type == "cuda" and itemsize <= torch.float32.itemsize
+
+
+def chunk_size(num_tokens: int, row_bytes: int, fused: bool) -> int:
+    """Tokens per chunk, whose logits exist at a time, in the chunked form. row_bytes: of a token's logits on a rank."""
+    if fused:
+        most = FUSED_CHUNK_BYTES // row_bytes // LEAST_CHUNK * LEAST_CHUNK
+        return min(max(most, LEAST_CHUNK), LARGEST_FUSED_CHUNK)
     return min(max(-(-num_tokens // NUM_CHUNKS), LEAST_CHUNK), LARGEST_CHUNK)
+
+
+def chunk_bytes(num_tokens: int, vocabulary_local: int, itemsize: int, fused: bool) -> int:
+    """Bytes of a chunk while its loss is computed: its logits, and what torch's operations make of them in at least fp32."""
+    row_bytes = vocabulary_local * itemsize
+    wide_bytes = 0 if fused else vocabulary_local * max(itemsize, torch.float32.itemsize)
+    return chunk_size(num_tokens, row_bytes, fused) * (row_bytes + wide_bytes)
 
 
 def count_loss_tokens(labels: Tensor) -> Tensor:
@@ -108,11 +130,12 @@ class TokenLoss:
 
     def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
         """The loss, a scalar in at least fp32. logits: [B, T, V/tp] in compute dtype; labels, num_tokens: as in `token_loss`."""
-        if self.axis.size == 1:
+        kernel = find_kernel(logits)
+        if self.axis.size == 1 and kernel is LOSS.plain:
             return token_loss(logits, labels, num_tokens)
         start, stop = part(self.vocabulary, self.axis.rank, self.axis.size)
         assert logits.shape[-1] == stop - start, f"{logits.shape[-1]} logits for the vocabulary's [{start}, {stop})"
-        total = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), start, self.axis)
+        total = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), start, self.axis, kernel)
         return total / num_tokens.clamp(min=1)
 
 
@@ -120,21 +143,23 @@ class _CrossEntropy(torch.autograd.Function):
     """The summed loss of N tokens, a scalar. logits: [N, V/tp]; labels: [N] int64, of the whole vocabulary."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, axis: Communicator) -> Tensor:
-        sums = LocalSums.make(labels, start, logits.shape[-1], logits)
-        sums.read(logits.to(sums.maxima.dtype, copy=True), slice(None))
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, start: int, axis: Communicator, kernel: "TorchLoss"
+    ) -> Tensor:
+        sums = LocalSums.make(labels, logits)
+        kernel.read(logits, labels, start, sums.of(slice(None)))
         log_sum, total = sums.combine(axis)
-        ctx.start = start
+        ctx.start, ctx.kernel = start, kernel
         ctx.save_for_backward(logits, labels, log_sum)
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, labels, log_sum = ctx.saved_tensors
         weight = gradient * (labels != IGNORE)
         # In place: a second tensor of [N, V/tp] would be the largest of the whole step.
-        logits.copy_(logits_gradient(logits, labels, log_sum, weight, ctx.start))
-        return logits, None, None, None
+        ctx.kernel.differentiate(logits, labels, ctx.start, log_sum, weight, logits)
+        return logits, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -143,43 +168,82 @@ class LocalSums:
 
     maxima: Tensor  # max z_r
     sums: Tensor  # sum exp(z_r - max z_r)
-    targets: Tensor  # the label's logit, of any value if another rank has it
+    targets: Tensor  # the label's logit, 0 if another rank has it
     labels: Tensor
-    places: Tensor  # index of the label in this rank's part of the vocabulary
-    is_mine: Tensor  # whether the label is in this part
 
     @classmethod
-    def make(cls, labels: Tensor, start: int, vocabulary_local: int, like: Tensor) -> "LocalSums":
+    def make(cls, labels: Tensor, like: Tensor) -> "LocalSums":
         """Empty sums for labels [N]. like: a tensor of the same device, and of the dtype that is widened."""
         wide_dtype = torch.promote_types(like.dtype, torch.float32)
-        places, is_mine = find_places(labels, start, vocabulary_local)
         maxima, sums, targets = like.new_empty(3, len(labels), dtype=wide_dtype)
-        return cls(maxima, sums, targets, labels, places, is_mine)
+        return cls(maxima, sums, targets, labels)
 
-    def read(self, logits: Tensor, rows: slice) -> None:
-        """Read the numbers of some tokens. logits: [n, V/tp] of their own dtype, which are overwritten."""
-        self.maxima[rows] = logits.amax(-1)
-        self.targets[rows] = logits.gather(-1, self.places[rows, None]).squeeze(-1)
-        self.sums[rows] = logits.sub_(self.maxima[rows, None]).exp_().sum(-1)
+    def of(self, rows: slice) -> Sums:
+        """The numbers of some tokens, for a kernel to write."""
+        return self.maxima[rows], self.sums[rows], self.targets[rows]
 
     def combine(self, axis: Communicator) -> tuple[Tensor, Tensor]:
         """log sum_v exp z_v, [N], and the summed loss, a scalar; over `axis` 3 N numbers are all-reduced."""
         # A collective of its own before the sum: each rank's part is rescaled to the maximum of all ranks, or exp would overflow.
         maximum = self.maxima.clone()
         all_reduce(maximum, axis, "max")
-        both = torch.stack([self.sums * (self.maxima - maximum).exp(), self.targets * self.is_mine])
+        both = torch.stack([self.sums * (self.maxima - maximum).exp(), self.targets])
         all_reduce(both, axis)
         log_sum = maximum + both[0].log()
         return log_sum, ((log_sum - both[1]) * (self.labels != IGNORE)).sum()
 
 
-def logits_gradient(logits: Tensor, labels: Tensor, log_sum: Tensor, weight: Tensor, start: int) -> Tensor:
-    """weight (softmax(z) - onehot), [N, V/tp], of the dtype of log_sum: [N].  logits: [N, V/tp], of any; labels, weight: [N];
-    start: where this rank's part of the vocabulary begins."""
-    places, is_mine = find_places(labels, start, logits.shape[-1])
-    probability = (logits - log_sum[:, None]).exp_()
-    probability.scatter_add_(-1, places[:, None], -is_mine[:, None].to(log_sum.dtype))
-    return probability.mul_(weight[:, None])
+class TorchLoss:
+    """The passes over one rank's logits z [n, V/tp] of n tokens, by torch's operations: for any device and dtype. labels: [n]
+    int64, of the whole vocabulary; start: where the rank's part of it begins."""
+
+    def read(self, logits: Tensor, labels: Tensor, start: int, sums: Sums) -> None:
+        """Write max z, sum exp(z - max z) and z[label], or 0 where the label is another rank's, to `sums`."""
+        maxima, totals, targets = sums
+        places, is_mine = find_places(labels, start, logits.shape[-1])
+        maxima.copy_(logits.amax(-1))
+        targets.copy_(logits.gather(-1, places[:, None]).squeeze(-1)).masked_fill_(~is_mine, 0)
+        # Wide by the maxima: numbers of 16 bits are widened on the way.
+        totals.copy_((logits - maxima[:, None]).exp_().sum(-1))
+
+    def differentiate(
+        self, logits: Tensor, labels: Tensor, start: int, log_sum: Tensor, weight: Tensor, out: Tensor
+    ) -> None:
+        """Write weight (softmax(z) - onehot) to `out`, [n, V/tp], which may be `logits`. log_sum, weight: [n], at least fp32."""
+        places, is_mine = find_places(labels, start, logits.shape[-1])
+        is_wide = out.dtype == log_sum.dtype
+        probability = torch.sub(logits, log_sum[:, None], out=out if is_wide else None).exp_()
+        probability.scatter_add_(-1, places[:, None], -is_mine[:, None].to(log_sum.dtype))
+        probability.mul_(weight[:, None])
+        if not is_wide:
+            out.copy_(probability)
+
+
+def find_kernel(logits: Tensor) -> TorchLoss:
+    """The kernel for logits of this device and dtype."""
+    return LOSS.on(logits.device) if logits.dtype != torch.float64 else LOSS.plain
+
+
+def _load_triton() -> Any:
+    from framework.model.triton_loss import TritonLoss
+
+    return TritonLoss()
+
+
+def _compute_example(kernel: TorchLoss, device: torch.device) -> list[Tensor]:
+    """Statistics and gradients of a few tokens, of which one has no loss and some have another rank's label."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary, start = 10_007, 5
+    logits = (torch.randn(7, vocabulary, generator=generator) * 10).to(device, torch.bfloat16)
+    labels = torch.tensor([IGNORE, 0, start, 77, 4100, vocabulary + start - 1, vocabulary + start], device=device)
+    sums = LocalSums.make(labels, logits)
+    kernel.read(logits, labels, start, sums.of(slice(None)))
+    log_sum = sums.maxima + sums.sums.log()
+    kernel.differentiate(logits, labels, start, log_sum, (labels != IGNORE) * 0.5, logits)
+    return [sums.maxima, sums.sums, sums.targets, logits]
+
+
+LOSS = Fused("the loss's softmax", TorchLoss(), _load_triton, _compute_example, is_exact=False)
 
 
 def find_places(labels: Tensor, start: int, vocabulary_local: int) -> tuple[Tensor, Tensor]:

@@ -78,6 +78,9 @@ class LayerWeight:
             return compute(*args)
         return self.kept.compute(self._operation, partial(compute, *args))
 
+    def invalidate(self) -> None:
+        """Forget what was found of the weight's values, which are about to change."""
+
     def give_number(self) -> None:
         """Give a layer whose weight is not trained the number by which operators find it."""
         self.tick = WEIGHTS.number(self)
@@ -124,6 +127,11 @@ class Matmul(LayerWeight):
     def __init__(self, layer: nn.Module, is_transposed: bool) -> None:
         """layer: has the `weight`, [N, K], or [K, N] if it `is_transposed`."""
         super().__init__(layer, "weight", is_transposed)
+
+    def begin(self, x: Tensor) -> "Matmul":
+        """The matmuls of one passage of x, [..., K], through the layer, forward and backward: these, unless something
+        has to be known again in backward."""
+        return self
 
     @property
     def matrix(self) -> Tensor:

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,8 +112,6 @@ def write_weights(
     Memory: one unit and its converted copy. The folder appears complete or not at all.
     Raises ModelError if the folder has content already or the disk too little room.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ModelError(f"{folder} exists already: choose another folder or remove it")
     dropped, to_dtype = dropped_on_save(model_meta), kept_dtype(model_meta, dtype)
 
     def to_folder(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -122,9 +120,7 @@ def write_weights(
         cast = {name: t.to(to_dtype(name)) if t.is_floating_point() else t for name, t in kept.items()}
         return to_checkpoint(model_meta, cast)
 
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
+    with writing_folder(folder) as partial:
         places = plan_files(partial, to_folder(model_meta.state_dict()), max_shard_bytes)
         written: set[str] = set()
         for unit in tensors:
@@ -134,12 +130,23 @@ def write_weights(
         _write_configs(partial, model_meta, dtype)
         for path in beside:
             shutil.copytree(path, partial / path.name) if path.is_dir() else shutil.copy(path, partial)
+    return folder
+
+
+@contextmanager
+def writing_folder(folder: Path) -> Iterator[Path]:
+    """A new folder that takes the place of `folder` when the context ends without an error. ModelError if that has content."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelError(f"{folder} exists already: choose another folder or remove it")
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
         sync_tree(partial)
         os.replace(partial, folder)
         sync(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return folder
 
 
 def _explain(

@@ -9,9 +9,10 @@ for waiting.
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ RANKS_FILE = "ranks.json"
 DETAILED = 4
 
 Node = tuple[int, str]
+HasCome = Callable[["Answer | None", str, "Wait"], bool]
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class Wait:
 
     def __str__(self) -> str:
         return f"{self.name}{f' of {self.label}' if self.label else ''} over {self.axis}"
+
+    @property
+    def call(self) -> str:
+        """`reduce_scatter 412 over shard (gradient of layers.3)`."""
+        return f"{self.name} {self.number} over {self.axis}{f' ({self.label})' if self.label else ''}"
 
 
 @dataclass(frozen=True)
@@ -75,11 +82,18 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class ThreadStatus:
-    """One thread: its wait, the calls it has started ({`axis operation`: count}), and its stack, innermost frame first."""
+    """One thread: its wait, the calls it has started ({`axis operation`: count}), and its stack, innermost frame first.
+
+    On GPUs the wait is the device's. ahead: of the calls, those to which the device has not come; next: the first of them.
+    recent: the labels of calls around the point where thread or device is ({`axis operation number`: label}).
+    """
 
     wait: Wait | None
     started: dict[str, int]
     stack: tuple[str, ...] = ()
+    ahead: dict[str, int] = field(default_factory=dict)
+    next: str = ""
+    recent: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -124,17 +138,18 @@ class Culprits:
     """The ranks for which all others wait; empty where ranks wait for one another in a cycle.
 
     silent: ranks that do not answer. busy: nodes that answer and wait for no node. stuck: where there are neither, nodes in an
-    operation to which all ranks have come.
+    operation to which all ranks have come. departed: of a cycle, nodes that have left out what others wait in.
     """
 
     silent: tuple[int, ...] = ()
     busy: tuple[Node, ...] = ()
     stuck: tuple[Node, ...] = ()
+    departed: tuple[Node, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """All culprits."""
-        return tuple(sorted({*self.silent, *(rank for rank, _ in (*self.busy, *self.stuck))}))
+        return tuple(sorted({*self.silent, *(rank for rank, _ in (*self.busy, *self.stuck, *self.departed))}))
 
 
 def describe_phase(phase: str, step: int | None) -> str:
@@ -157,12 +172,7 @@ def fold_ranks(ranks: Sequence[int]) -> str:
 
 def find_culprits(answers: Mapping[int, Answer | None], alarm: Alarm) -> Culprits:
     """The ends of all chains of waiting. answers: of every rank; None of a rank that gives none."""
-    edges = {
-        (rank, name): list(_edges(rank, name, answers))
-        for rank, answer in answers.items()
-        if answer is not None
-        for name in answer.lanes
-    }
+    edges = _find_edges(answers, _has_come)
     silent = {rank for rank, answer in answers.items() if answer is None}
     # In training every rank counts, for all of them come to every step. A save that hangs says nothing of a rank that trains.
     reached = [node for node in edges if node[1] == alarm.lane and (alarm.lane == TRAINING or edges[node])]
@@ -177,7 +187,26 @@ def find_culprits(answers: Mapping[int, Answer | None], alarm: Alarm) -> Culprit
     busy = tuple(node for node in ends if _wait_of(node, answers) is None)
     if silent or busy:
         return Culprits(tuple(sorted(silent)), busy)
-    return Culprits(stuck=tuple(ends))
+    return Culprits(stuck=tuple(ends)) if ends else Culprits(departed=_find_departed(answers, alarm.lane))
+
+
+def _find_edges(answers: Mapping[int, Answer | None], has_come: HasCome) -> dict[Node, list[Node]]:
+    """For whom each node waits."""
+    return {
+        (rank, name): list(_edges(rank, name, answers, has_come))
+        for rank, answer in answers.items()
+        if answer is not None
+        for name in answer.lanes
+    }
+
+
+def _find_departed(answers: Mapping[int, Answer | None], lane: str) -> tuple[Node, ...]:
+    """Ranks of a cycle that have left out what others wait in, as far as that can be told."""
+    # Each waits for what another's device has not come to. Hosts run ahead: one that has not even started what others wait in, or
+    # has for something else, and whose own call is started everywhere, has left it out.
+    edges = _find_edges(answers, _has_started)
+    waited_for = {node for nodes in edges.values() for node in nodes}
+    return tuple(sorted(node for node in waited_for if not edges.get(node))) or tuple(_find_leapers(answers, lane))
 
 
 def write_report(alarm: Alarm, answers: Mapping[int, Answer | None], lines: Mapping[int, RankStatus | None]) -> str:
@@ -187,10 +216,11 @@ def write_report(alarm: Alarm, answers: Mapping[int, Answer | None], lines: Mapp
         f"{_describe_alarm(alarm)} hangs: {_blame(behind, answers, lines)}",
         _describe_deadline(alarm),
         *[_describe_silent(rank, lines.get(rank)) for rank in behind.silent[:DETAILED]],
-        *[_describe_node(node, answers) for node in (*behind.busy, *behind.stuck[:1])[:DETAILED]],
+        *[_describe_missing(node, answers) for node in (*behind.busy, *behind.departed)[:DETAILED]],
+        *[_describe_node(node, answers) for node in (*behind.busy, *behind.departed, *behind.stuck[:1])[:DETAILED]],
         *_describe_waits(answers, behind),
     ]
-    return "\n".join(parts)
+    return "\n".join(part for part in parts if part)
 
 
 def describe_alone(alarm: Alarm, host: str, silent_s: float | None, first: RankStatus | None, answer: Answer) -> str:
@@ -225,7 +255,7 @@ def _describe_deadline(alarm: Alarm) -> str:
     )
 
 
-def _edges(rank: int, lane: str, answers: Mapping[int, Answer | None]) -> Iterator[Node]:
+def _edges(rank: int, lane: str, answers: Mapping[int, Answer | None], has_come: HasCome) -> Iterator[Node]:
     answer = answers[rank]
     assert answer is not None, "only a rank that answers says for whom it waits"
     wait = answer.lanes[lane].wait
@@ -234,13 +264,46 @@ def _edges(rank: int, lane: str, answers: Mapping[int, Answer | None]) -> Iterat
             yield rank, SAVES
         return
     for other in wait.ranks:
-        if other != rank and (wait.is_message or not _has_come(answers.get(other), lane, wait)):
+        if other != rank and (wait.is_message or not has_come(answers.get(other), lane, wait)):
             yield other, lane
 
 
 def _has_come(answer: Answer | None, lane: str, wait: Wait) -> bool:
-    found = answer.lanes.get(lane) if answer is not None else None
-    return found is not None and found.started.get(f"{wait.axis} {wait.name}", 0) >= wait.number
+    """Whether the thread has started the call, and its device has come to it."""
+    found, key = answer.lanes.get(lane) if answer is not None else None, f"{wait.axis} {wait.name}"
+    is_there = found is not None and found.started.get(key, 0) - found.ahead.get(key, 0) >= wait.number
+    return is_there and _has_started(answer, lane, wait)
+
+
+def _has_started(answer: Answer | None, lane: str, wait: Wait) -> bool:
+    """Whether the thread has started the call, and as far as is known for the same."""
+    found, key = answer.lanes.get(lane) if answer is not None else None, f"{wait.axis} {wait.name}"
+    if found is None or found.started.get(key, 0) < wait.number:
+        return False
+    return found.recent.get(f"{key} {wait.number}", wait.label) == wait.label
+
+
+def _find_leapers(answers: Mapping[int, Answer | None], lane: str) -> Iterator[Node]:
+    """Ranks that have left out a call: from one number on their labels are those that a rank which waits has by the next number,
+    or most ranks wait in what these have not come to."""
+    lanes = {rank: each.lanes[lane] for rank, each in answers.items() if each is not None and lane in each.lanes}
+    waits = {rank: found.wait for rank, found in lanes.items() if found.wait is not None}
+    calls = Counter(wait.call for wait in waits.values())
+    for rank, found in lanes.items():
+        for other, wait in waits.items():
+            is_most = 2 * calls[wait.call] > len(waits)
+            is_missing = rank in wait.ranks and not _has_come(answers[rank], lane, wait)
+            if is_missing and (is_most or _is_shifted(found.recent, lanes[other].recent, wait)):
+                yield rank, lane
+                break
+
+
+def _is_shifted(mine: Mapping[str, str], others: Mapping[str, str], wait: Wait) -> bool:
+    for number in (wait.number - 1, wait.number):
+        now, following = (f"{wait.axis} {wait.name} {each}" for each in (number, number + 1))
+        if now in mine and mine[now] == others.get(following) != others.get(now):
+            return True
+    return False
 
 
 def _wait_of(node: Node, answers: Mapping[int, Answer | None]) -> Wait | None:
@@ -261,7 +324,12 @@ def _blame(behind: Culprits, answers: Mapping[int, Answer | None], lines: Mappin
     if len(behind.ranks) == 1:
         rank = behind.ranks[0]
         who = known[rank].name if rank in known else f"rank {rank}"
-        return f"{who}, {'does not answer' if behind.silent else 'is behind'}"
+        what = (
+            "does not answer" if behind.silent else "is behind" if behind.busy else "has left out what others wait in"
+        )
+        return f"{who}, {what}"
+    if behind.departed:
+        return f"ranks {fold_ranks(behind.ranks)} have left out what others wait in"
     silent = [f"ranks {fold_ranks(behind.silent)} do not answer"] if behind.silent else []
     busy = [f"ranks {fold_ranks([rank for rank, _ in behind.busy])} are behind"] if behind.busy else []
     return ", ".join(silent + busy)
@@ -275,6 +343,26 @@ def _describe_silent(rank: int, line: RankStatus | None) -> str:
         f"{line.name}, does not answer: stopped, its machine is gone, or held up in a library. Last seen in {line.doing},"
         f" for {line.seconds:.0f} s{place}"
     )
+
+
+def _describe_missing(node: Node, answers: Mapping[int, Answer | None]) -> str:
+    """The call in which most others wait for the node; empty where none waits in a collective."""
+    rank, lane = node
+    mine = answers.get(rank)
+    waits = {each: wait for each in answers if (wait := _wait_of((each, lane), answers)) and rank in wait.ranks}
+    missing = [wait for wait in waits.values() if not (wait.is_message or _has_come(mine, lane, wait))]
+    if mine is None or not missing:
+        return ""
+    call = max(missing, key=lambda wait: (not _has_started(mine, lane, wait), missing.count(wait)))
+    others = [each for each in call.ranks if each != rank and _has_started(answers.get(each), lane, call)]
+    plural = f"rank{'s' if len(others) > 1 else ''} {fold_ranks(others)}"
+    found, who = mine.lanes[lane], f"rank {rank} [{mine.line.coordinates}]"
+    label = found.recent.get(f"{call.axis} {call.name} {call.number}", call.label)
+    if _has_started(mine, lane, call):
+        return f"{who} has started {call.call}, but its device has not come to it: it is before {found.next}"
+    if label != call.label:
+        return f"{who} has started {replace(call, label=label).call}, and {plural} {call.call}"
+    return f"{who} has not started {call.call}, that {plural} {'have' if len(others) > 1 else 'has'} started"
 
 
 def _describe_node(node: Node, answers: Mapping[int, Answer | None]) -> str:
@@ -306,7 +394,7 @@ def _read_lane(found: dict[str, Any]) -> ThreadStatus:
     wait = found["wait"]
     if wait is not None:
         wait = Wait(**{**wait, "ranks": tuple(wait["ranks"])})
-    return ThreadStatus(wait, found["started"], tuple(found["stack"]))
+    return ThreadStatus(**{**found, "wait": wait, "stack": tuple(found["stack"])})
 
 
 def write_ranks(folder: Path, lines: list[RankStatus]) -> None:

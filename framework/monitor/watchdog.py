@@ -19,15 +19,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from framework.comm.board import Board, dump_flight_records
-from framework.comm.communicator import Operation
 from framework.comm.connect import read_secret
+from framework.comm.waits import Operation
 from framework.errors import ConnectionFailed, HungError, LeaseLost
 from framework.lease import Lease
 from framework.monitor.hang import (
@@ -58,6 +59,8 @@ SILENT_S, SILENT_PATIENCE_S = 5.0, 2.0
 # The author of the verdict stays for so long, as its process may host the store in which the others are to read it.
 STAY_S = 0.6
 STACK_FRAMES = 10
+# An answer has so many calls before and behind the point where a thread, or its device, is.
+RECENT_BEFORE, RECENT_BEHIND = 32, 128
 # In the run's folder: a folder for each library that carried collectives, with a file of each rank that could answer.
 FLIGHT_RECORDS = "flight-recorder"
 # Asked to stop, a step is given so long from then on, or three times the longest of the last ones, before it is taken for hung.
@@ -369,21 +372,30 @@ class Watchdog:
         return Answer(line, lanes)
 
     def _lane(self, name: str, thread: int | None, current: Current) -> ThreadStatus:
+        communicators = self.progress.communicators.get(name, ())
         started = {
             f"{each.name} {operation}": calls
-            for each in self.progress.communicators.get(name, ())
+            for each in communicators
             for operation, calls in dict(each.traffic.calls).items()
         }
         if name == TRAINING and current.phase != Phase.LIBRARIES:
             started["world connect"] = 1
-        return ThreadStatus(self._find_wait(name, current), started, take_stack(thread))
+        wait, stack = self._find_wait(name, current), take_stack(thread)
+        if not communicators:
+            return ThreadStatus(wait, started, stack)
+        waits = communicators[0].waits  # the same of all
+        ahead = waits.find_place().ahead
+        count = Counter(f"{each.axis.name} {each.name}" for each in ahead)
+        following = str(describe_wait(ahead[0])) if ahead else ""
+        return ThreadStatus(wait, started, stack, dict(count), following, find_recent(list(waits.recent), ahead))
 
     def _find_wait(self, name: str, current: Current) -> Wait | None:
-        communicators = self.progress.communicators.get(name, ())
         if name == TRAINING and current.phase == Phase.CONNECT:
             return Wait("world", "connect", "", 1, tuple(range(self._world)))
-        found = next((each.waits.current for each in communicators if each.waits.current is not None), None)
-        return describe_wait(found) if found is not None else None
+        for each in self.progress.communicators.get(name, ())[:1]:  # one that waits is known to all
+            if (found := each.waits.find_place().waits_in) is not None:
+                return describe_wait(found)
+        return None
 
     def _check_lease(self) -> None:
         if self.progress.lease is not None:
@@ -406,6 +418,14 @@ def describe_wait(operation: Operation) -> Wait:
     axis, is_message = operation.axis, bool(operation.peers)
     ranks = operation.peers or axis.ranks
     return Wait(axis.name, operation.name, operation.label, operation.number, tuple(ranks), is_message)
+
+
+def find_recent(recent: Sequence[Operation], ahead: Sequence[Operation]) -> dict[str, str]:
+    """`ThreadStatus.recent`. recent: operations in the order of their starts; ahead: of these, those that the device has not come
+    to."""
+    here = next((place for place in range(len(recent)) if ahead and recent[place] is ahead[0]), len(recent))
+    near = recent[max(0, here - RECENT_BEFORE) : here + RECENT_BEHIND]
+    return {f"{each.axis.name} {each.name} {each.number}": each.label for each in near if not each.peers}
 
 
 def take_stack(thread: int | None) -> tuple[str, ...]:

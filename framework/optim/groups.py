@@ -19,11 +19,16 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from framework.errors import RecipeError
+from framework.optim.matrices import MatrixForm
 from framework.recipe.schema import LearningRateSchedule, Optim
 
+EMPTY: Mapping[str, MatrixForm] = MappingProxyType({})
 DEFAULT_GROUP = "default"
+# The end of the key of a group whose matrices Muon updates.
+BY_MUON = " by muon"
 
 # The module that owns the parameter is a norm by name: input_layernorm, q_norm, norm, norm1, norm_f, ln_1, ln_f.
 _NORM = re.compile(r"norm(_f|\d*)$|^ln(_|\d|$)", re.IGNORECASE)
@@ -34,26 +39,39 @@ _LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class GroupAssignment:
-    """One trained parameter: its group, its learning rate over `optim.lr`, and its weight decay."""
+    """One trained parameter: its group, its learning rate over `optim.lr`, its weight decay, and the optimizer that updates it.
+    matrix: how matrices lie in it, None where none do."""
 
     parameter: str
     group: str
     lr_ratio: float
     weight_decay: float
+    optimizer: str
+    matrix: MatrixForm | None = None
 
     @property
     def key(self) -> str:
         """A key that is equal for parameters that are updated alike."""
-        return f"{self.group} x{self.lr_ratio:g} decay {self.weight_decay:g}"
+        muon = BY_MUON if self.optimizer == "muon" else ""
+        return f"{self.group} x{self.lr_ratio:g} decay {self.weight_decay:g}{muon}"
+
+
+def optimizer_of(optim: Optim, key: str) -> str:
+    """The name of the optimizer that updates parameters of this key."""
+    return optim.name if optim.name != "muon" else "muon" if key.endswith(BY_MUON) else "adamw"
 
 
 def group_trained(
-    shapes: Mapping[str, tuple[int, ...]], freeze: Sequence[str], optim: Optim, marked: Collection[str] = ()
+    shapes: Mapping[str, tuple[int, ...]],
+    freeze: Sequence[str],
+    optim: Optim,
+    marked: Collection[str] = (),
+    matrices: Mapping[str, MatrixForm] = EMPTY,
 ) -> list[GroupAssignment]:
     """One assignment per parameter that no pattern of `model.freeze` takes. shapes: global, of the *whole* model, by name.
 
-    marked: names of parameters that the model marks with `_no_weight_decay`. RecipeError for a pattern that takes nothing, and
-    for patterns that leave nothing.
+    matrices: of layers, which Muon updates. marked: names of parameters that the model marks with `_no_weight_decay`. RecipeError
+    for a pattern that takes nothing, and for patterns that leave nothing.
     """
     for pattern in freeze:
         if not any(re.search(pattern, name) for name in shapes):
@@ -64,21 +82,27 @@ def group_trained(
     frozen = {name for name in shapes if any(re.search(pattern, name) for pattern in freeze)}
     if len(frozen) == len(shapes):
         raise RecipeError("model.freeze leaves no parameter to train: take a pattern out")
-    return group_parameters(((name, shape, name not in frozen) for name, shape in shapes.items()), optim, marked)
+    return group_parameters(
+        ((name, shape, name not in frozen) for name, shape in shapes.items()), optim, marked, matrices
+    )
 
 
 def group_parameters(
-    parameters: Iterable[tuple[str, tuple[int, ...], bool]], optim: Optim, marked: Collection[str] = ()
+    parameters: Iterable[tuple[str, tuple[int, ...], bool]],
+    optim: Optim,
+    marked: Collection[str] = (),
+    matrices: Mapping[str, MatrixForm] = EMPTY,
 ) -> list[GroupAssignment]:
     """One assignment per trained parameter, in the order given; the frozen ones get none.
 
     parameters: (name, global shape, requires_grad) of the *whole* model, not of one rank, so that every rank agrees.
     RecipeError, all at once: a pattern that is no regular expression, is found in no name, or takes nothing because
-    earlier groups took it all.
+    earlier groups took it all; a group by Muon of parameters that are no matrices of layers.
     """
     parameters = list(parameters)
     names = [name for name, _, _ in parameters]
     group_of = _first_matches(names, optim)
+    _refuse_vectors(group_of, optim, matrices)
     assignments = []
     for name, shape, requires_grad in parameters:
         if not requires_grad:
@@ -88,8 +112,24 @@ def group_parameters(
         if weight_decay is None:
             weight_decay = 0.0 if name in marked or is_no_weight(name, shape) else optim.weight_decay
         lr_ratio = group.lr_ratio if group is not None else 1.0
-        assignments.append(GroupAssignment(name, group_of.get(name, DEFAULT_GROUP), lr_ratio, weight_decay))
+        is_matrix = not is_no_weight(name, shape) and (group is None or group.optimizer != "adamw")
+        optimizer, matrix = optim.name, matrices.get(name) if is_matrix else None
+        if optim.name == "muon" and matrix is None:
+            optimizer = "adamw"
+        key = group_of.get(name, DEFAULT_GROUP)
+        assignments.append(GroupAssignment(name, key, lr_ratio, weight_decay, optimizer, matrix))
     return assignments
+
+
+def _refuse_vectors(group_of: Mapping[str, str], optim: Optim, matrices: Mapping[str, MatrixForm]) -> None:
+    asked = [key for key, each in optim.groups.items() if each.optimizer == "muon"]
+    for key in asked:
+        others = [name for name, group in group_of.items() if group == key and name not in matrices]
+        if others:
+            raise RecipeError(
+                f"optim.groups.{key}.optimizer=muon takes {', '.join(others[:3])}{', ...' * (len(others) > 3)}: Muon updates"
+                f" matrices of layers only; use optim.groups.{key}.optimizer=auto, or a narrower pattern"
+            )
 
 
 def is_no_weight(name: str, shape: tuple[int, ...]) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from framework.optim.groups import optimizer_of
 from framework.optim.states import Masters, MomentsDtype, StateKind, make_states
 from framework.optim.update_rules import OPTIMIZERS, FlatShard, ShardGroup
 from framework.recipe.schema import Optim
@@ -26,31 +27,32 @@ class Missed:
     is_reached: Tensor
 
 
-def state_names(optim: Optim) -> tuple[str, ...]:
-    """The per-element states of the recipe's optimizer, which a checkpoint keeps."""
-    return tuple(OPTIMIZERS[optim.name].states(optim))
+def state_names(optim: Optim, group: str = "") -> tuple[str, ...]:
+    """The per-element states, which a checkpoint keeps, of parameters of the group with this key."""
+    return tuple(OPTIMIZERS[optimizer_of(optim, group)].states(optim))
 
 
 class FlatOptimizer:
-    """The recipe's optimizer over flat shards.
+    """One of the recipe's optimizers over flat shards.
 
-    moments: `precision.moments`; seed: of stochastic rounding, of moments and of values in bf16.
+    name: of the update rule; moments: `precision.moments`; seed: of stochastic rounding, of moments and of values in bf16.
     """
 
     def __init__(
         self,
+        name: str,
         optim: Optim,
         groups: Sequence[ShardGroup],
         device: torch.device,
         moments: MomentsDtype = "fp32",
         seed: int = 0,
     ):
-        self._rule = OPTIMIZERS[optim.name]
+        self._rule = OPTIMIZERS[name]
         # A rank whose stages are frozen, or all on the host, counts updates as the others do. fp64: its kernel reads no divisor.
         nothing = FlatShard((), *torch.zeros(2, 0, dtype=torch.float64, device=device))
         filled = [group for group in groups if group.shards] or [ShardGroup("nothing", (nothing,), 1.0, 0.0)]
         self.shards = tuple(shard for group in filled for shard in group.shards)
-        self.state_names = state_names(optim)
+        self.state_names = tuple(self._rule.states(optim))
         self._group_of = {shard: group for group in filled for shard in group.shards}
         self._kernel_divides = all(shard.gradient.dtype == torch.float32 for shard in self.shards)
         kinds = [

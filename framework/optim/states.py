@@ -26,17 +26,18 @@ from torch import Tensor
 
 from framework.mesh.box import Box
 from framework.mesh.layout import Run
-from framework.optim import low_bit
+from framework.optim.bit_kernels import BITS
 from framework.optim.low_bit import BLOCK, SIGNED, UNSIGNED
-from framework.optim.stochastic_rounding import ROUNDING_BITS, draw_bits, is_needed, round_to_bf16
+from framework.optim.stochastic_rounding import ROUNDING_BITS, is_needed
 from framework.optim.update_rules import FlatShard
 
 MomentsDtype = Literal["fp32", "bf16", "int8"]
 
 # Elements that are decoded at a time. On a CPU torch's grain size, above which it would share one operation among threads; all
-# that an update of them touches stays in a core's cache. On a GPU enough to be worth its kernels: some 150 MiB of scratch.
+# that an update of them touches stays in a core's cache. On a GPU enough to be worth its kernels' launches: some 150 MiB of
+# scratch.
 CHUNK_CPU = 1 << 15
-CHUNK_DEVICE = 1 << 21
+CHUNK_DEVICE = 1 << 23
 # The word of random bits with which two states are rounded to nearest.
 HALVES = -0x7FFF8000
 BF16_MANTISSA_BITS = 7
@@ -120,14 +121,15 @@ class Bf16Storage:
     def __init__(self, num_blocks: int, device: torch.device, kind: StateKind):
         self.is_stochastic = is_needed(kind.retained, BF16_MANTISSA_BITS, kind.is_signed)
         self.numbers = torch.zeros(num_blocks, dtype=torch.bfloat16, device=device)
+        self._kernel = BITS.on(device)
 
-    def decode(self, blocks: Run) -> Tensor:
-        """The numbers of blocks [first, last): flat."""
-        return self.numbers[slice(*blocks)]
+    def decode(self, blocks: Run, out: Tensor) -> None:
+        """Write the numbers of blocks [first, last) to `out`: flat, of any dtype."""
+        out.copy_(self.numbers[slice(*blocks)])
 
-    def encode(self, blocks: Run, values: Tensor, bits: Tensor) -> None:
-        """Keep `values`, fp32, rounded by the lowest 16 of `bits`, int32: both flat."""
-        self.numbers[slice(*blocks)] = round_to_bf16(values, bits)
+    def encode(self, blocks: Run, values: Tensor, bits: Tensor, shift: int) -> None:
+        """Keep `values`, fp32, rounded by 16 of `bits`, int32, behind the lowest `shift`: both flat."""
+        self._kernel.round(values, bits, shift, self.numbers[slice(*blocks)])
 
     def memory(self, blocks: Run) -> tuple[Tensor, ...]:
         """All memory of these blocks."""
@@ -144,12 +146,13 @@ class Int8Storage:
         self.is_stochastic = is_needed(kind.retained, self._codes.mantissa_bits, kind.is_signed)
         self.codes = torch.zeros(num_blocks * BLOCK, dtype=self._codes.dtype, device=device)
         self.exponents = torch.zeros(num_blocks, dtype=torch.uint8, device=device)
+        self._kernel = BITS.on(device)
 
-    def decode(self, blocks: Run) -> Tensor:
-        return low_bit.decode(*self.memory(blocks), kind=self._codes)
+    def decode(self, blocks: Run, out: Tensor) -> None:
+        self._kernel.decode(*self.memory(blocks), self._codes, out)
 
-    def encode(self, blocks: Run, values: Tensor, bits: Tensor) -> None:
-        low_bit.encode(values, bits, *self.memory(blocks), kind=self._codes)
+    def encode(self, blocks: Run, values: Tensor, bits: Tensor, shift: int) -> None:
+        self._kernel.encode(values, bits, shift, *self.memory(blocks), self._codes)
 
     def memory(self, blocks: Run) -> tuple[Tensor, Tensor]:
         return self.codes[blocks[0] * BLOCK : blocks[1] * BLOCK], self.exponents[slice(*blocks)]
@@ -177,7 +180,9 @@ class LowBitStates(States):
         self._scratch = {name: torch.zeros(size, dtype=dtype, device=device) for name in self.storages}
         self._bits = torch.full((size,), HALVES, dtype=torch.int32, device=device)
         self._nearest = self._bits.clone()
-        self._narrow = torch.zeros(size, device=device)
+        # Values are encoded in fp32, also where a verification keeps fp64: it does so to new memory alone.
+        self._narrow = None if dtype == torch.float32 else torch.zeros(size, device=device)
+        self._kernel = BITS.on(device)
         self._draws = any(each.is_stochastic for each in self.storages.values())
         self._seed, self._block, self._device = seed, block, device
         self._copies: dict[tuple[FlatShard, str], Tensor] = {}
@@ -186,14 +191,14 @@ class LowBitStates(States):
         return {name: scratch[self._within(chunk, run)] for name, scratch in self._scratch.items()}
 
     def load(self, chunk: StateChunk) -> None:
+        size = self._size_of(chunk)
         for name, storage in self.storages.items():
-            numbers = storage.decode(chunk.blocks)
-            self._scratch[name][: len(numbers)] = numbers
+            storage.decode(chunk.blocks, self._scratch[name][:size])
 
     def store(self, chunk: StateChunk, step: int) -> None:
         for run in chunk.runs if self._draws else ():
             key = (self._seed, "moments", step, run.parameter)
-            draw_bits(key, run.boxes, run.shape, self._bits[self._within(chunk, run)])
+            self._kernel.draw(key, run.boxes, run.shape, self._bits[self._within(chunk, run)])
         self._encode(chunk)
 
     def values(self, shard: FlatShard, name: str) -> Tensor:
@@ -201,7 +206,9 @@ class LowBitStates(States):
             return self._copies[shard, name]
         copy = torch.empty(shard.value.numel(), dtype=torch.bfloat16, device=self._device)
         for run in self._runs(shard):
-            copy[run.start : run.stop] = self.storages[name].decode(run.blocks)[self._in_blocks(run)]
+            numbers = copy.new_empty((run.blocks[1] - run.blocks[0]) * self._block)
+            self.storages[name].decode(run.blocks, numbers)
+            copy[run.start : run.stop] = numbers[self._in_blocks(run)]
         return copy
 
     def memory(self, shard: FlatShard, start: int, stop: int) -> Iterator[Tensor]:
@@ -233,12 +240,16 @@ class LowBitStates(States):
         return starts
 
     def _encode(self, chunk: StateChunk) -> None:
-        size = (chunk.blocks[1] - chunk.blocks[0]) * self._block
+        size = self._size_of(chunk)
         for index, (name, storage) in enumerate(self.storages.items()):
             bits = (self._bits if storage.is_stochastic else self._nearest)[:size]
-            # Copied, because `float()` keeps fp64 where a verification asks for that.
-            values = self._narrow[:size].copy_(self._scratch[name][:size])
-            storage.encode(chunk.blocks, values, bits >> index * ROUNDING_BITS)
+            values = self._scratch[name][:size]
+            values = values if self._narrow is None else self._narrow[:size].copy_(values)
+            storage.encode(chunk.blocks, values, bits, index * ROUNDING_BITS)
+
+    def _size_of(self, chunk: StateChunk) -> int:
+        """Elements of a chunk's blocks."""
+        return (chunk.blocks[1] - chunk.blocks[0]) * self._block
 
     def _runs(self, shard: FlatShard) -> list[StateRun]:
         return [run for chunk in self.chunks for run in chunk.runs if run.shard is shard]
@@ -343,6 +354,7 @@ class Masters:
         size = max((sum(run.numel for run in runs) for runs in self._rounded), default=0)
         self._scratch = torch.zeros(size, device=device)
         self._bits = torch.zeros(size, dtype=torch.int32, device=device)
+        self._kernel = BITS.on(device)
 
     def views(self, number: int) -> list[Tensor]:
         """For each run of a chunk the values that a kernel updates between `load` and `store`: [numel], the gradient's dtype."""
@@ -358,8 +370,8 @@ class Masters:
         """Keep what is in a chunk's views; step: of the run, for which random bits are drawn."""
         scratches, bits = self._split(self._scratch, number), self._split(self._bits, number)
         for run, scratch, words in zip(self._rounded[number], scratches, bits, strict=True):
-            draw_bits((self._seed, "master", step, run.parameter), run.boxes, run.shape, words)
-            _values(run).copy_(round_to_bf16(scratch, words))
+            self._kernel.draw((self._seed, "master", step, run.parameter), run.boxes, run.shape, words)
+            self._kernel.round(scratch, words, 0, _values(run))
 
     def _split(self, flat: Tensor, number: int) -> Sequence[Tensor]:
         sizes = [run.numel for run in self._rounded[number]]

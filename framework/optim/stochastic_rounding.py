@@ -53,15 +53,26 @@ def draw_bits(key: Key, boxes: Sequence[Box], shape: Sequence[int], out: Tensor)
 
     shape: of the whole parameter, in which elements are numbered row-major. 32 bits each are enough for two roundings.
     """
-    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    start = 0
-    for high, group in groupby(_split_at_words(boxes, strides), lambda box: _first_number(box, strides) >> WORD_BITS):
+    strides, start = find_strides(shape), 0
+    for words, group in hash_boxes(key, boxes, strides):
         first = start
         for box in group:
             _write_numbers(box, strides, out[start : start + box.numel])
             start += box.numel
-        _hash(out[first:start], (*key, high))
+        _hash(out[first:start], words)
     assert start == len(out), (start, len(out))
+
+
+def find_strides(shape: Sequence[int]) -> list[int]:
+    """Steps of an element's number along each dim."""
+    return [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+
+def hash_boxes(key: Key, boxes: Sequence[Box], strides: Sequence[int]) -> Iterator[tuple[tuple[int, ...], list[Box]]]:
+    """The same elements in the same order, in boxes whose elements' numbers differ in their low words only; in front of those
+    that share a high word the words of a key with it (`hash_key`)."""
+    for high, group in groupby(_split_at_words(boxes, strides), lambda box: first_number(box, strides) >> WORD_BITS):
+        yield hash_key((*key, high)), list(group)
 
 
 def hash_key(key: Key) -> tuple[int, ...]:
@@ -73,14 +84,15 @@ def hash_key(key: Key) -> tuple[int, ...]:
     return tuple(int.from_bytes(digest[at : at + 4], "little") for at in (0, 4, 8))
 
 
-def _first_number(box: Box, strides: Sequence[int]) -> int:
+def first_number(box: Box, strides: Sequence[int]) -> int:
+    """The number of a box's first element."""
     return sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
 
 
 def _split_at_words(boxes: Iterable[Box], strides: Sequence[int]) -> Iterator[Box]:
     """The same elements in the same order, in boxes whose elements' numbers have equal high bits."""
     for box in boxes:
-        first = _first_number(box, strides)
+        first = first_number(box, strides)
         last = first + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
         if not box.numel or first >> WORD_BITS == last >> WORD_BITS:
             yield box
@@ -96,20 +108,20 @@ def _split_at_words(boxes: Iterable[Box], strides: Sequence[int]) -> Iterator[Bo
 def _write_numbers(box: Box, strides: Sequence[int], out: Tensor) -> None:
     """Fill `out`, int32 [n], with the low words of the numbers of the box's elements."""
     numbers = out.view(box.sizes)
-    numbers.fill_(_signed(_first_number(box, strides)))
+    numbers.fill_(signed(first_number(box, strides)))
     for dim, (size, stride) in enumerate(zip(box.sizes, strides, strict=True)):
         if size > 1:  # sums and products wrap around, as the words do
-            steps = torch.arange(size, dtype=torch.int32, device=out.device).mul_(_signed(stride))
+            steps = torch.arange(size, dtype=torch.int32, device=out.device).mul_(signed(stride))
             numbers.add_(steps.view(size, *[1] * (len(strides) - dim - 1)))
 
 
-def _hash(words: Tensor, key: Key) -> None:
+def _hash(words: Tensor, of_key: Sequence[int]) -> None:
     """Hash the low words of elements' numbers, int32 [n], in place."""
-    first, *added = hash_key(key)
+    first, *added = of_key
     spare = torch.empty_like(words)
-    words.add_(_signed(first))
+    words.add_(signed(first))
     for shift, factor, word in zip(SHIFTS, FACTORS, (*added, 0), strict=False):
-        _fold(words, shift, spare).mul_(_signed(factor)).add_(_signed(word))
+        _fold(words, shift, spare).mul_(signed(factor)).add_(signed(word))
     _fold(words, SHIFTS[-1], spare)
 
 
@@ -119,7 +131,7 @@ def _fold(words: Tensor, shift: int, spare: Tensor) -> Tensor:
     return words.bitwise_xor_(spare.bitwise_and_((1 << (WORD_BITS - shift)) - 1))
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
     """The low 32 bits of a word as a signed integer, which is what torch's int32 takes."""
     low = word & 0xFFFFFFFF
     return low - (1 << 32) if low >> 31 else low

@@ -108,7 +108,36 @@ class Lion(torch.optim.Optimizer):
         return state["exp_avg"]
 
 
-# By `optim.name` of a recipe. torch's own with its fused kernels, each over all tensors of a parameter group.
+class MovingAverage(torch.optim.Optimizer):
+    """The momentum of Muon (`muon.py`), in place: M <- M + (1 - b) (G - M). Parameters stay.
+
+    Each parameter has the state `momentum_buffer`. `grad_scale` and `found_inf` as of `Lion`.
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(self, params: Iterable[Any], lr: float, momentum: float):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every momentum."""
+        for group in self.param_groups:
+            weight: Tensor | float = 1 - group["momentum"]
+            for param in group["params"]:
+                grad, moment = param.grad, self.state[param]["momentum_buffer"]
+                if self.grad_scale is not None:
+                    grad.div_(self.grad_scale)
+                if self.found_inf is not None:
+                    grad.masked_fill_(self.found_inf > 0, 0.0)  # 0 * inf would be NaN below
+                    weight = (1.0 - self.found_inf.double()) * (1 - group["momentum"])
+                moment.add_((grad - moment).mul_(weight))
+        return None
+
+
+# By the name of an optimizer; of Muon the elementwise part (`muon.py`). torch's own with its fused kernels, each over all tensors
+# of a parameter group.
 OPTIMIZERS: dict[str, UpdateRule] = {
     "adamw": UpdateRule(
         states=lambda optim: dict(zip(("exp_avg", "exp_avg_sq"), optim.betas, strict=True)),
@@ -119,6 +148,10 @@ OPTIMIZERS: dict[str, UpdateRule] = {
     "lion": UpdateRule(
         states=lambda optim: {"exp_avg": optim.betas[1]},
         make=lambda optim, groups: Lion(groups, lr=optim.lr, betas=optim.betas),
+    ),
+    "muon": UpdateRule(
+        states=lambda optim: {"momentum_buffer": optim.momentum},
+        make=lambda optim, groups: MovingAverage(groups, lr=optim.lr, momentum=optim.momentum),
     ),
     "sgd": UpdateRule(
         states=lambda optim: {"momentum_buffer": optim.momentum} if optim.momentum else {},

@@ -12,6 +12,7 @@ A new parallelism is one file and one line in TRANSFORMS.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from math import prod
 from typing import Any
 
 import torch
@@ -26,13 +27,16 @@ from framework.model.kept_outputs import EXPERTS, KeepsOutputs
 from framework.model.load import choose_experts, kept_in_fp32
 from framework.model.logit_map import LogitMap
 from framework.model.loss import Loss
+from framework.model.matmul import Matmul
 from framework.model.mixtures import ExpertLoad
 from framework.model.opaque_experts import OpaqueExperts, find_opaque_experts, replace_forward
 from framework.model.opaque_linear import keep_named
 from framework.model.precision import DTYPES
+from framework.model.routers import find_routers
 from framework.model.stage import find_shared, hollow_out
 from framework.parallel.activation_checkpointing import checkpoint_layers
 from framework.parallel.activation_offload import ActivationOffload, offload_activations
+from framework.parallel.adapters import AdaptMatmuls, place_adapters
 from framework.parallel.attention import find_context_attentions, is_operator, split_context
 from framework.parallel.experts.dispatch import report_dropped, write_stacked_gradients
 from framework.parallel.experts.split import split_experts
@@ -152,6 +156,48 @@ def cut_to_stage(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> L
     return {name: _share(layout) if name in shared else layout for name, layout in own.items()}
 
 
+def quantize_gathers(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
+    """Have large trained matrices travel as codes (`zero.quantize_gather`). Routers stay exact, or a rounding would choose other
+    experts; so do weights that a family keeps in fp32, frozen ones, of which nobody has a master, tied ones, of which the other
+    stage's copy would be cut into other blocks, and those that travel as fp8 anyway, which costs not one bit."""
+    zero = plan.recipe.zero
+    if zero.quantize_gather == "none":
+        return layouts
+    routers = {id(each) for router, _ in find_routers(model) for each in router.parameters()}
+    wide = kept_in_fp32(model, plan.compute_dtype)
+
+    def is_quantized(name: str, layout: Layout) -> bool:
+        is_large = len(layout.shape) > 1 and prod(layout.shape) >= zero.quantize_min_elements
+        is_plain = name in plan.groups and len(plan.ties[name]) == 1 and not wide & {*plan.ties[name]}
+        return is_large and is_plain and not layout.gathered_in and id(model.get_parameter(name)) not in routers
+
+    form = f"{zero.quantize_gather} blocks"
+    return {
+        name: replace(layout, gathered_in=form) if is_quantized(name, layout) else layout
+        for name, layout in layouts.items()
+    }
+
+
+def quantize_reductions(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
+    """Have gradients of large trained matrices leave their node as codes (`zero.quantize_reduce`). Vectors and routers stay
+    exact: they are few bytes, and of a block with others they would get the others' errors."""
+    zero = plan.recipe.zero
+    if zero.quantize_reduce == "none":
+        return layouts
+    routers = {id(each) for router, _ in find_routers(model) for each in router.parameters()}
+    # Not each name of a tie is there on each stage.
+    exact = {name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in routers}
+
+    def is_quantized(name: str, layout: Layout) -> bool:
+        is_large = len(layout.shape) > 1 and prod(layout.shape) >= zero.quantize_min_elements
+        return is_large and name in plan.groups and name not in exact
+
+    return {
+        name: replace(layout, reduced_in=zero.quantize_reduce) if is_quantized(name, layout) else layout
+        for name, layout in layouts.items()
+    }
+
+
 def name_zero_axes(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
     """Say over which axes ZeRO shards and replicates what no transform has said that of: all of dp x cp.
 
@@ -167,7 +213,10 @@ TRANSFORMS: tuple[Transform, ...] = (
     split_over_tp,  # weights of all that is here: vocabulary, layers, and the tokens between regions
     split_context,  # of the heads that are left to this rank
     cut_to_stage,  # then embedding and head may go: until here both are needed to split what they share
+    place_adapters,  # beside what is left of their weights, whose layouts theirs follow; of this stage's modules alone
     gather_in_fp8,  # of the shapes that are left to this rank
+    quantize_gathers,  # of what does not travel as fp8 already
+    quantize_reductions,  # anywhere behind the cut: of the gradients that are this stage's
     compile_layers,  # of the layers as they are computed; around it they are checkpointed, once there is memory (ATTACH)
     name_zero_axes,  # last: ZeRO divides what all else has left to this rank
 )
@@ -214,6 +263,8 @@ class AttachedStage:
 
     operations: dict[nn.Module, Sequence[KeepsOutputs]] = field(init=False, default_factory=dict)
     """The operations of each module whose outputs activation checkpointing may keep."""
+    matmuls: Sequence[Matmul] = field(init=False, default=())
+    """The matmuls of its trained linear layers."""
     parameters: ParameterSync = field(init=False)
     gradients: GradientSync = field(init=False)
     hooks: UnitHooks = field(init=False)
@@ -235,9 +286,11 @@ def write_main_gradients(stage: AttachedStage) -> None:
     """Have linear layers, stacked experts and embeddings write their weights' gradients into the buffers."""
     model, views = stage.model, stage.grad_views
     fp8 = set(find_fp8_linears(model, stage.plan).values())
-    linears = write_gradients_directly(model, views, partial(make_matmul, fp8=fp8, plan=stage.plan))
+    adapt = AdaptMatmuls(stage.plan, views)
+    linears = write_gradients_directly(model, views, partial(make_matmul, fp8=fp8, plan=stage.plan), adapt.linear)
+    stage.matmuls = tuple(linears.values())
     stage.operations |= {module: (matmul,) for module, matmul in linears.items()}
-    stage.operations |= write_stacked_gradients(model, views)
+    stage.operations |= write_stacked_gradients(model, views, adapt.stacked)
     write_embedding_gradients(model, views, stage.compiled)
 
 
@@ -262,7 +315,7 @@ def hook_units(stage: AttachedStage) -> None:
     plan, buffers = stage.plan, stage.buffers
     stage.gradients = GradientSync(buffers, stage.exposed, DTYPES[plan.recipe.precision.reduce])
     by_unit = [[buffer for buffer in buffers if buffer.plan.unit == unit.name] for unit in plan.own_units]
-    stage.parameters = ParameterSync(by_unit, stage.exposed)
+    stage.parameters = ParameterSync(by_unit, stage.exposed, [matmul.invalidate for matmul in stage.matmuls])
     prefetch, trains_below = plan.recipe.zero.prefetch_units, plan.trains_below
     stage.hooks = UnitHooks(
         stage.model, plan.own_units, stage.ties, stage.parameters, stage.gradients, prefetch, trains_below

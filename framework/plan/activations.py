@@ -63,12 +63,12 @@ other ranks, sums of their gradients (`context`). By then backward has freed wha
 What stands behind the last layer keeps, for v words on a rank:
 
     norm and head       T' (h (4 + e) + 4) + T h e     T' h e with memory.gathered_inputs=regather
-    logits              T v e with a divided vocabulary, else T v 4: logarithms of softmax in fp32
+    logits              T v e with a divided vocabulary or kernels, else T v 4: logarithms of softmax in fp32
 
 and with memory.chunked_loss, for c tokens of a chunk (`model.loss.chunk_size`), in the place of logits
 
     sums of softmax     T 4                    their logarithms, in fp32
-    a chunk, at once    c v 2 max(e, 4)        while it is computed: logits, softmax in fp32, the gradient of logits
+    a chunk, at once    c v (e + max(e, 4))    logits and softmax in fp32, unless the device has kernels (`fuses_loss`): c v e
 """
 
 from collections.abc import Collection, Sequence
@@ -79,7 +79,7 @@ from math import prod
 
 from framework.mesh.token_layout import TokenLayout
 from framework.model.kept_outputs import EXPERTS, Policy
-from framework.model.loss import chunk_size
+from framework.model.loss import chunk_bytes
 from framework.model.stage import StageBounds
 from framework.parallel.activation_offload import choose_offloaded
 from framework.plan.activation_peaks import StageActivations
@@ -123,6 +123,7 @@ class Activations:
     masks: tuple[str | None, ...] = ()
     # Rows are sent to experts, or dropped.
     dispatches: bool = False
+    fuses_loss: bool = False  # the device has kernels for it
 
     @cached_property
     def hidden_bytes(self) -> int:
@@ -379,8 +380,7 @@ class Activations:
 
     @cached_property
     def _factor_bytes(self) -> int:
-        """Factors of the matmuls of a layer's weight gradients: inputs of linear layers, gradients of their outputs,
-        of all tokens of a region."""
+        """Factors of the matmuls of a layer's weight gradients: inputs of linear layers, gradients of outputs, of a region."""
         widths = self.layer
         if widths is None:
             return self._all_of_layer
@@ -397,16 +397,14 @@ class Activations:
     @property
     def _embedding_factor_bytes(self) -> int:
         """The same for the embedding: gradients of its rows; with a divided vocabulary the gradient of the rank's part itself."""
-        rows = -(-self.vocabulary // self.tokens.tp.size) if self.tokens.tp.size > 1 else self._num_tokens
+        rows = self._words if self.tokens.tp.size > 1 else self._num_tokens
         return rows * self.width * self.itemsize
 
     @cached_property
     def _head_factor_bytes(self) -> int:
         """The same for the head; where the loss is chunked, the sum of its weight's gradient over chunks."""
-        part = -(-self.vocabulary // self.tokens.tp.size)
-        if self.memory.chunked_loss:
-            return part * self.width * max(self.itemsize, 4)
-        return self._num_tokens * (self.width + part) * self.itemsize
+        of_all = self._num_tokens * (self.width + self._words) * self.itemsize
+        return self._words * self.width * max(self.itemsize, 4) if self.memory.chunked_loss else of_all
 
     @cached_property
     def _behind_layers(self) -> int:
@@ -417,19 +415,23 @@ class Activations:
     @cached_property
     def _logits_bytes(self) -> int:
         """Bytes that the loss keeps."""
-        e, t, tokens = self.itemsize, self.tokens.tp.size, self._num_tokens
+        e, is_narrow = self.itemsize, self.tokens.tp.size > 1 or self.fuses_loss
         if self.memory.chunked_loss:
-            return tokens * max(e, 4)
-        return tokens * -(-self.vocabulary // t) * (e if t > 1 else max(e, 4))
+            return self._num_tokens * max(e, 4)
+        return self._num_tokens * self._words * (e if is_narrow else max(e, 4))
+
+    @property
+    def _words(self) -> int:
+        return -(-self.vocabulary // self.tokens.tp.size)
 
     @property
     def loss_temporaries(self) -> int:
-        """Bytes beside those kept while the whole loss is computed: without a divided vocabulary logits, in compute
-        dtype and if that is narrower in fp32; with it a copy in fp32. In chunks: `chunk_bytes`."""
-        if self.memory.chunked_loss:
+        """Bytes beside those kept while the whole loss is computed by torch's operations: without a divided vocabulary logits, in
+        compute dtype and if that is narrower in fp32; with it a copy in fp32. In chunks: `chunk_bytes`."""
+        if self.memory.chunked_loss or self.fuses_loss:
             return 0
-        t, e = self.tokens.tp.size, self.itemsize
-        return self._num_tokens * -(-self.vocabulary // t) * (max(e, 4) + (e if t == 1 and e < 4 else 0))
+        e, is_divided = self.itemsize, self.tokens.tp.size > 1
+        return self._num_tokens * self._words * (max(e, 4) + (0 if is_divided or e >= 4 else e))
 
     @property
     def backward_temporaries(self) -> int:
@@ -444,6 +446,5 @@ class Activations:
     @property
     def chunk_bytes(self) -> int:
         """Bytes beside those kept while a chunk of the loss is computed; 0 where it is not chunked."""
-        if not self.memory.chunked_loss:
-            return 0
-        return chunk_size(self._num_tokens) * -(-self.vocabulary // self.tokens.tp.size) * 2 * max(self.itemsize, 4)
+        is_chunked = bool(self.memory.chunked_loss)
+        return chunk_bytes(self._num_tokens, self._words, self.itemsize, self.fuses_loss) * is_chunked

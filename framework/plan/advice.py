@@ -17,7 +17,7 @@ from framework.errors import MeshwrightError, OutOfMemory, RecipeError
 from framework.plan.candidate import OFFLOADED, candidate_of
 from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import Forecast, MemoryForecast
-from framework.plan.forecast_plan import PlanForecast, forecast_plan
+from framework.plan.forecast_plan import LITTLE, PlanForecast, forecast_plan
 from framework.plan.plan import Plan, make_plan
 from framework.plan.rejections import ModelRules, describe_shortages
 from framework.plan.text import align, show_bytes
@@ -128,7 +128,10 @@ def describe_verdict(memory: MemoryForecast, cluster: ClusterRates) -> str:
     if shortages:
         return f"does not fit: {'; '.join(shortages)}"
     node = memory.node
-    return f"fits the {limit} with {show_bytes(memory.spare)} to spare" + (
+    # What is assumed of NCCL and of the allocator may be off by as much.
+    is_tight = cluster.device != "cpu" and memory.spare < LITTLE * memory.limit
+    tight = "tight, it may run out of memory: it " if is_tight else ""
+    return f"{tight}fits the {limit} with {show_bytes(memory.spare)} to spare" + (
         f", and a node's host memory with {show_bytes(node.spare)} of {show_bytes(node.there)}"
         if node.offloaded + node.copies
         else ""

@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 
 from framework.data.open_data import find_sequence_problems
 from framework.errors import MeshwrightError, RecipeError
+from framework.model.adapters import is_adapter
 from framework.model.hub import find_weights, read_generation
 from framework.model.initial import refuse_uninitialised
 from framework.model.load import load_config, refuse_unaligned_experts
@@ -52,13 +53,15 @@ def check_weights(plan: Plan) -> None:
     that read them. Reads the files' headers."""
     folder = find_weights(plan.recipe.model)
     if folder is not None:
-        refuse_other_weights(folder, plan.whole, plan.whole.state_dict())
+        refuse_other_weights(folder, plan.whole, [name for name in plan.whole.state_dict() if not is_adapter(name)])
         read_generation(plan.whole, folder)
 
 
 def check_layouts(recipes: Sequence[Recipe]) -> Plan:
     """The plan that holds most bytes a rank. Runs of a sweep that differ in nothing that a layout depends on are planned once."""
-    different = {repr([recipe.data.pack, *(getattr(recipe, name) for name in GROUPS)]): recipe for recipe in recipes}
+    different = {
+        repr([recipe.data.isolates, *(getattr(recipe, name) for name in GROUPS)]): recipe for recipe in recipes
+    }
     return max(map(check_layout, different.values()), key=most_bytes)
 
 

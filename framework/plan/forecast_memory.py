@@ -25,6 +25,7 @@ from framework.mesh.context import ContextSlices
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Axis
 from framework.model.logit_map import find_logit_map
+from framework.model.loss import is_fused
 from framework.model.stage import StageBounds
 from framework.parallel.pipeline.lower import LiveMoment, live_moments
 from framework.parallel.pipeline.pipeline import PipelinePlan
@@ -45,6 +46,7 @@ from framework.plan.memory_states import (
     Pipelines,
     Places,
     StateBytes,
+    place_states,
     slack_of,
 )
 from framework.plan.policies import Counts, choose_counts, is_large, least_bytes, shorten, uniform
@@ -199,9 +201,10 @@ class ActivationBytes:
             each.expert_tp,
             shape.mixture,
             self._contexts(each),
-            recipe.data.pack == "documents",
+            recipe.data.isolates,
             self._masks(each),
             each.ep > 1 or each.expert_tp < each.tp or recipe.model.expert_capacity is not None,
+            is_fused(recipe.launch.device, pipelines.compute.itemsize),
         )
 
     @remember("cp", "context")
@@ -314,7 +317,8 @@ class MemoryModel:
         moving = table.moving + np.array([part.moving for part in beside], dtype=np.int64)
         totals = table.totals + np.array([part.totals for part in beside], dtype=np.int64)
         reserved = totals + (FRAGMENTATION * moving).astype(np.int64)
-        found: np.ndarray = limit - self.pipelines.outside(stages) - reserved.max(axis=(1, 2))
+        outside = np.array([self.pipelines.outside(place_states(stages, place)) for place in places], dtype=np.int64)
+        found: np.ndarray = limit - outside - reserved.max(axis=(1, 2))
         return found
 
     def host_spare(self, stages: Candidate, places: Places, cluster: ClusterRates) -> np.ndarray:

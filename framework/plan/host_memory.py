@@ -33,12 +33,15 @@ def bytes_saved(plan: Plan, rank: int) -> int:
 
 def bytes_checkpointed(plan: Plan, rank: int) -> int:
     """Bytes that the rank writes of a checkpoint, and has copied: master and states of the elements that it counts."""
-    states, total = len(state_names(plan.recipe.optim)), 0
+    total = 0
     for buffer in plan.of_rank(rank).buffers:
-        counted = sum(stop - start for start, stop in buffer.counted_runs)
-        # Moments of few bits are written in full.
-        moments = states * buffer.dtypes.gradient.itemsize if buffer.is_trained else 0
-        total += counted * (buffer.dtypes.master.itemsize + moments)
+        if plan.recipe.adapter.is_used and not buffer.is_trained:
+            continue
+        for each in buffer.counted.values():
+            # Moments of few bits are written in full.
+            states = len(state_names(plan.recipe.optim, each.group)) * buffer.is_trained
+            itemsize = buffer.dtypes.master.itemsize + states * buffer.dtypes.gradient.itemsize
+            total += (each.stop - each.start) * itemsize
     return total
 
 

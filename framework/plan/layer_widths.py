@@ -20,7 +20,7 @@ MLP = {"gate_proj", "up_proj", "down_proj"}
 
 def read_masks(recipe: Recipe, config: PretrainedConfig, cp: int, context: int) -> tuple[str | None, ...]:
     """The mask that each layer's attention reads; none where it is Meshwright's, which reads none."""
-    has_documents = recipe.data.pack == "documents"
+    has_documents = recipe.data.isolates
     if cp > 1 or recipe.model.attention not in SDPA:
         return ()
     if find_stock_attention(config, recipe) is None:

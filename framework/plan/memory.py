@@ -12,6 +12,8 @@ from framework.parallel.zero.unit_buckets import gathers_alone, largest_shared, 
 
 # The share of a node's memory that ranks have for offloaded states: Python, torch, NCCL and page tables need the rest.
 USABLE = 0.9
+# The optimizer's per-element states of a group of parameters, by its key.
+StatesOf = Callable[[str], Sequence[str]]
 KINDS = ("parameters", "gradients", "master", "optimizer", "gathered")
 
 
@@ -47,10 +49,10 @@ class UnitMemory:
         return self.whole <= largest_shared(self.bucket_bytes)
 
 
-def measure_unit(buffers: Sequence[BufferPlan], states: Sequence[str], moments: MomentsDtype = "fp32") -> UnitMemory:
+def measure_unit(buffers: Sequence[BufferPlan], states: StatesOf, moments: MomentsDtype = "fp32") -> UnitMemory:
     """buffers: all of one unit, with the homes of their states."""
     casts = sum(
-        each.numel_owned * each.dtypes.compute.itemsize
+        each.dtypes.kept_bytes(each.numel_owned)
         for each in buffers
         if each.lifetimes.homes.master == Home.HOST and each.lifetimes.homes.parameters == Home.DEVICE
     )
@@ -73,7 +75,7 @@ def measure_unit(buffers: Sequence[BufferPlan], states: Sequence[str], moments: 
 
 
 def measure_units(
-    buffers: Iterable[BufferPlan], states: Sequence[str], moments: MomentsDtype = "fp32"
+    buffers: Iterable[BufferPlan], states: StatesOf, moments: MomentsDtype = "fp32"
 ) -> list[tuple[UnitMemory, int]]:
     """Each unit of a rank, once."""
     units: dict[str, list[BufferPlan]] = {}
@@ -95,7 +97,7 @@ def total_on_host(units: Sequence[tuple[UnitMemory, int]], is_pinned: bool) -> d
     return _total([(each.host, count) for each, count in units]) | {"gathered": casts, "pinning": pinning}
 
 
-def total_on_disk(buffers: Sequence[BufferPlan], states: Sequence[str]) -> tuple[int, int]:
+def total_on_disk(buffers: Sequence[BufferPlan], states: StatesOf) -> tuple[int, int]:
     """(bytes of a rank's file of states: whole pages of each part of a chunk, and its stamps; bytes of the ring of host buffers
     through which they travel)."""
     shards = disk_shards(buffers, states)
@@ -103,7 +105,7 @@ def total_on_disk(buffers: Sequence[BufferPlan], states: Sequence[str]) -> tuple
     return file_bytes(chunks), ring_bytes(chunks) if shards else 0
 
 
-def disk_shards(buffers: Sequence[BufferPlan], states: Sequence[str]) -> list[DiskShard]:
+def disk_shards(buffers: Sequence[BufferPlan], states: StatesOf) -> list[DiskShard]:
     """The states of those buffers whose master lives on a disk: a shard for each of them. A chunk begins with each span: kernels
     round by vectors, which begin there."""
     return [
@@ -111,7 +113,7 @@ def disk_shards(buffers: Sequence[BufferPlan], states: Sequence[str]) -> list[Di
             each.numel_owned,
             (
                 DiskState("master", each.dtypes.master),
-                *(DiskState(name, each.dtypes.gradient) for name in states),
+                *(DiskState(name, each.dtypes.gradient) for name in states(each.slots[0].group)),
             ),
             tuple(
                 cut for span in each.spans for where in [within_owned(each, span)] for cut in (where.start, where.stop)
@@ -122,20 +124,26 @@ def disk_shards(buffers: Sequence[BufferPlan], states: Sequence[str]) -> list[Di
     ]
 
 
+def count_states(buffer: BufferPlan, states: StatesOf) -> int:
+    """Elements of all states of what a rank owns of a buffer, padding included as the rest of it."""
+    most = max(len(states(slot.group)) for slot in buffer.slots)
+    fewer = sum((each.stop - each.start) * (most - len(states(each.group))) for each in buffer.spans)
+    return buffer.numel_owned * most - fewer
+
+
 def within_owned(plan: BufferPlan, span: GroupSpan) -> slice:
     """Where a span lies in what this rank owns of its buffer."""
     return slice(span.start - plan.start, span.stop - plan.start)
 
 
-def _bytes_at(
-    home: Home, buffers: Sequence[BufferPlan], states: Sequence[str], moments: MomentsDtype
-) -> dict[str, int]:
+def _bytes_at(home: Home, buffers: Sequence[BufferPlan], states: StatesOf, moments: MomentsDtype) -> dict[str, int]:
     total = dict.fromkeys(KINDS, 0)
     for buffer in buffers:
-        held = buffer.held_bytes(len(states), home)
+        held = buffer.held_bytes(count_states(buffer, states), home)
         full = held.pop("moments")
         # Wherever they live they have few bits.
-        total["optimizer"] += len(states) * _low_bit_bytes(buffer, moments) if full and moments != "fp32" else full
+        count = len(states(buffer.slots[0].group))
+        total["optimizer"] += count * _low_bit_bytes(buffer, moments) if full and moments != "fp32" else full
         for kind, num_bytes in held.items():
             total[kind] += num_bytes
     return total
@@ -147,7 +155,7 @@ def _pinning_bytes(buffer: BufferPlan) -> int:
     homes, dtypes = buffer.lifetimes.homes, buffer.dtypes
     held = buffer.held_bytes(0, Home.HOST)
     delivered = buffer.numel_owned * dtypes.gradient.itemsize * buffer.is_trained * (homes.master == Home.HOST)
-    cast = buffer.numel_owned * dtypes.compute.itemsize
+    cast = dtypes.kept_bytes(buffer.numel_owned)
     is_cast = homes.master == Home.HOST and homes.parameters == Home.DEVICE
     blocks = [held["parameters"], held["gradients"] - delivered, delivered, cast * is_cast]
     return sum((1 << (size - 1).bit_length()) - size for size in blocks if size)

@@ -50,7 +50,7 @@ class MemoryBounds:
         # A share of all gradients and three units' in full; all of them where each rank keeps all. Where some parameters are
         # frozen nothing is said of gradients, which are fp32 or wider.
         gradients = np.minimum(reduced + sharded // c.batch, whole) * (
-            0 if pipelines.recipe.model.freeze else GRADIENT_BYTES
+            0 if pipelines.recipe.model.freeze or pipelines.recipe.adapter.is_used else GRADIENT_BYTES
         )
         states = read * pipelines.compute.itemsize + gradients + pipelines.workspace + pipelines.outside(c)
         moving = c.sequences * (working + kept * layers + of_group * groups + of_neighbour * is_long)

@@ -12,14 +12,16 @@ import numpy as np
 import torch
 
 from framework.comm.communicator import Communicator
-from framework.mesh.topology import Axis, count_expert_shards
+from framework.comm.groups import choose_backends, plan_groups
+from framework.mesh.topology import Axis, Topology, count_expert_shards
 from framework.model.precision import DTYPES
 from framework.model.stage import StageBounds
 from framework.optim.optimizers import state_names
 from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.parallel.tensor.heads import ranks_per_kv_head
+from framework.parallel.zero.homes import choose_homes
 from framework.parallel.zero.lifetimes import lifetimes_of
-from framework.parallel.zero.plan_buffers import BufferPlan, choose_homes
+from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.candidate import OFFLOADED, Candidate
 from framework.plan.memory import (
     KINDS,
@@ -33,6 +35,7 @@ from framework.plan.memory import (
 )
 from framework.plan.remember import remember
 from framework.plan.shape import Degrees, ModelShape, RankUnit, StageUnits
+from framework.recipe.derive import count_secondary
 from framework.recipe.schema import Offload, Recipe
 
 # Fields of a candidate that the stages of its ranks depend on.
@@ -43,7 +46,8 @@ MIB = 2**20
 CUBLAS_BYTES = 32 * MIB
 # Assumed, not measured here: a CUDA context with torch's kernels loaded, and the buffers of a NCCL communicator over NVLink.
 CONTEXT_BYTES = 512 * MIB
-COMMUNICATOR_BYTES = 128 * MIB
+# One that carries only messages connects pairs as they talk, and no rings or trees.
+COMMUNICATOR_BYTES, MESSAGES_BYTES = 128 * MIB, 32 * MIB
 # Assumed: of what comes and goes (activations, logits, temporaries, gathered units) the caching allocator reserves this share
 # more than tensors fill, because free blocks do not fit what is asked for. What lives for the whole run is allocated first, in
 # blocks of its own.
@@ -119,10 +123,9 @@ class Pipelines:
         """The dtype of what the optimizer updates; None: that of each buffer."""
         return DTYPES.get(self.recipe.precision.master)
 
-    @cached_property
-    def states(self) -> tuple[str, ...]:
-        """The optimizer's states."""
-        return state_names(self.recipe.optim)
+    def states(self, group: str) -> tuple[str, ...]:
+        """The optimizer's states of a group of parameters, by its key."""
+        return state_names(self.recipe.optim, group)
 
     @property
     def on_gpus(self) -> bool:
@@ -131,10 +134,13 @@ class Pipelines:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint at the most: masters and moments, of frozen parameters too."""
+        """Bytes of a checkpoint at the most: masters and moments, of frozen parameters too, but for those beside an adapter."""
         master = (self.master or self.compute).itemsize
         moment = 4 if self.master is None else master
-        return self.shape.size.total * (master + len(self.states) * moment)
+        shape, total = self.shape, self.shape.size.total
+        if self.recipe.adapter.is_used:
+            total = sum(shape.whole.get_parameter(name).numel() for name in shape.groups)
+        return total * (master + len(self.states("")) * moment)
 
     def layers(self, each: Candidate) -> tuple[int, ...] | None:
         """The recipe's layers of each stage, where the candidate has as many: of others `let_rest_follow` leaves them out."""
@@ -156,10 +162,21 @@ class Pipelines:
         stages = self.shape.stages(each.pp, each.schedule, each.virtual, each.context, self.layers(each))
         return StagePlacement(stages, self.shape.owners(each.pp, each.schedule, each.virtual), Degrees.of(each))
 
+    @remember("pp", "dp", "cp", "tp", "ep", "expert_tp", "ulysses", "shard", "zero")
     def outside(self, each: Candidate) -> int:
         """Bytes of the device that are not torch's."""
-        sizes = (each.world, each.tp, each.batch, each.pp, each.cp, each.ep)
-        return (CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(size > 1 for size in sizes)) * self.on_gpus
+        if not self.on_gpus:
+            return 0
+        kv = ranks_per_kv_head(self.shape.config, each.tp)
+        experts = 1
+        if each.zero:
+            experts = count_expert_shards(each.shard, each.tp, each.ep, each.expert_tp, each.batch)
+        degrees = {
+            name: getattr(each, name) for name in ("pp", "dp", "cp", "tp", "ep", "shard", "expert_tp", "ulysses")
+        }
+        topology = Topology(kv=kv, expert_shard=experts, **degrees)
+        groups = plan_groups(topology.outlines(), choose_backends("cuda", is_debug=False))
+        return CONTEXT_BYTES + sum(MESSAGES_BYTES if each.only_messages else COMMUNICATOR_BYTES for each in groups)
 
     @property
     def workspace(self) -> int:
@@ -190,14 +207,13 @@ class StateBytes:
 
     pipelines: Pipelines
 
-    @remember(*STAGES, "zero", "shard", "batch", "cp", "states_offloaded")
+    @remember(*STAGES, "zero", "shard", "batch", "cp", "ulysses", "states_offloaded")
     def of_ranks(self, each: Candidate) -> Sequence[PhaseBytes]:
         """Bytes of each rank of the pipeline."""
-        # The number of communicators depends on which of dp and cp the batch's ranks are.
         outside = self.pipelines.outside(each)
         return [self._of_rank(each, stages, outside) for stages in self._units_of_ranks(each)]
 
-    @remember(*STAGES, "batch", "cp")
+    @remember(*STAGES, "batch", "cp", "ulysses")
     def of_places(self, stages: Candidate, places: Places) -> StateTable:
         """Bytes of states in each of these places."""
         parts = [self.of_ranks(place_states(stages, place)) for place in places]
@@ -268,6 +284,7 @@ class StateBytes:
 
     def _sizes(self, each: Candidate, unit: RankUnit) -> dict[str, int]:
         """Sizes of the axes that the unit's buffers may name."""
+        copied = self.pipelines.recipe.zero.secondary_shard if each.zero == 3 else None
         sizes = {
             "tp": each.tp,
             "kv": ranks_per_kv_head(self.pipelines.shape.config, each.tp),
@@ -275,6 +292,7 @@ class StateBytes:
             "embedding": 2,
             "shard": each.shard,
             "replica": each.batch // each.shard,
+            "secondary": count_secondary(copied, each.shard, each.tp, each.ranks_per_node),
             "expert_shard": 1,
             "expert_replica": 1,
         }
@@ -282,4 +300,7 @@ class StateBytes:
             copies = each.batch * each.tp // (each.expert_tp * each.ep)
             shard = count_expert_shards(each.shard, each.tp, each.ep, each.expert_tp, each.batch) if each.zero else 1
             sizes |= {"expert_shard": shard, "expert_replica": copies // shard}
+            if sizes["secondary"] > 1:
+                inner = count_expert_shards(sizes["secondary"], each.tp, each.ep, each.expert_tp, each.batch)
+                sizes["expert_secondary"] = inner if inner < shard else 1
         return sizes

@@ -19,6 +19,7 @@ from functools import cached_property, partial
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from framework.model.adapters import is_adapter
 from framework.model.experts import count_experts, find_experts
 from framework.model.flops import experts_per_token, flops_per_token, unit_flops
 from framework.model.units import Unit
@@ -94,7 +95,7 @@ class LayerOperators:
 @dataclass(frozen=True)
 class ModelOperators:
     """layers: of each, in order; equal layers are one object. head_flops: of a token in the head's forward. flops_per_token:
-    forward and backward, of all. vocabulary: rows of the head."""
+    forward and backward, of all. vocabulary: rows of the head. is_frozen: weights have no gradients, beside adapters."""
 
     layers: tuple[LayerOperators, ...]
     hidden: int
@@ -102,6 +103,7 @@ class ModelOperators:
     head_flops: float
     flops_per_token: float
     context: int
+    is_frozen: bool = False
 
     @property
     def estimated(self) -> float:
@@ -130,6 +132,7 @@ def read_operators(model: PreTrainedModel, units: Sequence[Unit], context: int) 
         flops.get("head", 0.0),
         flops_per_token(model, context),
         context,
+        any(is_adapter(name) for unit in units for name in unit.parameters),
     )
 
 
@@ -254,11 +257,24 @@ class UnitWork:
         return self.input.total + self.weight.total + self.again.total
 
 
-class LayerTimes:
-    """Seconds of units of one model on one cluster by one profile."""
+# Tokens of a document in the mean, unless somebody knows better: an assumption; pages of the web have some 500 to 1,000.
+DOCUMENT_TOKENS = 1024
 
-    def __init__(self, operators: ModelOperators, rates: Rates, kept: frozenset[str]):
+
+def typical_document(mean: int) -> int:
+    """Tokens of the document in which a token finds itself in the mean, where lengths are spread as exponentials are: long
+    documents have more of the tokens."""
+    return 2 * mean
+
+
+class LayerTimes:
+    """Seconds of units of one model on one cluster by one profile. document: tokens of the documents to which attention keeps;
+    None: the whole sequence; 0: it computes all pairs, and masks."""
+
+    def __init__(self, operators: ModelOperators, rates: Rates, kept: frozenset[str], document: int | None = None):
         self.operators, self.rates, self.kept = operators, rates, kept
+        self._document = min(document or operators.context, operators.context)
+        self._halves = rates.profile.attends_half and document != 0
 
     @remember("tokens", "share", "ring", "tp", "sequence", "ep", "expert_tp", "checkpointing", "adds")
     def layer(self, c: Candidate, number: int) -> UnitWork:
@@ -298,6 +314,8 @@ class LayerTimes:
         )
 
     def _weight_gradient(self, rows: float, inner: int, columns: int, adds: bool, narrow: bool = True) -> float:
+        if self.operators.is_frozen:
+            return 0.0  # those of adapters are among what is estimated
         # The first of several microbatches only writes as well; that it is one of many is not worth another layer to remember.
         added = inner * columns * self.rates.profile.gradient_bytes * (1.0 if adds else 0.5)
         return self.rates.gradient(rows, inner, columns, added, narrow)
@@ -308,7 +326,11 @@ class LayerTimes:
         if shape is None:
             return 0.0
         context = self.operators.context
-        pairs = shape.pairs(context) if self.rates.profile.attends_half else min(shape.reach, context) * context
+        pairs: float = context * context
+        if self._halves:
+            pairs = shape.pairs(self._document) * context / self._document
+        elif self.rates.profile.attends_half is False:
+            pairs = min(shape.reach, context) * context
         heads = -(-shape.heads // c.tp)
         return c.share * (2.0 * pairs * heads * (shape.key_dim + shape.value_dim))
 
@@ -330,7 +352,7 @@ class LayerTimes:
         sorted_s = 4 * rates.moved(2 * rows * layer.hidden * rates.itemsize)
         # One launch for all experts of a rank: kernels are grouped.
         launches = 2 * (local - 1) * rates.cluster.overhead_s
-        return forward - launches, weight - launches, activated + sorted_s
+        return forward - launches, max(0.0, weight - launches), activated + sorted_s
 
     def rows(self, layer: LayerOperators, c: Candidate) -> float:
         """Rows in a rank's experts, and that it sends: each token's top-k, of all tokens where tp slices experts."""
@@ -381,20 +403,21 @@ class LayerTimes:
 
     @remember("tokens", "tp", "sequence", "adds")
     def head(self, c: Candidate, chunks_loss: bool) -> UnitWork:
-        """The last norm, the output embedding and the loss; in chunks both are computed again in backward."""
+        """The last norm, the output embedding and the loss; in chunks logits are computed again in backward."""
         rates, profile, hidden = self.rates, self.rates.profile, self.operators.hidden
         columns = -(-self.operators.vocabulary // c.tp)
         outside = c.tokens / c.tp if c.sequence else c.tokens
         norm = rates.elementwise(outside * hidden, profile.norm)
-        loss = max(
-            rates.elementwise(c.tokens * columns, profile.loss), rates.cluster.softmax_seconds(c.tokens * columns)
+        least = rates.cluster.softmax_seconds(c.tokens * columns)
+        loss, loss_gradient = (
+            max(rates.elementwise(c.tokens * columns, each), least) for each in (profile.loss, profile.loss_gradient)
         )
         multiplied = rates.matmul(c.tokens, hidden, columns, narrow=False)
-        again = Work(multiplied, 0.0, loss) if chunks_loss else Work()
+        again = Work(multiplied) if chunks_loss else Work()
         gradient = self._weight_gradient(c.tokens, hidden, columns, c.adds, narrow=False)
         return UnitWork(
             Work(multiplied, 0.0, norm + loss),
-            Work(multiplied, 0.0, profile.backward_passes * norm + loss),
+            Work(multiplied, 0.0, profile.backward_passes * norm + loss_gradient),
             Work(gradient),
             again,
             gradient,

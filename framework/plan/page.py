@@ -19,9 +19,18 @@ from framework.parallel.pipeline.simulate import peak_live, simulate
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import ESTIMATED_VALUES
 from framework.plan.host_memory import MEMORY, bytes_of_copies, bytes_of_fullest_node, bytes_saved
+from framework.plan.operators import DOCUMENT_TOKENS
 from framework.plan.plan import Plan
 from framework.plan.text import align, show_bytes, show_exactly
-from framework.plan.traffic import context_costs, expert_traffic, forwards_of, measure_traffic, mixtures_of
+from framework.plan.traffic import (
+    context_costs,
+    expert_traffic,
+    forwards_of,
+    measure_leaving,
+    measure_traffic,
+    mixtures_of,
+)
+from framework.recipe.derive import compiles, find_compile_obstacle
 from framework.recipe.describe import describe_derived
 
 PICTURES = (".svg", ".png", ".pdf")
@@ -41,9 +50,35 @@ def describe_run(plan: Plan) -> Iterator[str]:
     )
     shards, replicas = plan.topology.size("shard"), plan.topology.size("replica")
     parts = f"{shards} shard{'s' * (shards != 1)}, {replicas} replica{'s' * (replicas != 1)}"
-    yield f"zero          stage {plan.recipe.zero.stage}: {parts}"
+    yield f"zero          stage {plan.recipe.zero.stage}: {parts}{_describe_unshards(plan)}"
     yield from _describe_checkpointing(plan)
+    yield from _describe_kernels(plan)
     yield describe_bubble(plan.pipeline, plan.derived.accumulation)
+
+
+def _describe_unshards(plan: Plan) -> str:
+    """The forms in which parameters and gradients travel, and are kept a second time; and that one node gains little by it."""
+    secondary, kind = plan.topology.size("secondary"), plan.recipe.zero.quantize_gather
+    words = f"; large matrices travel as {kind}" * (kind != "none")
+    words += f"; a second copy of them over {secondary} ranks" * (secondary > 1)
+    codes = plan.recipe.zero.quantize_reduce
+    words += f"; their gradients leave a node as {codes}" * (codes != "none")
+    return words + ", which saves no bytes between nodes: there is one" * bool(words and plan.derived.nodes == 1)
+
+
+def _describe_kernels(plan: Plan) -> Iterator[str]:
+    """Whether layers are compiled, and whose attention they have: what the step time takes them to have."""
+    recipe = plan.recipe
+    obstacle = find_compile_obstacle(recipe) if recipe.memory.compile == "auto" and plan.device.type == "cuda" else None
+    why = f": {obstacle}, and layers keep outputs by name" if obstacle else f" (memory.compile={recipe.memory.compile})"
+    yield f"layers        {'compiled' if compiles(recipe) else 'as they are'}{why}"
+    documents = ""
+    if recipe.data.isolates:
+        documents = f", to documents, which are taken to have {DOCUMENT_TOKENS:,} tokens in the mean"
+    if plan.stock_attention is None:
+        yield f"attention     Meshwright's{documents}"
+    else:
+        yield f"attention     transformers'{documents and ', of all pairs with a mask'}: {plan.stock_attention}"
 
 
 def describe_ranks(plan: Plan) -> Iterator[str]:
@@ -157,6 +192,10 @@ def _describe_bytes(plan: Plan, ranks: Sequence[int]) -> Iterator[str]:
     yield ""
     yield "bytes that it sends in a step: parameters, gradients, hidden states over tp, pp and ep, keys and values over cp"
     yield from _table([_sizes(measure_traffic(plan, rank)) for rank in ranks])
+    if plan.derived.nodes > 1:
+        yield ""
+        yield "bytes of parameters and gradients that leave its node in a step"
+        yield from _table([_sizes(measure_leaving(plan, rank)) for rank in ranks])
 
 
 def _describe_host(plan: Plan, ranks: Sequence[int]) -> Iterator[str]:

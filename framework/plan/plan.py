@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from framework.comm.communicator import Communicator
+from framework.comm.communicator import Communicator, link_levels
 from framework.errors import RecipeError
 from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
 from framework.mesh.placement import make_grid
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology, count_expert_shards, count_node_neighbours, shards_within_node
+from framework.model.adapters import add_adapters
 from framework.model.flops import (
     ModelSize,
     flops_per_token,
@@ -54,7 +55,7 @@ from framework.plan.shape import ModelShape, group_parameters_of, refuse_dropped
 from framework.plan.stage import PlannedStage, lay_out_stage
 from framework.plan.target import resolve_target
 from framework.recipe import schema
-from framework.recipe.derive import Derived, count_virtual_stages, derive
+from framework.recipe.derive import Derived, count_secondary, count_virtual_stages, derive
 from framework.recipe.schema import Recipe
 
 # The unit of memory.budget_gb: as the page of `plan` counts.
@@ -282,7 +283,8 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     # Beside 16 bits buffers stay in fp32: models cast them to what they are multiplied with.
     wide = torch.promote_types(DTYPES[recipe.precision.compute], torch.float32)
     whole = build_meta(config, recipe.model.attention, wide)
-    has_documents = recipe.data.pack == "documents"
+    add_adapters(whole, recipe.adapter)
+    has_documents = recipe.data.isolates
     if derived.cp > 1:
         refuse_undivided_context(config, ContextSlices(derived.context, derived.ulysses, derived.ring), has_documents)
     check_experts(whole, derived.ep, recipe.model.expert_capacity, derived.expert_tp < derived.tp)
@@ -322,9 +324,13 @@ def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:
     if within == "node":
         within = shards_within_node(derived.world, batch, derived.tp, derived.ranks_per_node, derived.nodes)
     shard = 1 if recipe.zero.stage == 0 else within or batch
-    expert_shard = 1
+    copied = recipe.zero.secondary_shard if recipe.zero.stage == 3 else None
+    secondary = count_secondary(copied, shard, derived.tp, derived.ranks_per_node)
+    expert_shard = expert_secondary = 1
     if recipe.zero.stage:
         expert_shard = count_expert_shards(shard, derived.tp, derived.ep, derived.expert_tp, batch)
+    if secondary > 1:
+        expert_secondary = count_expert_shards(secondary, derived.tp, derived.ep, derived.expert_tp, batch)
     inner = recipe.parallel.expert_hierarchical
     if inner == "node":
         inner = count_node_neighbours(derived.ep, derived.expert_tp, derived.ranks_per_node)
@@ -333,9 +339,19 @@ def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:
         kv=ranks_per_kv_head(config, derived.tp),
         shard=shard,
         expert_shard=expert_shard,
+        secondary=secondary,
+        expert_secondary=expert_secondary if expert_secondary < expert_shard else 1,
         ep_inner=inner,
         embedding_ranks=_find_embedding_ranks(recipe.pipeline, derived),
+        ranks_per_node=derived.ranks_per_node,
+        two_levels=_sums_in_two_levels(recipe),
     )
+
+
+def _sums_in_two_levels(recipe: Recipe) -> bool:
+    """Whether ZeRO's collectives go in two levels: those of gloo do, and sums that NCCL does not make itself."""
+    is_coded = recipe.precision.reduce == "bf16" or recipe.zero.quantize_reduce != "none"
+    return recipe.launch.device == "cpu" or is_coded
 
 
 def _find_embedding_ranks(settings: schema.Pipeline, derived: Derived) -> tuple[int, int]:
@@ -349,4 +365,4 @@ def _find_embedding_ranks(settings: schema.Pipeline, derived: Derived) -> tuple[
 
 def unconnected(topology: Topology, rank: int) -> dict[str, Communicator]:
     """The axes as a rank will see them, before anyone is connected."""
-    return {name: Communicator(axis) for name, axis in topology.axes(rank).items()}
+    return link_levels({name: Communicator(axis) for name, axis in topology.axes(rank).items()})

@@ -25,6 +25,7 @@ from framework.model.experts import find_experts
 from framework.model.kept_outputs import ATTENTION, EXPERTS, Policy
 from framework.model.load import build_meta
 from framework.model.logit_map import LogitMap, find_logit_map
+from framework.model.loss import is_fused
 from framework.model.precision import DTYPES
 from framework.model.units import find_layers
 from framework.parallel.activation_checkpointing import count_groups, group_size
@@ -38,10 +39,11 @@ Counts = tuple[int, int, int, int]
 # Memory that a rank is taken to have: a plan is pure, and made where there may be no such device. GPUs that large models are
 # trained on have 80 GB or more; a rank on a CPU is one of several on its host.
 DEVICE_BYTES = {"cuda": 80 * 2**30, "cpu": 16 * 2**30}
-# Where the logits of a microbatch, in compute dtype, are more than this share of it, `auto` is on. A whole loss has 5 times as
-# much at once in bf16 (logits, softmax and its gradient in fp32, their gradient): 5% of the device. Below that the fourth matmul
-# of the head, 2% of a step for Llama 3 8B, is the larger loss.
-SHARE = 0.01
+# Where the logits of a microbatch, in compute dtype, are more than this share of it, `auto` is on. By torch's operations a whole
+# loss has 5 times as much at once in bf16 (logits, softmax and its gradient in fp32, their gradient), 5% of the device; by
+# kernels the logits, and what a family's own operations make of them. Below that the fourth matmul of the head, 2% of a step for
+# Llama 3 8B, is the larger loss.
+SHARE, FUSED_SHARE = 0.01, 0.03
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,8 @@ def resolve_chunked_loss(recipe: Recipe, whole: PreTrainedModel) -> tuple[Recipe
 def is_large(tokens: int, vocabulary: int, tp: int, itemsize: int, device: str) -> bool:
     """Whether the logits of a microbatch on a rank, in compute dtype, are so large that `auto` is on. tokens: of a microbatch,
     of a rank of cp."""
-    return tokens * -(-vocabulary // tp) * itemsize > SHARE * DEVICE_BYTES[device]
+    share = FUSED_SHARE if is_fused(device, itemsize) else SHARE
+    return tokens * -(-vocabulary // tp) * itemsize > share * DEVICE_BYTES[device]
 
 
 def keep_chunked_loss(recipe: Recipe, config: PretrainedConfig) -> Recipe:

@@ -40,6 +40,8 @@ EAGER_CAST = Kernels(8.5, 0, 6)
 # read twice, because the scale is known behind the first pass.
 FUSED_NORM, FUSED_ROPE, FUSED_ACTIVATION = Kernels(3, 3, 1), Kernels(2, 2, 1), Kernels(3, 3, 1)
 FUSED_CAST = Kernels(2.5, 0, 2)
+# Kernels in Triton: statistics of the softmax read logits once, their gradient is written where they were.
+FUSED_LOSS, FUSED_LOSS_GRADIENT = Kernels(1, 1, 1), Kernels(2, 2, 1)
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Profile:
     residual: Kernels = RESIDUAL
     merge: Kernels = MERGE
     loss: Kernels = EAGER_LOSS
+    loss_gradient: Kernels = EAGER_LOSS
     cast: Kernels = EAGER_CAST
     """Kernels that cast each factor of an fp8 matmul."""
     narrows_experts: bool = False
@@ -103,6 +106,7 @@ class Profile:
 # NCCL's kernels hold some 16 of an H100's 132 multiprocessors while they run (its default of 16 channels, a block each).
 NCCL_STOLEN = 16 / 132
 OURS = Profile("meshwright", stolen=NCCL_STOLEN)
+OURS_ON_GPUS = replace(OURS, loss=FUSED_LOSS, loss_gradient=FUSED_LOSS_GRADIENT, cast=FUSED_CAST)
 
 
 @dataclass(frozen=True)

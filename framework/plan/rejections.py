@@ -46,7 +46,9 @@ FIELDS_OF_KEYS: dict[str, tuple[str, ...]] = {
     "pipeline.layers": ("pp", "schedule", "virtual"),
     "pipeline.table": (),
     "pipeline.fill_bubbles": ("pp",),
-    **dict.fromkeys(("zero.stage", "zero.accumulate", "zero.keep_gathered"), ("zero",)),
+    **dict.fromkeys(("zero.stage", "zero.accumulate", "zero.keep_gathered", "zero.quantize_reduce"), ("zero",)),
+    **dict.fromkeys(("zero.quantize_gather", "zero.quantize_min_elements"), ("zero",)),
+    "zero.secondary_shard": ("zero", "shard", "dp", "cp", "tp", "pp"),
     **dict.fromkeys(("zero.shard_within", "zero.optimizer_within"), ("zero", "shard", "dp", "cp")),
     **{f"memory.{name}": ("checkpointing",) for name in ("activation_checkpointing", "kept_operations", "budget_gb")},
     **{f"memory.offload.{name}": (f"offload.{name}",) for name in ("activations", "optimizer", "parameters")},
@@ -108,7 +110,7 @@ class ModelRules:
     def refuse_cp(self, c: Candidate) -> None:
         """Refusal of a context-parallel degree and its method: a small copy of the model is run to find it."""
         if c.cp > 1:
-            config, packs = self.shape.config, self.shape.recipe.data.pack == "documents"
+            config, packs = self.shape.config, self.shape.recipe.data.isolates
             refuse_uneven_heads(layer_configs(config), Parallel(tp=c.tp, cp=c.cp, context=[c.ulysses, c.ring]))
             refuse_undivided_context(config, ContextSlices(c.context, c.ulysses, c.ring), packs, self._causes)
 
@@ -118,7 +120,7 @@ class ModelRules:
 
     @cached_property
     def _causes(self) -> tuple[Any, ...]:
-        return tuple(probe_causes(self.shape.config, self.shape.recipe.data.pack == "documents"))
+        return tuple(probe_causes(self.shape.config, self.shape.recipe.data.isolates))
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,15 @@ from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology
+from framework.model.adapters import B, add_adapters, find_trained
 from framework.model.flops import ModelSize, experts_per_token, flops_per_token, measure_model, unit_flops
 from framework.model.load import build_meta, kept_in_fp32, layer_configs
 from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.precision import DTYPES
 from framework.model.stage import StageBounds, copy_stage, split_stages
 from framework.model.units import Unit, find_units, tied_names
-from framework.optim.groups import GroupAssignment, group_trained
+from framework.optim.groups import GroupAssignment, group_parameters, group_trained, optimizer_of
+from framework.optim.matrices import count_flops, find_matrices
 from framework.parallel.pipeline.pipeline import count_layers
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
 from framework.parallel.stage_plan import StagePlan
@@ -167,6 +169,20 @@ class ModelShape:
     def size(self) -> ModelSize:
         """Numbers of parameters of the whole model."""
         return measure_model(self.whole)
+
+    @cached_property
+    def matrices(self) -> tuple[float, float]:
+        """Averages over all parameters: the share that Muon updates, and FLOPs of its orthogonalisation."""
+        if self.recipe.optim.name != "muon":
+            return 0.0, 0.0
+        numel, flops = 0, 0.0
+        for name, form in find_matrices(self.whole, self.units, self.recipe.model.tp_plan).items():
+            if optimizer_of(self.recipe.optim, self.groups.get(name, "")) == "muon":
+                shape = self.whole.get_parameter(name).shape
+                numel += shape.numel()
+                each = form.shapes((shape[-2], shape[-1]))
+                flops += shape[:-2].numel() * sum(count_flops(one, self.recipe.optim.muon.steps) for one in each)
+        return numel / self.size.total, flops / self.size.total
 
     @property
     def top_k(self) -> int | None:
@@ -312,6 +328,7 @@ def make_shape(config: PretrainedConfig, recipe: Recipe = DEFAULT) -> ModelShape
     recipe = resolve_target(recipe)
     refuse_fresh_seeds(config)
     whole = build_meta(config, recipe.model.attention)
+    add_adapters(whole, recipe.adapter)
     units = tuple(find_units(whole))
     mixtures = find_mixtures(whole, units)
     refuse_bias_rate(recipe.model, whole, mixtures)
@@ -416,4 +433,12 @@ def group_parameters_of(recipe: Recipe, whole: PreTrainedModel, units: tuple[Uni
     parameters = {name: whole.get_parameter(name) for unit in units for name in unit.parameters}
     marked = {name for name, each in parameters.items() if getattr(each, "_no_weight_decay", False)}
     shapes = {name: tuple(each.shape) for name, each in parameters.items()}
-    return group_trained(shapes, recipe.model.freeze, recipe.optim, marked)
+    matrices = find_matrices(whole, units, recipe.model.tp_plan) if recipe.optim.name == "muon" else {}
+    if not recipe.adapter.is_used:
+        return group_trained(shapes, recipe.model.freeze, recipe.optim, marked, matrices)
+    trained = find_trained(whole, shapes, recipe.adapter)
+    groups = group_parameters(
+        ((name, shape, name in trained) for name, shape in shapes.items()), recipe.optim, marked, matrices
+    )
+    ratio = recipe.adapter.b_lr_ratio
+    return [replace(each, lr_ratio=each.lr_ratio * ratio) if each.parameter.endswith(B) else each for each in groups]

@@ -11,13 +11,22 @@ Parameters that are kept are gathered in a step's first forward alone; gradients
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from framework.mesh.topology import count_expert_shards
+from framework.parallel.zero.plan_buffers import REDUCE_CODECS
 from framework.parallel.zero.unit_buckets import largest_shared
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import ClusterRates, Group
+from framework.plan.cluster import ClusterRates, Group, place_group
 from framework.plan.exposure import Groups, hide
 from framework.plan.profile import Profile
 from framework.plan.remember import remember
+from framework.recipe.derive import count_secondary
 from framework.recipe.schema import Zero
+
+# Bytes of a gradient as codes, their scales included; and from how many on a backend adds it up itself.
+CODE_BYTES = {kind: codec.message_bytes(codec.block) / codec.block for kind, codec in REDUCE_CODECS.items()}
+WIDE_BYTES = 4.0
+# Bytes that decoding one number of a message reads and writes.
+DECODED_BYTES = 3.0
 
 
 @dataclass(frozen=True)
@@ -68,14 +77,25 @@ class Sharding:
         keeps_gradients = c.zero < 2 or self.zero.accumulate == "local"
         late, hidden = self._forward(units, gathers)
         copied = self._copies_s(units, self.parameter_bytes, self.profile.gather_copies, groups)
+        if self.zero.quantize_gather != "none":  # codes are read, and two bytes written for each
+            copied += self._copies_s(units, DECODED_BYTES, 1.0, groups)
+        # From the second time in a step on units come from the second copy, if there is one.
+        nearer = self._secondary(c, groups)
+        again = [
+            self._messages_s(each.dense, each.experts, *nearer, c.offloads_parameters)[0] if nearer else gather
+            for each, gather in zip(units, gathers, strict=True)
+        ]
         reduced = self._copies_s(units, self.gradient_bytes, self.profile.reduce_copies, groups)
         late += copied
         if keeps_parameters:
             gathers_once, hidden_once, per_microbatch, back, hidden_back = late, hidden, 0.0, 0.0, 0.0
             hidden = 0.0
         else:
-            gathers_once, hidden_once, per_microbatch = 0.0, 0.0, late
-            back, hidden_back = self._backward(units, gathers)
+            first = late
+            late, hidden = self._forward(units, again)
+            per_microbatch = late + copied
+            gathers_once, hidden_once = first - per_microbatch, 0.0
+            back, hidden_back = self._backward(units, again)
             back += copied
         room = sum(each.count * each.backward for each in units) - hidden_back
         room *= self.profile.hides_reductions
@@ -95,6 +115,20 @@ class Sharding:
             last + body_late + (reduced if keeps_gradients else 0.0),
             hidden + hidden_back + again_hidden,
             hidden_once + body_hidden,
+        )
+
+    def _secondary(self, c: Candidate, groups: Groups) -> tuple[tuple[Group, Group], tuple[Group, Group]] | None:
+        """Ranks that keep a second copy among themselves, beside those that have copies of a shard, of dense parameters and of
+        experts; None without one."""
+        inner = count_secondary(self.zero.secondary_shard, c.shard, c.tp, c.ranks_per_node) if c.zero == 3 else 1
+        if inner == 1:
+            return None
+        experts = count_expert_shards(inner, c.tp, c.ep, c.expert_tp, c.dp * c.cp)
+        of_experts = place_group(experts, c.expert_tp * c.ep, c.ranks_per_node, c.world)
+        is_copied = 1 < experts < groups.expert_shard.size
+        return (
+            (place_group(inner, c.tp, c.ranks_per_node, c.world), groups.replica),
+            (of_experts if is_copied else groups.expert_shard, groups.expert_replica),
         )
 
     def _in_buckets(self, unit: ShardedUnit, c: Candidate) -> list[ShardedUnit]:
@@ -126,10 +160,25 @@ class Sharding:
         upload = (own_dense + own_experts) * narrow / self.cluster.host_rate if uploads else 0.0
         gather = upload + seconds("all_gather", dense * narrow, shard)
         gather += seconds("all_gather", experts * narrow, expert_shard)
-        reduction = seconds("reduce_scatter", dense * wide, shard)
-        reduction += seconds("reduce_scatter", experts * wide, expert_shard)
+        reduction = self._reduce_s(dense, shard) + self._reduce_s(experts, expert_shard)
         sums = seconds("all_reduce", own_dense * wide, replica) + seconds("all_reduce", own_experts * wide, copies)
         return gather, reduction, sums
+
+    def _reduce_s(self, elements: float, group: Group) -> float:
+        """Seconds of a reduce-scatter. What travels coded is exchanged in two hops, whose messages are written and read again."""
+        cluster, codes = self.cluster, CODE_BYTES.get(self.zero.quantize_reduce)
+        size = self.gradient_bytes if codes is None or group.nodes == 1 else codes
+        if size == self.gradient_bytes >= WIDE_BYTES:
+            return cluster.collective("reduce_scatter", elements * size, group)
+        inner = Group(group.size // group.nodes, 1)
+        across = Group(group.nodes, group.nodes)
+        hops = ((elements, inner), (elements / inner.size, across)) if group.nodes > 1 else ((elements, inner),)
+        return sum(
+            cluster.collective("all_to_all", each * size, ranks)
+            + each * (2 * WIDE_BYTES + 2 * size) / cluster.memory_rate
+            for each, ranks in hops
+            if ranks.size > 1
+        )
 
     def _copies_s(self, units: Sequence[ShardedUnit], size: float, passes: float, groups: Groups) -> float:
         """Seconds of copying what is gathered or reduced, which the compute device does."""

@@ -16,9 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from framework.comm.codec import BlockCodec
+from framework.model.loss import is_fused
 from framework.model.precision import DTYPES
 from framework.model.stage import StageBounds
 from framework.parallel.activation_checkpointing import count_groups
+from framework.parallel.attention import find_stock_attention
 from framework.parallel.pipeline.simulate import Costs
 from framework.plan.bubble import Lengths, least_length
 from framework.plan.candidate import Candidate
@@ -26,8 +29,15 @@ from framework.plan.cluster import ClusterRates, Collective
 from framework.plan.exposure import NOTHING, Exposure, Groups, LayerMessages, hide, place_groups
 from framework.plan.forecast import TimeForecast
 from framework.plan.forecast_memory import MemoryModel
-from framework.plan.operators import LayerTimes, UnitWork, Work, read_operators
-from framework.plan.profile import OURS, Profile, Rates
+from framework.plan.operators import (
+    DOCUMENT_TOKENS,
+    LayerTimes,
+    UnitWork,
+    Work,
+    read_operators,
+    typical_document,
+)
+from framework.plan.profile import OURS, OURS_ON_GPUS, Profile, Rates
 from framework.plan.remember import remember
 from framework.plan.shape import Degrees, ModelShape, RankUnit
 from framework.plan.sharding import ShardedUnit, Sharding
@@ -159,14 +169,16 @@ class TimeModel:
         dtype = "bf16" if compute == "auto" else compute
         itemsize = {"fp32": 4, "fp64": 8}.get(dtype, 2)
         self.shape, self.settings, self.cluster = shape, settings, cluster
-        self.profile = profile or OURS
+        self.profile = profile or (OURS_ON_GPUS if is_fused(settings.launch.device, itemsize) else OURS)
         if compiles(settings):
             self.profile = self.profile.fused()
         self.rates = Rates(cluster, self.profile, dtype, itemsize)
         gathered = 1.0 if dtype == "fp8" else float(itemsize)
+        if settings.zero.quantize_gather != "none":
+            gathered = BlockCodec(settings.zero.quantize_gather).bytes_per_number
         reduced = float(DTYPES[settings.precision.reduce].itemsize)
         self.sharding = Sharding(settings.zero, gathered, reduced, cluster, self.profile)
-        self.update = Update(settings, cluster, self.profile, itemsize)
+        self.update = Update(settings, cluster, self.profile, itemsize, shape.matrices, shape.hidden)
         self.memory = MemoryModel.of(shape, settings)
         self._lengths = Lengths()
 
@@ -267,11 +279,20 @@ class TimeModel:
         """The groups of a candidate's axes."""
         return place_groups(c)
 
+    @cached_property
+    def _document(self) -> int | None:
+        """Tokens of a document, as `LayerTimes` has them. transformers' attention computes all pairs and masks."""
+        settings = self.settings
+        if not settings.data.isolates:
+            return None
+        is_ours = settings.parallel.cp > 1 or find_stock_attention(self.shape.config, settings) is None
+        return typical_document(DOCUMENT_TOKENS) if is_ours else 0
+
     @remember()
     def times(self, context: int) -> LayerTimes:
         """Seconds of units, with sequences of `context` tokens."""
         operators = read_operators(self.shape.whole, self.shape.units, context)
-        return LayerTimes(operators, self.rates, frozenset(self.settings.memory.kept_operations))
+        return LayerTimes(operators, self.rates, frozenset(self.settings.memory.kept_operations), self._document)
 
     @remember("pp", "schedule", "virtual", "context")
     def stages(self, c: Candidate) -> tuple[Sequence[StageForm], Sequence[int]]:

@@ -1,33 +1,41 @@
 """Bytes that a rank of a plan sends in a step, in closed form (docs: zero, tensor, context, experts)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from framework.comm.communicator import Communicator
 from framework.model.flops import experts_per_token
 from framework.model.kept_outputs import ATTENTION
 from framework.model.mixtures import Mixture
 from framework.model.precision import DTYPES
+from framework.optim.muon import group_matrices
 from framework.parallel.pipeline.lower import SENDS
-from framework.parallel.zero.plan_buffers import BufferPlan
+from framework.parallel.zero.plan_buffers import BufferDtypes, BufferPlan
 from framework.plan.context import ContextCost, ContextMethod, Passes, attention_shapes
-from framework.plan.plan import Plan
+from framework.plan.plan import Plan, unconnected
 from framework.plan.policies import count_forwards, spell
 
+META = torch.device("meta")
 # The number of rows for an expert, which travels ahead of the rows.
 COUNT_BYTES = torch.int64.itemsize
 
 
 def measure_traffic(plan: Plan, rank: int) -> dict[str, int]:
-    """Bytes that the rank sends in a step: parameters (`gathers`), gradients (`reductions to shards`, `to replicas`), hidden
-    states over `tp` and over `pp`, keys and values or heads over `cp`, and over `ep` with equally many tokens for each
-    expert."""
+    """Bytes that the rank sends in a step: parameters (`gathers`, those of ZeRO's second copy apart), gradients (`reductions to
+    shards`, `to replicas`), updates of Muon on their way to owners and back (`matrices`), hidden states over `tp` and over `pp`,
+    keys and values or heads over `cp`, and over `ep` with equally many tokens for each expert."""
     place, accumulation, activations = plan.topology.index("pp", rank), plan.derived.accumulation, plan.activations
     messages = sum(action.kind in SENDS for action in plan.pipeline.lowered(accumulation).ranks[place])
     layers = [number for bounds in plan.own_stages(rank) for number in range(bounds.start, bounds.stop)]
     costs = context_costs(plan, rank)
     cp = sum(cost.sent(passes_of_layer(plan, each)) for each in layers if costs and (cost := costs[each]) is not None)
-    return _parameter_traffic(plan.of_rank(rank).buffers, accumulation, DTYPES[plan.recipe.precision.reduce]) | {
+    matrices = group_matrices(
+        plan.of_rank(rank).buffers, plan.groups, unconnected(plan.topology, rank), plan.recipe.optim.muon, META
+    )
+    reduce_dtype = DTYPES[plan.recipe.precision.reduce]
+    return _parameter_traffic(plan.of_rank(rank).buffers, accumulation, reduce_dtype, lambda _, sent: sent) | {
+        "matrices": sum(num_bytes for each in matrices for num_bytes in each.bytes_sent.values()),
         "tp": activations.sent_per_layer * accumulation * len(layers),
         "pp": activations.hidden_bytes * messages,
         "cp": cp * accumulation,
@@ -35,26 +43,53 @@ def measure_traffic(plan: Plan, rank: int) -> dict[str, int]:
     }
 
 
-def _parameter_traffic(buffers: Sequence[BufferPlan], accumulation: int, reduce_dtype: torch.dtype) -> dict[str, int]:
-    """Bytes that a rank sends in a step for parameters and gradients, as docs/zero.md states them.
+def measure_leaving(plan: Plan, rank: int) -> dict[str, int]:
+    """Bytes of parameters and gradients that the rank sends to other nodes in a step; those of `measure_traffic`."""
+    buffers, reduce_dtype = plan.of_rank(rank).buffers, DTYPES[plan.recipe.precision.reduce]
+    return _parameter_traffic(buffers, plan.derived.accumulation, reduce_dtype, Communicator.least_leaving)
+
+
+def _parameter_traffic(
+    buffers: Sequence[BufferPlan],
+    accumulation: int,
+    reduce_dtype: torch.dtype,
+    count: Callable[[Communicator, int], int],
+) -> dict[str, int]:
+    """Bytes that a rank sends in a step for parameters and gradients, as docs/zero.md states them. count: what counts of the
+    bytes that a message sends over an axis.
 
     With P bytes of a unit, n shards and k microbatches: gathers (n-1)/n P for each time that a resharded unit is used again,
     reductions (n-1)/n P for each time that a gradient is reduced, and 2 (r-1)/r P/n once for each partial axis of r ranks.
     Where replicas divide the update, one half of that is a reduction and the other a gather of updated parameters.
     """
-    gathers = reductions = replicas = 0
+    gathers = copies = reductions = replicas = 0
     for buffer in buffers:
-        n, lifetimes = buffer.axes.shard.size, buffer.lifetimes
+        n, axes, dtypes, lifetimes = buffer.axes.shard.size, buffer.axes, buffer.dtypes, buffer.lifetimes
+
+        def reduced(axis: Communicator, numel: int, dtypes: BufferDtypes = dtypes) -> int:
+            wire = dtypes.reduce_wire(axis, reduce_dtype)
+            return numel * reduce_dtype.itemsize if wire is None else wire.message_bytes(numel)
+
         uses = 1 if lifetimes.keeps_parameters else accumulation * (2 if buffer.unit.startswith("layers.") else 1)
-        gathers += (n - 1) * buffer.numel_part * buffer.dtypes.travelling.itemsize * uses
+        sent, inner = buffer.arriving_bytes, axes.secondary.size
+        # From the second time in a step on parameters come from the second copy, if there is one.
+        again = uses - 1 if inner > 1 else 0
+        gathers += count(axes.shard, (n - 1) * sent // n) * (uses - again)
+        copies += count(axes.secondary, (inner - 1) * sent // inner) * again
         if buffer.is_trained:
             times = 1 if lifetimes.keeps_gradients else accumulation
-            reductions += (n - 1) * buffer.numel_part * reduce_dtype.itemsize * times
-            gathers += (buffer.axes.update.size - 1) * buffer.numel_owned * buffer.dtypes.compute.itemsize
-            replicas += (buffer.axes.update.size - 1) * buffer.numel_owned * reduce_dtype.itemsize
-            for axis in buffer.axes.partial:
-                replicas += 2 * (axis.size - 1) * buffer.numel_owned * reduce_dtype.itemsize // axis.size
-    return {"gathers": gathers, "reductions to shards": reductions, "to replicas": replicas}
+            reductions += count(axes.shard, (n - 1) * reduced(axes.shard, buffer.numel_part)) * times
+            others = axes.update.size - 1
+            gathers += count(axes.update, others * dtypes.kept_bytes(buffer.numel_owned))
+            replicas += count(axes.update, others * reduced(axes.update, buffer.numel_owned))
+            for axis in axes.partial:
+                replicas += count(axis, 2 * (axis.size - 1) * reduced(axis, buffer.numel_owned) // axis.size)
+    return {
+        "gathers": gathers,
+        "gathers of copies": copies,
+        "reductions to shards": reductions,
+        "to replicas": replicas,
+    }
 
 
 def context_costs(plan: Plan, rank: int) -> list[ContextCost | None]:

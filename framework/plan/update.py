@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from math import sqrt
 
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import ClusterRates
+from framework.plan.cluster import ClusterRates, place_group
 from framework.plan.profile import Profile
 from framework.recipe.schema import Recipe
 
-MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
+MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 2}  # muon: of what adamw updates; one fewer of matrices
 MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0}
 # A run that says nothing of saves is taken to save so often, where failures are counted.
 ASSUMED_INTERVAL_S = 3600.0
@@ -23,12 +23,15 @@ ASSUMED_INTERVAL_S = 3600.0
 
 @dataclass(frozen=True)
 class Update:
-    """The update of one rank. itemsize: bytes of a parameter that forward reads."""
+    """The update of one rank. itemsize: bytes of a parameter that forward reads. matrices: as of `ModelShape`; hidden: features
+    of hidden states."""
 
     settings: Recipe
     cluster: ClusterRates
     profile: Profile
     itemsize: int
+    matrices: tuple[float, float] = (0.0, 0.0)
+    hidden: int = 1
 
     @property
     def _state_bytes(self) -> tuple[float, float, float]:
@@ -37,7 +40,7 @@ class Update:
         wide = 8.0 if precision.master == "fp64" else 4.0
         master = 0.0 if precision.master == "none" else wide
         moment = wide if precision.moments == "fp32" else MOMENT_BYTES[precision.moments]
-        return master, wide, moment * MOMENTS[self.settings.optim.name]
+        return master, wide, moment * (MOMENTS[self.settings.optim.name] - self.matrices[0])
 
     def seconds(self, elements: float, c: Candidate) -> dict[str, float]:
         """Seconds of a rank that owns so many elements, by part. The norm's sum over ranks is not in it."""
@@ -50,7 +53,22 @@ class Update:
         host = away * (gradient + self.itemsize + moved) / cluster.host_rate
         if offload.home == "disk":
             host += away * 2 * (master + moments) * c.ranks_per_node / cluster.disk_rate
-        return {"optimizer": norm + here, "offload": host}
+        return {"optimizer": norm + here + self._orthogonalize(elements, c), "offload": host}
+
+    def _orthogonalize(self, elements: float, c: Candidate) -> float:
+        """Seconds of Muon's iterations, and of the way of matrices to their owners and back, for a rank that owns so many
+        elements and as many of whole matrices."""
+        share, flops = self.matrices
+        if not share:
+            return 0.0
+        dtype = "bf16" if self.settings.optim.muon.dtype == "bf16" else "fp32"
+        per_flop = self.cluster.matmul_seconds(self.hidden, self.hidden, self.hidden, dtype) / (2.0 * self.hidden**3)
+        num_bytes = elements * share * (2 if dtype == "bf16" else 4)
+        shard, tp = (
+            place_group(size, stride, c.ranks_per_node, c.world) for size, stride in ((c.shard, c.tp), (c.tp, 1))
+        )
+        way = sum(self.cluster.collective("all_to_all", num_bytes, each) for each in (shard, tp))
+        return elements * flops * per_flop + 2 * way
 
     def save(self, elements: float, c: Candidate, step_s: float) -> tuple[float, float]:
         """(seconds for which a save holds training up, seconds from one save to the next); 0 and 0 where nothing is saved on the

@@ -57,9 +57,13 @@ class Derived:
 
 
 def compiles(recipe: Recipe) -> bool:
-    """Whether layers are compiled. `auto`: on GPUs, but for what `find_compile_obstacle` names."""
+    """Whether layers are compiled. `auto`: on GPUs, but for what `find_compile_obstacle` names, and adapters that drop inputs or
+    lie beside weights that ranks divide."""
     if recipe.memory.compile == "auto":
-        return recipe.launch.device == "cuda" and find_compile_obstacle(recipe) is None
+        is_divided = max(recipe.parallel.tp, recipe.parallel.cp, recipe.parallel.ep) > 1
+        has_obstacle = find_compile_obstacle(recipe) is not None
+        has_obstacle |= recipe.adapter.dropout > 0 or (recipe.adapter.is_used and is_divided)
+        return recipe.launch.device == "cuda" and not has_obstacle
     return recipe.memory.compile == "always"
 
 
@@ -165,6 +169,12 @@ def count_expert_slices(parallel: Parallel) -> int:
     if parallel.expert_tp is not None:
         return parallel.expert_tp
     return 1 if parallel.ep > 1 else parallel.tp
+
+
+def count_secondary(within: int | str | None, shard: int, tp: int, ranks_per_node: int) -> int:
+    """The degree `secondary` that zero.secondary_shard means; 1 where its ranks would be all of `shard`, or not divide them."""
+    degree = max(1, ranks_per_node // tp) if within == "node" else int(within or 1)
+    return degree if degree < shard and shard % degree == 0 else 1
 
 
 def count_ranks(recipe: Recipe) -> int:

@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -23,6 +24,9 @@ from framework.recipe.convert import MANDATORY
 from framework.recipe.keys import flatten, nest
 from framework.recipe.problem import render_problems, show
 from framework.recipe.suggest import FORMS, STAGES, names_of, normalize, read_table, suffixes
+
+# Forms of conversations, with the field that has them where a file names none.
+CHATS = MappingProxyType({"chat_template": "messages", "sharegpt": "conversations", "alpaca": "instruction"})
 
 
 @dataclass(frozen=True)
@@ -331,8 +335,10 @@ def _settle_data(reading: Reading) -> None:
         reading.settings["data.sources.files.path"] = path
         if (text := source.get(roles["source_field"], source.get("text_column"))) is not None:
             reading.settings["data.sources.files.field"] = text
-        if kind not in ("completion", "pretrain"):
-            words = "chat formats are not in this version: it trains on plain text, data.sources.NAME.field of a record"
+        if (form := kind.partition(".")[0]) in CHATS:
+            reading.settings["data.sources.files.messages"] = source.get("field_messages", CHATS[form])
+        elif form not in ("completion", "pretrain"):
+            words = "data.sources.NAME.messages is the field of a conversation, data.sources.NAME.field that of text"
             reading.absent.append(f"datasets.type: {kind}: {words}")
     if name is not None and not sources and not any(each.endswith("dataset_path") for each in reading.values):
         reading.settings["data.sources.files.path"] = MANDATORY

@@ -24,7 +24,8 @@ LAYOUT_KEYS = (
 FOLLOWING_KEYS = (
     *("parallel.overlap", "parallel.expert_overlap", "parallel.expert_hierarchical"),
     *("pipeline.layers", "pipeline.table", "pipeline.fill_bubbles"),
-    *("zero.accumulate", "zero.keep_gathered", "zero.optimizer_within"),
+    *(f"zero.{name}" for name in ("accumulate", "keep_gathered", "optimizer_within", "secondary_shard")),
+    *(f"zero.{name}" for name in ("quantize_gather", "quantize_reduce", "quantize_min_elements")),
     *("memory.kept_operations", "memory.budget_gb", "memory.gathered_inputs"),
     *("memory.offload.home", "memory.offload.disk_path"),
 )

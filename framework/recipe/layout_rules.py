@@ -8,6 +8,7 @@ from framework.recipe.derive import (
     count_dp,
     count_nodes,
     count_ranks,
+    count_secondary,
     count_sequences,
     count_virtual_stages,
     divisors,
@@ -171,11 +172,42 @@ def zero(recipe: Recipe) -> Iterator[Problem]:
     if stage and within is None:
         message = "zero.shard_within=null leaves no replicas: all ranks divide the optimizer state already"
         yield from refuse_useless(recipe, "zero.optimizer_within", message, "zero.shard_within=node")
-    sharded = dict.fromkeys(("shard_within", "optimizer_within", "bucket_bytes"), (1, 2, 3))
-    for name, stages in {**sharded, "accumulate": (2, 3), "keep_gathered": (3,)}.items():
+    sharded = ("shard_within", "optimizer_within", "bucket_bytes", "quantize_gather", "quantize_reduce")
+    later = {"accumulate": (2, 3), "keep_gathered": (3,), "secondary_shard": (3,)}
+    for name, stages in {**dict.fromkeys(sharded, (1, 2, 3)), **later}.items():
         if stage not in stages:
             way = f"zero.stage={' or '.join(map(str, stages))}"
             yield from refuse_useless(recipe, f"zero.{name}", f"zero.stage={stage} has no use for it", way)
+
+
+@rule(*DEGREES, *COUNTED, "zero", "memory.offload.home", "memory.offload.optimizer")
+def quantized(recipe: Recipe) -> Iterator[Problem]:
+    zero, copied, key = recipe.zero, recipe.zero.secondary_shard, "zero.secondary_shard"
+    if zero.quantize_gather == zero.quantize_reduce == "none":
+        message = "with zero.quantize_gather=none and zero.quantize_reduce=none the recipe quantizes nothing"
+        yield from refuse_useless(recipe, "zero.quantize_min_elements", message, "zero.quantize_gather=int8")
+    if zero.stage and count_nodes(recipe) == 1:
+        message = "all ranks are on one node: nothing goes between nodes, and within one codes cost more than they save"
+        yield from refuse_useless(recipe, "zero.quantize_reduce", message, "launch=slurm on several nodes")
+    if zero.quantize_gather != "none" and recipe.memory.offload.optimizer and recipe.memory.offload.home == "disk":
+        message = "masters on a disk come in pieces, which cut the blocks that are quantized"
+        yield refuse(recipe, "zero.quantize_gather", message, "none; or memory.offload.home=host")
+    if zero.stage < 3 or copied is None:
+        return
+    batch, ranks = count_ranks(recipe) // (recipe.parallel.tp * recipe.parallel.pp), count_ranks(recipe)
+    within, node = zero.shard_within, ranks // count_nodes(recipe)
+    shard = batch if within is None else within if isinstance(within, int) else node // recipe.parallel.tp
+    if zero.keep_gathered:
+        message = "zero.keep_gathered=true unshards once a step: there is no second time"
+        yield from refuse_useless(recipe, key, message, "zero.keep_gathered=false")
+    elif copied == "node" and count_secondary(copied, shard, recipe.parallel.tp, node) == 1:
+        message = f"shards over {shard} ranks and nodes of {node} ranks: unshards do not leave a node, or no node has two of the"
+        yield from refuse_useless(recipe, key, f"{message} ranks", "more nodes, or zero.shard_within=null")
+    elif isinstance(copied, int) and (copied >= shard or shard % copied):
+        legal = ", ".join(map(str, divisors(shard)[1:-1])) or "none"
+        yield refuse(
+            recipe, key, f"is no part of the {shard} ranks that hold the shards", f"one of {legal}; node; or null"
+        )
 
 
 @rule("parallel.sequence", "parallel.overlap", "memory.gathered_inputs")
@@ -358,7 +390,7 @@ def precision(recipe: Recipe) -> Iterator[Problem]:
 
 
 # Rules that find keys without an effect, beside others.
-USELESS_RULES = (experts, zero, sequence, checkpointing, bubbles, offload)
+USELESS_RULES = (experts, zero, quantized, sequence, checkpointing, bubbles, offload)
 # In the order in which one mistake hides another.
 LAYOUT_RULES = (
     *(context_method, context_length, context_heads, context_attention, experts, node_range),
@@ -366,6 +398,6 @@ LAYOUT_RULES = (
     Rule((*DEGREES, "parallel.ep", "parallel.expert_tp", *COUNTED), find_world_problems),
     Rule(("batch.sequences_per_step", "batch.tokens_per_step"), find_statement_problems),
     Rule((*DEGREES, *COUNTED, "batch"), find_batch_problems),
-    *(zero, sequence, checkpointing, stages, bubbles, microbatches),
+    *(zero, quantized, sequence, checkpointing, stages, bubbles, microbatches),
     *(offload, activation_offload, precision, placement),
 )

@@ -24,6 +24,10 @@ class Run:
     root: str = key("folder of the run directories; checkpoint.root may be a URL", "runs")
     id: str | None = key("names the run directory and the wandb run; null: the experiment's name and a number", None)
     name: str = key("first part of a made-up id", "run")
+    start_from: str | None = key(
+        "RUN or RUN@STEP: a new run with that checkpoint's weights, moments and recipe, changed by the command line; null: none",
+        None,
+    )
     allow_faults: bool = key("allow `meshwright inject`: for tests, each step then looks for a file", False)
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,9 +11,9 @@ from typing import Any
 from framework.output import CONTROLS, in_a_line
 from framework.recipe.derive import count_nodes, count_ranks
 from framework.recipe.environment import hide_secrets, looks_secret
-from framework.recipe.keys import flatten
+from framework.recipe.keys import default_of, flatten
 from framework.recipe.problem import COUNTED, DEGREES, Problem, Rule, refuse, refuse_useless, rule
-from framework.recipe.schema import Recipe
+from framework.recipe.schema import Recipe, Source
 from framework.recipe.suggest import nearest
 
 # What folders, wandb ids and SLURM job names all accept.
@@ -85,6 +85,43 @@ def patterns(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(key, pattern, f"not a regular expression: {error}", fix)
 
 
+@rule("adapter", "model.freeze", "precision.compute", "memory.compile", "parallel.overlap", "model.router_bias_rate")
+def adapter(recipe: Recipe) -> Iterator[Problem]:
+    own = recipe.adapter
+    if not own.is_used:
+        for each in fields(own):
+            if each.name != "kind":
+                yield from refuse_useless(recipe, f"adapter.{each.name}", "no adapter is trained", "adapter.kind=lora")
+        return
+    if not own.targets:
+        yield refuse(recipe, "adapter.targets", "an adapter without a place", "adapter.targets=[all-linear]")
+    if own.alpha == 0.0 or own.b_lr_ratio == 0.0:
+        key = "adapter.alpha" if own.alpha == 0.0 else "adapter.b_lr_ratio"
+        yield refuse(recipe, key, "an adapter that stays without effect", f"{key}={default_of(key)}")
+    if recipe.model.freeze:
+        message = "an adapter freezes all of the model but adapter.train"
+        yield refuse(recipe, "model.freeze", message, "leave it out (~model.freeze)")
+    if recipe.model.router_bias_rate:
+        message = "it moves biases of the frozen model, which no adapter's folder has"
+        yield refuse(recipe, "model.router_bias_rate", message, "model.router_bias_rate=0")
+    if recipe.precision.compute == "fp8":
+        message = "fp8 is of linear layers that are trained, which an adapter freezes"
+        yield refuse(recipe, "precision.compute", message, "precision=bf16")
+    if own.dropout:
+        message = "which elements of its input an adapter drops is not known"
+        if own.kind == "dora":
+            yield refuse(
+                recipe, "adapter.dropout", "dora takes all of its input", "adapter.dropout=0; or adapter.kind=lora"
+            )
+        if recipe.memory.compile == "always":
+            yield refuse(
+                recipe, "memory.compile", f"{message} to a compiled layer", "memory.compile=never; or adapter.dropout=0"
+            )
+        if recipe.parallel.overlap == "always":
+            fix = "parallel.overlap=never; or adapter.dropout=0"
+            yield refuse(recipe, "parallel.overlap", f"{message} where tokens come one rank after another", fix)
+
+
 @rule("optim.schedule", "train.steps", "train.epochs")
 def schedule(recipe: Recipe) -> Iterator[Problem]:
     schedule, steps, key = recipe.optim.schedule, recipe.train.steps, "optim.schedule.decay_steps"
@@ -106,10 +143,19 @@ def schedule(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, key, message, fix)
 
 
-@rule("optim.name", "optim.betas", "optim.eps", "optim.momentum")
+@rule(
+    "optim.name",
+    "optim.betas",
+    "optim.eps",
+    "optim.momentum",
+    "optim.muon.steps",
+    "optim.muon.dtype",
+    "optim.muon.scale",
+)
 def optimizer(recipe: Recipe) -> Iterator[Problem]:
     optim = recipe.optim
-    for name, owners in (("betas", ("adamw", "lion")), ("eps", ("adamw",)), ("momentum", ("sgd",))):
+    owned_by = {"betas": ("adamw", "lion", "muon"), "eps": ("adamw", "muon"), "momentum": ("sgd", "muon")}
+    for name, owners in (owned_by | {f"muon.{each}": ("muon",) for each in ("steps", "dtype", "scale")}).items():
         if optim.name not in owners:
             message = f"{optim.name} has no {name}, so it would do nothing"
             yield from refuse_useless(recipe, f"optim.{name}", message, f"optim={' or optim='.join(owners)}")
@@ -117,6 +163,32 @@ def optimizer(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, "optim.betas", "at 1 a moment never forgets; each must be below 1", "0.9 to 0.999")
     if optim.momentum >= 1.0:
         yield refuse(recipe, "optim.momentum", "at 1 it never forgets; it must be below 1", "0.9")
+
+
+@rule(
+    *("optim.name", "optim.groups", "adapter.kind", "memory.offload.optimizer", "precision.moments", "precision.master")
+)
+def muon(recipe: Recipe) -> Iterator[Problem]:
+    name, why = recipe.optim.name, "muon needs whole matrices of momentum in fp32 on the device"
+    asked = [key for key, each in recipe.optim.groups.items() if each.optimizer != "auto"]
+    if name != "muon" and asked:
+        message = f"of optim.name=muon only: {name} updates all parameters"
+        yield Problem(
+            f"optim.groups.{asked[0]}.optimizer",
+            recipe.optim.groups[asked[0]].optimizer,
+            message,
+            "auto; or optim=muon",
+        )
+    if name == "muon" and recipe.memory.offload.optimizer:
+        yield refuse(recipe, "memory.offload.optimizer", why, "0; or optim=adamw")
+    if name == "muon" and recipe.precision.moments != "fp32":
+        yield refuse(recipe, "precision.moments", why, "fp32; or optim=adamw")
+    if name == "muon" and recipe.adapter.is_used:
+        message = "muon is for whole weights; adapters are thin matrices, which adamw trains"
+        yield refuse(recipe, "adapter.kind", message, "none; or optim=adamw")
+    if name == "muon" and recipe.precision.master == "none":
+        message = "muon's updates are many times smaller than weights, which bf16 would round away"
+        yield refuse(recipe, "precision.master", message, "fp32; or optim=adamw")
 
 
 @rule("precision.moments", "optim.name", "optim.momentum")
@@ -163,6 +235,30 @@ def sources(recipe: Recipe) -> Iterator[Problem]:
     elif not any(source.weight for source in sources.values()):
         key = f"data.sources.{next(iter(sources))}.weight"
         yield Problem(key, 0.0, "every source has weight 0, which leaves it out", f"{key}=1")
+
+
+@rule("data.sources", "data.chat_template", "data.train_on", "data.overlong", "data.pack", "data.bpe_vocab")
+def conversations(recipe: Recipe) -> Iterator[Problem]:
+    data = recipe.data
+    for name, source in data.sources.items():
+        if source.messages is not None and source.field != Source.field:
+            key = f"data.sources.{name}.field"
+            message = f"a record has text or a conversation, and data.sources.{name}.messages={source.messages}"
+            yield Problem(key, source.field, message, f"leave one of them out (~{key})")
+    if not data.has_conversations:
+        for key in ("data.chat_template", "data.train_on", "data.overlong"):
+            message = "no source has conversations, so it would do nothing"
+            yield from refuse_useless(recipe, key, message, "data.sources.NAME.messages=messages")
+        return
+    if data.packing == "concat":
+        message = "conversations that share a row would see one another"
+        yield refuse(recipe, "data.pack", message, "leave it out (~data.pack), which is best_fit")
+    if data.overlong != "skip" and data.packing == "documents":
+        message = f"data.pack={data.pack} cuts what is too long at the ends of rows, so it would do nothing"
+        yield refuse(recipe, "data.overlong", message, "leave it out (~data.overlong); or data.pack=best_fit")
+    if data.bpe_vocab is not None and data.chat_template is None:
+        message = "a tokenizer that is trained on the data has no chat template"
+        yield Problem("data.chat_template", None, message, "data.chat_template=chatml, or a file with a template")
 
 
 @rule("data.bpe_vocab", "model.tokenizer", "model.weights")
@@ -378,7 +474,22 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 RUN_RULES = (
-    *(family, schedule, optimizer, moments, clipping, patterns, sources, tokenizer, vocabulary, weights, validation),
+    *(
+        family,
+        schedule,
+        optimizer,
+        muon,
+        moments,
+        clipping,
+        patterns,
+        adapter,
+        sources,
+        conversations,
+        tokenizer,
+        vocabulary,
+        weights,
+        validation,
+    ),
     Rule(("run.root",), find_run_root_problems),
-    *(intervals, checkpoint_root, neighbors, rewinds, profile, best, names, wandb, texts),
+    *(validation, intervals, checkpoint_root, neighbors, rewinds, profile, best, names, wandb, texts),
 )

@@ -31,7 +31,7 @@ class Train:
     )
     seed: int = key("seed of initialisation, data order and dropout", 1234, low=0)
     validate_every_steps: int | None = key("steps between validations; null: no validation", None, low=1)
-    sample: str | None = key("after the run, export it to RUN/export and continue this text", None)
+    sample: str | None = key("after the run, export it to RUN/export and continue this text, or answer it", None)
     on_spike: Literal["log", "skip", "rewind"] = key(
         "on a loss or gradient norm far above the last steps'; log: report it; skip: no update in that step; rewind: skip, and"
         " where spikes persist resume from a checkpoint before them without the data since",
@@ -98,15 +98,48 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    kind: Literal["none", "lora", "dora"] = key(
+        "train low-rank weights beside a frozen model (docs/adapters.md); dora: and the length of each row of the sum",
+        "none",
+    )
+    rank: int = key("rank of each pair of low-rank weights", 16, low=1)
+    alpha: float = key("scale of the low-rank weights, times their rank", 32.0, low=0.0)
+    rank_stabilized: bool = key("scale by alpha / sqrt(rank), not by alpha / rank", False)
+    dropout: float = key("share of the low-rank path's inputs that is dropped", 0.0, low=0.0, high=0.99)
+    targets: list[str] = key(
+        "modules that get one, by the end of their names; all-linear: each linear layer but the head; experts: stacked experts",
+        ["all-linear"],
+    )
+    train: list[str] = key(
+        "modules that are trained whole, by the end of their names, such as embed_tokens, lm_head", []
+    )
+    b_lr_ratio: float = key("LoRA+: learning rate of B over that of A", 1.0, low=0.0)
+    weights: str | None = key("folder of an adapter in PEFT's format to start from; null: A random, B zero", None)
+
+    @property
+    def is_used(self) -> bool:
+        return self.kind != "none"
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
+
+
+@dataclass(frozen=True)
 class Source:
     path: str = key(
-        "file, folder or glob (jsonl, json, csv, parquet, arrow, txt, py ...), hub dataset, or `python-stdlib`"
+        "file, folder or glob (jsonl, json, csv, parquet, arrow, txt, py ...), hub dataset, `python-stdlib` or `python-help`"
     )
     weight: float = key("relative share of the tokens; 0 leaves the source out", 1.0, low=0.0)
     format: Literal["auto", "jsonl", "csv", "tsv", "parquet", "arrow", "text", "hub"] = key(
         "format of the file; auto: by its ending", "auto"
     )
     field: str = key("the field of a record that holds the text", "text")
+    messages: str | None = key(
+        "in place of field, the field of a record that holds a conversation, or its prompt or instruction", None
+    )
 
 
 @dataclass(frozen=True)
@@ -117,12 +150,40 @@ class Data:
     bpe_text_bytes: int = key(
         "bytes of text that the BPE is trained on, spread evenly over the sources", 64 << 20, low=1
     )
-    pack: Literal["concat", "documents"] = key(
-        "concat: documents attend across their borders; documents: positions restart and attention stays inside",
-        "concat",
+    chat_template: str | None = key(
+        "of conversations: a file with a template, one of the tokenizer's by name, or chatml; null: the tokenizer's own",
+        None,
+    )
+    train_on: Literal["assistant", "last", "all"] = key(
+        "of conversations, what has a loss: all turns of the assistant with their ends, its last one, or everything",
+        "assistant",
+    )
+    pack: Literal["auto", "concat", "documents", "best_fit", "alone"] = key(
+        "concat: documents attend across their borders; documents: positions restart and attention stays inside; best_fit: the"
+        " same with rows of whole documents; alone: a row for each, padded; auto: best_fit with conversations, else concat",
+        "auto",
+    )
+    overlong: Literal["skip", "truncate", "refuse"] = key(
+        "conversations longer than batch.context, with best_fit or alone: leave them out, cut their ends off, or refuse to train",
+        "skip",
     )
     validation: float = key("share of documents held out, chosen by hash", 0.005, low=0.0, high=0.5)
     bad_records: int = key("bad records of a source that are quarantined before it is an error", 0, low=0)
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether a source that is read has conversations."""
+        return any(source.messages is not None and source.weight for source in self.sources.values())
+
+    @property
+    def packing(self) -> Literal["concat", "documents", "best_fit", "alone"]:
+        """The way in which rows are packed: `pack`, with the choice of `auto` made."""
+        return self.pack if self.pack != "auto" else "best_fit" if self.has_conversations else "concat"
+
+    @property
+    def isolates(self) -> bool:
+        """Whether documents of a row are kept apart."""
+        return self.packing in ("documents", "best_fit")
 
 
 @dataclass(frozen=True)
@@ -193,6 +254,21 @@ class Zero:
     optimizer_within: Literal["shard", "all"] = key(
         "HSDP: ranks that divide master and optimizer state: those of shard_within, or all, replicas too", "shard"
     )
+    quantize_gather: Literal["none", "int8", "fp8"] = key(
+        "codes as which large trained matrices are unsharded, rounded from exact masters once an update, with scales by block",
+        "none",
+    )
+    quantize_reduce: Literal["none", "int8", "int4", "int4_rotated"] = key(
+        "codes as which gradients of large matrices are sent where they go between nodes, added in fp32; int4_rotated: of blocks"
+        " turned so that an outlier is spread over all of one",
+        "none",
+    )
+    quantize_min_elements: int = key("elements of the smallest matrix that is quantized", 2**16, low=0)
+    secondary_shard: int | Literal["node"] | None = key(
+        "stage 3: so many neighbours, or the ranks of a node, keep a second copy of all shards, from which backward unshards",
+        None,
+        low=2,
+    )
 
 
 # Of Llama's form all but queries and the two outputs; what their matmuls need is less than 5% of a step. Names of packed
@@ -241,8 +317,8 @@ class Memory:
         "auto",
     )
     chunked_loss: bool | Literal["auto"] = key(
-        "compute head and loss in chunks of tokens, without logits of all; auto: where those are more than 1% of the device's"
-        " memory",
+        "compute head and loss in chunks of tokens, without logits of all; auto: where those are more than 3% of a GPU's"
+        " memory, 1% of a CPU rank's",
         "auto",
     )
     gathered_inputs: Literal["keep", "regather"] = key(
@@ -300,15 +376,33 @@ class ParameterGroup:
     pattern: str = key("regular expression searched in parameter names; the first group that matches wins")
     lr_ratio: float = key("learning rate over optim.lr", 1.0, low=0.0)
     weight_decay: float | None = key("null: optim.weight_decay, 0 for norms, biases, A_log, D", None, low=0.0)
+    optimizer: Literal["auto", "muon", "adamw"] = key(
+        "of optim.name=muon; auto: muon for matrices of layers, adamw for the rest", "auto"
+    )
+
+
+@dataclass(frozen=True)
+class Muon:
+    steps: int = key("Newton-Schulz iterations of an update", 5, low=1)
+    dtype: Literal["bf16", "master"] = key(
+        "dtype of the iterations, and of matrices on their way to and from owners", "bf16"
+    )
+    scale: Literal["adamw", "original"] = key(
+        "adamw: 0.2 sqrt(max(rows, columns)), so that adamw's learning rates carry over; original: sqrt(max(1, rows / columns))",
+        "adamw",
+    )
 
 
 @dataclass(frozen=True)
 class Optim:
-    name: Literal["adamw", "lion", "sgd"] = key("the optimizer", "adamw")
+    name: Literal["adamw", "lion", "sgd", "muon"] = key(
+        "the optimizer; muon: of matrices of layers, adamw for the rest", "adamw"
+    )
     lr: float = key("peak learning rate", 3.0e-4, low=0.0)
     betas: tuple[float, float] = key("moments of adamw and lion", (0.9, 0.95), low=0.0, high=1.0)
     eps: float = key("adamw's epsilon", 1.0e-8, low=0.0)
-    momentum: float = key("sgd's momentum", 0.9, low=0.0, high=1.0)
+    momentum: float = key("momentum of sgd and muon", 0.9, low=0.0, high=1.0)
+    muon: Muon = group(Muon)
     weight_decay: float = key(
         "decoupled decay; not of norms, biases, A_log, D (sgd: added to the gradient)", 0.1, low=0.0
     )
@@ -395,6 +489,7 @@ class Recipe:
     train: Train = group(Train)
     batch: Batch = group(Batch)
     model: Model = group(Model)
+    adapter: Adapter = group(Adapter)
     data: Data = group(Data)
     parallel: Parallel = group(Parallel)
     pipeline: Pipeline = group(Pipeline)

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,8 @@ def draw(run: RunInfo, curves: Curves) -> bytes:
     loss.legend(frameon=False)
     if any(value > 0 for value in curves["gradient_norm"]):
         norm.set_yscale("log")
-    rate.set_ylim(0, 1.2 * max(curves["tokens_per_s"]) or 1)
+    # A line that was lost is filled in without a rate.
+    rate.set_ylim(0, 1.2 * max(filter(isfinite, curves["tokens_per_s"]), default=0) or 1)
     rate.yaxis.set_major_formatter(lambda value, _: format_count(value))
     lr.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     if experts:

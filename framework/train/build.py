@@ -5,7 +5,8 @@ mesh = connect(plan.topology, ...)     framework/comm: process groups
 run  = build(plan, mesh)               here
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,9 +15,10 @@ from framework.comm.algorithms import ExposedCommunication
 from framework.comm.connect import Mesh
 from framework.mesh.token_layout import TokenLayout
 from framework.model.hub import find_folder
-from framework.model.initial import build_buffers, draw_with_ties, set_buffers
+from framework.model.initial import build_buffers, draw_adapters, draw_with_ties, set_buffers
 from framework.model.mixtures import ExpertLoad
-from framework.model.units import set_parameter
+from framework.model.peft_folder import read_adapter
+from framework.model.units import Unit, set_parameter
 from framework.optim.disk_ring import DiskStates, DiskTensor
 from framework.parallel.parallelize import AttachedStage, attach
 from framework.parallel.pipeline.execute import ActivationSpec
@@ -72,20 +74,34 @@ def materialize(
     are taken.
     """
     model, buffers = plan.recipe.model, make_buffers(stage.buffers)
+    # Checkpoints beside an adapter leave the frozen model out.
+    is_read = not resumes or plan.recipe.adapter.is_used
     for unit in stage.units:
         own = [buffer for buffer in buffers if buffer.plan.unit == unit.name]
         for buffer in own:
             buffer.stored = masters.pop(0) if buffer.plan.lifetimes.homes.master == Home.DISK else None
             buffer.allocate(device)
-        if model.weights is None and not resumes:
+        if model.weights is None and is_read:
             initialize_parameters(own, draw_with_ties(plan.whole, plan.units, unit, plan.recipe.train.seed, device))
-    if model.weights is not None and not resumes:
+    if model.weights is not None and is_read:
         load_pretrained(plan.whole, buffer_values, buffers, find_folder(model.weights, model.revision))
+    if plan.recipe.adapter.is_used and not resumes:
+        initialize_parameters(buffers, start_adapters(plan, stage.units, device))
     for buffer in buffers:
         buffer.copy_master_to_params()
         for name, parameter in buffer.parameters.items():
             set_parameter(stage.model.model, stage.ties[name], parameter)
     return buffers
+
+
+def start_adapters(plan: Plan, units: Iterable[Unit], device: torch.device) -> Iterator[Mapping[str, Tensor]]:
+    """The values, whole by name, with which adapters start, where they are not those of `draw_unit`: beside pretrained weights,
+    or from a folder, which has modules that are trained whole as well."""
+    adapter, seed = plan.recipe.adapter, plan.recipe.train.seed
+    if adapter.weights is not None:
+        yield read_adapter(Path(adapter.weights).expanduser(), plan.whole, adapter)
+    elif plan.recipe.model.weights is not None:
+        yield from (draw_adapters(plan.whole, unit, seed, device) for unit in units)
 
 
 def assemble(
@@ -104,7 +120,7 @@ def assemble(
     return TrainingRun(
         stages=stages,
         pipeline=plan.pipeline,
-        optimizer=StepOptimizer(plan.recipe, buffers, shards, plan.groups, mesh.device, disk),
+        optimizer=StepOptimizer(plan.recipe, buffers, shards, plan.groups, mesh, disk),
         disk=disk,
         shards=shards,
         tied_copies=find_copies(buffers),
@@ -123,6 +139,7 @@ def assemble(
         ),
         exposed_communication=exposed,
         mesh=mesh,
+        leaves_base=plan.recipe.adapter.is_used,
         clip_norm=plan.recipe.optim.clip_norm,
         seed=plan.recipe.train.seed,
     )

@@ -155,7 +155,7 @@ class Loop:
         """Send a step to the device, then read the one before: in the steady state that wait is the device's step time."""
         state, recipe = self.state, self.recipe
         started = time.perf_counter()
-        before = ledger.snapshot(self.run.mesh)
+        before = [ledger.snapshot(self.run.mesh, between_nodes) for between_nodes in (False, True)]
         with self._phases.within(Phase.DATA):
             microbatches = self._loader.batch(state.samples)
         loaded, waited_before = time.perf_counter(), self.run.mesh.waits.seconds
@@ -180,7 +180,8 @@ class Loop:
         state.step += 1
         state.samples += self._derived.sequences_per_step
         state.tokens += self._derived.tokens_per_step
-        traffic = ledger.totals(ledger.difference(ledger.snapshot(self.run.mesh), before))
+        after = [ledger.snapshot(self.run.mesh, between_nodes) for between_nodes in (False, True)]
+        traffic = ledger.totals(*map(ledger.difference, after, before))
         self.timed = result.timed
         busy_s, waited_s = time.perf_counter() - loaded, self.run.mesh.waits.seconds - waited_before
         times = StepTimes(
@@ -191,10 +192,11 @@ class Loop:
             waited_s=waited_s,
             own_s=busy_s - waited_s,
         )
+        waits = self.run.mesh.waits.ended
         self._read()
-        seconds, waits = time.perf_counter() - started, self.run.exposed_communication.take()
+        seconds, exposed = time.perf_counter() - started, self.run.exposed_communication.take()
         self._unread = PendingStep(
-            sums, state.step, state.samples, state.tokens, lr, limits, seconds, times, waits, traffic, loads
+            sums, state.step, state.samples, state.tokens, lr, limits, seconds, times, exposed, waits, traffic, loads
         )
 
     def _report_validation(self) -> None:
@@ -220,7 +222,9 @@ class Loop:
         values = StepValues.unpack(pending.sums.values())
         if not self._skips_spikes:  # no update depends on them, so they are found while the next step is under way
             pending = replace(pending, limits=self.state.spikes.limits(pending.step))
-        self._exposed_s += sum(each.seconds for each in pending.waits)  # the device has passed them, as it has the sums
+        self._exposed_s += sum(
+            each.seconds for each in pending.exposed
+        )  # the device has passed them, as it has the sums
         self._flags = replace(values.flags, stop=self._flags.stop or values.flags.stop)
         is_skipped = self._note_spike(pending, values) or not values.is_finite
         self.state.skipped_in_a_row = self.state.skipped_in_a_row + 1 if is_skipped else 0

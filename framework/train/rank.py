@@ -16,6 +16,7 @@ from framework.comm.connect import (
     num_nodes,
     open_store_beside,
     ranks_per_node,
+    stay_beside,
 )
 from framework.comm.objects import broadcast_object
 from framework.data.loader import Hear, Loader, validation_batches
@@ -32,12 +33,13 @@ from framework.errors import (
     MeshwrightError,
     TopologyError,
 )
+from framework.launch.branch import ORDER_KEYS, find_origin
 from framework.launch.directory import RunDirectory
-from framework.launch.identity import settle_identity
+from framework.launch.identity import settle_identity, values_of
 from framework.launch.task import describe_job
 from framework.lease import Lease
 from framework.mesh.placement import make_grid
-from framework.model.hub import find_folder
+from framework.model.hub import find_base, find_folder, fingerprint_base
 from framework.model.load import load_config
 from framework.monitor.goodput import Goodput, open_goodput
 from framework.monitor.hang import TRAINING
@@ -64,7 +66,7 @@ from framework.train.profiler import StepProfiler
 from framework.train.reports import Reporter, describe_run
 from framework.train.save_policy import SavePolicy
 from framework.train.saves import Saves
-from framework.train.state import RunState
+from framework.train.state import RunState, begin_branch
 from framework.train.validation import Validation
 
 # In debug mode a rank that starts no collective for so long while others wait is taken for lost.
@@ -104,6 +106,7 @@ def train_rank(
         check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None
         progress.phases.begin(Phase.CONNECT)
         device = choose_device(recipe.launch.device)
+        stay_beside(device)
         mesh = connect(plan.topology, device, timeout_s=deadlines.collective, check_s=check_s, fingerprint=fingerprint)
         progress.communicators[TRAINING] = tuple(mesh.axes.values())
         lease = progress.lease = broadcast_object(lambda: lease or Lease(run_dir), mesh.axis("world"))
@@ -130,11 +133,12 @@ def name_place(derived: Derived, rank: int) -> str:
 def check_nodes(recipe: Recipe, derived: Derived) -> None:
     """Raise TopologyError where ZeRO shards within a node and the launcher's nodes are not those that the recipe plans with."""
     here, nodes = ranks_per_node(), num_nodes()
-    if recipe.zero.shard_within == "node" and (here, nodes) != (derived.ranks_per_node, derived.nodes):
+    keys = [f"zero.{name}" for name in ("shard_within", "secondary_shard") if getattr(recipe.zero, name) == "node"]
+    if keys and (here, nodes) != (derived.ranks_per_node, derived.nodes):
         raise TopologyError(
-            "zero.shard_within=node needs equally many ranks on every node, as the recipe plans them:"
+            f"{keys[0]}=node needs equally many ranks on every node, as the recipe plans them:"
             f" {derived.ranks_per_node} on each of {derived.nodes}, but this node has {here} ranks, of {nodes} nodes. Start"
-            " what launch.nodes and launch.ranks_per_node say, or set zero.shard_within to a degree or null"
+            f" what launch.nodes and launch.ranks_per_node say, or set {keys[0]} to a degree or null"
         )
 
 
@@ -144,12 +148,19 @@ def train_connected(
     """Build and restore the run on connected ranks, train it, and return the exit code."""
     recipe, run_dir, phases = plan.recipe, lease.run, watchdog.progress.phases
     saves = Saves(recipe.checkpoint, mesh, lease, watchdog)
-    resumes = saves.start.resumes
+    resumes, start_from = saves.start.resumes, recipe.run.start_from
     phases.begin(Phase.BUILD)
     with explain_out_of_memory(plan, mesh.rank):
-        run = build(plan, mesh, resumes, run_dir.name)
+        run = build(plan, mesh, resumes or start_from is not None, run_dir.name)
         phases.begin(Phase.RESTORE)
-        state = saves.restore(run) if resumes else RunState(run_dir.name, prepared.fingerprint)
+        if resumes:
+            state = saves.restore(run)
+        elif start_from is not None:
+            origin = broadcast_object(partial(find_origin, start_from), mesh.axis("world"))
+            order = {key: value for key, value in values_of(recipe).items() if key in ORDER_KEYS}
+            state = begin_branch(run, run_dir.name, origin, prepared.fingerprint, order)
+        else:
+            state = RunState(run_dir.name, prepared.fingerprint)
     _settle_identity(recipe, prepared, mesh, lease, state)
     info = describe_run(plan, prepared, mesh, run_dir, state.step)
     saver = saves.open(state.step)
@@ -236,9 +247,17 @@ def _settle_identity(recipe: Recipe, prepared: Prepared, mesh: Mesh, lease: Leas
             f"the prepared data is not what {lease.run.name} was trained on (fingerprint {prepared.fingerprint}, was"
             f" {state.data}): its data cursor would point elsewhere. Restore the files of data.sources, or start a new run"
         )
+    if recipe.adapter.is_used:
+        state.base = broadcast_object(partial(_settle_base, recipe, state.base), mesh.axis("world"))
     settle = partial(settle_identity, RunDirectory(lease.run), lease, recipe, state.to_json(), prepared.tokenizer)
     identity = broadcast_object(settle, mesh.axis("world"))
     state.recipe, state.tokenizer = identity["recipe"], identity["tokenizer"]
+
+
+def _settle_base(recipe: Recipe, recorded: str) -> str:
+    """The fingerprint of the frozen weights beside an adapter. recorded: by the checkpoint from which the run goes on."""
+    find_base(recipe.model, recorded)
+    return recorded or fingerprint_base(recipe.model)
 
 
 def _open_loader(plan: Plan, prepared: Prepared, mesh: Mesh, state: RunState, hear: Sequence[Hear]) -> Loader:
@@ -265,7 +284,8 @@ def _sequences(plan: Plan, mesh: Mesh) -> dict[str, Any]:
     dp = mesh.axis("dp")
     return {
         "context": plan.derived.context,
-        "pack": plan.recipe.data.pack,
+        "pack": plan.recipe.data.packing,
+        "overlong": plan.recipe.data.overlong,
         "sequences_per_microbatch": plan.derived.sequences_per_microbatch,
         "dp_rank": dp.rank,
         "dp_size": dp.size,

@@ -163,7 +163,7 @@ def _moments(run: TrainingRun, buffer: UnitBuffer) -> Iterator[Tensor]:
         if buffer.stored is None:
             yield from run.optimizer.states_of(shard).memory(shard, 0, shard.value.numel())
         else:
-            for name in run.optimizer.state_names:
+            for name in (name for name in run.optimizer.state_names if run.optimizer.has_state(shard, name)):
                 state = run.optimizer.state(shard, name)
                 yield from (state,) if isinstance(state, Tensor) else state.pieces()
 

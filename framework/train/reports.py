@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from framework.checkpoint.save import Saver
-from framework.comm.algorithms import ExposedWait
 from framework.comm.connect import Mesh
 from framework.comm.objects import gather_numbers
 from framework.comm.transfer import AsyncHostCopy
+from framework.comm.waits import ExposedWait
 from framework.data.prepared import Prepared
 from framework.data.tokenize import decode_start
 from framework.launch.resume import name_run
@@ -62,7 +62,8 @@ class PendingStep:
     limits: SpikeLimits  # above which it is a spike
     seconds: float  # of this rank, as `times`
     times: StepTimes
-    waits: list[ExposedWait]
+    exposed: list[ExposedWait]  # of parameters and gradients
+    waits: list[ExposedWait]  # of a GPU, for whatever comes from other ranks
     traffic: dict[str, dict[str, int]]
     loads: AsyncHostCopy | None  # of experts, flat
 
@@ -132,7 +133,7 @@ class Reporter:
             tokens_per_s_per_rank=tuple(self._plan.derived.tokens_of_rank / each.busy_s for each in times),
             data_wait_s=max(each.data_wait_s for each in times),
             pipeline_bubble=find_bubble(times),
-            exposed_communication_s=sum(each.seconds for each in pending.waits),
+            exposed_communication_s=sum(each.seconds for each in pending.exposed),
             mfu=mfu(tokens_per_s, self._info.flops_per_token or 0.0, self._info.world, self._info.peak_flops),
             memory_bytes=peak_memory_bytes(self._run.mesh.device),
             traffic=pending.traffic,
@@ -195,12 +196,12 @@ class Reporter:
 
 
 def find_device_times(pending: PendingStep, device: torch.device) -> StepTimes:
-    """The rank's times. On a GPU `waited` and `own` are the device's, as its host only launches; its events have passed when the
-    step's sums are read. Not run on a GPU."""
+    """The rank's times. On a GPU they are the device's, as its host only launches; its events have passed when the step's sums
+    are read. Not run on a GPU."""
     if device.type != "cuda":
         return pending.times
-    waited_s = sum(each.seconds for each in pending.waits)
-    return pending.times._replace(waited_s=waited_s, own_s=pending.seconds - pending.times.data_wait_s - waited_s)
+    busy_s, waited_s = pending.seconds - pending.times.data_wait_s, sum(each.seconds for each in pending.waits)
+    return pending.times._replace(busy_s=busy_s, waited_s=waited_s, own_s=busy_s - waited_s)
 
 
 def find_bubble(times: Sequence[StepTimes]) -> float:
@@ -216,6 +217,7 @@ def describe_run(plan: Plan, prepared: Prepared, mesh: Mesh, run_dir: Path, star
     run_id = str(named.id)
     run = f"{named.root}/{run_id}"
     prompt = find_prompt(recipe, prepared) if mesh.rank == 0 else ""
+    said = ["--chat"] if recipe.data.has_conversations else ["--prompt", prompt]
     return RunInfo(
         run_id=run_id,
         config=describe_public(recipe),
@@ -237,7 +239,7 @@ def describe_run(plan: Plan, prepared: Prepared, mesh: Mesh, run_dir: Path, star
         commands={
             "resume": write_resume(recipe.launch.kind, named),
             "export": shlex.join(["meshwright", "export", run, "--to", f"{run_id}-model"]),
-            "generate": shlex.join(["meshwright", "generate", run, "--prompt", prompt]),
+            "generate": shlex.join(["meshwright", "generate", run, *said]),
         },
     )
 

@@ -1,16 +1,19 @@
 """RunState: with the tensors it is all that a resume needs, and it is JSON."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from framework.checkpoint.commit import FoundCheckpoints
-from framework.checkpoint.load import load_newest
+from framework.checkpoint.commit import FoundCheckpoints, open_checkpoint
+from framework.checkpoint.folder import report
+from framework.checkpoint.load import form_of, load_checkpoint, load_newest
 from framework.checkpoint.staging import Entry
 from framework.checkpoint.storage import Place
+from framework.comm.objects import broadcast_object
 from framework.errors import StorageError
+from framework.launch.branch import Origin
 from framework.lease import Lease
 from framework.mesh.layout import Layout
 from framework.model.initial import persistent_buffers
@@ -45,6 +48,7 @@ class RunState:
     skipped_samples: list[list[int]] = field(default_factory=list)
     recipe: dict[str, Any] = field(default_factory=dict)  # with the tokenizer's hash: launch/identity.py
     tokenizer: str = ""
+    base: str = ""  # fingerprint of the pretrained weights beside an adapter, which no checkpoint has
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -71,15 +75,56 @@ def restore(
         raise StorageError(
             f"there is no checkpoint in {checkpoints}, and what nodes held cannot be loaded: the next start begins with step 1"
         )
+    state = RunState.from_json(values)
+    _take_loaded(run, state)
+    return state
+
+
+def _take_loaded(run: TrainingRun, state: RunState) -> None:
+    """Have a run train on with the entries that were loaded. Collective over `replica`."""
     share_read(run)
     for stage in run.stages.values():
         stage.parameters.invalidate()  # what is unsharded is of former weights, where a run goes back
-    state = RunState.from_json(values)
     run.optimizer.num_updates = state.num_updates
     if state.loss_scale is not None:
         run.loss_scale.restore(state.loss_scale, state.clean_steps)
     for buffer in run.buffers:
         buffer.copy_master_to_params()
+
+
+def begin_branch(run: TrainingRun, run_id: str, origin: Origin, data: str, order: Mapping[str, Any]) -> RunState:
+    """Fill a new run from the checkpoint of another one, and return where it begins. Collective over the world.
+
+    data: fingerprint of the prepared data; order: this run's values of `ORDER_KEYS`. The position in the data stays if all of
+    these are the origin's, else it is the beginning. Moments that the checkpoint lacks, or has in another shape or dtype, begin
+    at zero and are reported. Raises as `load_checkpoint` does, for weights too.
+    """
+    world = run.mesh.axis("world")
+    manifest = broadcast_object(lambda: open_checkpoint(origin.checkpoint), world)
+    known = {name: (record.shape, record.dtype) for name, record in manifest.entries.items()}
+    entries = list(read_entries(run))
+    new = [
+        each
+        for each in entries
+        if not each.name.startswith(("weight/", "buffer/")) and known.get(each.name) != form_of(each)
+    ]
+    missing = {id(each) for each in new}
+    values = load_checkpoint(
+        origin.checkpoint, [each for each in entries if id(each) not in missing], world, manifest=manifest
+    )
+    state = RunState.from_json(values)
+    _take_loaded(run, state)
+    names = sorted({each.name for each in new})
+    if names and world.rank == 0:
+        report(
+            f"moments that {origin} lacks begin at zero: {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}"
+        )
+    recorded = state.recipe
+    if state.data != data or any(recorded.get(key) != value for key, value in order.items()):
+        state.samples, state.skipped_samples = 0, []
+    state.run_id, state.data, state.recipe, state.tokenizer = run_id, data, {}, ""
+    state.best_step = state.best_validation_loss = None
+    state.rewinds = 0
     return state
 
 
@@ -87,10 +132,10 @@ def saved_entries(run: TrainingRun) -> Iterator[Entry]:
     """All tensors of a run as checkpoint entries over the run's own memory: each element once over all ranks, but for small
     tensors that all ranks have.
 
-    weight/NAME: the master copy of a parameter, or the frozen parameter. buffer/NAME: a buffer of the model's
-    state dict. Others: the optimizer's state of that name.
+    weight/NAME: the master copy of a parameter, or the frozen parameter, unless it is beside an adapter. buffer/NAME: a buffer
+    of the model's state dict. Others: the optimizer's state of that name.
     """
-    yield from _entries(run, UnitBuffer.counted, [buffer for buffer in run.buffers if not buffer.is_copy])
+    yield from _entries(run, UnitBuffer.counted, [buffer for buffer in run.saved_buffers if not buffer.is_copy])
     by_name = dict(each for stage in run.stages.values() for each in persistent_buffers(stage.model.model).items())
     # Copied, because a forward may change them, and the next one may run before they are saved. All else changes in updates.
     yield from (_buffer_entry(name, tensor.clone()) for name, tensor in by_name.items())
@@ -100,7 +145,7 @@ def read_entries(run: TrainingRun) -> Iterator[Entry]:
     """The entries that this rank reads of a checkpoint. Replicas read a share each of what they own alike, and `share_read`
     completes every rank. Were each to read all that it owns, r replicas would open the files of all r: r^2 for stage 0."""
     run.optimizer.open_states()
-    yield from _entries(run, UnitBuffer.read, run.buffers)
+    yield from _entries(run, UnitBuffer.read, run.saved_buffers)
     for stage in run.stages.values():
         for name, tensor in persistent_buffers(stage.model.model).items():
             yield _buffer_entry(name, tensor)
@@ -115,10 +160,10 @@ def updated_names(run: TrainingRun) -> set[str]:
 
 def share_read(run: TrainingRun) -> None:
     """Complete the entries of `read_entries`: replicas exchange their shares. Collective over `replica`."""
-    for buffer in run.buffers:
+    for buffer in run.saved_buffers:
         _share_read(buffer, buffer.master_at_home)
     for name in run.optimizer.state_names:
-        for each in run.shards:
+        for each in (each for each in run.shards if run.optimizer.has_state(each.shard, name)):
             _share_read(each.buffer, run.optimizer.state(each.shard, name), each.span.start)
     run.optimizer.close_states()
 
@@ -140,8 +185,9 @@ def _entries(
     for buffer in buffers:
         for slot in buffer.slots:
             yield Entry(f"weight/{slot.name}", *cut(buffer, slot, buffer.master_at_home))
+    own = [each for each in run.shards if each.buffer in buffers]
     for name in run.optimizer.state_names:
-        for each in (each for each in run.shards if each.buffer in buffers):
+        for each in (each for each in own if run.optimizer.has_state(each.shard, name)):
             values = run.optimizer.state(each.shard, name)
             for slot in (slot for slot in each.buffer.slots if slot.group == each.span.group):
                 yield Entry(f"{name}/{slot.name}", *cut(each.buffer, slot, values, each.span.start))

@@ -65,6 +65,7 @@ class TrainingRun:
     loss_scale: LossScale  # 1 in every dtype but fp16
     exposed_communication: ExposedCommunication
     mesh: Mesh
+    leaves_base: bool  # checkpoints have no frozen parameters: those are read from where they come from
     clip_norm: float | None
     seed: int
 
@@ -80,6 +81,11 @@ class TrainingRun:
     @cached_property
     def buffers(self) -> list[UnitBuffer]:
         return [buffer for stage in self.stages.values() for buffer in stage.buffers]
+
+    @cached_property
+    def saved_buffers(self) -> list[UnitBuffer]:
+        """The buffers that checkpoints have."""
+        return [buffer for buffer in self.buffers if buffer.is_trained or not self.leaves_base]
 
     @cached_property
     def counted_rows(self) -> list[Tensor]:

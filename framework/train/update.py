@@ -21,9 +21,11 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from framework.comm.connect import Mesh
 from framework.comm.transfer import fetch
 from framework.optim.disk_ring import DiskStates, DiskTensor
 from framework.optim.groups import GroupAssignment
+from framework.optim.muon import MuonOptimizer
 from framework.optim.optimizers import FlatOptimizer, Missed, preserving, state_names
 from framework.optim.states import States
 from framework.optim.update_rules import OPTIMIZERS, FlatShard, ShardGroup
@@ -89,22 +91,46 @@ def _shard(buffer: UnitBuffer, span: GroupSpan) -> FlatShard:
     return FlatShard(tuple(layouts.values()), buffer.master[where], buffer.delivered[where], tuple(layouts))
 
 
-class UpdatedTogether(FlatOptimizer):
-    """Trained buffers whose masters live on `device`, the rank's or the host's, and are updated in one call."""
+class UpdatedTogether:
+    """Trained buffers whose masters live on `device`, the rank's or the host's, and are updated in one call of each optimizer.
 
-    def __init__(
-        self, recipe: Recipe, buffers: Sequence[UnitBuffer], groups: Sequence[ShardGroup], device: torch.device
-    ):
-        super().__init__(recipe.optim, groups, device, recipe.precision.moments, recipe.train.seed)
-        self.buffers, self._device = buffers, device
+    optimizers: between them they have all shards of the buffers.
+    """
+
+    def __init__(self, buffers: Sequence[UnitBuffer], optimizers: Sequence[FlatOptimizer], device: torch.device):
+        self.buffers, self.optimizers, self._device = buffers, optimizers, device
+
+    @property
+    def shards(self) -> tuple[FlatShard, ...]:
+        return tuple(shard for each in self.optimizers for shard in each.shards)
+
+    def state(self, shard: FlatShard, name: str) -> Tensor:
+        """A state of a shard, as `FlatOptimizer.state` returns it."""
+        return self.optimizer_of(shard).state(shard, name)
+
+    def optimizer_of(self, shard: FlatShard) -> FlatOptimizer:
+        """The optimizer that updates a shard."""
+        return next(each for each in self.optimizers if shard in each.shards)
+
+    @property
+    def num_updates(self) -> int:
+        """Updates done so far, skipped ones not counted."""
+        return max(each.num_updates for each in self.optimizers)
+
+    @num_updates.setter
+    def num_updates(self, count: int) -> None:
+        for each in self.optimizers:
+            each.num_updates = count
 
     def update(self, lr: float, divisor: Tensor, skip: Tensor, step: int, missed: Iterable[Missed]) -> None:
         """Update the masters and cast them to the parameters. Arguments as of `FlatOptimizer.step`; missed: of these buffers."""
         for buffer in self.buffers:
             buffer.wait_for_delivery()
         here = [replace(each, is_reached=fetch(each.is_reached, self._device)) for each in missed]
-        with self.preserving(here):
-            self.step(lr, fetch(divisor, self._device), fetch(skip, self._device), step)
+        divisor, skip = fetch(divisor, self._device), fetch(skip, self._device)
+        for optimizer in self.optimizers:
+            with optimizer.preserving([each for each in here if each.shard in optimizer.shards]):
+                optimizer.step(lr, divisor, skip, step)
         for buffer in self.buffers:
             buffer.copy_master_to_params()
 
@@ -204,19 +230,32 @@ class StepOptimizer:
         buffers: Sequence[UnitBuffer],
         shards: Sequence[OwnedShard],
         assignments: Sequence[GroupAssignment],
-        device: torch.device,
+        mesh: Mesh,
         disk: DiskStates | None = None,
     ):
+        settings = recipe.precision.moments, recipe.train.seed
+        by_key = {each.key: each.optimizer for each in assignments}
+
         def join(together: list[UnitBuffer], lives_on: torch.device) -> UpdatedTogether:
-            groups = group_shards([each for each in shards if each.buffer in together], assignments)
-            return UpdatedTogether(recipe, together, groups, lives_on)
+            own = [each for each in shards if each.buffer in together]
+            groups = {
+                name: group_shards([each for each in own if by_key[each.span.group] == name], assignments)
+                for name in dict.fromkeys(by_key.values())
+            }
+            matrices = groups.pop("muon", None)
+            optimizers = [FlatOptimizer(name, recipe.optim, each, lives_on, *settings) for name, each in groups.items()]
+            if matrices is not None:
+                plans = [buffer.plan for buffer in together]
+                spans = {each.shard: (each.buffer.plan, each.span) for each in own}
+                optimizers.append(MuonOptimizer(recipe.optim, matrices, plans, spans, assignments, mesh.axes, lives_on))
+            return UpdatedTogether(together, optimizers, lives_on)
 
         trained = [buffer for buffer in buffers if buffer.is_trained]
         at_home = [buffer for buffer in trained if not buffer.is_updated_on_host and buffer.stored is None]
         away = [buffer for buffer in trained if buffer.is_updated_on_host]
         units = dict.fromkeys(buffer.unit for buffer in away)
         # The device's first: its kernels run while the host updates.
-        self._in_memory = [join(at_home, device)] + [
+        self._in_memory = [join(at_home, mesh.device)] + [
             join([buffer for buffer in away if buffer.unit == unit], HOST) for unit in units
         ]
         self.parts: list[UpdatedTogether | DiskOptimizer] = [*self._in_memory]
@@ -224,7 +263,9 @@ class StepOptimizer:
             stored = [buffer for buffer in trained if buffer.stored is not None]
             owned = [each for each in shards if each.buffer.stored is not None]
             self.parts.append(DiskOptimizer(recipe.optim, disk, stored, owned, group_shards(owned, assignments)))
-        self.state_names = state_names(recipe.optim)
+        names = {each.key: state_names(recipe.optim, each.key) for each in assignments}
+        self.state_names = tuple(dict.fromkeys(name for each in names.values() for name in each))
+        self._names = {each.shard: names[each.span.group] for each in shards}
         self._wait_for_readers: Callable[[], None] | None = None
         self._part_of = {shard: part for part in self.parts for shard in part.shards}
 
@@ -252,17 +293,21 @@ class StepOptimizer:
 
     def states_of(self, shard: FlatShard) -> States:
         """The states of a shard that is in memory."""
-        return next(part.states for part in self._in_memory if shard in part.shards)
+        return next(part.optimizer_of(shard).states for part in self._in_memory if shard in part.shards)
+
+    def has_state(self, shard: FlatShard, name: str) -> bool:
+        """Whether the optimizer of a shard has a per-element state of this name."""
+        return name in self._names[shard]
 
     def open_states(self) -> None:
         """Make the tensors that `state` returns writable."""
-        for part in self._in_memory:
-            part.states.open()
+        for each in (each for part in self._in_memory for each in part.optimizers):
+            each.states.open()
 
     def close_states(self) -> None:
         """Take over the values written since `open_states`."""
-        for part in self._in_memory:
-            part.states.close()
+        for each in (each for part in self._in_memory for each in part.optimizers):
+            each.states.close()
 
     def state(self, shard: FlatShard, name: str) -> Tensor | StoredTensor:
         """A per-element state of a shard: [n], in its dtype, where its master lives."""
@@ -284,7 +329,7 @@ def open_disk(
 ) -> tuple[DiskStates | None, list[DiskTensor]]:
     """The file of the rank's states that live on a disk, all zero, and the master of each buffer in it, in their order; None
     where no state does. run_id: of the file's folder; None: a new one. Raises as `DiskFile` does."""
-    shards = disk_shards([each for stage in stages for each in stage.buffers], state_names(recipe.optim))
+    shards = disk_shards([each for stage in stages for each in stage.buffers], partial(state_names, recipe.optim))
     if not shards:
         return None, []
     folder = recipe.memory.offload.disk_path

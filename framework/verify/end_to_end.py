@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -119,9 +119,14 @@ def compare(found: TrainingCurve, expected: TrainingCurve, moments: str = "fp32"
 
 def refuse(recipe: Recipe) -> None:
     """Raise RecipeError for what a reference that does not know the layout cannot repeat."""
-    if recipe.precision.moments == "int8":
+    for key, is_blocked in (
+        ("precision.moments=int8", recipe.precision.moments == "int8"),
+        (f"zero.quantize_gather={recipe.zero.quantize_gather}", recipe.zero.quantize_gather != "none"),
+    ):
+        if not is_blocked:
+            continue
         raise RecipeError(
-            "precision.moments=int8: blocks are cut where ranks' shards are, which the reference of --end-to-end does not know."
+            f"{key}: blocks are cut where ranks' shards are, which the reference of --end-to-end does not know."
             " `verify` without it compares them"
         )
 
@@ -153,11 +158,12 @@ def _make_first(recipe: Recipe, folder: Path, steps: int) -> Recipe:
         "lines": Source(path=str(folder / "lines.jsonl"), weight=0.7),
         "texts": Source(path=str(folder / "texts" / "*.txt"), weight=0.3),
     }
+    pack: Literal["documents", "concat"] = "documents" if recipe.data.isolates else "concat"  # of its own text
     eps = max(recipe.optim.eps, LEAST_EPS) if recipe.optim.name == "adamw" else recipe.optim.eps
     train = replace(recipe.train, steps=steps, validate_every_steps=2, validation_sequences=None, sample=None)
     return replace(
         recipe,
-        data=Data(sources=sources, root=str(folder / "tokens"), pack=recipe.data.pack, validation=0.2),
+        data=Data(sources=sources, root=str(folder / "tokens"), pack=pack, validation=0.2),
         model=replace(recipe.model, weights=str(folder / "model"), tokenizer=str(folder / "tokenizer"), config={}),
         optim=replace(recipe.optim, eps=eps),
         train=train,

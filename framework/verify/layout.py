@@ -16,6 +16,7 @@ from framework.data.loader import split_rows
 from framework.data.pack import Microbatch, cut_context
 from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
+from framework.model.adapters import add_adapters
 from framework.model.initial import draw_unit
 from framework.model.load import build_meta
 from framework.model.units import find_units
@@ -23,13 +24,14 @@ from framework.optim.groups import learning_rate
 from framework.optim.states import LowBitStates
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.derive import derive
-from framework.recipe.schema import Recipe
+from framework.recipe.schema import Adapter, Recipe
 from framework.train.build import build
 from framework.train.step import TrainingRun, train_step
 from framework.train.update import OwnedShard
 from framework.verify.evidence import Evidence, TokenBatch, keep_double, make_batches
 
 CPU = torch.device("cpu")
+NO_ADAPTER = Adapter()
 
 
 def run_layout(plan: Plan, batches: Sequence[TokenBatch], mesh: Mesh) -> Evidence:
@@ -54,12 +56,18 @@ def _train(run: TrainingRun, plan: Plan, batches: Sequence[TokenBatch], mesh: Me
             by_step.append(gather_full(owned_weights(run), mesh.axis("world")))
     followed = tuple(by_step) if is_followed(recipe) else ()
     blocks = gather_full(owned_blocks(run), mesh.axis("world")) if recipe.precision.moments == "int8" else {}
-    return Evidence(tuple(losses), tuple(norms), gradients, by_step[-1], followed, blocks=blocks)
+    gathered = gather_full(gathered_blocks(run, mesh.rank), mesh.axis("world")) if is_quantized(recipe) else {}
+    return Evidence(tuple(losses), tuple(norms), gradients, by_step[-1], followed, blocks=blocks, gathered=gathered)
 
 
 def is_followed(recipe: Recipe) -> bool:
-    """Whether the oracle follows the layout: it then needs the layout's weights after each step, or its blocks of moments."""
-    return recipe.optim.name == "lion" or recipe.precision.moments == "int8"
+    """Whether the oracle follows the layout: it then needs the layout's weights after each step, or its blocks."""
+    return recipe.optim.name == "lion" or recipe.precision.moments == "int8" or is_quantized(recipe)
+
+
+def is_quantized(recipe: Recipe) -> bool:
+    """Whether parameters travel as codes."""
+    return recipe.zero.quantize_gather != "none"
 
 
 def share(batch: TokenBatch, sequences_per_microbatch: int, mesh: Mesh) -> list[Microbatch]:
@@ -118,9 +126,30 @@ def owned_blocks(run: TrainingRun) -> dict[str, tuple[Layout, Tensor]]:
     }
 
 
-def initial_weights(config: PretrainedConfig, seed: int, device: torch.device = CPU) -> dict[str, Tensor]:
-    """Initial parameters of the whole model as ranks on `device` draw them, by name: fp32 on the CPU."""
+def gathered_blocks(run: TrainingRun, rank: int) -> dict[str, tuple[Layout, Tensor]]:
+    """Layout of every parameter and, for each own element, a number of its block of codes that no other block has; -1 without."""
+    found: dict[str, tuple[Layout, Tensor]] = {}
+    for index, buffer in ((index, buffer) for index, buffer in enumerate(run.buffers) if not buffer.is_copy):
+        plan, axes, codec = buffer.plan, buffer.plan.axes, buffer.plan.dtypes.codec
+        numbers = torch.full((plan.numel_owned,), -1.0, dtype=torch.float64, device=buffer.full.device)
+        if codec is not None:
+            # The first of all ranks that have the buffer: where these count parts of one block, they number it alike.
+            first = rank - sum(
+                each.ranks[each.rank] - each.ranks[0] for each in (axes.shard, axes.update, *axes.replicas)
+            )
+            blocks = torch.arange(plan.numel_owned, device=buffer.full.device).double() // codec.block
+            owner = axes.shard.rank * axes.update.size + axes.update.rank
+            numbers = blocks + float((first * len(run.buffers) + index) * 2**12 + owner) * 2**24
+        found |= {slot.name: buffer.counted(slot, numbers) for slot in buffer.slots}
+    return found
+
+
+def initial_weights(
+    config: PretrainedConfig, seed: int, device: torch.device = CPU, adapter: Adapter = NO_ADAPTER
+) -> dict[str, Tensor]:
+    """Initial parameters of the whole model, and of its adapters, as ranks on `device` draw them, by name: fp32 on the CPU."""
     model = build_meta(config)
+    add_adapters(model, adapter)
     return {
         name: value.cpu() for unit in find_units(model) for name, value in draw_unit(model, unit, seed, device).items()
     }
@@ -156,7 +185,7 @@ TIMEOUT_S = 120.0
 def make_run_batches(recipe: Recipe, config: PretrainedConfig, num_steps: int) -> list[TokenBatch]:
     """The batches of a verification, equal in every process."""
     derived = derive(recipe)
-    packs_documents = recipe.data.pack == "documents"
+    packs_documents = recipe.data.isolates
     return make_batches(
         config, num_steps, derived.sequences_per_step, derived.context, recipe.train.seed, packs_documents
     )

@@ -21,20 +21,24 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from framework.recipe.schema import STOCK_ATTENTION, Optim, Recipe
+from framework.recipe.schema import STOCK_ATTENTION, Adapter, Optim, Recipe
 from framework.verify.evidence import IGNORE, Evidence, NothingToCompare, TokenBatch, keep_double, perturb
 from framework.verify.plain import (
     DTYPES,
+    PlainAdapters,
+    PlainGather,
     PlainLossScale,
     PlainMixtures,
     PlainMoments,
     decay_nothing,
     find_groups,
     has_no_master,
+    is_trained,
     learning_rate,
     multiply_in_fp8,
     round_master,
 )
+from framework.verify.plain_muon import PlainMuon, find_matrices
 
 CPU = torch.device("cpu")
 # For Lion: how many more times each step's gradients are computed, from weights that are rounded differently.
@@ -144,7 +148,7 @@ def run_oracle(
     Raises NothingToCompare where stock transformers does not build the model, or does not run it forward or backward.
     """
     layout = layout or Evidence((), (), {}, {})
-    oracle = Oracle(recipe, config, weights, dtype, device, layout.blocks)
+    oracle = Oracle(recipe, config, weights, dtype, device, layout)
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
         oracle.set_rate(learning_rate(step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps))
@@ -167,12 +171,15 @@ class Oracle:
         weights: dict[str, Tensor],
         dtype: torch.dtype,
         device: torch.device,
-        blocks: Mapping[str, Tensor],
+        layout: Evidence | None = None,
         narrows: bool = False,
     ):
-        """narrows: in fp64, let the model cast to fp32 where its code does."""
+        """layout: for its blocks, where it has any. narrows: in fp64, let the model cast to fp32 where its code does."""
+        layout = layout or Evidence((), (), {}, {})
         self._recipe, self._dtype, self._narrows = recipe, dtype, narrows
-        self._model = _stock_model(recipe, config, weights, dtype, device)
+        of_adapters = [name for name in weights if re.search(r"lora_(A|B|magnitude_vector)$", name)]
+        stock = {name: weight for name, weight in weights.items() if name not in of_adapters}
+        self._model = _stock_model(recipe, config, stock, dtype, device)
         wide = torch.promote_types(dtype, torch.float32)
         # Without masters a weight is what the model computes with, from the beginning.
         kept_in = {name: each.dtype for name, each in self._model.named_parameters() if has_no_master(recipe.precision)}
@@ -182,11 +189,16 @@ class Oracle:
             )
             for name, parameter in self._model.named_parameters()
         }
+        self.masters |= {name: nn.Parameter(weights[name].to(device, wide, copy=True)) for name in of_adapters}
+        self._adapters = PlainAdapters(self._model, recipe.adapter, self.masters)
+        for name in self._adapters.names():
+            self._model.get_parameter(name).requires_grad_()
         self._in_bf16 = [name for name, kept in kept_in.items() if kept == torch.bfloat16]
-        self._optimizer = _stock_optimizer(recipe.optim, self.masters, decay_nothing(_build_blank(config)))
+        self._optimizer = _stock_optimizer(recipe.optim, self.masters, config, recipe.adapter)
         self._mixtures = PlainMixtures(self._model, recipe.model, recipe.batch.context)
         self._scale = PlainLossScale(recipe.precision)
-        self._moments = PlainMoments(recipe.optim, recipe.precision.moments, recipe.train.seed, blocks)
+        self._moments = PlainMoments(recipe.optim, recipe.precision.moments, recipe.train.seed, layout.blocks)
+        self._gather = PlainGather(recipe.zero.quantize_gather, layout.gathered)
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate of the next update, for groups without a ratio of their own."""
@@ -195,20 +207,23 @@ class Oracle:
 
     def find_gradients(self, batch: TokenBatch) -> float:
         """Compute the masters' gradients of the batch's loss, and return the loss."""
-        for name, parameter in self._model.named_parameters():
-            parameter.data.copy_(self.masters[name])
-            self.masters[name].grad = None
+        merged = self._read_masters()
+        for master in self.masters.values():
+            master.grad = None
         self._mixtures.start()
         with self._keeping():
             loss = sum(self._accumulate(batch))
+        of_merged = {name: self.masters[name].grad for name in merged}
+        for name in merged:
+            self.masters[name].grad = None
+        self._adapters.accumulate({name: each for name, each in of_merged.items() if each is not None})
         self._scale.unscale(self.masters.values())
         return loss
 
     @torch.no_grad()
     def evaluate(self, batch: TokenBatch) -> float:
         """The mean loss per token of the batch, without dropout and without a router's loss."""
-        for name, parameter in self._model.named_parameters():
-            parameter.copy_(self.masters[name])
+        self._read_masters()
         self._model.eval()
         with self._keeping():
             total = sum(float(loss) for loss, _ in self._losses(batch))
@@ -251,6 +266,14 @@ class Oracle:
         """Count the elements whose update rounding decided in some step, by name."""
         masks = {name: self._optimizer.state[master].get("undecided") for name, master in self.masters.items()}
         return {name: int(mask.sum()) for name, mask in masks.items() if mask is not None and mask.any()}
+
+    def _read_masters(self) -> Mapping[str, Tensor]:
+        """Set the model's weights to what forward reads of the masters. Returns those that adapters are merged into."""
+        merged = self._adapters.merge()
+        read = self._gather.round(self.masters) | merged
+        for name, parameter in self._model.named_parameters():
+            parameter.data.copy_(read.get(name, self.masters[name]))
+        return merged
 
     def _keeping(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._narrows else keep_double(self._dtype)
@@ -369,7 +392,7 @@ def _stock_model(
     for name, parameter in model.named_parameters():
         if dtype == torch.float64:  # where fp32 is kept beside bf16, fp64 would be narrowed
             parameter.data = parameter.double()
-        parameter.requires_grad_(not any(re.search(pattern, name) for pattern in recipe.model.freeze))
+        parameter.requires_grad_(is_trained(name, recipe))
     if recipe.precision.compute == "fp8":
         multiply_in_fp8(model, recipe.precision.fp8_scaling, device)
     return model.to(device).train()
@@ -381,16 +404,24 @@ def _build_blank(config: PretrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(deepcopy(config))
 
 
-def _stock_optimizer(optim: Optim, masters: Mapping[str, nn.Parameter], undecayed: set[str]) -> torch.optim.Optimizer:
+def _stock_optimizer(
+    optim: Optim, masters: Mapping[str, nn.Parameter], config: PretrainedConfig, adapter: Adapter
+) -> torch.optim.Optimizer:
+    blank = _build_blank(config)
+    undecayed = decay_nothing(blank) | {name for name in masters if name.endswith("lora_magnitude_vector")}
     trained = [name for name, master in masters.items() if master.requires_grad]
     groups = [
         {"params": [masters[name]], "lr_ratio": lr_ratio, "weight_decay": weight_decay}
-        for name, lr_ratio, weight_decay in find_groups(trained, undecayed, optim)
+        for name, lr_ratio, weight_decay in find_groups(trained, undecayed, optim, adapter)
     ]
     match optim.name:
         case "adamw":
             return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, foreach=False)
         case "sgd":
             return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, foreach=False)
+        case "muon":
+            matrices = find_matrices(blank, config, optim)
+            pieces = ({"pieces": matrices.get(name)} for name in trained)
+            return PlainMuon([group | each for group, each in zip(groups, pieces, strict=True)], optim)
         case "lion":
             return PlainLion(groups, {"lr": optim.lr, "betas": optim.betas})

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from framework.recipe.schema import LearningRateSchedule, Model, Optim, Precision
+from framework.recipe.schema import Adapter, LearningRateSchedule, Model, Optim, Precision, Recipe
 
 # fp8 is of matmuls only: their inputs and outputs are bf16.
 DTYPES = {
@@ -59,14 +59,28 @@ def decay_nothing(model: nn.Module) -> set[str]:
     }
 
 
-def find_groups(names: list[str], undecayed: set[str], optim: Optim) -> Iterator[tuple[str, float, float]]:
+def find_groups(
+    names: list[str], undecayed: set[str], optim: Optim, adapter: Adapter
+) -> Iterator[tuple[str, float, float]]:
     """(name, share of the learning rate, weight decay) of each parameter, by the first group whose pattern matches."""
     for name in names:
         own = next((each for each in optim.groups.values() if re.search(each.pattern, name)), None)
         decay = 0.0 if name in undecayed else optim.weight_decay
         if own is not None and own.weight_decay is not None:
             decay = own.weight_decay
-        yield name, own.lr_ratio if own is not None else 1.0, decay
+        ratio = own.lr_ratio if own is not None else 1.0
+        yield name, ratio * adapter.b_lr_ratio if name.endswith("lora_B") else ratio, decay
+
+
+def is_trained(name: str, recipe: Recipe) -> bool:
+    """Whether the recipe trains a parameter."""
+    adapter, holders = recipe.adapter, name.split(".")[:-1]
+    if adapter.kind == "none":
+        return not any(re.search(pattern, name) for pattern in recipe.model.freeze)
+    if re.search(r"lora_(A|B|magnitude_vector)$", name):
+        return True
+    whole = [f".{'.'.join(holders[: count + 1])}" for count in range(len(holders))]
+    return any(path.endswith(f".{target}") for path in whole for target in adapter.train)
 
 
 def learning_rate(step: int, schedule: LearningRateSchedule, peak: float, steps: int) -> float:
@@ -114,6 +128,38 @@ class PlainLossScale:
             elif self._clean == GROWTH_STEPS:
                 self.value, self._clean = 2 * self.value, 0
         return self._is_finite
+
+
+class PlainGather:
+    """The values that forward reads of masters whose layout unshards them as codes (`zero.quantize_gather`).
+
+    The largest value of a block becomes the largest code: 127, or at most fp8's 448 by a scale that is a power of two. Blocks are
+    cut where ranks' shards are, so the oracle takes them from the layout: numbers of each parameter's elements, -1 without.
+    """
+
+    def __init__(self, kind: str, blocks: Mapping[str, Tensor]):
+        self._kind = kind
+        self._blocks = {name: each.flatten().long() for name, each in blocks.items() if (each >= 0).any()}
+        numbers = torch.cat([torch.empty(0, dtype=torch.int64), *self._blocks.values()])
+        self._inverse = numbers.unique(return_inverse=True)[1]
+
+    @torch.no_grad()
+    def round(self, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The values of those masters, by name."""
+        if not self._blocks:
+            return {}
+        values = torch.cat([masters[name].detach().flatten() for name in self._blocks])
+        inverse, is_int = self._inverse.to(values.device), self._kind == "int8"
+        largest = torch.zeros_like(values).scatter_reduce_(0, inverse, values.abs(), "amax").float()
+        scales = (largest / (127.0 if is_int else 448.0)).clamp(min=2.0**-126)
+        if not is_int:
+            exponent = _exponent(scales.double())
+            scales = _power(exponent + (_power(exponent) < scales.double())).float()
+        scales = scales[inverse]
+        codes = values * (1.0 / scales)
+        codes = codes.round() if is_int else codes.float().to(torch.float8_e4m3fn)
+        parts = (codes.float() * scales).split([len(each) for each in self._blocks.values()])
+        return {name: part.view_as(masters[name]) for name, part in zip(self._blocks, parts, strict=True)}
 
 
 def draw_words(numel: int, key: tuple[int | str, ...]) -> Tensor:
@@ -279,6 +325,49 @@ def _fits(module: nn.Module) -> bool:
 
 def _has_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+class PlainAdapters:
+    """Adapters as their papers state them: the model computes with merged weights, whose gradients the chain rule takes to A, B
+    and the magnitudes. masters: by name, with those of adapters."""
+
+    def __init__(self, model: PreTrainedModel, adapter: Adapter, masters: Mapping[str, nn.Parameter]):
+        self._scale = adapter.alpha / (math.sqrt(adapter.rank) if adapter.rank_stabilized else adapter.rank)
+        self._masters = masters
+        # By the name of a weight, what the names of its adapter begin with. Linear layers have one weight, stacks several.
+        prefixes = [name.removesuffix("lora_A") for name in masters if name.endswith("lora_A")]
+        self._prefixes = {f"{each}weight" if each.endswith(".") else each[:-1]: each for each in prefixes}
+        holders = {name: model.get_submodule(name.rpartition(".")[0]) for name in self._prefixes}
+        self._transposed = {name for name, holder in holders.items() if self._is_transposed(holder)}
+        self._merged: dict[str, Tensor] = {}
+
+    def names(self) -> list[str]:
+        """The weights that are merged."""
+        return list(self._prefixes)
+
+    def merge(self) -> dict[str, Tensor]:
+        """The merged weights, in the masters' dtype; `accumulate` goes back from these."""
+        self._merged = {name: self._merge(name, prefix) for name, prefix in self._prefixes.items()}
+        return self._merged
+
+    def accumulate(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add to the masters' gradients those that follow from the gradients of merged weights."""
+        found = [name for name in self._merged if name in gradients]
+        torch.autograd.backward(
+            [self._merged[name] for name in found], [gradients[name] for name in found], retain_graph=True
+        )
+
+    def _merge(self, name: str, prefix: str) -> Tensor:
+        weight = self._masters[name].detach()
+        weight = weight.mT if name in self._transposed else weight
+        merged = weight + self._scale * self._masters[f"{prefix}lora_B"] @ self._masters[f"{prefix}lora_A"]
+        if (magnitude := self._masters.get(f"{prefix}lora_magnitude_vector")) is not None:
+            merged = (magnitude / merged.detach().norm(dim=1))[:, None] * merged
+        return merged.mT if name in self._transposed else merged
+
+    @staticmethod
+    def _is_transposed(module: nn.Module) -> bool:
+        return isinstance(module, Conv1D) or bool(getattr(module, "is_transposed", False))
 
 
 class PlainMixtures:

@@ -35,6 +35,8 @@ from framework.verify.left_out import ChangedValue, find_changes, find_config_ch
 from framework.verify.sides import PRECISIONS, Sides
 
 MAX_RANKS = 4
+# Elements of a small model's matrix that still travels as codes.
+SMALL_MATRIX = 64
 MAX_CONTEXT = 32
 MAX_SEQUENCES_PER_MICROBATCH = 2
 MAX_ACCUMULATION = 3
@@ -236,13 +238,20 @@ def _choose_degrees(recipe: Recipe, ranks: int | None, experts: int) -> tuple[in
 
 
 def _shrink_shards(zero: Zero, batch: int, batch_small: int) -> tuple[Zero, dict[str, str]]:
-    """HSDP with both its axes, as far as the ranks allow. batch: ranks of dp x cp, in the recipe and in the small one."""
-    within = zero.shard_within
-    if within is None or (isinstance(within, int) and (within == batch or batch_small % within == 0)):
-        return zero, {}
-    small = 2 if batch_small > 2 and batch_small % 2 == 0 else batch_small
-    replicas = batch_small // small
-    return replace(zero, shard_within=small), {"zero.shard_within": f"{replicas} replicas of {small} ranks"}
+    """HSDP with both its axes, and a second copy of shards, as far as the ranks allow; codes also of small matrices. batch: ranks
+    of dp x cp, in the recipe and in the small one."""
+    within, copied, reasons = zero.shard_within, zero.secondary_shard, {}
+    if zero.quantize_gather != "none":
+        zero = replace(zero, quantize_min_elements=min(zero.quantize_min_elements, SMALL_MATRIX))
+    if within is not None and (within == "node" or (within != batch and batch_small % within)):
+        small = 2 if batch_small > 2 and batch_small % 2 == 0 else batch_small
+        zero = replace(zero, shard_within=small)
+        reasons["zero.shard_within"] = f"{batch_small // small} replicas of {small} ranks"
+    shard = zero.shard_within if isinstance(zero.shard_within, int) else batch_small
+    if copied is not None and (copied == "node" or copied >= shard or shard % copied):
+        zero = replace(zero, secondary_shard=2 if shard > 2 and shard % 2 == 0 else None)
+        reasons["zero.secondary_shard"] = f"what divides {shard} ranks, if anything does"
+    return zero, reasons
 
 
 def _simplify_model(model: Model, parameters: Collection[str], device: str, dtype: str) -> tuple[Model, dict[str, str]]:
@@ -315,10 +324,13 @@ def keep_whole(recipe: Recipe, config: PretrainedConfig, model: nn.Module, optio
 def _find_absent(recipe: Recipe, options: VerifyOptions, dtype: str) -> list[ChangedValue]:
     """Values of the recipe that a verification cannot run."""
     model, on_cpu, master = recipe.model, options.device == "cpu", recipe.precision.master
-    within, needs_gpu = recipe.zero.shard_within, "it needs --device cuda"
+    within, copied, needs_gpu = recipe.zero.shard_within, recipe.zero.secondary_shard, "it needs --device cuda"
+    on_one, codes = "all ranks are on this machine: state the degree", recipe.zero.quantize_reduce
     found = (
         (model.weights is not None, "model.weights", model.weights, None, "both sides start from seeded weights"),
-        (within == "node", "zero.shard_within", within, None, "all ranks are on this machine: state the degree"),
+        (within == "node", "zero.shard_within", within, None, on_one),
+        (copied == "node", "zero.secondary_shard", copied, None, on_one),
+        (codes != "none", "zero.quantize_reduce", codes, "none", "all ranks are on one node, where nothing travels so"),
         (on_cpu and model.attention not in CPU_ATTENTION, "model.attention", model.attention, "auto", needs_gpu),
         (on_cpu and model.experts not in CPU_EXPERTS, "model.experts", model.experts, "auto", needs_gpu),
         (

@@ -48,7 +48,7 @@ def run_reference(recipe: Recipe, sequences_per_step: int, ends: Sequence[int]) 
     config.use_cache = False
     stock = AutoModelForCausalLM.from_pretrained(recipe.model.weights, dtype=torch.float32, trust_remote_code=False)
     weights = {name: each.detach() for name, each in stock.named_parameters()}
-    oracle = Oracle(recipe, config, weights, DTYPES[recipe.precision.compute], CPU, {}, narrows=True)
+    oracle = Oracle(recipe, config, weights, DTYPES[recipe.precision.compute], CPU, narrows=True)
     held_out, every = data.held_out(), recipe.train.validate_every_steps
     # With a layout to follow Lion measures which signs are rounding's; one that is nowhere leaves all of them as they are.
     nowhere = {name: torch.full_like(each, torch.nan) for name, each in oracle.masters.items()}
@@ -76,7 +76,7 @@ class _Data:
         self._seed, self._context, self._packs = (
             recipe.train.seed,
             recipe.batch.context,
-            recipe.data.pack == "documents",
+            recipe.data.isolates,
         )
         tokenizer = AutoTokenizer.from_pretrained(
             recipe.model.tokenizer or recipe.model.weights, trust_remote_code=False

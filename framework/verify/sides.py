@@ -74,7 +74,7 @@ class Sides:
 
     def run_oracle(self, layout: Evidence | None, seed: int | None = None) -> Evidence:
         """Evidence of the oracle. seed: perturbs its initial weights. layout: evidence of the layout that it follows."""
-        weights = initial_weights(self.config, self.recipe.train.seed, self.device)
+        weights = initial_weights(self.config, self.recipe.train.seed, self.device, self.recipe.adapter)
         dtype = DTYPES[self.dtype]
         if seed is not None:
             wide = torch.promote_types(dtype, torch.float32)

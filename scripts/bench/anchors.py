@@ -282,7 +282,9 @@ def megatron_flops(shape: ModelShape, context: int) -> float:
 def compare(anchor: Anchor, shapes: Shapes) -> tuple[float, TimeForecast]:
     """(what is predicted in the unit that is printed, the forecast)."""
     shape = shapes.of(anchor.model)
-    found = TimeModel(shape, anchor.settings, anchor.cluster, anchor.profile).forecast(anchor.candidate)
+    # A profile says itself whether its system compiles.
+    settings = replace(anchor.settings, memory=replace(anchor.settings.memory, compile="never"))
+    found = TimeModel(shape, settings, anchor.cluster, anchor.profile).forecast(anchor.candidate)
     rate = found.tokens_per_s_and_rank
     if anchor.is_tflops:
         rate *= megatron_flops(shape, anchor.candidate.context) / 1e12

@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,7 @@ def _make_batch(plan: Plan, rank: int) -> list[Microbatch]:
     tokens = [torch.randint(plan.vocabulary_size, shape) for _ in range(derived.accumulation)]
     # Two documents in each sequence where they are kept apart, of lengths that no number of ranks divides.
     positions = None
-    if plan.recipe.data.pack == "documents":
+    if plan.recipe.data.isolates:
         first = derived.context // 2 + 1
         positions = torch.cat([torch.arange(first), torch.arange(derived.context - first)]).repeat(shape[0], 1)
     return [cut_context(Microbatch(each[:, :-1].clone(), each[:, 1:].clone(), positions), slices) for each in tokens]
@@ -292,7 +293,7 @@ def compare(recipe: Recipe, ranks: Sequence[Held]) -> Counted:
         phases = [stage.phases[name] for name in ("forward", "loss")]
         predicted = max(each["activations"] + each["logits"] + each["communication"] for each in phases)
         # What is foretold is of the first rank at a place. Others' moments of few bits may be cut into some blocks more or less.
-        names, moments = state_names(plan.recipe.optim), plan.recipe.precision.moments
+        names, moments = partial(state_names, plan.recipe.optim), plan.recipe.precision.moments
         planned = total_on_device(measure_units(plan.of_rank(rank).buffers, names, moments))
         foretold = stage.phases["backward"] if rank in firsts else planned
         are_equal = all(states[kind] == planned[kind] == foretold[kind] for kind in STATES)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from framework.mesh.topology import Topology
 from framework.model.chunked_loss import ChunkedLoss
 from framework.model.logit_map import LogitMap
-from framework.model.loss import LocalSums, TokenLoss, chunk_size, logits_gradient
+from framework.model.loss import LocalSums, TokenLoss, chunk_size, find_kernel
 from framework.model.matmul import Matmul, accumulate_matmul
 from framework.parallel.zero.direct_gradients import _DirectLinear
 from framework.plan.plan import unconnected
@@ -56,16 +56,17 @@ class GradientsInForward(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, tick: Tensor, weight: Tensor, labels: Tensor, view: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
         dx, dw, losses = torch.empty_like(rows), torch.zeros_like(view), []
-        chunk = chunk_size(len(rows))
+        chunk = chunk_size(len(rows), len(weight) * rows.itemsize, fused=False)
         for first in range(0, len(rows), chunk):
             part = slice(first, first + chunk)
-            sums = LocalSums.make(labels[part], 0, len(weight), rows)
+            sums = LocalSums.make(labels[part], rows)
             logits = F.linear(rows[part], weight)
-            sums.read(logits.to(sums.maxima.dtype, copy=True), slice(None))
+            kernel = find_kernel(logits)
+            kernel.read(logits, labels[part], 0, sums.of(slice(None)))
             log_sum, total = sums.combine(unconnected(Topology(), 0)["tp"])
-            dz = logits_gradient(logits, labels[part], log_sum, torch.ones_like(log_sum), 0).to(x.dtype)
-            dx[part] = dz @ weight
-            accumulate_matmul(dw, dz, rows[part], is_first=False)
+            kernel.differentiate(logits, labels[part], 0, log_sum, torch.ones_like(log_sum), logits)
+            dx[part] = logits @ weight
+            accumulate_matmul(dw, logits, rows[part], is_first=False)
             losses.append(total)
         ctx.save_for_backward(dx.view_as(x), dw)
         ctx.view = view

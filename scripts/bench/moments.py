@@ -28,7 +28,7 @@ class Stepped:
     def __init__(self, name: str, moments: MomentsDtype, numel: int):
         shard = FlatShard((Layout((numel // ROW, ROW)),), torch.ones(numel), torch.randn(numel), ("w",))
         optim = Optim(name=name, momentum=0.9 if name == "sgd" else 0.0)  # type: ignore[arg-type]
-        self._optimizer = FlatOptimizer(optim, [ShardGroup("default", (shard,), 1.0, 0.1)], CPU, moments)
+        self._optimizer = FlatOptimizer(optim.name, optim, [ShardGroup("default", (shard,), 1.0, 0.1)], CPU, moments)
         memory = self._optimizer.states.memory(shard, 0, numel)
         self.bytes_per_element = sum(tensor.nbytes for tensor in memory) / numel
         self.taken_ms: list[float] = []

@@ -1,4 +1,4 @@
-"""Kernels as the framework calls them: equal to the CPU's where that is claimed, and how fast. 40 s.
+"""Kernels as the framework calls them: equal to the CPU's where that is claimed, and how fast. 45 s.
 
     python scripts/gpu/kernel_rates.py          --tiny: on a CPU, which shows only that it runs
 
@@ -17,9 +17,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from framework.model.loss import LocalSums, logits_gradient
+from framework.mesh.box import Box
+from framework.model.fused import Fused
+from framework.model.loss import LARGEST_FUSED_CHUNK, LOSS, LocalSums, TorchLoss
 from framework.model.matmul import accumulate_matmul
+from framework.optim.bit_kernels import BITS, TorchBits
 from framework.optim.low_bit import BLOCK, UNSIGNED, decode, encode
+from framework.optim.states import CHUNK_DEVICE
 from framework.optim.stochastic_rounding import round_to_bf16
 from framework.parallel.zero.replicas import BitHash
 
@@ -28,7 +32,7 @@ CPU = torch.device("cpu")
 DEVICE = CPU if TINY else torch.device("cuda")
 T, D, I, V = (64, 32, 48, 97) if TINY else (8192, 4096, 14336, 128_256)  # noqa: E741
 HEADS, KV_HEADS, HEAD_DIM = (4, 2, 16) if TINY else (32, 8, 128)
-LOSS_TOKENS = 1024
+LOSS_TOKENS = LARGEST_FUSED_CHUNK
 ELEMENTS = 1 << (12 if TINY else 28)
 
 
@@ -152,28 +156,84 @@ def measure_norms(rows: Rows) -> None:
         rows.attempt(f"RMS norm, {name}", partial(time_ms, work), "ms")
 
 
+def forms_of(rows: Rows, kernels: Fused[Any]) -> dict[str, Any]:
+    """torch's operations and, where they agree with these, the kernels in Triton: a row says which this device runs."""
+    forms = {"torch": kernels.plain}
+
+    def choose() -> str:
+        forms["fused"] = kernels.on(DEVICE)
+        return type(forms["fused"]).__name__
+
+    rows.attempt(f"{kernels.name}, equal to torch's", choose)
+    return forms
+
+
 def measure_head(rows: Rows) -> None:
     """Head and loss of a chunk of tokens, and the embedding's gradient."""
     x, head = draw(min(LOSS_TOKENS, T), D), draw(V, D) * 0.02
     labels, main = torch.randint(0, V, (len(x),), device=DEVICE), torch.zeros(V, D, device=DEVICE)
-    logits = F.linear(x, head)
-    sums = LocalSums.make(labels, 0, V, x)
-
-    def read() -> Tensor:
-        sums.read(F.linear(x, head).float(), slice(None))
-        return sums.maxima + sums.sums.log()
-
-    log_sum = read()
-    ones = torch.ones_like(log_sum)
+    logits, ones = F.linear(x, head), torch.ones(len(x), device=DEVICE)
+    sums = LocalSums.make(labels, x)
     ids, gradient = torch.randint(0, V, (T,), device=DEVICE), torch.randn(T, D, device=DEVICE)
-    for name, work in {
+    work: dict[str, Callable[[], Any]] = {
         "logits": lambda: F.linear(x, head),
-        "logits and loss": read,
-        "gradient of logits": lambda: logits_gradient(logits, labels, log_sum, ones, 0).bfloat16(),
         "weight gradient added": lambda: accumulate_matmul(main, logits, x, False),
         "embedding gradient of all tokens": lambda: main.index_put_((ids,), gradient, accumulate=True),
-    }.items():
-        rows.attempt(f"head, {len(x)} tokens, {name}", partial(time_ms, work), "ms")
+    }
+    for form, kernel in forms_of(rows, LOSS).items():
+
+        def read(kernel: TorchLoss = kernel) -> None:
+            kernel.read(logits, labels, 0, sums.of(slice(None)))
+
+        def differentiate(kernel: TorchLoss = kernel) -> None:
+            kernel.differentiate(logits, labels, 0, ones * 20, ones, logits)
+
+        work |= {f"softmax statistics, {form}": read, f"gradient of logits, {form}": differentiate}
+    for name, each in work.items():
+        rows.attempt(f"head, {len(x)} tokens, {name}", partial(time_ms, each), "ms")
+
+
+def measure_fp8(rows: Rows) -> None:
+    """An fp8 matmul of a layer, and the casts of its factors."""
+    try:
+        from framework.model.fp8 import CASTS, E4M3, E5M2, TorchCast, multiply_factors
+    except ImportError as error:  # torchao is an optional dependency
+        rows.attempt("fp8", partial(str, error))
+        return
+    x, weight = draw(T, D), draw(I, D)
+    for form, kernel in forms_of(rows, CASTS).items():
+
+        def cast(kernel: TorchCast = kernel) -> Any:
+            return kernel.cast(x, kernel.find_largest(x, False), E4M3)
+
+        def cast_both(kernel: TorchCast = kernel) -> Any:
+            return kernel.cast_both(x, kernel.find_largest(x, False), E5M2)
+
+        rows.attempt(f"fp8, a factor of {T} x {D}, {form}", partial(time_ms, cast), "ms")
+        rows.attempt(f"fp8, a factor and its transpose, {form}", partial(time_ms, cast_both), "ms")
+    factors = [CASTS.on(DEVICE).cast(each, each.abs().amax().float(), E4M3) for each in (x, weight)]
+    multiply = partial(multiply_factors, *factors, torch.bfloat16, is_fast=True)
+    rows.attempt("fp8, matmul of factors, forward", partial(rate, 2.0 * T * D * I, multiply), "TFLOP/s")
+
+
+def measure_states(rows: Rows) -> None:
+    """An int8 moment of a chunk of elements, brought to fp32 and back; bits that round it, and a value in bf16."""
+    numel = min(CHUNK_DEVICE, ELEMENTS)
+    values, words = torch.rand(numel, device=DEVICE), torch.zeros(numel, dtype=torch.int32, device=DEVICE)
+    codes = torch.zeros(numel, dtype=torch.uint8, device=DEVICE)
+    exponents = torch.zeros(numel // BLOCK, dtype=torch.uint8, device=DEVICE)
+    weight = torch.zeros(numel, dtype=torch.bfloat16, device=DEVICE)
+    box, shape = Box((3, 0), (numel // 64, 64)), (ELEMENTS, 64)
+    for form, kernel in forms_of(rows, BITS).items():
+
+        def work(kernel: TorchBits = kernel) -> None:
+            kernel.decode(codes, exponents, UNSIGNED, values)
+            kernel.draw((7, "moments", 3, "w"), [box], shape, words)
+            kernel.encode(values, words, 0, codes, exponents, UNSIGNED)
+            kernel.round(values, words, 16, weight)
+
+        # Decoded 1 + 4, drawn 4, encoded 4 + 4 + 1, rounded 4 + 4 + 2.
+        rows.attempt(f"states in few bits, a chunk, {form}", partial(rate, 28.0 * numel / 1e3, work), "GB/s")
 
 
 def measure_update(rows: Rows) -> None:
@@ -197,7 +257,15 @@ def main() -> None:
     rows = Rows("kernels")
     rows.attempt("hashes are the CPU's", has_equal_hash)
     rows.attempt("int8 moments and stochastic rounding are the CPU's", has_equal_moments)
-    for measure in (measure_matmuls, measure_attention, measure_norms, measure_head, measure_update):
+    for measure in (
+        measure_matmuls,
+        measure_attention,
+        measure_norms,
+        measure_head,
+        measure_fp8,
+        measure_states,
+        measure_update,
+    ):
         measure(rows)
 
 

@@ -16,9 +16,11 @@ from rows import Rows
 from torch import Tensor
 
 from framework.comm import connect
-from framework.comm.algorithms import Pending, gather_by_tensor, scatter_by_tensor, scatter_rounded, sum_rounded
+from framework.comm.algorithms import Pending, gather_by_tensor, scatter_by_tensor
 from framework.comm.board import dump_flight_records
+from framework.comm.coded import Rounding, scatter_coded, sum_coded
 from framework.comm.communicator import Communicator
+from framework.comm.groups import GroupPlan
 from framework.mesh.topology import Axis
 
 TINY = "--tiny" in sys.argv
@@ -44,9 +46,9 @@ def check_collectives(rows: Rows, axis: Communicator) -> None:
         rows.attempt(f"{name} in place", lambda start=start, both=both: lands(start(both, both, axis), both, x))
     if TINY:
         return
-    rounded, whole = x.bfloat16().float(), x.clone()
-    rows.attempt("rounded reduce-scatter", lambda: lands(scatter_rounded(out, x, axis, torch.bfloat16), out, rounded))
-    rows.attempt("rounded all-reduce", lambda: lands(sum_rounded(whole, axis, torch.bfloat16), whole, rounded))
+    rounded, whole, wire = x.bfloat16().float(), x.clone(), Rounding(torch.bfloat16)
+    rows.attempt("rounded reduce-scatter", lambda: lands(scatter_coded(out, x, axis, wire), out, rounded))
+    rows.attempt("rounded all-reduce", lambda: lands(sum_coded(whole, axis, wire), whole, rounded))
     rows.attempt("messages to itself are one work", lambda: send_to_itself(axis, x))
 
 
@@ -117,9 +119,11 @@ def main() -> None:
         torch.cuda.set_device(DEVICE)
     store = dist.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 1)
     both, own = ("gloo", "gloo") if TINY else ("cpu:gloo,cuda:nccl", "nccl")
-    group = connect._create_world("world 0", (0,), 0, both, LIMIT, dist.PrefixStore("a", store))
+    group = connect._create_group(GroupPlan("world", (0,), both), 0, LIMIT, dist.PrefixStore("a", store))
     world = Communicator(Axis("world", 1, 0), group)
-    sub = connect._create_subgroup("shard 0", (0,), 0, own, LIMIT, dist.PrefixStore("b", store))
+    sub = connect._create_group(
+        GroupPlan("shard", (0,), own, is_urgent=own == "nccl"), 0, LIMIT, dist.PrefixStore("b", store)
+    )
     axis = Communicator(Axis("shard", 1, 0), sub, sub)
     rows.attempt("time-outs are set", lambda: connect._set_pg_timeout(timedelta(seconds=1800), sub))
     rows.attempt("NCCL starts two communicators", lambda: start(axis, world), "s")

@@ -29,6 +29,8 @@ from transformers import LlamaConfig
 
 from framework.comm import algorithms, collectives, connect
 from framework.comm.connect import Mesh, launched_place
+from framework.comm.groups import choose_backends
+from framework.comm.waits import DeviceProgress
 from framework.data.pack import Microbatch
 from framework.plan.plan import Plan, make_plan, make_topology
 from framework.recipe.schema import Batch, Data, Launch, Memory, Model, Optim, Parallel, Precision, Recipe, Train, Zero
@@ -164,11 +166,12 @@ def joined_alone(recipe: Recipe, config: LlamaConfig, device: torch.device) -> I
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(patch.dict(algorithms.ALGORITHMS, cuda))
         with (
-            patch.object(connect, "persist", lambda build, *_: Alone(len(build.args[1]))),
+            patch.object(connect, "persist", lambda build, *_: Alone(len(build.args[0].ranks))),
             patch.object(connect, "dist", SimpleNamespace(PrefixStore=lambda *_: None)),
             patch.object(connect, "_set_pg_timeout", lambda *_: None),
+            patch.object(connect, "DeviceProgress", DeviceProgress if device.type == "cuda" else lambda: None),
         ):
-            backends = connect.choose_backends("cuda", is_debug=False)
+            backends = choose_backends("cuda", is_debug=False)
             axes = connect.join_axes(topology, 0, backends, None, timedelta(seconds=1))  # type: ignore[arg-type]
         yield Mesh(topology, 0, device, axes)
 

@@ -95,13 +95,13 @@ def forget_the_head_of_a_tied_weight() -> Any:
 
 def send_no_gradients() -> Any:
     """Replicas keep their own sums."""
-    return patch.object(gradients, "start_all_reduce", lambda x, axis, label, reduce_dtype: Pending())
+    return patch.object(gradients, "start_all_reduce", lambda x, axis, label, wire: Pending())
 
 
 def scatter_without_adding() -> Any:
     """A shard is made of its rank's own gradients."""
 
-    def keep_own(part: Tensor, full: Tensor, axis: Communicator, label: str, reduce_dtype: torch.dtype) -> Pending:
+    def keep_own(part: Tensor, full: Tensor, axis: Communicator, label: str, wire: Any) -> Pending:
         part.copy_(full.view(axis.size, -1)[axis.rank])
         return Pending()
 

@@ -69,6 +69,16 @@ def run_current_stream() -> None:
         gpu.stream.run_until(len(gpu.stream.given))
 
 
+class HostHeld(Exception):
+    """The host asks for a value that a held device will never have."""
+
+
+def is_held() -> bool:
+    """Whether the device of this thread, if there is one, is held up for ever."""
+    gpu = getattr(_local, "gpu", None)
+    return gpu is not None and gpu.computing.held_at is not None
+
+
 def is_on_host(x: Tensor) -> bool:
     """Whether the memory of x, any shape, is the host's."""
     return getattr(x.untyped_storage(), ON_HOST, False)
@@ -170,11 +180,13 @@ class Stream:
     """Stands for torch.cuda.Stream. given: copies, and events of other streams, in order; those that have run are None."""
 
     def __init__(self, device: torch.device | None = None, priority: int = 0):
-        self.device, self.priority = device, priority
+        self.device, self.priority = device or GPU, priority
         self.given: list[Copy | Event | None] = []
         self._num_run = self.num_events = self.num_passed = 0
         # Of the computing stream's operations, those that this stream runs behind.
         self.num_seen = 0
+        # So many of its events are all that will ever pass.
+        self.held_at: int | None = None
 
     @property
     def computes(self) -> bool:
@@ -239,8 +251,15 @@ class SimulatedGpu(TorchFunctionMode):
         self.computing.run_until(len(self.computing.given))
         self.computing.num_passed = self.computing.num_events
 
+    def hold(self) -> None:
+        """Hold the device up for ever, as an operation or a kernel that does not end does. What came before has passed."""
+        if self.computing.held_at is None:
+            self.computing.held_at = self.computing.num_passed = self.computing.num_events
+
     def note_wait(self) -> None:
         """Remember who makes the host wait."""
+        if self.computing.held_at is not None:
+            raise HostHeld
         frame = sys._getframe()
         while "/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__:
             frame = frame.f_back

@@ -21,6 +21,7 @@ from tests.nccl.gpu import move_to_host
 from tests.nccl.simulator import run_ranks
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CPU, small_recipe, topology_of
+from tests.ranks.quantized import on_nodes
 from tests.ranks.spare_model import SPARE
 
 STEPS, LR = 2, 1e-2
@@ -32,7 +33,8 @@ Numbers = list[float]
 
 @dataclass(frozen=True)
 class Layout:
-    """A tiny model on so many ranks. changes: of the model's config. freeze: patterns, as of the recipe. pack: as of it, too."""
+    """A tiny model on so many ranks. changes: of the model's config. freeze: patterns, as of the recipe. pack: as of it, too.
+    on_node: ranks of each node, None: of the only one; reduce: `precision.reduce`."""
 
     world: int
     accumulation: int = 1
@@ -45,6 +47,8 @@ class Layout:
     memory: Memory = field(default_factory=Memory)
     schedule: str = "1f1b"
     pack: Literal["concat", "documents"] = "concat"
+    on_node: int | None = None
+    reduce: Literal["fp32", "bf16"] = "fp32"
 
     @property
     def recipe(self) -> Recipe:
@@ -55,7 +59,9 @@ class Layout:
         memory = replace(self.memory, compile="never", chunked_loss=False)
         pipeline = Pipeline(schedule=self.schedule)  # type: ignore[arg-type]
         data = replace(recipe.data, pack=self.pack)
-        return replace(recipe, memory=memory, pipeline=pipeline, model=Model(freeze=list(self.freeze)), data=data)
+        recipe = replace(recipe, memory=memory, pipeline=pipeline, model=Model(freeze=list(self.freeze)), data=data)
+        recipe = replace(recipe, precision=replace(recipe.precision, reduce=self.reduce))
+        return recipe if self.on_node is None else on_nodes(recipe, self.on_node)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -127,6 +133,10 @@ LAYOUTS = {
     "dp 3, zero 1": Layout(3, 3, zero=Zero(stage=1)),
     "dp 4, hsdp": Layout(4, zero=replace(Z3, shard_within=2)),
     "dp 4, hsdp, divided update": Layout(4, zero=replace(Z3, shard_within=2, optimizer_within="all")),
+    "dp 4, zero 3, second copy": Layout(4, 3, zero=replace(Z3, secondary_shard=2)),
+    "dp 4, zero 3, second copy, offloaded": Layout(
+        4, zero=replace(Z3, secondary_shard=2), memory=Memory(offload=Offload(parameters=1.0, optimizer=1.0))
+    ),
     "tp 2": Layout(2, parallel=Parallel(tp=2, sequence=False)),
     "tp 2, sequence": Layout(2, parallel=Parallel(tp=2)),
     "tp 2, overlap": Layout(2, parallel=Parallel(tp=2, overlap="always")),

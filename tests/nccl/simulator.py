@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.comm import algorithms, collectives, connect, p2p
+from framework.comm import algorithms, coded, collectives, connect, p2p
 from framework.mesh.topology import Topology
 from tests.nccl import gpu
 
@@ -43,10 +43,12 @@ class Network:
 
     serial: a device runs its operations of all communicators one at a time, in the order in which its host started them, as with
     one hardware queue, or where kernels of NCCL find no free multiprocessors.
+    runs_ahead: ranks that cannot go on are no error: their devices are held up, and their hosts go on until they ask for a value.
     """
 
-    def __init__(self, num_ranks: int, serial: bool = False) -> None:
+    def __init__(self, num_ranks: int, serial: bool = False, runs_ahead: bool = False) -> None:
         self.serial, self.num_running, self.has_failed = serial, num_ranks, False
+        self.runs_ahead, self.hangs = runs_ahead, False
         self.changed = threading.Condition()
         # By communicator and rank; in serial mode by rank. What is over has left.
         self.queues: defaultdict[Any, deque[Operation]] = defaultdict(deque)
@@ -68,15 +70,17 @@ class Network:
                 pass
             self.changed.notify_all()
 
-    def wait(self, operation: "Operation") -> None:
-        """Return when the operation is over. SimulatorError if no rank can go on."""
+    def wait(self, operation: "Operation") -> bool:
+        """Return when the operation is over. False, or SimulatorError, if no rank can go on."""
         rank = operation.group.rank
         with self.changed:
             self._waiting[rank] = operation
-            while not operation.is_over:
+            while not (operation.is_over or self.hangs):
                 self._check_deadlock()
-                self.changed.wait()
+                if not self.hangs:
+                    self.changed.wait()
             del self._waiting[rank]
+        return operation.is_over
 
     def leave(self, has_failed: bool) -> None:
         """End a rank."""
@@ -89,8 +93,10 @@ class Network:
         if self.has_failed:
             raise SimulatorError("another rank has failed")
         if len(self._waiting) == self.num_running and not any(each.is_over for each in self._waiting.values()):
-            self.has_failed = True
+            self.has_failed, self.hangs = not self.runs_ahead, self.runs_ahead
             self.changed.notify_all()
+            if self.hangs:
+                return
             waits = "; ".join(f"rank {rank}: {self._waiting[rank]}" for rank in sorted(self._waiting))
             raise SimulatorError(f"deadlock: {waits}")
 
@@ -109,6 +115,8 @@ class Network:
     def _is_first_everywhere(self, operation: "Operation") -> bool:
         """Whether a collective is at the head of the queue of every rank of its communicator, or was, and is over there."""
         peers = operation.peers(self)
+        if self.runs_ahead and peers is not None and len({each.kind for each in peers}) > 1:
+            return False  # NCCL may hang there, or may not
         return peers is not None and all(each.is_over or self.is_first(each) for each in peers)
 
     def is_first(self, operation: "Operation") -> bool:
@@ -189,7 +197,8 @@ class Operation:
         read = [] if self._in_place else self._inputs
         for out in self._outputs:
             _spoil(out, read)
-        group.network.start(self)
+        if not gpu.is_held():
+            group.network.start(self)
 
     def __str__(self) -> str:
         return f"{self.kind} #{self.number} over {self.group.name}"
@@ -198,7 +207,9 @@ class Operation:
         """Let the result land. SimulatorError for whatever NCCL would have made wrong."""
         if self._is_done:
             return True
-        self.group.network.wait(self)
+        if gpu.is_held() or not self.group.network.wait(self):
+            gpu.here().hold()
+            return True
         with gpu.unseen():
             self._end()
         return True
@@ -362,6 +373,7 @@ def installed() -> Iterator[None]:
         stack.enter_context(gpu.installed())
         for module, name, value in (
             (algorithms, "dist", fake),
+            (coded, "dist", fake),
             (collectives, "dist", fake),
             (p2p, "dist", fake),
             (algorithms, "_all_gather_single", fake.all_gather),
@@ -375,8 +387,8 @@ def make_mesh(network: Network, topology: Topology, rank: int) -> connect.Mesh:
     """A rank's mesh with the communicators that `connect` makes on GPUs."""
 
     def persist(build: Any, *_: Any) -> Group:
-        name, ranks = build.args[:2]
-        return Group(network, name, ranks, rank)
+        plan = build.args[0]
+        return Group(network, plan.name, plan.ranks, rank)
 
     stores = SimpleNamespace(PrefixStore=lambda name, store: None)
     with (
@@ -389,9 +401,11 @@ def make_mesh(network: Network, topology: Topology, rank: int) -> connect.Mesh:
     return connect.Mesh(topology, rank, gpu.GPU, axes)
 
 
-def run_ranks(topology: Topology, body: Callable[[connect.Mesh], Any], serial: bool = False) -> list[Any]:
+def run_ranks(
+    topology: Topology, body: Callable[[connect.Mesh], Any], serial: bool = False, runs_ahead: bool = False
+) -> list[Any]:
     """body(mesh) on a thread for each rank, within `installed`; the results, or the first error that is a cause."""
-    network = Network(topology.world, serial)
+    network = Network(topology.world, serial, runs_ahead)
     meshes = [make_mesh(network, topology, rank) for rank in range(topology.world)]
     return run_threads(network, [lambda mesh=mesh: body(mesh) for mesh in meshes])  # type: ignore[misc]
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.comm.algorithms import ExposedCommunication, scatter_rounded, sum_rounded
+from framework.comm.algorithms import ExposedCommunication
+from framework.comm.coded import Rounding, scatter_coded, sum_coded
 from framework.comm.collectives import start_all_reduce
 from framework.comm.connect import Mesh
 from framework.comm.transfer import (
@@ -28,7 +29,8 @@ from framework.comm.transfer import (
     write_across,
     zeros_on_host,
 )
-from framework.mesh.topology import Topology
+from framework.comm.waits import DeviceProgress, Operation, Waits
+from framework.mesh.topology import Axis, Topology
 from tests.nccl.gpu import GPU, GpuError, SimulatedGpu, installed, move_to_host
 from tests.nccl.simulator import installed as nccl_installed
 from tests.nccl.simulator import run_ranks
@@ -178,6 +180,29 @@ def test_another_thread_copies_what_was_computed_at_a_moment_and_nothing_later(
     assert is_late or target.tolist() == [5] * 4
 
 
+# --- how far it has come
+
+
+def test_the_first_event_that_has_not_passed_says_what_a_device_waits_in_or_has_not_come_to(gpu: SimulatedGpu) -> None:
+    waits, axis = Waits(DeviceProgress()), Axis("dp", 2, 0, (0, 1))
+    first, second, third = (Operation(axis, "sum", "", number) for number in (1, 2, 3))
+    for operation in (first, second):
+        waits.begin(operation, operation)
+    with torch.cuda.stream(torch.cuda.Stream()):  # behind an upload, of which the computing stream says nothing
+        waits.begin(third, third)
+    places = []
+    waits.wait([], first)
+    waits.wait([], second)
+    for gpu.computing.num_passed in range(7):
+        places.append(waits.find_place())
+    assert [place.waits_in for place in places] == [None, None, None, first, None, second, None]
+    assert [len(place.ahead) for place in places] == [2, 1, 0, 0, 0, 0, 0]
+    waits.open.clear()
+    waits.check_ended("the step")
+    assert [each.seconds >= 0 for each in waits.ended] == [True, True]
+    assert waits.find_place() == (None, ())
+
+
 # --- with messages
 
 
@@ -208,9 +233,9 @@ def test_rounded_sums_are_exchanged_at_once_and_added_in_the_order_of_ranks(two_
     def body(mesh: Mesh) -> tuple[list[float], list[float]]:
         axis, x = mesh.axis("dp"), upload(terms[mesh.rank], GPU)
         mine = torch.empty(2, device=GPU)
-        scatter_rounded(mine, x[:4].clone(), axis, torch.bfloat16).wait()
+        scatter_coded(mine, x[:4].clone(), axis, Rounding(torch.bfloat16)).wait()
         whole = x.clone()
-        sum_rounded(whole, axis, torch.bfloat16).wait()
+        sum_coded(whole, axis, Rounding(torch.bfloat16)).wait()
         return mine.tolist(), whole.tolist()
 
     for term in terms:

@@ -6,13 +6,16 @@ gloo is more forgiving: it sends at once, from memory that stays, between every 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from framework.comm.algorithms import ExposedCommunication
-from framework.comm.connect import Mesh
+from framework.comm.connect import Mesh, connect
 from framework.comm.transfer import Arrival, AsyncHostCopy, Download
 from framework.errors import NumericsError
 from framework.parallel.pipeline.execute import StageLinks
@@ -20,14 +23,28 @@ from framework.parallel.tensor.regions import RegionCall
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.hooks import UnitOrder
 from framework.parallel.zero.parameters import ParameterSync
+from framework.recipe.schema import Memory, Offload
 from framework.train import step
 from framework.train.step import run_alone
 from framework.train.validation import Validation
 from tests.grid import few_of
 from tests.nccl import gpu
-from tests.nccl.layouts import FROZEN, LAYOUTS, TOLERANCE, Layout, build_layout, cover, find_error, find_first, run
+from tests.nccl.layouts import (
+    FROZEN,
+    LAYOUTS,
+    TOLERANCE,
+    Z3,
+    Layout,
+    build_layout,
+    cover,
+    find_error,
+    find_first,
+    run,
+    train,
+)
 from tests.nccl.simulator import installed, run_ranks
-from tests.ranks.parity import topology_of
+from tests.ranks.parity import CPU, topology_of
+from tests.ranks.pool import RankPool
 
 # Any two values that may meet; shown is each value. Some of the rows are of devices that run one message at a time.
 COVERED = cover()
@@ -61,6 +78,41 @@ def test_a_layout_equals_one_rank(name: str, serial: bool) -> None:
 @pytest.mark.parametrize("name", few_of(FROZEN, lambda name: name in SHOWN_FROZEN))
 def test_a_frozen_layout_equals_one_rank(name: str) -> None:
     assert find_error(FROZEN[name]) < TOLERANCE
+
+
+CODED = replace(Z3, quantize_gather="int8", quantize_min_elements=64)
+ROUNDED = {
+    "int8": Layout(2, 3, zero=CODED),
+    "fp8, second copy": Layout(4, zero=replace(CODED, quantize_gather="fp8", secondary_shard=2)),
+    "int8, offloaded": Layout(
+        4,
+        zero=replace(CODED, secondary_shard=2),
+        memory=Memory(offload=Offload(parameters=1.0, optimizer=1.0)),
+    ),
+    "int8, zero 2, divided": Layout(
+        4, zero=replace(CODED, stage=2, shard_within=2, optimizer_within="all", prefetch_units=2)
+    ),
+}
+
+
+def train_on_gloo(rank: int, world: int, rendezvous: str, layout: Layout) -> list[float]:
+    """Body: the numbers of a layout on CPUs."""
+    mesh = connect(topology_of(layout.recipe, layout.config), CPU, rendezvous, rank)
+    found = train(layout, mesh)
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "serial"),
+    few_of(product(ROUNDED, (False, True)), lambda name, serial: name == "fp8, second copy" and serial),
+)
+def test_a_layout_whose_parameters_travel_as_codes_equals_itself_on_cpus(
+    pool: RankPool, name: str, serial: bool
+) -> None:
+    layout = ROUNDED[name]
+    expected = pool.run(layout.world, train_on_gloo, layout)
+    torch.testing.assert_close(torch.tensor(run(layout, serial)), torch.tensor(expected), rtol=TOLERANCE, atol=0)
 
 
 # --- planted bugs

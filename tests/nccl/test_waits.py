@@ -46,8 +46,9 @@ def test_no_host_waits_in_a_step(name: str) -> None:
     assert count_waits(LAYOUTS[name]) == [Counter()] * LAYOUTS[name].world
 
 
-def test_documents_make_no_host_wait() -> None:
-    assert count_waits(replace(LAYOUTS["dp 2, zero 3"], pack="documents")) == [Counter()] * 2
+@pytest.mark.parametrize("name", ["dp 2, zero 3", "dp 2, zero 3, full", "cp 2, ring", "cp 2, ulysses", "cp 2, gather"])
+def test_documents_make_no_host_wait(name: str) -> None:
+    assert count_waits(replace(LAYOUTS[name], pack="documents")) == [Counter()] * 2
 
 
 @pytest.mark.parametrize("layers", [2, 3])

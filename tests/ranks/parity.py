@@ -62,7 +62,7 @@ class Case:
 
     def batches(self) -> list[TokenBatch]:
         recipe = self.recipe
-        sequences, packs_documents = recipe.batch.sequences_per_step, recipe.data.pack == "documents"
+        sequences, packs_documents = recipe.batch.sequences_per_step, recipe.data.isolates
         assert sequences is not None
         return make_batches(self.config, STEPS, sequences, recipe.batch.context, 11, packs_documents)
 
@@ -138,7 +138,7 @@ def train_layouts(rank: int, world: int, rendezvous: str, cases: Sequence[Case])
 def expect(case: Case, layout: Evidence | None = None) -> Evidence:
     """The oracle's evidence; it follows the layout's if one is given. A recipe that clips must do so in each step, or it would
     test nothing."""
-    weights = initial_weights(case.config, case.recipe.train.seed)
+    weights = initial_weights(case.config, case.recipe.train.seed, adapter=case.recipe.adapter)
     dtype = DTYPES[case.recipe.precision.compute]
     evidence = run_oracle(case.recipe, case.config, weights, case.batches(), dtype, CPU, layout)
     limit = case.recipe.optim.clip_norm

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from framework.comm import algorithms, collectives, ledger
+from framework.comm.coded import Rounding
 from framework.comm.connect import connect
 from framework.mesh.topology import AXIS_NAMES, Topology
 from tests.grid import few_of
@@ -191,10 +192,10 @@ def sum_over_a_narrow_wire(rank, world, rendezvous, dtype, reduce_dtype):
     xs, rounded = rough_inputs(world, dtype, reduce_dtype)
     total = sum(rounded) if world > 1 else xs[0]
     mine = xs[rank].clone()
-    collectives.start_reduce_scatter(mine[rank], mine, axis, reduce_dtype=reduce_dtype).wait()
+    collectives.start_reduce_scatter(mine[rank], mine, axis, wire=Rounding(reduce_dtype)).wait()
     assert torch.equal(mine[rank], total[rank])
     whole = [xs[rank].flatten()[:ODD].clone() for _ in range(3)]
-    under_way = [collectives.start_all_reduce(each, axis, reduce_dtype=reduce_dtype) for each in whole]
+    under_way = [collectives.start_all_reduce(each, axis, wire=Rounding(reduce_dtype)) for each in whole]
     for pending in under_way:
         pending.wait()
     first = total.flatten()[:ODD]

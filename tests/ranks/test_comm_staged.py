@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from framework.comm import collectives, p2p
+from framework.comm.coded import Rounding
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.mesh.topology import Topology
@@ -38,13 +39,11 @@ def operate(axis):
     for op in ("sum", "max", "min"):
         results[op] = x.clone()
         collectives.all_reduce(results[op], axis, op)
-    for reduce_dtype in (None, torch.bfloat16):
-        results[f"all_reduce {reduce_dtype}"] = x.clone()
-        collectives.start_all_reduce(results[f"all_reduce {reduce_dtype}"], axis, reduce_dtype=reduce_dtype).wait()
-        results[f"reduce_scatter {reduce_dtype}"] = torch.empty(ODD)
-        collectives.start_reduce_scatter(
-            results[f"reduce_scatter {reduce_dtype}"], x, axis, reduce_dtype=reduce_dtype
-        ).wait()
+    for wire in (None, Rounding(torch.bfloat16)):
+        results[f"all_reduce {wire}"] = x.clone()
+        collectives.start_all_reduce(results[f"all_reduce {wire}"], axis, wire=wire).wait()
+        results[f"reduce_scatter {wire}"] = torch.empty(ODD)
+        collectives.start_reduce_scatter(results[f"reduce_scatter {wire}"], x, axis, wire=wire).wait()
     results["gather"] = torch.empty(axis.size, axis.size * ODD)
     collectives.all_gather(results["gather"], x, axis)
     results["in place"] = x.clone()

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from framework.comm import connect as connecting
 from framework.comm import meeting
-from framework.comm.connect import Backends, connect, count_sockets, join_axes
+from framework.comm.connect import connect, count_sockets, join_axes
+from framework.comm.groups import Backends, GroupPlan
 from framework.comm.meeting import CONNECT_ATTEMPTS, persist
 from framework.errors import ConnectionFailed, RanksDiffer
 from framework.mesh.topology import Topology
@@ -247,7 +248,7 @@ def connect_after_a_failure_of_one(rank: int, world: int, rendezvous: str) -> tu
     def create(attempt: dist.Store) -> dist.ProcessGroup:
         attempts.append(attempt)
         with connecting._gloo_connects_lazily(rank == 0 and len(attempts) == 1):
-            return connecting._create_world("world", (0, 1), rank, "gloo", timedelta(seconds=1), attempt)
+            return connecting._create_group(GroupPlan("world", (0, 1), "gloo"), rank, timedelta(seconds=1), attempt)
 
     persist(create, store, world, timedelta(seconds=20), connect_s=1.0)
     x = torch.tensor(float(rank))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from framework.comm.connect import connect
-from framework.optim import states
+from framework.optim.bit_kernels import TorchBits
 from framework.parallel.zero.replicas import find_drift
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel, Pipeline, Precision, Recipe, Zero
@@ -77,11 +77,11 @@ def train_replicas(rank: int, world: int, rendezvous: str, case: Case, draws_by_
     mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
     run = build(make_plan(recipe, case.config), mesh)
 
-    def draw(key: tuple[Any, ...], *rest: Any) -> None:
-        whole((*key, rank) if draws_by_rank else key, *rest)
+    def draw(kernel: TorchBits, key: tuple[Any, ...], *rest: Any) -> None:
+        whole(kernel, (*key, rank) if draws_by_rank else key, *rest)
 
-    whole = states.draw_bits
-    with patch.object(states, "draw_bits", draw):
+    whole = TorchBits.draw
+    with patch.object(TorchBits, "draw", draw):
         for step, batch in enumerate(case.batches()):
             train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), step, 1e-2)
     found = find_drift(run.buffers, run.hashes)

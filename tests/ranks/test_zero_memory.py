@@ -61,7 +61,7 @@ def measure_held(buffers: list[UnitBuffer]) -> Held:
         for span in buffer.plan.spans
     ]
     shards = tuple(FlatShard((), buffer.master[where], buffer.reduced[where]) for buffer, where in slices)
-    optimizer = FlatOptimizer(Optim(name="adamw"), [ShardGroup("default", shards, 1.0, 0.0)], CPU)
+    optimizer = FlatOptimizer("adamw", Optim(name="adamw"), [ShardGroup("default", shards, 1.0, 0.0)], CPU)
     states = count_bytes(optimizer.state(each, name) for each, name in product(shards, optimizer.state_names))
     return Held(
         sum(parameters.values()),
@@ -145,7 +145,9 @@ def test_a_home_is_counted_where_it_is() -> None:
     dtypes, groups = dict.fromkeys(layouts, torch.bfloat16), dict.fromkeys(layouts, "all")
     lifetimes = replace(lifetimes_of(Zero(stage=3)), homes=Homes(parameters=Home.HOST, master=Home.DISK))
     plan = plan_buffers(units, shard_over_batch(layouts), groups, dtypes, torch.float32, lifetimes, axes)[0]
-    held = {home: {state: num for state, num in plan.held_bytes(2, home).items() if num} for home in Home}
+    held = {
+        home: {state: num for state, num in plan.held_bytes(2 * plan.numel_owned, home).items() if num} for home in Home
+    }
     owned = plan.numel_owned
     assert held[Home.HOST] == {"parameters": 2 * owned}
     assert held[Home.DISK] == {"master": 4 * owned, "moments": 8 * owned}

@@ -67,6 +67,12 @@ def count_reductions(zero: Zero, microbatches: int, frozen: bool) -> int:
     return microbatches if zero.stage > 1 and zero.accumulate == "sharded" else 1
 
 
+def round_owned(numel: int, count: int) -> int:
+    """Elements of a unit that each of `count` ranks owns: large ones end at a multiple of 64, for NCCL's wide loads."""
+    owned = -(-numel // count)
+    return owned if count == 1 or owned < 8192 else -(-owned // 64) * 64
+
+
 def expect_volume(case: Case, recipe: Recipe, frozen_units: tuple[str, ...] = ()) -> dict[str, dict[str, int]]:
     """Bytes by axis and operation."""
     model, microbatches = build_meta(case.config), derive(recipe).accumulation
@@ -81,7 +87,7 @@ def expect_volume(case: Case, recipe: Recipe, frozen_units: tuple[str, ...] = ()
         numel = sum(prod(model.get_parameter(name).shape) for name in unit.parameters)
         frozen = unit.name in frozen_units
         pieces = m if divides and not frozen else 1
-        owned = -(-numel // (n * pieces))
+        owned = round_owned(numel, n * pieces)
         part = owned * pieces
         shard["all_gather"] += count_unshards(unit, zero, microbatches, frozen) * (n - 1) * part * compute_bytes
         shard["reduce_scatter"] += count_reductions(zero, microbatches, frozen) * (n - 1) * part * reduce_bytes

@@ -93,9 +93,9 @@ def read_json(name: str) -> Any:
 def test_the_end_of_documents_ends_a_text_too(stated: Any, ends: Any) -> None:
     tokenizer = train_bpe(["mesh"], 300)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(5)
-    assert add_end(stated, tokenizer) == ends
+    assert add_end(stated, tokenizer.eos_token_id) == ends
     tokenizer.eos_token = None
-    assert add_end(stated, tokenizer) == stated
+    assert add_end(stated, tokenizer.eos_token_id) == stated
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '{"eos_token_id": 1, "max_new_tokens": -3}'])

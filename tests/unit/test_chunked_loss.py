@@ -19,7 +19,7 @@ from framework.mesh.topology import Topology
 from framework.model.chunked_loss import ChunkedLoss
 from framework.model.load import build_meta, choose_experts
 from framework.model.logit_map import LogitMap, find_logit_map
-from framework.model.loss import IGNORE, Loss, TokenLoss, count_loss_tokens
+from framework.model.loss import IGNORE, Loss, TokenLoss, chunk_bytes, chunk_size, count_loss_tokens
 from framework.parallel.zero.buffers import GradientState
 from framework.plan.plan import Plan, make_plan, unconnected
 from framework.plan.policies import keep_chunked_loss
@@ -250,24 +250,37 @@ def plan_of(device: str, chunked: bool | str, context: int = 4096, tp: int = 1) 
 
 
 def test_auto_is_on_where_logits_are_more_than_a_share_of_the_device() -> None:
-    """4096 tokens of 128,000 words are 1.0 GB in bf16: more than 1% of 80 GiB, and half of that is less."""
-    assert plan_of("cuda", "auto").recipe.memory.chunked_loss is True
-    # Half of the tokens, or half of the vocabulary; a rank on a CPU has a fifth of that memory.
-    for half in ({"context": 2048}, {"tp": 2}):
+    """12,000 tokens of 128,000 words are 3.1 GB in bf16: more than 3% of 80 GiB, and half of that is less."""
+    assert plan_of("cuda", "auto", 12_000).recipe.memory.chunked_loss is True
+    # Half of the tokens, or half of the vocabulary; a rank on a CPU has a fifth of that memory, and torch's operations.
+    for half in ({"context": 6000}, {"context": 12_000, "tp": 2}):
         assert plan_of("cuda", "auto", **half).recipe.memory.chunked_loss is False
         assert plan_of("cpu", "auto", **half).recipe.memory.chunked_loss is True
-    # The share that docs/memory.md states, to a token.
-    most = int(0.01 * 80 * 2**30 / (128_000 * 2))
-    found = [plan_of("cuda", "auto", context).recipe.memory.chunked_loss for context in (most, most + 1)]
-    assert found == [False, True]
+    # The shares that docs/memory.md states, to a token.
+    for device, part, num_bytes in (("cuda", 0.03, 80 * 2**30), ("cpu", 0.01, 16 * 2**30)):
+        most = int(part * num_bytes / (128_000 * 2))
+        found = [plan_of(device, "auto", context).recipe.memory.chunked_loss for context in (most, most + 1)]
+        assert found == [False, True]
     assert plan_of("cuda", False).logit_map is None
     assert plan_of("cuda", True, 64).logit_map is not None
+
+
+@pytest.mark.parametrize(
+    ("context", "tp", "tokens"), [(16_384, 1, 4096), (32_768, 4, 4096), (16_384, 0.25, 1024), (64, 1, 4096)]
+)
+def test_a_chunk_of_kernels_has_4096_tokens_unless_their_logits_are_more_than_a_gibibyte(
+    context: int, tp: float, tokens: int
+) -> None:
+    """tp: 1 / 4 stands for a vocabulary that is four times as large."""
+    words = round(128_000 / tp)
+    assert chunk_size(context, words * 2, fused=True) == tokens
+    assert chunk_bytes(context, words, 2, fused=True) == tokens * words * 2 <= 1.05 * 2**30
 
 
 def test_a_small_model_in_the_place_of_a_large_one_chunks_as_that_does() -> None:
     """Verification shrinks the vocabulary: `auto` would then be off, and not what is run."""
     config = build_config(family("llama"), vocab_size=128_000)
-    batch = Batch(sequences_per_step=1, sequences_per_microbatch=1, context=4096)
+    batch = Batch(sequences_per_step=1, sequences_per_microbatch=1, context=12_000)
     small = small_recipe("bf16", 1)
     recipe = replace(small, batch=batch, launch=replace(small.launch, device="cuda"))
     assert keep_chunked_loss(recipe, config).memory.chunked_loss is True
@@ -286,9 +299,7 @@ def test_the_plan_states_what_is_counted() -> None:
         labels = torch.randint(0, 997, (2, 160))
         loss_of.expect(labels)
         x = torch.randn(2, 160, 32, dtype=dtype, requires_grad=True)
-        with largest_saved():
-            loss = loss_of(head(x), labels, torch.tensor(1))
-        peak = peak_of_backward(loss)
+        peak = peak_of_step(loss_of, head, x, labels)
         stated = plan.activations.chunk_bytes
         around = (
             3 * 997 * 32 * 8 + 4 * NUM_TOKENS * 32 * 8 + 32 * NUM_TOKENS
@@ -296,9 +307,9 @@ def test_the_plan_states_what_is_counted() -> None:
         assert stated <= peak <= stated + around, (precision, stated, peak)
 
 
-def peak_of_backward(loss: Tensor) -> int:
+def peak_of_step(loss_of: ChunkedLoss, head: nn.Module, x: Tensor, labels: Tensor) -> int:
     from tests.ranks.test_tensor_memory import peak_of
 
     with torch.profiler.profile(profile_memory=True) as profile:
-        loss.backward()
+        loss_of(head(x), labels, torch.tensor(1)).backward()
     return peak_of(profile)

@@ -286,7 +286,7 @@ class TestArguments:
                 "plan_command",
                 (Wanted(layouts=True, schedule=True, options=True),),
             ),
-            (["prepare", "--workers=3"], "framework.data.prepare", "prepare_command", ({"workers": 3},)),
+            (["prepare", "--workers=3"], "framework.data.prepare", "prepare_command", ({"workers": 3, "show": None},)),
             (["verify"], "framework.verify.command", "verify", (VerifyOptions(),)),
             (
                 ["verify", "--fp64", "--steps", "5"],
@@ -313,7 +313,7 @@ class TestArguments:
     def test_commands_on_runs_pass_their_arguments_on(self, run, rooms, tmp_path):
         generated = rooms("framework.commands.generate", "generate_command")
         run("generate", str(tmp_path), "--prompt", "def", "--temperature", "0", "--max-new-tokens", "9", "--seed", "3")
-        named = {"prompt": "def", "max_new_tokens": 9, "temperature": 0.0, "seed": 3}
+        named = {"prompt": "def", "max_new_tokens": 9, "temperature": 0.0, "seed": 3, "chat": False, "system": None}
         assert generated.pop() == (tmp_path, named)
         exported = rooms("framework.commands.trained_model", "export_model")
         for words, named in ((), {}), (("--step", "7"), {"step": 7}), (("--best",), {"best": True}):

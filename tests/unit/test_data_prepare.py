@@ -577,7 +577,7 @@ def test_no_tokenizer_is_an_error_that_names_the_keys(tmp_path: Path) -> None:
     ("record", "fix"),
     [
         ({"id": 1, "content": "words"}, "set data.sources.s0.field=content"),
-        ({"messages": []}, "chats are not in this version; set data.sources.s0.field to a field of plain text"),
+        ({"messages": []}, "set data.sources.s0.messages=messages to train on conversations"),
         ({"a": "b"}, "set data.sources.s0.field to the one that has the text"),
     ],
 )

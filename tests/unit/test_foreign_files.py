@@ -155,7 +155,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "model.weights": "/models/llama", "batch.sequences_per_step": 8 * 8, "train.steps": 500,
         "optim.schedule.warmup_steps": 50, "optim.schedule.final_ratio": 0.0, "optim.betas": (0.9, 0.999),
         "optim.weight_decay": 0.0, "zero.stage": 3, "model.attention": "flash_attention_2",
-        "data.validation": 0.05, "data.pack": "documents", "track.wandb.project": "mine",
+        "data.validation": 0.05, "data.pack": "best_fit", "track.wandb.project": "mine",
     },
     "factory.yaml": {
         "model.weights": "/models/qwen", "batch.sequences_per_step": 8 * 8, "train.epochs": 3.0, "optim.schedule.name": "cosine",
@@ -214,12 +214,13 @@ def test_ranks_are_those_of_the_command_line_where_a_file_has_none(tmp_path: Pat
         assert read_file(file, ranks).settings["batch.sequences_per_step"] == 8 * ranks
 
 
-def test_adapters_are_said_and_full_training_is_not(tmp_path: Path) -> None:
+def test_adapters_are_translated(tmp_path: Path) -> None:
     file = tmp_path / "factory.yaml"
     file.write_text(LLAMA_FACTORY)
-    assert not any("LoRA" in line for line in read_file(file, 1).absent)
-    file.write_text(LLAMA_FACTORY.replace("finetuning_type: full", "finetuning_type: lora"))
-    assert any("LoRA" in line for line in read_file(file, 1).absent)
+    assert read_file(file, 1).settings.get("adapter.kind", "none") == "none"
+    file.write_text(LLAMA_FACTORY.replace("finetuning_type: full", "finetuning_type: lora\nlora_rank: 4"))
+    settings = read_file(file, 1).settings
+    assert (settings["adapter.kind"], settings["adapter.rank"]) == ("lora", 4)
 
 
 @pytest.mark.parametrize(

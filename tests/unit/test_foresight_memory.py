@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -62,6 +63,12 @@ def draw(rng: random.Random) -> Recipe:
         offload=offload,
     )
     schedule = pick(("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"))
+    if zero.stage:
+        zero = replace(zero, quantize_gather=pick(("none", "none", "int8", "fp8")))
+    if zero.quantize_gather != "none":
+        zero = replace(zero, quantize_min_elements=pick((0, 500, 2**16)))
+    if zero.stage == 3 and not zero.keep_gathered:
+        zero = replace(zero, secondary_shard=pick((None, 2)))
     recipe = small_recipe(pick(("fp32", "bf16")), world, pick((1, 2, 4, 6)), 48, None, zero, parallel)
     if zero.stage:
         zero = replace(zero, bucket_bytes=pick((0, 50_000, 2**22)))
@@ -105,7 +112,7 @@ def assert_is_planned(plan: Plan) -> None:
     candidate, chosen = plan.candidate, plan.chosen
     assert ModelRules(shape).refuse(candidate) is None
     found = MemoryModel.of(shape, plan.recipe).forecast(candidate, cluster_of(0), chosen)
-    names, moments = state_names(plan.recipe.optim), plan.recipe.precision.moments
+    names, moments = partial(state_names, plan.recipe.optim), plan.recipe.precision.moments
     for rank, stage in zip(plan.topology.ranks("pp", 0), found.stages, strict=True):
         assert stage == plan.memory(rank), f"{plan.title}, rank {rank}: {candidate}"
         planned, title = held_by_buffers(plan, rank), f"{plan.title}, rank {rank}: {candidate}"

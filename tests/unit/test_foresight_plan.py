@@ -14,8 +14,11 @@ from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import MemoryForecast, StageMemory
 from framework.plan.forecast_memory import MemoryModel
 from framework.plan.forecast_plan import BY_DATA_SHEETS, forecast_plan
+from framework.plan.page import describe_run
+from framework.plan.plan import make_plan
 from framework.plan.shape import make_shape
 from framework.plan.target import resolve_target
+from framework.plan.time import TimeModel
 from framework.recipe.compose import compose, compose_for_nodes
 from framework.recipe.schema import Recipe
 from tests.families import build_config, family
@@ -91,3 +94,53 @@ def test_json_is_one_object_with_all_rejections(tmp_path: Path, capsys: pytest.C
     assert few["best"] == full["best"]
     assert len(full["rejections"]) > len(few["rejections"]) > 0
     assert sum(each["layouts"] for each in full["rejections"]) == full["rejected"]
+
+
+def test_what_little_spare_memory_may_not_cover_is_called_tight() -> None:
+    """Llama 3.1 8B at 8,192 tokens on 8 H100s without activation checkpointing: 3 of 79 GiB."""
+    cluster = ClusterRates.from_recipe(resolve_target(compose([*TINY, "launch.device=cuda"], []).require()))
+    memory = MemoryForecast((StageMemory({"parameters": 97 * 2**20}, 0, {}),), 100 * 2**20)
+    assert describe_verdict(memory, cluster).startswith(
+        "tight, it may run out of memory: it fits the 100 MiB of h100_ib with 3"
+    )
+    roomy = MemoryForecast((StageMemory({"parameters": 94 * 2**20}, 0, {}),), 100 * 2**20)
+    assert describe_verdict(roomy, cluster).startswith("fits")
+
+
+def find_attention_s(*words: str) -> float:
+    """Seconds of attention in a step of a tiny Llama with sequences of 8,192 tokens."""
+    recipe = resolve_target(compose(["launch.device=cuda", "cluster=h100_ib", *words], []).require())
+    model = TimeModel(make_shape(build_config(family("llama")), recipe), recipe, ClusterRates.from_recipe(recipe))
+    return model.forecast(Candidate(dp=8, context=8192, sequences=64)).parts["attention"]
+
+
+def test_attention_takes_the_time_of_the_documents_that_it_keeps_to() -> None:
+    whole = find_attention_s("data.pack=concat")
+    # Of 1,024 tokens in the mean; a token finds itself in one of 2,048.
+    assert find_attention_s("data.pack=documents") == pytest.approx(whole / 4, rel=0.01)
+    # transformers computes all pairs, both halves, and masks.
+    assert find_attention_s("data.pack=documents", "model.attention=sdpa") == pytest.approx(2 * whole, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], ["compiled (memory.compile=auto)", "Meshwright's"]),
+        (
+            ["data.pack=documents"],
+            ["compiled (memory.compile=auto)", "to documents, which are taken to have 1,024 tokens"],
+        ),
+        (["model.attention=eager"], ["compiled (memory.compile=auto)", "transformers': model.attention=eager"]),
+        (
+            ["parallel.tp=2", "memory.activation_checkpointing=selective"],
+            ["as they are: parallel.tp=2", "Meshwright's"],
+        ),
+    ],
+)
+def test_a_plan_says_whether_layers_are_compiled_and_whose_attention_they_have(
+    words: list[str], told: list[str]
+) -> None:
+    recipe = resolve_target(compose([*TINY, "launch.device=cuda", "launch.ranks=2", *words], []).require())
+    lines = {line.split()[0]: line for line in describe_run(make_plan(recipe, build_config(family("llama"))))}
+    assert told[0] in lines["layers"]
+    assert told[1] in lines["attention"]

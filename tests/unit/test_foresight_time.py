@@ -175,6 +175,28 @@ def test_zero_gathers_and_reduces_by_hand() -> None:
     assert third.parts["gathers"] == pytest.approx(3 * part * 2 * (elements + again) / size)
 
 
+def test_sums_that_travel_coded_go_in_two_hops() -> None:
+    """By hand, four nodes of two: all of it among neighbours, a half of that among nodes, of which each sends 3/4."""
+    elements, rate = 4 * (LAYER + 2 * 64) + 64 + 2 * HEAD, 1e9
+    base = replace(ONE, dp=8, shard=8, zero=1, ranks_per_node=2)
+    cluster = machine(rate, ranks_per_node=2)
+
+    def reductions(zero: schema.Zero, reduce: str, candidate: Candidate = base) -> float:
+        settings = replace(DEFAULT, zero=zero, precision=replace(DEFAULT.precision, reduce=reduce))  # type: ignore[arg-type]
+        return forecast_time(shape(), candidate, settings, cluster, BARE).parts["reductions"]
+
+    plain, bf16 = (reductions(schema.Zero(), each) for each in ("fp32", "bf16"))
+    codes = [reductions(schema.Zero(quantize_reduce=kind), "bf16") for kind in ("int8", "int4")]
+    near, across = 1 / 2 * elements / rate, 3 / 4 * elements / 2 / rate
+    assert bf16 == pytest.approx(2 * (near + across))
+    assert codes[0] / bf16 == pytest.approx((1 + 4 / 256) / 2)
+    assert codes[1] / bf16 == pytest.approx((0.5 + 4 / 256) / 2)
+    assert codes[1] < bf16 < plain
+    # In a node nothing is coded but what precision.reduce says.
+    alone = replace(base, ranks_per_node=8)
+    assert reductions(schema.Zero(quantize_reduce="int4"), "fp32", alone) == reductions(schema.Zero(), "fp32", alone)
+
+
 def test_layers_that_travel_together_are_one_message() -> None:
     """Messages that take their latency alone: of four layers, of two pairs, of all, each once in forward and once in backward,
     beside the embedding and the head in forward."""

@@ -4,7 +4,9 @@ from tests.torchao_folder import FOLDER  # isort: skip  first: what follows impo
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,20 +17,26 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from framework.comm.connect import connect
 from framework.errors import ModelError
 from framework.launch.parts import check_ranks
 from framework.model import fp8
-from framework.model.fp8 import E4M3, E5M2, Fp8Matmul, Scaling, multiply
+from framework.model.fp8 import E4M3, E5M2, Fp8Matmul, Scaling, multiply_factors, quantize
 from framework.model.load import build_meta
 from framework.parallel.fp8_layers import find_fp8_linears
+from framework.parallel.zero.parameters import ParameterSync
 from framework.plan.plan import make_plan
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose
-from framework.recipe.schema import Precision, Recipe
+from framework.recipe.schema import Memory, Precision, Recipe
+from framework.train.build import build
+from framework.train.step import train_step
+from framework.verify.evidence import make_batches
+from framework.verify.layout import share
 from framework.verify.plain import multiply_in_fp8
 from framework.verify.prepare import VerifyOptions, prepare
 from tests.families import build_config, family
-from tests.ranks.parity import small_recipe
+from tests.ranks.parity import small_recipe, topology_of
 
 SCALINGS: list[Scaling] = ["tensor", "row"]
 # Tokens that no multiple of 16 is, and a number far beyond the others, which a scale of the whole factor has to follow.
@@ -87,18 +95,21 @@ def test_the_kernel_computes_what_is_emulated(scaling: Scaling, dtype: torch.dty
     (x, dy), matrix = make_inputs(), make_linear(False).weight.data
     # Of each matmul the shapes and strides: rows of tokens, a transposed weight, and both factors transposed.
     for left, right in ((x, matrix), (dy, matrix.t()), (dy.flatten(0, 1).t(), x.flatten(0, 1).t())):
-        arguments = left.reshape(-1, left.shape[-1]), right, (E5M2 if scaling == "tensor" else E4M3, E4M3), scaling
-        emulated = multiply(*arguments, torch.float32)
+        of_left = quantize(left.reshape(-1, left.shape[-1]), E5M2 if scaling == "tensor" else E4M3, scaling)
+        factors = of_left, quantize(right, E4M3, scaling)
+        emulated = multiply_factors(*factors, torch.float32)
         with patch.object(fp8, "has_kernel", lambda device, scaling: True):
-            computed = multiply(*arguments, dtype)
+            computed = multiply_factors(*factors, dtype)
         torch.testing.assert_close(computed.float(), emulated, rtol=2.0**-7, atol=1e-6 * float(emulated.abs().max()))
 
 
 def test_gradients_are_added_without_a_rounding_to_bf16() -> None:
     (x, dy), linear = make_inputs(), make_linear(False)
     view = torch.full((OUTPUTS, INPUTS), 1.0)
-    fp8._accumulate((E5M2, E4M3), "tensor", view, dy.flatten(0, 1), x.flatten(0, 1), is_first=False)
-    gradient = Fp8Matmul(linear, False, "tensor").weight_gradient(x, dy)
+    matmul = Fp8Matmul(linear, False, "tensor")
+    compute = partial(matmul._multiply_gradients, None)
+    fp8._accumulate(compute, view, dy.flatten(0, 1), x.flatten(0, 1), is_first=False)
+    gradient = matmul.weight_gradient(x, dy)
     assert not torch.equal(view, 1.0 + gradient.float())
     torch.testing.assert_close(view, 1.0 + gradient.float(), rtol=0, atol=2.0**-8 * float(gradient.abs().max()))
 
@@ -194,3 +205,27 @@ def test_weights_that_are_read_without_a_call_are_not_in_fp8() -> None:
         stage = make_plan(make_fp8_recipe(), config).of_rank(0).stages[0]
         found = find_fp8_linears(build_meta(config), stage.plan)
         assert not [each for each in found if "mixer" in each or "router" in each]
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_was_found_of_a_weight_is_forgotten_before_its_update(is_told: bool) -> None:
+    """Once for each weight and step, however many microbatches. Sabotage: nobody tells the layers that weights change."""
+    config = build_config(family("llama"), hidden_size=64, intermediate_size=96, head_dim=16)
+    recipe = replace(make_fp8_recipe(), memory=Memory(compile="never"))
+    mesh = connect(topology_of(recipe, config), torch.device("cpu"))
+    run = build(make_plan(recipe, config), mesh)
+    (batch,) = make_batches(config, 1, recipe.batch.sequences_per_step, recipe.batch.context or 0, seed=11)
+    kept: dict[Fp8Matmul, list[Tensor]] = {}
+    whole = Fp8Matmul._quantize_weight
+
+    def quantize_weight(matmul: Fp8Matmul, is_turned: bool) -> Any:
+        factor = whole(matmul, is_turned)
+        kept.setdefault(matmul, []).append(matmul._largest[False])
+        return factor
+
+    ignored = nullcontext() if is_told else patch.object(ParameterSync, "invalidate", lambda sync: None)
+    with patch.object(Fp8Matmul, "_quantize_weight", quantize_weight), ignored:
+        train_step(run, share(batch, recipe.batch.sequences_per_microbatch or 1, mesh), 0, 1e-2)
+    assert len(kept) == 7 * config.num_hidden_layers
+    assert all(len(found) > 1 and all(each is found[0] for each in found) for found in kept.values())
+    assert all((not matmul._largest) is is_told for matmul in kept)

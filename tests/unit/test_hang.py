@@ -1,5 +1,7 @@
 """Who is behind when a run hangs: whoever all others wait for, at the end of whatever chain, and never one that waits."""
 
+from dataclasses import replace
+
 import pytest
 
 from framework.monitor import hang
@@ -120,6 +122,72 @@ def test_a_rank_that_never_came_to_connect_is_named():
     assert find_culprits(connects | {2: plans}, alarm_of(phase=Phase.CONNECT)).ranks == (2,)
 
 
+def gpu(rank, wait, started, recent, ahead=None, behind="", size=4):
+    """A rank with a GPU, which waits in `wait` = (axis, name, number, label); recent: labels by number of its reduce_scatters."""
+    found = wait and Wait(wait[0], wait[1], wait[3], wait[2], WORLD[:size])
+    labels = {f"shard reduce_scatter {number}": label for number, label in recent.items()}
+    return Answer(
+        line_of(rank), {TRAINING: ThreadStatus(found, started, ("step.py:3 in read",), ahead or {}, behind, labels)}
+    )
+
+
+UNITS = {410: "layers.5", 411: "layers.4", 412: "layers.3"}
+SCATTERS = ("shard", "reduce_scatter", 412, "layers.3")
+HELD = gpu(
+    0,
+    SCATTERS,
+    {"shard reduce_scatter": 413, "world all_reduce": 8},
+    UNITS | {413: "layers.2"},
+    {"world all_reduce": 1},
+)
+
+
+def test_a_host_that_has_not_started_what_devices_wait_in_is_named_with_the_call():
+    answers = {rank: replace(HELD, line=line_of(rank)) for rank in (0, 1, 3)}
+    answers[2] = gpu(2, None, {"shard reduce_scatter": 411, "world all_reduce": 7}, UNITS)
+    assert find_culprits(answers, alarm_of()) == Culprits(busy=((2, TRAINING),))
+    report = write_report(alarm_of(), answers, {})
+    told = "rank 2 [pp0 dp2 cp0 tp0] has not started reduce_scatter 412 over shard (layers.3), that ranks 0-1, 3 have started"
+    assert told in report.splitlines()
+
+
+def test_a_device_that_does_not_come_to_what_its_host_has_started_is_named():
+    answers = {rank: replace(HELD, line=line_of(rank)) for rank in (0, 1, 3)}
+    started = {"shard reduce_scatter": 413, "world all_reduce": 8}
+    answers[2] = gpu(
+        2, None, started, UNITS, {"shard reduce_scatter": 3, "world all_reduce": 1}, "reduce_scatter of layers.5"
+    )
+    assert find_culprits(answers, alarm_of()).ranks == (2,)
+    report = write_report(alarm_of(), answers, {})
+    assert "(layers.3), but its device has not come to it: it is before reduce_scatter of layers.5" in report
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_has_left_out_a_reduction_is_named_though_all_wait_in_a_cycle(size):
+    """Its calls pair with those before: the device of rank 1 is in the step's sum, for which the others' hosts have come."""
+    lanes = {TRAINING: replace(HELD.lanes[TRAINING], wait=replace(HELD.lanes[TRAINING].wait, ranks=WORLD[:size]))}
+    answers = {rank: Answer(line_of(rank), lanes) for rank in range(size) if rank != 1}
+    shifted = {410: "layers.4", 411: "layers.3", 412: "layers.9"}
+    started, sums = {"shard reduce_scatter": 412, "world all_reduce": 8}, ("world", "all_reduce", 8, "sums")
+    answers[1] = gpu(1, sums, started, shifted, size=size)
+    assert find_culprits(answers, alarm_of()).departed == ((1, TRAINING),)
+    report = write_report(alarm_of(), answers, {})
+    assert report.startswith(
+        "step 41 hangs: rank 1 [pp0 dp1 cp0 tp0] on n1, pid 101, has left out what others wait in\n"
+    )
+    assert "has started reduce_scatter 412 over shard (layers.9), and rank" in report
+    # Hosts that do not run ahead, such as gloo's, have come to nothing behind their wait: the labels tell then.
+    here = gpu(0, SCATTERS, {"shard reduce_scatter": 412, "world all_reduce": 7}, UNITS, size=size)
+    answers |= {rank: replace(here, line=line_of(rank)) for rank in range(size) if rank != 1}
+    assert find_culprits(answers, alarm_of()).departed == ((1, TRAINING),)
+
+
+def test_sabotaged_a_judge_that_takes_hosts_for_devices_blames_nobody(monkeypatch):
+    monkeypatch.setattr(hang, "_has_come", hang._has_started)
+    with pytest.raises(AssertionError):
+        test_a_device_that_does_not_come_to_what_its_host_has_started_is_named()
+
+
 def saves(rank, wait=None, training=None, phase=Phase.SAVE):
     lane = ThreadStatus(wait, {"world broadcast_object": 3 if wait else 2}, ("save.py:9 in write",))
     return Answer(line_of(rank, phase, saves_s=130.0), {TRAINING: ThreadStatus(training, {}), SAVES: lane})
@@ -144,7 +212,7 @@ def test_a_save_that_hangs_does_not_blame_a_rank_that_trains():
 
 
 def test_what_ranks_say_survives_the_board():
-    for said in (waits(3, WORLD), busy(1), saves(0, Wait("world", "broadcast_object", "", 3, (0, 1)))):
+    for said in (waits(3, WORLD), busy(1), HELD, saves(0, Wait("world", "broadcast_object", "", 3, (0, 1)))):
         assert Answer.from_json(said.to_json()) == said
         assert RankStatus.from_json(said.line.to_json()) == said.line
     assert Alarm.from_json(alarm_of().to_json()) == alarm_of()

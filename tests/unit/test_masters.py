@@ -29,7 +29,7 @@ ONE, GO, SKIP = torch.ones((), dtype=torch.float64), torch.tensor(False), torch.
 
 
 def make_optimizer(optim: Optim, *shards: FlatShard) -> FlatOptimizer:
-    return FlatOptimizer(optim, [ShardGroup("default", shards, 1.0, optim.weight_decay)], CPU, seed=3)
+    return FlatOptimizer(optim.name, optim, [ShardGroup("default", shards, 1.0, optim.weight_decay)], CPU, seed=3)
 
 
 def make_shard(values: Tensor, gradient: Tensor, layout: Layout | None = None) -> FlatShard:

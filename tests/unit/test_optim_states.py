@@ -51,7 +51,9 @@ class Held:
         number = sum(layout.numel_owned for layout in self.layouts.values())
         value, gradient = torch.ones(number, dtype=dtype), torch.zeros(number, dtype=dtype)
         self.shard = FlatShard(tuple(self.layouts.values()), value, gradient, tuple(self.layouts))
-        self.optimizer = FlatOptimizer(optim, [ShardGroup("default", (self.shard,), 1.0, 0.0)], CPU, moments, seed=5)
+        self.optimizer = FlatOptimizer(
+            optim.name, optim, [ShardGroup("default", (self.shard,), 1.0, 0.0)], CPU, moments, seed=5
+        )
 
     def step(self, step: int, skip: Tensor = NO) -> None:
         self.fill_gradient([gradient_of(name, step) for name in self.layouts])
@@ -245,7 +247,7 @@ def test_another_layout_resumes_from_it(moments: MomentsDtype, dim: int) -> None
 
 @LOW
 def test_a_rank_without_trained_parameters_counts_updates(moments: MomentsDtype) -> None:
-    optimizer = FlatOptimizer(make_optim("adamw"), [], CPU, moments)
+    optimizer = FlatOptimizer("adamw", make_optim("adamw"), [], CPU, moments)
     optimizer.step(1e-2, ONE, NO, 0)
     optimizer.states.open()
     optimizer.states.close()
@@ -271,7 +273,7 @@ def test_full_moments_never_exist(moments: MomentsDtype) -> None:
     number = 5 * CHUNK_CPU + 300
     shard = FlatShard((Layout((number,)),), torch.ones(number), torch.ones(number), ("w",))
     group = ShardGroup("default", (shard,), 1.0, 0.0)
-    optimizer = FlatOptimizer(make_optim("adamw"), [group], CPU, moments)
+    optimizer = FlatOptimizer("adamw", make_optim("adamw"), [group], CPU, moments)
     with Largest() as largest:
         optimizer.step(1e-2, ONE, NO, 0)
     assert 0 < largest.numel <= CHUNK_CPU

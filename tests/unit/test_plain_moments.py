@@ -27,7 +27,7 @@ def test_both_round_alike(name: str, moments: MomentsDtype) -> None:
     value = torch.ones(SHAPE, dtype=torch.float64).flatten()
     shard = FlatShard((Layout(SHAPE, interval=(100, 1500)),), value[100:], torch.zeros(1400).double(), ("w",))
     optim = Optim(name=name, momentum=0.9 if name == "sgd" else 0.0)  # type: ignore[arg-type]
-    ours = FlatOptimizer(optim, [ShardGroup("default", (shard,), 1.0, 0.1)], CPU, moments, seed=3)
+    ours = FlatOptimizer(optim.name, optim, [ShardGroup("default", (shard,), 1.0, 0.1)], CPU, moments, seed=3)
     assert isinstance(ours.states, LowBitStates)
 
     master = torch.nn.Parameter(torch.ones(SHAPE, dtype=torch.float64))
@@ -54,8 +54,8 @@ def test_a_lost_exponent_is_noticed() -> None:
     """Sabotage: every step loses the scale of one block."""
     encode = Int8Storage.encode
 
-    def lose(storage: Int8Storage, blocks: Run, values: Tensor, bits: Tensor) -> None:
-        encode(storage, blocks, values, bits)
+    def lose(storage: Int8Storage, blocks: Run, values: Tensor, bits: Tensor, shift: int) -> None:
+        encode(storage, blocks, values, bits, shift)
         storage.exponents[3] = 0
 
     with patch.object(Int8Storage, "encode", lose), pytest.raises(AssertionError, match="exp_avg"):

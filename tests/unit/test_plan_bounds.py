@@ -1,6 +1,7 @@
 """Bounds of a node: host memory, disks and devices count in each verdict, as the memory of a device does."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def test_what_a_node_holds_is_what_is_planned() -> None:
 
 def test_pinned_memory_is_whole_powers_of_two() -> None:
     plan = plan_of(*AWAY)
-    buffers, states = plan.of_rank(0).buffers, state_names(plan.recipe.optim)
+    buffers, states = plan.of_rank(0).buffers, partial(state_names, plan.recipe.optim)
     pinned, pageable = (total_on_host(measure_units(buffers, states), is_pinned=each) for each in (True, False))
     # Masters and moments are not pinned; gradients arrive in fp32 and casts of masters leave in bf16.
     owned = [buffer.numel_owned for buffer in buffers]

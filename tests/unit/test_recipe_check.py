@@ -223,6 +223,36 @@ def test_expert_degrees_that_do_not_fit_are_told_with_those_that_do(overrides, k
         (["zero.stage=2", "zero.optimizer_within=all"], "zero.optimizer_within", "leaves no replicas"),
         (["zero.stage=1", "zero.accumulate=local"], "zero.accumulate", "zero.stage=1 has no use for it"),
         (["zero.stage=2", "zero.keep_gathered=true"], "zero.keep_gathered", "zero.stage=2 has no use for it"),
+        (["zero.stage=0", "zero.quantize_gather=int8"], "zero.quantize_gather", "zero.stage=0 has no use for it"),
+        (["zero.stage=3", "zero.quantize_gather=int4"], "zero.quantize_gather", "none, int8, fp8"),
+        (["zero.stage=0", "zero.quantize_reduce=int8"], "zero.quantize_reduce", "zero.stage=0 has no use for it"),
+        (["zero.stage=3", "zero.quantize_reduce=int4", "launch.ranks=4"], "zero.quantize_reduce", "are on one node"),
+        (["zero.stage=3", "zero.quantize_min_elements=9"], "zero.quantize_min_elements", "quantizes nothing"),
+        (
+            ["zero.stage=2", "zero.secondary_shard=2", "launch.ranks=4"],
+            "zero.secondary_shard",
+            "zero.stage=2 has no use",
+        ),
+        (
+            ["zero.stage=3", "zero.secondary_shard=3", "launch.ranks=4"],
+            "zero.secondary_shard",
+            "is no part of the 4 ranks",
+        ),
+        (
+            ["zero.stage=3", "zero.secondary_shard=4", "launch.ranks=4"],
+            "zero.secondary_shard",
+            "is no part of the 4 ranks",
+        ),
+        (
+            ["zero.stage=3", "zero.secondary_shard=node", "launch.ranks=4"],
+            "zero.secondary_shard",
+            "do not leave a node",
+        ),
+        (
+            ["zero.stage=3", "zero.secondary_shard=2", "zero.keep_gathered=true", "launch.ranks=4"],
+            "zero.secondary_shard",
+            "there is no second time",
+        ),
     ],
 )
 def test_zero_choices_that_cannot_be_are_refused(overrides, key, says):
@@ -255,6 +285,24 @@ def test_checkpointing_that_cannot_be_is_refused(overrides, key, says):
 
 
 ON_DISK = ("memory.offload.optimizer=1", "memory.offload.home=disk", "memory.offload.disk_path=/scratch")
+
+
+def test_a_second_copy_within_nodes_takes_several_of_them():
+    slurm = ("launch=slurm", "launch.nodes=2", "launch.ranks_per_node=4", "zero.stage=3", "zero.secondary_shard=node")
+    assert "zero.secondary_shard" not in problems_of(*slurm)
+    within = problems_of(*slurm, "zero.shard_within=node")
+    assert "do not leave a node" in within["zero.secondary_shard"].message
+
+
+def test_gradients_are_quantized_between_nodes():
+    slurm = ("launch=slurm", "launch.nodes=2", "launch.ranks_per_node=4", "zero.stage=3")
+    problems = problems_of(*slurm, "zero.quantize_reduce=int4_rotated", "zero.quantize_min_elements=4096")
+    assert not {key for key in problems if key.startswith("zero.")}
+
+
+def test_masters_on_a_disk_are_not_quantized():
+    problems = problems_of(*ON_DISK, "zero.stage=3", "zero.quantize_gather=int8")
+    assert "come in pieces" in problems["zero.quantize_gather"].message
 
 
 def test_states_on_a_disk_leave_the_memory_of_a_host_that_computes_too():
@@ -441,6 +489,8 @@ class Watched:
         self.__dict__ |= {"_group": group, "_path": path, "_seen": seen}
 
     def __getattr__(self, name: str):
+        if isinstance(derived := getattr(type(self._group), name, None), property):
+            return derived.fget(self)
         value, where = getattr(self._group, name), f"{self._path}.{name}".lstrip(".")
         if is_dataclass(value):
             return Watched(value, where, self._seen)

@@ -297,7 +297,7 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("override", "fix"),
         [
-            ("optim=adamv", "did you mean optim=adamw? there are: adamw, lion, sgd"),
+            ("optim=adamv", "did you mean optim=adamw? there are: adamw, lion, muon, sgd"),
             ("model=llama", "llama3_2_1b"),
             ("optim/schedule=cos", "cosine"),
             ("experiment=[quickstart,quikstart]", "did you mean experiment=quickstart?"),

@@ -21,6 +21,10 @@ OPTIONS = [
 GIVEN = {
     "files": ["data.sources.files.path=x.jsonl"],
     "finetune_qwen3_0_6b": ["data.sources.files.path=x.jsonl"],
+    "sft_qwen3_0_6b": ["data.sources.files.path=x.jsonl"],
+    "sft_llama3_1_8b": ["data.sources.files.path=x.jsonl"],
+    "lora_llama3_1_8b": ["data.sources.files.path=x.jsonl"],
+    "lora_qwen3_30b_a3b": ["data.sources.files.path=x.jsonl"],
     "llama3_1_8b_128k": ["data.sources.files.path=x.jsonl"],
     "llama3_1_8b_1m": ["data.sources.files.path=x.jsonl"],
     "slurm": ["launch.nodes=1", "batch.sequences_per_step=64"],

@@ -20,6 +20,9 @@ def test_foreign_names_lead_to_ours():
         "num_train_epochs": "train.epochs",
         "zero_optimization.stage": "zero.stage (DeepSpeed",
         "optimizer.params.lr": "optim.lr (DeepSpeed",
+        "zero_optimization.zero_quantized_gradients": "zero.quantize_reduce (DeepSpeed",
+        "zero_optimization.zero_quantized_weights": "zero.quantize_gather=int8 (DeepSpeed",
+        "zero_optimization.zero_hpz_partition_size": "zero.secondary_shard (DeepSpeed",
         "moe.ep_size": "parallel.ep (DeepSpeed",
         "tensor_model_parallel_size": "parallel.tp (Megatron",
         "lr_decay_style": "optim.schedule.name (Megatron",
@@ -29,11 +32,16 @@ def test_foreign_names_lead_to_ours():
         "parallelism.data_parallel_shard_degree": "zero.shard_within (torchtitan",
         "num_experts_per_tok": "model.config.num_experts_per_tok",
         "base_model": "model.weights (axolotl",
-        "sample_packing": "data.pack=documents (axolotl",
+        "sample_packing": "data.pack (axolotl",
         "flash_attention": "model.attention=flash_attention_2",
-        "lora_r": "LoRA are not in this version",
+        "lora_r": "adapter.rank (axolotl",
         "load_in_4bit": "quantized weights is not in this version",
-        "messages": "chat formats are not in this version",
+        "messages": "data.sources.NAME.messages (axolotl",
+        "train_on_inputs": "data.train_on",
+        "mask_history": "data.train_on",
+        "assistant_only_loss": "data.train_on (HF Trainer",
+        "excess_length_strategy": "data.overlong",
+        "chat_template": "data.chat_template",
         "cutoff_len": "batch.context (LLaMA-Factory",
         "zero.cpu_offload": "memory.offload.optimizer",
         "zero_optimization.offload_param.device": "memory.offload.optimizer",
@@ -79,8 +87,8 @@ def test_every_translated_value_is_a_legal_one():
     [
         ("parallelism.data_parallel_replicate_degree", 4, "zero.shard_within"),
         ("parallelism.data_parallel_shard_degree", -1, "zero.shard_within=null"),
-        ("finetuning_type", "full", "leave it out"),
-        ("finetuning_type", "lora", "adapters such as LoRA"),
+        ("finetuning_type", "full", "adapter.kind=none"),
+        ("finetuning_type", "lora", "adapter.kind=lora"),
         ("recompute_activations", True, "memory.activation_checkpointing=selective"),
         ("gradient_checkpointing", True, "memory.activation_checkpointing=full"),
         ("use_distributed_optimizer", True, "zero.stage=1"),
@@ -172,5 +180,5 @@ def test_what_resembles_nothing_is_sent_to_the_list():
 
 def test_what_resembles_nothing_in_a_group_is_told_its_keys():
     found = explain_unknown("data.sources.web.max_bytes")
-    assert found == "the keys of data.sources.web are path, weight, format, field"
+    assert found == "the keys of data.sources.web are path, weight, format, field, messages"
     assert explain_unknown("launch.zzz") == "`meshwright check --keys launch.` lists all keys of launch"

@@ -103,7 +103,7 @@ def build_run(recipe: Recipe, model: str = "llama", *where: Any) -> tuple[Traini
     config = build_config(family(model))
     config.use_cache = False
     mesh = connect(topology_of(recipe, config), CPU, *where)
-    packs = recipe.data.pack == "documents"
+    packs = recipe.data.isolates
     (batch,) = make_batches(config, 1, recipe.batch.sequences_per_step or 0, recipe.batch.context, 11, packs)
     return build(make_plan(recipe, config), mesh), share(batch, recipe.batch.sequences_per_microbatch, mesh)
 
@@ -145,7 +145,12 @@ def count_of_rank(rank: int, world: int, rendezvous: str, recipe: Recipe, model:
 
 @pytest.mark.parametrize(
     ("model", "context", "policy"),
-    [("gemma2", "ring", "full"), ("llama4_text", "ulysses", "selective"), ("gpt_oss", None, "full")],
+    [
+        ("gemma2", "ring", "full"),
+        ("llama4_text", "ulysses", "selective"),
+        ("gpt_oss", None, "full"),
+        pytest.param("llama", "gather", "sqrt", marks=pytest.mark.grid),
+    ],
 )
 def test_attention_to_documents_never_waits(pool: RankPool, model: str, context: Any, policy: Any) -> None:
     """With windows, chunks and sinks, on one rank and across ranks, in forward, backward and recomputation."""
@@ -155,6 +160,17 @@ def test_attention_to_documents_never_waits(pool: RankPool, model: str, context:
     recipe = replace(recipe, batch=batch, data=data, memory=Memory(activation_checkpointing=policy))
     for waits, elsewhere in pool.run(cp, count_of_rank, recipe, model):
         assert not [call for call in waits if "/experts" not in call and "/moe" not in call]
+        assert not elsewhere
+
+
+@pytest.mark.parametrize(("policy", "forwards"), [("none", 1), ("full", 2)])
+def test_a_rank_waits_once_for_the_rows_of_experts(pool: RankPool, policy: Any, forwards: int) -> None:
+    """In each layer of experts, for each microbatch, and for a forward that is computed again."""
+    recipe = small_recipe("fp32", 2, accumulation=3, parallel=Parallel(ep=2))
+    recipe = replace(recipe, memory=Memory(activation_checkpointing=policy))
+    layers = build_config(family("mixtral")).num_hidden_layers
+    for waits, elsewhere in pool.run(2, count_of_rank, recipe, "mixtral"):
+        assert [call.rpartition(":")[0] for call in ours(waits)] == ["comm/transfer.py"] * (3 * layers * forwards)
         assert not elsewhere
 
 

@@ -8,7 +8,7 @@ from framework.model.experts import count_experts, find_experts
 from framework.model.load import build_meta, kept_in_fp32
 from framework.optim.groups import group_parameters, learning_rate
 from framework.optim.stochastic_rounding import draw_bits
-from framework.recipe.schema import LearningRateSchedule, Optim, ParameterGroup
+from framework.recipe.schema import Adapter, LearningRateSchedule, Optim, ParameterGroup
 from framework.verify import plain
 from framework.verify.compare import compare_initial
 from framework.verify.layout import initial_weights
@@ -39,7 +39,7 @@ def test_groups_and_what_stays_in_fp32_are_those_of_stock(each: Family) -> None:
     shapes = [(name, tuple(parameter.shape), True) for name, parameter in model.named_parameters()]
     ours = [(one.parameter, one.lr_ratio, one.weight_decay) for one in group_parameters(shapes, optim)]
     names, undecayed = [name for name, _, _ in shapes], plain.decay_nothing(model)
-    assert ours == list(plain.find_groups(names, undecayed, optim))
+    assert ours == list(plain.find_groups(names, undecayed, optim, Adapter()))
     zeros = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
     stock = _stock_model(small_recipe("bf16", 1), config, zeros, torch.bfloat16, CPU)
     wide = {name for name, p in stock.named_parameters(remove_duplicate=False) if p.dtype == torch.float32}

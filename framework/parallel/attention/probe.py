@@ -76,7 +76,7 @@ def find_stock_attention(config: PretrainedConfig, recipe: Recipe) -> str | None
         small.dtype = small.get_text_config().dtype = None
         # A small copy drops nothing, whatever its model does.
         text = f"{small.to_json_string()} {_read_dropouts(config)}"
-        return _find_difference(_Asked(text, recipe.data.pack == "documents", config))
+        return _find_difference(_Asked(text, recipe.data.isolates, config))
     except ModelError as error:
         return str(error)
 

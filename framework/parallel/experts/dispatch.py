@@ -214,19 +214,23 @@ def report_dropped(model: nn.Module, report: Callable[[nn.Module, Tensor], None]
 
 
 def write_stacked_gradients(
-    model: nn.Module, grad_views: Mapping[str, GradView]
+    model: nn.Module,
+    grad_views: Mapping[str, GradView],
+    adapt: Callable[[nn.Module, StackedMatmul], StackedMatmul] = lambda experts, matmul: matmul,
 ) -> dict[nn.Module, tuple[KeepsOutputs, ...]]:
     """Have the matmuls of experts that dispatch add their weights' gradients to the main gradients. grad_views: by parameter
     name, of the trained ones. Returns by the module of the experts what of it may be kept: the dispatch and its matmuls, also
-    those that are not trained."""
+    those that are not trained. adapt: from a module and a matmul, that with its adapter, which has main gradients of its own."""
     by_parameter = {id(view.parameter): view for view in grad_views.values()}
     found: dict[nn.Module, tuple[KeepsOutputs, ...]] = {}
     for module in model.modules():
         dispatch = vars(module).get("dispatch")
         if not isinstance(dispatch, ExpertDispatch):
             continue
-        found[module] = (dispatch, *dispatch.local.matmuls)
-        for matmul in dispatch.local.matmuls:
+        local = dispatch.local
+        local.first, local.last = adapt(module, local.first), adapt(module, local.last)
+        found[module] = (dispatch, *local.matmuls)
+        for matmul in local.matmuls:
             if id(matmul.weight) in by_parameter:
                 matmul.write_gradient_to(by_parameter[id(matmul.weight)])
     return found

@@ -76,8 +76,8 @@ def stand_in(mixture: nn.Module, experts: str, width: int) -> SharedExperts | No
         return None
     shared = SharedExperts(mixture.get_submodule(name), name)
     mixture.register_forward_pre_hook(partial(_enter, shared), with_kwargs=True)
-    # Not always called: of such hooks torch's compiler guards on numbers, which differ between layers. Behind a forward that failed
-    # what stands in the module's place calls the module.
+    # Not always called: of such hooks torch's compiler guards on numbers, which differ between layers. Behind a forward that
+    # failed what stands in the module's place calls the module.
     mixture.register_forward_hook(partial(_leave, shared))
     return shared
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
 from framework.mesh.layout import Layout, Shard, part
+from framework.model.adapters import has_adapter
 from framework.model.experts import ExpertsForm, capacity_of, count_experts, find_experts, find_unknown_experts
 from framework.model.opaque_experts import replace_forward
 from framework.parallel.experts.dispatch import ExpertDispatch, LocalExperts
@@ -32,8 +33,10 @@ def split_experts(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: S
     """
     refined = dict(layouts)
     for name, experts, form in find_experts(model):
+        # The stock forward knows no adapters.
+        adapted = any(has_adapter(experts, weight) for weight in (form.first, form.last))
         # With slices, too, one rank has to add tokens that are routed to themselves, which the stock forward adds on all.
-        if divides_experts(plan) or (form.has_identity and plan.axes["tp"].size > 1):
+        if divides_experts(plan) or adapted or (form.has_identity and plan.axes["tp"].size > 1):
             refined |= _split(name, experts, layouts, plan.axes["ep"])
             _replace_forward(model, name, form, plan)
     return refined

@@ -114,8 +114,9 @@ class _Column(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, source: Tensor, bias: Tensor | None, layer: ColumnLinear, call: RegionCall
     ) -> Tensor:
-        matmul, kept = layer.matmul, call.find_kept(x)
-        ctx.layer, ctx.call, ctx.regathers, ctx.defers = layer, call, kept is not None, call.is_open
+        matmul, kept = layer.matmul.begin(x), call.find_kept(x)
+        ctx.layer, ctx.matmul, ctx.call = layer, matmul, call
+        ctx.regathers, ctx.defers = kept is not None, call.is_open
         if isinstance(x, AsyncGatherTensor):
             forward = partial(matmul.forward, bias=bias)
             y = matmul.compute(x.arrival.multiply, forward, matmul.matrix.shape[0])
@@ -129,7 +130,7 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        layer, call, matmul, regathers = ctx.layer, ctx.call, ctx.layer.matmul, ctx.regathers
+        layer, call, matmul, regathers = ctx.layer, ctx.call, ctx.matmul, ctx.regathers
         (kept,) = ctx.saved_tensors
         needs_dw = matmul.grad_view is not None or ctx.needs_input_grad[1]
         # Before the matmul below, which covers the gather. Not for a frozen weight: of the inputs that are kept so, only weight
@@ -154,8 +155,8 @@ class _Column(torch.autograd.Function):
 class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor, layer: RowLinear) -> Tensor:
-        ctx.layer = layer
-        matmul = layer.matmul
+        ctx.layer, ctx.matmul = layer, layer.matmul.begin(x)
+        matmul = ctx.matmul
         matmul.save(ctx, x)
         if not layer.leaves:
             return matmul.compute(matmul.forward, x)
@@ -165,7 +166,7 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        layer, matmul, needs_dx = ctx.layer, ctx.layer.matmul, ctx.needs_input_grad[0]
+        layer, matmul, needs_dx = ctx.layer, ctx.matmul, ctx.needs_input_grad[0]
         (x,) = ctx.saved_tensors
         if layer.leaves:
             dx, dy = layer.region.border.leave_matmul_adjoint(dy, matmul, needs_dx)

@@ -146,7 +146,7 @@ class Region:
         # the parameters that it reads there.
         if x.requires_grad or not torch.is_grad_enabled():
             return None
-        trains = any(each.weight.requires_grad for each in self.columns)
+        trains = any(each.matmul.graph_input.requires_grad for each in self.columns)
         return x.new_zeros((), requires_grad=True) if trains else None
 
     def leave(self, y: Tensor) -> Tensor:

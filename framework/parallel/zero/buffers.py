@@ -1,7 +1,9 @@
 """One flat buffer per unit: its parameters are views of it, its gradients views of a second one.
 
     full      [ group A | group B | pad ]     [numel_padded], compute dtype; what forward and backward read; n equal parts
-    shard     this rank's part of it          [numel_part], compute dtype; what other ranks all-gather from this one
+    shard     this rank's part of it          [numel_part], compute dtype; what other ranks all-gather from this one. Of
+                                              parameters that travel as codes: the message of them, [kept_bytes] uint8
+    secondary this rank's share of all parts  as they arrive, of the ranks of `axes.secondary`; if there is such a copy
     master    what it owns of its part        [numel_owned], master dtype; what the optimizer updates; memory of `shard` if
                                               the dtypes agree
     gradient  [ group A | group B | pad ]     [numel_padded], master dtype, at least fp32: the main gradient, that of backward
@@ -124,6 +126,9 @@ class UnitBuffer:
         # The master where its home is a disk; `master` is then empty, but within `master_in_memory`.
         self.stored: StoredTensor | None = None
         self._delivery: Download | None = None
+        self.secondary = torch.empty(0)
+        # Whether `secondary` holds what the shards hold: not from an update to the next all-gather over the shard axis.
+        self.has_secondary = False
 
     @property
     def unit(self) -> str:
@@ -174,12 +179,14 @@ class UnitBuffer:
         # it stays, because no collective ever writes the padding, and it must be equal on all replicas.
         make = torch.zeros if is_resident else torch.empty
         self.full = make(plan.numel_padded, dtype=plan.dtypes.compute, device=device)
-        if is_resident:
+        at_home = _zeros if plan.lifetimes.homes.parameters == Home.DEVICE else zeros_on_host
+        kept = plan.dtypes.compute if plan.dtypes.codec is None else torch.uint8
+        if is_resident and plan.dtypes.codec is None:
             self.shard = self.part(self.full)
-        elif plan.lifetimes.homes.parameters == Home.HOST:
-            self.shard = zeros_on_host(plan.numel_part, plan.dtypes.compute, device)
         else:
-            self.shard = torch.zeros(plan.numel_part, dtype=plan.dtypes.compute, device=device)
+            self.shard = at_home(plan.kept_bytes // kept.itemsize, kept, device)
+        arrives = torch.uint8 if plan.is_decoded else kept
+        self.secondary = at_home(plan.secondary_bytes // arrives.itemsize, arrives, device)
         for slot in self.slots:
             view = self.full[slot.start : slot.stop].view(slot.layout.shape_local)
             self.parameters[slot.name] = nn.Parameter(view, requires_grad=self.is_trained)
@@ -203,8 +210,9 @@ class UnitBuffer:
         self.delivered = self.reduced
         if self.is_updated_on_host:
             self.delivered = zeros_on_host(len(self.reduced), self.reduced.dtype, device)
-            if dtypes.compute != dtypes.master and self.shard.is_cuda:
-                self.cast = zeros_on_host(plan.numel_owned, dtypes.compute, device)
+            own = self.owned(self.shard)
+            if (dtypes.compute != dtypes.master or dtypes.codec is not None) and self.shard.is_cuda:
+                self.cast = zeros_on_host(len(own), own.dtype, device)
 
     def _allocate_gradient(self, device: torch.device) -> None:
         plan, dtype = self.plan, self.plan.dtypes.gradient
@@ -219,13 +227,13 @@ class UnitBuffer:
         self.grad_views = {slot.name: MainGradView(self, slot) for slot in self.slots}
 
     def part(self, full: Tensor) -> Tensor:
-        """This rank's part, [numel_part], of a tensor over the whole buffer, [numel_padded]: a view."""
-        return full[self.plan.part_start : self.plan.part_start + self.plan.numel_part]
+        """This rank's part, [numel_part], of a tensor over the whole buffer, [numel_padded]: a view. Of messages the same."""
+        return full.view(self.plan.axes.shard.size, -1)[self.plan.axes.shard.rank]
 
     def owned(self, part: Tensor) -> Tensor:
-        """The elements that this rank owns, [numel_owned], of a tensor over its part, [numel_part]: a view."""
-        first = self.plan.axes.update.rank * self.plan.numel_owned
-        return part[first : first + self.plan.numel_owned]
+        """The elements that this rank owns, [numel_owned], of a tensor over its part, [numel_part]: a view. Of messages the
+        same."""
+        return part.view(self.plan.axes.update.size, -1)[self.plan.axes.update.rank]
 
     def open_gradient(self) -> None:
         """Have memory for the full gradient, of any content: every view is written or zeroed before it is read."""
@@ -260,10 +268,14 @@ class UnitBuffer:
     def copy_master_to_params(self) -> None:
         """Cast the updated master to the compute dtype, where the parameters live, once a step; nothing to do where they are the
         same memory."""
+        codec, own = self.plan.dtypes.codec, self.owned(self.shard)
         if self.cast is not None:
             # In pinned memory, from which the copy runs beside the update of the next unit.
-            self.cast.copy_(self.master)
-            start_copy(self.owned(self.shard), self.cast)
+            self.cast.copy_(self.master) if codec is None else codec.encode(self.master, self.cast)
+            start_copy(own, self.cast)
+        elif codec is not None:
+            # Once an update, and never of what has been rounded before. Not in pieces: a block would be cut.
+            write_across(own, codec.encode(self.master))
         elif self.is_trained and self.plan.has_master:
             self.copy_to_params(0, self.stored.pieces() if self.stored is not None else (self.master,))
 
@@ -426,6 +438,10 @@ def _add_rows(view: Tensor, ids: Tensor, rows: Tensor, is_first: bool) -> None:
         view.index_put_((ids,), rows.to(view.dtype), accumulate=True)
     else:
         view.index_add_(0, ids, rows.to(view.dtype))
+
+
+def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def make_buffers(plans: Iterable[BufferPlan]) -> list[UnitBuffer]:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from framework.model.adapters import has_adapter
 from framework.model.matmul import Matmul, MatmulLinear
 from framework.model.opaque_linear import linear
 from framework.parallel.zero.buffers import MainGradView
@@ -27,7 +28,7 @@ class _DirectLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tick: Tensor, bias: Tensor | None, matmul: Matmul) -> Tensor:
-        ctx.matmul = matmul
+        ctx.matmul = matmul = matmul.begin(x)
         matmul.save(ctx, x)
         return matmul.compute(matmul.forward, x, bias)
 
@@ -44,26 +45,33 @@ def write_gradients_directly(
     model: nn.Module,
     grad_views: Mapping[str, MainGradView],
     make_matmul: Callable[[nn.Module, bool], Matmul] = Matmul,
+    adapt: Callable[[nn.Module, Matmul], Matmul] = lambda module, matmul: matmul,
 ) -> dict[nn.Module, Matmul]:
     """Give each stock linear layer (torch's, or GPT-2's transposed Conv1D) of the model the forward above, and the matmuls of all
     of them their main gradient, [N, K] or transposed, in the master dtype. Results are those of autograd. Returns the matmuls.
 
-    make_matmul: from a module, and whether its weight is transposed.
+    make_matmul: from a module, and whether its weight is transposed. adapt: from a module and these, the matmuls with its
+    adapter, which has main gradients of its own.
     """
     by_parameter = {id(view.parameter): view for view in grad_views.values()}
-    matmuls = {}
+    matmuls: dict[nn.Module, Matmul] = {}
     for path, module in model.named_modules():
-        if isinstance(module, MatmulLinear) and id(module.weight) in by_parameter:
-            matmul = module.matmul = make_matmul(module, module.matmul.is_transposed)
+        if not isinstance(module, (nn.Linear, Conv1D)) or not (
+            id(module.weight) in by_parameter or has_adapter(module)
+        ):
+            continue
+        if isinstance(module, MatmulLinear):
+            matmul = module.matmul = adapt(module, make_matmul(module, module.matmul.is_transposed))
         # Exactly torch's and transformers' own: a subclass may compute something else with its weight. A tied head is among them.
-        elif type(module) in (nn.Linear, Conv1D) and id(module.weight) in by_parameter:
-            matmul = make_matmul(module, isinstance(module, Conv1D))
+        elif type(module) in (nn.Linear, Conv1D):
+            matmul = adapt(module, make_matmul(module, isinstance(module, Conv1D)))
             module.forward = _direct_forward(module, matmul, path.rpartition(".")[2])  # type: ignore[method-assign]
         else:
             if isinstance(module, MatmulLinear):
                 module.matmul.give_number()
             continue
-        matmul.write_gradient_to(by_parameter[id(module.weight)])
+        if id(module.weight) in by_parameter:
+            matmul.write_gradient_to(by_parameter[id(module.weight)])
         matmuls[module] = matmul
     return matmuls
 

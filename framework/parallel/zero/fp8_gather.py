@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from framework.comm.algorithms import Pending
-from framework.comm.collectives import all_reduce, start_all_gather
+from framework.comm.collectives import all_reduce
 from framework.comm.transfer import fetch
 from framework.model.fp8 import E4M3, cast, scale_of
 from framework.parallel.zero.buffers import UnitBuffer
@@ -27,7 +26,7 @@ class Fp8Gather:
 
     def find_scales(self) -> None:
         """Agree on the scale of each weight, from what each rank owns of it: an all-reduce of a number for each weight. After
-        each update, before the first `start`."""
+        each update, before the first `encode`."""
         views = [buffer.held(slot, buffer.owned(buffer.shard))[1] for buffer in self._buffers for slot in buffer.slots]
         device = self._buffers[0].full.device
         largest = torch.zeros(len(views), device=device)
@@ -42,25 +41,21 @@ class Fp8Gather:
         counts = [len(buffer.slots) for buffer in self._buffers]
         self._scales = dict(zip(map(id, self._buffers), scales.split(counts), strict=True))
 
-    def start(self, buffer: UnitBuffer, full: Tensor) -> Pending:
-        """Start to bring all ranks' parts into `full`, [numel_padded] bf16."""
-        plan, scales, part = buffer.plan, self._scales[id(buffer)], fetch(buffer.shard, full.device)
-        sent = torch.zeros(plan.numel_part, dtype=torch.uint8, device=full.device).view(E4M3)
-        received = torch.empty(plan.numel_padded, dtype=torch.uint8, device=full.device).view(E4M3)
+    def encode(self, buffer: UnitBuffer) -> Tensor:
+        """This rank's part as it travels: [numel_part] uint8, on the device."""
+        plan, scales, part = buffer.plan, self._scales[id(buffer)], fetch(buffer.shard, buffer.full.device)
+        sent = torch.zeros(plan.numel_part, dtype=torch.uint8, device=part.device)
         for index, slot in enumerate(plan.slots):
             low, high = _clip(slot, plan.part_start, plan.numel_part)
-            sent[low:high] = cast(part[low:high], scales[index], E4M3)
-        gather = start_all_gather(
-            received.view(torch.uint8), sent.view(torch.uint8), plan.axes.shard, f"parameters of {buffer.unit} in fp8"
-        )
+            sent.view(E4M3)[low:high] = cast(part[low:high], scales[index], E4M3)
+        return sent
 
-        def decode() -> None:
-            gather.wait()
-            for index, slot in enumerate(plan.slots):
-                of_slot = slice(slot.start, slot.stop)
-                torch.div(received[of_slot].to(full.dtype), scales[index], out=full[of_slot])
-
-        return Pending(finish=decode)
+    def decode(self, buffer: UnitBuffer, arrived: Tensor, full: Tensor) -> None:
+        """Write the parts that have come.  arrived: [numel_padded] uint8; full: [numel_padded] bf16."""
+        scales, numbers = self._scales[id(buffer)], arrived.view(E4M3)
+        for index, slot in enumerate(buffer.slots):
+            of_slot = slice(slot.start, slot.stop)
+            torch.div(numbers[of_slot].to(full.dtype), scales[index], out=full[of_slot])
 
 
 def _clip(slot: Slot, start: int, length: int) -> tuple[int, int]:

@@ -5,7 +5,7 @@ dtype. When backward has left a unit, its gradient is reduce-scattered over the 
 this rank's part is reduce-scattered over the update axis and all-reduced over the axes over which it is partial: law 1, with
 nothing else to know.
 
-    n shards, m ranks of another axis, P bytes of a unit's gradient in `reduce_dtype`; this rank sends
+    n shards, m ranks of another axis, P bytes of a unit's gradient as it travels; this rank sends
     reduce-scatter over shard      (n-1)/n P, after each backward of the unit or once a step (stages 0 and 1)
     reduce-scatter over update     (m-1)/m P/n, once a step
     all-reduce over a partial axis 2 (m-1)/m P/n, once a step
@@ -48,7 +48,7 @@ class GradientSync:
     reduce of each unit from the last to the first, then finish.
 
     A backward may come in two halves: start_input_backward, end_input_backward, and at any time later backward_weights.
-    reduce_dtype: the dtype in which ranks send; sums are in that of the buffers. exposed: what waits for collectives.
+    reduce_dtype: the dtype in which ranks send, but codes; sums are in that of the buffers. exposed: what waits for collectives.
     grad_views: every trained parameter, in an order that is equal on all ranks. is_last_backward: as `start_backward` was told.
     """
 
@@ -148,6 +148,8 @@ class GradientSync:
                 # Pooled memory holds another unit's gradient. This rank takes part even if nothing here was written: others'
                 # data may have reached the parameter, and they wait in the same collective.
                 grad_view.view.zero_()
+        if buffer.plan.dtypes.reduced is not None:
+            _clear_padding(buffer)
         message = self._message_of[buffer]
         self._complete[message[0]] += 1
         if self._complete[message[0]] == len(message):
@@ -156,7 +158,7 @@ class GradientSync:
 
     def _start_reduction(self, message: Sequence[UnitBuffer]) -> None:
         """Start the reduce-scatter of a message's full gradients: side by side if there are several."""
-        # The padding needs no zeros: nobody counts it, the optimizer never sees it, and it cannot reach another element.
+        # Sent as it is, padding needs no zeros: nobody counts it, the optimizer never sees it, and it reaches no other element.
         first, shard = message[0], message[0].plan.axes.shard
         is_first = first not in self._has_reduced
         self._has_reduced.update(message)
@@ -171,7 +173,9 @@ class GradientSync:
         # A later microbatch's sum must not overwrite the former ones': it lands in a scratch and is added when it is there.
         is_direct = is_first and len(message) == 1
         part = first.summed if is_direct else first.pool.take(numel, first.summed.dtype, first.summed.device)
-        pending = start_reduce_scatter(part, full, shard, label, self.reduce_dtype)
+        pending = start_reduce_scatter(
+            part, full, shard, label, first.plan.dtypes.reduce_wire(shard, self.reduce_dtype)
+        )
         self._reductions.append(Reduction(message, is_first, pending, full, part))
         # With one shard there is nothing to wait for, so its memory goes back to the pool at once.
         while self._reductions and (len(self._reductions) > REDUCTIONS_IN_FLIGHT or shard.size == 1):
@@ -198,7 +202,8 @@ class GradientSync:
         for bucket in find_unit_buckets([[buffer.plan for buffer in unit] for unit in units]):
             messages: dict[Hashable, list[UnitBuffer]] = {}
             for buffer in (buffer for index in bucket for buffer in units[index]):
-                key = (buffer.plan.axes.shard, buffer.plan.dtypes.gradient, buffer.plan.lifetimes.keeps_gradients)
+                plan = buffer.plan
+                key = (plan.axes.shard, plan.dtypes.gradient, plan.dtypes.reduced, plan.lifetimes.keeps_gradients)
                 # On one rank nothing travels, and nothing need be packed.
                 messages.setdefault(key if buffer.plan.axes.shard.size > 1 else buffer, []).append(buffer)
             yield from messages.values()
@@ -234,15 +239,21 @@ class GradientSync:
         """The sums that a part still needs, [numel_part] to [numel_owned], one after the other: each reads what the one before
         has written, so it may be started only when that has been waited for."""
         axes, label = buffer.plan.axes, f"gradient of {buffer.unit}"
+        wire = partial(buffer.plan.dtypes.reduce_wire, reduce_dtype=self.reduce_dtype)
         if axes.update.size > 1:
-            yield start_reduce_scatter(buffer.reduced, buffer.summed, axes.update, label, self.reduce_dtype)
+            yield start_reduce_scatter(buffer.reduced, buffer.summed, axes.update, label, wire(axes.update))
         for axis in (axis for axis in axes.partial if axis.size > 1):
             if axis.name == "embedding":
                 # Not before `finish`, behind all messages of the pipeline: over NCCL these may share its communicator, which
                 # runs operations in turn, and the first stage waits for a gradient that would be queued behind this sum.
                 yield Pending()
                 label = f"gradient of {buffer.slots[0].name}"  # both stages', whose units have other names
-            yield start_all_reduce(buffer.reduced, axis, label=label, reduce_dtype=self.reduce_dtype)
+            yield start_all_reduce(buffer.reduced, axis, label=label, wire=wire(axis))
+
+
+def _clear_padding(buffer: UnitBuffer) -> None:
+    """Zero the padding of a full gradient: codes of its block would be as coarse as what another unit has left there."""
+    buffer.gradient[buffer.plan.numel :].zero_()
 
 
 def _collect(weak: ref[MainGradView], parameter: Tensor) -> None:

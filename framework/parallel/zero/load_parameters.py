@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from framework.mesh.box import Box
 from framework.mesh.layout import Layout
+from framework.model.adapters import MAGNITUDE, holds_transposed, is_adapter, measure_rows, weight_of
 from framework.model.initial import persistent_buffers
 from framework.model.weights import read_weights
 from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
@@ -53,10 +54,34 @@ def _load(
     for name in persistent_buffers(stock).keys() & buffer_values.keys():
         tensor = buffer_values[name]
         views[name] = {box: tensor.view(-1) for box in Layout(tuple(tensor.shape)).boxes()}
-    wanted = {name: list(boxes) for name, boxes in views.items() if boxes}
-    for name, box, values in read_weights(folder, stock, wanted):
+    # No folder has adapters. Magnitudes start as lengths of whole rows of their weights, which are read for that.
+    of_adapters = {name: views.pop(name) for name in list(views) if is_adapter(name)}
+    lengths = {
+        weight_of(name): {_whole_rows(stock, weight_of(name), box): place for box, place in boxes.items()}
+        for name, boxes in of_adapters.items()
+        if name.endswith(MAGNITUDE)
+    }
+    wanted = {name: [*views.get(name, ()), *lengths.get(name, ())] for name in {**views, **lengths}}
+    for name, box, values in read_weights(folder, stock, {name: boxes for name, boxes in wanted.items() if boxes}):
         # Into the master and not the parameter: a file in fp32 keeps its bits where forward reads bf16.
-        views[name][box].copy_(values.flatten())
+        if box in views.get(name, ()):
+            views[name][box].copy_(values.flatten())
+        if box in lengths.get(name, ()):
+            place = lengths[name][box]
+            place.copy_(measure_rows(values.to(place.dtype), _is_transposed(stock, name)))
+
+
+def _whole_rows(stock: PreTrainedModel, weight: str, rows: Box) -> Box:
+    """The box of whole rows of a weight.  rows: of its outputs, [N]."""
+    (start,), (count,) = rows.offsets, rows.sizes
+    first, second = stock.get_parameter(weight).shape
+    if _is_transposed(stock, weight):
+        return Box((0, start), (first, count))
+    return Box((start, 0), (count, second))
+
+
+def _is_transposed(stock: PreTrainedModel, weight: str) -> bool:
+    return holds_transposed(stock.get_submodule(weight.rpartition(".")[0]))
 
 
 def _view_boxes(layout: Layout, held: Tensor) -> dict[Box, Tensor]:

@@ -6,7 +6,7 @@ Zhao et al. 2023): every view stays true. The all-gather lands in the tensor its
 FSDP2 gathers a group of parameters into one tensor and copies each of them out of it.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from framework.comm.algorithms import ExposedCommunication, Pending, then
 from framework.comm.collectives import start_all_gather
+from framework.comm.communicator import Communicator
 from framework.comm.transfer import Arrival, fetch, start_copy, write_across
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.lifetimes import Home
@@ -29,11 +30,18 @@ class ParameterSync:
     """The full parameters of one stage's units, which are named by their index.
 
     unsharded: units that are there or on their way; always those of which this rank owns all. transient: those of them whose
-    lifetime ends with their use. buckets: of each unit the units that travel with it, itself among them, in order.
+    lifetime ends with their use. buckets: of each unit the units that travel with it, itself among them, in order. forget: called
+    when values are about to change, for what was found of them.
     """
 
-    def __init__(self, units: Sequence[Sequence[UnitBuffer]], exposed: ExposedCommunication):
+    def __init__(
+        self,
+        units: Sequence[Sequence[UnitBuffer]],
+        exposed: ExposedCommunication,
+        forget: Sequence[Callable[[], None]] = (),
+    ):
         self.units = units
+        self._forget = forget
         # Units that need no message are never asked for: at stage 0 that is every unit, several times in each microbatch.
         self._whole = {index for index, unit in enumerate(units) if all(buffer.plan.is_whole for buffer in unit)}
         self.unsharded: set[int] = set(self._whole)
@@ -112,8 +120,12 @@ class ParameterSync:
     def invalidate(self) -> None:
         """Invalidate unsharded parameters before an update: the next use unshards again, also where memory is resident."""
         self._has_old_parts = True
+        for forget in self._forget:
+            forget()
         for index in self.unsharded - self._whole:
             self.reshard(index)
+        for buffer in (buffer for unit in self.units for buffer in unit):
+            buffer.has_secondary = False
 
     def _start_part_updates(self) -> None:
         """At the first unshard after an update, start to bring each rank's part together over the update axis, of all units in
@@ -159,38 +171,58 @@ def _find_fp8(units: Sequence[Sequence[UnitBuffer]]) -> "Fp8Gather | None":
 
 
 def share_messages(buffers: Sequence[UnitBuffer]) -> list[list[UnitBuffer]]:
-    """The buffers as they are unsharded: together where they have one shard axis and one dtype, and nothing stands between the
+    """The buffers as they are unsharded: together where they have one axis and one dtype, and nothing stands between the
     memory that is sent and the memory that is written."""
     messages: dict[Hashable, list[UnitBuffer]] = {}
     for buffer in buffers:
         plan = buffer.plan
-        key = (plan.axes.shard, plan.dtypes.compute) if plan.is_sent_as_held and not plan.is_whole else buffer
+        key = (_find_source(buffer)[1], plan.dtypes.compute) if plan.is_sent_as_held and not plan.is_whole else buffer
         messages.setdefault(key, []).append(buffer)
     return list(messages.values())
 
 
+def _find_source(buffer: UnitBuffer) -> tuple[Tensor, Communicator]:
+    """This rank's share of an all-gather, as it keeps it, and the axis over which it goes: that of the second copy, if there is
+    one that is not old, else the shard axis. The same on all ranks of that axis."""
+    axes = buffer.plan.axes
+    return (buffer.secondary, axes.secondary) if buffer.has_secondary else (buffer.shard, axes.shard)
+
+
+def _keep_secondary(buffer: UnitBuffer, arrived: Tensor) -> None:
+    """Keep this rank's share of what has come over the shard axis, [n] in the order of ranks, as the second copy: the very
+    bits that were sent."""
+    axis = buffer.plan.axes.secondary
+    if axis.size > 1 and not buffer.has_secondary:
+        write_across(buffer.secondary, arrived.view(axis.size, -1)[axis.rank])
+        buffer.has_secondary = True
+
+
 def _start_unshard_together(buffers: Sequence[UnitBuffer], fp8: "Fp8Gather | None") -> Pending:
-    """All-gather over their shard axis: the parts of all, side by side, from each rank; they are copied to where they belong when
+    """All-gather over their axis: the shares of all, side by side, from each rank; they are copied to where they belong when
     they have come. One by itself lands in place."""
     if len(buffers) == 1:
         return _start_unshard(buffers[0], fp8)
-    first, axis = buffers[0], buffers[0].plan.axes.shard
-    numel = sum(buffer.plan.numel_part for buffer in buffers)
+    first, (_, axis) = buffers[0], _find_source(buffers[0])
+    shares = [_find_source(buffer)[0] for buffer in buffers]
+    numel = sum(map(len, shares))
     # Pooled: memory that comes and goes with every message costs a page fault every 4 KiB on CPUs.
     arriving = first.pool.take(axis.size * numel, first.shard.dtype, first.full.device).view(axis.size, numel)
-    # In place: this rank's parts lie where its own will be read from.
-    part = arriving[axis.rank]
-    torch.cat([buffer.shard for buffer in buffers], out=part)
+    # In place: this rank's shares lie where its own will be read from.
+    mine = arriving[axis.rank]
+    torch.cat(shares, out=mine)
     label = f"parameters of {buffers[0].unit} to {buffers[-1].unit}"
-    return then(start_all_gather(arriving, part, axis, label), partial(_copy_apart, buffers, arriving))
+    return then(start_all_gather(arriving, mine, axis, label), partial(_copy_apart, buffers, arriving))
 
 
 def _copy_apart(buffers: Sequence[UnitBuffer], arriving: Tensor) -> None:
-    """Copy what has come for several buffers, [n, the sum of their numel_part], to the full parameters of each."""
-    apart = arriving.split([buffer.plan.numel_part for buffer in buffers], dim=1)
-    fulls = [_take_full(buffer).view(arriving.shape[0], -1) for buffer in buffers]
-    torch._foreach_copy_(fulls, list(apart))
+    """Copy what has come for several buffers, [n, the sum of their shares], to the full parameters of each."""
+    n = len(arriving)
+    apart = arriving.split([buffer.plan.numel_padded // n for buffer in buffers], dim=1)
+    fulls = [_take_full(buffer) for buffer in buffers]
+    torch._foreach_copy_([full.view(n, -1) for full in fulls], list(apart))
     buffers[0].pool.give_back(arriving)
+    for buffer, full in zip(buffers, fulls, strict=True):
+        _keep_secondary(buffer, full)
 
 
 def _take_full(buffer: UnitBuffer) -> Tensor:
@@ -203,23 +235,41 @@ def _take_full(buffer: UnitBuffer) -> Tensor:
 
 
 def _start_unshard(buffer: UnitBuffer, fp8: "Fp8Gather | None") -> Pending:
-    """All-gather over the shard axis: [numel_part] of each rank into [numel_padded]; in place where memory is resident."""
-    full = _take_full(buffer)
-    if fp8 is not None and buffer.plan.dtypes.gathered is not None:
-        return fp8.start(buffer, full)
-    if buffer.plan.lifetimes.homes.parameters != Home.DEVICE:
-        return _start_unshard_from_home(buffer, full)
-    return start_all_gather(full, buffer.shard, buffer.plan.axes.shard, f"parameters of {buffer.unit}")
+    """All-gather over the shard axis, or over that of the second copy: the share of each rank into [numel_padded], in place where
+    parameters travel as they are read; codes arrive in other memory, from which they are decoded."""
+    full, plan, (held, axis) = _take_full(buffer), buffer.plan, _find_source(buffer)
+    arriving = buffer.pool.take(plan.arriving_bytes, torch.uint8, full.device) if plan.is_decoded else full
+    share, label = arriving.view(axis.size, -1)[axis.rank], f"parameters of {buffer.unit}"
+    if plan.dtypes.gathered is not None and fp8 is not None and not buffer.has_secondary:
+        pending = start_all_gather(arriving, fp8.encode(buffer), axis, label)
+    elif plan.lifetimes.homes.parameters != Home.DEVICE:
+        pending = _start_gather_from_home(buffer, arriving, share, held, axis, label)
+    else:
+        pending = start_all_gather(arriving, held, axis, label)
+    return then(pending, partial(_finish_unshard, buffer, arriving, full, fp8))
 
 
-def _start_unshard_from_home(buffer: UnitBuffer, full: Tensor) -> Pending:
-    """Upload this rank's part, [numel_part], to its place in the full parameters, [numel_padded], and all-gather in place."""
-    part = buffer.part(full)
+def _finish_unshard(buffer: UnitBuffer, arrived: Tensor, full: Tensor, fp8: "Fp8Gather | None") -> None:
+    """Decode what has come, if it is codes, and keep the second copy, if there is to be one."""
+    _keep_secondary(buffer, arrived)
+    plan = buffer.plan
+    if plan.dtypes.codec is not None:
+        plan.dtypes.codec.decode(arrived.view(plan.num_owners, -1), full.view(plan.num_owners, -1))
+    elif plan.dtypes.gathered is not None and fp8 is not None:
+        fp8.decode(buffer, arrived, full)
+    if arrived is not full:
+        buffer.pool.give_back(arrived)
+
+
+def _start_gather_from_home(
+    buffer: UnitBuffer, arriving: Tensor, share: Tensor, held: Tensor, axis: Communicator, label: str
+) -> Pending:
+    """Upload this rank's share to its place in what arrives, and all-gather in place. held: the share on the host."""
     # Beside what is computed now: the all-gather waits for the upload, and computation for both when it needs the unit.
-    with buffer.transfers.queue(full.device):
-        start_copy(part, buffer.shard)
-        pending = start_all_gather(full, part, buffer.plan.axes.shard, f"parameters of {buffer.unit}")
-        arrival = Arrival(full.device)
+    with buffer.transfers.queue(arriving.device):
+        start_copy(share, held)
+        pending = start_all_gather(arriving, share, axis, label)
+        arrival = Arrival(arriving.device)
     return then(pending, arrival.wait)
 
 

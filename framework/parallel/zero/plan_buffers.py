@@ -7,23 +7,31 @@
 All numbers here follow from layouts, axes and dtypes, so they can be had for any rank of any mesh on a laptop.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 
 import torch
 
+from framework.comm.codec import BlockCodec
+from framework.comm.coded import Rounding, Wire
 from framework.comm.communicator import Communicator
 from framework.errors import LayoutError
 from framework.mesh.layout import Layout, Run, part
-from framework.mesh.topology import Axis
+from framework.mesh.topology import ZERO_AXES, Axis
 from framework.model.units import Unit
 from framework.parallel.zero.lifetimes import Home, Lifetimes
-from framework.recipe.schema import Offload
 
 # The optimizer group of parameters that no optimizer updates.
 FROZEN = ""
+# Codecs by the names that layouts have for them.
+CODECS = {f"{kind} blocks": BlockCodec(kind) for kind in ("fp8", "int8")}
+# Codes of gradients, by the names that layouts have for them.
+REDUCE_CODECS = {
+    "int8": BlockCodec("int8"),
+    "int4": BlockCodec("int4"),
+    "int4_rotated": BlockCodec("int4", is_rotated=True),
+}
 
 
 @dataclass(frozen=True)
@@ -50,11 +58,15 @@ class GroupSpan:
 @dataclass(frozen=True)
 class BufferDtypes:
     """Dtypes of a buffer. compute: of the parameters that forward and backward read; master: of what the optimizer updates.
-    gathered: in which parts of the parameters travel; None: as they are."""
+    codec: of the message that a rank keeps in the place of its part; None: the part is kept in the compute dtype. gathered: in
+    which parts travel, by scales that ranks agree on; None: as they are kept. reduced: codes as which gradients leave a node;
+    None: as they travel within it."""
 
     compute: torch.dtype
     master: torch.dtype
     gathered: torch.dtype | None = None
+    codec: BlockCodec | None = None
+    reduced: BlockCodec | None = None
 
     @property
     def gradient(self) -> torch.dtype:
@@ -62,9 +74,26 @@ class BufferDtypes:
         stand still once it is 256 times as large as what is added."""
         return torch.promote_types(self.master, torch.float32)
 
-    @property
-    def travelling(self) -> torch.dtype:
-        return self.gathered or self.compute
+    def kept_bytes(self, numel: int) -> int:
+        """Bytes of a part of the parameters, as a rank keeps it for the others."""
+        return numel * self.compute.itemsize if self.codec is None else self.codec.message_bytes(numel)
+
+    def sent_bytes(self, numel: int) -> int:
+        """Bytes of a part of the parameters in an all-gather."""
+        return self.kept_bytes(numel) if self.gathered is None else numel * self.gathered.itemsize
+
+    def reduce_wire(self, axis: Communicator, reduce_dtype: torch.dtype) -> Wire | None:
+        """The form in which a gradient travels over an axis; None: as it is. Codes where an axis of ZeRO spans nodes, on both of
+        its levels; elsewhere they would cost more than they save."""
+        if self.reduced is not None and axis.nodes > 1 and axis.name in ZERO_AXES:
+            return self.reduced
+        return None if reduce_dtype == self.gradient else Rounding(reduce_dtype)
+
+
+# Wide loads of NCCL and of fused kernels want addresses at multiples of 16 bytes. In elements, of any dtype of 2 bytes and more:
+# what a rank owns is a multiple of ALIGNED_PART where it is at least LEAST_ALIGNED; parameters of such sizes lie at multiples of
+# ALIGNED_SLOT.
+ALIGNED_PART, LEAST_ALIGNED, ALIGNED_SLOT = 64, 8192, 8
 
 
 @dataclass(frozen=True)
@@ -81,6 +110,8 @@ class BufferAxes:
     """Axes over which the gradient is still a sum to be made after the reduce-scatters over shard and update."""
     reading: Communicator
     """The ranks that divide the reading of what all of them own; of size 1 where each owns something else."""
+    secondary: Communicator
+    """The inner part of `shard`, whose ranks keep a second copy of all parts among themselves; of size 1 without one."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +140,33 @@ class BufferPlan:
     @property
     def is_sent_as_held(self) -> bool:
         """Whether an all-gather sends the parameters from where they live, in the dtype in which they are read."""
-        return self.dtypes.gathered is None and self.lifetimes.homes.parameters == Home.DEVICE
+        return not self.is_decoded and self.lifetimes.homes.parameters == Home.DEVICE
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether an all-gather brings something else than the parameters as they are read."""
+        return self.dtypes.gathered is not None or self.dtypes.codec is not None
+
+    @property
+    def num_owners(self) -> int:
+        """Ranks that own different elements of the buffer."""
+        return self.axes.shard.size * self.axes.update.size
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of this rank's part, as it keeps it for the others; equal on all."""
+        return self.dtypes.kept_bytes(self.numel_owned) * self.axes.update.size
+
+    @property
+    def arriving_bytes(self) -> int:
+        """Bytes that an all-gather brings to a rank, its own among them."""
+        return self.dtypes.sent_bytes(self.numel_owned) * self.num_owners
+
+    @property
+    def secondary_bytes(self) -> int:
+        """Bytes of the second copy that the rank keeps."""
+        size = self.axes.secondary.size
+        return self.arriving_bytes // size if size > 1 else 0
 
     @cached_property
     def numel(self) -> int:
@@ -121,7 +178,10 @@ class BufferPlan:
         """Elements that one rank owns, padding included: equal on all ranks."""
         # Rounded up: collectives need equal parts, so the last ranks own some padding, or nothing else in a small buffer.
         # FSDP2 pads every parameter's dim 0 instead, which leaves whole ranks empty where a norm has fewer rows than ranks.
-        return -(-self.numel // (self.axes.shard.size * self.axes.update.size))
+        numel = -(-self.numel // self.num_owners)
+        # Small parts are left as they are: of few elements the last ranks would have none.
+        is_aligned = self.num_owners > 1 and numel >= LEAST_ALIGNED
+        return -(-numel // ALIGNED_PART) * ALIGNED_PART if is_aligned else numel
 
     @cached_property
     def numel_part(self) -> int:
@@ -206,24 +266,28 @@ class BufferPlan:
     def has_master(self) -> bool:
         """Whether the master is memory of its own; else it is a view of `shard`: the optimizer writes into what forward reads."""
         homes = self.lifetimes.homes
-        return self.is_trained and (self.dtypes.compute != self.dtypes.master or homes.parameters != homes.master)
+        is_other = self.dtypes.compute != self.dtypes.master or self.dtypes.codec is not None
+        return self.is_trained and (is_other or homes.parameters != homes.master)
 
     def held_bytes(self, num_moments: int, home: Home = Home.DEVICE) -> dict[str, int]:
-        """Bytes that live at `home` for the whole run, padding included: parameters, gradients, master and moments, of which the
-        optimizer has `num_moments` for each element. A master that is the parameters' own memory counts as those. Where the
+        """Bytes that live at `home` for the whole run, padding included: parameters, gradients, master and moments, which are
+        `num_moments` elements. A master that is the parameters' own memory counts as those. Where the
         master lives elsewhere than gradients do, a copy of what this rank owns of these is there as well."""
         dtypes = self.dtypes
         compute, master, wide = (each.itemsize for each in (dtypes.compute, dtypes.master, dtypes.gradient))
         trained, homes = int(self.is_trained), self.lifetimes.homes
-        resident = self.numel_padded if self.lifetimes.resident_parameters else self.numel_part
+        is_resident = self.lifetimes.resident_parameters
+        # Of resident parameters the part is a view, but for a message, which is memory of its own.
+        part = self.kept_bytes * (not is_resident or self.dtypes.codec is not None)
         kept = self.numel_padded if self.lifetimes.keeps_gradients else self.numel_part
         owned = self.numel_owned * trained
         held = [
-            ("parameters", homes.parameters, resident * compute),
+            ("parameters", homes.parameters, part + self.secondary_bytes),
+            ("parameters", Home.DEVICE, self.numel_padded * compute * is_resident),
             ("gradients", Home.DEVICE, kept * wide * trained),
             ("gradients", homes.master, owned * wide * (homes.master == Home.HOST)),
             ("master", homes.master, owned * master * self.has_master),
-            ("moments", homes.master, owned * wide * num_moments),
+            ("moments", homes.master, wide * num_moments * trained),
         ]
         total = dict.fromkeys((state for state, _, _ in held), 0)
         for state, lives_at, num_bytes in held:
@@ -232,19 +296,19 @@ class BufferPlan:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes that come and go with the full parameters; 0 where they are resident. What travels in another dtype arrives
-        beside them."""
-        if self.lifetimes.resident_parameters:
-            return 0
-        arrives = 0 if self.dtypes.gathered is None else self.dtypes.gathered.itemsize
-        return self.numel_padded * (self.dtypes.compute.itemsize + arrives)
+        """Bytes that come and go with the full parameters, if these are not resident, and of what arrives beside them to be
+        decoded."""
+        full = self.numel_padded * self.dtypes.compute.itemsize * (not self.lifetimes.resident_parameters)
+        return full + self.arriving_bytes * self.is_decoded
 
     @property
     def unreduced_bytes(self) -> int:
-        """Bytes that come and go with the full gradient; 0 where it lives for the whole step."""
+        """Bytes that come and go with the full gradient, if it does not live for the whole step, and with codes of it."""
+        codec, is_sent = self.dtypes.reduced, self.is_trained and self.axes.shard.nodes > 1
+        codes = 0 if codec is None or not is_sent else 2 * codec.message_bytes(self.numel_padded)
         if self.lifetimes.keeps_gradients or not self.is_trained:
-            return 0
-        return self.numel_padded * self.dtypes.gradient.itemsize
+            return codes
+        return self.numel_padded * self.dtypes.gradient.itemsize + codes
 
     @property
     def gather_message_bytes(self) -> int:
@@ -312,12 +376,15 @@ def plan_buffers(
         kinds = {name: _Kind.of(layouts[name], compute_dtypes[name], groups[name]) for name in unit.parameters}
         for kind in dict.fromkeys(kinds.values()):
             names = [name for name in unit.parameters if kinds[name] == kind]
-            slots = _lay_side_by_side(sorted(names, key=lambda name: order[groups[name]]), layouts, groups)
-            dtypes = BufferDtypes(
-                kind.dtype, master_dtype or kind.dtype, torch.float8_e4m3fn if kind.gathered_in == "fp8" else None
-            )
+            # Within a group odd sizes lie behind, so that what is before them begins at a wide load's address: without gaps,
+            # for an optimizer's call reads all between its first and last element.
+            names.sort(key=lambda name: (order[groups[name]], layouts[name].numel_local % ALIGNED_SLOT > 0))
+            slots = _lay_side_by_side(names, layouts, groups)
             lived = kind.lifetimes(axes, lifetimes)
-            plans.append(BufferPlan(unit.name, tuple(slots), dtypes, lived, kind.axes(axes, lived)))
+            own_axes = kind.axes(axes, lived)
+            reduced = REDUCE_CODECS.get(kind.reduced_in)
+            dtypes = BufferDtypes(kind.dtype, master_dtype or kind.dtype, *kind.travels(own_axes), reduced)
+            plans.append(BufferPlan(unit.name, tuple(slots), dtypes, lived, own_axes))
     return plans
 
 
@@ -339,6 +406,7 @@ class _Kind:
     replicated: tuple[str, ...]
     partial: tuple[str, ...]
     gathered_in: str
+    reduced_in: str
 
     @classmethod
     def of(cls, layout: Layout, dtype: torch.dtype, group: str) -> "_Kind":
@@ -347,7 +415,8 @@ class _Kind:
                 f"{layout} names no shard and replica axis: `shard_over_batch` or a transform before it has to"
             )
         zero_axes = layout.shard_axis, layout.replica_axis
-        return cls(dtype, group == FROZEN, *zero_axes, layout.replicated, layout.partial, layout.gathered_in)
+        sums = layout.replicated, layout.partial
+        return cls(dtype, group == FROZEN, *zero_axes, *sums, layout.gathered_in, layout.reduced_in)
 
     def lifetimes(self, axes: Mapping[str, Communicator], lifetimes: Lifetimes) -> Lifetimes:
         """The recipe's, but for experts of which this rank has the only shard: what is always unsharded need not come and go.
@@ -362,60 +431,14 @@ class _Kind:
         # Size 1 is the identity: the reduce-scatter over it is a copy onto itself, and no rank sends a byte.
         shard, replica, nobody_else = axes[self.shard_axis], axes[self.replica_axis], Communicator(Axis("update", 1, 0))
         replicated, partial = (tuple(axes[name] for name in names) for names in (self.replicated, self.partial))
+        secondary = axes.get(self.shard_axis.replace("shard", "secondary"), nobody_else)
         if lifetimes.divides_updates and not self.is_frozen:
             # No replica left to read for, either: each reads what it alone owns.
-            return BufferAxes(shard, replica, replicated, partial, reading=nobody_else)
-        return BufferAxes(shard, nobody_else, (replica, *replicated), (replica, *partial), reading=replica)
+            return BufferAxes(shard, replica, replicated, partial, nobody_else, secondary)
+        return BufferAxes(shard, nobody_else, (replica, *replicated), (replica, *partial), replica, secondary)
 
-
-def choose_homes(buffers: Sequence[BufferPlan], offload: Offload) -> list[BufferPlan]:
-    """The buffers of one stage with the homes of their master, moments and parameters.
-
-    optimizer: of what is trained. parameters: of what is not resident; experts of which a rank has the only shard are.
-    """
-    updated = _choose_units(buffers, offload.optimizer, lambda each: _global_numel(each) * each.is_trained)
-    unsharded = _choose_units(buffers, offload.parameters, _sharded_bytes)
-    return [
-        _place(
-            each,
-            Home(offload.home) if each.unit in updated and each.is_trained else Home.DEVICE,
-            Home.HOST if each.unit in unsharded and not each.lifetimes.resident_parameters else Home.DEVICE,
-        )
-        for each in buffers
-    ]
-
-
-def _global_numel(buffer: BufferPlan) -> int:
-    """Elements of its parameters on all ranks: alike on ranks of `tp` that hold uneven slices, so that they choose alike."""
-    return sum(prod(slot.layout.shape) for slot in buffer.slots)
-
-
-def _sharded_bytes(buffer: BufferPlan) -> int:
-    return 0 if buffer.lifetimes.resident_parameters else _global_numel(buffer) * buffer.dtypes.compute.itemsize
-
-
-def _choose_units(buffers: Sequence[BufferPlan], fraction: float, size: Callable[[BufferPlan], int]) -> set[str]:
-    """Units that have as near as may be `fraction` of the size so far, after every unit."""
-    sizes: dict[str, int] = {}
-    for buffer in buffers:
-        sizes[buffer.unit] = sizes.get(buffer.unit, 0) + size(buffer)
-    # Ranks that hold a parameter alike must update it alike, to the last bit, and a CPU rounds otherwise than a GPU: which units
-    # the stage of the other rank chooses is not known here.
-    stays = {buffer.unit for buffer in buffers if fraction < 1 and is_shared(buffer)}
-    chosen, so_far, taken = set(), 0, 0
-    for unit, num in sizes.items():
-        so_far += num
-        if unit not in stays and num and taken + num / 2 <= fraction * so_far:
-            chosen.add(unit)
-            taken += num
-    return chosen
-
-
-def is_shared(buffer: BufferPlan) -> bool:
-    """Whether another stage has a parameter of the buffer: a tied embedding."""
-    return any("embedding" in slot.layout.replicated for slot in buffer.slots)
-
-
-def _place(buffer: BufferPlan, updated: Home, unsharded: Home) -> BufferPlan:
-    homes = replace(buffer.lifetimes.homes, master=updated, parameters=unsharded)
-    return replace(buffer, lifetimes=replace(buffer.lifetimes, homes=homes))
+    def travels(self, axes: BufferAxes) -> tuple[torch.dtype | None, BlockCodec | None]:
+        """`gathered` and `codec` of such a buffer's dtypes. Of parameters that one rank owns alone nothing is sent."""
+        if self.gathered_in == "fp8":
+            return torch.float8_e4m3fn, None
+        return None, CODECS.get(self.gathered_in) if axes.shard.size * axes.update.size > 1 else None

@@ -1,0 +1,235 @@
+"""Codecs: numbers of a message in one byte or half a byte each, with a scale for every block of them in the same message.
+
+    message of n numbers   [ scales: fp32, one a block | codes, 8 or 4 bits a number | padding to 4 bytes ]     uint8
+    number                 code * scale of its block
+
+    kind | code           | scale of a block with the largest absolute value a   | error of a number x, at most
+    fp8  | e4m3           | the power of two at or above a / 448                 | |x| / 16, or scale / 1024 if that is more
+    int8 | -127 ... 127   | a / 127                                              | scale / 2
+    int4 | -7 ... 7       | a / 7                                                | scale / 2
+
+No scale is below 2^-126, fp32's smallest normal number. What arrives is rounded once more to the receiver's dtype, which fp8
+numbers within that dtype's range are spared: their scales are powers of two. A block with an infinity, a NaN or a number beyond
+fp32's range never arrives finite: its scale is NaN, so a check for finite numbers finds it behind the message as before it.
+
+int4 may be rotated: a block is multiplied by the orthonormal Hadamard matrix H first, and what arrives by H, its own inverse. One
+outlier is then spread over its block instead of setting the scale for it: a block of B with one number a not near zero has its
+largest value fall from a to a / sqrt(B). With d the codes' rounding, |d_i| <= scale / 2, numbers err by H d: at most
+sqrt(B) scale / 2 each, and scale / 2 in root mean square over the block, where scale <= |x|_2 / 7 always.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from math import isqrt
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CodecKind = Literal["fp8", "int8", "int4"]
+
+_BITS = {"fp8": 8, "int8": 8, "int4": 4}
+_LARGEST = {"fp8": 448, "int8": 127, "int4": 7}  # what a block's largest absolute value becomes, at most
+_SCALE_BYTES = 4
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+_MANTISSA, _EXPONENT = 0x007FFFFF, 0x7F800000  # bits of an fp32 number
+
+
+class _Run(NamedTuple):
+    """Numbers [start, stop) of a message, in blocks of `size`: the first is block `block`."""
+
+    start: int
+    stop: int
+    size: int
+    block: int
+
+
+@dataclass(frozen=True)
+class BlockCodec:
+    """A codec by kind, with blocks of `block` numbers; the last block of a message may be shorter.
+
+    Messages and numbers may have leading dims: each row is a message. All rows are coded by the same few launches.
+    """
+
+    kind: CodecKind
+    block: int = 256
+    is_rotated: bool = False
+
+    def __post_init__(self) -> None:
+        # Codes of whole blocks end at a byte, kernels take powers of two, and a block of 4^k numbers is rotated as a square.
+        assert self.block > 1 and self.block & (self.block - 1) == 0, f"a block of {self.block}"  # noqa: PT018
+        assert not self.is_rotated or (self.kind == "int4" and 4 ** (self.block.bit_length() // 2) == self.block), self
+
+    @property
+    def bytes_per_number(self) -> float:
+        """Bytes of a number in a long message."""
+        return _BITS[self.kind] / 8 + _SCALE_BYTES / self.block
+
+    def message_bytes(self, numel: int) -> int:
+        """Bytes of the message of `numel` numbers, a multiple of 4: (bits / 8 + 4 / block) each, and the rounding up."""
+        blocks = -(-numel // self.block)
+        codes = blocks * self.block if self.is_rotated else numel
+        return _SCALE_BYTES * (blocks + -(-codes * _BITS[self.kind] // (8 * _SCALE_BYTES)))
+
+    def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """The message of x, in `out` if that is given.  x: [..., n], any floating dtype -> [..., message_bytes(n)] uint8."""
+        n = x.shape[-1]
+        message = x.new_empty(*x.shape[:-1], self.message_bytes(n), dtype=torch.uint8) if out is None else out
+        scales, codes = self._split(message, n)
+        if self._is_fused(x):
+            codes[..., -(-n * _BITS[self.kind] // 8) :] = 0
+            load_kernels().encode(x, message, self.kind, self.block, _LARGEST[self.kind])
+            return message
+        # A narrower dtype is widened at once: an operation of two dtypes is many times slower on CPUs.
+        numbers = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        numbers = self._rotate(F.pad(numbers, (0, -n % self.block))) if self.is_rotated else numbers
+        packed = torch.empty_like(numbers, dtype=torch.int8) if self.kind == "int4" else codes
+        # The padding is zeroed below: equal numbers make equal messages.
+        for run in self._runs(numbers.shape[-1]):
+            blocks = _blocks_of(numbers, run)
+            scale = self._scale(blocks)
+            _scales_of(scales, run).copy_(scale)
+            scaled = blocks * scale.reciprocal().unsqueeze(-1)
+            if self.kind == "fp8":
+                _blocks_of(packed.view(torch.float8_e4m3fn), run).copy_(scaled)
+            else:
+                _blocks_of(packed.view(torch.int8), run).copy_(scaled.round_())
+        if self.kind == "int4":
+            self._pack(packed, codes)
+        else:
+            codes[..., n:] = 0
+        return message
+
+    def decode(self, message: Tensor, out: Tensor) -> None:
+        """Write the numbers of a message.  message: [..., message_bytes(n)] uint8; out: [..., n], any floating dtype."""
+        n = out.shape[-1]
+        scales, codes = self._split(message, n)
+        if self._is_fused(out):
+            load_kernels().decode_sum(message.unsqueeze(0), out, self.kind, self.block)
+        elif self.is_rotated:
+            numbers = torch.empty(*out.shape[:-1], n + -n % self.block, device=out.device)
+            self._multiply(scales, self._unpack(codes, numbers.shape[-1]), numbers)
+            out.copy_(self._rotate(numbers)[..., :n])
+        else:
+            self._multiply(scales, self._unpack(codes, n), out)
+
+    def decode_sum(self, messages: Tensor, out: Tensor) -> None:
+        """Write the sum of several messages' numbers, in fp32 or out's dtype if that is wider.
+
+        messages: [ranks, ..., message_bytes(n)] uint8; out: [..., n], any floating dtype.
+        """
+        if self._is_fused(out):
+            load_kernels().decode_sum(messages, out, self.kind, self.block)
+            return
+        dtype = torch.promote_types(out.dtype, torch.float32)
+        terms = out.new_empty(len(messages), *out.shape, dtype=dtype)
+        self.decode(messages, terms)
+        out.copy_(terms.sum(0))
+
+    def error_bound(self, x: Tensor) -> Tensor:
+        """Bounds of the numbers' errors when they arrive in fp32 or wider, from this file's table. x: [..., n] -> [..., n]."""
+        n = x.shape[-1]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        numbers = self._rotate(F.pad(wide, (0, -n % self.block))) if self.is_rotated else wide
+        bound = torch.empty_like(numbers)
+        for run in self._runs(numbers.shape[-1]):
+            blocks = _blocks_of(numbers, run)
+            scale = self._scale(blocks).unsqueeze(-1)
+            # Codes, scales and products are rounded to fp32, each by 2^-24 of a block's largest number at most.
+            rounding = scale * _LARGEST[self.kind] * 2**-22
+            step = torch.maximum(blocks.abs() / 16, scale / 1024) if self.kind == "fp8" else scale / 2
+            spread = isqrt(self.block) if self.is_rotated else 1
+            _blocks_of(bound, run).copy_((step + rounding) * spread)
+        return bound[..., :n].to(x.dtype)
+
+    def _is_fused(self, x: Tensor) -> bool:
+        """Whether a kernel of ours makes one pass over x, [..., n]; else torch's operations make several."""
+        is_narrow = x.dtype != torch.float64 and x.ndim <= 3 and x.numel() > 0
+        return x.is_cuda and is_narrow and not self.is_rotated and load_kernels() is not None
+
+    def _split(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Scales, [..., blocks] fp32, and codes, [..., bytes] uint8, of messages of `numel` numbers: views."""
+        assert message.shape[-1] == self.message_bytes(numel), (tuple(message.shape), numel, self)
+        scale_bytes = _SCALE_BYTES * -(-numel // self.block)
+        return message[..., :scale_bytes].view(torch.float32), message[..., scale_bytes:]
+
+    def _runs(self, numel: int) -> Iterator[_Run]:
+        """The whole blocks, and the shorter one behind them: without a copy that pads."""
+        whole = numel // self.block
+        if whole:
+            yield _Run(0, whole * self.block, self.block, 0)
+        if numel % self.block:
+            yield _Run(whole * self.block, numel, numel % self.block, whole)
+
+    def _scale(self, blocks: Tensor) -> Tensor:
+        """Scales of blocks.  blocks: [..., size] -> [...] fp32; NaN where a number is not finite."""
+        largest = torch.empty(blocks.shape[:-1], dtype=torch.float32, device=blocks.device)
+        # Copied: within `verify` a cast of fp64 numbers to fp32 leaves them as they are.
+        largest.copy_(blocks.abs().amax(-1))
+        scale = (largest / _LARGEST[self.kind]).clamp_(min=_SMALLEST_SCALE)
+        if self.kind == "fp8":
+            # Up to the next power of two: adding all bits of the mantissa carries into the exponent.
+            scale = ((scale.view(torch.int32) + _MANTISSA) & _EXPONENT).view(torch.float32)
+        return scale + (largest - largest)  # 0, or NaN for NaN and infinity
+
+    def _multiply(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
+        """Codes times the scales of their blocks.  scales: [..., blocks]; codes: [..., n] fp32; out: [..., n]."""
+        for run in self._runs(out.shape[-1]):
+            scale = _scales_of(scales, run).unsqueeze(-1)
+            if out.dtype == torch.float32:
+                torch.mul(_blocks_of(codes, run), scale, out=_blocks_of(out, run))
+            else:
+                _blocks_of(out, run).copy_(_blocks_of(codes, run).mul_(scale))
+
+    def _pack(self, codes: Tensor, out: Tensor) -> None:
+        """Two codes in a byte.  codes: [..., n] int8; out: [..., n / 2 and the padding] uint8."""
+        pairs = F.pad(codes, (0, 2 * out.shape[-1] - codes.shape[-1])).unflatten(-1, (-1, 2))
+        out.copy_(((pairs[..., 1] << 4) | (pairs[..., 0] & 0xF)).view(torch.uint8))
+
+    def _unpack(self, codes: Tensor, numel: int) -> Tensor:
+        """Codes as fp32 numbers, in memory of their own.  codes: [..., bytes] uint8 -> [..., numel]."""
+        if self.kind == "fp8":
+            return codes[..., :numel].view(torch.float8_e4m3fn).float()
+        signed = codes.view(torch.int8)
+        if self.kind == "int8":
+            return signed[..., :numel].float()
+        # Shifts of signed numbers keep the sign.
+        numbers = torch.empty(*codes.shape, 2, device=codes.device)
+        numbers[..., 0] = (signed << 4) >> 4
+        numbers[..., 1] = signed >> 4
+        return numbers.flatten(-2)[..., :numel]
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        """Each block times the Hadamard matrix H of its size.  x: [..., n], n a multiple of the block -> [..., n]."""
+        # H of size s s is the Kronecker product of two of size s: 4 sqrt(B) operations a number instead of 2 B.
+        side = isqrt(self.block)
+        h = _hadamard(side, x)
+        return (h @ x.unflatten(-1, (-1, side, side)) @ h).flatten(-3)
+
+
+@cache
+def load_kernels() -> Any:
+    """The module of kernels in Triton; None where that is not installed. Only for CUDA, whose torch brings Triton along."""
+    return import_module("framework.comm.triton_codec") if find_spec("triton") else None
+
+
+def _blocks_of(x: Tensor, run: _Run) -> Tensor:
+    """The numbers of a run, a view.  x: [..., n] -> [..., blocks, size]."""
+    return x[..., run.start : run.stop].unflatten(-1, (-1, run.size))
+
+
+def _scales_of(scales: Tensor, run: _Run) -> Tensor:
+    """The scales of a run, a view.  scales: [..., all blocks] -> [..., blocks]."""
+    return scales[..., run.block : run.block + (run.stop - run.start) // run.size]
+
+
+def _hadamard(size: int, like: Tensor) -> Tensor:
+    """The orthonormal Hadamard matrix of a power of two, symmetric: [size, size], in the dtype of `like` and on its device."""
+    h = like.new_full((1, 1), size**-0.5)
+    while len(h) < size:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    return h

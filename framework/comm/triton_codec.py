@@ -1,0 +1,101 @@
+"""`BlockCodec` in Triton: a message is made, and read, in one pass over its numbers. A program has one block.
+
+Bit for bit what torch's operations make: numbers are rounded by fp32's additions, half to even, before they are cast, and
+products are not contracted with sums.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Beside a number that is 1.5 * 2^23 spacings large fp32 has whole spacings only.
+WHOLE, SMALLEST_SCALE = tl.constexpr(12582912.0), tl.constexpr(2.0**-126)
+# Of fp8: a number's spacing, of the power of two below it, and the least one.
+SPACING, LEAST_SPACING = tl.constexpr(2.0**-3), tl.constexpr(2.0**-9)
+
+
+@triton.jit
+def _code(numbers, KIND: tl.constexpr):
+    """Codes of scaled fp32 numbers, as int32 of which the low bits count."""
+    if KIND == "fp8":
+        words = numbers.to(tl.int32, bitcast=True)
+        size = (words & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+        below = (words & 0x7F800000).to(tl.float32, bitcast=True)
+        whole = tl.maximum(below * SPACING, LEAST_SPACING) * WHOLE
+        rounded = ((size + whole) - whole).to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+        return rounded | ((words >> 24) & 0x80)  # the sign, of zeros too
+    return ((numbers + WHOLE) - WHOLE).to(tl.int32)
+
+
+@triton.jit
+def _encode(
+    x, message, n, blocks, width, x_stride, x_inner, message_stride, message_inner,
+    LARGEST: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    x += row // width * x_stride + row % width * x_inner
+    message += row // width * message_stride + row % width * message_inner
+    # Numbers of even and of odd places, which int4 puts into one byte.
+    places = block * BLOCK + 2 * tl.arange(0, BLOCK // 2)
+    even = tl.load(x + places, mask=places < n, other=0.0).to(tl.float32)
+    odd = tl.load(x + places + 1, mask=places + 1 < n, other=0.0).to(tl.float32)
+    # As integers: without a sign they have the order of the numbers, and NaN is above all.
+    words = tl.maximum(even.to(tl.int32, bitcast=True) & 0x7FFFFFFF, odd.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    largest = tl.max(words, 0).to(tl.float32, bitcast=True)
+    scale = tl.maximum(tl.div_rn(largest, LARGEST), SMALLEST_SCALE)
+    if KIND == "fp8":
+        scale = ((scale.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.where(largest < float("inf"), scale, float("nan"))
+    tl.store(message.to(tl.pointer_type(tl.float32)) + block, scale)
+    inverse = tl.div_rn(1.0, scale)
+    low, high, codes = _code(even * inverse, KIND), _code(odd * inverse, KIND), message + 4 * blocks
+    if KIND == "int4":
+        tl.store(codes + places // 2, ((low & 0xF) | ((high & 0xF) << 4)).to(tl.uint8), mask=places < n)
+    else:
+        tl.store(codes + places, (low & 0xFF).to(tl.uint8), mask=places < n)
+        tl.store(codes + places + 1, (high & 0xFF).to(tl.uint8), mask=places + 1 < n)
+
+
+@triton.jit
+def _decode_sum(
+    messages, out, n, blocks, width, ranks, rank_stride, message_stride, message_inner, out_stride, out_inner,
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    messages += row // width * message_stride + row % width * message_inner
+    out += row // width * out_stride + row % width * out_inner
+    places = block * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for rank in range(ranks):
+        message = messages + rank * rank_stride
+        codes = message + 4 * blocks
+        scale = tl.load(message.to(tl.pointer_type(tl.float32)) + block)
+        if KIND == "int4":
+            byte = tl.load(codes + places // 2, mask=places < n, other=0).to(tl.int32)
+            code = (((byte >> (4 * (places % 2))) & 0xF) ^ 8) - 8
+        else:
+            byte = tl.load(codes + places, mask=places < n, other=0)
+            code = byte.to(tl.float8e4nv, bitcast=True) if KIND == "fp8" else byte.to(tl.int8, bitcast=True)
+        total += code.to(tl.float32) * scale
+    tl.store(out + places, total.to(out.dtype.element_ty), mask=places < n)
+
+
+def encode(x: Tensor, message: Tensor, kind: str, block: int, largest: int) -> None:
+    """Write messages but for what pads them.  x: [..., n] of at most 3 dims, fp32 or narrower; message: [..., bytes] uint8."""
+    while x.ndim < 3:
+        x, message = x[None], message[None]
+    (a, b, n), blocks = x.shape, triton.cdiv(x.shape[2], block)
+    strides = *x.stride()[:2], *message.stride()[:2]
+    _encode[a * b, blocks](x, message, n, blocks, b, *strides, float(largest), kind, block, enable_fp_fusion=False)
+
+
+def decode_sum(messages: Tensor, out: Tensor, kind: str, block: int) -> None:
+    """Write the sum of all ranks' numbers, in fp32 and in their order.  messages: [ranks, ..., bytes] uint8; out: [..., n] of at
+    most 3 dims, fp32 or narrower."""
+    while out.ndim < 3:
+        messages, out = messages[:, None], out[None]
+    (a, b, n), blocks = out.shape, triton.cdiv(out.shape[2], block)
+    strides = *messages.stride()[:3], *out.stride()[:2]
+    _decode_sum[a * b, blocks](
+        messages, out, n, blocks, b, len(messages), *strides, kind, block, enable_fp_fusion=False
+    )

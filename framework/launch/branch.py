@@ -1,0 +1,106 @@
+"""Branches: a new run that begins with the weights and moments of another run's checkpoint (`run.start_from`).
+
+The recipe of a branch is that of its origin with the changes of the command line; the launch prints them. Steps count on from the
+origin's, and so do the learning-rate schedule and, where the data and its order are the same, the position in the data.
+"""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from framework.checkpoint.commit import list_checkpoints, newest_checkpoint, step_of
+from framework.checkpoint.storage import Place
+from framework.errors import RecipeError, RunError
+from framework.launch.directory import RunDirectory, find_run
+from framework.launch.places import explain_errors
+from framework.lease import Lease
+from framework.recipe.check import check_recipe
+from framework.recipe.compose import Composition, compose
+from framework.recipe.files import search_path
+from framework.recipe.keys import value_of, with_value
+from framework.recipe.overrides import parse_overrides
+from framework.recipe.problem import Problem, render_problems
+from framework.recipe.schema import Recipe, Run
+from framework.track.jsonl import LOADS_FILE, METRICS_FILE
+
+# Keys on which the order of samples depends, beside the content of the data.
+ORDER_KEYS = ("batch.context", "data.pack", "train.seed")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a branch begins with."""
+
+    run: RunDirectory
+    checkpoint: Place
+
+    @property
+    def step(self) -> int:
+        return step_of(self.checkpoint)
+
+    def __str__(self) -> str:
+        """The form in which a recipe keeps it: RUN@STEP."""
+        return f"{self.run.path.absolute()}@{self.step}"
+
+
+def find_origin(start_from: str) -> Origin:
+    """The checkpoint that `run.start_from` names: RUN or RUN@STEP, where RUN is a folder or the id of a run. RunError where there
+    is none."""
+    name, _, step = start_from.rpartition("@") if start_from.rpartition("@")[2].isdigit() else (start_from, "", "")
+    run = RunDirectory.open(find_run(name))
+    saved = list_checkpoints(run.checkpoints)
+    found = next((each for each in saved if step and step_of(each) == int(step)), None)
+    found = found if step else newest_checkpoint(run.checkpoints)
+    if found is None:
+        steps = ", ".join(f"{step_of(each):,}" for each in reversed(saved)) or "none"
+        raise RunError(f"run.start_from={start_from}: {run.path} has no such checkpoint. Saved steps: {steps}")
+    return Origin(run, found)
+
+
+def copy_curves(origin: Origin, run: RunDirectory, lease: Lease) -> None:
+    """Give a branch the metrics of its origin: its start drops those of steps beyond, so its curves begin at step 1."""
+    for name in (METRICS_FILE, LOADS_FILE):
+        if (origin.run.path / name).is_file():
+            with explain_errors(run.path), lease.replacing(run.path / name) as made:
+                shutil.copyfile(origin.run.path / name, made)
+
+
+def compose_branch(fresh: Composition, overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Recipe:
+    """The recipe of a branch: the origin's with the choices and values of the command line, under a name of its own.
+
+    fresh: composed without the origin, from which chosen groups are taken. Raises RecipeError for mistakes, RunError as
+    `find_origin`, and where nothing is left to train.
+    """
+    draft = fresh.draft
+    assert draft.run.start_from is not None
+    origin = find_origin(draft.run.start_from)
+    composed = compose(overrides, recipe_dirs, base=origin.run.recipe)
+    recipe, folders = composed.draft, search_path(recipe_dirs)
+    choices = parse_overrides(overrides, folders).choices
+    chosen = [choice.key_or_group.replace("/", ".") for choice in choices]
+    if "experiment" in chosen:
+        raise RecipeError(
+            f"a branch has the recipe of {origin.run.path}, no experiment: change single keys or groups of it"
+        )
+    for group in chosen:
+        for name in vars(value_of(draft, group)):
+            # A group within it, such as optim/schedule, is chosen by itself.
+            if not any((folder / group.replace(".", "/") / name).is_dir() for folder in folders):
+                recipe = with_value(recipe, f"{group}.{name}", value_of(draft, f"{group}.{name}"))
+    if recipe.train.steps <= origin.step:
+        raise RunError(
+            f"run.start_from={draft.run.start_from} begins behind step {origin.step:,}, and train.steps={recipe.train.steps:,}"
+            f" counts from the origin's first step: set train.steps={2 * origin.step} or so"
+        )
+    name = draft.run.name if draft.run.name != Run().name else f"{origin.run.id}-branch"
+    run = replace(recipe.run, id=draft.run.id, root=draft.run.root, name=name, start_from=str(origin))
+    recipe = replace(recipe, run=run)
+
+    def is_chosen(problem: Problem) -> bool:
+        return any(problem.key == group or problem.key.startswith(f"{group}.") for group in chosen)
+
+    problems = [each for each in composed.problems if not is_chosen(each)] + list(filter(is_chosen, fresh.problems))
+    if problems := problems or check_recipe(recipe, composed.origins):
+        raise RecipeError(render_problems(problems))
+    return recipe

@@ -1,0 +1,115 @@
+"""Matrices of a model's layers, which Muon updates: which weights they are, and how several lie packed in one.
+
+A matrix is a weight of two dims of a decoder layer that is no embedding, norm or bias, or one expert's of a stacked weight. Gate
+and up, or q, k and v, that lie in one weight are matrices each.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, cat, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from framework.errors import ModelError
+from framework.model.experts import find_experts
+from framework.model.units import Unit
+from framework.parallel.tensor.find_regions import find_regions
+from framework.parallel.tensor.heads import count_heads
+from framework.parallel.tensor.partition import Counts
+
+
+@dataclass(frozen=True)
+class MatrixForm:
+    """The matrices packed in a weight [a, b]: along `dim`, `repeats` times one after another, `sizes` units of each.
+
+    Gate and up in halves: repeats 1, sizes (1, 1); interleaved: a repeat for each pair. q, k and v of each head: a repeat for
+    each head.
+    """
+
+    dim: int = 0
+    repeats: int = 1
+    sizes: tuple[int, ...] = (1,)
+
+    def split(self, weight: Tensor) -> list[Tensor]:
+        """The matrices of a weight [a, b]."""
+        grouped = weight.unflatten(self.dim, (self.repeats, -1))
+        unit = grouped.shape[self.dim + 1] // sum(self.sizes)
+        pieces = grouped.split([size * unit for size in self.sizes], self.dim + 1)
+        return [piece.flatten(self.dim, self.dim + 1) for piece in pieces]
+
+    def join(self, matrices: Sequence[Tensor]) -> Tensor:
+        """The weight [a, b] of its matrices: the inverse of `split`."""
+        grouped = [each.unflatten(self.dim, (self.repeats, -1)) for each in matrices]
+        return cat(grouped, self.dim + 1).flatten(self.dim, self.dim + 1)
+
+    def shapes(self, shape: tuple[int, int]) -> list[tuple[int, int]]:
+        """The shapes of the matrices of a weight of this shape."""
+        unit = shape[self.dim] // (self.repeats * sum(self.sizes))
+        lengths = [self.repeats * size * unit for size in self.sizes]
+        return [(length, shape[1]) if self.dim == 0 else (shape[0], length) for length in lengths]
+
+
+def count_flops(shape: tuple[int, int], steps: int) -> int:
+    """FLOPs of the iterations that make one matrix orthogonal (`muon.py`)."""
+    short, long = sorted(shape)
+    return steps * (4 * short * short * long + 2 * short**3)
+
+
+def find_matrices(model: PreTrainedModel, units: Sequence[Unit], tp_plan: Mapping[str, str]) -> dict[str, MatrixForm]:
+    """The form of each weight of the layers that holds matrices, by name. tp_plan: `model.tp_plan`."""
+    experts = {f"{name}.{weight}": form for name, weight, form in _find_stacked(model)}
+    packed = dict(_find_packed(model, units, tp_plan))
+    matrices = {}
+    for name in (name for unit in units if unit.name.startswith("layers.") for name in unit.parameters):
+        owner, shape = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name).shape
+        if name in experts:
+            matrices[name] = experts[name]
+        elif len(shape) == 2 and not isinstance(owner, nn.Embedding):
+            matrices[name] = packed.get(name, MatrixForm())
+    return matrices
+
+
+def _find_stacked(model: PreTrainedModel) -> Iterator[tuple[str, str, MatrixForm]]:
+    """(module, weight, form) of stacked experts [E, a, b]."""
+    for name, experts, form in find_experts(model):
+        dim = 1 if form.is_transposed else 0
+        features = experts.get_parameter(form.first).shape[1 + dim] // 2
+        packed = MatrixForm(dim, 1 if form.is_concatenated else features, (1, 1))
+        yield name, form.first, packed if form.has_gate else MatrixForm()
+        yield name, form.last, MatrixForm()
+
+
+def _find_packed(
+    model: PreTrainedModel, units: Sequence[Unit], tp_plan: Mapping[str, str]
+) -> Iterator[tuple[str, MatrixForm]]:
+    """The weights of linear layers that hold several matrices, by the roles that tensor parallelism knows them by."""
+    try:
+        regions = find_regions(model, tp_plan, [name for unit in units for name in unit.modules])
+    except ModelError:
+        return  # a family whose roles are not known: each weight is one matrix
+    for region in regions:
+        arranged = {name: role.arrangement for name, role in region.roles.items() if role.kind == "column"}
+        counts = (
+            count_heads(model, region) if any(each not in ("", "pair") for each in arranged.values()) else Counts(1, 1)
+        )
+        for name, arrangement in arranged.items():
+            repeats, sizes = _packing(arrangement, counts)
+            if len(sizes) > 1:
+                yield f"{name}.weight", MatrixForm(int(isinstance(model.get_submodule(name), Conv1D)), repeats, sizes)
+
+
+def _packing(arrangement: str, counts: Counts) -> tuple[int, tuple[int, ...]]:
+    """(repeats, sizes) of `MatrixForm` for an arrangement of `partition.py`."""
+    match arrangement:
+        case "pair":
+            return 1, (1, 1)
+        case "qkv":
+            return 1, (counts.q, counts.kv, counts.kv)
+        case "per_head":
+            return counts.q, (1, 1, 1)
+        case "groups":
+            return counts.kv, (counts.q // counts.kv, 1, 1)
+        case "block_qvk":
+            return counts.blocks, (1, 1, 1)
+    return 1, (1,)

@@ -1,0 +1,362 @@
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): the momentum of each matrix, made orthogonal.
+
+    M <- M + (1 - b) (G - M)        U = G + b (M - G)        W <- (1 - lr wd) W - lr s NS(U)
+
+NS(U) is a polynomial of U whose singular values lie near 1, so it needs the whole matrix, of which ranks hold parts: ZeRO an
+interval of its elements, tensor parallelism some of its rows or columns. Every matrix has an *owner* among those ranks.
+Elementwise work stays where the parts are; U travels to the owners axis by axis and NS(U) back the way it came:
+
+    part of U --update axis--> --shard axis--> elements of this rank of tp --tp--> whole U, NS(U) --tp--> ... --> part of NS(U)
+
+Each hop is one all-to-all for all matrices. An axis of size 1 is a copy. Owners have about equal work (`assign_owners`). Ranks of
+`tp` that hold a whole matrix alike get one rank's result, so they stay equal to the bit. Experts are matrices one by one, and so
+are the matrices packed in one weight (`MatrixForm`).
+"""
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod, sqrt
+
+import torch
+from torch import Tensor
+
+from framework.comm.collectives import all_to_all
+from framework.comm.communicator import Communicator
+from framework.mesh.layout import Layout
+from framework.optim.groups import GroupAssignment
+from framework.optim.matrices import MatrixForm, count_flops
+from framework.optim.optimizers import FlatOptimizer
+from framework.optim.update_rules import FlatShard, ShardGroup
+from framework.parallel.zero.plan_buffers import BufferPlan, GroupSpan, Slot
+from framework.recipe.schema import Muon, Optim
+
+# Of the quintic iteration, as torch.optim.Muon has them: the slope at zero is as large as it can be.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+EPS = 1e-7
+# Elements of equal matrices that are iterated together: enough to fill a GPU, and 512 MiB of bf16 for each intermediate.
+BATCH_NUMEL = 1 << 28
+
+
+def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
+    """Newton-Schulz iterations for the nearest orthogonal matrix of each of [n, a, b], in their dtype."""
+    a, b, c = COEFFICIENTS
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if is_tall else matrices
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=EPS)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def scale_of(shape: tuple[int, int], kind: str) -> float:
+    """The factor s of an update for a matrix of this shape (`optim.muon.scale`)."""
+    # An orthogonal matrix has elements of root mean square 1 / sqrt(longer side); AdamW's updates are about 0.2 (Liu et al. 2025,
+    # arXiv 2502.16982).
+    return 0.2 * sqrt(max(shape)) if kind == "adamw" else sqrt(max(1.0, shape[0] / shape[1]))
+
+
+@dataclass(frozen=True)
+class OwnedValues:
+    """The elements of a matrix that this rank owns, [n] each in the master's dtype, and how they are updated."""
+
+    value: Tensor
+    gradient: Tensor
+    momentum: Tensor
+    lr_ratio: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class MatrixPart:
+    """One weight [a, b], or one expert's, of a buffer.
+
+    start, stop: its local elements in the buffer. layout: of the parameter, as this rank holds it.
+    """
+
+    buffer: BufferPlan
+    form: MatrixForm
+    start: int
+    stop: int
+    layout: Layout
+    own: OwnedValues
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The global shape [a, b]."""
+        return self.layout.shape[-2], self.layout.shape[-1]
+
+    def flops(self, steps: int) -> int:
+        """FLOPs of its orthogonalisation."""
+        return sum(count_flops(shape, steps) for shape in self.form.shapes(self.shape))
+
+    def overlap(self, start: int, length: int) -> int:
+        """Elements of it among `length` elements of the buffer from `start` on."""
+        return max(0, min(self.stop, start + length) - max(self.start, start))
+
+    def slice_of(self, rank: int) -> "Slice | None":
+        """The rows or columns that a rank of tp, or of those that slice an expert, holds; None where every rank holds all."""
+        own = [shard for shard in self.layout.shards if shard.axis == "tp"]
+        if not own:
+            return None
+        # Nested shards of one axis: an inner one counts the neighbours that share an outer one's piece.
+        shards = (replace(each, index=rank % each.count) if each.axis == "tp" else each for each in self.layout.shards)
+        layout, dim = replace(self.layout, shards=tuple(shards), interval=None), own[0].dim
+        indices = torch.cat([torch.arange(*run) for run in layout.runs[dim]])
+        return Slice(dim - len(layout.shape) + 2, indices.to(self.own.value.device))
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Rows (dim 0) or columns (dim 1) of a weight, by their indices, int64 on its device."""
+
+    dim: int
+    indices: Tensor
+
+    def numel(self, shape: tuple[int, int]) -> int:
+        """Its elements of a weight of this shape."""
+        return shape[1 - self.dim] * len(self.indices)
+
+
+def assign_owners(costs: Sequence[int], num_owners: int) -> list[int]:
+    """An owner for each matrix, so that the owners' costs are about equal: the dearest first, each to whoever has least."""
+    heap = [(0, owner) for owner in range(num_owners)]
+    owners = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        load, owner = heapq.heappop(heap)
+        owners[index] = owner
+        heapq.heappush(heap, (load + costs[index], owner))
+    return owners
+
+
+@dataclass(frozen=True)
+class OwnerHop:
+    """The way of matrices to their owners along one axis, and back.
+
+    owners: the index of each matrix's owner along the axis. to_owner, from_owner: for each matrix, how many elements each rank of
+    the axis sends to its owner, and gets back.
+    """
+
+    axis: Communicator
+    owners: Sequence[int]
+    to_owner: Sequence[Sequence[int]]
+    from_owner: Sequence[Sequence[int]]
+
+    @cached_property
+    def own(self) -> list[int]:
+        """The matrices whose owner this rank is."""
+        return [index for index, owner in enumerate(self.owners) if owner == self.axis.rank]
+
+    @property
+    def num_sent(self) -> int:
+        """Elements that this rank sends, there and back."""
+        rank, others = self.axis.rank, [peer for peer in range(self.axis.size) if peer != self.axis.rank]
+        there = sum(each[rank] for each, owner in zip(self.to_owner, self.owners, strict=True) if owner != rank)
+        return there + sum(self.from_owner[index][peer] for index in self.own for peer in others)
+
+    @cached_property
+    def _by_owner(self) -> list[int]:
+        return sorted(range(len(self.owners)), key=lambda index: self.owners[index])
+
+    def collect(self, parts: Sequence[Tensor], empty: Tensor) -> list[list[Tensor]]:
+        """The parts of all ranks, in order, of each own matrix. parts: this rank's of all matrices, [n] each; empty: [0]."""
+        rank, ranks = self.axis.rank, range(self.axis.size)
+        sent = [parts[index][: self.to_owner[index][rank]] for index in self._by_owner]
+        sizes = [sum(self.to_owner[i][rank] for i in self._by_owner if self.owners[i] == peer) for peer in ranks]
+        by_peer = self._exchange(sent, sizes, [[self.to_owner[i][peer] for i in self.own] for peer in ranks], empty)
+        return [[by_peer[peer][number] for peer in ranks] for number in range(len(self.own))]
+
+    def give_back(self, parts: Sequence[Sequence[Tensor]], empty: Tensor) -> list[Tensor]:
+        """This rank's part of every matrix. parts: for each own matrix, what each rank gets."""
+        rank, ranks = self.axis.rank, range(self.axis.size)
+        sent = [each[peer] for peer in ranks for each in parts]
+        sizes = [sum(self.from_owner[i][peer] for i in self.own) for peer in ranks]
+        lengths = [[self.from_owner[i][rank] for i in self._by_owner if self.owners[i] == peer] for peer in ranks]
+        flat = [part for peer in self._exchange(sent, sizes, lengths, empty) for part in peer]
+        by_matrix = dict(zip(self._by_owner, flat, strict=True))
+        return [by_matrix[index] for index in range(len(self.owners))]
+
+    def _exchange(
+        self, sent: Sequence[Tensor], in_splits: list[int], lengths: list[list[int]], empty: Tensor
+    ) -> list[tuple[Tensor, ...]]:
+        """The tensors that each rank has sent, in parts of these lengths."""
+        x, out_splits = torch.cat([empty, *sent]), [sum(each) for each in lengths]
+        out = empty.new_empty(sum(out_splits))
+        all_to_all(out, x, self.axis, out_splits, in_splits)
+        return [chunk.split(each) for chunk, each in zip(out.split(out_splits), lengths, strict=True)]
+
+
+class MatrixGroup:
+    """Matrices whose parts the same ranks hold: those of the axes of their buffers, and of `tp`."""
+
+    def __init__(self, parts: Sequence[MatrixPart], tp: Communicator, settings: Muon):
+        self._parts, self._settings = parts, settings
+        update, shard = parts[0].buffer.axes.update, parts[0].buffer.axes.shard
+        self._dtype = torch.bfloat16 if settings.dtype == "bf16" else parts[0].own.momentum.dtype
+        owners = assign_owners([each.flops(settings.steps) for each in parts], update.size * shard.size * tp.size)
+        places = [(owner // (shard.size * tp.size), owner // tp.size % shard.size, owner % tp.size) for owner in owners]
+
+        def owned(each: MatrixPart) -> list[int]:
+            plan = each.buffer
+            return [each.overlap(plan.part_start + i * plan.numel_owned, plan.numel_owned) for i in range(update.size)]
+
+        def held(each: MatrixPart) -> list[int]:
+            return [each.overlap(i * each.buffer.numel_part, each.buffer.numel_part) for i in range(shard.size)]
+
+        here = list(range(len(parts)))
+        self._hops: list[OwnerHop] = []
+        for number, (axis, measure) in enumerate(((update, owned), (shard, held))):
+            lengths = [measure(parts[index]) for index in here]
+            self._hops.append(OwnerHop(axis, [places[index][number] for index in here], lengths, lengths))
+            here = [here[index] for index in self._hops[-1].own]
+        slices = [[parts[index].slice_of(rank) for rank in range(tp.size)] for index in here]
+        back = [
+            [prod(parts[index].shape) if each is None else each.numel(parts[index].shape) for each in of_ranks]
+            for index, of_ranks in zip(here, slices, strict=True)
+        ]
+        # Of what all hold alike the owner needs none from others.
+        there = [
+            [
+                length * (each is not None or rank == places[index][2])
+                for rank, (each, length) in enumerate(zip(*both, strict=True))
+            ]
+            for index, *both in zip(here, slices, back, strict=True)
+        ]
+        self._last = OwnerHop(tp, [places[index][2] for index in here], there, back)
+        self._own = [parts[here[index]] for index in self._last.own]
+        self._slices = [slices[index] for index in self._last.own]
+
+    def update(self, rate: Tensor, momentum: float) -> None:
+        """Update the values of all parts at a learning rate, a scalar. Collective over the update axis, the shard axis and tp."""
+        owned = [each.own for each in self._parts]
+        held = [each.gradient.lerp(each.momentum, momentum).to(self._dtype) for each in owned]
+        for part, own, result in zip(self._parts, owned, self._orthogonalize(held), strict=True):
+            scale = scale_of(part.form.shapes(part.shape)[0], self._settings.scale)
+            own_rate = rate * own.lr_ratio
+            own.value.mul_(1 - own_rate * own.weight_decay).sub_(result.to(own.value.dtype).mul_(own_rate * scale))
+
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes that this rank sends in an update, by axis."""
+        return {hop.axis.name: hop.num_sent * self._dtype.itemsize for hop in (*self._hops, self._last)}
+
+    def _orthogonalize(self, held: list[Tensor]) -> list[Tensor]:
+        """This rank's part of NS(U), of what it holds of U: [n] of each part."""
+        empty = held[0].new_empty(0)
+        for hop in self._hops:
+            held = [torch.cat(parts) for parts in hop.collect(held, empty)]
+        collected = self._last.collect(held, empty)
+        matrices = [
+            part.form.split(_join(part.shape, of_ranks, slices))
+            for part, of_ranks, slices in zip(self._own, collected, self._slices, strict=True)
+        ]
+        done = _orthogonalize_all(matrices, self._settings)
+        weights = [part.form.join(each) for part, each in zip(self._own, done, strict=True)]
+        cut = [[_cut(weight, each) for each in slices] for weight, slices in zip(weights, self._slices, strict=True)]
+        results = self._last.give_back(cut, empty)
+        for hop in reversed(self._hops):
+            mine = zip(results, hop.own, strict=True)
+            results = hop.give_back([each.split(list(hop.from_owner[index])) for each, index in mine], empty)
+        return results
+
+
+def _orthogonalize_all(matrices: list[list[Tensor]], settings: Muon) -> list[list[Tensor]]:
+    """NS of the matrices of each weight, equal shapes together; those of another shape than the first scaled to its scale."""
+    by_shape: dict[torch.Size, list[tuple[int, int]]] = {}
+    for weight, each in enumerate(matrices):
+        for place, matrix in enumerate(each):
+            by_shape.setdefault(matrix.shape, []).append((weight, place))
+    results = [list(each) for each in matrices]
+    for shape, places in by_shape.items():
+        size = max(1, BATCH_NUMEL // shape.numel())
+        for first in range(0, len(places), size):
+            batch = places[first : first + size]
+            done = orthogonalize(torch.stack([matrices[i][j] for i, j in batch]), settings.steps)
+            for (i, j), each in zip(batch, done, strict=True):
+                scales = [
+                    scale_of((matrix.shape[0], matrix.shape[1]), settings.scale) for matrix in (each, matrices[i][0])
+                ]
+                results[i][j] = each if scales[0] == scales[1] else each * (scales[0] / scales[1])
+    return results
+
+
+def _join(shape: tuple[int, int], parts: Sequence[Tensor], slices: Sequence[Slice | None]) -> Tensor:
+    """The weight [a, b] of what the ranks of tp have sent."""
+    whole = parts[0].new_empty(shape)
+    for part, each in zip(parts, slices, strict=True):
+        if each is None:
+            whole = part.view(shape) if part.numel() else whole
+        else:
+            size = [len(each.indices) if dim == each.dim else length for dim, length in enumerate(shape)]
+            whole.index_copy_(each.dim, each.indices, part.view(size))
+    return whole
+
+
+def _cut(weight: Tensor, each: Slice | None) -> Tensor:
+    """The elements of a slice, [n]."""
+    return (weight if each is None else weight.index_select(each.dim, each.indices)).flatten()
+
+
+class MuonOptimizer(FlatOptimizer):
+    """Muon over flat shards of buffers. spans: the place of each shard in the buffer of this plan. axes: of the mesh, by name.
+    Other arguments as of `FlatOptimizer`."""
+
+    def __init__(
+        self,
+        optim: Optim,
+        groups: Sequence[ShardGroup],
+        buffers: Sequence[BufferPlan],
+        spans: Mapping[FlatShard, tuple[BufferPlan, GroupSpan]],
+        assignments: Sequence[GroupAssignment],
+        axes: Mapping[str, Communicator],
+        device: torch.device,
+    ):
+        super().__init__("muon", optim, groups, device)
+        self._momentum = optim.momentum
+        held = {(id(plan), span.group): (shard, span.start) for shard, (plan, span) in spans.items()}
+
+        def find(plan: BufferPlan, slot: Slot, low: int, high: int) -> OwnedValues:
+            shard, first = held[id(plan), slot.group]
+            group, where = self._group_of[shard], slice(low - first, high - first)
+            momentum = self.states.values(shard, "momentum_buffer")
+            flat = shard.value[where], shard.gradient[where], momentum[where]
+            return OwnedValues(*flat, group.lr_ratio, group.weight_decay)
+
+        self._groups = group_matrices(buffers, assignments, axes, optim.muon, device, find)
+
+    def step(self, lr: float, divisor: Tensor, skip: Tensor, step: int) -> None:
+        """`FlatOptimizer.step`. Collective over all axes that divide the matrices."""
+        super().step(lr, divisor, skip, step)
+        rate = (1.0 - skip.double()) * lr
+        for each in self._groups:
+            each.update(rate, self._momentum)
+
+
+def group_matrices(
+    buffers: Sequence[BufferPlan],
+    assignments: Sequence[GroupAssignment],
+    axes: Mapping[str, Communicator],
+    settings: Muon,
+    device: torch.device,
+    find: Callable[[BufferPlan, Slot, int, int], OwnedValues] | None = None,
+) -> list[MatrixGroup]:
+    """The matrices of buffers, by the axes that divide them. find: returns elements [low, high) of a buffer, which this rank
+    owns; None: without memory, for a plan."""
+    forms = {each.parameter: each.matrix for each in assignments if each.optimizer == "muon"}
+    by_axes: dict[str, list[MatrixPart]] = {}
+    for plan, slot in ((each, slot) for each in buffers for slot in each.slots):
+        if (form := forms.get(slot.name)) is None:
+            continue
+        nothing = torch.zeros(0, dtype=plan.dtypes.gradient, device=device)
+        count = prod(slot.layout.shape_local[:-2])  # 1, or this rank's experts
+        size = (slot.stop - slot.start) // max(count, 1)
+        for start in (slot.start + index * size for index in range(count)):
+            low, high = max(start, plan.start), min(start + size, plan.stop)
+            has_some = low < high and find is not None
+            own = find(plan, slot, low, high) if has_some and find else OwnedValues(nothing, nothing, nothing, 0.0, 0.0)
+            part = MatrixPart(plan, form, start, start + size, slot.layout, own)
+            by_axes.setdefault(slot.layout.shard_axis, []).append(part)
+    slicing = {"expert_shard": "expert_tp"}
+    return [MatrixGroup(parts, axes[slicing.get(name, "tp")], settings) for name, parts in by_axes.items()]

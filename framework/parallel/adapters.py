@@ -1,0 +1,101 @@
+"""place_adapters: a transform that gives each rank its part of the adapters' parameters, whose layouts follow their weight's.
+
+weight                      A                              B, magnitude
+whole on this rank          whole                          whole
+rows split (column)         replicated, gradient partial   rows split as the weight's, packed and copied alike
+columns split (row)         columns split                  replicated, gradient partial
+experts of ep               experts of ep                  experts of ep
+replicated                  as the weight                  as the weight
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from framework.mesh.layout import Layout
+from framework.model.adapters import DROPOUT, MAGNITUDE, A, B, find_adapted, has_adapter, holds_transposed, name_beside
+from framework.model.low_rank import AdapterMatmul, StackedAdapterMatmul
+from framework.model.matmul import GradView, Matmul, StackedMatmul
+from framework.parallel.stage_plan import StagePlan
+
+
+def place_adapters(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: StagePlan) -> Mapping[str, Layout]:
+    """Register this rank's part of each adapter's parameters, without memory, beside its weight; the layouts with theirs."""
+    placed = dict(layouts)
+    for weight in find_adapted(layouts):
+        path, _, own_name = weight.rpartition(".")
+        module = model.get_submodule(path)
+        for part in (A, B, MAGNITUDE):
+            name = name_beside(weight, part)
+            if name not in layouts:
+                continue
+            whole = layouts[name].shape
+            layout = placed[name] = _follow(layouts[weight], whole, part, _is_transposed(module))
+            empty = torch.empty(layout.shape_local, dtype=module.get_parameter(own_name).dtype, device="meta")
+            module.register_parameter(name.rpartition(".")[2], nn.Parameter(empty))
+        if plan.recipe.adapter.dropout:
+            module.add_module(DROPOUT, nn.Dropout(plan.recipe.adapter.dropout))
+    return placed
+
+
+def _is_transposed(module: Any) -> bool:
+    """Whether a stock module, or what tensor parallelism has put in its place, holds its weights as [.., K, N]."""
+    return module.matmul.is_transposed if hasattr(module, "matmul") else holds_transposed(module)
+
+
+def _follow(base: Layout, shape: tuple[int, ...], part: str, is_transposed: bool) -> Layout:
+    """The layout of an adapter's parameter of this whole shape. base: of its weight, [.., N, K] or transposed."""
+    last = len(base.shape) - 1
+    outputs, inputs = (last, last - 1) if is_transposed else (last - 1, last)
+    # The dim of the weight that the parameter shares with it, and that dim's place in the parameter.
+    shared = {inputs: last} if part == A else {outputs: len(shape) - 1 if part == MAGNITUDE else last - 1}
+    places = {dim: dim for dim in range(last - 1)} | shared
+    shards = tuple(replace(each, dim=places[each.dim]) for each in base.shards if each.dim in places)
+    cut = dict.fromkeys(each.axis for each in base.shards if each.dim not in places)
+    layout = replace(base, shape=shape, shards=shards, interval=None)
+    if cut:
+        # All ranks that hold other parts of the weight have the whole, `kv` among them.
+        replicated = [*(axis for axis in base.replicated if axis != "kv"), *cut]
+        partial = [*(axis for axis in base.partial if axis != "kv"), *cut]
+        return replace(layout, replicated=tuple(replicated), partial=tuple(partial))
+    if base.interval is None:
+        return layout
+    # Of a packed weight whose last rows others count: as many rows here.
+    low, high = (bound * layout.numel_local // base.numel_local for bound in base.interval)
+    return replace(layout, interval=(low, high))
+
+
+class AdaptMatmuls:
+    """Makes the matmuls of layers with an adapter. views: main gradients, by the parameter's id."""
+
+    def __init__(self, plan: StagePlan, views: Mapping[str, Any]) -> None:
+        self._scale, self._tp = plan.recipe.adapter.scale, plan.axes["tp"]
+        self._views: dict[int, GradView] = {id(each.parameter): each for each in views.values()}
+
+    def linear(self, layer: Any, base: Matmul) -> Matmul:
+        """The matmuls of a linear layer: `base` where it has no adapter."""
+        if not has_adapter(layer):
+            return base
+        views = self._find_views(layer, "weight")
+        copied, copies = getattr(layer, "copied", 0), layer.kv.size if hasattr(layer, "kv") else 1
+        # A layer of which each rank has other inputs sums over ranks by itself or by its region.
+        over = self._tp if hasattr(layer, "leaves") else None
+        return AdapterMatmul(base, layer, self._scale, views, over, copied, copies)
+
+    def stacked(self, layer: nn.Module, base: StackedMatmul) -> StackedMatmul:
+        """The matmuls of a stack of experts: `base` where it has no adapter."""
+        if not has_adapter(layer, base.name):
+            return base
+        return StackedAdapterMatmul(base, layer, self._scale, self._find_views(layer, base.name))
+
+    def _find_views(self, layer: nn.Module, weight: str) -> dict[str, GradView]:
+        names = {part: name_beside(f".{weight}", part)[1:] for part in (A, B, MAGNITUDE)}
+        return {
+            part: self._views[id(layer.get_parameter(name))]
+            for part, name in names.items()
+            if name in layer._parameters
+        }

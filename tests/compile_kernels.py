@@ -1,0 +1,60 @@
+"""Compile each kernel in Triton for an H100, as a program: no GPU is needed, only that nothing interprets kernels."""
+
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from framework.model import triton_fp8, triton_loss
+from framework.model.fp8 import E4M3, E5M2
+from framework.optim import triton_bits
+from framework.optim.low_bit import BLOCK, SIGNED, UNSIGNED
+from framework.optim.stochastic_rounding import FACTORS, SHIFTS
+
+HOPPER = GPUTarget("cuda", 90, 32)
+FP8 = {E4M3: "*fp8e4nv", E5M2: "*fp8e5"}
+
+
+def compile_for_hopper(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], warps: int = 4) -> None:
+    """Print the kernel's name and bytes of machine code. What is neither pointer nor constant is an int32."""
+    signature = dict.fromkeys(kernel.arg_names, "i32") | pointers | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, signature={name: signature[name] for name in kernel.arg_names}, constexprs=constants)
+    made = triton.compile(source, target=HOPPER, options={"num_warps": warps})
+    print(kernel.__name__, len(made.asm["cubin"]))
+
+
+def main() -> None:
+    """All kernels, each in its forms: one line for each."""
+    rows = {"labels": "*i64", "logits": "*bf16"}
+    block, warps = {"BLOCK": triton_loss.BLOCK}, triton_loss.NUM_WARPS
+    sums = dict.fromkeys(("maxima", "sums", "targets"), "*fp32")
+    compile_for_hopper(triton_loss._read_row, rows | sums, block, warps)
+    given = {"log_sums": "*fp32", "weights": "*fp32", "out": "*bf16"}
+    compile_for_hopper(triton_loss._differentiate_block, rows | given, block, warps)
+    for by_row in (True, False):
+        sizes = {"BY_ROW": by_row, **triton_fp8.TILE}
+        compile_for_hopper(triton_fp8._find_largest, {"x": "*bf16", "largest": "*i32"}, sizes, triton_fp8.NUM_WARPS)
+        for dtype, of_numbers in FP8.items():
+            info = torch.finfo(dtype)
+            scales = dict.fromkeys(("largest", "scales"), "*fp32")
+            pointers = {"x": "*bf16", "numbers": of_numbers, "turned": of_numbers, **scales}
+            least = info.smallest_normal * info.eps
+            constants = {"TURNS": not by_row, "END": info.max, "SPACING": info.eps, "LEAST_SPACING": least}
+            compile_for_hopper(triton_fp8._cast_tile, pointers, sizes | constants, triton_fp8.NUM_WARPS)
+    factors = {f"FACTOR_{index}": factor for index, factor in enumerate(FACTORS)}
+    shifts = {f"SHIFT_{index}": shift for index, shift in enumerate(SHIFTS)}
+    elements = {"ELEMENTS": triton_bits.ELEMENTS}
+    compile_for_hopper(triton_bits._draw_box, {"out": "*i32"}, factors | shifts | elements)
+    flat = {"values": "*fp32", "bits": "*i32"}
+    compile_for_hopper(triton_bits._round_elements, flat | {"out": "*bf16"}, elements)
+    for kind, of_codes in ((SIGNED, "*i8"), (UNSIGNED, "*u8")):
+        codes = {"codes": of_codes, "exponents": "*u8"}
+        sizes = {"COUNT": kind.count, "MANTISSA": kind.mantissa_bits, "BLOCK": BLOCK, "BLOCKS": triton_bits.BLOCKS}
+        compile_for_hopper(triton_bits._encode_blocks, flat | codes, {"SIGNED": kind is SIGNED, **sizes})
+        compile_for_hopper(triton_bits._decode_blocks, codes | {"out": "*fp32"}, sizes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Adapters on one rank: PEFT's folders both ways, merged weights, dropout, initial values, memory, and bad input."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from framework.errors import ModelError
+from framework.model.adapters import DROPOUT, A, B, add_adapters, is_adapter, merge_all
+from framework.model.hub import find_base, fingerprint_base
+from framework.model.initial import draw_unit
+from framework.model.load import build_meta
+from framework.model.low_rank import AdapterMatmul
+from framework.model.matmul import Matmul
+from framework.model.peft_folder import WEIGHTS, read_adapter, write_adapter
+from framework.model.safetensors_files import ADAPTER
+from framework.model.units import find_units
+from framework.plan.plan import make_plan
+from framework.plan.shape import group_parameters_of
+from framework.recipe.compose import compose
+from framework.recipe.schema import Adapter, Model, Recipe
+from tests.families import build_config, family
+from tests.ranks.parity import CPU, small_recipe
+
+LORA = Adapter("lora", 3, 5.0)
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+# (family, our adapter, PEFT's keys)
+KINDS: dict[str, tuple[str, Adapter, dict[str, Any]]] = {
+    "dora, whole ends": (
+        "llama",
+        replace(LORA, kind="dora", rank_stabilized=True, train=["lm_head", "embed_tokens"]),
+        {"target_modules": "all-linear", "use_dora": True, "use_rslora": True, "modules_to_save": ["lm_head", "embed_tokens"]},
+    ),
+    "experts": (
+        "qwen3_moe",
+        replace(LORA, targets=["q_proj", "experts"]),
+        {"target_modules": ["q_proj"], "target_parameters": EXPERTS},
+    ),
+    "transposed": ("gpt2", replace(LORA, targets=["c_attn"]), {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
+    "transposed experts": (
+        "gpt_oss",
+        replace(LORA, targets=["experts.down_proj"]),
+        {"target_modules": [], "target_parameters": EXPERTS[1:]},
+    ),
+}  # fmt: skip
+
+
+def wrap(name: str, keys: Mapping[str, Any]) -> Any:
+    """PEFT's model, with B that is not zero."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(build_config(family(name), tie_word_embeddings=False), dtype=torch.float64)
+    if name in ("qwen3_moe", "gpt_oss"):
+        model.set_experts_implementation("eager")  # there is no grouped matmul in fp64
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=5, **keys), autocast_adapter_dtype=False)
+    for each, parameter in wrapped.named_parameters():
+        if "lora_B" in each:
+            nn.init.normal_(parameter, std=0.1)
+    return wrapped.eval()
+
+
+def adapted(name: str, adapter: Adapter) -> PreTrainedModel:
+    model = build_meta(build_config(family(name), tie_word_embeddings=False))
+    add_adapters(model, adapter)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_folders_of_peft_come_and_go_bit_by_bit_and_merge_alike(kind: str, tmp_path: Path) -> None:
+    name, adapter, keys = KINDS[kind]
+    wrapped, model = wrap(name, keys), adapted(name, adapter)
+    wrapped.save_pretrained(tmp_path / "theirs")
+    tensors = read_adapter(tmp_path / "theirs", model, adapter)
+    (tmp_path / "ours").mkdir()
+    write_adapter(tmp_path / "ours", model, adapter, Model(), tensors)
+    assert (tmp_path / "ours" / WEIGHTS).read_bytes() == (tmp_path / "theirs" / WEIGHTS).read_bytes()
+
+    base = wrap(name, keys).unload()
+    ids = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        expected = wrapped(ids).logits
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "ours", autocast_adapter_dtype=False)
+        assert torch.equal(loaded.eval()(ids).logits, expected)
+    stock = wrap(name, keys).unload()
+    whole = {each: parameter.detach() for each, parameter in stock.named_parameters()}
+    whole |= {each: tensor for each, tensor in tensors.items() if each in whole}
+    stock.load_state_dict(merge_all(model, adapter, whole, tensors.__getitem__), strict=False)
+    with torch.no_grad():
+        assert torch.allclose(stock(ids).logits, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_adapters_of_another_form_are_refused(tmp_path: Path) -> None:
+    name, adapter, keys = KINDS["experts"]
+    wrap(name, keys).save_pretrained(tmp_path)
+    for changed, words in (
+        (replace(adapter, rank=4), "set adapter.rank=3"),
+        (replace(adapter, rank_stabilized=True), "set adapter.rank_stabilized=False"),
+        (replace(adapter, targets=["q_proj", "k_proj", "experts"]), "missing"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            read_adapter(tmp_path, adapted(name, changed), changed)
+    config = tmp_path / ADAPTER
+    config.write_text(config.read_text().replace('"bias": "none"', '"bias": "all"'))
+    with pytest.raises(ModelError, match="bias='all' is of a form"):
+        read_adapter(tmp_path, adapted(name, adapter), adapter)
+    with pytest.raises(ModelError, match="no adapter as PEFT's"):
+        read_adapter(tmp_path / "absent", adapted(name, adapter), adapter)
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter", "words"),
+    [
+        ("llama", replace(LORA, targets=["q_prj"]), "did you mean q_proj"),
+        ("qwen3_moe", replace(LORA, targets=["mlp.gate"]), "train it whole, adapter.train="),
+        ("llama", replace(LORA, targets=["lm_head"]), "is the head"),
+        ("llama", replace(LORA, targets=["norm"]), "no linear layer"),
+        ("qwen3_moe", replace(LORA, kind="dora", targets=["experts"]), "adapter.kind=dora is not for stacked experts"),
+        ("qwen3_moe", replace(LORA, dropout=0.1, targets=["experts"]), "adapter.dropout is not for stacked experts"),
+    ],
+)
+def test_targets_that_fit_nothing_name_the_key_and_the_fix(name: str, adapter: Adapter, words: str) -> None:
+    with pytest.raises(ModelError, match=words) as caught:
+        adapted(name, adapter)
+    assert "adapter." in str(caught.value)
+
+
+@pytest.mark.parametrize("train", [["embed_token"], ["q_proj"]])
+def test_modules_that_cannot_be_trained_whole_are_refused(train: list[str]) -> None:
+    recipe = replace(Recipe(), adapter=replace(LORA, train=train))
+    model = adapted("llama", recipe.adapter)
+    with pytest.raises(ModelError, match=r"adapter\.train"):
+        group_parameters_of(recipe, model, tuple(find_units(model)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["adapter.rank=4"], "adapter.rank"),
+        (["adapter=lora", "model.freeze=[norm]"], "model.freeze"),
+        (["adapter=lora", "precision=fp8"], "precision.compute"),
+        (["adapter=lora", "adapter.targets=[]"], "adapter.targets"),
+        (["adapter=dora", "adapter.dropout=0.1"], "adapter.dropout"),
+        (["adapter=lora", "adapter.dropout=0.1", "memory.compile=always"], "memory.compile"),
+        (["adapter=lora", "adapter.alpha=0"], "adapter.alpha"),
+    ],
+)
+def test_keys_that_contradict_an_adapter_are_refused(overrides: list[str], key: str) -> None:
+    assert key in {problem.key for problem in compose(overrides).problems}
+
+
+def test_initial_values_belong_to_the_unit_and_are_pefts() -> None:
+    model = adapted("llama", replace(LORA, kind="dora"))
+    unit = next(each for each in find_units(model) if each.name == "layers.1")
+    drawn, again = draw_unit(model, unit, 5, CPU), draw_unit(adapted("llama", LORA), unit_of(LORA), 5, CPU)
+    for name, values in drawn.items():
+        if name.endswith(A):
+            bound = values.shape[1] ** -0.5
+            assert 0.8 * bound < float(values.abs().max()) <= bound
+            assert torch.equal(values, again[name])
+        elif name.endswith(B):
+            assert not values.any()
+        elif not is_adapter(name):
+            assert torch.equal(values, again[name])
+    name = "model.layers.1.mlp.up_proj"
+    assert torch.allclose(drawn[f"{name}.lora_magnitude_vector"], drawn[f"{name}.weight"].norm(dim=1))
+
+
+def unit_of(adapter: Adapter) -> Any:
+    return next(each for each in find_units(adapted("llama", adapter)) if each.name == "layers.1")
+
+
+class Sum:
+    """A main gradient that is a tensor."""
+
+    is_deferred = False
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter, self.total = parameter, torch.zeros_like(parameter)
+
+    def add(self, gradient: Tensor) -> None:
+        self.total += gradient
+
+    def add_matmul(self, left: Tensor, right: Tensor) -> None:
+        self.total += left.t() @ right
+
+
+def test_dropout_is_of_the_low_rank_path_in_forward_and_backward() -> None:
+    torch.manual_seed(0)
+    layer: Any = nn.Linear(6, 5, dtype=torch.float64)
+    for name, shape in ((A, (2, 6)), (B, (5, 2))):
+        layer.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=torch.float64)))
+    layer.add_module(DROPOUT, nn.Dropout(0.4))
+    views: Any = {part: Sum(layer.get_parameter(part)) for part in (A, B)}
+    matmul = AdapterMatmul(Matmul(layer, False), layer, 1.5, views)
+    x, dy = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True), torch.randn(3, 4, 5, dtype=torch.float64)
+    passage = matmul.begin(x)
+    mask = passage._kept_inputs
+    assert mask is not None
+    assert 0 < int(mask.sum()) < mask.numel()
+    a, b = (layer.get_parameter(part).detach().requires_grad_() for part in (A, B))
+    expected = F.linear(x, layer.weight, layer.bias) + 1.5 * (x * mask / 0.6) @ a.t() @ b.t()
+    expected.backward(dy)
+    assert torch.allclose(passage.forward(x.detach(), layer.bias.detach()), expected)
+    assert torch.allclose(passage.input_gradient(dy), x.grad)
+    passage.weight_gradient(x.detach(), dy)
+    assert torch.allclose(views[A].total, a.grad)
+    assert torch.allclose(views[B].total, b.grad)
+    layer.eval()
+    assert matmul.begin(x) is matmul
+
+
+def test_a_rank_holds_its_share_of_the_frozen_model_and_the_adapters_states() -> None:
+    recipe = replace(small_recipe("bf16", 2), adapter=LORA)
+    recipe = replace(recipe, zero=replace(recipe.zero, stage=3))
+    plan = make_plan(recipe, build_config(family("llama"), hidden_size=64, intermediate_size=160))
+    frozen = sum(each.numel() for name, each in plan.whole.named_parameters() if not is_adapter(name))
+    trained = sum(each.numel() for name, each in plan.whole.named_parameters() if is_adapter(name))
+    held: dict[bool, int] = {True: 0, False: 0}
+    for buffer in plan.of_rank(0).buffers:
+        held[buffer.is_trained] += sum(buffer.held_bytes(2).values())
+    padding = 2 * len(plan.units) * 16
+    assert frozen <= held[False] <= frozen + padding  # bf16 over two ranks: a byte each
+    assert 9 * trained <= held[True] <= 9 * trained + 9 * padding  # bf16, gradient, master, moments: 18 over two ranks
+    assert plan.memory_model.pipelines.checkpoint_bytes == 12 * trained
+
+
+def test_other_frozen_weights_are_known_by_their_fingerprint(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    tensors = {"w": torch.arange(4096.0), "v": torch.ones(3)}
+    save_file(tensors, file)
+    model = Model(weights=str(tmp_path))
+    known = fingerprint_base(model)
+    assert find_base(model, known) == tmp_path
+    for changed in ({**tensors, "w": tensors["w"] + 1}, {"w": tensors["w"], "x": tensors["v"]}):
+        save_file(changed, file)
+        with pytest.raises(ModelError, match="beside other weights"):
+            find_base(model, known)
+    assert find_base(SimpleNamespace(weights=None), "") is None  # type: ignore[arg-type]
+    assert load_file(file)

@@ -1,0 +1,139 @@
+"""Muon's arithmetic, its matrices, their owners and their messages, without ranks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from framework.errors import RecipeError
+from framework.model.load import build_meta
+from framework.model.units import find_units
+from framework.optim.groups import group_trained
+from framework.optim.matrices import MatrixForm, find_matrices
+from framework.optim.muon import assign_owners, group_matrices, orthogonalize, scale_of
+from framework.plan.plan import make_plan, unconnected
+from framework.plan.traffic import measure_traffic
+from framework.recipe.check import check_recipe
+from framework.recipe.schema import Adapter, Muon, Optim, ParameterGroup, Zero
+from framework.verify.plain_muon import PlainMuon
+from tests.families import build_config, family
+from tests.ranks.parity import small_recipe
+
+SETTINGS = Muon(dtype="master")
+
+
+@pytest.mark.parametrize("scale", ["adamw", "original"])
+def test_the_oracle_is_torchs_muon(monkeypatch: pytest.MonkeyPatch, scale: str) -> None:
+    # torch's iterates in bf16 only; in fp64 the two have to agree in all digits.
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(24, 40), (40, 24), (16, 16)]
+    first = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    ours, theirs = ([nn.Parameter(each.clone()) for each in first] for _ in range(2))
+    optim = Optim(name="muon", lr=0.02, momentum=0.9, muon=replace(SETTINGS, scale=scale))  # type: ignore[arg-type]
+    whole = [(0, torch.arange(shape[0])) for shape in shapes]
+    plain = PlainMuon(
+        [
+            {"params": [each], "pieces": [piece], "lr": 0.02, "weight_decay": 0.1}
+            for each, piece in zip(ours, whole, strict=True)
+        ]
+        + [{"params": [nn.Parameter(torch.zeros(1))], "lr": 0.02, "weight_decay": 0.0}],
+        optim,
+    )
+    adjust = "match_rms_adamw" if scale == "adamw" else "original"
+    stock = torch.optim.Muon(theirs, lr=0.02, momentum=0.9, weight_decay=0.1, adjust_lr_fn=adjust)
+    for _ in range(3):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape, generator=generator, dtype=torch.float64)
+            b.grad = a.grad.clone()
+        plain.step()
+        stock.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_iterations_in_bf16_are_torchs_within_their_rounding() -> None:
+    matrix = torch.randn(3, 48, 32)
+    stock = nn.Parameter(torch.zeros(48, 32))
+    optimizer = torch.optim.Muon([stock], lr=1.0, momentum=0.0, weight_decay=0.0, nesterov=False)
+    stock.grad = matrix[1].clone()
+    optimizer.step()
+    ours = orthogonalize(matrix.bfloat16(), 5)[1].float() * scale_of((48, 32), "original")
+    assert (ours + stock.detach()).norm() < 2e-2 * ours.norm()
+
+
+def test_packed_matrices_split_and_join() -> None:
+    weight = torch.arange(12 * 4).view(12, 4)
+    for form in (MatrixForm(), MatrixForm(0, 1, (4, 1, 1)), MatrixForm(0, 2, (1, 1, 1)), MatrixForm(1, 2, (1, 1))):
+        pieces = form.split(weight)
+        assert torch.equal(form.join(pieces), weight)
+        assert [tuple(each.shape) for each in pieces] == form.shapes((12, 4))
+    interleaved = MatrixForm(0, 6, (1, 1)).split(weight)
+    assert torch.equal(interleaved[0], weight[::2])
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "expected"),
+    [
+        ("phi3", "model.layers.0.self_attn.qkv_proj.weight", 3),
+        ("phi3", "model.layers.0.mlp.gate_up_proj.weight", 2),
+        ("gpt2", "transformer.h.0.attn.c_attn.weight", 3),
+        ("gpt_neox", "gpt_neox.layers.0.attention.query_key_value.weight", 3),
+        ("qwen3_moe", "model.layers.1.mlp.experts.gate_up_proj", 2),
+        ("gpt_oss", "model.layers.0.mlp.experts.down_proj", 1),
+        ("llama", "model.layers.0.self_attn.q_proj.weight", 1),
+    ],
+)
+def test_matrices_of_a_family(name: str, weight: str, expected: int) -> None:
+    model = build_meta(build_config(family(name)), "auto")
+    matrices = find_matrices(model, tuple(find_units(model)), {})
+    assert len(matrices[weight].sizes) == expected
+    outside = [
+        each for each in ("lm_head.weight", "model.embed_tokens.weight", "transformer.wpe.weight") if each in matrices
+    ]
+    assert outside == []
+
+
+def test_owners_have_equal_work() -> None:
+    costs = [7, 7, 3, 3, 2, 2, 2, 2] * 8
+    loads = [0] * 8
+    for owner, cost in zip(assign_owners(costs, 8), costs, strict=True):
+        loads[owner] += cost
+    assert max(loads) <= 1.1 * sum(costs) / 8
+
+
+def test_every_matrix_has_one_owner_and_bytes_are_theory() -> None:
+    recipe = replace(small_recipe("fp64", 4, zero=Zero(stage=3)), optim=Optim(name="muon", muon=SETTINGS))
+    plan = make_plan(recipe, build_config(family("llama")))
+    groups = []
+    for rank in range(4):
+        axes = unconnected(plan.topology, rank)
+        groups += group_matrices(plan.of_rank(rank).buffers, plan.groups, axes, SETTINGS, torch.device("meta"))
+    numel = sum(plan.whole.get_parameter(each.parameter).numel() for each in plan.groups if each.optimizer == "muon")
+    sent = sum(num for group in groups for num in group.bytes_sent.values())
+    # There and back all but what owners hold themselves: about (n - 1) / n of n ranks.
+    assert 2 * numel * 8 * 0.6 < sent < 2 * numel * 8
+    assert sent % 16 == 0
+    of_ranks = [sum(group.bytes_sent.values()) for group in groups]
+    assert max(of_ranks) < 1.5 * sent / 4
+    assert [measure_traffic(plan, rank)["matrices"] for rank in range(4)] == of_ranks
+
+
+def test_bad_input_is_refused() -> None:
+    shapes = {"model.layers.0.q.weight": (4, 4), "model.norm.weight": (4,)}
+    optim = Optim(name="muon", groups={"all": ParameterGroup(".", optimizer="muon")})
+    with pytest.raises(RecipeError, match=r"optim.groups.all.optimizer=muon takes model.norm.weight"):
+        group_trained(shapes, (), optim, (), {"model.layers.0.q.weight": MatrixForm()})
+    recipe = small_recipe("fp32", 1)
+    offload = replace(recipe.memory, offload=replace(recipe.memory.offload, optimizer=1.0))
+    muon = Optim(name="muon")
+    refused = {
+        "memory.offload.optimizer": replace(recipe, optim=muon, memory=offload),
+        "precision.moments": replace(recipe, optim=muon, precision=replace(recipe.precision, moments="bf16")),
+        "optim.groups.a.optimizer": replace(recipe, optim=Optim(groups={"a": ParameterGroup("q", optimizer="muon")})),
+        "optim.muon.steps": replace(recipe, optim=Optim(muon=Muon(steps=3))),
+        "adapter.kind": replace(recipe, optim=muon, adapter=Adapter(kind="lora")),
+    }
+    for key, each in refused.items():
+        assert key in {problem.key for problem in check_recipe(each, {})}
