@@ -331,7 +331,7 @@ def record_choices(plan: Plan) -> Choices:
         calls.append([rows.any(-1) if form.is_expert_major else args[1].clone()])
 
     def note_dropped(dispatch: ExpertDispatch, hidden: Tensor, *args: Any) -> Tensor:
-        name = next(path for path, module, _ in find_experts(model) if module.forward is dispatch)
+        name = next(path for path, module, _ in find_experts(model) if vars(module).get("dispatch") is dispatch)
         chosen[name][-1].append(args[-1].clone())
         return route(dispatch, hidden, *args)
 
