@@ -48,6 +48,10 @@ class AdapterMatmul(Matmul):
         # Elements of x that its low-rank path has, [..., K] bool, in a layer that drops some; None: all.
         self._kept_inputs: Tensor | None = None
         self._rest = 1.0
+        # Of one passage: its rows, and what of it is kept.
+        self._rows = -1
+        self._low: Tensor | None = None
+        self._low_gradient: Tensor | None = None
         # Of the parameters as they are: each forward finds it anew, and backward belongs to the same step.
         self._lengths: Tensor | None = None
         # Stands for all: whether gradients are left for later, and that something is trained.
@@ -68,18 +72,20 @@ class AdapterMatmul(Matmul):
         return MAGNITUDE in self.views
 
     def begin(self, x: Tensor) -> "AdapterMatmul":
-        dropout: Any = getattr(self._layer, DROPOUT, None)
-        if dropout is None or not dropout.training:
-            return self
-        # Drawn where forward is, so that a layer that is computed again finds the same ones.
         passage = copy(self)
-        passage._kept_inputs = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - dropout.p)
-        passage._rest = 1 / (1 - dropout.p)
+        passage._rows = x.shape[:-1].numel()
+        dropout: Any = getattr(self._layer, DROPOUT, None)
+        if dropout is not None and dropout.training:
+            # Drawn where forward is, so that a layer that is computed again finds the same ones.
+            passage._kept_inputs = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - dropout.p)
+            passage._rest = 1 / (1 - dropout.p)
         return passage
 
     def forward(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if not self.is_dora:
-            return self._add(self.base.forward(x, bias, out), self._dropped(x) @ self.a.t(), self.b.t())
+            return self._add(
+                self.base.forward(x, bias, out), self._keep("_low", self._dropped(x) @ self.a.t()), self.b.t()
+            )
         self._lengths = self._measure_rows()
         y = self._project(x, out).mul_(self._factors(self._lengths))
         return y if bias is None else y.add_(bias)
@@ -88,8 +94,8 @@ class AdapterMatmul(Matmul):
         dy = self._scaled(dy)
         dx = self.base.input_gradient(dy, out)
         if self._kept_inputs is None:
-            return self._add(dx, dy @ self.b, self.a)
-        return dx.add_(self._dropped(dy @ self.b @ self.a), alpha=self.scale)
+            return self._add(dx, self._keep("_low_gradient", dy @ self.b), self.a)
+        return dx.add_(self._dropped(self._keep("_low_gradient", dy @ self.b) @ self.a), alpha=self.scale)
 
     def weight_gradient(self, x: Tensor, dy: Tensor) -> None:
         """Add dA, dB and dm to their main gradients."""
@@ -99,16 +105,25 @@ class AdapterMatmul(Matmul):
             wide = self._lengths.dtype
             self.views[MAGNITUDE].add((dy.to(wide) * self._project(x)).sum(0) / self._lengths)
             dy = self._scaled(dy)
-        self.views[B].add_matmul(dy, (x @ self.a.t()).mul_(self.scale))
+        low = x @ self.a.t() if self._low is None else self._low
+        self.views[B].add_matmul(dy, low * self.scale)
         if self.copied:
             # Each holder of these outputs has the sum of all: together they would count it once for each.
             dy = dy.clone()
             dy[:, -self.copied :] /= self.copies
-        self.views[A].add_matmul((dy @ self.b).mul_(self.scale), x)
+        of_low = dy @ self.b if self._low_gradient is None or self.copied else self._low_gradient
+        self.views[A].add_matmul(of_low * self.scale, x)
 
     def _dropped(self, x: Tensor) -> Tensor:
         """x as the low-rank path has it, [..., K]: without what is dropped, and the rest larger."""
         return x if self._kept_inputs is None else x * self._kept_inputs * self._rest
+
+    def _keep(self, name: str, low: Tensor) -> Tensor:
+        """Keep X A^T or dY B, [..., r], for the weights' gradients, in a passage that has computed it for all rows at once."""
+        rows = low.reshape(-1, low.shape[-1])
+        if len(rows) == self._rows:
+            setattr(self, name, rows)
+        return low
 
     def _project(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """X W^T + s (X A^T) B^T.  x: [..., K] -> [..., N]."""

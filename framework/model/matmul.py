@@ -130,7 +130,7 @@ class Matmul(LayerWeight):
 
     def begin(self, x: Tensor) -> "Matmul":
         """The matmuls of one passage of x, [..., K], through the layer, forward and backward: these, unless something
-        has to be known again in backward."""
+        of it is kept."""
         return self
 
     @property
