@@ -95,6 +95,8 @@ def draw_unit(model: PreTrainedModel, unit: Unit, seed: int, device: torch.devic
 
 def draw_adapters(model: nn.Module, unit: Unit, seed: int, device: torch.device) -> dict[str, Tensor]:
     """Initial A and B of the adapters in a unit, by name: as `draw_unit`, and the same whatever the model's weights are."""
+    if not any(map(is_adapter, unit.parameters)):
+        return {}
     generator = torch.Generator(device).manual_seed(seed_for(seed, "adapter", unit.name))
     return dict(draw_pairs(model, unit.parameters, generator))
 
