@@ -92,7 +92,13 @@ class BlockCodec:
 
     def decode(self, message: Tensor, out: Tensor) -> None:
         """Write the numbers of a message.  message: [..., message_bytes(n)] uint8; out: [..., n], any floating dtype."""
-        self.decode_sum(message.unsqueeze(0), out)
+        if not self.is_rotated:
+            _form_for(out).decode_sum(self, message.unsqueeze(0), out)
+            return
+        n = out.shape[-1]
+        numbers = torch.empty(*out.shape[:-1], n + -n % self.block, device=out.device)
+        _form_for(numbers).decode_sum(self, message.unsqueeze(0), numbers)
+        out.copy_(self._rotate(numbers)[..., :n])
 
     def decode_sum(self, messages: Tensor, out: Tensor) -> None:
         """Write the sum of several messages' numbers, in fp32 or out's dtype if that is wider.
@@ -102,10 +108,9 @@ class BlockCodec:
         if not self.is_rotated:
             _form_for(out).decode_sum(self, messages, out)
             return
-        n, dtype = out.shape[-1], torch.promote_types(out.dtype, torch.float32)
-        numbers = torch.empty(*out.shape[:-1], n + -n % self.block, dtype=dtype, device=out.device)
-        _form_for(numbers).decode_sum(self, messages, numbers)
-        out.copy_(self._rotate(numbers)[..., :n])
+        terms = out.new_empty(len(messages), *out.shape, dtype=torch.promote_types(out.dtype, torch.float32))
+        self.decode(messages, terms)
+        out.copy_(terms.sum(0))
 
     def error_bound(self, x: Tensor) -> Tensor:
         """Bounds of the numbers' errors when they arrive in fp32 or wider, from this file's table. x: [..., n] -> [..., n]."""
