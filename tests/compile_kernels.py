@@ -7,6 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from framework.comm import triton_codec
 from framework.model import triton_fp8, triton_loss
 from framework.model.fp8 import E4M3, E5M2
 from framework.optim import triton_bits
@@ -54,6 +55,10 @@ def main() -> None:
         sizes = {"COUNT": kind.count, "MANTISSA": kind.mantissa_bits, "BLOCK": BLOCK, "BLOCKS": triton_bits.BLOCKS}
         compile_for_hopper(triton_bits._encode_blocks, flat | codes, {"SIGNED": kind is SIGNED, **sizes})
         compile_for_hopper(triton_bits._decode_blocks, codes | {"out": "*fp32"}, sizes)
+    for codec_kind in ("fp8", "int8", "int4"):
+        codes = {"KIND": codec_kind, "BLOCK": 256}
+        compile_for_hopper(triton_codec._encode, {"x": "*bf16", "message": "*u8"}, codes | {"LARGEST": 127.0})
+        compile_for_hopper(triton_codec._decode_sum, {"messages": "*u8", "out": "*bf16"}, codes)
 
 
 if __name__ == "__main__":

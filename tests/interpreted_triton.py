@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from framework.model.fused import Fused
+from framework.comm.fused import Fused
 
 FOLDER = Path(sys.prefix) / "triton"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

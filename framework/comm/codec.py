@@ -20,15 +20,14 @@ sqrt(B) scale / 2 each, and scale / 2 in root mean square over the block, where 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from math import isqrt
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from framework.comm.fused import Fused
 
 CodecKind = Literal["fp8", "int8", "int4"]
 
@@ -65,6 +64,11 @@ class BlockCodec:
         assert not self.is_rotated or (self.kind == "int4" and 4 ** (self.block.bit_length() // 2) == self.block), self
 
     @property
+    def largest(self) -> float:
+        """The absolute value that a block's largest becomes, at most."""
+        return float(_LARGEST[self.kind])
+
+    @property
     def bytes_per_number(self) -> float:
         """Bytes of a number in a long message."""
         return _BITS[self.kind] / 8 + _SCALE_BYTES / self.block
@@ -79,54 +83,32 @@ class BlockCodec:
         """The message of x, in `out` if that is given.  x: [..., n], any floating dtype -> [..., message_bytes(n)] uint8."""
         n = x.shape[-1]
         message = x.new_empty(*x.shape[:-1], self.message_bytes(n), dtype=torch.uint8) if out is None else out
-        scales, codes = self._split(message, n)
-        if self._is_fused(x):
-            codes[..., -(-n * _BITS[self.kind] // 8) :] = 0
-            load_kernels().encode(x, message, self.kind, self.block, _LARGEST[self.kind])
-            return message
-        # A narrower dtype is widened at once: an operation of two dtypes is many times slower on CPUs.
-        numbers = x if x.dtype in (torch.float32, torch.float64) else x.float()
-        numbers = self._rotate(F.pad(numbers, (0, -n % self.block))) if self.is_rotated else numbers
-        packed = torch.empty_like(numbers, dtype=torch.int8) if self.kind == "int4" else codes
-        # The padding is zeroed below: equal numbers make equal messages.
-        for run in self._runs(numbers.shape[-1]):
-            blocks = _blocks_of(numbers, run)
-            scale = self._scale(blocks)
-            _scales_of(scales, run).copy_(scale)
-            scaled = blocks * scale.reciprocal().unsqueeze(-1)
-            if self.kind == "fp8":
-                _blocks_of(packed.view(torch.float8_e4m3fn), run).copy_(scaled)
-            else:
-                _blocks_of(packed.view(torch.int8), run).copy_(scaled.round_())
-        if self.kind == "int4":
-            self._pack(packed, codes)
-        else:
-            codes[..., n:] = 0
+        _, codes = self.split(message, n)
+        numbers = self._rotate(F.pad(x, (0, -n % self.block))) if self.is_rotated else x
+        # Equal numbers make equal messages, whatever memory held: what pads them is zero.
+        codes[..., -(-numbers.shape[-1] * _BITS[self.kind] // 8) :] = 0
+        _form_for(numbers).encode(self, numbers, message)
         return message
 
     def decode(self, message: Tensor, out: Tensor) -> None:
         """Write the numbers of a message.  message: [..., message_bytes(n)] uint8; out: [..., n], any floating dtype."""
+        if not self.is_rotated:
+            _form_for(out).decode_sum(self, message.unsqueeze(0), out)
+            return
         n = out.shape[-1]
-        scales, codes = self._split(message, n)
-        if self._is_fused(out):
-            load_kernels().decode_sum(message.unsqueeze(0), out, self.kind, self.block)
-        elif self.is_rotated:
-            numbers = torch.empty(*out.shape[:-1], n + -n % self.block, device=out.device)
-            self._multiply(scales, self._unpack(codes, numbers.shape[-1]), numbers)
-            out.copy_(self._rotate(numbers)[..., :n])
-        else:
-            self._multiply(scales, self._unpack(codes, n), out)
+        numbers = torch.empty(*out.shape[:-1], n + -n % self.block, device=out.device)
+        _form_for(numbers).decode_sum(self, message.unsqueeze(0), numbers)
+        out.copy_(self._rotate(numbers)[..., :n])
 
     def decode_sum(self, messages: Tensor, out: Tensor) -> None:
         """Write the sum of several messages' numbers, in fp32 or out's dtype if that is wider.
 
         messages: [ranks, ..., message_bytes(n)] uint8; out: [..., n], any floating dtype.
         """
-        if self._is_fused(out):
-            load_kernels().decode_sum(messages, out, self.kind, self.block)
+        if not self.is_rotated:
+            _form_for(out).decode_sum(self, messages, out)
             return
-        dtype = torch.promote_types(out.dtype, torch.float32)
-        terms = out.new_empty(len(messages), *out.shape, dtype=dtype)
+        terms = out.new_empty(len(messages), *out.shape, dtype=torch.promote_types(out.dtype, torch.float32))
         self.decode(messages, terms)
         out.copy_(terms.sum(0))
 
@@ -136,28 +118,23 @@ class BlockCodec:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         numbers = self._rotate(F.pad(wide, (0, -n % self.block))) if self.is_rotated else wide
         bound = torch.empty_like(numbers)
-        for run in self._runs(numbers.shape[-1]):
+        for run in self.runs(numbers.shape[-1]):
             blocks = _blocks_of(numbers, run)
-            scale = self._scale(blocks).unsqueeze(-1)
+            scale = self.scale(blocks).unsqueeze(-1)
             # Codes, scales and products are rounded to fp32, each by 2^-24 of a block's largest number at most.
-            rounding = scale * _LARGEST[self.kind] * 2**-22
+            rounding = scale * self.largest * 2**-22
             step = torch.maximum(blocks.abs() / 16, scale / 1024) if self.kind == "fp8" else scale / 2
             spread = isqrt(self.block) if self.is_rotated else 1
             _blocks_of(bound, run).copy_((step + rounding) * spread)
         return bound[..., :n].to(x.dtype)
 
-    def _is_fused(self, x: Tensor) -> bool:
-        """Whether a kernel of ours makes one pass over x, [..., n]; else torch's operations make several."""
-        is_narrow = x.dtype != torch.float64 and x.ndim <= 3 and x.numel() > 0
-        return x.is_cuda and is_narrow and not self.is_rotated and load_kernels() is not None
-
-    def _split(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    def split(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Scales, [..., blocks] fp32, and codes, [..., bytes] uint8, of messages of `numel` numbers: views."""
         assert message.shape[-1] == self.message_bytes(numel), (tuple(message.shape), numel, self)
         scale_bytes = _SCALE_BYTES * -(-numel // self.block)
         return message[..., :scale_bytes].view(torch.float32), message[..., scale_bytes:]
 
-    def _runs(self, numel: int) -> Iterator[_Run]:
+    def runs(self, numel: int) -> Iterator[_Run]:
         """The whole blocks, and the shorter one behind them: without a copy that pads."""
         whole = numel // self.block
         if whole:
@@ -165,56 +142,120 @@ class BlockCodec:
         if numel % self.block:
             yield _Run(whole * self.block, numel, numel % self.block, whole)
 
-    def _scale(self, blocks: Tensor) -> Tensor:
+    def scale(self, blocks: Tensor) -> Tensor:
         """Scales of blocks.  blocks: [..., size] -> [...] fp32; NaN where a number is not finite."""
         largest = torch.empty(blocks.shape[:-1], dtype=torch.float32, device=blocks.device)
         # Copied: within `verify` a cast of fp64 numbers to fp32 leaves them as they are.
         largest.copy_(blocks.abs().amax(-1))
-        scale = (largest / _LARGEST[self.kind]).clamp_(min=_SMALLEST_SCALE)
+        scale = (largest / self.largest).clamp_(min=_SMALLEST_SCALE)
         if self.kind == "fp8":
             # Up to the next power of two: adding all bits of the mantissa carries into the exponent.
             scale = ((scale.view(torch.int32) + _MANTISSA) & _EXPONENT).view(torch.float32)
         return scale + (largest - largest)  # 0, or NaN for NaN and infinity
 
-    def _multiply(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
-        """Codes times the scales of their blocks.  scales: [..., blocks]; codes: [..., n] fp32; out: [..., n]."""
-        for run in self._runs(out.shape[-1]):
-            scale = _scales_of(scales, run).unsqueeze(-1)
-            if out.dtype == torch.float32:
-                torch.mul(_blocks_of(codes, run), scale, out=_blocks_of(out, run))
-            else:
-                _blocks_of(out, run).copy_(_blocks_of(codes, run).mul_(scale))
-
-    def _pack(self, codes: Tensor, out: Tensor) -> None:
-        """Two codes in a byte.  codes: [..., n] int8; out: [..., n / 2 and the padding] uint8."""
-        pairs = F.pad(codes, (0, 2 * out.shape[-1] - codes.shape[-1])).unflatten(-1, (-1, 2))
-        out.copy_(((pairs[..., 1] << 4) | (pairs[..., 0] & 0xF)).view(torch.uint8))
-
-    def _unpack(self, codes: Tensor, numel: int) -> Tensor:
-        """Codes as fp32 numbers, in memory of their own.  codes: [..., bytes] uint8 -> [..., numel]."""
-        if self.kind == "fp8":
-            return codes[..., :numel].view(torch.float8_e4m3fn).float()
-        signed = codes.view(torch.int8)
-        if self.kind == "int8":
-            return signed[..., :numel].float()
-        # Shifts of signed numbers keep the sign.
-        numbers = torch.empty(*codes.shape, 2, device=codes.device)
-        numbers[..., 0] = (signed << 4) >> 4
-        numbers[..., 1] = signed >> 4
-        return numbers.flatten(-2)[..., :numel]
-
     def _rotate(self, x: Tensor) -> Tensor:
         """Each block times the Hadamard matrix H of its size.  x: [..., n], n a multiple of the block -> [..., n]."""
         # H of size s s is the Kronecker product of two of size s: 4 sqrt(B) operations a number instead of 2 B.
         side = isqrt(self.block)
+        x = _widen(x)
         h = _hadamard(side, x)
         return (h @ x.unflatten(-1, (-1, side, side)) @ h).flatten(-3)
 
 
-@cache
-def load_kernels() -> Any:
-    """The module of kernels in Triton; None where that is not installed. Only for CUDA, whose torch brings Triton along."""
-    return import_module("framework.comm.triton_codec") if find_spec("triton") else None
+class TorchCodes:
+    """A codec's passes over its numbers, before they are turned and behind it, by torch's operations."""
+
+    def encode(self, codec: BlockCodec, x: Tensor, message: Tensor) -> None:
+        """Write scales and codes.  x: [..., n]; message: [..., message_bytes(n)] uint8."""
+        scales, codes = codec.split(message, x.shape[-1])
+        # A narrower dtype is widened at once: an operation of two dtypes is many times slower on CPUs.
+        numbers = _widen(x)
+        packed = torch.empty_like(numbers, dtype=torch.int8) if codec.kind == "int4" else codes
+        for run in codec.runs(x.shape[-1]):
+            blocks = _blocks_of(numbers, run)
+            scale = codec.scale(blocks)
+            _scales_of(scales, run).copy_(scale)
+            scaled = blocks * scale.reciprocal().unsqueeze(-1)
+            if codec.kind == "fp8":
+                _blocks_of(packed.view(torch.float8_e4m3fn), run).copy_(scaled)
+            else:
+                _blocks_of(packed.view(torch.int8), run).copy_(scaled.round_())
+        if codec.kind == "int4":
+            _pack(packed, codes)
+
+    def decode_sum(self, codec: BlockCodec, messages: Tensor, out: Tensor) -> None:
+        """Write the sum of codes times scales.  messages: [ranks, ..., message_bytes(n)] uint8; out: [..., n]."""
+        if len(messages) == 1:
+            self._decode(codec, messages[0], out)
+            return
+        dtype = torch.promote_types(out.dtype, torch.float32)
+        terms = out.new_empty(len(messages), *out.shape, dtype=dtype)
+        self._decode(codec, messages, terms)
+        out.copy_(terms.sum(0))
+
+    def _decode(self, codec: BlockCodec, message: Tensor, out: Tensor) -> None:
+        scales, codes = codec.split(message, out.shape[-1])
+        numbers = _unpack(codec.kind, codes, out.shape[-1])
+        for run in codec.runs(out.shape[-1]):
+            scale = _scales_of(scales, run).unsqueeze(-1)
+            if out.dtype == torch.float32:
+                torch.mul(_blocks_of(numbers, run), scale, out=_blocks_of(out, run))
+            else:
+                _blocks_of(out, run).copy_(_blocks_of(numbers, run).mul_(scale))
+
+
+def _load_triton() -> Any:
+    # Triton comes with torch for CUDA only.
+    from framework.comm.triton_codec import TritonCodes
+
+    return TritonCodes()
+
+
+def _compute_example(form: TorchCodes, device: torch.device) -> list[Tensor]:
+    """Messages and sums of each kind, of two ranks: of more, terms may be added in another order."""
+    x = torch.arange(-222, 222, device=device, dtype=torch.float32).sin_().view(2, 2, 111)
+    found = []
+    for kind in ("fp8", "int8", "int4"):
+        codec = BlockCodec(kind, 32)  # type: ignore[arg-type]
+        message = torch.zeros(2, 2, codec.message_bytes(111), dtype=torch.uint8, device=device)
+        form.encode(codec, x, message)
+        total = torch.empty(2, 111, device=device)
+        form.decode_sum(codec, message, total)
+        found += [message, total]
+    return found
+
+
+CODES = Fused("codes of messages", TorchCodes(), _load_triton, _compute_example, is_exact=True)
+
+
+def _form_for(numbers: Tensor) -> TorchCodes:
+    """The form that codes such numbers, [..., n]: kernels take at most 3 dims, and nothing wider than fp32."""
+    is_taken = numbers.dtype != torch.float64 and numbers.ndim <= 3 and numbers.numel() > 0
+    return CODES.on(numbers.device) if is_taken else CODES.plain
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def _pack(codes: Tensor, out: Tensor) -> None:
+    """Two codes in a byte.  codes: [..., n] int8; out: [..., n / 2 and the padding] uint8."""
+    pairs = F.pad(codes, (0, 2 * out.shape[-1] - codes.shape[-1])).unflatten(-1, (-1, 2))
+    out.copy_(((pairs[..., 1] << 4) | (pairs[..., 0] & 0xF)).view(torch.uint8))
+
+
+def _unpack(kind: CodecKind, codes: Tensor, numel: int) -> Tensor:
+    """Codes as fp32 numbers, in memory of their own.  codes: [..., bytes] uint8 -> [..., numel]."""
+    if kind == "fp8":
+        return codes[..., :numel].view(torch.float8_e4m3fn).float()
+    signed = codes.view(torch.int8)
+    if kind == "int8":
+        return signed[..., :numel].float()
+    # Shifts of signed numbers keep the sign.
+    numbers = torch.empty(*codes.shape, 2, device=codes.device)
+    numbers[..., 0] = (signed << 4) >> 4
+    numbers[..., 1] = signed >> 4
+    return numbers.flatten(-2)[..., :numel]
 
 
 def _blocks_of(x: Tensor, run: _Run) -> Tensor:

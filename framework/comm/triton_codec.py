@@ -4,6 +4,8 @@ Bit for bit what torch's operations make: numbers are rounded by fp32's addition
 products are not contracted with sums.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -80,22 +82,21 @@ def _decode_sum(
     tl.store(out + places, total.to(out.dtype.element_ty), mask=places < n)
 
 
-def encode(x: Tensor, message: Tensor, kind: str, block: int, largest: int) -> None:
-    """Write messages but for what pads them.  x: [..., n] of at most 3 dims, fp32 or narrower; message: [..., bytes] uint8."""
-    while x.ndim < 3:
-        x, message = x[None], message[None]
-    (a, b, n), blocks = x.shape, triton.cdiv(x.shape[2], block)
-    strides = *x.stride()[:2], *message.stride()[:2]
-    _encode[a * b, blocks](x, message, n, blocks, b, *strides, float(largest), kind, block, enable_fp_fusion=False)
+class TritonCodes:
+    """`codec.TorchCodes` in Triton, of at most 3 dims of fp32 or narrower numbers."""
 
+    def encode(self, codec: Any, x: Tensor, message: Tensor) -> None:
+        while x.ndim < 3:
+            x, message = x[None], message[None]
+        (a, b, n), blocks = x.shape, triton.cdiv(x.shape[2], codec.block)
+        strides, options = (*x.stride()[:2], *message.stride()[:2]), (codec.largest, codec.kind, codec.block)
+        _encode[a * b, blocks](x, message, n, blocks, b, *strides, *options, enable_fp_fusion=False)
 
-def decode_sum(messages: Tensor, out: Tensor, kind: str, block: int) -> None:
-    """Write the sum of all ranks' numbers, in fp32 and in their order.  messages: [ranks, ..., bytes] uint8; out: [..., n] of at
-    most 3 dims, fp32 or narrower."""
-    while out.ndim < 3:
-        messages, out = messages[:, None], out[None]
-    (a, b, n), blocks = out.shape, triton.cdiv(out.shape[2], block)
-    strides = *messages.stride()[:3], *out.stride()[:2]
-    _decode_sum[a * b, blocks](
-        messages, out, n, blocks, b, len(messages), *strides, kind, block, enable_fp_fusion=False
-    )
+    def decode_sum(self, codec: Any, messages: Tensor, out: Tensor) -> None:
+        while out.ndim < 3:
+            messages, out = messages[:, None], out[None]
+        (a, b, n), blocks = out.shape, triton.cdiv(out.shape[2], codec.block)
+        strides, options = (*messages.stride()[:3], *out.stride()[:2]), (codec.kind, codec.block)
+        _decode_sum[a * b, blocks](
+            messages, out, n, blocks, b, len(messages), *strides, *options, enable_fp_fusion=False
+        )

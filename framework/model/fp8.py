@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torchao.float8.float8_ops import addmm_float8_unwrapped
 from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
-from framework.model.fused import Fused
+from framework.comm.fused import Fused
 from framework.model.matmul import Matmul
 
 Scaling = Literal["tensor", "row"]

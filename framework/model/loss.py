@@ -26,8 +26,8 @@ from torch import Tensor
 
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
+from framework.comm.fused import Fused
 from framework.mesh.layout import part
-from framework.model.fused import Fused
 
 # Of tokens: the largest logit, the sum of exponentials, the label's logit; [n] each.
 Sums = tuple[Tensor, Tensor, Tensor]

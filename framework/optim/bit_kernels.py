@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from framework.comm.fused import Fused
 from framework.mesh.box import Box
-from framework.model.fused import Fused
 from framework.optim import low_bit
 from framework.optim.low_bit import BLOCK, SIGNED, UNSIGNED, CodeRange
 from framework.optim.stochastic_rounding import ROUNDING_BITS, Key, draw_bits, round_to_bf16

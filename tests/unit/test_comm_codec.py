@@ -1,11 +1,6 @@
 """Codecs of messages: numbers within their bounds, one message with its scales, whatever the dtype, the length, the values."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -151,58 +146,6 @@ def test_a_rotation_spreads_an_outlier_and_keeps_the_length_of_errors() -> None:
     assert errors(rotated) < errors(plain) / 2
     # The docstring's: scale / 2 in root mean square, of a scale that |x|_2 / 7 bounds.
     assert errors(rotated) <= 16 * x.norm() / 14
-
-
-FUSED = """
-import torch
-from unittest.mock import patch
-from framework.comm import codec, triton_codec
-from framework.comm.codec import BlockCodec
-
-def plain(codec, name, *args):
-    with patch.object(BlockCodec, "_is_fused", lambda codec, x: False):
-        return getattr(codec, name)(*args)
-
-def same(one, other):
-    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-
-generator = torch.Generator().manual_seed(0)
-cases = (("fp8", "float32", 37), ("fp8", "bfloat16", 1), ("int8", "float32", 37), ("int4", "bfloat16", 37))
-for kind, dtype, n in cases:
-    codec = BlockCodec(kind, 16)
-    x = torch.randn(2, 3, n, generator=generator).to(getattr(torch, dtype)).transpose(0, 1)
-    x[0, 0, 0] *= 30
-    x[1] *= 1e-4
-    x[2, 0] = 0
-    message = codec.encode(x)
-    same(message, plain(codec, "encode", x))
-    for rows in (x[0], x[0, 1]):  # of two dims and one
-        found, wanted = (torch.empty(rows.shape) for _ in range(2))
-        codec.decode(codec.encode(rows), found)
-        plain(codec, "decode", codec.encode(rows), wanted)
-        same(found, wanted)
-    found, wanted = (torch.empty(2, n) for _ in range(2))
-    codec.decode_sum(message, found)
-    plain(codec, "decode_sum", message, wanted)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)  # terms are added in another order
-    for bad in (float("nan"), float("inf"), -float("inf")):
-        x[0, 0, n // 2] = bad
-        codec.decode(codec.encode(x), found := torch.empty(x.shape))
-        assert found[0, 0, n // 2 // 16 * 16 :][:16].isnan().all() and found[1].isfinite().all()
-"""
-TRITON = Path(sys.prefix) / "triton"  # where `make develop` puts it, beside the environment
-
-
-@pytest.mark.skipif(not TRITON.exists() and find_spec("triton") is None, reason="Triton is not installed")
-def test_kernels_in_triton_make_and_read_the_same_messages() -> None:
-    """Interpreted, in a process of its own: torch and transformers would import Triton wherever they find it."""
-    script = f"import sys; sys.path.append({str(TRITON)!r})\n" + FUSED.replace(
-        "generator =",
-        "patch.object(BlockCodec, '_is_fused', lambda codec, x: x.dtype != torch.float64).start()\ngenerator =",
-        1,
-    )
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=300)
 
 
 def test_blocks_that_cannot_be_packed_or_rotated_are_refused() -> None:

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from framework.comm import fused
+from framework.comm.codec import CODES, BlockCodec
+from framework.comm.fused import Fused
 from framework.errors import ModelError
 from framework.mesh.box import Box
 from framework.mesh.layout import Layout, Shard
 from framework.mesh.topology import Topology
-from framework.model import fused
 from framework.model.chunked_loss import ChunkedLoss
 from framework.model.fp8 import CASTS, E4M3, E5M2, Fp8Matmul, TorchCast, quantize
-from framework.model.fused import Fused
 from framework.model.logit_map import LogitMap
 from framework.model.loss import IGNORE, LOSS, TokenLoss, TorchLoss, token_loss
 from framework.optim.bit_kernels import BITS, TorchBits
@@ -36,7 +37,7 @@ from framework.recipe.schema import Optim
 from tests.interpreted_triton import DEVICE, FOLDER, fused_kernels, interpreted_triton
 
 ONE_RANK = unconnected(Topology(), 0)["tp"]
-ALL = [LOSS, CASTS, BITS]
+ALL = [LOSS, CASTS, BITS, CODES]
 EACH = pytest.mark.parametrize("kernels", ALL, ids=lambda each: each.name)
 
 
@@ -401,4 +402,35 @@ def test_kernels_compile_for_a_hopper() -> None:
     environment["PYTHONPATH"] = path
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 14, done.stdout
+    assert len(done.stdout.splitlines()) == 20, done.stdout
+
+
+# --- codes of messages
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("fp8", torch.float32), ("int8", torch.bfloat16), ("int4", torch.float16)])
+def test_messages_of_any_strides_and_lengths_are_torchs(kind: Any, dtype: torch.dtype) -> None:
+    codec = BlockCodec(kind, 16)
+    x = torch.randn(2, 3, 37, generator=torch.Generator().manual_seed(0)).to(dtype).to(DEVICE).transpose(0, 1)
+    x[0, 0, 0] *= 30
+    x[1] *= 1e-4
+    x[2, 0] = 0
+    for rows in (x, x[2], x[1, 1]):
+        message, out = codec.encode(rows), torch.empty(rows.shape, device=DEVICE)
+        codec.decode(message, out)
+        with fused_kernels():
+            found, read = codec.encode(rows), torch.empty(rows.shape, device=DEVICE)
+            codec.decode(found, read)
+        assert torch.equal(found, message)
+        assert torch.equal(read, out)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_numbers_that_are_not_finite_are_seen_behind_kernels(kind: Any, bad: float) -> None:
+    x = torch.ones(48, device=DEVICE)
+    x[20] = bad
+    with fused_kernels():
+        codec, out = BlockCodec(kind, 16), torch.empty(48, device=DEVICE)
+        codec.decode(codec.encode(x), out)
+    assert out.isnan().tolist() == [False] * 16 + [True] * 16 + [False] * 16
