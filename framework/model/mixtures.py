@@ -28,7 +28,7 @@ from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
 from framework.model.experts import ExpertsForm, count_experts, form_of
-from framework.model.opaque_experts import Note
+from framework.model.opaque_experts import ShownTensors
 from framework.model.routers import RoutedTokens, find_routers
 from framework.model.units import Unit
 from framework.recipe.schema import Model
@@ -119,10 +119,14 @@ class ExpertLoad:
             experts = model.get_submodule(mixture.experts)
             self._rows[experts] = row
             if not mixture.form.is_expert_major:
-                experts.register_forward_pre_hook(partial(_show_chosen, Note(partial(self._count_chosen, row, tokens))))
+                experts.register_forward_pre_hook(
+                    partial(_show_chosen, ShownTensors(partial(self._count_chosen, row, tokens)))
+                )
             if mixture.router:
                 router = model.get_submodule(mixture.router)
-                router.register_forward_hook(partial(_show_output, Note(partial(self._note_router, row, tokens))))
+                router.register_forward_hook(
+                    partial(_show_output, ShownTensors(partial(self._note_router, row, tokens)))
+                )
 
     def start_step(self, is_reported: bool) -> None:
         """Begin a step. is_reported: its sums are read."""
@@ -175,12 +179,12 @@ class ExpertLoad:
             self.sums[row, ROUTED] += len(logits)
 
 
-def _show_chosen(note: Note, experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _show_chosen(note: ShownTensors, experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """A hook in front of experts: (hidden states, the experts of each token, ...)."""
     return args[0], note([args[1]]), *args[2:]
 
 
-def _show_output(note: Note, router: nn.Module, args: Any, output: Any) -> Any:
+def _show_output(note: ShownTensors, router: nn.Module, args: Any, output: Any) -> Any:
     """A hook behind a router: its tensor, or several."""
     return (*output[:-1], note(output)) if isinstance(output, tuple) else note([output])
 

@@ -150,11 +150,11 @@ def _differentiate(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Tensor | N
 _experts.register_autograd(_differentiate, setup_context=_save)
 
 
-class Note:
+class ShownTensors:
     """A counter that is shown tensors of a model, `show`, also in code that is being compiled."""
 
     def __init__(self, show: Callable[[Sequence[Tensor]], None]) -> None:
-        self.show, self.number = show, NOTES.number(self)
+        self.show, self.number = show, SHOWN.number(self)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         """The last of the tensors, for the model to go on with: what nobody reads a compiler leaves out."""
@@ -166,12 +166,12 @@ class Note:
         return tensors[-1]
 
 
-NOTES: Numbered[Note] = Numbered()
+SHOWN: Numbered[ShownTensors] = Numbered()
 
 
 @torch.library.custom_op("meshwright::note", mutates_args=())
 def _note(tensors: Sequence[Tensor], number: Tensor) -> Tensor:
-    NOTES.find(number).show(tensors)
+    SHOWN.find(number).show(tensors)
     return tensors[-1].clone()
 
 
