@@ -22,7 +22,7 @@ from framework.recipe.problem import render_problems
 from framework.recipe.schema import Recipe
 
 # The groups of keys that a layout depends on.
-GROUPS = ("model", "batch", "parallel", "pipeline", "zero", "memory", "precision", "optim")
+GROUPS = ("model", "adapter", "batch", "parallel", "pipeline", "zero", "memory", "precision", "optim")
 
 
 def check_layout(recipe: Recipe, origins: Mapping[str, str] | None = None) -> Plan:

@@ -43,6 +43,9 @@ def describe_run(plan: Plan) -> Iterator[str]:
     active = f", {plan.size.active:,} of them active for a token" if plan.size.active != plan.size.total else ""
     work = f"{plan.flops_per_token / 1e9:,.2f} GFLOP per token"
     yield f"model         {plan.config.model_type}, {plan.size.total:,} parameters{active}; {work}"
+    if plan.recipe.adapter.is_used:
+        trained = sum(plan.whole.get_parameter(each.parameter).numel() for each in plan.groups)
+        yield f"adapter       {plan.recipe.adapter.kind}, {trained:,} parameters are trained ({trained / plan.size.total:.2%})"
     yield from describe_derived(plan.derived).splitlines()
     device = f"{plan.device.type}, {plan.recipe.precision.compute}"
     yield f"device        {device}" + (
