@@ -110,6 +110,7 @@ def ended(tmp_path, monkeypatch):
     return outcome, found, errors
 
 
+@pytest.mark.grid
 def test_a_stranger_at_the_ports_of_two_ranks_ends_and_runs_nothing(ended, tmp_path):
     outcome, found, errors = ended
     assert errors == []
