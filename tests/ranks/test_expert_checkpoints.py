@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM
 from framework.checkpoint.folder import committed_name
 from framework.checkpoint.load import Reader
 from framework.comm.connect import connect
-from framework.commands.trained_model import _read_units
+from framework.commands.trained_model import UnitReader
 from framework.model.load import build_meta
 from framework.model.safetensors_files import LazyFiles
-from framework.model.units import find_units
 from framework.model.weights import write_weights
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Model, Parallel, Recipe, Zero
@@ -139,7 +138,8 @@ def test_a_rank_reads_its_experts_and_the_export_is_the_original(pool: RankPool,
     assert [num_bytes for _, num_bytes in read] == [whole // 2] * 2
 
     model = build_meta(case.config)
-    write_weights(out, model, _read_units(Reader(committed_name(root, 0)), model, find_units(model)), torch.float32)
+    units = UnitReader(recipe, model, Reader(committed_name(root, 0)))
+    write_weights(out, model, units.read_all(), torch.float32)
     exported = load_file(out / "model.safetensors")
     assert exported.keys() == original.keys()
     assert [key for key in original if not torch.equal(exported[key], original[key])] == []

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from framework.checkpoint.folder import committed_name
 from framework.checkpoint.load import Reader
 from framework.comm.connect import connect
-from framework.commands.trained_model import _read, _read_units
+from framework.commands.trained_model import UnitReader, _read
 from framework.model import mixtures
 from framework.model.load import build_meta
 from framework.model.mixtures import ExpertLoad, find_mixtures
@@ -111,7 +111,8 @@ def test_a_bias_survives_a_change_of_layout_and_is_exported_bit_by_bit(
     assert all(torch.equal(found.weights[bias], expected.weights[bias]) for bias in biases)
     # After the first step, of which the checkpoint is, each has moved by the rate or not at all.
     reader = Reader(committed_name(tmp_path / "saved", 1))
-    write_weights(tmp_path / "export", meta, _read_units(reader, meta, find_units(meta)), torch.float32)
+    units = UnitReader(case.recipe, meta, reader)
+    write_weights(tmp_path / "export", meta, units.read_all(), torch.float32)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
     for bias in biases:
         (moved,) = _read(
