@@ -212,7 +212,7 @@ def test_a_mismatch_is_a_fault_to_report(
 ) -> None:
     """The oracle is made to start from other weights than the layout. Any model config will do."""
     honest = sides.initial_weights
-    monkeypatch.setattr(sides, "initial_weights", lambda config, seed, device: honest(config, seed + 1))
+    monkeypatch.setattr(sides, "initial_weights", lambda config, seed, *rest: honest(config, seed + 1, *rest))
     file = tmp_path / "config.json"
     file.write_text(json.dumps(family("qwen3").config))
     assert command.verify(recipe_of(), VerifyOptions(file, steps=1)) == EXIT_FAILED

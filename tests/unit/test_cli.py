@@ -318,7 +318,10 @@ class TestArguments:
         exported = rooms("framework.commands.trained_model", "export_model")
         for words, named in ((), {}), (("--step", "7"), {"step": 7}), (("--best",), {"best": True}):
             run("export", "some-run", "--to", str(tmp_path), *words)
-            assert exported.pop() == (Path("runs/some-run"), {"to": tmp_path, "best": False, "step": None} | named)
+            assert exported.pop() == (
+                Path("runs/some-run"),
+                {"to": tmp_path, "best": False, "step": None, "merged": False} | named,
+            )
         code, _, err = run("export", "some-run", "--to", str(tmp_path), "--step", "7", "--best")
         assert (code, exported) == (EXIT_USER, [])
         assert "--best: not allowed with argument --step" in err
