@@ -100,6 +100,7 @@ def train_one_batch(rank: int, world: int, rendezvous: str, recipes: list[Recipe
 ODD = {"hidden_size": 30, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 10}
 
 
+@pytest.mark.grid
 def test_a_bf16_run_learns_with_codes_as_without(pool: RankPool) -> None:
     """6926: the loss stays where it was; 4851: it does not converge; 7606, 7775: bf16 is read as fp16."""
     steps = 12

@@ -356,6 +356,7 @@ def test_the_first_rank_has_in_flight_what_its_schedule_says(pp: int) -> None:
                 assert all(size * few >= many for few, many in zip(fewer, counts, strict=True))
 
 
+@pytest.mark.grid
 def test_a_large_search_takes_as_long_as_few_loops() -> None:
     """70B on 1,024 GPUs, 63 million layouts: 5 s of a core on which the loop takes 0.03 s."""
 
