@@ -126,6 +126,7 @@ ACTIONS = (
     done("status second", "not running", r"saved +step", "meshwright train run.id=second", trains=True),
     done("diff first second", "train.steps", "loss", trains=True),
     done("export first --to out", "exported", trains=True),
+    refused("export first --merged --to merged", "has no adapter to merge", trains=True),
 )  # fmt: skip
 
 

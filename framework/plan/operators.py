@@ -257,14 +257,17 @@ class UnitWork:
         return self.input.total + self.weight.total + self.again.total
 
 
-# Tokens of a document in the mean, unless somebody knows better: an assumption; pages of the web have some 500 to 1,000.
-DOCUMENT_TOKENS = 1024
+# Assumptions. Tokens of a document in the mean: pages of the web have some 500 to 1,000. Sequences longer than LONG_CONTEXT are
+# made for long documents, and are taken to be one each.
+DOCUMENT_TOKENS, LONG_CONTEXT = 1024, 16_384
 
 
-def typical_document(mean: int) -> int:
-    """Tokens of the document in which a token finds itself in the mean, where lengths are spread as exponentials are: long
-    documents have more of the tokens."""
-    return 2 * mean
+def typical_document(context: int) -> int | None:
+    """Tokens of the document in which a token of a sequence of `context` tokens finds itself in the mean; None: the sequence.
+
+    Where lengths are spread as exponentials are, it is twice the mean length: long documents have more of the tokens.
+    """
+    return 2 * DOCUMENT_TOKENS if context <= LONG_CONTEXT else None
 
 
 class LayerTimes:

@@ -19,7 +19,7 @@ from framework.parallel.pipeline.simulate import peak_live, simulate
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import ESTIMATED_VALUES
 from framework.plan.host_memory import MEMORY, bytes_of_copies, bytes_of_fullest_node, bytes_saved
-from framework.plan.operators import DOCUMENT_TOKENS
+from framework.plan.operators import DOCUMENT_TOKENS, LONG_CONTEXT
 from framework.plan.plan import Plan
 from framework.plan.text import align, show_bytes, show_exactly
 from framework.plan.traffic import (
@@ -77,11 +77,12 @@ def _describe_kernels(plan: Plan) -> Iterator[str]:
     yield f"layers        {'compiled' if compiles(recipe) else 'as they are'}{why}"
     documents = ""
     if recipe.data.isolates:
-        documents = f", to documents, which are taken to have {DOCUMENT_TOKENS:,} tokens in the mean"
+        is_long = recipe.batch.context > LONG_CONTEXT
+        documents = f", to documents, which are taken to have {DOCUMENT_TOKENS:,} tokens in the mean" * (not is_long)
     if plan.stock_attention is None:
         yield f"attention     Meshwright's{documents}"
     else:
-        yield f"attention     transformers'{documents and ', of all pairs with a mask'}: {plan.stock_attention}"
+        yield f"attention     transformers'{', of all pairs with a mask' * recipe.data.isolates}: {plan.stock_attention}"
 
 
 def describe_ranks(plan: Plan) -> Iterator[str]:

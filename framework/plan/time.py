@@ -30,7 +30,6 @@ from framework.plan.exposure import NOTHING, Exposure, Groups, LayerMessages, hi
 from framework.plan.forecast import TimeForecast
 from framework.plan.forecast_memory import MemoryModel
 from framework.plan.operators import (
-    DOCUMENT_TOKENS,
     LayerTimes,
     UnitWork,
     Work,
@@ -279,20 +278,21 @@ class TimeModel:
         """The groups of a candidate's axes."""
         return place_groups(c)
 
-    @cached_property
-    def _document(self) -> int | None:
+    def _document(self, context: int) -> int | None:
         """Tokens of a document, as `LayerTimes` has them. transformers' attention computes all pairs and masks."""
         settings = self.settings
         if not settings.data.isolates:
             return None
         is_ours = settings.parallel.cp > 1 or find_stock_attention(self.shape.config, settings) is None
-        return typical_document(DOCUMENT_TOKENS) if is_ours else 0
+        return typical_document(context) if is_ours else 0
 
     @remember()
     def times(self, context: int) -> LayerTimes:
         """Seconds of units, with sequences of `context` tokens."""
         operators = read_operators(self.shape.whole, self.shape.units, context)
-        return LayerTimes(operators, self.rates, frozenset(self.settings.memory.kept_operations), self._document)
+        return LayerTimes(
+            operators, self.rates, frozenset(self.settings.memory.kept_operations), self._document(context)
+        )
 
     @remember("pp", "schedule", "virtual", "context")
     def stages(self, c: Candidate) -> tuple[Sequence[StageForm], Sequence[int]]:
