@@ -34,7 +34,7 @@ def _encode(
     x, message, n, blocks, width, x_stride, x_inner, message_stride, message_inner,
     LARGEST: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
     x += row // width * x_stride + row % width * x_inner
     message += row // width * message_stride + row % width * message_inner
     # Numbers of even and of odd places, which int4 puts into one byte.
@@ -63,13 +63,13 @@ def _decode_sum(
     messages, out, n, blocks, width, ranks, rank_stride, message_stride, message_inner, out_stride, out_inner,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
     messages += row // width * message_stride + row % width * message_inner
     out += row // width * out_stride + row % width * out_inner
     places = block * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
-    for rank in range(ranks):
-        message = messages + rank * rank_stride
+    message = messages
+    for _ in range(ranks):
         codes = message + 4 * blocks
         scale = tl.load(message.to(tl.pointer_type(tl.float32)) + block)
         if KIND == "int4":
@@ -79,6 +79,7 @@ def _decode_sum(
             byte = tl.load(codes + places, mask=places < n, other=0)
             code = byte.to(tl.float8e4nv, bitcast=True) if KIND == "fp8" else byte.to(tl.int8, bitcast=True)
         total += code.to(tl.float32) * scale
+        message += rank_stride  # added, not multiplied: the product would exceed 32 bits
     tl.store(out + places, total.to(out.dtype.element_ty), mask=places < n)
 
 
@@ -90,13 +91,13 @@ class TritonCodes:
             x, message = x[None], message[None]
         (a, b, n), blocks = x.shape, triton.cdiv(x.shape[2], codec.block)
         strides, options = (*x.stride()[:2], *message.stride()[:2]), (codec.largest, codec.kind, codec.block)
-        _encode[a * b, blocks](x, message, n, blocks, b, *strides, *options, enable_fp_fusion=False)
+        _encode[blocks, a * b](x, message, n, blocks, b, *strides, *options, enable_fp_fusion=False)
 
     def decode_sum(self, codec: Any, messages: Tensor, out: Tensor) -> None:
         while out.ndim < 3:
             messages, out = messages[:, None], out[None]
         (a, b, n), blocks = out.shape, triton.cdiv(out.shape[2], codec.block)
         strides, options = (*messages.stride()[:3], *out.stride()[:2]), (codec.kind, codec.block)
-        _decode_sum[a * b, blocks](
+        _decode_sum[blocks, a * b](
             messages, out, n, blocks, b, len(messages), *strides, *options, enable_fp_fusion=False
         )

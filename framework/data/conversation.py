@@ -53,7 +53,7 @@ class Conversation:
 
     def __post_init__(self) -> None:
         of_assistant = [index for index, each in enumerate(self.messages) if each["role"] == "assistant"]
-        trained = [index for index in of_assistant if self.messages[index].pop("weight", 1) != 0]
+        trained = [index for index in of_assistant if float(self.messages[index].pop("weight", 1)) != 0]
         if not trained:
             raise DataError("no turn of an assistant that is trained: with its roles, nothing of it is learnt")
         object.__setattr__(self, "trained", trained)
@@ -65,7 +65,9 @@ def read_conversation(record: Mapping[str, Any], name: str) -> Conversation:
     system = record.get("system")
     if isinstance(value, list):
         messages = [_read_message(index, each) for index, each in enumerate(value)]
-        completion = _parse_messages(record.get("completion"))
+        # A prompt of messages; those that end with the answer have it already.
+        is_open = bool(messages) and messages[-1]["role"] != "assistant"
+        completion = _parse_messages(record.get("completion")) if is_open else None
         if isinstance(completion, list):
             messages += [_read_message(len(value) + index, each) for index, each in enumerate(completion)]
         elif isinstance(completion, str):
@@ -102,7 +104,8 @@ def _parse(value: Any) -> Any:
 
 def _read_answered(record: Mapping[str, Any], name: str, prompt: str) -> Iterator[Message]:
     """The messages of a prompt or an instruction with its answer."""
-    answer = next((each for each in ANSWERS if isinstance(record.get(each), str) and each != name), None)
+    texts = [each for each in ANSWERS if isinstance(record.get(each), str) and each != name]
+    answer = next((each for each in texts if record[each].strip()), None)
     if answer is None:
         raise DataError(f"field `{name}` is a string, and beside it there is no answer ({', '.join(ANSWERS[:4])})")
     for asked, answered in record.get("history") or ():

@@ -16,16 +16,16 @@ from framework.launch.directory import RunDirectory, find_run
 from framework.launch.places import explain_errors
 from framework.lease import Lease
 from framework.recipe.check import check_recipe
-from framework.recipe.compose import Composition, compose
+from framework.recipe.compose import Composition, compose, load_recipe
 from framework.recipe.files import search_path
 from framework.recipe.keys import value_of, with_value
 from framework.recipe.overrides import parse_overrides
-from framework.recipe.problem import Problem, render_problems
+from framework.recipe.problem import Problem, render_problems, show
 from framework.recipe.schema import Recipe, Run
 from framework.track.jsonl import LOADS_FILE, METRICS_FILE
 
 # Keys on which the order of samples depends, beside the content of the data.
-ORDER_KEYS = ("batch.context", "data.pack", "train.seed")
+ORDER_KEYS = ("batch.context", "data.pack", "data.overlong", "train.seed")
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,22 @@ def compose_branch(fresh: Composition, overrides: Sequence[str], recipe_dirs: Se
         raise RecipeError(
             f"a branch has the recipe of {origin.run.path}, no experiment: change single keys or groups of it"
         )
-    for group in chosen:
-        for name in vars(value_of(draft, group)):
-            # A group within it, such as optim/schedule, is chosen by itself.
-            if not any((folder / group.replace(".", "/") / name).is_dir() for folder in folders):
-                recipe = with_value(recipe, f"{group}.{name}", value_of(draft, f"{group}.{name}"))
+    # A group within a group, such as optim/schedule, is chosen by itself.
+    keys = [
+        f"{group}.{name}"
+        for group in chosen
+        for name in vars(value_of(draft, group))
+        if not any((folder / group.replace(".", "/") / name).is_dir() for folder in folders)
+    ]
+    for key in keys:
+        recipe = with_value(recipe, key, value_of(draft, key))
+    was = load_recipe(origin.run.recipe)
+    for key in ("model.weights", "adapter.weights", *(["train.seed"] if recipe.adapter.is_used else [])):
+        if value_of(recipe, key) != value_of(was, key):
+            raise RecipeError(
+                f"{key}={show(value_of(recipe, key))}: a branch has the weights of {origin.run.path}, also those that are frozen;"
+                f" leave {key} out"
+            )
     if recipe.train.steps <= origin.step:
         raise RunError(
             f"run.start_from={draft.run.start_from} begins behind step {origin.step:,}, and train.steps={recipe.train.steps:,}"
@@ -98,7 +109,7 @@ def compose_branch(fresh: Composition, overrides: Sequence[str], recipe_dirs: Se
     recipe = replace(recipe, run=run)
 
     def is_chosen(problem: Problem) -> bool:
-        return any(problem.key == group or problem.key.startswith(f"{group}.") for group in chosen)
+        return any(problem.key == key or problem.key.startswith(f"{key}.") for key in keys)
 
     problems = [each for each in composed.problems if not is_chosen(each)] + list(filter(is_chosen, fresh.problems))
     if problems := problems or check_recipe(recipe, composed.origins):

@@ -15,7 +15,7 @@ from framework.data.prepare import describe_rows, prepare, summarize_data
 from framework.data.prepared import Prepared
 from framework.errors import RunError
 from framework.imports import loading_libraries
-from framework.launch.branch import copy_curves, find_origin
+from framework.launch.branch import find_origin
 from framework.launch.directory import RunDirectory
 from framework.launch.elastic import describe_counts, legal_counts, plan_counts
 from framework.launch.identity import describe_identity, keep_tokenizer
@@ -91,8 +91,6 @@ class RunPart:
         if self.tokenizer is not None:
             keep_tokenizer(run, lease, self.tokenizer)
             keep_pretrained(run, lease, self.recipe.model)
-        if self.recipe.run.start_from is not None and not run.has_trained:
-            copy_curves(find_origin(self.recipe.run.start_from), run, lease)
         if not self.is_saved:
             with explain_errors(run.path), lease.replacing(run.recipe) as made:
                 save_recipe(self.recipe, made)

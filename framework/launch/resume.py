@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from framework.checkpoint.commit import newest_checkpoint, step_of
 from framework.errors import RecipeError, RunError
-from framework.launch.branch import compose_branch
+from framework.launch.branch import compose_branch, find_origin
 from framework.launch.directory import RunDirectory, list_runs
 from framework.launch.identity import ABSENT, MAY_CHANGE, find_edits, may_change, read_recorded, refuse_edits, values_of
 from framework.launch.settle import keep_settled
@@ -23,7 +23,7 @@ from framework.recipe.environment import HIDDEN, is_secret
 from framework.recipe.files import search_path
 from framework.recipe.keys import flatten
 from framework.recipe.layout_keys import with_layout_of
-from framework.recipe.overrides import parse_overrides, write_resume
+from framework.recipe.overrides import parse_overrides, write_override, write_resume
 from framework.recipe.problem import render_problems, show
 from framework.recipe.run_rules import find_run_root_problems
 from framework.recipe.schema import Recipe, Run
@@ -60,8 +60,16 @@ def compose_run(overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Recipe
         require_subject(overrides, recipe_dirs)
         return require_layout(composition, overrides, recipe_dirs)
     if not parse_overrides(overrides, search_path(recipe_dirs)).choices:
-        composition = compose(overrides, recipe_dirs, base=saved)
+        return compose(overrides, recipe_dirs, base=saved).require()
+    if (start_from := load_recipe(saved).run.start_from) is not None:
+        return compose_again(start_from, overrides, recipe_dirs)
     return composition.require()
+
+
+def compose_again(start_from: str, overrides: Sequence[str], recipe_dirs: Sequence[Path]) -> Recipe:
+    """The recipe of a branch that exists, with the choices of a command line: composed from its origin as at first."""
+    words = [*overrides, write_override("run.start_from", start_from)]
+    return compose_branch(compose(words, recipe_dirs), words, recipe_dirs)
 
 
 def find_saved(run: Run) -> Path | None:
@@ -103,7 +111,11 @@ def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Pat
     """
     saved, chooses = load_recipe(run.recipe), bool(parse_overrides(overrides, search_path(recipe_dirs)).choices)
     resumed = _compose_settled(saved, overrides, recipe_dirs, run.recipe)
-    composed = _compose_settled(saved, overrides, recipe_dirs) if chooses else resumed
+    if (start_from := saved.run.start_from) is not None and chooses:  # a branch is composed from its origin
+        composed = keep_settled(saved, compose_again(start_from, overrides, recipe_dirs))
+    else:
+        composed = _compose_settled(saved, overrides, recipe_dirs) if chooses else resumed
+    refuse_other_origin(run, resumed.run.start_from, start_from)
     is_open = (
         composed.parallel.layout == "auto"
     )  # by a choice of recipes, parallel=auto, which the beginning has followed
@@ -128,8 +140,22 @@ def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Pat
             composed = require_layout(compose(overrides, recipe_dirs), overrides, recipe_dirs)
             composed = keep_settled(saved, composed)
         resumed, changes = composed, find_changes(saved, composed)
-    resumed = replace(resumed, run=name_run(run.path, resumed.run))
+    resumed = replace(resumed, run=replace(name_run(run.path, resumed.run), start_from=start_from))
     return resumed, {key: pair for key, pair in changes.items() if key not in OWN_KEYS}
+
+
+def refuse_other_origin(run: RunDirectory, typed: str | None, saved: str | None) -> None:
+    """Raises RunError where a resume says that the run begins with another checkpoint than it did."""
+    if typed == saved:
+        return
+    found = str(find_origin(typed)) if typed is not None else ""
+    # Without a step it means the newest one, which may be another by now.
+    is_same = found == saved or ("@" not in str(typed) and found.rpartition("@")[0] == str(saved).rpartition("@")[0])
+    if not is_same:
+        raise RunError(
+            f"run.start_from={typed}: {run.path} has begun {f'with {saved}' if saved else 'without another run'}. Leave the key"
+            " out to go on with it, or give the branch a run.id that is not taken"
+        )
 
 
 def _compose_settled(saved: Recipe, overrides: list[str], dirs: list[Path], base: Path | None = None) -> Recipe:

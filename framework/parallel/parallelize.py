@@ -169,6 +169,7 @@ def quantize_gathers(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) 
     def is_quantized(name: str, layout: Layout) -> bool:
         is_large = len(layout.shape) > 1 and prod(layout.shape) >= zero.quantize_min_elements
         is_plain = name in plan.groups and len(plan.ties[name]) == 1 and not wide & {*plan.ties[name]}
+        is_plain &= not any(shard.pieces for shard in layout.shards)  # as of `quantize_reductions`
         return is_large and is_plain and not layout.gathered_in and id(model.get_parameter(name)) not in routers
 
     form = f"{zero.quantize_gather} blocks"
@@ -190,7 +191,9 @@ def quantize_reductions(model: PreTrainedModel, layouts: Layouts, plan: StagePla
 
     def is_quantized(name: str, layout: Layout) -> bool:
         is_large = len(layout.shape) > 1 and prod(layout.shape) >= zero.quantize_min_elements
-        return is_large and name in plan.groups and name not in exact
+        # Of rows that neighbours hold alike each has codes in blocks with rows of its own: their copies would drift apart.
+        is_copied = any(shard.pieces for shard in layout.shards)
+        return is_large and name in plan.groups and name not in exact and not is_copied
 
     return {
         name: replace(layout, reduced_in=zero.quantize_reduce) if is_quantized(name, layout) else layout

@@ -33,7 +33,7 @@ from framework.errors import (
     MeshwrightError,
     TopologyError,
 )
-from framework.launch.branch import ORDER_KEYS, find_origin
+from framework.launch.branch import ORDER_KEYS, copy_curves, find_origin
 from framework.launch.directory import RunDirectory
 from framework.launch.identity import settle_identity, values_of
 from framework.launch.task import describe_job
@@ -159,6 +159,7 @@ def train_connected(
             origin = broadcast_object(partial(find_origin, start_from), mesh.axis("world"))
             order = {key: value for key, value in values_of(recipe).items() if key in ORDER_KEYS}
             state = begin_branch(run, run_dir.name, origin, prepared.fingerprint, order)
+            broadcast_object(partial(copy_curves, origin, RunDirectory(run_dir), lease), mesh.axis("world"))
         else:
             state = RunState(run_dir.name, prepared.fingerprint)
     _settle_identity(recipe, prepared, mesh, lease, state)

@@ -11,6 +11,7 @@ from framework.checkpoint.folder import report
 from framework.checkpoint.load import form_of, load_checkpoint, load_newest
 from framework.checkpoint.staging import Entry
 from framework.checkpoint.storage import Place
+from framework.comm.collectives import all_gather_object
 from framework.comm.objects import broadcast_object
 from framework.errors import StorageError
 from framework.launch.branch import Origin
@@ -20,6 +21,9 @@ from framework.model.initial import persistent_buffers
 from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
 from framework.train.spikes import SpikeState
 from framework.train.step import TrainingRun
+
+# A state that AdamW alone has.
+SECOND_MOMENT = "exp_avg_sq"
 
 
 @dataclass
@@ -96,29 +100,39 @@ def begin_branch(run: TrainingRun, run_id: str, origin: Origin, data: str, order
     """Fill a new run from the checkpoint of another one, and return where it begins. Collective over the world.
 
     data: fingerprint of the prepared data; order: this run's values of `ORDER_KEYS`. The position in the data stays if all of
-    these are the origin's, else it is the beginning. Moments that the checkpoint lacks, or has in another shape or dtype, begin
-    at zero and are reported. Raises as `load_checkpoint` does, for weights too.
+    these are the origin's, else it is the beginning. Optimizer states are taken over where the checkpoint has all of a
+    parameter's from the same update rule; the others begin at zero and are reported. AdamW counts its updates once for all
+    parameters, so its states are taken over for all or for none. Raises as `load_checkpoint` does, for weights too.
     """
     world = run.mesh.axis("world")
     manifest = broadcast_object(lambda: open_checkpoint(origin.checkpoint), world)
     known = {name: (record.shape, record.dtype) for name, record in manifest.entries.items()}
-    entries = list(read_entries(run))
-    new = [
-        each
-        for each in entries
-        if not each.name.startswith(("weight/", "buffer/")) and known.get(each.name) != form_of(each)
-    ]
-    missing = {id(each) for each in new}
-    values = load_checkpoint(
-        origin.checkpoint, [each for each in entries if id(each) not in missing], world, manifest=manifest
-    )
-    state = RunState.from_json(values)
+    entries, states = list(read_entries(run)), dict[str, list[Entry]]()
+    for entry in entries:
+        kind, _, parameter = entry.name.partition("/")
+        if kind not in ("weight", "buffer"):
+            states.setdefault(parameter, []).append(entry)
+    same_rule = manifest.state["recipe"].get("optim.name") == run.optimizer.name
+    kept: dict[bool, set[str]] = {False: set(), True: set()}  # parameters, by whether AdamW updates them
+    lacking = {False: set[str](), True: set[str]()}
+    for parameter, own in states.items():
+        # Only AdamW has both of its states; lion's is named as one of them, and sgd's sum as Muon's mean.
+        is_adamw = SECOND_MOMENT in {each.name.partition("/")[0] for each in own}
+        is_there = all(known.get(each.name) == form_of(each) for each in own) and (is_adamw or same_rule)
+        (kept if is_there else lacking)[is_adamw].add(parameter)
+    begins_anew = any(all_gather_object(bool(lacking[True]), world))
+    if begins_anew:
+        lacking[True] |= kept[True]
+    missing = {id(each) for group in lacking.values() for parameter in group for each in states[parameter]}
+    wanted = [each for each in entries if id(each) not in missing]
+    state = RunState.from_json(load_checkpoint(origin.checkpoint, wanted, world, manifest=manifest))
+    if begins_anew:
+        state.num_updates = 0
     _take_loaded(run, state)
-    names = sorted({each.name for each in new})
+    names = sorted(lacking[False] | lacking[True])
     if names and world.rank == 0:
-        report(
-            f"moments that {origin} lacks begin at zero: {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}"
-        )
+        others = f" and {len(names) - 3} more" * (len(names) > 3)
+        report(f"moments begin at zero, as {origin} lacks them or some: {', '.join(names[:3])}{others}")
     recorded = state.recipe
     if state.data != data or any(recorded.get(key) != value for key, value in order.items()):
         state.samples, state.skipped_samples = 0, []

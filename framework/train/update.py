@@ -263,6 +263,7 @@ class StepOptimizer:
             stored = [buffer for buffer in trained if buffer.stored is not None]
             owned = [each for each in shards if each.buffer.stored is not None]
             self.parts.append(DiskOptimizer(recipe.optim, disk, stored, owned, group_shards(owned, assignments)))
+        self.name = recipe.optim.name
         names = {each.key: state_names(recipe.optim, each.key) for each in assignments}
         self.state_names = tuple(dict.fromkeys(name for each in names.values() for name in each))
         self._names = {each.shard: names[each.span.group] for each in shards}

@@ -93,8 +93,39 @@ def test_moments_that_the_origin_lacks_begin_at_zero(
     monkeypatch.chdir(origin)
     assert main(["train", "run.start_from=origin@6", "run.name=muon", "optim=muon"]) == EXIT_DONE
     err = capfd.readouterr().err
-    assert "begin at zero: momentum_buffer/model.layers.0" in err
+    assert "moments begin at zero" in err
+    assert "model.layers.0" in err
     assert Path("runs/muon-001").is_dir()
+
+
+def test_states_of_another_rule_are_not_taken_over(
+    origin: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(origin)
+    lion = ("optim=lion", "optim.lr=1e-4")
+    assert main(["train", *RECIPE, *lion, "run.id=lion", "train.steps=3"]) == EXIT_DONE
+    assert main(["train", "run.start_from=lion", "run.id=after", "optim=adamw", "train.steps=4"]) == EXIT_DONE
+    assert "moments begin at zero" in capfd.readouterr().err
+    newest = newest_checkpoint(RunDirectory(Path("runs/after")).checkpoints)
+    assert newest is not None
+    assert Reader(newest).manifest.state["num_updates"] == 1
+
+
+def test_a_resume_keeps_the_origin(
+    origin: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(origin)
+    branch = ("run.start_from=origin@6", "run.id=resumed", "optim=sgd", "optim.lr=1e-3")
+    assert main(["train", *branch]) == EXIT_DONE
+    assert main(["train", *branch, "train.steps=10"]) == EXIT_DONE
+    recipe = load_recipe(Path("runs/resumed/recipe.yaml"))
+    assert recipe.run.start_from is not None
+    assert recipe.run.start_from.endswith("origin@6")
+    assert (recipe.optim.name, recipe.model.config["hidden_size"]) == ("sgd", 16)
+    assert main(["train", "run.id=resumed", "run.start_from=origin@3", "train.steps=11"]) == EXIT_USER
+    assert "has begun with" in capfd.readouterr().err
+    assert main(["train", "run.id=origin", "run.start_from=resumed", "train.steps=11"]) == EXIT_USER
+    assert "without another run" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -105,6 +136,7 @@ def test_moments_that_the_origin_lacks_begin_at_zero(
         (["run.start_from=origin@6", "train.steps=6"], "set train.steps=12"),
         (["run.start_from=origin@6", "experiment=quickstart"], "no experiment"),
         (["run.start_from=origin@6", "optim.lr=-1"], "optim.lr"),
+        (["run.start_from=origin@6", "model.weights=elsewhere"], "leave model.weights out"),
     ],
 )
 def test_bad_input(

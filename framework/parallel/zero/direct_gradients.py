@@ -59,6 +59,8 @@ def write_gradients_directly(
         if not isinstance(module, (nn.Linear, Conv1D)) or not (
             id(module.weight) in by_parameter or has_adapter(module)
         ):
+            if isinstance(module, MatmulLinear):
+                module.matmul.give_number()
             continue
         if isinstance(module, MatmulLinear):
             matmul = module.matmul = adapt(module, make_matmul(module, module.matmul.is_transposed))
@@ -67,8 +69,6 @@ def write_gradients_directly(
             matmul = adapt(module, make_matmul(module, isinstance(module, Conv1D)))
             module.forward = _direct_forward(module, matmul, path.rpartition(".")[2])  # type: ignore[method-assign]
         else:
-            if isinstance(module, MatmulLinear):
-                module.matmul.give_number()
             continue
         if id(module.weight) in by_parameter:
             matmul.write_gradient_to(by_parameter[id(module.weight)])
