@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from framework.checkpoint.commit import list_checkpoints, newest_checkpoint, step_of
+from framework.checkpoint.commit import list_checkpoints, newest_checkpoint, open_checkpoint, step_of
 from framework.checkpoint.storage import Place
 from framework.errors import RecipeError, RunError
+from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory, find_run
 from framework.launch.places import explain_errors
 from framework.lease import Lease
@@ -56,6 +57,22 @@ def find_origin(start_from: str) -> Origin:
         steps = ", ".join(f"{step_of(each):,}" for each in reversed(saved)) or "none"
         raise RunError(f"run.start_from={start_from}: {run.path} has no such checkpoint. Saved steps: {steps}")
     return Origin(run, found)
+
+
+def refuse_other_shapes(origin: Origin, recipe: Recipe) -> None:
+    """Raises RecipeError where the model of a branch has other weights than the checkpoint."""
+    with loading_libraries():
+        from framework.model.hub import find_folder
+        from framework.model.load import build_meta, load_config
+
+    saved = open_checkpoint(origin.checkpoint).entries
+    for name, each in build_meta(load_config(recipe.model, find_folder)).named_parameters():
+        record = saved.get(f"weight/{name}")
+        if record is not None and record.shape != tuple(each.shape):
+            raise RecipeError(
+                f"{name} has the shape {list(each.shape)} here and {list(record.shape)} in {origin}: a branch keeps its origin's"
+                " model; leave its keys out"
+            )
 
 
 def copy_curves(origin: Origin, run: RunDirectory, lease: Lease) -> None:

@@ -15,7 +15,7 @@ from framework.data.prepare import describe_rows, prepare, summarize_data
 from framework.data.prepared import Prepared
 from framework.errors import RunError
 from framework.imports import loading_libraries
-from framework.launch.branch import find_origin
+from framework.launch.branch import find_origin, refuse_other_shapes
 from framework.launch.directory import RunDirectory
 from framework.launch.elastic import describe_counts, legal_counts, plan_counts
 from framework.launch.identity import describe_identity, keep_tokenizer
@@ -112,6 +112,7 @@ def decide_new(recipe: Recipe) -> RunPart:
         origin = find_origin(recipe.run.start_from)
         was, step = load_recipe(origin.run.recipe), origin.step
         print(f"branch   of {origin.run.path}, from step {step:,}")
+        refuse_other_shapes(origin, recipe)
         changes = find_changes(was, replace(recipe, run=was.run))
     return replace(_decide(recipe, step, changes, True, None), is_saved=False)
 

@@ -64,7 +64,7 @@ def read_adapter(folder: Path, model: PreTrainedModel, adapter: Adapter) -> dict
         fix = " ".join(f"adapter.{name}={found}" for name, found in wrong.items())
         raise ModelError(f"{key}: that adapter is another than the recipe's; set {fix}")
     names = _names(model, adapter)
-    missing, superfluous = names.values() - tensors.keys(), tensors.keys() - names.values()
+    missing, superfluous = names.values() - tensors.keys(), tensors.keys() - names.values() - _tied(model, names).keys()
     if missing or superfluous:
         shown = [
             *(f"missing: {each}" for each in sorted(missing)[:3]),
@@ -97,6 +97,8 @@ def write_adapter(
     tensors: whole, of all that is trained, by our names."""
     names = _names(model, adapter)
     tensors = {theirs: _to_peft(name, tensors[name]) for name, theirs in names.items()}
+    # PEFT asks for a tied weight under each of its names. Copies: a file of safetensors shares no memory.
+    tensors |= {theirs: tensors[names[name]].clone() for theirs, name in _tied(model, names).items()}
     (folder / WEIGHTS).write_bytes(save(tensors, {"format": "pt"}))
     config = {
         "base_model_name_or_path": base.weights,
@@ -125,6 +127,15 @@ def _names(model: PreTrainedModel, adapter: Adapter) -> dict[str, str]:
     adapted = find_adapted(all_names)
     trained = find_trained(model, all_names, adapter)
     return {name: _name(name, adapted) if is_adapter(name) else PREFIX + name for name in all_names if name in trained}
+
+
+def _tied(model: PreTrainedModel, names: Mapping[str, str]) -> dict[str, str]:
+    """Our name of each trained weight that is tied, by PEFT's further names of it. names: as of `_names`."""
+    first = {id(each): name for name, each in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {
+        PREFIX + name: first[id(each)] for name, each in every if first[id(each)] in names and first[id(each)] != name
+    }
 
 
 def _name(name: str, adapted: Iterable[str]) -> str:

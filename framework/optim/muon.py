@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod, sqrt
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -192,7 +193,7 @@ class MatrixGroup:
     """Matrices whose parts the same ranks hold: those of the axes of their buffers, and of `tp`."""
 
     def __init__(self, parts: Sequence[MatrixPart], tp: Communicator, settings: Muon):
-        self._parts, self._settings = parts, settings
+        self.parts, self._settings = parts, settings
         update, shard = parts[0].buffer.axes.update, parts[0].buffer.axes.shard
         self._dtype = torch.bfloat16 if settings.dtype == "bf16" else parts[0].own.momentum.dtype
         owners = assign_owners([each.flops(settings.steps) for each in parts], update.size * shard.size * tp.size)
@@ -230,9 +231,9 @@ class MatrixGroup:
 
     def update(self, rate: Tensor, momentum: float) -> None:
         """Update the values of all parts at a learning rate, a scalar. Collective over the update axis, the shard axis and tp."""
-        owned = [each.own for each in self._parts]
+        owned = [each.own for each in self.parts]
         held = [each.gradient.lerp(each.momentum, momentum).to(self._dtype) for each in owned]
-        for part, own, result in zip(self._parts, owned, self._orthogonalize(held), strict=True):
+        for part, own, result in zip(self.parts, owned, self._orthogonalize(held), strict=True):
             scale = scale_of(part.form.shapes(part.shape)[0], self._settings.scale)
             own_rate = rate * own.lr_ratio
             own.value.mul_(1 - own_rate * own.weight_decay).sub_(result.to(own.value.dtype).mul_(own_rate * scale))
@@ -345,7 +346,9 @@ def group_matrices(
     """The matrices of buffers, by the axes that divide them. find: returns elements [low, high) of a buffer, which this rank
     owns; None: without memory, for a plan."""
     forms = {each.parameter: each.matrix for each in assignments if each.optimizer == "muon"}
-    by_axes: dict[str, list[MatrixPart]] = {}
+    # In the order of the whole model: ranks of tp with uneven slices may order the parameters of a buffer otherwise.
+    order = {name: index for index, name in enumerate(forms)}
+    by_axes: dict[str, list[tuple[int, MatrixPart]]] = {}
     for plan, slot in ((each, slot) for each in buffers for slot in each.slots):
         if (form := forms.get(slot.name)) is None:
             continue
@@ -357,6 +360,9 @@ def group_matrices(
             has_some = low < high and find is not None
             own = find(plan, slot, low, high) if has_some and find else OwnedValues(nothing, nothing, nothing, 0.0, 0.0)
             part = MatrixPart(plan, form, start, start + size, slot.layout, own)
-            by_axes.setdefault(slot.layout.shard_axis, []).append(part)
+            by_axes.setdefault(slot.layout.shard_axis, []).append((order[slot.name], part))
     slicing = {"expert_shard": "expert_tp"}
-    return [MatrixGroup(parts, axes[slicing.get(name, "tp")], settings) for name, parts in by_axes.items()]
+    return [
+        MatrixGroup([part for _, part in sorted(parts, key=itemgetter(0))], axes[slicing.get(name, "tp")], settings)
+        for name, parts in sorted(by_axes.items())
+    ]

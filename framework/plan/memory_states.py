@@ -137,10 +137,12 @@ class Pipelines:
         """Bytes of a checkpoint at the most: masters and moments, of frozen parameters too, but for those beside an adapter."""
         master = (self.master or self.compute).itemsize
         moment = 4 if self.master is None else master
-        shape, total = self.shape, self.shape.size.total
-        if self.recipe.adapter.is_used:
-            total = sum(shape.whole.get_parameter(name).numel() for name in shape.groups)
-        return total * (master + len(self.states("")) * moment)
+        shape = self.shape
+        trained = {name: shape.whole.get_parameter(name).numel() for name in shape.groups}
+        # What is frozen counts as trained, but for adapters: it may be trained in a branch of the run.
+        frozen = 0 if self.recipe.adapter.is_used else shape.size.total - sum(trained.values())
+        moments = sum(numel * len(self.states(shape.groups[name])) for name, numel in trained.items())
+        return (sum(trained.values()) + frozen) * master + (moments + frozen * len(self.states(""))) * moment
 
     def layers(self, each: Candidate) -> tuple[int, ...] | None:
         """The recipe's layers of each stage, where the candidate has as many: of others `let_rest_follow` leaves them out."""

@@ -185,7 +185,7 @@ def muon(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, "precision.moments", why, "fp32; or optim=adamw")
     if name == "muon" and recipe.adapter.is_used:
         message = "muon is for whole weights; adapters are thin matrices, which adamw trains"
-        yield refuse(recipe, "adapter.kind", message, "none; or optim=adamw")
+        yield refuse(recipe, "adapter.kind", message, "adapter=none; or optim=adamw")
     if name == "muon" and recipe.precision.master == "none":
         message = "muon's updates are many times smaller than weights, which bf16 would round away"
         yield refuse(recipe, "precision.master", message, "fp32; or optim=adamw")

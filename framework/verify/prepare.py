@@ -243,6 +243,9 @@ def _shrink_shards(zero: Zero, batch: int, batch_small: int) -> tuple[Zero, dict
     within, copied, reasons = zero.shard_within, zero.secondary_shard, {}
     if zero.quantize_gather != "none":
         zero = replace(zero, quantize_min_elements=min(zero.quantize_min_elements, SMALL_MATRIX))
+    if zero.quantize_reduce != "none":
+        zero = replace(zero, quantize_reduce="none")
+        reasons["zero.quantize_reduce"] = "all ranks are on one node, where no gradient travels as codes"
     if within is not None and (within == "node" or (within != batch and batch_small % within)):
         small = 2 if batch_small > 2 and batch_small % 2 == 0 else batch_small
         zero = replace(zero, shard_within=small)
@@ -279,8 +282,11 @@ def _simplify_optim(optim: Optim, parameters: Collection[str], dtype: str) -> tu
     groups = {name: each for name, each in optim.groups.items() if _is_found(each.pattern, parameters)}
     for name in optim.groups.keys() - groups.keys():
         why[f"optim.groups.{name}"] = "its pattern is found in no parameter of the small model"
-    eps = max(optim.eps, LEAST_EPS) if dtype != "fp64" and optim.name == "adamw" else optim.eps
+    eps = max(optim.eps, LEAST_EPS) if dtype != "fp64" and optim.name in ("adamw", "muon") else optim.eps
     small = replace(optim, groups=groups, schedule=_compress(optim.schedule), eps=eps, lr=max(optim.lr, LEAST_LR))
+    if optim.name == "muon" and optim.muon.dtype == "bf16":
+        small = replace(small, muon=replace(optim.muon, dtype="master"))
+        why["optim.muon.dtype"] = "iterations in bf16 turn rounding noise into differences of 2^-9"
     return small, why
 
 

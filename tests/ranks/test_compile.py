@@ -285,6 +285,13 @@ def test_layers_that_communicate_are_one_graph(
     assert found.frames == [KINDS_OF_LAYERS[name]] * len(found.frames)
 
 
+@pytest.mark.grid
+def test_frozen_layers_in_regions_compile(pool: RankPool, kernels: str) -> None:
+    recipe = lay_out("fp64", parallel=Parallel(tp=2))
+    recipe = replace(recipe, model=replace(recipe.model, freeze=["q_proj", "down_proj"]))
+    compile_case(pool, Case("llama", family("llama"), {"": recipe}), "aot_eager", kernels)
+
+
 def loses_slots(*_: Any) -> None:
     """`write_weight_gradient` of column layers whose gradients do not arrive."""
 

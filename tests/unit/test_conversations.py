@@ -59,6 +59,8 @@ def read(record: dict[str, Any], field: str = "messages") -> list[dict[str, Any]
         ({"instruction": "Add", "output": "3", "history": [["Hi", "Hello, 猫!"]]}, "instruction", [*TWO[:2], *ADD]),
         ({"messages": [user("Add"), {"role": "assistant", "content": [{"type": "text", "text": "3"}]}]}, "messages", ADD),
         ({"messages": [{**ADD[0], "name": None}, answer("3", tool_calls=None)]}, "messages", ADD),
+        ({"messages": ADD, "completion": "again"}, "messages", ADD),
+        ({"instruction": "Add", "response": "", "output": "3"}, "instruction", ADD),
     ],
 )  # fmt: skip
 def test_every_form_becomes_messages(record: dict[str, Any], field: str, expected: list[dict[str, Any]]) -> None:

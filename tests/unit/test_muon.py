@@ -15,7 +15,7 @@ from framework.optim.muon import assign_owners, group_matrices, orthogonalize, s
 from framework.plan.plan import make_plan, unconnected
 from framework.plan.traffic import measure_traffic
 from framework.recipe.check import check_recipe
-from framework.recipe.schema import Adapter, Muon, Optim, ParameterGroup, Zero
+from framework.recipe.schema import Adapter, Muon, Optim, Parallel, ParameterGroup, Zero
 from framework.verify.plain_muon import PlainMuon
 from tests.families import build_config, family
 from tests.ranks.parity import small_recipe
@@ -118,6 +118,19 @@ def test_every_matrix_has_one_owner_and_bytes_are_theory() -> None:
     of_ranks = [sum(group.bytes_sent.values()) for group in groups]
     assert max(of_ranks) < 1.5 * sent / 4
     assert [measure_traffic(plan, rank)["matrices"] for rank in range(4)] == of_ranks
+
+
+def test_ranks_of_tp_with_uneven_slices_order_parameters_alike() -> None:
+    recipe = replace(small_recipe("fp64", 2, parallel=Parallel(tp=2)), optim=Optim(name="muon", muon=SETTINGS))
+    plan = make_plan(recipe, build_config(family("llama"), hidden_size=12, intermediate_size=7))
+    orders = []
+    for rank in range(2):
+        axes = unconnected(plan.topology, rank)
+        (group,) = group_matrices(plan.of_rank(rank).buffers, plan.groups, axes, SETTINGS, torch.device("meta"))
+        orders.append([each.shape for each in group.parts])
+    assert orders[0] == orders[1]
+    names = [[slot.name for buffer in plan.of_rank(rank).buffers for slot in buffer.slots] for rank in range(2)]
+    assert names[0] != names[1]
 
 
 def test_bad_input_is_refused() -> None:

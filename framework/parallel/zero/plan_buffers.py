@@ -10,7 +10,6 @@ All numbers here follow from layouts, axes and dtypes, so they can be had for an
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 
 import torch
 
@@ -379,7 +378,7 @@ def plan_buffers(
             names = [name for name in unit.parameters if kinds[name] == kind]
             # Within a group odd sizes lie behind, so that what is before them begins at a wide load's address: without gaps,
             # for an optimizer's call reads all between its first and last element.
-            names.sort(key=lambda name: (order[groups[name]], prod(layouts[name].shape) % ALIGNED_SLOT > 0))
+            names.sort(key=lambda name: (order[groups[name]], layouts[name].numel_local % ALIGNED_SLOT > 0))
             slots = _lay_side_by_side(names, layouts, groups)
             lived = kind.lifetimes(axes, lifetimes)
             own_axes = kind.axes(axes, lived)
