@@ -6,7 +6,7 @@ answers at once. A command that composes a recipe has `arguments.overrides` and 
 
 import argparse
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +37,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise RecipeError(f"{message}\n{self.format_usage().strip()}")
+
+
+def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+    """The `type` of an option that is a number of at least so much."""
+
+    def read(text: str) -> float:
+        value = kind(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text} is too small: at least {least:g}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse's words for text that is no number: invalid int value
+    return read
 
 
 def make_parser(name: str, summary: str, composes: bool) -> Parser:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.checkpoint.commit import newest_checkpoint
+from framework.commands.arguments import at_least
 from framework.errors import EXIT_DONE, ModelError
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory, find_run
@@ -24,10 +25,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--system", metavar="TEXT", help="with --chat, the system's message")
     parser.add_argument(
-        "--max-new-tokens", type=int, default=100, metavar="N", help="most tokens to add (default: 100)"
+        "--max-new-tokens", type=at_least(1), default=100, metavar="N", help="most tokens to add (default: 100)"
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="0: always the likeliest token (default: 0.8)"
+        "--temperature",
+        type=at_least(0, float),
+        default=0.8,
+        metavar="T",
+        help="0: always the likeliest token (default: 0.8)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
 

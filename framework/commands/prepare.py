@@ -2,14 +2,14 @@
 
 import argparse
 
-from framework.commands.arguments import compose_recipe
+from framework.commands.arguments import at_least, compose_recipe
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    parser.add_argument("--workers", type=at_least(1), metavar="N", help="processes (default: one per core)")
     parser.add_argument(
-        "--show", type=int, metavar="N", help="print conversation N, from 1, with what is trained marked"
+        "--show", type=at_least(1), metavar="N", help="print conversation N, from 1, with what is trained marked"
     )
 
 

@@ -17,6 +17,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from framework.commands.arguments import at_least
 from framework.commands.measure import check_measured
 from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.imports import loading_libraries
@@ -57,7 +58,9 @@ TRIAL = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command. Keys of a layout that the command line sets are fixed, so that needs no option."""
     parser.add_argument("--by", choices=["time", "memory"], default="time", help="rank by step time or by memory")
-    parser.add_argument("--best", type=int, default=10, metavar="N", help="show the best N layouts (default: 10)")
+    parser.add_argument(
+        "--best", type=at_least(1), default=10, metavar="N", help="show the best N layouts (default: 10)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, every layout with its keys")
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="write the best layout's keys; layout=FILE then sets them"
@@ -85,7 +88,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="train the best layouts of N meshes for some steps each; here: then correct the cluster's rates by the"
         " measured steps and rank again; under SLURM: as a job array",
     )
-    parser.add_argument("--try-steps", type=int, default=10, metavar="S", help="steps of each of them (default: 10)")
+    parser.add_argument(
+        "--try-steps", type=at_least(1), default=10, metavar="S", help="steps of each of them (default: 10)"
+    )
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page for a browser, in one file; takes some seconds more"
     )

@@ -227,6 +227,8 @@ def summarize(recipe: Recipe, model_type: str) -> str:
         "layout": f"{derived.world} {'rank' if derived.world == 1 else 'ranks'}, {degrees}, zero {recipe.zero.stage}",
         "device": f"{recipe.launch.device}, {recipe.precision.compute}",
     }
+    if recipe.adapter.is_used:
+        lines["adapter"] = f"{recipe.adapter.kind} of rank {recipe.adapter.rank} beside the frozen model"
     if (recipe.launch.device, recipe.precision.compute) == ("cpu", "fp8"):
         lines["device"] += " emulated, as CPUs have none: the same numbers, slower than bf16"
     if recipe.launch.kind == "slurm":

@@ -101,7 +101,7 @@ def write_adapter(
     tensors |= {theirs: tensors[names[name]].clone() for theirs, name in _tied(model, names).items()}
     (folder / WEIGHTS).write_bytes(save(tensors, {"format": "pt"}))
     config = {
-        "base_model_name_or_path": base.weights,
+        "base_model_name_or_path": _absolute(base.weights),
         "bias": "none",
         "fan_in_fan_out": _is_transposed(model, names),
         "inference_mode": True,
@@ -127,6 +127,11 @@ def _names(model: PreTrainedModel, adapter: Adapter) -> dict[str, str]:
     adapted = find_adapted(all_names)
     trained = find_trained(model, all_names, adapter)
     return {name: _name(name, adapted) if is_adapter(name) else PREFIX + name for name in all_names if name in trained}
+
+
+def _absolute(weights: str | None) -> str | None:
+    """A hub name, or the absolute path of a folder: who loads the adapter may be elsewhere."""
+    return str(Path(weights).absolute()) if weights is not None and Path(weights).is_dir() else weights
 
 
 def _tied(model: PreTrainedModel, names: Mapping[str, str]) -> dict[str, str]:
