@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from framework.checkpoint.commit import list_checkpoints, newest_checkpoint, open_checkpoint, step_of
+from framework.checkpoint.commit import list_checkpoints, locate, newest_checkpoint, open_checkpoint, step_of
 from framework.checkpoint.storage import Place
 from framework.errors import RecipeError, RunError
 from framework.imports import loading_libraries
@@ -50,11 +50,9 @@ def find_origin(start_from: str) -> Origin:
     is none."""
     name, _, step = start_from.rpartition("@") if start_from.rpartition("@")[2].isdigit() else (start_from, "", "")
     run = RunDirectory.open(find_run(name))
-    saved = list_checkpoints(run.checkpoints)
-    found = next((each for each in saved if step and step_of(each) == int(step)), None)
-    found = found if step else newest_checkpoint(run.checkpoints)
+    found = locate(run.checkpoints, int(step)) if step else newest_checkpoint(run.checkpoints)
     if found is None:
-        steps = ", ".join(f"{step_of(each):,}" for each in reversed(saved)) or "none"
+        steps = ", ".join(f"{step_of(each):,}" for each in reversed(list_checkpoints(run.checkpoints))) or "none"
         raise RunError(f"run.start_from={start_from}: {run.path} has no such checkpoint. Saved steps: {steps}")
     return Origin(run, found)
 

@@ -148,7 +148,7 @@ class OwnerHop:
     @cached_property
     def own(self) -> list[int]:
         """The matrices whose owner this rank is."""
-        return [index for index, owner in enumerate(self.owners) if owner == self.axis.rank]
+        return self._by_owner[self.axis.rank]
 
     @property
     def num_sent(self) -> int:
@@ -157,27 +157,45 @@ class OwnerHop:
         there = sum(each[rank] for each, owner in zip(self.to_owner, self.owners, strict=True) if owner != rank)
         return there + sum(self.from_owner[index][peer] for index in self.own for peer in others)
 
+    # Sizes never change, and a mixture has thousands of matrices: counted once, not in every step.
+
     @cached_property
-    def _by_owner(self) -> list[int]:
-        return sorted(range(len(self.owners)), key=lambda index: self.owners[index])
+    def _by_owner(self) -> list[list[int]]:
+        """The matrices of each owner."""
+        found: list[list[int]] = [[] for _ in range(self.axis.size)]
+        for index, owner in enumerate(self.owners):
+            found[owner].append(index)
+        return found
+
+    @cached_property
+    def _there(self) -> tuple[list[int], list[list[int]]]:
+        """Elements for each owner, and the lengths of what comes from each rank."""
+        rank, ranks = self.axis.rank, range(self.axis.size)
+        sizes = [sum(self.to_owner[index][rank] for index in of_owner) for of_owner in self._by_owner]
+        return sizes, [[self.to_owner[index][peer] for index in self.own] for peer in ranks]
+
+    @cached_property
+    def _back(self) -> tuple[list[int], list[list[int]]]:
+        """Elements for each rank, and the lengths of what comes from each owner."""
+        rank, ranks = self.axis.rank, range(self.axis.size)
+        sizes = [sum(self.from_owner[index][peer] for index in self.own) for peer in ranks]
+        return sizes, [[self.from_owner[index][rank] for index in of_owner] for of_owner in self._by_owner]
 
     def collect(self, parts: Sequence[Tensor], empty: Tensor) -> list[list[Tensor]]:
         """The parts of all ranks, in order, of each own matrix. parts: this rank's of all matrices, [n] each; empty: [0]."""
-        rank, ranks = self.axis.rank, range(self.axis.size)
-        sent = [parts[index][: self.to_owner[index][rank]] for index in self._by_owner]
-        sizes = [sum(self.to_owner[i][rank] for i in self._by_owner if self.owners[i] == peer) for peer in ranks]
-        by_peer = self._exchange(sent, sizes, [[self.to_owner[i][peer] for i in self.own] for peer in ranks], empty)
-        return [[by_peer[peer][number] for peer in ranks] for number in range(len(self.own))]
+        rank = self.axis.rank
+        sent = [parts[index][: self.to_owner[index][rank]] for of_owner in self._by_owner for index in of_owner]
+        by_peer = self._exchange(sent, *self._there, empty)
+        return [list(parts) for parts in zip(*by_peer, strict=True)]
 
     def give_back(self, parts: Sequence[Sequence[Tensor]], empty: Tensor) -> list[Tensor]:
         """This rank's part of every matrix. parts: for each own matrix, what each rank gets."""
-        rank, ranks = self.axis.rank, range(self.axis.size)
-        sent = [each[peer] for peer in ranks for each in parts]
-        sizes = [sum(self.from_owner[i][peer] for i in self.own) for peer in ranks]
-        lengths = [[self.from_owner[i][rank] for i in self._by_owner if self.owners[i] == peer] for peer in ranks]
-        flat = [part for peer in self._exchange(sent, sizes, lengths, empty) for part in peer]
-        by_matrix = dict(zip(self._by_owner, flat, strict=True))
-        return [by_matrix[index] for index in range(len(self.owners))]
+        sent = [each[peer] for peer in range(self.axis.size) for each in parts]
+        results = [empty] * len(self.owners)
+        for of_owner, found in zip(self._by_owner, self._exchange(sent, *self._back, empty), strict=True):
+            for index, part in zip(of_owner, found, strict=True):
+                results[index] = part
+        return results
 
     def _exchange(
         self, sent: Sequence[Tensor], in_splits: list[int], lengths: list[list[int]], empty: Tensor
@@ -233,10 +251,19 @@ class MatrixGroup:
         """Update the values of all parts at a learning rate, a scalar. Collective over the update axis, the shard axis and tp."""
         owned = [each.own for each in self.parts]
         held = [each.gradient.lerp(each.momentum, momentum).to(self._dtype) for each in owned]
+        # Scalars of the device, one for all matrices that are updated alike.
+        decays: dict[float, Tensor] = {}
+        rates: dict[float, Tensor] = {}
         for part, own, result in zip(self.parts, owned, self._orthogonalize(held), strict=True):
-            scale = scale_of(part.form.shapes(part.shape)[0], self._settings.scale)
-            own_rate = rate * own.lr_ratio
-            own.value.mul_(1 - own_rate * own.weight_decay).sub_(result.to(own.value.dtype).mul_(own_rate * scale))
+            if not len(result):  # other ranks own all of it
+                continue
+            decay = own.lr_ratio * own.weight_decay
+            factor = own.lr_ratio * scale_of(part.form.shapes(part.shape)[0], self._settings.scale)
+            if decay not in decays:
+                decays[decay] = 1 - rate * decay
+            if factor not in rates:
+                rates[factor] = rate * factor
+            own.value.mul_(decays[decay]).sub_(result.to(own.value.dtype).mul_(rates[factor]))
 
     @property
     def bytes_sent(self) -> dict[str, int]:
