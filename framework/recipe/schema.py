@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from framework.recipe.machine_schema import (
+    Checkpoint,
     Cluster,
     ClusterLink,
     ClusterMatmul,
@@ -16,11 +17,15 @@ from framework.recipe.machine_schema import (
     Container,
     Launch,
     Run,
+    Track,
+    Wandb,
     group,
     key,
 )
 
-__all__ = ["Cluster", "ClusterLink", "ClusterMatmul", "ClusterMeasured", "Container", "Launch", "Run"]
+__all__ = [
+    "Checkpoint", "Cluster", "ClusterLink", "ClusterMatmul", "ClusterMeasured", "Container", "Launch", "Run", "Track", "Wandb",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -409,77 +414,6 @@ class Optim:
     clip_norm: float | None = key("largest norm of the global gradient; null: no clipping", 1.0, low=0.0)
     groups: dict[str, ParameterGroup] = key("named parameter groups by pattern", {})
     schedule: LearningRateSchedule = group(LearningRateSchedule)
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    root: str | None = key(
-        "folder of checkpoints, or a URL that fsspec knows (s3://bucket/runs, gs://, abfs://, ...); each run has ROOT/RUN-ID."
-        " null: RUN/checkpoints",
-        None,
-    )
-    every_steps: int | None = key("steps between saves; null: only at the end and when stopped", None, low=1)
-    every_minutes: float | None = key("minutes between saves; null: none by the clock", None, low=0.0)
-    interval: Literal["young_daly"] | None = key(
-        "young_daly: in place of every_minutes, the interval that loses least, by measured costs of saves and mtbf_hours",
-        None,
-    )
-    mtbf_hours: float | None = key(
-        "with interval: mean time between failures of the whole run, in hours", None, low=0.0
-    )
-    mode: Literal["async", "sync"] = key(
-        "async: write a copy in host memory during training; sync: training waits for the disk, and needs no memory",
-        "async",
-    )
-    max_failures: int = key("failed saves in a row that end the run; the last save must not fail", 3, low=1)
-    neighbor_copies: int = key(
-        "slurm: other nodes whose memory holds each rank's save, beside its own node's: a restart then reads no disk",
-        0,
-        low=0,
-    )
-    neighbor_every_steps: int | None = key("with neighbor_copies: steps between such saves", None, low=1)
-    keep: int = key("newest checkpoints to keep", 3, low=1)
-    keep_every: int | None = key("keep also those of steps that are multiples of this; null: none", None, low=1)
-    export_every_steps: int | None = key(
-        "steps between exports beside training to RUN/exports/step-N, for from_pretrained; all are kept; null: none",
-        None,
-        low=1,
-    )
-    keep_best: bool = key(
-        "save at the lowest validation loss so far, and keep that checkpoint beside the newest", False
-    )
-
-
-@dataclass(frozen=True)
-class Wandb:
-    mode: Literal["auto", "online", "offline", "disabled"] = key("auto: online with a key, else offline", "auto")
-    project: str = key("wandb project", "meshwright")
-    entity: str | None = key("wandb user or team; null: the key's own", None)
-    group: str | None = key("wandb group", None)
-    tags: list[str] = key("wandb tags", [])
-
-
-@dataclass(frozen=True)
-class Track:
-    every_steps: int = key("steps between reports", 1, low=1)
-    debug_collectives: bool = key(
-        "compare each collective among its ranks before it starts, and replicas after each step: a divergence is an error, not a"
-        " hang; slow",
-        False,
-    )
-    timeline_step: int | None = key(
-        "step whose actions are drawn: RUN/timeline.json, a Chrome trace, and timeline.png; null: none", None, low=1
-    )
-    profile_steps: tuple[int, int] | None = key(
-        "first and last step that torch's profiler records: RUN/profile has a trace, and the history of GPU memory",
-        None,
-        low=1,
-    )
-    profile_ranks: list[int] = key("ranks that record", [0], low=0)
-    sample_ledger: bool = key(
-        "write the samples of each step, with a hash of their tokens, to RUN/samples: some 30 bytes a sample", False
-    )
-    wandb: Wandb = group(Wandb)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from framework.recipe.schema import STOCK_ATTENTION, Adapter, Optim, Recipe
 from framework.verify.evidence import IGNORE, Evidence, NothingToCompare, TokenBatch, keep_double, perturb
 from framework.verify.plain import (
     DTYPES,
-    PlainAdapters,
     PlainGather,
     PlainLossScale,
     PlainMixtures,
@@ -38,6 +37,7 @@ from framework.verify.plain import (
     multiply_in_fp8,
     round_master,
 )
+from framework.verify.plain_adapters import PlainAdapters
 from framework.verify.plain_muon import PlainMuon, find_matrices
 
 CPU = torch.device("cpu")

@@ -1,0 +1,150 @@
+"""Rules of the method: which parameters are trained, beside which adapters, and how they are updated."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+
+from framework.recipe.keys import default_of
+from framework.recipe.problem import Problem, refuse, refuse_useless, rule
+from framework.recipe.schema import Recipe
+
+
+@rule("model.freeze", "optim.groups")
+def patterns(recipe: Recipe) -> Iterator[Problem]:
+    groups = {f"optim.groups.{name}.pattern": group.pattern for name, group in recipe.optim.groups.items()}
+    for key, pattern in (*groups.items(), *(("model.freeze", each) for each in recipe.model.freeze)):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            fix = "escape . [ ( with a backslash where they are meant as such"
+            yield Problem(key, pattern, f"not a regular expression: {error}", fix)
+
+
+@rule("adapter", "model.freeze", "precision.compute", "memory.compile", "parallel.overlap", "model.router_bias_rate")
+def adapter(recipe: Recipe) -> Iterator[Problem]:
+    own = recipe.adapter
+    if not own.is_used:
+        for each in fields(own):
+            if each.name != "kind":
+                yield from refuse_useless(recipe, f"adapter.{each.name}", "no adapter is trained", "adapter.kind=lora")
+        return
+    if not own.targets:
+        yield refuse(recipe, "adapter.targets", "an adapter without a place", "adapter.targets=[all-linear]")
+    if own.alpha == 0.0 or own.b_lr_ratio == 0.0:
+        key = "adapter.alpha" if own.alpha == 0.0 else "adapter.b_lr_ratio"
+        yield refuse(recipe, key, "an adapter that stays without effect", f"{key}={default_of(key)}")
+    if recipe.model.freeze:
+        message = "an adapter freezes all of the model but adapter.train"
+        yield refuse(recipe, "model.freeze", message, "leave it out (~model.freeze)")
+    if recipe.model.router_bias_rate:
+        message = "it moves biases of the frozen model, which no adapter's folder has"
+        yield refuse(recipe, "model.router_bias_rate", message, "model.router_bias_rate=0")
+    if recipe.precision.compute == "fp8":
+        message = "fp8 is of linear layers that are trained, which an adapter freezes"
+        yield refuse(recipe, "precision.compute", message, "precision=bf16")
+    if own.dropout:
+        message = "which elements of its input an adapter drops is not known"
+        if own.kind == "dora":
+            yield refuse(
+                recipe, "adapter.dropout", "dora takes all of its input", "adapter.dropout=0; or adapter.kind=lora"
+            )
+        if recipe.memory.compile == "always":
+            yield refuse(
+                recipe, "memory.compile", f"{message} to a compiled layer", "memory.compile=never; or adapter.dropout=0"
+            )
+        if recipe.parallel.overlap == "always":
+            fix = "parallel.overlap=never; or adapter.dropout=0"
+            yield refuse(recipe, "parallel.overlap", f"{message} where tokens come one rank after another", fix)
+
+
+@rule("optim.schedule", "train.steps", "train.epochs")
+def schedule(recipe: Recipe) -> Iterator[Problem]:
+    schedule, steps, key = recipe.optim.schedule, recipe.train.steps, "optim.schedule.decay_steps"
+    if recipe.train.epochs is not None:
+        return  # judged when the steps are known: launch/settle.py
+    warmup, decay = schedule.warmup_steps, schedule.decay_steps
+    if warmup > steps:
+        message = f"the warm-up is longer than the run of train.steps={steps}"
+        fix = f"at most {steps}; or train.steps={warmup} and more"
+        yield refuse(recipe, "optim.schedule.warmup_steps", message, fix)
+    if decay is None:
+        return
+    if schedule.name != "wsd":
+        message = f"only wsd has a decay of its own, not {schedule.name}"
+        yield refuse(recipe, key, message, f"{key}=null; or optim/schedule=wsd")
+    elif warmup <= steps < warmup + decay:
+        message = f"warm-up and decay, {warmup} + {decay} steps, are longer than the run of train.steps={steps}"
+        fix = f"{key}={steps - warmup} or less" if warmup < steps else f"train.steps={warmup + decay}"
+        yield refuse(recipe, key, message, fix)
+
+
+@rule(
+    "optim.name",
+    "optim.betas",
+    "optim.eps",
+    "optim.momentum",
+    "optim.muon.steps",
+    "optim.muon.dtype",
+    "optim.muon.scale",
+)
+def optimizer(recipe: Recipe) -> Iterator[Problem]:
+    optim = recipe.optim
+    owned_by = {"betas": ("adamw", "lion", "muon"), "eps": ("adamw", "muon"), "momentum": ("sgd", "muon")}
+    for name, owners in (owned_by | {f"muon.{each}": ("muon",) for each in ("steps", "dtype", "scale")}).items():
+        if optim.name not in owners:
+            message = f"{optim.name} has no {name}, so it would do nothing"
+            yield from refuse_useless(recipe, f"optim.{name}", message, f"optim={' or optim='.join(owners)}")
+    if any(beta >= 1.0 for beta in optim.betas):
+        yield refuse(recipe, "optim.betas", "at 1 a moment never forgets; each must be below 1", "0.9 to 0.999")
+    if optim.momentum >= 1.0:
+        yield refuse(recipe, "optim.momentum", "at 1 it never forgets; it must be below 1", "0.9")
+
+
+@rule(
+    *("optim.name", "optim.groups", "adapter.kind", "memory.offload.optimizer", "precision.moments", "precision.master")
+)
+def muon(recipe: Recipe) -> Iterator[Problem]:
+    name, why = recipe.optim.name, "muon needs whole matrices of momentum in fp32 on the device"
+    asked = [key for key, each in recipe.optim.groups.items() if each.optimizer != "auto"]
+    if name != "muon" and asked:
+        message = f"of optim.name=muon only: {name} updates all parameters"
+        yield Problem(
+            f"optim.groups.{asked[0]}.optimizer",
+            recipe.optim.groups[asked[0]].optimizer,
+            message,
+            "auto; or optim=muon",
+        )
+    if name == "muon" and recipe.memory.offload.optimizer:
+        yield refuse(recipe, "memory.offload.optimizer", why, "0; or optim=adamw")
+    if name == "muon" and recipe.precision.moments != "fp32":
+        yield refuse(recipe, "precision.moments", why, "fp32; or optim=adamw")
+    if name == "muon" and recipe.adapter.is_used:
+        message = "muon is for whole weights; adapters are thin matrices, which adamw trains"
+        yield refuse(recipe, "adapter.kind", message, "adapter=none; or optim=adamw")
+    if name == "muon" and recipe.precision.master == "none":
+        message = "muon's updates are many times smaller than weights, which bf16 would round away"
+        yield refuse(recipe, "precision.master", message, "fp32; or optim=adamw")
+
+
+@rule("precision.moments", "optim.name", "optim.momentum")
+def moments(recipe: Recipe) -> Iterator[Problem]:
+    key, moments, optim = "precision.moments", recipe.precision.moments, recipe.optim
+    if moments != "fp32" and optim.name == "sgd" and optim.momentum == 0.0:
+        message = "sgd with optim.momentum=0 has no moments, so it would do nothing"
+        yield refuse(recipe, key, message, f"leave it out (~{key}); or optim.momentum=0.9")
+    elif moments == "int8" and optim.name == "lion":
+        message = (
+            "lion updates by a sign, as far for a small moment as for a large one, and of small ones int8 keeps the least: where"
+            " it turns the sign of moment and gradient, an update is wrong by all of its size"
+        )
+        yield refuse(recipe, key, message, f"{key}=bf16; or optim=adamw")
+
+
+@rule("optim.clip_norm")
+def clipping(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.optim.clip_norm == 0.0:
+        message = "a gradient clipped to norm 0 trains nothing"
+        yield refuse(recipe, "optim.clip_norm", message, "optim.clip_norm=null for no clipping")
+
+
+METHOD_RULES = (schedule, optimizer, muon, moments, clipping, patterns, adapter)
