@@ -157,47 +157,47 @@ def cut_to_stage(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> L
 
 
 def quantize_gathers(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
-    """Have large trained matrices travel as codes (`zero.quantize_gather`). Routers stay exact, or a rounding would choose other
-    experts; so do weights that a family keeps in fp32, frozen ones, of which nobody has a master, tied ones, of which the other
-    stage's copy would be cut into other blocks, and those that travel as fp8 anyway, which costs not one bit."""
+    """Have large trained matrices travel as codes (`zero.quantize_gather`). Weights that a family keeps in fp32 stay exact, and
+    tied ones, of which the other stage's copy would be cut into other blocks, and those that travel as fp8 anyway, which costs
+    not one bit."""
     zero = plan.recipe.zero
     if zero.quantize_gather == "none":
         return layouts
-    routers = {id(each) for router, _ in find_routers(model) for each in router.parameters()}
     wide = kept_in_fp32(model, plan.compute_dtype)
-
-    def is_quantized(name: str, layout: Layout) -> bool:
-        is_large = len(layout.shape) > 1 and prod(layout.shape) >= zero.quantize_min_elements
-        is_plain = name in plan.groups and len(plan.ties[name]) == 1 and not wide & {*plan.ties[name]}
-        is_plain &= not any(shard.pieces for shard in layout.shards)  # as of `quantize_reductions`
-        return is_large and is_plain and not layout.gathered_in and id(model.get_parameter(name)) not in routers
-
-    form = f"{zero.quantize_gather} blocks"
-    return {
-        name: replace(layout, gathered_in=form) if is_quantized(name, layout) else layout
-        for name, layout in layouts.items()
+    coded = {
+        name
+        for name in _find_coded(model, layouts, plan)
+        if len(plan.ties[name]) == 1 and not wide & {*plan.ties[name]} and not layouts[name].gathered_in
     }
+    form = f"{zero.quantize_gather} blocks"
+    return {name: replace(each, gathered_in=form) if name in coded else each for name, each in layouts.items()}
 
 
 def quantize_reductions(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
-    """Have gradients of large trained matrices leave their node as codes (`zero.quantize_reduce`). Vectors and routers stay
-    exact: they are few bytes, and of a block with others they would get the others' errors."""
-    zero = plan.recipe.zero
-    if zero.quantize_reduce == "none":
+    """Have gradients of large trained matrices leave their node as codes (`zero.quantize_reduce`)."""
+    form = plan.recipe.zero.quantize_reduce
+    if form == "none":
         return layouts
+    coded = _find_coded(model, layouts, plan)
+    return {name: replace(each, reduced_in=form) if name in coded else each for name, each in layouts.items()}
+
+
+def _find_coded(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> set[str]:
+    """The trained matrices of at least `zero.quantize_min_elements`. Vectors are few bytes, and of a block with others would get
+    the others' errors; routers that are rounded would choose other experts; of rows that neighbours hold alike each would have
+    codes in blocks with rows of its own, and their copies would drift apart."""
     routers = {id(each) for router, _ in find_routers(model) for each in router.parameters()}
     # Not each name of a tie is there on each stage.
     exact = {name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in routers}
-
-    def is_quantized(name: str, layout: Layout) -> bool:
-        is_large = len(layout.shape) > 1 and prod(layout.shape) >= zero.quantize_min_elements
-        # Of rows that neighbours hold alike each has codes in blocks with rows of its own: their copies would drift apart.
-        is_copied = any(shard.pieces for shard in layout.shards)
-        return is_large and name in plan.groups and name not in exact and not is_copied
-
+    least = plan.recipe.zero.quantize_min_elements
     return {
-        name: replace(layout, reduced_in=zero.quantize_reduce) if is_quantized(name, layout) else layout
-        for name, layout in layouts.items()
+        name
+        for name, each in layouts.items()
+        if name in plan.groups
+        and name not in exact
+        and len(each.shape) > 1
+        and prod(each.shape) >= least
+        and not any(shard.pieces for shard in each.shards)
     }
 
 
