@@ -52,7 +52,6 @@ class FlatOptimizer:
         nothing = FlatShard((), *torch.zeros(2, 0, dtype=torch.float64, device=device))
         filled = [group for group in groups if group.shards] or [ShardGroup("nothing", (nothing,), 1.0, 0.0)]
         self.shards = tuple(shard for group in filled for shard in group.shards)
-        self.state_names = tuple(self._rule.states(optim))
         self._group_of = {shard: group for group in filled for shard in group.shards}
         self._kernel_divides = all(shard.gradient.dtype == torch.float32 for shard in self.shards)
         kinds = [

@@ -15,7 +15,7 @@ from framework.mesh.layout import Layout
 from framework.mesh.topology import Axis
 from framework.model.load import build_meta
 from framework.model.units import Unit, find_units
-from framework.optim.optimizers import FlatOptimizer
+from framework.optim.optimizers import FlatOptimizer, state_names
 from framework.optim.update_rules import FlatShard, ShardGroup
 from framework.parallel.zero.buffers import UnitBuffer, make_buffers
 from framework.parallel.zero.gradients import REDUCTIONS_IN_FLIGHT
@@ -62,7 +62,9 @@ def measure_held(buffers: list[UnitBuffer]) -> Held:
     ]
     shards = tuple(FlatShard((), buffer.master[where], buffer.reduced[where]) for buffer, where in slices)
     optimizer = FlatOptimizer("adamw", Optim(name="adamw"), [ShardGroup("default", shards, 1.0, 0.0)], CPU)
-    states = count_bytes(optimizer.state(each, name) for each, name in product(shards, optimizer.state_names))
+    states = count_bytes(
+        optimizer.state(each, name) for each, name in product(shards, state_names(Optim(name="adamw")))
+    )
     return Held(
         sum(parameters.values()),
         sum(gradients.values()),

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from framework.mesh.layout import Layout, Shard
 from framework.optim import states
 from framework.optim.low_bit import BLOCK
-from framework.optim.optimizers import FlatOptimizer, Missed
+from framework.optim.optimizers import FlatOptimizer, Missed, state_names
 from framework.optim.states import CHUNK_CPU, MomentsDtype, count_state_bytes
 from framework.optim.update_rules import FlatShard, ShardGroup
 from framework.recipe.schema import Optim
@@ -47,6 +47,7 @@ class Held:
         layouts: dict[str, Layout] | None = None,
         dtype: torch.dtype = torch.float32,
     ):
+        self.optim = optim
         self.layouts = layouts or {name: Layout(shape) for name, shape in SHAPES.items()}
         number = sum(layout.numel_owned for layout in self.layouts.values())
         value, gradient = torch.ones(number, dtype=dtype), torch.zeros(number, dtype=dtype)
@@ -67,7 +68,7 @@ class Held:
         return dict(zip(self.layouts, flat.split([each.numel_owned for each in self.layouts.values()]), strict=True))
 
     def states(self) -> dict[str, Tensor]:
-        return {name: self.optimizer.state(self.shard, name).clone() for name in self.optimizer.state_names}
+        return {name: self.optimizer.state(self.shard, name).clone() for name in state_names(self.optim)}
 
     def memory(self) -> list[Tensor]:
         return [each.clone() for each in self.optimizer.states.memory(self.shard, 0, self.shard.value.numel())]

@@ -28,7 +28,7 @@ from framework.model.fp8 import CASTS, E4M3, E5M2, Fp8Matmul, TorchCast, quantiz
 from framework.model.logit_map import LogitMap
 from framework.model.loss import IGNORE, LOSS, TokenLoss, TorchLoss, token_loss
 from framework.optim.bit_kernels import BITS, TorchBits
-from framework.optim.optimizers import FlatOptimizer
+from framework.optim.optimizers import FlatOptimizer, state_names
 from framework.optim.states import MomentsDtype
 from framework.optim.stochastic_rounding import WORD_BITS
 from framework.optim.update_rules import FlatShard, ShardGroup
@@ -293,7 +293,7 @@ def test_updates_are_torchs_bitwise(name: str, moments: MomentsDtype, dtype: tor
             for step in range(3):
                 gradient.copy_(torch.randn(numel, generator=generator) * 10.0 ** -(step + 1))
                 optimizer.step(1e-2, one, torch.tensor(False, device=DEVICE), step)
-            found.append([value, *(optimizer.state(shard, each).float() for each in optimizer.state_names)])
+            found.append([value, *(optimizer.state(shard, each).float() for each in state_names(optim))])
     for one_, other in zip(*found, strict=True):
         assert torch.equal(one_, other)
 
