@@ -33,7 +33,7 @@ from framework.model.load import build_meta
 from framework.model.logit_map import LogitMap
 from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.precision import DTYPES
-from framework.model.probe import find_layer_outputs, find_load_balancing_loss
+from framework.model.probe import find_layer_outputs, find_routers_loss
 from framework.model.routers import LoadBalancingLoss
 from framework.model.stage import StageBounds, copy_stage, refuse_shared_layers
 from framework.model.units import Unit, find_units, tied_names
@@ -84,7 +84,7 @@ class Plan:
     pipeline: PipelinePlan
     # Layers return tuples; known only where the model is cut into stages.
     returns_tuple: bool
-    # The routers' auxiliary loss; None without one.
+    # The routers' auxiliary losses; None without one.
     load_balancing: LoadBalancingLoss | None
     # Mixtures of experts, in order.
     mixtures: tuple[Mixture, ...]
@@ -289,7 +289,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         refuse_undivided_context(config, ContextSlices(derived.context, derived.ulysses, derived.ring), has_documents)
     check_experts(whole, derived.ep, recipe.model.expert_capacity, derived.expert_tp < derived.tp)
     units = tuple(find_units(whole))
-    load_balancing, mixtures = find_load_balancing_loss(whole), find_mixtures(whole, units)
+    load_balancing, mixtures = find_routers_loss(whole, recipe.train.router_z_loss), find_mixtures(whole, units)
     refuse_bias_rate(recipe.model, whole, mixtures)
     refuse_unknown_operations(recipe.memory, whole)
     ties = tied_names(whole)

@@ -46,6 +46,14 @@ class Train:
     divergence_check_steps: int | None = key(
         "steps between checks, by hashes, that replicas are equal; also before each save; null: no check", None, low=1
     )
+    z_loss: float = key(
+        "weight of (log sum exp logits)^2, averaged over tokens with a loss, which keeps logits near 0 (PaLM: 1e-4)",
+        0.0,
+        low=0.0,
+    )
+    router_z_loss: float = key(
+        "weight of the same of routers' logits, averaged over the tokens of all mixtures (ST-MoE: 1e-3)", 0.0, low=0.0
+    )
     validation_sequences: int | None = key("sequences of one validation; null: the whole validation split", None, low=1)
 
 

@@ -284,6 +284,8 @@ class Oracle:
         num_microbatches = len(batch.labels.split(self._recipe.batch.sequences_per_microbatch))
         for total, output in self._losses(batch):
             loss = total / num_tokens
+            if self._recipe.train.router_z_loss:
+                loss = loss + self._recipe.train.router_z_loss * self._mixtures.z_loss(output) / num_microbatches
             if getattr(self._model.config, "output_router_logits", False):
                 loss = loss + self._model.config.router_aux_loss_coef * output.aux_loss / num_microbatches
             with _telling_of_stock(self._model.config, self._dtype):
@@ -300,6 +302,7 @@ class Oracle:
         """The sum of each microbatch's token losses, and what the model has returned."""
         device, rows = self._model.device, self._recipe.batch.sequences_per_microbatch
         inputs, labels = batch.input_ids.split(rows), batch.labels.split(rows)
+        more = {"output_router_logits": True} if self._recipe.train.router_z_loss else {}
         positions = [None] * len(inputs) if batch.position_ids is None else batch.position_ids.split(rows)
         for input_ids, target, position_ids in zip(inputs, labels, positions, strict=True):
             padding = {}
@@ -308,9 +311,12 @@ class Oracle:
                 padding = {"attention_mask": is_real.long().to(device)}
                 self._mixtures.real = is_real.flatten().to(device)
             with _telling_of_stock(self._model.config, self._dtype):
-                output = self._model(input_ids=input_ids.to(device), **padding)
-            logits = _widen(output.logits.flatten(0, 1))
-            yield F.cross_entropy(logits, target.flatten().to(device), ignore_index=IGNORE, reduction="sum"), output
+                output = self._model(input_ids=input_ids.to(device), **padding, **more)
+            logits, target = _widen(output.logits.flatten(0, 1)), target.flatten().to(device)
+            loss = F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="sum")
+            if self._model.training and self._recipe.train.z_loss:
+                loss = loss + self._recipe.train.z_loss * logits[target != IGNORE].exp().sum(-1).log().pow(2).sum()
+            yield loss, output
 
     def _measure_noise(self, batch: TokenBatch) -> dict[Tensor, Noise]:
         """The effect of rounding on the gradients of this step, by master; the gradients are left as they were."""
