@@ -140,11 +140,34 @@ def moments(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, key, message, f"{key}=bf16; or optim=adamw")
 
 
-@rule("optim.clip_norm")
+@rule(*("optim.clip_norm", "optim.clip_update", "optim.decay_follows", "memory.offload.optimizer", "precision.master"))
 def clipping(recipe: Recipe) -> Iterator[Problem]:
+    optim, offload = recipe.optim, recipe.memory.offload.optimizer
+    if optim.clip_update == 0.0:
+        yield refuse(recipe, "optim.clip_update", "an update clipped to 0 trains nothing", "optim.clip_update=null")
+    elif optim.clip_update is not None and (offload or recipe.precision.master == "none"):
+        message = (
+            "a host updates unit after unit, before ranks know how large the whole update of a parameter is"
+            if offload
+            else "the update is known only after weights without a master are rounded"
+        )
+        yield refuse(recipe, "optim.clip_update", message, "optim.clip_update=null")
+    if optim.decay_follows == "peak" and optim.name == "sgd":
+        message = "sgd's decay is a part of its gradient, so it follows the schedule"
+        yield refuse(recipe, "optim.decay_follows", message, "schedule; or optim=adamw")
     if recipe.optim.clip_norm == 0.0:
         message = "a gradient clipped to norm 0 trains nothing"
         yield refuse(recipe, "optim.clip_norm", message, "optim.clip_norm=null for no clipping")
 
 
-METHOD_RULES = (schedule, optimizer, muon, moments, clipping, patterns, adapter)
+@rule("train.ema", "memory.offload.home", "memory.offload.optimizer")
+def averages(recipe: Recipe) -> Iterator[Problem]:
+    offload = recipe.memory.offload
+    if recipe.train.ema == 1.0:
+        yield refuse(recipe, "train.ema", "at 1 the average stays at the first weights", "0.999")
+    if recipe.train.ema is not None and offload.home == "disk" and offload.optimizer:
+        message = "an average is updated in memory, where masters on a disk never are as a whole"
+        yield refuse(recipe, "train.ema", message, "train.ema=null; or memory.offload.home=host")
+
+
+METHOD_RULES = (averages, schedule, optimizer, muon, moments, clipping, patterns, adapter)

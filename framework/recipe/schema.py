@@ -54,6 +54,13 @@ class Train:
     router_z_loss: float = key(
         "weight of the same of routers' logits, averaged over the tokens of all mixtures (ST-MoE: 1e-3)", 0.0, low=0.0
     )
+    ema: float | None = key(
+        "share that an average of the weights keeps in each step, such as 0.999; it is validated beside the weights, and"
+        " `export --average` writes it; null: no average",
+        None,
+        low=0.0,
+        high=1.0,
+    )
     validation_sequences: int | None = key("sequences of one validation; null: the whole validation split", None, low=1)
 
 
@@ -418,6 +425,16 @@ class Optim:
     muon: Muon = group(Muon)
     weight_decay: float = key(
         "decoupled decay; not of norms, biases, A_log, D (sgd: added to the gradient)", 0.1, low=0.0
+    )
+    decay_follows: Literal["schedule", "peak"] = key(
+        "learning rate that decay is multiplied by; schedule: that of the step; peak: optim.lr in every step",
+        "schedule",
+    )
+    clip_update: float | None = key(
+        "largest root mean square of a parameter's update over its learning rate, decay apart (AdamW's are mostly below 1); null:"
+        " no clipping",
+        None,
+        low=0.0,
     )
     clip_norm: float | None = key("largest norm of the global gradient; null: no clipping", 1.0, low=0.0)
     groups: dict[str, ParameterGroup] = key("named parameter groups by pattern", {})

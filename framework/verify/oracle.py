@@ -158,7 +158,14 @@ def run_oracle(
             gradients = oracle.gradients()
         oracle.update(batch, layout.by_step[step] if layout.by_step else {}, step)
     final = {name: weight.detach().cpu() for name, weight in oracle.weights().items()}
-    return Evidence(tuple(losses), tuple(norms), gradients, final, undecided=oracle.count_undecided())
+    return Evidence(
+        tuple(losses),
+        tuple(norms),
+        gradients,
+        final,
+        undecided=oracle.count_undecided(),
+        averages=final | oracle.averages if oracle.averages else {},
+    )
 
 
 class Oracle:
@@ -197,6 +204,8 @@ class Oracle:
         self._optimizer = _stock_optimizer(recipe.optim, self.masters, config, recipe.adapter)
         self._mixtures = PlainMixtures(self._model, recipe.model, recipe.batch.context)
         self._scale = PlainLossScale(recipe.precision)
+        averaged = self.masters if recipe.train.ema is not None else {}
+        self.averages = {name: each.detach().clone() for name, each in averaged.items() if each.requires_grad}
         self._moments = PlainMoments(recipe.optim, recipe.precision.moments, recipe.train.seed, layout.blocks)
         self._gather = PlainGather(recipe.zero.quantize_gather, layout.gathered)
 
@@ -251,16 +260,44 @@ class Oracle:
         loads = self._mixtures.take()  # before gradients are computed again, which would count tokens, too
         if not self._scale.take():
             return
+        before = self._decay_at_peak()
         if isinstance(self._optimizer, PlainLion) and layout:
             noise = self._measure_noise(batch)
             self._optimizer.follow(noise, {master: layout[name] for name, master in self.masters.items()})
         else:
             self._optimizer.step()
+        self._clip_updates(before)
         self._moments.round(self._optimizer, self.masters, step)
         for name in self._in_bf16:
             round_master(self.masters[name], (self._recipe.train.seed, "master", step, name))
+        for name, average in self.averages.items():
+            decay = self._recipe.train.ema or 0.0
+            average.copy_(decay * average + (1 - decay) * self.masters[name].detach())
         # Last: with biases that have moved, routers would choose other experts, which is no rounding.
         self._mixtures.move(self.weights(), loads)
+
+    @torch.no_grad()
+    def _decay_at_peak(self) -> list[Tensor]:
+        """Decay by the peak rate where the recipe says so. Returns copies of all masters, by group of one each."""
+        optim = self._recipe.optim
+        for group in self._optimizer.param_groups:
+            (master,) = group["params"]
+            if optim.decay_follows == "peak" and master.grad is not None:
+                master *= 1 - optim.lr * group["lr_ratio"] * group["decay"]
+        return [group["params"][0].detach().clone() for group in self._optimizer.param_groups]
+
+    @torch.no_grad()
+    def _clip_updates(self, before: list[Tensor]) -> None:
+        """Shorten updates whose root mean square over the learning rate is above the limit. before: masters before them."""
+        optim = self._recipe.optim
+        for group, old in zip(self._optimizer.param_groups, before, strict=True):
+            (master,) = group["params"]
+            if optim.clip_update is not None and master.grad is not None:
+                decay = 0.0 if optim.name == "sgd" else group["lr"] * group["weight_decay"]
+                update = (master - (1 - decay) * old) / group["lr"]
+                rms = update.pow(2).mean().sqrt()
+                if rms > optim.clip_update:
+                    master.copy_((1 - decay) * old + group["lr"] * update * optim.clip_update / rms)
 
     def count_undecided(self) -> dict[str, int]:
         """Count the elements whose update rounding decided in some step, by name."""
@@ -417,7 +454,12 @@ def _stock_optimizer(
     undecayed = decay_nothing(blank) | {name for name in masters if name.endswith("lora_magnitude_vector")}
     trained = [name for name, master in masters.items() if master.requires_grad]
     groups = [
-        {"params": [masters[name]], "lr_ratio": lr_ratio, "weight_decay": weight_decay}
+        {
+            "params": [masters[name]],
+            "lr_ratio": lr_ratio,
+            "decay": weight_decay,  # by the peak rate it is made before the update, by the oracle
+            "weight_decay": weight_decay if optim.decay_follows == "schedule" else 0.0,
+        }
         for name, lr_ratio, weight_decay in find_groups(trained, undecayed, optim, adapter)
     ]
     match optim.name:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from framework.recipe.schema import Memory, Parallel, Recipe, Train, Zero
+from framework.recipe.schema import LearningRateSchedule, Memory, Muon, Optim, Parallel, Recipe, Train, Zero
 from tests.families import family
 from tests.grid import few_of
 from tests.ranks.parity import STEPS, Case, assert_equal, small_recipe
@@ -53,3 +53,32 @@ def test_z_losses(pool: RankPool, name: str, label: str, chunked: bool) -> None:
     changes = {"output_router_logits": True, "router_aux_loss_coef": 0.05} if name == "qwen3_moe" else {}
     train = Z_LOSS if has_routers else replace(Z_LOSS, router_z_loss=0.0)
     check(pool, name, label, changes, train=train, memory=Memory(compile="never", chunked_loss=chunked))
+
+
+AVERAGES = Train(steps=STEPS, seed=5, ema=0.7)
+
+
+@pytest.mark.parametrize("label", few_of(LAYOUTS, lambda label: label in ("zero 3", "ep, tp")))
+@pytest.mark.parametrize("optim", few_of(("adamw", "muon"), lambda name: name == "adamw"))
+def test_averages(pool: RankPool, label: str, optim: str) -> None:
+    name = "qwen3_moe" if "ep" in label else "gpt2"
+    settings = Optim(name=optim, lr=1e-2, clip_norm=0.05, muon=Muon(dtype="master"))
+    check(pool, name, label, train=AVERAGES, optim=settings)
+
+
+@pytest.mark.parametrize("label", few_of(LAYOUTS, lambda label: label in ("zero 1, accumulation", "ep, tp")))
+@pytest.mark.parametrize("optim", few_of(("adamw", "muon", "sgd", "lion"), lambda name: name == "muon"))
+def test_clipped_updates_and_decay_by_the_peak(pool: RankPool, label: str, optim: str) -> None:
+    name = "qwen3_moe" if "ep" in label else "gpt2"
+    settings = Optim(
+        name=optim,
+        lr=1e-2,
+        clip_norm=0.05,
+        momentum=0.9,
+        muon=Muon(dtype="master"),
+        weight_decay=0.3,
+        clip_update=0.001 if optim == "sgd" else 0.15,
+        decay_follows="schedule" if optim == "sgd" else "peak",
+        schedule=LearningRateSchedule(warmup_steps=1),
+    )
+    check(pool, name, label, optim=settings)
