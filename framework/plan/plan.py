@@ -38,6 +38,7 @@ from framework.model.routers import LoadBalancingLoss
 from framework.model.stage import StageBounds, copy_stage, refuse_shared_layers
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment
+from framework.optim.qk_rows import QkRows, find_qk_rows
 from framework.parallel.attention import find_stock_attention, refuse_undivided_context
 from framework.parallel.experts.split import check_experts
 from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline
@@ -92,6 +93,8 @@ class Plan:
     logit_map: LogitMap | None
     # The reason why layers attend by transformers' attention; None: they attend by Meshwright's.
     stock_attention: str | None
+    # Rows of queries and keys, which QK-clip scales, by parameter.
+    qk_rows: Mapping[str, QkRows]
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -298,6 +301,9 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         refuse_shared_layers(config, units, ties)
     costs = unit_flops(whole, units, derived.context)
     pipeline = plan_pipeline(recipe.pipeline, derived.pp, derived.accumulation, costs, recipe.zero)
+    stock_attention = None if derived.cp > 1 else find_stock_attention(config, recipe)
+    groups = tuple(group_parameters_of(recipe, whole, units))
+    qk_rows = find_qk_rows(recipe, whole, units, {each.parameter for each in groups}, stock_attention)
     return Plan(
         recipe,
         config,
@@ -307,13 +313,14 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         whole,
         units,
         ties,
-        tuple(group_parameters_of(recipe, whole, units)),
+        groups,
         pipeline,
         len(pipeline.stages) > 1 and find_layer_outputs(config),
         load_balancing,
         mixtures,
         logit_map,
-        None if derived.cp > 1 else find_stock_attention(config, recipe),
+        stock_attention,
+        qk_rows,
     )
 
 

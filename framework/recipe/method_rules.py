@@ -170,4 +170,19 @@ def averages(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, "train.ema", message, "train.ema=null; or memory.offload.home=host")
 
 
-METHOD_RULES = (averages, schedule, optimizer, muon, moments, clipping, patterns, adapter)
+@rule("optim.qk_clip", "memory.offload.home", "memory.offload.optimizer", "precision.master")
+def qk_clip(recipe: Recipe) -> Iterator[Problem]:
+    offload = recipe.memory.offload
+    if recipe.optim.qk_clip is None:
+        return
+    if recipe.optim.qk_clip == 0.0:
+        yield refuse(recipe, "optim.qk_clip", "attention without logits learns nothing", "optim.qk_clip=100")
+    elif offload.home == "disk" and offload.optimizer:
+        message = "masters on a disk are updated chunk by chunk, and are not read again to be scaled"
+        yield refuse(recipe, "optim.qk_clip", message, "optim.qk_clip=null; or memory.offload.home=host")
+    elif recipe.precision.master == "none":
+        message = "weights without a master would be rounded to 8 bits each time that they are scaled"
+        yield refuse(recipe, "optim.qk_clip", message, "optim.qk_clip=null; or precision.master=fp32")
+
+
+METHOD_RULES = (averages, qk_clip, schedule, optimizer, muon, moments, clipping, patterns, adapter)

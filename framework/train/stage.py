@@ -1,6 +1,7 @@
 """A pipeline stage of this rank for the executor: part of the model, its parameters, gradients and hooks."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,7 @@ class RankStage:
         self.parameters, self.gradients, self.hooks = attached.parameters, attached.gradients, attached.hooks
         self.offload, self._owns_attention = attached.offload, attached.plan.owns_attention
         self._loss, self._load, self._z_loss = attached.loss, attached.load, attached.plan.recipe.train.z_loss
+        self._maxima = attached.maxima
         self._disabled = dict.fromkeys(set(DISABLED) & accepted_arguments(model.model), False)
         self._inputs: StepInputs | None = None
 
@@ -54,7 +56,7 @@ class RankStage:
         """received: hidden states [B, T, D] of the stage before, none on the first. Returns those for the next stage or, on
         the last stage, this rank's part of the batch's loss, a scalar."""
         self._set_dropout(is_on=True)
-        with self._load.counting():
+        with self._load.counting(), self._maxima.counting() if self._maxima is not None else nullcontext():
             outputs = self._compute(microbatch, received, self.inputs.seeds[microbatch])
         return (self._part_of_loss(microbatch, *outputs),) if self.model.bounds.is_last else outputs
 

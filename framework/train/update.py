@@ -29,6 +29,7 @@ from framework.optim.disk_ring import DiskStates, DiskTensor
 from framework.optim.groups import GroupAssignment
 from framework.optim.muon import MuonOptimizer
 from framework.optim.optimizers import FlatOptimizer, Missed, preserving, scale_decay, state_names
+from framework.optim.qk_clip import QkClip
 from framework.optim.states import States
 from framework.optim.update_clipping import ParameterPart, UpdateClipping
 from framework.optim.update_rules import OPTIMIZERS, FlatShard, ShardGroup
@@ -71,6 +72,11 @@ def own_shards(buffers: Iterable[UnitBuffer]) -> list[OwnedShard]:
     ]
 
 
+def find_parts(shards: Iterable[OwnedShard]) -> list[ParameterPart]:
+    """The elements of each parameter in each of these shards."""
+    return [part for each in shards for part in each.parts()]
+
+
 def group_shards(shards: Sequence[OwnedShard], assignments: Iterable[GroupAssignment]) -> list[ShardGroup]:
     """The shards by optimizer group."""
     by_group = {each.key: each for each in assignments}
@@ -108,7 +114,7 @@ class UpdatedTogether:
     """Trained buffers whose masters live on `device`, the rank's or the host's, and are updated in one call of each optimizer.
 
     optimizers: between them they have all shards of the buffers. averages: of these weights, if there are any.
-    clipping: of updates, if there is any.
+    clipping, qk_clip: of updates and of attention logits, if there is any.
     """
 
     def __init__(
@@ -118,9 +124,10 @@ class UpdatedTogether:
         device: torch.device,
         averages: WeightAverages | None = None,
         clipping: UpdateClipping | None = None,
+        qk_clip: QkClip | None = None,
     ):
         self.buffers, self.optimizers, self._device = buffers, optimizers, device
-        self._averages, self._clipping = averages, clipping
+        self._averages, self._clipping, self._qk_clip = averages, clipping, qk_clip
 
     @property
     def shards(self) -> tuple[FlatShard, ...]:
@@ -154,6 +161,8 @@ class UpdatedTogether:
             for optimizer in self.optimizers:
                 with optimizer.preserving([each for each in here if each.shard in optimizer.shards]):
                     optimizer.step(lr, divisor, skip, step)
+        if self._qk_clip is not None:
+            self._qk_clip.clip(self.shards, skip)
         if self._averages is not None:
             self._averages.update(self.shards, skip)
         for buffer in self.buffers:
@@ -258,13 +267,14 @@ class StepOptimizer:
         assignments: Sequence[GroupAssignment],
         mesh: Mesh,
         disk: DiskStates | None = None,
+        qk_clip: QkClip | None = None,
     ):
         settings = recipe.precision.moments, recipe.train.seed
         by_key = {each.key: each.optimizer for each in assignments}
         decay = recipe.train.ema
         self.averages = WeightAverages([each.shard for each in shards], decay) if decay is not None else None
 
-        parts, limit = [part for each in shards for part in each.parts()], recipe.optim.clip_update
+        parts, limit = find_parts(shards), recipe.optim.clip_update
         clipping = UpdateClipping(recipe.optim, parts, assignments, mesh.axis("world")) if limit is not None else None
 
         def join(together: list[UnitBuffer], lives_on: torch.device) -> UpdatedTogether:
@@ -279,7 +289,7 @@ class StepOptimizer:
                 plans = [buffer.plan for buffer in together]
                 spans = {each.shard: (each.buffer.plan, each.span) for each in own}
                 optimizers.append(MuonOptimizer(recipe.optim, matrices, plans, spans, assignments, mesh.axes, lives_on))
-            return UpdatedTogether(together, optimizers, lives_on, self.averages, clipping)
+            return UpdatedTogether(together, optimizers, lives_on, self.averages, clipping, qk_clip)
 
         trained = [buffer for buffer in buffers if buffer.is_trained]
         at_home = [buffer for buffer in trained if not buffer.is_updated_on_host and buffer.stored is None]
@@ -294,7 +304,7 @@ class StepOptimizer:
             stored = [buffer for buffer in trained if buffer.stored is not None]
             owned = [each for each in shards if each.buffer.stored is not None]
             self.parts.append(DiskOptimizer(recipe.optim, disk, stored, owned, group_shards(owned, assignments)))
-        self.name = recipe.optim.name
+        self.name, self._qk_clip = recipe.optim.name, qk_clip
         names = {each.key: state_names(recipe.optim, each.key) for each in assignments}
         kept = [AVERAGE] if self.averages is not None else []
         self.state_names = (*dict.fromkeys(name for each in names.values() for name in each), *kept)
@@ -321,8 +331,12 @@ class StepOptimizer:
         `skip` is 1. divisor, skip: scalars on the device. step: of the run. missed: elements that this rank's backward has not
         reached."""
         self.wait_for_readers()
+        if self._qk_clip is not None:
+            self._qk_clip.gather()
         for part in self.parts:
             part.update(lr, divisor, skip, step, [each for each in missed if self._part_of[each.shard] is part])
+        if self._qk_clip is not None:
+            self._qk_clip.forget()
 
     def states_of(self, shard: FlatShard) -> States:
         """The states of a shard that is in memory."""

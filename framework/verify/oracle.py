@@ -39,6 +39,7 @@ from framework.verify.plain import (
 )
 from framework.verify.plain_adapters import PlainAdapters
 from framework.verify.plain_muon import PlainMuon, find_matrices
+from framework.verify.plain_stability import PlainStability
 
 CPU = torch.device("cpu")
 # For Lion: how many more times each step's gradients are computed, from weights that are rounded differently.
@@ -158,14 +159,9 @@ def run_oracle(
             gradients = oracle.gradients()
         oracle.update(batch, layout.by_step[step] if layout.by_step else {}, step)
     final = {name: weight.detach().cpu() for name, weight in oracle.weights().items()}
-    return Evidence(
-        tuple(losses),
-        tuple(norms),
-        gradients,
-        final,
-        undecided=oracle.count_undecided(),
-        averages=final | oracle.averages if oracle.averages else {},
-    )
+    averages = final | oracle.averages if oracle.averages else {}
+    undecided = oracle.count_undecided()
+    return Evidence(tuple(losses), tuple(norms), gradients, final, undecided=undecided, averages=averages)
 
 
 class Oracle:
@@ -202,10 +198,11 @@ class Oracle:
             self._model.get_parameter(name).requires_grad_()
         self._in_bf16 = [name for name, kept in kept_in.items() if kept == torch.bfloat16]
         self._optimizer = _stock_optimizer(recipe.optim, self.masters, config, recipe.adapter)
+        self._stability = PlainStability(recipe, self._model)
         self._mixtures = PlainMixtures(self._model, recipe.model, recipe.batch.context)
         self._scale = PlainLossScale(recipe.precision)
-        averaged = self.masters if recipe.train.ema is not None else {}
-        self.averages = {name: each.detach().clone() for name, each in averaged.items() if each.requires_grad}
+        trained = [name for name, each in self.masters.items() if each.requires_grad and recipe.train.ema is not None]
+        self.averages = {name: self.masters[name].detach().clone() for name in trained}
         self._moments = PlainMoments(recipe.optim, recipe.precision.moments, recipe.train.seed, layout.blocks)
         self._gather = PlainGather(recipe.zero.quantize_gather, layout.gathered)
 
@@ -220,6 +217,7 @@ class Oracle:
         for master in self.masters.values():
             master.grad = None
         self._mixtures.start()
+        self._stability.start()
         with self._keeping():
             loss = sum(self._accumulate(batch))
         of_merged = {name: self.masters[name].grad for name in merged}
@@ -260,44 +258,19 @@ class Oracle:
         loads = self._mixtures.take()  # before gradients are computed again, which would count tokens, too
         if not self._scale.take():
             return
-        before = self._decay_at_peak()
+        self._stability.prepare_update(self._optimizer)
         if isinstance(self._optimizer, PlainLion) and layout:
             noise = self._measure_noise(batch)
             self._optimizer.follow(noise, {master: layout[name] for name, master in self.masters.items()})
         else:
             self._optimizer.step()
-        self._clip_updates(before)
+        self._stability.correct_update(self._optimizer, self.masters)
         self._moments.round(self._optimizer, self.masters, step)
         for name in self._in_bf16:
             round_master(self.masters[name], (self._recipe.train.seed, "master", step, name))
-        for name, average in self.averages.items():
-            decay = self._recipe.train.ema or 0.0
-            average.copy_(decay * average + (1 - decay) * self.masters[name].detach())
+        self._stability.average(self.averages, self.masters)
         # Last: with biases that have moved, routers would choose other experts, which is no rounding.
         self._mixtures.move(self.weights(), loads)
-
-    @torch.no_grad()
-    def _decay_at_peak(self) -> list[Tensor]:
-        """Decay by the peak rate where the recipe says so. Returns copies of all masters, by group of one each."""
-        optim = self._recipe.optim
-        for group in self._optimizer.param_groups:
-            (master,) = group["params"]
-            if optim.decay_follows == "peak" and master.grad is not None:
-                master *= 1 - optim.lr * group["lr_ratio"] * group["decay"]
-        return [group["params"][0].detach().clone() for group in self._optimizer.param_groups]
-
-    @torch.no_grad()
-    def _clip_updates(self, before: list[Tensor]) -> None:
-        """Shorten updates whose root mean square over the learning rate is above the limit. before: masters before them."""
-        optim = self._recipe.optim
-        for group, old in zip(self._optimizer.param_groups, before, strict=True):
-            (master,) = group["params"]
-            if optim.clip_update is not None and master.grad is not None:
-                decay = 0.0 if optim.name == "sgd" else group["lr"] * group["weight_decay"]
-                update = (master - (1 - decay) * old) / group["lr"]
-                rms = update.pow(2).mean().sqrt()
-                if rms > optim.clip_update:
-                    master.copy_((1 - decay) * old + group["lr"] * update * optim.clip_update / rms)
 
     def count_undecided(self) -> dict[str, int]:
         """Count the elements whose update rounding decided in some step, by name."""
@@ -347,6 +320,7 @@ class Oracle:
                 input_ids, target, is_real = _separate(input_ids, target, position_ids)
                 padding = {"attention_mask": is_real.long().to(device)}
                 self._mixtures.real = is_real.flatten().to(device)
+            self._stability.real = self._mixtures.real
             with _telling_of_stock(self._model.config, self._dtype):
                 output = self._model(input_ids=input_ids.to(device), **padding, **more)
             logits, target = _widen(output.logits.flatten(0, 1)), target.flatten().to(device)

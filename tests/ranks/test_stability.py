@@ -82,3 +82,17 @@ def test_clipped_updates_and_decay_by_the_peak(pool: RankPool, label: str, optim
         schedule=LearningRateSchedule(warmup_steps=1),
     )
     check(pool, name, label, optim=settings)
+
+
+CLIPPED = ("llama", "gpt2", "deepseek_v3", "phi3", "gpt_neox", "gemma2")
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    few_of(
+        [(name, label) for name in CLIPPED for label in LAYOUTS if "ep" not in label or name == "deepseek_v3"],
+        lambda *row: row in {("llama", "cp, zero 3"), ("gpt2", "tp, pp"), ("deepseek_v3", "ep, tp")},
+    ),
+)
+def test_clipped_logits(pool: RankPool, name: str, label: str) -> None:
+    check(pool, name, label, optim=Optim(lr=1e-2, clip_norm=0.05, qk_clip=1e-4))
