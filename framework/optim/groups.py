@@ -194,6 +194,11 @@ def learning_rate(step: int, schedule: LearningRateSchedule, peak: float, total_
     return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * shape)
 
 
+def decay_rate(optim: Optim, lr: float) -> float:
+    """The rate that weight decay is multiplied by in a step at learning rate `lr` (`optim.decay_follows`)."""
+    return optim.lr if optim.decay_follows == "peak" else lr
+
+
 def wsd_decay_start(schedule: LearningRateSchedule, total_steps: int) -> int:
     """Index of the last step at the peak; a linear decay of `decay_steps` follows (null: of a tenth of the run)."""
     decay_steps = schedule.decay_steps if schedule.decay_steps is not None else math.ceil(total_steps / 10)

@@ -60,8 +60,17 @@ def _train(run: TrainingRun, plan: Plan, batches: Sequence[TokenBatch], mesh: Me
     blocks = gather_full(owned_blocks(run), mesh.axis("world")) if recipe.precision.moments == "int8" else {}
     gathered = gather_codes(run, mesh, lambda dtypes: dtypes.codec) if recipe.zero.quantize_gather != "none" else {}
     reduced = gather_codes(run, mesh, lambda dtypes: dtypes.reduced) if recipe.zero.quantize_reduce != "none" else {}
+    averages = gather_full(owned_averages(run), mesh.axis("world")) if recipe.train.ema is not None else {}
     return Evidence(
-        tuple(losses), tuple(norms), gradients, by_step[-1], followed, blocks=blocks, gathered=gathered, reduced=reduced
+        tuple(losses),
+        tuple(norms),
+        gradients,
+        by_step[-1],
+        followed,
+        blocks=blocks,
+        gathered=gathered,
+        reduced=reduced,
+        averages=averages,
     )
 
 
@@ -124,6 +133,19 @@ def owned_blocks(run: TrainingRun) -> dict[str, tuple[Layout, Tensor]]:
     }
     return frozen | {
         slot.name: each.buffer.counted(slot, _find_block_starts(run, each), each.span.start)
+        for each in run.shards
+        if not each.buffer.is_copy
+        for slot in each.buffer.slots
+        if slot.group == each.span.group
+    }
+
+
+def owned_averages(run: TrainingRun) -> dict[str, tuple[Layout, Tensor]]:
+    """`owned_weights` with the averages of trained parameters in their place."""
+    averages = run.optimizer.averages
+    assert averages is not None, "no averages (train.ema)"
+    return owned_weights(run) | {
+        slot.name: each.buffer.counted(slot, averages.of(each.shard), each.span.start)
         for each in run.shards
         if not each.buffer.is_copy
         for slot in each.buffer.slots

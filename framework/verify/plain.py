@@ -404,6 +404,12 @@ class PlainMixtures:
             moved = self._settings.router_bias_rate * (load.mean() - load).sign()
             bias.data.add_(moved.to(bias).view_as(bias))
 
+    def z_loss(self, output: Any) -> Tensor:
+        """The mean, over the real tokens of all mixtures, of the squared log of summed exponentials of their routers' logits."""
+        layers = [each.flatten(0, -2) for each in output.router_logits]
+        real = layers if self.real is None else [each[self.real] for each in layers]
+        return torch.cat(real).exp().sum(-1).log().pow(2).mean()
+
     def _count(self, bias: str, experts: nn.Module, args: tuple[Any, ...]) -> None:
         chosen = args[1] if self.real is None else args[1][self.real]
         self._loads[bias] += torch.bincount(chosen.flatten().cpu(), minlength=len(self._loads[bias]))
