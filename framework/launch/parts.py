@@ -29,6 +29,7 @@ from framework.recipe.compose import load_recipe, save_recipe
 from framework.recipe.derive import derive
 from framework.recipe.describe import describe_blend
 from framework.recipe.schema import Recipe
+from framework.recipe.stages import describe_stage, split_stages, with_stages
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def check_ranks(recipes: Sequence[Recipe], is_new: bool = True) -> CheckedLayout
         from framework.plan.check import check_layouts, check_weights, describe_need
         from framework.plan.host_memory import check_host_memory
 
-    first, plan = recipes[0], check_layouts(recipes)
+    first, plan = recipes[0], check_layouts([each for recipe in recipes for each in with_stages(recipe)])
     if is_new:
         check_weights(plan)
     if first.launch.kind == "local":  # of this machine: a cluster's nodes look for themselves
@@ -147,6 +148,8 @@ def _decide(chosen: Recipe, step: int, changes: RecipeChanges, is_open: bool, pr
     for key, (was, now) in changes.items():
         print(f"changed  {key}: {was} -> {now}")
     prepared = prepared or prepare(recipe)
+    for stage in split_stages(recipe) if recipe.train.stages else ():
+        prepare(stage.recipe)
     print("\n".join([summarize_data(prepared, recipe.data.validation), *describe_rows(prepared, recipe)]))
     if is_open:
         recipe = settle_tokens(recipe, prepared.tokenizer)
@@ -227,6 +230,8 @@ def summarize(recipe: Recipe, model_type: str) -> str:
         "layout": f"{derived.world} {'rank' if derived.world == 1 else 'ranks'}, {degrees}, zero {recipe.zero.stage}",
         "device": f"{recipe.launch.device}, {recipe.precision.compute}",
     }
+    for stage in split_stages(recipe) if recipe.train.stages else ():
+        lines[f"stage {stage.name}"] = describe_stage(stage)
     if recipe.adapter.is_used:
         lines["adapter"] = f"{recipe.adapter.kind} of rank {recipe.adapter.rank} beside the frozen model"
     if (recipe.launch.device, recipe.precision.compute) == ("cpu", "fp8"):

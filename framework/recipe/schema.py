@@ -29,11 +29,24 @@ __all__ = [
 
 
 @dataclass(frozen=True)
+class TrainStage:
+    until_step: int | None = key("last step of the stage; the last stage ends with train.steps", None, low=1)
+    until_share: float | None = key("in place of until_step, the share of train.steps", None, low=0.0, high=1.0)
+    until_tokens: int | None = key("in place of until_step, the tokens on which the run has trained then", None, low=1)
+    data: dict[str, Any] = key("keys of data from this stage on: sources.NAME.weight, pack, overlong, train_on", {})
+    batch: dict[str, Any] = key("keys of batch from this stage on", {})
+    model: dict[str, Any] = key("keys of model from this stage on: freeze, and config where no shape depends on it", {})
+    optim: dict[str, Any] = key("keys of optim from this stage on; a schedule is over the steps of the stage", {})
+    memory: dict[str, Any] = key("keys of memory from this stage on", {})
+
+
+@dataclass(frozen=True)
 class Train:
     steps: int = key("optimizer steps of the whole run", 1000, low=1)
     epochs: float | None = key(
         "passes over all text, in place of steps; sets train.steps once data is prepared", None, low=1e-6
     )
+    stages: dict[str, TrainStage] = key("named stages of the run, in order; each keeps what it does not change", {})
     seed: int = key("seed of initialisation, data order and dropout", 1234, low=0)
     validate_every_steps: int | None = key("steps between validations; null: no validation", None, low=1)
     sample: str | None = key("after the run, export it to RUN/export and continue this text, or answer it", None)
@@ -372,8 +385,13 @@ class Precision:
 class LearningRateSchedule:
     name: Literal["constant", "linear", "cosine", "wsd"] = key("shape after the warm-up", "cosine")
     warmup_steps: int = key("steps of linear warm-up from 0", 0, low=0)
-    decay_steps: int | None = key("wsd: steps of the final decay; null: a tenth of train.steps", None, low=1)
+    decay_steps: int | None = key("wsd: steps of the final decay; null: a tenth of the schedule", None, low=1)
+    decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] = key(
+        "wsd: shape of the final decay; sqrt: 1 - sqrt of its share that is done", "linear"
+    )
     final_ratio: float = key("final learning rate over the peak", 0.1, low=0.0, high=1.0)
+    start_step: int = key("steps before the schedule begins, with its warm-up", 0, low=0)
+    stop_step: int | None = key("step with which the schedule ends; null: train.steps", None, low=1)
 
 
 @dataclass(frozen=True)
