@@ -35,6 +35,8 @@ from framework.recipe.stages import stage_of
 MAY_CHANGE = (
     ("train.steps", "more steps; a schedule that ends with the run stretches with it"),
     ("train.epochs", "the same, in passes over the text"),
+    ("train.stages.*.memory*", "the same values in other memory"),
+    ("train.stages.*.batch.sequences_per_microbatch", "sums in another grouping"),
     ("train.validat*", "looks at the weights, does not change them"),
     ("train.sample", "reads the finished weights"),
     ("train.on_spike", "how spikes are met from here on"),

@@ -29,7 +29,7 @@ from framework.recipe.compose import load_recipe, save_recipe
 from framework.recipe.derive import derive
 from framework.recipe.describe import describe_blend
 from framework.recipe.schema import Recipe
-from framework.recipe.stages import describe_stage, split_stages, with_stages
+from framework.recipe.stages import count_tokens, describe_stage, split_stages
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def check_ranks(recipes: Sequence[Recipe], is_new: bool = True) -> CheckedLayout
         from framework.plan.check import check_layouts, check_weights, describe_need
         from framework.plan.host_memory import check_host_memory
 
-    first, plan = recipes[0], check_layouts([each for recipe in recipes for each in with_stages(recipe)])
+    first, plan = recipes[0], check_layouts(recipes)
     if is_new:
         check_weights(plan)
     if first.launch.kind == "local":  # of this machine: a cluster's nodes look for themselves
@@ -224,7 +224,7 @@ def summarize(recipe: Recipe, model_type: str) -> str:
     origin = f"weights of {recipe.model.weights}" if recipe.model.weights else f"from scratch, seed {recipe.train.seed}"
     lines = {
         "model": f"{model_type}, {origin}",
-        "data": f"{describe_blend(recipe.data)}, {derived.total_tokens:,} tokens in {recipe.train.steps:,} steps",
+        "data": f"{describe_blend(recipe.data)}, {count_tokens(recipe):,} tokens in {recipe.train.steps:,} steps",
         "batch": f"{derived.sequences_per_step} sequences of {derived.context} tokens = {derived.accumulation} x"
         f" {derived.sequences_per_microbatch} on each of {derived.dp} data-parallel ranks",
         "layout": f"{derived.world} {'rank' if derived.world == 1 else 'ranks'}, {degrees}, zero {recipe.zero.stage}",

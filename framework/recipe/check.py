@@ -38,9 +38,11 @@ def _check_stages(
         problems = list(find_border_problems(recipe))
         for stage in split_stages(recipe):
             is_in_order = stage.start < stage.stop <= recipe.train.steps
+            path = f"train.stages.{stage.name}"
             for found in check_recipe(stage.recipe, {}) if is_in_order else ():
-                key = f"train.stages.{stage.name}.{found.key}"
-                problems.append(replace(found, key=key, message=f"in this stage: {found.message}"))
+                fix = f"within {path}: {found.fix}" * bool(found.fix)
+                message = f"in this stage: {found.message}"
+                problems.append(replace(found, key=f"{path}.{found.key}", message=message, fix=fix))
     yield from (replace(each, origin=origin_of(origins, each.key)) for each in problems)
 
 

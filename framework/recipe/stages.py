@@ -75,9 +75,9 @@ def stage_of(recipe: Recipe, step: int) -> RunStage:
     return stage_after(recipe, max(0, step - 1))
 
 
-def with_stages(recipe: Recipe) -> list[Recipe]:
-    """The recipe, and those of its stages."""
-    return [recipe, *(each.recipe for each in split_stages(recipe) if each.name)]
+def count_tokens(recipe: Recipe) -> int:
+    """Tokens of the whole run."""
+    return sum(each.num_tokens for each in split_stages(recipe))
 
 
 def describe_stage(stage: RunStage) -> str:
@@ -133,6 +133,10 @@ def find_stage_problems(recipe: Recipe) -> Iterator[Problem]:
             if key not in others and not any(fnmatch(key, pattern) for pattern in MAY_STATE):
                 fix = f"state {key} outside of train.stages"
                 found.append(Problem(f"{path}.{key}", value, "is the same in all stages of a run", fix))
+        if recipe.data.bpe_vocab is not None and not wrong and _sources_of(was) != _sources_of(recipe):
+            names = ", ".join(_sources_of(recipe))
+            message = f"the tokenizer is trained on the sources that are read, {names}: here they are others"
+            found.append(Problem(f"{path}.data", None, message, "a small weight, such as 0.001, in place of 0"))
         stated = [each for each in UNTIL if getattr(stage, each) is not None]
         if len(stated) > 1:
             found.append(
@@ -170,6 +174,10 @@ def _place_schedule(schedule: LearningRateSchedule, stage: TrainStage, start: in
     if own and "stop_step" not in own:
         schedule = replace(schedule, stop_step=stop)
     return schedule
+
+
+def _sources_of(recipe: Recipe) -> list[str]:
+    return [name for name, source in recipe.data.sources.items() if source.weight]
 
 
 def _parts(stage: TrainStage) -> dict[str, Any]:
