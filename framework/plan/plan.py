@@ -83,8 +83,8 @@ class Plan:
     # The optimizer's group of each trained parameter of the whole model.
     groups: tuple[GroupAssignment, ...]
     pipeline: PipelinePlan
-    # Layers return tuples; known only where the model is cut into stages.
-    returns_tuple: bool
+    # Of a layer, in a tuple; 0: a tensor alone. Known only where the model is cut into stages.
+    num_outputs: int
     # The routers' auxiliary losses; None without one.
     load_balancing: LoadBalancingLoss | None
     # Mixtures of experts, in order.
@@ -134,7 +134,7 @@ class Plan:
         tokens, policies = self.token_layout(rank), self.policies(rank)
         plans = [self._stage(bounds, axes, tokens, device, policies) for bounds in self.own_stages(rank)]
         stages = [
-            lay_out_stage(copy_stage(self.whole, self.units, each.bounds, self.returns_tuple), each) for each in plans
+            lay_out_stage(copy_stage(self.whole, self.units, each.bounds, self.num_outputs), each) for each in plans
         ]
         return RankPlan(rank, tuple(stages), tokens)
 
@@ -315,7 +315,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         ties,
         groups,
         pipeline,
-        len(pipeline.stages) > 1 and find_layer_outputs(config),
+        find_layer_outputs(config) if len(pipeline.stages) > 1 else 0,
         load_balancing,
         mixtures,
         logit_map,
