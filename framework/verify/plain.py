@@ -146,7 +146,7 @@ class PlainCodes:
 
     @torch.no_grad()
     def round(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What those of the tensors that travel as codes are read as, by name."""
+        """Values as which those of the tensors that travel as codes arrive, by name."""
         if not self._blocks:
             return {}
         values = torch.cat([tensors[name].detach().flatten() for name in self._blocks])
