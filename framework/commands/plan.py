@@ -72,19 +72,23 @@ def print_plan(
     details: of `DETAILS`; overwrite: replace a page's file that is not ours."""
     with loading_libraries():
         from framework.plan.advice import find_changes
-        from framework.plan.check import check_layout, check_weights
+        from framework.plan.check import check_stages, check_weights
         from framework.plan.forecast_plan import forecast_plan
         from framework.plan.page import save_schedule
         from framework.plan.page_html import require_page, write_html
+        from framework.plan.plan_stages import join_stages, plan_within
         from framework.plan.plan_text import describe_plan
+        from framework.recipe.stages import split_stages
 
     if html is not None:
         require_page(html, overwrite)
-    plan = check_layout(recipe)
-    check_weights(plan)
-    found = forecast_plan(plan)
-    changes = find_changes(found)
-    for line in (*describe_plan(found, changes), *_describe_details(plan, details)):
+    first, *plans = check_stages(recipe)
+    check_weights(first)
+    stages = split_stages(recipe)
+    forecasts = [forecast_plan(plan_within(*each)) for each in zip(stages, plans or [first], strict=True)]
+    found, table = join_stages(stages, forecasts)
+    plan, changes = found.plan, find_changes(found)
+    for line in (*table, *describe_plan(found, changes), *_describe_details(plan, details)):
         print(line)
     if schedule_to is not None:
         save_schedule(schedule_to, plan.pipeline, plan.derived.accumulation, plan.title)
@@ -94,7 +98,7 @@ def print_plan(
 
         write_html(html, make_page(found, changes))
         print(f"wrote {html}")
-    return EXIT_DONE if found.forecast.memory.fits else EXIT_MEMORY
+    return EXIT_DONE if all(each.forecast.memory.fits for each in forecasts) else EXIT_MEMORY
 
 
 def _describe_details(plan: "Plan", details: Collection[str]) -> Iterator[str]:
