@@ -139,6 +139,10 @@ class Model:
         low=0.0,
     )
     freeze: list[str] = key("regular expressions over names of parameters that are not trained", [])
+    mup_base: dict[str, Any] = key(
+        "muP: values of model.config of a narrower base model; optim.lr and initial values are those of the base; {}: no muP",
+        {},
+    )
     tp_plan: dict[str, str] = key(
         "with parallel.tp, roles of unknown modules: pattern of names -> column, row, replicated or norm", {}
     )

@@ -3,6 +3,7 @@ rank reads only the boxes that it owns."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -14,16 +15,24 @@ from framework.model.initial import persistent_buffers
 from framework.model.weights import read_weights
 from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
 
+UNSCALED: Mapping[str, float] = MappingProxyType({})
 
-def initialize_parameters(buffers: Sequence[UnitBuffer], drawn: Iterable[Mapping[str, Tensor]]) -> None:
-    """Copy this rank's elements of what is drawn, whole parameters by name, to the masters of the buffers that hold them."""
+
+def initialize_parameters(
+    buffers: Sequence[UnitBuffer], drawn: Iterable[Mapping[str, Tensor]], scales: Mapping[str, float] = UNSCALED
+) -> None:
+    """Copy this rank's elements of what is drawn, whole parameters by name, to the masters of the buffers that hold them. scales:
+    factors of some of them."""
     for values in drawn:
         for buffer in buffers:
             for slot in (slot for slot in buffer.slots if slot.name in values):
+                whole = values[slot.name]
+                if scales.get(slot.name, 1.0) != 1.0:
+                    whole = whole * scales[slot.name]
                 if buffer.stored is None:
-                    _copy_boxes(values[slot.name], *buffer.held(slot, buffer.master))
+                    _copy_boxes(whole, *buffer.held(slot, buffer.master))
                 else:
-                    _copy_boxes(values[slot.name], *buffer.held(slot, buffer.stored))
+                    _copy_boxes(whole, *buffer.held(slot, buffer.stored))
         del values  # or it would live on while the next one is drawn
 
 
