@@ -41,7 +41,7 @@ def adapter(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, "model.router_bias_rate", message, "model.router_bias_rate=0")
     if recipe.precision.compute == "fp8":
         message = "fp8 is of linear layers that are trained, which an adapter freezes"
-        yield refuse(recipe, "precision.compute", message, "precision=bf16")
+        yield refuse(recipe, "precision.compute", message, "precision=bf16; or adapter.base=fp8")
     if own.dropout:
         message = "which elements of its input an adapter drops is not known"
         if own.kind == "dora":

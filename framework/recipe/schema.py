@@ -165,6 +165,11 @@ class Adapter:
     train: list[str] = key(
         "modules that are trained whole, by the end of their names, such as embed_tokens, lm_head", []
     )
+    base: Literal["bf16", "fp8", "nf4"] = key(
+        "frozen weights of linear layers and experts: bf16: in precision.compute; others: in blocks of 8 or 4 bits, decoded for"
+        " each use",
+        "bf16",
+    )
     b_lr_ratio: float = key("LoRA+: learning rate of B over that of A", 1.0, low=0.0)
     weights: str | None = key("folder of an adapter in PEFT's format to start from; null: A random, B zero", None)
 
