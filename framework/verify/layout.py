@@ -157,9 +157,7 @@ def owned_averages(run: TrainingRun) -> dict[str, tuple[Layout, Tensor]]:
     }
 
 
-def gather_codes(
-    run: TrainingRun, mesh: Mesh, codec_of: Callable[[BufferDtypes], object]
-) -> dict[str, Tensor]:
+def gather_codes(run: TrainingRun, mesh: Mesh, codec_of: Callable[[BufferDtypes], object]) -> dict[str, Tensor]:
     """For each element of every parameter, a number of its block of codes that no other block has; -1 without.
 
     codec_of: the codec that is asked for, of a buffer's dtypes. Collective.

@@ -23,7 +23,7 @@ from framework.parallel.tensor.borders import ShardedBorder, make_border
 from framework.parallel.tensor.find_regions import RegionPlan, find_regions
 from framework.parallel.tensor.heads import count_heads, divide_numbers
 from framework.parallel.tensor.layers import ColumnLinear, RowLinear, SplitRMSNorm, look_up_locally
-from framework.parallel.tensor.partition import Counts, PartitionedDim, SplitParameters, partition
+from framework.parallel.tensor.partition import FEATURES, Counts, PartitionedDim, SplitParameters, partition
 from framework.parallel.tensor.regions import (
     Region,
     end_outside,
@@ -105,9 +105,7 @@ class _Splitter:
     def split_region(self, found: RegionPlan) -> None:
         """Split the modules of one region, and give it its borders."""
         region = Region(self.border, self.regathers, self.rng, found.name, differs=not found.is_block)
-        attentions = {
-            name.rpartition(".")[0] for name, role in found.roles.items() if role.arrangement not in ("", "pair")
-        }
+        attentions = {name.rpartition(".")[0] for name, role in found.roles.items() if role.arrangement not in FEATURES}
         counts = NO_HEADS
         for name in attentions:
             module = self.model.get_submodule(name)
@@ -250,12 +248,14 @@ class _Splitter:
             setattr(experts, parameter, self.parameters.take(f"{name}.{parameter}", whole, found))
 
     def _split_own_parameters(self, name: str, counts: Counts) -> None:
-        """Parameters that the attention itself holds, one number per head."""
+        """Parameters that the attention itself holds, one number per head, or several."""
         attention = self.model.get_submodule(name)
         for parameter, whole in list(attention.named_parameters(recurse=False)):
             arrangement = PARAMETERS[parameter]
             if arrangement is not None:
-                found = self._partition(arrangement, 0, whole.shape[0], counts)
+                # Dims of size 1 stand beside that of the heads in some.
+                dim = next((dim for dim, size in enumerate(whole.shape) if size > 1), 0)
+                found = self._partition(arrangement, dim, whole.shape[dim], counts)
                 setattr(attention, parameter, self.parameters.take(f"{name}.{parameter}", whole, found))
 
     def keep_whole_experts(self) -> None:
