@@ -199,3 +199,21 @@ STATE_SPACES: tuple[Family, ...] = (
     _family("jamba", LLAMA, num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
             expert_layer_offset=1, num_experts=4, num_experts_per_tok=2, mamba_d_state=6, mamba_dt_rank=4),
 )  # fmt: skip
+
+# Recurrent mixers of each form beside attention: delta rules with a decay by head and by channel, short convolutions alone. Not
+# of FAMILIES: transformers 5.17 lacks most of them.
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+         "layer_types": ["linear_attention", "full_attention", "linear_attention"]}  # fmt: skip
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
+RECURRENT: tuple[Family, ...] = (
+    family("qwen3_next"),
+    _family("qwen3_5_text", LLAMA, head_dim=16, **DELTA),
+    _family("qwen3_5_moe_text", LLAMA, head_dim=16, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24,
+            shared_expert_intermediate_size=20, **DELTA),
+    _family("olmo_hybrid", LLAMA, **DELTA),
+    _family("kimi_linear", {**DEEPSEEK, "q_lora_rank": None}, linear_num_heads=4, linear_head_dim=8,
+            num_experts=8, num_experts_per_token=3, layer_types=DELTA["layer_types"]),
+    _family("lfm2", LLAMA, block_auto_adjust_ff_dim=False, **CONVOLUTIONS),
+    _family("lfm2_moe", LLAMA, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, num_dense_layers=1,
+            **CONVOLUTIONS),
+)  # fmt: skip

@@ -26,6 +26,7 @@ from framework.comm import duals
 from framework.comm.communicator import Communicator
 from framework.errors import TopologyError
 from framework.mesh.layout import part
+from framework.model.mixers import STATE_OF_CHANNELS, STATE_OF_HEADS, called_names
 from framework.model.precision import sums_dtype
 from framework.parallel.tensor.layers import ColumnLinear, RowLinear
 from framework.parallel.tensor.partition import Counts
@@ -44,7 +45,10 @@ Change = Callable[[Tensor], Tensor]
 
 
 def state_space_roles(module: nn.Module) -> Mapping[str, str] | None:
-    """The roles of the modules of a state-space mixer, by name; None for any other module."""
+    """The roles of the modules of a state-space mixer, by name; None for any other module, and where its forward is of an older
+    transformers."""
+    if not called_names(module) & {STATE_OF_HEADS, STATE_OF_CHANNELS}:
+        return None
     own, children = dict(module.named_parameters(recurse=False)), dict(module.named_children())
     if not {"A_log", "D"} <= own.keys() or not {"in_proj", "conv1d", "out_proj"} <= children.keys():
         return None
