@@ -28,6 +28,7 @@ from framework.model.load import choose_experts, kept_in_fp32
 from framework.model.logit_map import LogitMap
 from framework.model.loss import Loss
 from framework.model.matmul import Matmul
+from framework.model.mixers import find_mixers
 from framework.model.mixtures import ExpertLoad
 from framework.model.opaque_experts import OpaqueExperts, find_opaque_experts, replace_forward
 from framework.model.opaque_linear import keep_named
@@ -112,16 +113,21 @@ def compiled_layers(model: PreTrainedModel, plan: StagePlan) -> dict[str, nn.Mod
 
 
 def find_eager_layers(model: nn.Module, plan: StagePlan) -> dict[str, str]:
-    """The layers of a stage that is compiled which stay eager, because what they keep by name is chosen within one graph; each
-    with the reason why it would be several."""
+    """The layers of a stage that is compiled which stay eager, each with the reason: they have a recurrent mixer, or what they
+    keep by name is chosen within one graph, and they would be several."""
     if not compiles(plan.recipe):
         return {}
-    chosen = (unit for unit in plan.own_units if unit.is_layer and plan.policies[unit.name] == "selective")
-    found = {unit.name: _find_graph_end(model.get_submodule(unit.root), plan) for unit in chosen}
+    layers = {unit.name: model.get_submodule(unit.root) for unit in plan.own_units if unit.is_layer}
+    found = {name: _find_graph_end(layer, plan, plan.policies[name] == "selective") for name, layer in layers.items()}
     return {name: reason for name, reason in found.items() if reason is not None}
 
 
-def _find_graph_end(layer: nn.Module, plan: StagePlan) -> str | None:
+def _find_graph_end(layer: nn.Module, plan: StagePlan, keeps_named: bool) -> str | None:
+    for _, mixer in find_mixers(layer):
+        # Its loop over chunks would be unrolled, and documents and messages are the host's.
+        return f"{type(mixer).__name__}, a recurrent mixer"
+    if not keeps_named:
+        return None
     for module in layer.modules():
         region, kind = vars(module).get("region_hook"), type(module).__name__
         if isinstance(region, Region) and not region.has_operators:

@@ -56,15 +56,23 @@ class Way:
 SHOWN = (
     Way("qwen3_5_text", 2, packs=True),
     Way("lfm2", 2, "ulysses", packs=True, checkpointing="full"),
+    Way("kimi_linear", tp=2),
 )
 MORE = (
-    *(Way(each.name, 2) for each in RECURRENT),
+    *(Way(each.name, 2, method) for each in RECURRENT for method in ("ring", "ulysses")),
+    *(Way(each.name, tp=2, packs=True, sequence=each.name != "lfm2") for each in RECURRENT),
+    *(Way(each.name, pp=2, packs=True) for each in RECURRENT),
     Way("kimi_linear", 4, [2, 2], packs=True, context=16),
     Way("olmo_hybrid", 4, context=10),  # pieces shorter than a window
-    Way("qwen3_next", 1, dp=2, packs=True),
+    Way("qwen3_next", dp=2, packs=True),
 )
 
 
-@pytest.mark.parametrize("ways", [SHOWN, pytest.param(MORE, marks=pytest.mark.grid)], ids=["few", "more"])
-def test_mixers_of_divided_sequences_equal_one_process(pool: RankPool, ways: tuple[Way, ...]) -> None:
-    assert_equal(pool, max(way.world for way in ways), [way.case for way in ways])
+def test_mixers_of_divided_sequences_and_heads_equal_one_process(pool: RankPool) -> None:
+    assert_equal(pool, 2, [way.case for way in SHOWN])
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", [each.name for each in RECURRENT])
+def test_mixers_of_every_family_equal_one_process(pool: RankPool, name: str) -> None:
+    assert_equal(pool, 4, [way.case for way in MORE if way.family == name])
