@@ -1,8 +1,9 @@
 """Recurrent mixers: modules that carry a state, or a window of a convolution, from token to token.
 
 transformers' mixers of any family call functions of a few common names, each with one meaning: `causal_conv1d_fn` is the short
-convolution, `torch_chunk_gated_delta_rule` the delta rule with a decay for each head. Which of them a forward calls is what the
-mixer is, and a mixer computes by other functions if it is given a namespace that has them.
+convolution, `torch_chunk_gated_delta_rule` the delta rule with a decay for each head, `mamba2_chunk_scan` a state space of heads.
+Which of them a forward calls is what the mixer is, and a mixer computes by other functions if it is given a namespace that has
+them.
 """
 
 import inspect
@@ -19,8 +20,13 @@ CONVOLUTION, DELTA_RULE, CHANNEL_DELTA_RULE = (
     "torch_chunk_gated_delta_rule",
     "chunk_kimi_delta_attention",
 )
+STATE_OF_HEADS, STATE_OF_CHANNELS = "mamba2_chunk_scan", "mamba_selective_scan"
+# Of kernels for a whole mixer; without one they return None, and the mixer calls the functions above.
+WHOLE_MIXERS = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
+# Takes padding out by a mask.
+MASK = "apply_mask_to_padding_states"
 # The functions that mix tokens, those that carry a state first.
-MIXING = (DELTA_RULE, CHANNEL_DELTA_RULE, CONVOLUTION)
+MIXING = (DELTA_RULE, CHANNEL_DELTA_RULE, STATE_OF_HEADS, STATE_OF_CHANNELS, CONVOLUTION)
 
 
 def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -55,6 +61,8 @@ def linear_heads(mixer: Any) -> LinearHeads:
 
 def count_state(module: nn.Module) -> int:
     """The multiplications by which a mixer itself reads, corrects and writes its state for a token, beside those with weights."""
+    if has_state_space(module):
+        return 3 * count_state_elements(module)  # it decays, is added to, and read
     if form_of_mixer(module) not in (DELTA_RULE, CHANNEL_DELTA_RULE):
         return 0
     heads = linear_heads(module)
@@ -62,11 +70,33 @@ def count_state(module: nn.Module) -> int:
 
 
 def count_map(mixer: nn.Module) -> int:
-    """Elements of what takes a mixer's state across tokens, however many: a matrix for the state, and one for what they add."""
+    """Elements of what takes a mixer's state across tokens, however many: a matrix for the state, or its decays, and what they
+    add."""
+    if has_state_space(mixer):
+        return count_state_elements(mixer) + mixer.get_parameter("A_log").numel()
     if form_of_mixer(mixer) not in (DELTA_RULE, CHANNEL_DELTA_RULE):
         return 0
     heads = linear_heads(mixer)
     return heads.values * heads.key_dim * (heads.key_dim + heads.value_dim)
+
+
+def count_channels(mixer: Any, channels: int, tp: int) -> int:
+    """Channels of the convolution on a rank of `tp`, of so many in all; ranks that share a group of heads have its states each."""
+    if form_of_mixer(mixer) != STATE_OF_HEADS:
+        return channels // tp
+    states: int = 2 * mixer.n_groups * mixer.ssm_state_size
+    return (channels - states) // tp + states // min(tp, mixer.n_groups)
+
+
+def has_state_space(module: nn.Module) -> bool:
+    """Whether a mixer's state is decayed, by heads or by channels, and nothing else."""
+    return form_of_mixer(module) in (STATE_OF_HEADS, STATE_OF_CHANNELS)
+
+
+def count_state_elements(mixer: Any) -> int:
+    """Elements of the state of a state space: for each of its features as many as it has states."""
+    elements: int = mixer.intermediate_size * mixer.ssm_state_size
+    return elements
 
 
 def called_names(module: nn.Module) -> frozenset[str]:

@@ -9,7 +9,7 @@ from framework.comm.communicator import Communicator
 from framework.mesh.context import ContextSlices
 from framework.model.flops import experts_per_token
 from framework.model.kept_outputs import ATTENTION
-from framework.model.mixers import count_map, find_mixers
+from framework.model.mixers import count_channels, count_map, find_mixers
 from framework.model.mixtures import Mixture
 from framework.model.precision import DTYPES
 from framework.optim.muon import group_matrices
@@ -113,7 +113,7 @@ def mixer_costs(plan: Plan, rank: int) -> Iterator[tuple[int, MixerCost]]:
     for number, unit in enumerate(each for each in plan.units if each.is_layer):
         for _, mixer in find_mixers(plan.whole.get_submodule(unit.root)):
             filters = next(each.weight for each in mixer.modules() if isinstance(each, nn.Conv1d))
-            channels, state = filters.shape[0] // derived.tp, count_map(mixer) // derived.tp
+            channels, state = count_channels(mixer, filters.shape[0], derived.tp), count_map(mixer) // derived.tp
             lengths = batch.sequences_per_microbatch, channels, filters.shape[-1], state, plan.compute_dtype.itemsize
             yield number, MixerCost(slices, *lengths)
 

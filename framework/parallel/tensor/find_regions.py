@@ -22,7 +22,6 @@ from framework.model.experts import find_experts, form_of
 from framework.model.mixers import form_of_mixer
 from framework.model.units import find_layers
 from framework.parallel.tensor.rules import FAMILIES, HEAD_NORMS, MIXERS, PARAMETERS, ROLES, Role, parse_role
-from framework.parallel.tensor.state_space import state_space_roles
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
 # Styles of Hugging Face's own plans that say all that is needed.
@@ -196,11 +195,10 @@ def _role(search: _Search, name: str, has_experts: bool) -> Role | None:
     for pattern, text in search.user.items():
         if fnmatchcase(name, pattern):
             return parse_role(text)
-    parent, _, leaf = name.rpartition(".")
+    leaf = name.rpartition(".")[2]
     form = search.form_around(name)
-    of_mixer = state_space_roles(search.model.get_submodule(parent)) if form is None else MIXERS[form]
-    if of_mixer is not None and leaf in of_mixer:
-        return parse_role(of_mixer[leaf])
+    if form is not None and leaf in MIXERS[form]:
+        return parse_role(MIXERS[form][leaf])
     # The same name means other things in some families, so theirs go first.
     choice = FAMILIES.get(search.config.model_type, {}).get(leaf)
     if choice is not None:

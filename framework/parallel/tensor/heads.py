@@ -10,7 +10,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.mesh.topology import Axis
-from framework.model.mixers import find_mixers, linear_heads
+from framework.model import mixers
+from framework.model.mixers import find_mixers, form_of_mixer, linear_heads
 from framework.parallel.tensor.find_regions import RegionPlan
 from framework.parallel.tensor.partition import Counts
 from framework.parallel.tensor.regions import select_heads
@@ -49,7 +50,16 @@ def count_heads(model: PreTrainedModel, plan: RegionPlan) -> Counts:
     return Counts(heads, kv, HEAD_BLOCKS.get(config.model_type, 1))
 
 
-def _count_linear_heads(mixer: nn.Module) -> Counts:
+def _count_linear_heads(mixer: Any) -> Counts:
+    match form_of_mixer(mixer):
+        case mixers.STATE_OF_CHANNELS:
+            channels = mixer.D.shape[0]
+            return Counts(channels, channels, linear={"linear_value_heads": (channels,)})
+        case mixers.STATE_OF_HEADS:
+            heads, inner, states = mixer.num_heads, mixer.intermediate_size, mixer.n_groups * mixer.ssm_state_size
+            segments = {"state_rows": (inner, inner, states, states, heads), "state_channels": (inner, states, states)}
+            shared = {"state_rows": 3, "state_channels": 2}
+            return Counts(heads, mixer.n_groups, linear={"linear_value_heads": (heads,), **segments}, shared=shared)
     heads = linear_heads(mixer)
     keys, values = heads.keys * heads.key_dim, heads.values * heads.value_dim
     sizes = {

@@ -12,7 +12,7 @@ An arrangement says what lies along the dim. A rank takes the same heads everywh
     block_qvk           the queries, the values, the keys of block 0 | of block 1 | ...
     linear_key_heads, linear_value_heads       the heads of a recurrent mixer
     linear_channels                            all its queries | all its keys | all its values
-    state_rows, state_channels      a state-space mixer's (`state_space`)
+    state_rows, state_channels                 of a state space, z | x | B | C | dt and x | B | C
 
 Heads may come in blocks, of each of which every rank takes its part: pairs (h, h + H/2) in differential attention.
 
@@ -36,8 +36,6 @@ ARRANGEMENTS = (
     "", "pair", "triple", "heads", "kv_heads", "qkv", "per_head", "groups", "block_qvk",
     "linear_key_heads", "linear_value_heads", "linear_channels", "state_rows", "state_channels",
 )  # fmt: skip
-
-
 # Those that divide anywhere.
 FEATURES = ("", "pair", "triple")
 
@@ -55,13 +53,13 @@ class PartitionedDim:
 @dataclass(frozen=True)
 class Counts:
     """The numbers of heads of an attention. q, kv: heads, in so many `blocks`; linear: sizes of the arrangements of recurrent
-    mixers, by name; whole: how many of these, the last ones, all ranks hold."""
+    mixers, by name; shared: how many of these, the last ones, all ranks hold where there are more ranks than kv."""
 
     q: int
     kv: int
     blocks: int = 1
     linear: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    whole: Mapping[str, int] = field(default_factory=dict)
+    shared: Mapping[str, int] = field(default_factory=dict)
 
     def check(self, degree: int, where: str) -> None:
         """Raises TopologyError when the heads do not divide among `degree` ranks, with the degrees that do."""
@@ -84,8 +82,16 @@ class Counts:
         return (
             self.q % (self.blocks * degree) == 0
             and (kv % degree == 0 or degree % kv == 0)
-            and all(size % degree == 0 for sizes in self.linear.values() for size in sizes)
+            and all(
+                size % degree == 0
+                for name, sizes in self.linear.items()
+                for size in sizes[: len(sizes) - self.count_whole(name, degree)]
+            )
         )
+
+    def count_whole(self, arrangement: str, degree: int) -> int:
+        """Number of segments of an arrangement, the last ones, that each of `degree` ranks holds whole."""
+        return self.shared.get(arrangement, 0) if self.kv % degree else 0
 
     def copies(self, degree: int) -> int:
         """Number of ranks, of `degree`, that hold the same key-value heads."""
@@ -119,7 +125,7 @@ def partition(arrangement: str, dim: int, size: int, counts: Counts, index: int,
         () if is_whole else pieces,
     )
     copied = sum(heads // each * unit for heads, each in parts if each < degree)
-    return PartitionedDim((shard,), copied, "tp" if counts.whole.get(arrangement) else "kv")
+    return PartitionedDim((shard,), copied, "tp" if arrangement in counts.shared else "kv")
 
 
 def _parts(arrangement: str, size: int, counts: Counts, degree: int) -> list[tuple[int, int]]:
@@ -143,7 +149,7 @@ def _parts(arrangement: str, size: int, counts: Counts, degree: int) -> list[tup
         case "block_qvk":
             return [queries] * (3 * counts.blocks)
     sizes = counts.linear[arrangement]
-    divided = len(sizes) - counts.whole.get(arrangement, 0)
+    divided = len(sizes) - counts.count_whole(arrangement, degree)
     return [(units, degree if number < divided else 1) for number, units in enumerate(sizes)]
 
 

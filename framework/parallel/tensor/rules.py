@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from transformers import PretrainedConfig
 
-from framework.model.mixers import CHANNEL_DELTA_RULE, CONVOLUTION, DELTA_RULE
+from framework.model.mixers import CHANNEL_DELTA_RULE, CONVOLUTION, DELTA_RULE, STATE_OF_CHANNELS, STATE_OF_HEADS
 from framework.parallel.tensor.partition import ARRANGEMENTS
 
 KINDS = ("column", "row", "sum", "replicated", "norm")
@@ -86,6 +86,7 @@ FAMILIES: Mapping[str, Mapping[str, Choice]] = MappingProxyType({
 })  # fmt: skip
 
 _KEYS, _VALUES, _CHANNELS = "column:linear_key_heads", "column:linear_value_heads", "column:linear_channels"
+_NORM = "norm:linear_value_heads"
 _DELTA: Mapping[str, str] = MappingProxyType({
     "in_proj_qkvz": _KEYS, "in_proj_ba": _KEYS,  # sorted by heads of keys, each with the values that it serves
     "in_proj_qkv": _CHANNELS, "in_proj_z": _VALUES, "in_proj_b": _VALUES, "in_proj_a": _VALUES,
@@ -99,6 +100,11 @@ _DELTA: Mapping[str, str] = MappingProxyType({
 MIXERS: Mapping[str, Mapping[str, str]] = MappingProxyType({
     DELTA_RULE: _DELTA,
     CHANNEL_DELTA_RULE: _DELTA,
+    STATE_OF_HEADS: {"in_proj": "column:state_rows", "conv1d": "column:state_channels", "norm": _NORM},
+    STATE_OF_CHANNELS: {
+        "in_proj": "column:pair", "conv1d": _VALUES, "x_proj": "sum", "dt_proj": "column",
+        "dt_layernorm": "replicated", "b_layernorm": "replicated", "c_layernorm": "replicated",
+    },
     CONVOLUTION: {"in_proj": "column:triple", "conv": "column"},
 })  # fmt: skip
 

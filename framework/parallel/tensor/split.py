@@ -41,10 +41,8 @@ from framework.parallel.tensor.rules import PARAMETERS, WEIGHT_BEFORE_CAST, Role
 from framework.parallel.tensor.state_space import (
     StateColumn,
     SummedRowLinear,
-    count_state_space,
     divide_mixer,
     split_gated_norm,
-    state_space_roles,
 )
 
 NO_HEADS = Counts(1, 1)
@@ -106,15 +104,13 @@ class _Splitter:
         """Split the modules of one region, and give it its borders."""
         region = Region(self.border, self.regathers, self.rng, found.name, differs=not found.is_block)
         attentions = {name.rpartition(".")[0] for name, role in found.roles.items() if role.arrangement not in FEATURES}
-        counts = NO_HEADS
+        counts = self._count_heads(found) if attentions else NO_HEADS
         for name in attentions:
-            module = self.model.get_submodule(name)
-            if state_space_roles(module) is None:
-                counts = self._count_heads(found)
-                divide_numbers(module, counts, self.tp.axis)
+            attention = self.model.get_submodule(name)
+            if "state_rows" in counts.linear:
+                divide_mixer(attention, counts, self.tp)
             else:
-                counts = count_state_space(module, self.tp.size, f"{self.config.model_type} ({name})")
-                divide_mixer(module, counts, self.tp)
+                divide_numbers(attention, counts, self.tp.axis)
             self._split_own_parameters(name, counts)
         for name, role in found.roles.items():
             self._split_module(name, role, counts, region, leaves=not found.is_block)
@@ -132,7 +128,7 @@ class _Splitter:
         counts = count_heads(self.model, found)
         counts.check(self.tp.size, f"{self.config.model_type} ({found.name})")
         copies = counts.copies(self.tp.size)
-        if copies not in (1, self.kv.size):
+        if not counts.linear and copies not in (1, self.kv.size):
             raise TopologyError(
                 f"{found.name} has {counts.kv} key-value heads, other layers another number: parallel.tp={self.tp.size} is more"
                 " than both; use a smaller parallel.tp"
@@ -169,7 +165,7 @@ class _Splitter:
         # Copies of a whole weight are summed with the other partial gradients, once a step.
         copied = found.copied if found.copied < weight.shape[dim] else 0
         holders = self.plan.axes[found.over]
-        if role.arrangement in counts.whole:
+        if counts.count_whole(role.arrangement, self.tp.size):
             self._put(name, StateColumn(weight, bias, region, self.tp, counts))
         else:
             self._put(name, ColumnLinear(weight, bias, is_transposed, region, holders, copied))
