@@ -8,6 +8,7 @@ refuse_mixed_dtypes        do its tables in fp32 meet weights of another dtype?
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from framework.errors import ModelError
 from framework.model.initial import seed_rng
 from framework.model.load import FORWARD_ERRORS, accepted_arguments, choose_experts
-from framework.model.routers import LoadBalancingLoss, Routers
+from framework.model.routers import LoadBalancingLoss, Routers, find_routers
 from framework.model.shrink import shrink
 from framework.model.stage import StageModel, copy_stage, hollow_out, refuse_split, split_stages
 from framework.model.units import Unit, find_units
@@ -66,45 +67,57 @@ def draw_tokens(model: PreTrainedModel, rows: int, length: int) -> Tensor:
     return torch.randint(0, model.config.get_text_config().vocab_size, (rows, length))
 
 
-def find_layer_outputs(config: PretrainedConfig) -> bool:
-    """Whether the family's layers return tuples; the small copy is run whole and in two stages.
+def find_layer_outputs(config: PretrainedConfig) -> int:
+    """Number of outputs that the family's layers return in a tuple, 0 for a tensor; the small copy is run whole and in two stages.
 
     Raises ModelError for a family that cannot be split: its layers pass on more than hidden states, or are shared.
     """
-    types: list[bool] = []
+    counts: list[int] = []
     with small_copy(config) as whole:
         units, tokens = find_units(whole), draw_tokens(whole, 2, 6)
         layers = [unit for unit in units if unit.is_layer]
         for unit in layers:
-            whole.get_submodule(unit.root).register_forward_hook(partial(_note_type, types))
+            whole.get_submodule(unit.root).register_forward_hook(partial(_note_outputs, counts))
         try:
             expected = whole(input_ids=tokens).logits
         except FORWARD_ERRORS as error:
             raise refuse_split(config, f"it does not run on token ids alone ({error})") from error
-        if len(layers) < 2 or len(types) != len(layers) or len(set(types)) != 1:
+        if len(layers) < 2 or len(counts) != len(layers) or len(set(counts)) != 1:
             raise refuse_split(config, "its layers are not called one after another")
         try:
-            found = _run_in_stages(whole, units, len(layers), types[0], tokens)
+            found = _run_in_stages(whole, units, len(layers), counts[0], tokens)
         except FORWARD_ERRORS as error:
             raise refuse_split(config, f"a part of it does not run alone ({error})") from error
     if not _is_close(found, expected):
         raise refuse_split(config, "its layers hand on more than hidden states, or share what they compute")
-    return types[0]
+    return counts[0]
 
 
-def _note_type(types: list[bool], layer: nn.Module, args: Any, output: Any) -> None:
-    types.append(isinstance(output, tuple))
+def _note_outputs(counts: list[int], layer: nn.Module, args: Any, output: Any) -> None:
+    counts.append(len(output) if isinstance(output, tuple) else 0)
 
 
 def _run_in_stages(
-    whole: PreTrainedModel, units: Sequence[Unit], num_layers: int, returns_tuple: bool, tokens: Tensor
+    whole: PreTrainedModel, units: Sequence[Unit], num_layers: int, num_outputs: int, tokens: Tensor
 ) -> Tensor:
     hidden: tuple[Any, ...] = ()
     for bounds in split_stages((1, num_layers - 1)):
-        part = copy_stage(whole, units, bounds, returns_tuple)
+        part = copy_stage(whole, units, bounds, num_outputs)
         hollow_out(part, units, bounds, torch.float32)
         hidden = StageModel(part, units, bounds)(hidden, input_ids=tokens)
     return hidden[0].logits
+
+
+def find_routers_loss(whole: PreTrainedModel, z_loss: float = 0.0) -> LoadBalancingLoss | None:
+    """The load-balancing loss that the model's config asks for, with a router z-loss of this weight; None where neither is.
+    Raises ModelError for a z-loss of a model without routers."""
+    if z_loss and not any(True for _ in find_routers(whole)):
+        raise ModelError(
+            f"train.router_z_loss={z_loss:g}: transformers records no router's logits of {whole.config.model_type} models. Set it"
+            " to 0"
+        )
+    loss = find_load_balancing_loss(whole)
+    return replace(loss or LoadBalancingLoss(0, 0, 0.0), z_loss=z_loss) if z_loss else loss
 
 
 def find_load_balancing_loss(whole: PreTrainedModel) -> LoadBalancingLoss | None:

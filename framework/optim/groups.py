@@ -199,6 +199,11 @@ def learning_rate(step: int, schedule: LearningRateSchedule, peak: float, total_
     return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * shape)
 
 
+def decay_rate(optim: Optim, lr: float) -> float:
+    """The rate that weight decay is multiplied by in a step at learning rate `lr` (`optim.decay_follows`)."""
+    return optim.lr if optim.decay_follows == "peak" else lr
+
+
 def _decay(progress: float, shape: str, final_ratio: float) -> float:
     """The shape of a decay, from 1 to 0. Hagele et al. 2024 (arXiv 2405.18392) found 1 - sqrt the best for WSD."""
     match shape:

@@ -148,11 +148,49 @@ def moments(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, key, message, f"{key}=bf16; or optim=adamw")
 
 
-@rule("optim.clip_norm")
+@rule(*("optim.clip_norm", "optim.clip_update", "optim.decay_follows", "memory.offload.optimizer", "precision.master"))
 def clipping(recipe: Recipe) -> Iterator[Problem]:
+    optim, offload = recipe.optim, recipe.memory.offload.optimizer
+    if optim.clip_update == 0.0:
+        yield refuse(recipe, "optim.clip_update", "an update clipped to 0 trains nothing", "optim.clip_update=null")
+    elif optim.clip_update is not None and (offload or recipe.precision.master == "none"):
+        message = (
+            "a host updates unit after unit, before ranks know how large the whole update of a parameter is"
+            if offload
+            else "the update is known only after weights without a master are rounded"
+        )
+        yield refuse(recipe, "optim.clip_update", message, "optim.clip_update=null")
+    if optim.decay_follows == "peak" and optim.name == "sgd":
+        message = "sgd's decay is a part of its gradient, so it follows the schedule"
+        yield refuse(recipe, "optim.decay_follows", message, "schedule; or optim=adamw")
     if recipe.optim.clip_norm == 0.0:
         message = "a gradient clipped to norm 0 trains nothing"
         yield refuse(recipe, "optim.clip_norm", message, "optim.clip_norm=null for no clipping")
 
 
-METHOD_RULES = (schedule, optimizer, muon, moments, clipping, patterns, adapter)
+@rule("train.ema", "memory.offload.home", "memory.offload.optimizer")
+def averages(recipe: Recipe) -> Iterator[Problem]:
+    offload = recipe.memory.offload
+    if recipe.train.ema == 1.0:
+        yield refuse(recipe, "train.ema", "at 1 the average stays at the first weights", "0.999")
+    if recipe.train.ema is not None and offload.home == "disk" and offload.optimizer:
+        message = "an average is updated in memory, where masters on a disk never are as a whole"
+        yield refuse(recipe, "train.ema", message, "train.ema=null; or memory.offload.home=host")
+
+
+@rule("optim.qk_clip", "memory.offload.home", "memory.offload.optimizer", "precision.master")
+def qk_clip(recipe: Recipe) -> Iterator[Problem]:
+    offload = recipe.memory.offload
+    if recipe.optim.qk_clip is None:
+        return
+    if recipe.optim.qk_clip == 0.0:
+        yield refuse(recipe, "optim.qk_clip", "attention without logits learns nothing", "optim.qk_clip=100")
+    elif offload.home == "disk" and offload.optimizer:
+        message = "masters on a disk are updated chunk by chunk, and are not read again to be scaled"
+        yield refuse(recipe, "optim.qk_clip", message, "optim.qk_clip=null; or memory.offload.home=host")
+    elif recipe.precision.master == "none":
+        message = "weights without a master would be rounded to 8 bits each time that they are scaled"
+        yield refuse(recipe, "optim.qk_clip", message, "optim.qk_clip=null; or precision.master=fp32")
+
+
+METHOD_RULES = (averages, qk_clip, schedule, optimizer, muon, moments, clipping, patterns, adapter)

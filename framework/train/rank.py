@@ -301,6 +301,8 @@ def _train_steps(
         if step == recipe.track.timeline_step:
             _draw_timeline(plan, loop, lease, observers)
         if loop.must_validate() and loop.rewind_due is None:
+            if recipe.train.ema is not None:
+                loop.validate_average(Validation(_validation_batches(plan, prepared, mesh), len(prepared.sources)))
             loop.begin_validation(Validation(_validation_batches(plan, prepared, mesh), len(prepared.sources)))
             if loop.is_done or recipe.pipeline.fill_bubbles == "none":
                 loop.end_validation()

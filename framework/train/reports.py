@@ -100,6 +100,7 @@ class Reporter:
         state: RunState,
         validation_loss: ValidationLoss | None = None,
         free_fraction: float | None = None,
+        average_loss: float | None = None,
     ) -> None:
         """Report a step, with the validation of its weights if there was one. Collective.
 
@@ -115,6 +116,7 @@ class Reporter:
                 "validation_loss": None if validation_loss is None else validation_loss.mean,
                 "validation_losses": self._name_losses(validation_loss),
                 "validation_free_fraction": free_fraction,
+                "average_validation_loss": average_loss,
             }
             self.observers.report(self._describe(pending, values, state, times, **validation))
 

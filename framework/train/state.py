@@ -19,6 +19,7 @@ from framework.launch.identity import read_trained
 from framework.lease import Lease
 from framework.mesh.layout import Layout
 from framework.model.initial import persistent_buffers
+from framework.optim.averages import AVERAGE
 from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
 from framework.recipe.keys import value_of
 from framework.train.spikes import SpikeState
@@ -121,7 +122,7 @@ def begin_branch(
     entries, states = list(read_entries(run)), dict[str, list[Entry]]()
     for entry in entries:
         kind, _, parameter = entry.name.partition("/")
-        if kind not in ("weight", "buffer"):
+        if kind not in ("weight", "buffer", AVERAGE):
             states.setdefault(parameter, []).append(entry)
     kept: dict[bool, set[str]] = {False: set(), True: set()}  # parameters, by whether AdamW updates them
     lacking = {False: set[str](), True: set[str]()}
@@ -135,7 +136,12 @@ def begin_branch(
     if begins_anew:
         lacking[True] |= kept[True]
     missing = {id(each) for group in lacking.values() for parameter in group for each in states[parameter]}
-    wanted = [each for each in entries if id(each) not in missing]
+    has_averages = all(each.name in known for each in entries if each.name.startswith(f"{AVERAGE}/"))
+    wanted = [
+        each
+        for each in entries
+        if id(each) not in missing and (has_averages or not each.name.startswith(f"{AVERAGE}/"))
+    ]
     read = [_in_saved_dtype(each, known) for each in wanted]
     values = load(read)
     assert values is not None, "there is a checkpoint"
@@ -146,6 +152,8 @@ def begin_branch(
     if begins_anew:
         state.num_updates = 0
     _take_loaded(run, state)
+    if run.optimizer.averages is not None and not all(all_gather_object(has_averages, world)):
+        run.optimizer.averages.restart(run.optimizer.shards)
     names = sorted(lacking[False] | lacking[True])
     if names and world.rank == 0:
         others = f" and {len(names) - 3} more" * (len(names) > 3)
