@@ -178,3 +178,42 @@ FAMILIES: tuple[Family, ...] = (
 UNGATED = _family("nemotron_h", LLAMA, head_dim=8, n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=24,
                   moe_shared_expert_intermediate_size=16, n_shared_experts=1,
                   layers_block_type=["attention", "moe", "attention"])  # fmt: skip
+
+# State spaces, by heads (Mamba-2) and by channels (Mamba-1), alone, beside attention and in turn with it. Not of FAMILIES: they
+# would repeat for each mechanism what tests of their own show.
+STATE_SPACES: tuple[Family, ...] = (
+    _family("mamba2", SHARED, hidden_size=32, num_hidden_layers=3, num_heads=8, head_dim=8, state_size=6, n_groups=2,
+            chunk_size=4, tie_word_embeddings=False),
+    _family("nemotron_h", LLAMA, head_dim=8, n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=24,
+            moe_shared_expert_intermediate_size=16, n_shared_experts=1, mamba_num_heads=8, mamba_head_dim=8, n_groups=2,
+            ssm_state_size=6, chunk_size=4, layers_block_type=["mamba", "attention", "moe", "mamba"]),
+    _family("granitemoehybrid", LLAMA, num_local_experts=6, num_experts_per_tok=3, shared_intermediate_size=24,
+            layer_types=["mamba", "attention", "mamba"], mamba_n_heads=8, mamba_d_head=8, mamba_d_state=6,
+            mamba_n_groups=1, mamba_chunk_size=4),
+    _family("falcon_h1", LLAMA, head_dim=8, mamba_n_heads=8, mamba_d_head=8, mamba_d_ssm=64, mamba_d_state=6,
+            mamba_n_groups=2, mamba_chunk_size=4, ssm_multipliers=[0.5, 1.5, 0.7, 1.2, 0.9], mamba_rms_norm=True),
+    _family("bamba", LLAMA, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8, mamba_d_state=6, mamba_n_groups=1,
+            mamba_chunk_size=4),
+    _family("mamba", SHARED, hidden_size=32, num_hidden_layers=3, state_size=6, time_step_rank=4),
+    _family("falcon_mamba", SHARED, hidden_size=32, num_hidden_layers=3, state_size=6, time_step_rank=4),
+    _family("jamba", LLAMA, num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
+            expert_layer_offset=1, num_experts=4, num_experts_per_tok=2, mamba_d_state=6, mamba_dt_rank=4),
+)  # fmt: skip
+
+# Recurrent mixers of each form beside attention: delta rules with a decay by head and by channel, short convolutions alone. Not
+# of FAMILIES: transformers 5.17 lacks most of them.
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+         "layer_types": ["linear_attention", "full_attention", "linear_attention"]}  # fmt: skip
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
+RECURRENT: tuple[Family, ...] = (
+    family("qwen3_next"),
+    _family("qwen3_5_text", LLAMA, head_dim=16, **DELTA),
+    _family("qwen3_5_moe_text", LLAMA, head_dim=16, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24,
+            shared_expert_intermediate_size=20, **DELTA),
+    _family("olmo_hybrid", LLAMA, **DELTA),
+    _family("kimi_linear", {**DEEPSEEK, "q_lora_rank": None}, linear_num_heads=4, linear_head_dim=8,
+            num_experts=8, num_experts_per_token=3, layer_types=DELTA["layer_types"]),
+    _family("lfm2", LLAMA, block_auto_adjust_ff_dim=False, **CONVOLUTIONS),
+    _family("lfm2_moe", LLAMA, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, num_dense_layers=1,
+            **CONVOLUTIONS),
+)  # fmt: skip

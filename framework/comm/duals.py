@@ -11,6 +11,7 @@ gradient of A's input:
     reduce_scatter  independent  independent  part r of sum_s x_s                  all x_s, concatenated
     scatter         replicated   independent  part r of x                          join
     join            independent  replicated   all x_s, concatenated                scatter
+    gather          independent  independent  all x_s, concatenated                reduce_scatter
 
 A gradient has the kind of its tensor: that of a replicated tensor is the same on all ranks.
 """
@@ -69,6 +70,15 @@ def join(x: Tensor, axis: Communicator, dim: int) -> Tensor:
     result's size, backward sends nothing.
     """
     return _apply(x, axis, partial(_all_gather, axis=axis, dim=dim), partial(_take_part, axis=axis, dim=dim))
+
+
+def gather(x: Tensor, axis: Communicator, dim: int) -> Tensor:
+    """All ranks' x, concatenated along dim, for ranks that go on with it each in its own way; gradients are summed.
+
+    x: [..., part, ...] of one shape on all ranks of the axis -> [..., axis.size * part, ...]. Forward: an all-gather, backward a
+    reduce-scatter, each of the result's size.
+    """
+    return _apply(x, axis, partial(_all_gather, axis=axis, dim=dim), partial(_reduce_scatter, axis=axis, dim=dim))
 
 
 class _Linear(torch.autograd.Function):

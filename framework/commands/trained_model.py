@@ -32,6 +32,7 @@ from framework.model.weights import read_weights, write_weights, writing_folder
 from framework.optim.averages import AVERAGE
 from framework.recipe.compose import load_recipe
 from framework.recipe.schema import Model, Recipe
+from framework.recipe.stages import stage_of
 
 # Kinds of entries: the weights, and the averages of those that are trained.
 TRAINED, AVERAGED = "weight/", f"{AVERAGE}/"
@@ -179,10 +180,10 @@ class UnitReader:
 
 
 def _read_settings(directory: RunDirectory, checkpoint: Place) -> tuple[Recipe, Reader]:
-    """The run's recipe, and the checkpoint, which says whether they and the tokenizer are still its own."""
+    """The recipe of the checkpoint's stage, and the checkpoint, which says whether run and tokenizer are still its own."""
     recipe, reader = load_recipe(directory.recipe), Reader(checkpoint)
     verify_identity(directory, recipe, reader.manifest.state)
-    return recipe, reader
+    return stage_of(recipe, reader.manifest.step).recipe, reader
 
 
 def _plan_model(directory: RunDirectory, recipe: Recipe) -> PreTrainedModel:

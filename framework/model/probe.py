@@ -67,42 +67,42 @@ def draw_tokens(model: PreTrainedModel, rows: int, length: int) -> Tensor:
     return torch.randint(0, model.config.get_text_config().vocab_size, (rows, length))
 
 
-def find_layer_outputs(config: PretrainedConfig) -> bool:
-    """Whether the family's layers return tuples; the small copy is run whole and in two stages.
+def find_layer_outputs(config: PretrainedConfig) -> int:
+    """Number of outputs that the family's layers return in a tuple, 0 for a tensor; the small copy runs whole and in two stages.
 
     Raises ModelError for a family that cannot be split: its layers pass on more than hidden states, or are shared.
     """
-    types: list[bool] = []
+    counts: list[int] = []
     with small_copy(config) as whole:
         units, tokens = find_units(whole), draw_tokens(whole, 2, 6)
         layers = [unit for unit in units if unit.is_layer]
         for unit in layers:
-            whole.get_submodule(unit.root).register_forward_hook(partial(_note_type, types))
+            whole.get_submodule(unit.root).register_forward_hook(partial(_note_outputs, counts))
         try:
             expected = whole(input_ids=tokens).logits
         except FORWARD_ERRORS as error:
             raise refuse_split(config, f"it does not run on token ids alone ({error})") from error
-        if len(layers) < 2 or len(types) != len(layers) or len(set(types)) != 1:
+        if len(layers) < 2 or len(counts) != len(layers) or len(set(counts)) != 1:
             raise refuse_split(config, "its layers are not called one after another")
         try:
-            found = _run_in_stages(whole, units, len(layers), types[0], tokens)
+            found = _run_in_stages(whole, units, len(layers), counts[0], tokens)
         except FORWARD_ERRORS as error:
             raise refuse_split(config, f"a part of it does not run alone ({error})") from error
     if not _is_close(found, expected):
         raise refuse_split(config, "its layers hand on more than hidden states, or share what they compute")
-    return types[0]
+    return counts[0]
 
 
-def _note_type(types: list[bool], layer: nn.Module, args: Any, output: Any) -> None:
-    types.append(isinstance(output, tuple))
+def _note_outputs(counts: list[int], layer: nn.Module, args: Any, output: Any) -> None:
+    counts.append(len(output) if isinstance(output, tuple) else 0)
 
 
 def _run_in_stages(
-    whole: PreTrainedModel, units: Sequence[Unit], num_layers: int, returns_tuple: bool, tokens: Tensor
+    whole: PreTrainedModel, units: Sequence[Unit], num_layers: int, num_outputs: int, tokens: Tensor
 ) -> Tensor:
     hidden: tuple[Any, ...] = ()
     for bounds in split_stages((1, num_layers - 1)):
-        part = copy_stage(whole, units, bounds, returns_tuple)
+        part = copy_stage(whole, units, bounds, num_outputs)
         hollow_out(part, units, bounds, torch.float32)
         hidden = StageModel(part, units, bounds)(hidden, input_ids=tokens)
     return hidden[0].logits

@@ -96,19 +96,17 @@ def own_ties(model: nn.Module, ties: Mapping[str, tuple[str, ...]]) -> dict[str,
     return {name: aliases for name, aliases in kept.items() if aliases}
 
 
-def copy_stage(
-    whole: PreTrainedModel, units: Sequence[Unit], bounds: StageBounds, returns_tuple: bool
-) -> PreTrainedModel:
+def copy_stage(whole: PreTrainedModel, units: Sequence[Unit], bounds: StageBounds, num_outputs: int) -> PreTrainedModel:
     """A copy of a model on meta for one stage, without the layers of other stages; the whole model stays as it is.
 
     Embedding, final norm and head are copied whole, with their ties, whoever owns them: tensor parallelism asks for their
     shapes, and `hollow_out` replaces them afterwards. With one stage it is a plain deep copy. Nothing is allocated.
 
-    units: of the whole model. returns_tuple: whether its layers return tuples (`probe.find_layer_outputs`).
+    units: of the whole model. num_outputs: of its layers (`probe.find_layer_outputs`).
     """
     # deepcopy takes what its memo has for an object's id instead of copying it: a layer that is not needed costs nothing.
     memo: dict[int, Any] = {
-        id(whole.get_submodule(unit.root)): PassThrough(returns_tuple)
+        id(whole.get_submodule(unit.root)): PassThrough(num_outputs, whole.get_submodule(unit.root))
         for unit in units
         if unit.is_layer and not bounds.owns(unit)
     }
@@ -137,7 +135,7 @@ class StageModel:
         self._leaving: Tensor | None = None
         self._seed: tuple[int | str, ...] | None = None
         self._shape = torch.Size()
-        self._stand_ins = [module for module in model.modules() if isinstance(module, Zeros)]
+        self._stand_ins = [module for module in model.modules() if isinstance(module, StandIn)]
         self._layers = layers = [unit.root for unit in units if unit.is_layer and bounds.owns(unit)]
         for unit in units:
             if is_random and unit.is_layer and bounds.owns(unit):
@@ -207,23 +205,27 @@ def _replace_input(args: tuple[Any, ...], kwargs: dict[str, Any], hidden_states:
 
 
 class PassThrough(nn.Module):
-    """Stand-in for another stage's layer: returns its input [B, T, D]."""
+    """Stand-in for another stage's layer: returns its input [B, T, D]; of several outputs None for the others.
 
-    def __init__(self, returns_tuple: bool):
-        super().__init__()
-        self.returns_tuple = returns_tuple
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
-        return (hidden_states,) if self.returns_tuple else hidden_states
-
-
-class Zeros(nn.Module):
-    """Stand-in for another stage's embedding: returns zeros [B, T, width] in `dtype` for an input [B, T, ...].
-
-    weight: [0], where the inputs are: llama4 sends its tokens to the device of its embedding.
+    num_outputs: in a tuple; 0: the layer returns a tensor. The layer's own words and numbers stay: nemotron_h asks each layer for
+    its kind, by which it chooses a mask.
     """
 
-    def __init__(self, width: int, dtype: torch.dtype):
+    def __init__(self, num_outputs: int, layer: nn.Module | None = None):
+        super().__init__()
+        self.num_outputs = num_outputs
+        own = {} if layer is None else vars(layer)
+        vars(self).update({name: each for name, each in own.items() if type(each) in (str, int)})
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
+        return (hidden_states, *[None] * (self.num_outputs - 1)) if self.num_outputs else hidden_states
+
+
+class StandIn(nn.Module):
+    """Stand-in for another stage's module with a weight: [0] in `dtype`, where the inputs are. Families ask for its device
+    (llama4 sends its tokens to that of its embedding) and its dtype (mamba has hidden states cast to that of its head)."""
+
+    def __init__(self, width: int | None, dtype: torch.dtype):
         super().__init__()
         self.width, self.dtype = width, dtype
         self.weight = torch.empty(0, dtype=dtype, device="meta")
@@ -233,21 +235,23 @@ class Zeros(nn.Module):
         if self.weight.device != device:
             self.weight = torch.empty(0, dtype=self.dtype, device=device)
 
+
+class Zeros(StandIn):
+    """Stand-in for another stage's embedding: returns zeros [B, T, width] in `dtype` for an input [B, T, ...]."""
+
+    width: int
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # opt's position embedding takes the attention mask first, which is None here, or of another shape.
         x = x if kwargs.get("position_ids") is None else kwargs["position_ids"]
         return torch.zeros(*x.shape[:2], self.width, dtype=self.dtype, device=x.device)
 
 
-class Resized(nn.Module):
+class Resized(StandIn):
     """Stand-in for another stage's linear layer or norm: returns its input [..., D], or zeros [..., width] of another width.
 
     width: None for a norm; 0 for the head, whose logits then take no memory.
     """
-
-    def __init__(self, width: int | None):
-        super().__init__()
-        self.width = width
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.width is None or self.width == x.shape[-1]:
@@ -271,7 +275,7 @@ def hollow_out(model: PreTrainedModel, units: Sequence[Unit], bounds: StageBound
 def _stand_in_for(module: nn.Module, is_head: bool, dtype: torch.dtype) -> nn.Module:
     if isinstance(module, nn.Embedding) and not is_head:
         return Zeros(module.embedding_dim, dtype)
-    return Resized(0 if is_head else getattr(module, "out_features", None))
+    return Resized(0 if is_head else getattr(module, "out_features", None), dtype)
 
 
 def _holder(parameter: str) -> str:

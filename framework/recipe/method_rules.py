@@ -59,21 +59,29 @@ def adapter(recipe: Recipe) -> Iterator[Problem]:
 
 @rule("optim.schedule", "train.steps", "train.epochs")
 def schedule(recipe: Recipe) -> Iterator[Problem]:
-    schedule, steps, key = recipe.optim.schedule, recipe.train.steps, "optim.schedule.decay_steps"
-    if recipe.train.epochs is not None:
-        return  # judged when the steps are known: launch/settle.py
-    warmup, decay = schedule.warmup_steps, schedule.decay_steps
-    if warmup > steps:
-        message = f"the warm-up is longer than the run of train.steps={steps}"
-        fix = f"at most {steps}; or train.steps={warmup} and more"
-        yield refuse(recipe, "optim.schedule.warmup_steps", message, fix)
-    if decay is None:
-        return
+    schedule, key = recipe.optim.schedule, "optim.schedule.decay_steps"
     if schedule.name != "wsd":
         message = f"only wsd has a decay of its own, not {schedule.name}"
-        yield refuse(recipe, key, message, f"{key}=null; or optim/schedule=wsd")
-    elif warmup <= steps < warmup + decay:
-        message = f"warm-up and decay, {warmup} + {decay} steps, are longer than the run of train.steps={steps}"
+        yield from refuse_useless(recipe, "optim.schedule.decay_shape", message, "optim/schedule=wsd")
+        if schedule.decay_steps is not None:
+            yield refuse(recipe, key, message, f"{key}=null; or optim/schedule=wsd")
+    elif schedule.decay_shape == "exponential" and schedule.final_ratio == 0.0:
+        message = "an exponential decay never comes to optim.schedule.final_ratio=0"
+        yield refuse(recipe, "optim.schedule.decay_shape", message, "optim.schedule.final_ratio=0.01; or another shape")
+    if recipe.train.epochs is not None and schedule.stop_step is None:
+        return  # judged when the steps are known: launch/settle.py
+    stop_step = recipe.train.steps if schedule.stop_step is None else schedule.stop_step
+    steps, warmup, decay = stop_step - schedule.start_step, schedule.warmup_steps, schedule.decay_steps
+    run = f"the run of train.steps={steps}" if steps == recipe.train.steps else f"the schedule, of {steps} steps"
+    if steps <= 0:
+        message = f"the schedule ends with step {stop_step}, before it begins"
+        yield refuse(recipe, "optim.schedule.start_step", message, f"less than {stop_step}")
+    elif warmup > steps:
+        message = f"the warm-up is longer than {run}"
+        fix = f"at most {steps}; or train.steps={warmup} and more"
+        yield refuse(recipe, "optim.schedule.warmup_steps", message, fix)
+    elif schedule.name == "wsd" and decay is not None and steps < warmup + decay:
+        message = f"warm-up and decay, {warmup} + {decay} steps, are longer than {run}"
         fix = f"{key}={steps - warmup} or less" if warmup < steps else f"train.steps={warmup + decay}"
         yield refuse(recipe, key, message, fix)
 

@@ -10,8 +10,13 @@ from framework.recipe.machine_schema import group, key
 class LearningRateSchedule:
     name: Literal["constant", "linear", "cosine", "wsd"] = key("shape after the warm-up", "cosine")
     warmup_steps: int = key("steps of linear warm-up from 0", 0, low=0)
-    decay_steps: int | None = key("wsd: steps of the final decay; null: a tenth of train.steps", None, low=1)
+    decay_steps: int | None = key("wsd: steps of the final decay; null: a tenth of the schedule", None, low=1)
+    decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] = key(
+        "wsd: shape of the final decay; sqrt: 1 - sqrt of its share that is done", "linear"
+    )
     final_ratio: float = key("final learning rate over the peak", 0.1, low=0.0, high=1.0)
+    start_step: int = key("steps before the schedule begins, with its warm-up", 0, low=0)
+    stop_step: int | None = key("step with which the schedule ends; null: train.steps", None, low=1)
 
 
 @dataclass(frozen=True)

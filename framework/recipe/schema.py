@@ -43,11 +43,24 @@ __all__ = [
 
 
 @dataclass(frozen=True)
+class TrainStage:
+    until_step: int | None = key("last step of the stage; the last stage ends with train.steps", None, low=1)
+    until_share: float | None = key("in place of until_step, the share of train.steps", None, low=0.0, high=1.0)
+    until_tokens: int | None = key("in place of until_step, the tokens on which the run has trained then", None, low=1)
+    data: dict[str, Any] = key("keys of data from this stage on: sources.NAME.weight, pack, overlong, train_on", {})
+    batch: dict[str, Any] = key("keys of batch from this stage on", {})
+    model: dict[str, Any] = key("keys of model from this stage on: freeze, and config where no shape depends on it", {})
+    optim: dict[str, Any] = key("keys of optim from this stage on; a schedule is over the steps of the stage", {})
+    memory: dict[str, Any] = key("keys of memory from this stage on", {})
+
+
+@dataclass(frozen=True)
 class Train:
     steps: int = key("optimizer steps of the whole run", 1000, low=1)
     epochs: float | None = key(
         "passes over all text, in place of steps; sets train.steps once data is prepared", None, low=1e-6
     )
+    stages: dict[str, TrainStage] = key("named stages of the run, in order; each keeps what it does not change", {})
     seed: int = key("seed of initialisation, data order and dropout", 1234, low=0)
     validate_every_steps: int | None = key("steps between validations; null: no validation", None, low=1)
     sample: str | None = key("after the run, export it to RUN/export and continue this text, or answer it", None)

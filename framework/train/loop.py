@@ -44,8 +44,8 @@ class Loop:
     """Trains from `state` to `train.steps`. Reading lags one step behind the device, so that nothing waits for it.
 
     On every rank: all of them do the same in the same order, and all methods are collective.
-    timed: the actions of this rank in its last step. rewind_due: whether the run is to go back (`rewind.py`), which is known once
-    the step is read that completes the spikes.
+    first_step: behind which its stage begins. timed: the actions of this rank in its last step. rewind_due: whether the run is to
+    go back (`rewind.py`), which is known once the step is read that completes the spikes.
     """
 
     def __init__(
@@ -57,8 +57,10 @@ class Loop:
         policy: SavePolicy,
         reporter: Reporter,
         watchdog: Watchdog,
+        first_step: int = 0,
     ):
         self.run, self.state, self.recipe = run, state, plan.recipe
+        self.first_step = first_step
         self.timed: tuple[Timed, ...] = ()
         self.rewind_due: RewindDue | None = None
         self.policy = policy

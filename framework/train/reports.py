@@ -26,6 +26,7 @@ from framework.plan.plan import Plan
 from framework.recipe.environment import describe_public
 from framework.recipe.overrides import write_resume
 from framework.recipe.schema import Recipe
+from framework.recipe.stages import split_stages
 from framework.track.device import find_peak, mfu, peak_memory_bytes
 from framework.track.observers import Observers
 from framework.track.report import RunInfo, StepReport
@@ -212,9 +213,9 @@ def find_bubble(times: Sequence[StepTimes]) -> float:
     return 1.0 - sum(each.computed_s for each in times) / (len(times) * longest) if longest else 0.0
 
 
-def describe_run(plan: Plan, prepared: Prepared, mesh: Mesh, run_dir: Path, start_step: int) -> RunInfo:
-    """The description of a run before its first step."""
-    recipe, named = plan.recipe, name_run(run_dir, plan.recipe.run)
+def describe_run(recipe: Recipe, plan: Plan, prepared: Prepared, mesh: Mesh, run_dir: Path, start_step: int) -> RunInfo:
+    """The description of a run before its first step in a stage. recipe: of the run; plan, prepared: of the stage."""
+    named = name_run(run_dir, recipe.run)
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     run_id = str(named.id)
     run = f"{named.root}/{run_id}"
@@ -224,6 +225,7 @@ def describe_run(plan: Plan, prepared: Prepared, mesh: Mesh, run_dir: Path, star
         run_id=run_id,
         config=describe_public(recipe),
         total_steps=recipe.train.steps,
+        stages={each.name: each.start for each in split_stages(recipe) if each.name},
         start_step=start_step,
         tokens_per_step=plan.derived.tokens_per_step,
         accumulation=plan.derived.accumulation,

@@ -41,8 +41,10 @@ class Evidence:
     blocks: dict[str, Tensor] = field(default_factory=dict)
     # The weights with the averages of trained ones in their place (`train.ema`), or nothing.
     averages: dict[str, Tensor] = field(default_factory=dict)
-    # Number of each element's block of codes, as which it is unsharded; -1: it is not (`PlainGather`).
+    # Number of each element's block of codes, as which it is unsharded; -1: it is not (`PlainCodes`).
     gathered: dict[str, Tensor] = field(default_factory=dict)
+    # The same of its gradient's block, as which that leaves a node (`PlainReduction`).
+    reduced: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

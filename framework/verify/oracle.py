@@ -24,10 +24,11 @@ from framework.recipe.schema import STOCK_ATTENTION, Adapter, Optim, Recipe
 from framework.verify.evidence import IGNORE, Evidence, NothingToCompare, TokenBatch, keep_double, perturb, separate
 from framework.verify.plain import (
     DTYPES,
-    PlainGather,
+    PlainCodes,
     PlainLossScale,
     PlainMixtures,
     PlainMoments,
+    PlainReduction,
     decay_nothing,
     find_groups,
     has_no_master,
@@ -210,7 +211,8 @@ class Oracle:
         trained = [name for name, each in self.masters.items() if each.requires_grad and recipe.train.ema is not None]
         self.averages = {name: self.masters[name].detach().clone() for name in trained}
         self._moments = PlainMoments(recipe.optim, recipe.precision.moments, recipe.train.seed, layout.blocks)
-        self._gather = PlainGather(recipe.zero.quantize_gather, layout.gathered)
+        self._gather = PlainCodes(recipe.zero.quantize_gather, layout.gathered)
+        self._reduction = PlainReduction(recipe, layout.reduced) if layout.reduced else None
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate of the next update, for groups without a ratio of their own."""
@@ -226,6 +228,8 @@ class Oracle:
         self._stability.start()
         with self._keeping():
             loss = sum(self._accumulate(batch))
+        for name, gradient in self._reduction.take().items() if self._reduction else ():
+            self.masters[name].grad = gradient
         of_merged = {name: self.masters[name].grad for name in merged}
         for name in merged:
             self.masters[name].grad = None
@@ -298,7 +302,7 @@ class Oracle:
         """Add each microbatch's gradients to the masters', and yield its part of the loss."""
         num_tokens = int((batch.labels != IGNORE).sum())
         num_microbatches = len(batch.labels.split(self._recipe.batch.sequences_per_microbatch))
-        for total, output in self._losses(batch):
+        for number, (total, output) in enumerate(self._losses(batch)):
             loss = total / num_tokens
             if self._recipe.train.router_z_loss:
                 loss = loss + self._recipe.train.router_z_loss * self._mixtures.z_loss(output) / num_microbatches
@@ -311,6 +315,8 @@ class Oracle:
                     master = self.masters[name]
                     gradient = parameter.grad.to(master.dtype)
                     master.grad = gradient if master.grad is None else master.grad + gradient
+                    if self._reduction:
+                        self._reduction.add(number, name, gradient)
                     parameter.grad = None
             yield loss.item()
 

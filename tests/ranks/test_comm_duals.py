@@ -20,7 +20,8 @@ PAIRS = {
     "reduce": (("reduce_from", ()), ("copy_to", ()), "independent", "replicated"),
     "join rows": (("join", (0,)), ("scatter", (0,)), "independent", "replicated"),
     "join columns": (("join", (-2,)), ("scatter", (-2,)), "independent", "replicated"),
-    "scatter sums": (("reduce_scatter", (1,)), None, "independent", "independent"),
+    "gather": (("gather", (0,)), ("reduce_scatter", (0,)), "independent", "independent"),
+    "scatter sums": (("reduce_scatter", (1,)), ("gather", (1,)), "independent", "independent"),
     "scatter": (("scatter", (1,)), ("join", (1,)), "replicated", "independent"),
 }
 

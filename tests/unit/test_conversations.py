@@ -325,12 +325,14 @@ def test_a_shipped_fine_tune_fits_its_gpus(experiment: str, most_gb: int) -> Non
     assert most_bytes(check_layout(recipe)) < most_gb * 1e9
 
 
-def test_a_model_that_carries_state_is_sent_to_rows_of_one_conversation() -> None:
-    config, words = build_config(find_family("qwen3_next")), [*CHAT, "batch.context=16"]
+def test_a_model_whose_documents_see_one_another_is_sent_to_rows_of_one_conversation() -> None:
+    config, words = build_config(find_family("bloom")), [*CHAT, "batch.context=16"]
     (problem,) = find_sequence_problems(compose(words).require(), config)
     assert "documents that share a row see one another" in problem.message
     assert problem.fix == "data.pack=alone"
     assert not list(find_sequence_problems(compose([*words, problem.fix]).require(), config))
+    # A recurrent mixer's state and its convolution's window end with a document.
+    assert not list(find_sequence_problems(compose(words).require(), build_config(find_family("qwen3_next"))))
 
 
 def test_prepare_shows_what_is_trained_and_what_is_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,7 @@ def cut_in_place(model: PreTrainedModel, units: list[Unit], bounds: StageBounds)
     for unit in units:
         if unit.is_layer and not bounds.owns(unit):
             parent, _, name = unit.root.rpartition(".")
-            model.get_submodule(parent)._modules[name] = PassThrough(False)
+            model.get_submodule(parent)._modules[name] = PassThrough(0)
     return model
 
 
@@ -88,7 +88,7 @@ def test_a_copy_has_what_a_fresh_build_cut_the_same_way_has(tiny: Family):
     units, before = find_units(whole), describe(whole)
     for bounds in STAGES:
         with NoMemory():
-            copied = copy_stage(whole, units, bounds, False)
+            copied = copy_stage(whole, units, bounds, 0)
         assert describe(copied) == describe(cut_in_place(build_meta(build_config(tiny)), units, bounds))
     assert describe(whole) == before
 
@@ -100,13 +100,13 @@ def test_a_copy_shares_nothing_with_the_whole_model(tiny: Family):
     whole = build_meta(build_config(tiny))
     own = reachable(whole)
     for bounds in (STAGES[1], STAGES[-1]):
-        shared = reachable(copy_stage(whole, find_units(whole), bounds, False)).keys() & own.keys()
+        shared = reachable(copy_stage(whole, find_units(whole), bounds, 0)).keys() & own.keys()
         assert not [own[each] for each in shared]
 
 
 def test_what_is_set_on_a_copy_does_not_show_in_the_whole_model():
     whole = build_meta(build_config(family("deepseek_v3")))
-    copied = copy_stage(whole, find_units(whole), STAGES[2], False)
+    copied = copy_stage(whole, find_units(whole), STAGES[2], 0)
     copied.config.vocab_size = 1
     copied.set_experts_implementation("eager")
     copied.model.layers[2].mlp.marked = True
@@ -120,7 +120,7 @@ def test_a_copy_without_what_other_stages_own_has_the_stages_parameters():
     whole = build_meta(tiny)
     units, ties = find_units(whole), tied_names(whole)
     for bounds in STAGES:
-        model = copy_stage(whole, units, bounds, False)
+        model = copy_stage(whole, units, bounds, 0)
         hollow_out(model, units, bounds, torch.float32)
         own = {name for unit in own_units(units, ties, bounds) for name in unit.parameters}
         assert own == own_ties(model, ties).keys()
@@ -138,6 +138,6 @@ def test_a_copy_costs_less_than_a_build():
         make()
         return perf_counter() - start
 
-    copied = min(seconds(lambda: copy_stage(whole, units, bounds, False)) for _ in range(3))
+    copied = min(seconds(lambda: copy_stage(whole, units, bounds, 0)) for _ in range(3))
     built = min(seconds(lambda: build_meta(config)) for _ in range(3))
     assert copied < built, (copied, built)

@@ -4,14 +4,13 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from framework.comm.communicator import Communicator
+from framework.commands.plan import print_plan
 from framework.errors import ModelError, TopologyError
 from framework.mesh.topology import Axis
 from framework.model.load import build_meta
 from framework.model.shrink import shrink
-from framework.plan.plan_command import plan_command
-from framework.plan.plan_text import Wanted
 from framework.recipe.compose import compose
-from tests.families import build_config, family
+from tests.families import STATE_SPACES, build_config, family
 from tests.ranks.tensor_parity import recipe_of, split
 
 ALONE = Communicator(Axis("kv", 1, 0))
@@ -57,7 +56,7 @@ def test_a_group_over_nodes_is_told_what_it_costs(capsys: pytest.CaptureFixture[
         "parallel.tp=4",
         "launch.tp_across_nodes=true",
     ]
-    plan_command(compose([*overrides, "batch.sequences_per_step=16"]).require(), Wanted(ranks=True))
+    print_plan(compose([*overrides, "batch.sequences_per_step=16"]).require(), ["ranks"])
     printed = capsys.readouterr().out
     assert "tp over 2 nodes" in printed
     assert "between 2 nodes" in printed
@@ -69,7 +68,24 @@ def test_degrees_over_the_heads_are_refused_with_those_that_divide() -> None:
         split(build_meta(build_config(family("llama"))), Communicator(Axis("tp", 8, 0)), ALONE, sequence=True)
 
 
-@pytest.mark.parametrize(("model_type", "names"), [("mamba", r"mixer.*in_proj"), ("rwkv", r"attention.*receptance")])
+@pytest.mark.parametrize(
+    ("name", "tp", "told"),
+    [
+        ("mamba2", 3, r"8 heads or channels, in 2 groups, of mamba2 .*use parallel.tp in \[1, 2, 4, 8\]"),
+        ("mamba", 5, "64 heads"),
+    ],
+)
+def test_degrees_over_the_heads_of_a_state_space_are_refused_with_those_that_divide(
+    name: str, tp: int, told: str
+) -> None:
+    found = next(each for each in STATE_SPACES if each.name == name)
+    with pytest.raises(TopologyError, match=f"parallel.tp={tp} does not divide the {told}"):
+        split(build_meta(build_config(found)), Communicator(Axis("tp", tp, 0)), ALONE, sequence=True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "names"), [("recurrent_gemma", r"temporal_block.*linear_x"), ("rwkv", r"attention.*receptance")]
+)
 def test_an_unknown_architecture_is_refused_by_its_modules(model_type: str, names: str) -> None:
     config = shrink(CONFIG_MAPPING[model_type]())
     with pytest.raises(ModelError, match=rf"(?s)no rule knows.*{names}.*model.tp_plan"):

@@ -3,7 +3,8 @@
 Parameters stay whole: context parallelism divides tokens, and ZeRO takes `cp` for data. What changes is attention, the one place
 of a decoder where tokens meet. Hugging Face's modules ask a registry of attention functions for the one that their config names.
 Ours is registered once, at import, and holds nothing: the module that calls it carries a Hook, which knows this rank's
-ContextAttention and rows. That nothing else mixes tokens the probe has shown on a small copy.
+ContextAttention and rows. Recurrent mixers get functions of ours as well (`recurrent`). That nothing else mixes tokens the probe
+has shown on a small copy.
 
 The registry of mask functions does not know the name, so a model computes no mask, and hands on the one that carries a
 microbatch's `Documents`.
@@ -30,6 +31,7 @@ from framework.parallel.attention.block_attention import BlockAttention
 from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.logit_maxima import HeadMaxima, LogitMaxima
 from framework.parallel.attention.opaque_attention import attend_in_graph
+from framework.parallel.attention.recurrent import Pieces, hook_mixers
 from framework.parallel.attention.visible_rows import Scores
 from framework.parallel.stage_plan import StagePlan
 from framework.recipe.layout_rules import find_uneven_heads
@@ -63,8 +65,8 @@ QueryRule = Callable[[Any, Tensor, Documents | None, Hook], tuple[Tensor, Docume
 
 
 def split_context(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: StagePlan) -> Mapping[str, Layout]:
-    """Have every attention of the model attend by ours, across `ulysses` and `ring`. Layouts stay. Where the plan leaves
-    attention to transformers nothing changes.
+    """Have every attention of the model attend by ours, across `ulysses` and `ring`, and every recurrent mixer pass its state on
+    over `cp`. Layouts stay. Where the plan leaves attention to transformers nothing changes.
 
     model: on meta, its heads divided over `tp` already. Raises TopologyError where a rank's heads do not divide over `ulysses`.
     """
@@ -83,6 +85,7 @@ def split_context(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: S
         return Hook(attention, lambda device: rows_of(slices, device), whole)
 
     hook_attentions(model, make_hook)
+    hook_mixers(model, Pieces(slices, plan.axes["cp"]))
     return layouts
 
 

@@ -24,12 +24,14 @@ from framework.errors import ModelError
 from framework.mesh.context import ContextSlices
 from framework.mesh.topology import Axis
 from framework.model.load import FORWARD_ERRORS
+from framework.model.mixers import find_mixers
 from framework.model.probe import draw_tokens, small_copy
 from framework.model.shrink import shrink
 from framework.parallel.attention.attention import ContextAttention
 from framework.parallel.attention.block_attention import BlockAttention
 from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.hook import Attention, AttentionDropout, Hook, find_attentions, hook_attentions
+from framework.parallel.attention.recurrent import Pieces, hook_mixers
 from framework.parallel.attention.visible_rows import Scores
 from framework.recipe.schema import Recipe
 
@@ -38,6 +40,7 @@ RANKS = 2
 LENGTHS = (5, 17, 6)
 # Of 105 families, those that pass differ by 3e-6 at most in fp32, the others by 4e-5 at least.
 LARGEST_DIFFERENCE = 1e-5
+ONE_RANK = Communicator(Axis("cp", 1, 0))
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def _find_difference(asked: _Asked) -> str | None:
     # Without packed documents one is enough: nothing separates tokens but the window, which is shorter.
     rows = _Rows(LENGTHS if asked.has_documents else (sum(LENGTHS),))
     with small_copy(asked.config) as model:
-        if not any(True for _ in find_attentions(model)):
+        if not any(True for _ in chain(find_attentions(model), find_mixers(model))):
             return "its attention asks no registry for its function"
         _fill_zeros(model)
         probe = _Probe(model)
@@ -162,6 +165,7 @@ class _Probe:
         """Logits [1, T, V] of a model that has the tokens of each rank in a row of its own."""
         divided = rows.divide(torch.arange(rows.total)[None])
         hook_attentions(self.model, lambda: Hook(_Joined(rows), lambda device: divided, rows.one_document))
+        hook_mixers(self.model, _JoinedPieces(rows))
         positions = rows.divide(rows.positions)
         logits = self.model(
             input_ids=rows.divide(tokens), position_ids=positions, attention_mask=rows.mask(positions)
@@ -194,6 +198,7 @@ class _Probe:
         hook_attentions(
             self.model, lambda: Hook(rows.whole, lambda device: torch.arange(rows.total), rows.one_document)
         )
+        hook_mixers(self.model, Pieces(ContextSlices(rows.total), ONE_RANK))
         logits: Tensor = self.model(input_ids=tokens, attention_mask=rows.mask(tokens), **self._positions(rows)).logits
         return logits
 
@@ -212,7 +217,9 @@ class _Probe:
         rows = torch.arange(tokens.shape[1])
         whole = Documents(((0,),), len(rows))
         hook_attentions(self.model, lambda: Hook(_attend_to_nothing, lambda device: rows, whole))
-        # Attention gives zeros, so a change of token 0 may reach another token only through some other module.
+        hook_mixers(self.model, _TokensAlone(ContextSlices(len(rows)), ONE_RANK))
+        # Attention gives zeros and mixers see one token, so a change of token 0 may reach another token only through some other
+        # module.
         changed = tokens.clone()
         changed[:, 0] = (changed[:, 0] + 1) % self.model.config.get_text_config().vocab_size
         positions = torch.arange(tokens.shape[1])[None]
@@ -278,6 +285,27 @@ class _Joined:
     ) -> Tensor:
         q, k, v = (self.rows.join(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
         return self.rows.divide(self.rows.whole(q, k, v, scores, sinks, documents))
+
+
+class _JoinedPieces(Pieces):
+    """The whole sequence, whose tokens stand in rows of a batch: [RANKS, T / RANKS, ...], one row for each rank."""
+
+    def __init__(self, rows: _Rows) -> None:
+        super().__init__(ContextSlices(rows.total), ONE_RANK)
+        self._rows = rows
+
+    def cut(self, x: Tensor) -> Tensor:
+        return self._rows.join(x)[:, None]
+
+    def join(self, x: Tensor) -> Tensor:
+        return self._rows.divide(x[:, 0])
+
+
+class _TokensAlone(Pieces):
+    """Every token is a document of its own."""
+
+    def starts(self, device: torch.device) -> Tensor | None:
+        return torch.arange(self.slices.context, device=device)[None, None]
 
 
 def _attend_to_nothing(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:

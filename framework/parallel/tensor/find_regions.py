@@ -20,6 +20,7 @@ from framework.errors import ModelError
 from framework.model.experts import find_experts, form_of
 from framework.model.units import find_layers
 from framework.parallel.tensor.rules import FAMILIES, HEAD_NORMS, PARAMETERS, ROLES, Role, parse_role
+from framework.parallel.tensor.state_space import state_space_roles
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
 # Styles of Hugging Face's own plans that say all that is needed.
@@ -83,8 +84,8 @@ def _check_user_plan(model: str, modules: Collection[str], user: Mapping[str, st
     for pattern, text in user.items():
         if parse_role(text) is None:
             raise ModelError(
-                f"model.tp_plan.{pattern}={text} is no role: use column, row, replicated or norm, or one with its arrangement,"
-                " such as column:heads, column:kv_heads, column:pair"
+                f"model.tp_plan.{pattern}={text} is no role: use column, row, sum, replicated or norm, or one with its"
+                " arrangement, such as column:heads, column:kv_heads, column:pair"
             )
         if not any(fnmatchcase(name, pattern) for name in modules):
             raise ModelError(f"model.tp_plan.{pattern} names no module of {model}: see meshwright plan")
@@ -171,7 +172,7 @@ def _region(search: _Search, name: str, root: nn.Module) -> RegionPlan | None:
 
 def _check_ends(search: _Search, roles: Mapping[str, Role], has_experts: bool) -> None:
     """Note regions with only one kind of end: row layers put together what column layers take apart."""
-    kinds = {role.kind for role in roles.values()} - {"replicated", "norm"}
+    kinds = {role.kind for role in roles.values()} - {"replicated", "norm", "sum"}
     # Experts are both ends at once, so beside them one kind may stand alone (a shared expert's parts come in pairs anyway).
     if len(kinds) == 1 and not has_experts:
         for name, role in roles.items():
@@ -187,7 +188,10 @@ def _role(search: _Search, name: str, has_experts: bool) -> Role | None:
     for pattern, text in search.user.items():
         if fnmatchcase(name, pattern):
             return parse_role(text)
-    leaf = name.rpartition(".")[2]
+    parent, _, leaf = name.rpartition(".")
+    of_mixer = state_space_roles(search.model.get_submodule(parent))
+    if of_mixer is not None and leaf in of_mixer:
+        return parse_role(of_mixer[leaf])
     # The same name means other things in some families, so theirs go first.
     choice = FAMILIES.get(search.config.model_type, {}).get(leaf)
     if choice is not None:

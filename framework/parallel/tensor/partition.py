@@ -11,6 +11,7 @@ An arrangement says what lies along the dim. A rank takes the same heads everywh
     groups              the queries of group 0, its key, its value | group 1 | ...   (one group per key-value head)
     block_qvk           the queries, the values, the keys of block 0 | of block 1 | ...
     linear_key_heads, linear_value_heads, linear_channels      the gated delta net's, in Qwen's arrangement
+    state_rows, state_channels      a state-space mixer's (`state_space`)
 
 Heads may come in blocks, of each of which every rank takes its part: pairs (h, h + H/2) in differential attention.
 
@@ -32,28 +33,30 @@ from framework.mesh.layout import Layout, Shard, part
 
 ARRANGEMENTS = (
     "", "pair", "heads", "kv_heads", "qkv", "per_head", "groups", "block_qvk",
-    "linear_key_heads", "linear_value_heads", "linear_channels",
+    "linear_key_heads", "linear_value_heads", "linear_channels", "state_rows", "state_channels",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class PartitionedDim:
     """`shards`: of the dim, outermost first. `copied`: how many of the local indices, the last ones, other ranks hold as
-    well; 0, all, or the keys and values of a packed weight."""
+    well; 0, all, or the keys and values of a packed weight. `over`: the axis of these ranks."""
 
     shards: tuple[Shard, ...]
     copied: int
+    over: str = "kv"
 
 
 @dataclass(frozen=True)
 class Counts:
-    """The numbers of heads of an attention. q, kv: heads, in so many `blocks`; linear: sizes of the linear arrangements, by
-    name."""
+    """The numbers of heads of an attention. q, kv: heads, in so many `blocks`; linear: sizes of the arrangements of recurrent
+    mixers, by name; whole: how many of these, the last ones, all ranks hold."""
 
     q: int
     kv: int
     blocks: int = 1
     linear: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    whole: Mapping[str, int] = field(default_factory=dict)
 
     def check(self, degree: int, where: str) -> None:
         """Raises TopologyError when the heads do not divide among `degree` ranks, with the degrees that do."""
@@ -106,7 +109,8 @@ def partition(arrangement: str, dim: int, size: int, counts: Counts, index: int,
         tuple(heads * unit for heads, _ in parts) if len(parts) > 1 else (),
         () if is_whole else pieces,
     )
-    return PartitionedDim((shard,), sum(heads // each * unit for heads, each in parts if each < degree))
+    copied = sum(heads // each * unit for heads, each in parts if each < degree)
+    return PartitionedDim((shard,), copied, "tp" if counts.whole.get(arrangement) else "kv")
 
 
 def _parts(arrangement: str, size: int, counts: Counts, degree: int) -> list[tuple[int, int]]:
@@ -127,7 +131,9 @@ def _parts(arrangement: str, size: int, counts: Counts, degree: int) -> list[tup
             return [queries, keys, keys]
         case "block_qvk":
             return [queries] * (3 * counts.blocks)
-    return [(units, degree) for units in counts.linear[arrangement]]
+    sizes = counts.linear[arrangement]
+    divided = len(sizes) - counts.whole.get(arrangement, 0)
+    return [(units, degree if number < divided else 1) for number, units in enumerate(sizes)]
 
 
 def _partition_within_groups(dim: int, size: int, counts: Counts, index: int, degree: int) -> PartitionedDim:
@@ -146,7 +152,8 @@ class SplitParameters:
 
     def __init__(self, layouts: Mapping[str, Layout], tp: Communicator, kv: Communicator) -> None:
         """layouts: of every parameter, under each of its names."""
-        self.tp, self.kv = tp, kv
+        self.tp = tp
+        self._holders = {"tp": tp, "kv": kv}
         self._given = layouts
         self._local: dict[nn.Parameter, nn.Parameter] = {}
         self._refined: dict[nn.Parameter, Layout] = {}
@@ -193,14 +200,16 @@ class SplitParameters:
         """The layout with what this rank counts of its part, and over which axis the gradient is partial."""
         if not dim.copied:
             return held
-        axis = dim.shards[0].dim
+        axis, holders = dim.shards[0].dim, self._holders[dim.over]
         rows = held.shape_local[axis]
         if dim.copied == rows:
-            interval = part(held.numel_local, self.kv.rank, self.kv.size)
-            return replace(held, replicated=(*held.replicated, "kv"), partial=(*held.partial, "kv"), interval=interval)
+            interval = part(held.numel_local, holders.rank, holders.size)
+            return replace(
+                held, replicated=(*held.replicated, dim.over), partial=(*held.partial, dim.over), interval=interval
+            )
         # An interval of the flattened part can leave out the last rows only if they lie together.
         assert axis == 0, f"a packed weight with shared keys is split along dim 0, not {axis}"
         # No layout says that some rows are replicated: backward sums their output's gradient (`ColumnLinear.sum_copied`), and
         # the first of those who share them counts them.
-        counted = rows if self.kv.rank == 0 else rows - dim.copied
+        counted = rows if holders.rank == 0 else rows - dim.copied
         return replace(held, interval=(0, counted * (held.numel_local // rows)))

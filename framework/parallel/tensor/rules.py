@@ -4,6 +4,7 @@ A role is `column`, `row`, `replicated` or `norm` with the arrangement (`partiti
 
     column:ARRANGEMENT   Y_r = X W_r^T + b_r       W, b split along the outputs; X is whole, Y_r this rank's features
     row:ARRANGEMENT      Y = sum_r X_r W_r^T + b   W split along the inputs; b added once
+    sum:ARRANGEMENT      the same, not where a region ends: every rank goes on with Y in its own way
     norm:ARRANGEMENT     a norm over features that are split; its weight is split with them
     replicated           the same on all ranks
 
@@ -18,7 +19,7 @@ from transformers import PretrainedConfig
 
 from framework.parallel.tensor.partition import ARRANGEMENTS
 
-KINDS = ("column", "row", "replicated", "norm")
+KINDS = ("column", "row", "sum", "replicated", "norm")
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ FAMILIES: Mapping[str, Mapping[str, Choice]] = MappingProxyType({
     "mpt": {"Wqkv": "column:qkv"},
     "codegen": {"qkv_proj": "column:block_qvk", "out_proj": "row:heads"},
     "granitemoeshared": {"input_linear": "column:pair", "output_linear": "row"},
+    "granitemoehybrid": {"input_linear": "column:pair", "output_linear": "row"},
     "apertus": {"act_fn": "replicated"},
     "qwen3_next": {
         "in_proj_qkvz": "column:linear_key_heads",
@@ -97,7 +99,7 @@ PARAMETERS: Mapping[str, str | None] = MappingProxyType({
     "sinks": "heads",
     "lambda_q1": None, "lambda_k1": None, "lambda_q2": None, "lambda_k2": None,
     "expert_bias": None,
-    "dt_bias": "linear_value_heads", "A_log": "linear_value_heads",
+    "dt_bias": "linear_value_heads", "A_log": "linear_value_heads", "D": "linear_value_heads",
 })  # fmt: skip
 
 # Norms of queries and keys: over one head (replicated), over all heads (split), or one weight for each head (split).

@@ -38,6 +38,14 @@ from framework.parallel.tensor.regions import (
 )
 from framework.parallel.tensor.rng import RngStreams, uses_rng_in_training
 from framework.parallel.tensor.rules import PARAMETERS, WEIGHT_BEFORE_CAST, Role
+from framework.parallel.tensor.state_space import (
+    StateColumn,
+    SummedRowLinear,
+    count_state_space,
+    divide_mixer,
+    split_gated_norm,
+    state_space_roles,
+)
 
 NO_HEADS = Counts(1, 1)
 
@@ -100,9 +108,15 @@ class _Splitter:
         attentions = {
             name.rpartition(".")[0] for name, role in found.roles.items() if role.arrangement not in ("", "pair")
         }
-        counts = self._count_heads(found) if attentions else NO_HEADS
+        counts = NO_HEADS
         for name in attentions:
-            divide_numbers(self.model.get_submodule(name), counts, self.tp.axis)
+            module = self.model.get_submodule(name)
+            if state_space_roles(module) is None:
+                counts = self._count_heads(found)
+                divide_numbers(module, counts, self.tp.axis)
+            else:
+                counts = count_state_space(module, self.tp.size, f"{self.config.model_type} ({name})")
+                divide_mixer(module, counts, self.tp)
             self._split_own_parameters(name, counts)
         for name, role in found.roles.items():
             self._split_module(name, role, counts, region, leaves=not found.is_block)
@@ -133,6 +147,8 @@ class _Splitter:
                 self._split_column(name, role, counts, region)
             case "row":
                 self._split_row(name, role, counts, region, leaves)
+            case "sum":
+                self._split_row(name, role, counts, region, leaves=False, layer=SummedRowLinear)
             case "norm":
                 self._split_norm(name, role, counts)
 
@@ -154,9 +170,15 @@ class _Splitter:
             return
         # Copies of a whole weight are summed with the other partial gradients, once a step.
         copied = found.copied if found.copied < weight.shape[dim] else 0
-        self._put(name, ColumnLinear(weight, bias, is_transposed, region, self.kv, copied))
+        holders = self.plan.axes[found.over]
+        if role.arrangement in counts.whole:
+            self._put(name, StateColumn(weight, bias, region, self.tp, counts))
+        else:
+            self._put(name, ColumnLinear(weight, bias, is_transposed, region, holders, copied))
 
-    def _split_row(self, name: str, role: Role, counts: Counts, region: Region, leaves: bool) -> None:
+    def _split_row(
+        self, name: str, role: Role, counts: Counts, region: Region, leaves: bool, layer: type[RowLinear] = RowLinear
+    ) -> None:
         """Along the inputs: [N, K] -> [N, K_r], transposed for GPT-2's Conv1D; the bias stays whole."""
         module: Any = self.model.get_submodule(name)
         is_transposed = isinstance(module, Conv1D)
@@ -167,7 +189,7 @@ class _Splitter:
         is_partial = not leaves or self.tokens.num_parts > 1
         bias = getattr(module, "bias", None)
         bias = None if bias is None else self.parameters.replicate(f"{name}.bias", bias, is_partial)
-        self._put(name, RowLinear(weight, bias, is_transposed, region, leaves))
+        self._put(name, layer(weight, bias, is_transposed, region, leaves))
 
     def _split_norm(self, name: str, role: Role, counts: Counts) -> None:
         """Over all heads, or with a weight per head, which needs no other rank's features."""
@@ -177,6 +199,9 @@ class _Splitter:
         weight = self.parameters.take(f"{name}.weight", norm.weight, found)
         if norm.weight.ndim == 2:
             norm.weight = weight
+            return
+        if role.arrangement == "linear_value_heads":
+            self._put(name, split_gated_norm(norm, weight, counts.kv, self.tp))
             return
         eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         if eps is None:

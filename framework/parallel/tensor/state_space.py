@@ -1,0 +1,188 @@
+"""State-space mixers under tensor parallelism: heads of Mamba-2, channels of Mamba-1, divided as attention's heads are.
+
+    Mamba-2    in_proj -> z | x | B | C | dt, conv1d over x | B | C, scan, gated norm, out_proj
+    Mamba-1    in_proj -> x | z, conv1d over x, x_proj -> dt | B | C of all channels, dt_proj, scan, out_proj
+
+Heads lie in groups, each with a B and a C of its own. Groups divide over `tp`, or there are fewer of them than ranks. Then each
+rank has the rows of `in_proj` for all B, C and dt, which stand at its end and are counted and summed as shared key-value heads
+are; it goes on with those of its group and heads. The convolution's rows for B and C have their gradient summed, a few numbers.
+The gated norm's mean square over a group on several ranks is one sum over `tp`.
+
+The family's forward stays: it reads numbers of heads, which are divided, and weights, some of which are lent for a call.
+
+    B sequences, T tokens, D features of this rank, G groups of the mixer
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from framework.comm import duals
+from framework.comm.communicator import Communicator
+from framework.errors import TopologyError
+from framework.mesh.layout import part
+from framework.model.precision import sums_dtype
+from framework.parallel.tensor.layers import ColumnLinear, RowLinear
+from framework.parallel.tensor.partition import Counts
+from framework.parallel.tensor.regions import Region
+
+ROLES_OF_CHANNELS: Mapping[str, str] = MappingProxyType({
+    "in_proj": "column:pair", "conv1d": "column:linear_value_heads", "x_proj": "sum", "dt_proj": "column", "out_proj": "row",
+    "dt_layernorm": "replicated", "b_layernorm": "replicated", "c_layernorm": "replicated",
+})  # fmt: skip
+ROLES_OF_HEADS: Mapping[str, str] = MappingProxyType({
+    "in_proj": "column:state_rows", "conv1d": "column:state_channels", "norm": "norm:linear_value_heads", "out_proj": "row",
+})  # fmt: skip
+
+# What a tensor becomes while it is lent.
+Change = Callable[[Tensor], Tensor]
+
+
+def state_space_roles(module: nn.Module) -> Mapping[str, str] | None:
+    """The roles of the modules of a state-space mixer, by name; None for any other module."""
+    own, children = dict(module.named_parameters(recurse=False)), dict(module.named_children())
+    if not {"A_log", "D"} <= own.keys() or not {"in_proj", "conv1d", "out_proj"} <= children.keys():
+        return None
+    return ROLES_OF_CHANNELS if "x_proj" in children else ROLES_OF_HEADS
+
+
+def count_state_space(mixer: Any, degree: int, where: str) -> Counts:
+    """The heads of a mixer and their groups, and the segments of its packed weights as `degree` ranks divide them.
+
+    Raises TopologyError where they do not divide, with the degrees that do.
+    """
+    heads = mixer.D.shape[0]
+    groups, segments = heads, {}
+    if not hasattr(mixer, "x_proj"):
+        groups, inner = mixer.n_groups, mixer.out_proj.in_features
+        states = groups * mixer.ssm_state_size
+        segments = {"state_rows": (inner, inner, states, states, heads), "state_channels": (inner, states, states)}
+    legal = [each for each in range(1, heads + 1) if heads % each == 0 and 0 in (groups % each, each % groups)]
+    if degree not in legal:
+        raise TopologyError(
+            f"parallel.tp={degree} does not divide the {heads} heads or channels, in {groups} groups, of {where}: use parallel.tp"
+            f" in {legal}"
+        )
+    whole = {} if groups % degree == 0 else {"state_rows": 3, "state_channels": 2}
+    return Counts(heads, groups, linear={"linear_value_heads": (heads,), **segments}, whole=whole)
+
+
+def divide_mixer(mixer: Any, counts: Counts, tp: Communicator) -> None:
+    """Have a mixer of heads, whose weights are still whole, compute with those of this rank. One of channels asks for no number
+    of them."""
+    if "state_rows" not in counts.linear:
+        return
+    whole = counts.linear["state_rows"]
+    own = find_own_rows(counts, tp)
+    lent: dict[tuple[nn.Module, str], Change] = {
+        (mixer, name): partial(_select, sizes=whole, own=own)
+        for name, each in mixer.named_buffers(recurse=False)
+        if each.shape[-1] == sum(whole)
+    }
+    mixer.num_heads, mixer.intermediate_size = whole[4] // tp.size, whole[0] // tp.size
+    mixer.n_groups = max(mixer.n_groups // tp.size, 1)
+    mixer.conv_dim = mixer.intermediate_size + 2 * mixer.n_groups * mixer.ssm_state_size
+    if counts.whole:
+        share = partial(_share_channels, sizes=(mixer.intermediate_size, *whole[2:4]), own=own[2:4], tp=tp)
+        lent |= {(mixer.conv1d, name): share for name, _ in mixer.conv1d.named_parameters()}
+    if lent:
+        mixer.register_forward_pre_hook(partial(_lend, lent))
+        mixer.register_forward_hook(partial(_take_back, lent))
+
+
+def find_own_rows(counts: Counts, tp: Communicator) -> list[slice]:
+    """This rank's rows of each segment of a packed weight: z, x, B, C, dt. Ranks of one group have the same B and C."""
+    inner, _, states, _, heads = counts.linear["state_rows"]
+    divided = part(inner, tp.rank, tp.size)
+    pieces = min(counts.kv, tp.size)
+    of_group = part(states, tp.rank * pieces // tp.size, pieces)
+    return [slice(*each) for each in (divided, divided, of_group, of_group, part(heads, tp.rank, tp.size))]
+
+
+def _select(x: Tensor, sizes: Sequence[int], own: Sequence[slice], dim: int = -1) -> Tensor:
+    """Some of the indices of each segment of x along a dim."""
+    segments = zip(x.split(list(sizes), dim), own, strict=True)
+    return torch.cat([each.narrow(dim, one.start, one.stop - one.start) for each, one in segments], dim)
+
+
+def _share_channels(x: Tensor, sizes: Sequence[int], own: Sequence[slice], tp: Communicator) -> Tensor:
+    """This rank's rows of a convolution's parameter: of those for all B and C, which all ranks have, the ones of its group."""
+    divided, shared = x.split([sizes[0], sum(sizes[1:])])
+    return torch.cat([divided, _select(duals.copy_to(shared, tp), sizes[1:], own, dim=0)])
+
+
+# An instance's own attribute is found before __getattr__ asks for parameters and buffers: the unmodified forward reads this one.
+# Made anew in each call, so that the gradient reaches the parameter.
+@torch.compiler.disable
+def _lend(lent: Mapping[tuple[nn.Module, str], Change], mixer: nn.Module, args: Any) -> None:
+    for (module, name), change in lent.items():
+        module.__dict__[name] = change(getattr(module, name))
+
+
+@torch.compiler.disable
+def _take_back(lent: Mapping[tuple[nn.Module, str], Change], mixer: nn.Module, args: Any, output: Any) -> None:
+    for module, name in lent:
+        del module.__dict__[name]
+
+
+class StateColumn(ColumnLinear):
+    """x: [B, T, K] -> [B, T, z | x | B | C | dt], of this rank's heads and their group, whose B, C and dt all ranks compute."""
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, region: Region, tp: Communicator, counts: Counts
+    ) -> None:
+        inner, _, *shared = counts.linear["state_rows"]
+        super().__init__(weight, bias, False, region, tp, sum(shared))
+        self.sizes = (inner // tp.size, inner // tp.size, *shared)
+        self.own = [slice(0, self.sizes[0])] * 2 + find_own_rows(counts, tp)[2:]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _select(super().forward(x), self.sizes, self.own)
+
+
+class SummedRowLinear(RowLinear):
+    """A row layer within a region: x: [..., K_r] -> [..., N], the sum over `tp`, of which each rank makes its own use."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return duals.copy_to(duals.reduce_from(super().forward(x), self.region.axis), self.region.axis)
+
+
+class SplitGatedNorm(nn.Module):
+    """A gated RMS norm over groups of features, each on several ranks: x, gate: [B, T, D] -> [B, T, D].
+
+        u = x silu(gate)        y = u / sqrt(mean of u^2 over the group + eps) * w        or the gate behind the norm
+
+    weight: w, [D]; groups: G, on all ranks. Sends G numbers per token, forward and backward.
+    """
+
+    def __init__(self, norm: Any, weight: nn.Parameter, groups: int, axis: Communicator) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = weight, norm.variance_epsilon
+        self.is_gated_last = getattr(norm, "norm_before_gate", False)
+        self.groups, self.axis = groups, axis
+
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        x = hidden_states.to(sums_dtype(hidden_states.dtype))
+        factor = F.silu(gate.to(x.dtype))
+        x = x if self.is_gated_last else x * factor
+        # A place for each group: ranks of the others fill theirs.
+        group, ranks = self.groups * self.axis.rank // self.axis.size, self.axis.size // self.groups
+        sums = F.pad(x.square().sum(-1, keepdim=True), (group, self.groups - 1 - group))
+        total = duals.copy_to(duals.reduce_from(sums, self.axis), self.axis)[..., group : group + 1]
+        x = self.weight * (x * torch.rsqrt(total / (ranks * x.shape[-1]) + self.variance_epsilon))
+        return (x * factor if self.is_gated_last else x).to(hidden_states.dtype)
+
+
+def split_gated_norm(norm: Any, weight: nn.Parameter, groups: int, axis: Communicator) -> nn.Module:
+    """The norm with this rank's weight: itself where it has whole groups."""
+    if groups % axis.size:
+        return SplitGatedNorm(norm, weight, groups, axis)
+    norm.weight = weight
+    if hasattr(norm, "n_groups"):
+        norm.n_groups = groups // axis.size
+    return norm

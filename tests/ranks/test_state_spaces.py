@@ -1,0 +1,112 @@
+"""State-space mixers, whatever ranks divide their heads or channels: the training run of stock transformers in one process."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor
+
+from framework.parallel.tensor import state_space
+from framework.recipe.schema import Memory, Parallel, Zero
+from tests.families import STATE_SPACES, Family
+from tests.grid import few_of
+from tests.ranks.parity import STAGE_0, Case, assert_equal, small_recipe
+from tests.ranks.pool import RankPool
+from tests.ranks.tensor_parity import TensorCase, compare_cases
+
+SEQUENCES = 12
+NAMES = tuple(each.name for each in STATE_SPACES)
+
+
+def find(name: str) -> Family:
+    return next(each for each in STATE_SPACES if each.name == name)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A training run of a family and how it is laid out."""
+
+    family: str
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dp: int = 1
+    ep: int = 1
+    sequence: bool = True
+    method: Any = "ring"
+    zero: Zero = STAGE_0
+    context: int = 13
+    packs: bool = False
+    count: int = 1
+    checkpointing: str = "none"
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def case(self) -> Case:
+        parallel = Parallel(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, sequence=self.sequence, context=self.method)
+        recipe = small_recipe("fp64", self.world, self.count, SEQUENCES, None, self.zero, parallel)
+        recipe = replace(
+            recipe,
+            batch=replace(recipe.batch, context=self.context),
+            data=replace(recipe.data, pack="documents" if self.packs else "concat"),
+            memory=Memory(compile="never", activation_checkpointing=self.checkpointing),  # type: ignore[arg-type]
+        )
+        return Case(str(self), find(self.family), {"": recipe})
+
+
+def assert_ways_equal(pool: RankPool, *ways: Way) -> None:
+    assert_equal(pool, max(way.world for way in ways), [way.case for way in ways])
+
+
+@pytest.mark.parametrize("name", few_of(NAMES, lambda name: name in ("granitemoehybrid", "jamba")))
+def test_heads_and_channels_over_tp(pool: RankPool, name: str) -> None:
+    assert_ways_equal(pool, Way(name, tp=2))
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", NAMES)
+def test_heads_and_channels_over_tp_otherwise(pool: RankPool, name: str) -> None:
+    """On more ranks than groups; tokens not divided; with shards of ZeRO-3 beside, and recomputed."""
+    plain, sharded = Way(name, tp=2, sequence=False), Way(name, tp=2, dp=2, zero=Zero(stage=3), checkpointing="full")
+    assert_ways_equal(pool, plain, sharded, Way(name, tp=4))
+
+
+@pytest.mark.parametrize("name", few_of(NAMES, lambda name: name == "nemotron_h"))
+def test_stages_of_layers_of_several_kinds(pool: RankPool, name: str) -> None:
+    assert_ways_equal(pool, Way(name, pp=2, count=3))
+
+
+# --- sabotage
+
+
+def share_without_a_sum() -> AbstractContextManager[Any]:
+    """Ranks keep their own part of the gradient of a convolution that they share."""
+
+    def share(x: Tensor, sizes: Any, own: Any, tp: Any) -> Tensor:
+        divided, shared = x.split([sizes[0], sum(sizes[1:])])
+        return state_space.torch.cat([divided, state_space._select(shared, sizes[1:], own, dim=0)])
+
+    return patch.object(state_space, "_share_channels", share)
+
+
+def norm_each_for_itself() -> AbstractContextManager[Any]:
+    """The gated norm's mean is over a rank's own features."""
+    return patch.object(state_space.duals, "reduce_from", lambda x, axis: x * axis.size)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("sabotage", [share_without_a_sum, norm_each_for_itself])
+def test_each_sum_over_tp_matters(pool: RankPool, sabotage: Any) -> None:
+    cases = [TensorCase(find("bamba"), 2, True, sabotage=each) for each in (None, sabotage)]
+    found = [compare_and_take_worst(pool, case) for case in cases]
+    assert found[0] < 1e-9
+    assert found[1] > 1e-4
+
+
+def compare_and_take_worst(pool: RankPool, case: TensorCase) -> float:
+    return max(error for of_rank in pool.run(2, compare_cases, [case]) for error in of_rank.values())
