@@ -14,7 +14,7 @@ Its seconds are those of the time model (exposure.py), which `plan` compares for
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import cycle
+from itertools import cycle, pairwise
 from math import gcd
 
 import torch
@@ -76,6 +76,38 @@ def find_methods(c: Candidate, heads: int) -> list[Candidate]:
     """The layout with each method whose Ulysses degree divides the heads of a rank of tp."""
     found = [{"ulysses": degree, "is_gather": False} for degree in ulysses_degrees(c.cp, heads)]
     return [c.changed(each) for each in (*found, {"ulysses": 1, "is_gather": True})]
+
+
+@dataclass(frozen=True)
+class MixerCost:
+    """Bytes that a rank sends for a recurrent mixer and one microbatch, whatever the length of a sequence: in forward the windows
+    of its pieces to who has the next ones, and the maps of all its pieces to all ranks; in backward as many of gradients."""
+
+    slices: ContextSlices
+    sequences: int
+    channels: int
+    """Channels of the convolution on a rank of tp."""
+    taps: int
+    state: int
+    """Elements of the map of a piece."""
+    itemsize: int
+
+    def sent(self, passes: "Passes") -> int:
+        """Bytes that a rank sends."""
+        maps = (self.slices.ranks - 1) * self.slices.chunks * self.state * max(self.itemsize, 4)
+        window = min(self.taps - 1, self.slices.part) * self.channels * self.itemsize
+        forward, backward = self._messages
+        return self.sequences * (passes.forwards * (forward * window + maps) + backward * window + maps)
+
+    @property
+    def _messages(self) -> tuple[int, int]:
+        """Pieces whose window goes to another rank, and those whose window has come from one: as often as it spans pieces."""
+        slices = self.slices
+        held = sorted((each, rank) for rank in range(slices.ranks) for each in slices.of_rank(rank).intervals)
+        crossings = [(one, other) for (_, one), (_, other) in pairwise(held) if one != other]
+        hops = -(-(self.taps - 1) // slices.part)
+        leaving, coming = (sum(pair[end] == slices.rank for pair in crossings) for end in (0, 1))
+        return hops * leaving, hops * coming
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,10 @@ def describe_run(plan: Plan) -> Iterator[str]:
     yield f"model         {plan.config.model_type}, {plan.size.total:,} parameters{active}; {work}"
     if plan.recipe.adapter.is_used:
         trained = sum(plan.whole.get_parameter(each.parameter).numel() for each in plan.groups)
-        yield f"adapter       {plan.recipe.adapter.kind}, {trained:,} parameters are trained ({trained / plan.size.total:.2%})"
+        base = plan.recipe.adapter.base
+        beside = f" beside linear layers in {base}" * (base != "bf16")
+        share = f"{trained:,} parameters are trained ({trained / plan.size.total:.2%})"
+        yield f"adapter       {plan.recipe.adapter.kind}{beside}, {share}"
     yield from describe_derived(plan.derived).splitlines()
     device = f"{plan.device.type}, {plan.recipe.precision.compute}"
     yield f"device        {device}" + (

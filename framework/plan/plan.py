@@ -104,6 +104,11 @@ class Plan:
         """Numbers of parameters of the whole model."""
         return measure_model(self.whole)
 
+    @cached_property
+    def initial_scales(self) -> Mapping[str, float]:
+        """Factors of initial values by a parameter's name, where a base model has others (`model.mup_base`)."""
+        return {each.parameter: each.initial for each in self.groups if each.initial != 1.0}
+
     @property
     def title(self) -> str:
         """Model and layout in a line, for pictures."""

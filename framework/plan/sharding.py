@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-from framework.parallel.zero.plan_buffers import REDUCE_CODECS
+from framework.comm.codec import REDUCE_CODECS
 from framework.parallel.zero.unit_buckets import largest_shared
 from framework.plan.candidate import Candidate, remember
 from framework.plan.cluster import ClusterRates, Group, place_group
@@ -30,8 +30,8 @@ from framework.recipe.schema import Recipe, Zero
 # Bytes of a gradient as codes, their scales included; and from how many on a backend adds it up itself.
 CODE_BYTES = {kind: codec.message_bytes(codec.block) / codec.block for kind, codec in REDUCE_CODECS.items()}
 WIDE_BYTES = 4.0
-# Bytes that decoding one number of a message reads and writes.
-DECODED_BYTES = 3.0
+# Bytes that decoding one number reads and writes: of a message, by one kernel; of frozen rows, by torch's operations.
+DECODED_BYTES, DECODED_ROW_BYTES = 3.0, 30.0
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,14 @@ class ShardingTime:
 @dataclass(frozen=True)
 class Sharding:
     """ZeRO's choices. zero: the recipe's, but for the stage, which is the candidate's; parameter_bytes: of one as it travels;
-    gradient_bytes: of one as it is reduced."""
+    gradient_bytes: of one as it is reduced; keeps_codes: parameters are frozen codes, which are decoded for each use."""
 
     zero: Zero
     parameter_bytes: float
     gradient_bytes: float
     cluster: ClusterRates
     profile: Profile
+    keeps_codes: bool = False
 
     def time(self, units: Sequence[ShardedUnit], c: Candidate, groups: Groups) -> ShardingTime:
         """Seconds of a stage, whose units are in order of computation."""
@@ -78,11 +79,14 @@ class Sharding:
             self._messages_s(each.dense, each.experts, of_dense, of_experts, c.offloads_parameters) for each in units
         ]
         gathers, reductions, sums = ([each[place] for each in messages] for place in range(3))
-        keeps_parameters = c.zero < 3 or self.zero.keep_gathered
+        keeps_parameters = (c.zero < 3 or self.zero.keep_gathered) and not self.keeps_codes
         keeps_gradients = c.zero < 2 or self.zero.accumulate == "local"
         late, hidden = self._forward(units, gathers)
         copied = self._copies_s(units, self.parameter_bytes, self.profile.gather_copies, groups)
-        if self.zero.quantize_gather != "none":  # codes are read, and two bytes written for each
+        if self.keeps_codes:  # also where nothing is sent
+            elements = sum(each.count * (each.dense + each.experts) for each in units)
+            copied += elements * DECODED_ROW_BYTES / self.cluster.memory_rate
+        elif self.zero.quantize_gather != "none":  # codes are read, and two bytes written for each
             copied += self._copies_s(units, DECODED_BYTES, 1.0, groups)
         # From the second time in a step on units come from the second copy, if there is one.
         nearer = self._secondary(groups)

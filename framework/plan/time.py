@@ -23,6 +23,7 @@ from framework.model.stage import StageBounds
 from framework.parallel.activation_checkpointing import count_groups
 from framework.parallel.attention import find_stock_attention
 from framework.parallel.pipeline.simulate import Costs
+from framework.parallel.zero.row_codes import bytes_per_number
 from framework.plan.bubble import Lengths, least_length
 from framework.plan.candidate import Candidate, remember
 from framework.plan.cluster import ClusterRates, Collective
@@ -173,8 +174,11 @@ class TimeModel:
         gathered = 1.0 if dtype == "fp8" else float(itemsize)
         if settings.zero.quantize_gather != "none":
             gathered = BlockCodec(settings.zero.quantize_gather).bytes_per_number
+        base = settings.adapter.base
+        if base != "bf16":
+            gathered = bytes_per_number(base)
         reduced = float(DTYPES[settings.precision.reduce].itemsize)
-        self.sharding = Sharding(settings.zero, gathered, reduced, cluster, self.profile)
+        self.sharding = Sharding(settings.zero, gathered, reduced, cluster, self.profile, base != "bf16")
         self.update = Update(settings, cluster, self.profile, itemsize, shape.matrices, shape.hidden)
         self.memory = MemoryModel.of(shape, settings)
         self._lengths = Lengths()

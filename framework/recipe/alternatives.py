@@ -18,6 +18,7 @@ from framework.recipe.origins import find_file, origin_of, remove_origin
 from framework.recipe.overrides import list_defaults
 from framework.recipe.problem import COMMAND_LINE, DEFAULT, Problem, label_of
 from framework.recipe.schema import Recipe
+from framework.recipe.stages import UNTIL
 
 # (the key that is stated, keys that it replaces, its effect on the first where values alone do not tell that both were meant).
 ALTERNATIVES = (
@@ -56,6 +57,7 @@ def let_statements_win(plain: dict[str, Any], origins: dict[str, str]) -> list[P
     """Set alternatives of what is stated nearer to the user to null. Returns the problems of alternatives that are both on the
     command line, where one would silently override the other."""
     problems = []
+    _let_borders_win(plain, origins)
     for stated, others, effect in ALTERNATIVES:
         own, value = strength_of(origins.get(stated, DEFAULT)), _value_of(plain, stated)
         if own < 1 or value is None or (stated == "launch.nodes" and _value_of(plain, "launch.kind") != "slurm"):
@@ -70,6 +72,17 @@ def let_statements_win(plain: dict[str, Any], origins: dict[str, str]) -> list[P
             message = f"{others[0]}={beside} {effect}"
             problems.append(Problem(stated, value, message, f"give {stated} or {others[0]}", COMMAND_LINE))
     return problems
+
+
+def _let_borders_win(plain: dict[str, Any], origins: dict[str, str]) -> None:
+    """Set ways to state the end of a stage to null where another is stated nearer to the user."""
+    stages = plain.get("train", {}).get("stages", {})
+    for name, stage in stages.items() if isinstance(stages, dict) else ():
+        stated = [way for way in UNTIL if isinstance(stage, dict) and stage.get(way) is not None]
+        strengths = {way: strength_of(origin_of(origins, f"train.stages.{name}.{way}")) for way in stated}
+        for way in stated:
+            if strengths[way] < max(strengths.values()):
+                stage[way] = None
 
 
 def drop_unchosen_model(

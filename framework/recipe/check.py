@@ -37,9 +37,10 @@ def _check_stages(
     if recipe.train.stages and recipe.train.epochs is None and not (problems or others or broken):
         problems = list(find_border_problems(recipe))
         for stage in split_stages(recipe):
-            is_in_order = stage.start < stage.stop <= recipe.train.steps
+            if not stage.start < stage.stop <= recipe.train.steps:
+                break
             path = f"train.stages.{stage.name}"
-            for found in check_recipe(stage.recipe, {}) if is_in_order else ():
+            for found in check_recipe(stage.recipe, {}):
                 fix = f"within {path}: {found.fix}" * bool(found.fix)
                 message = f"in this stage: {found.message}"
                 problems.append(replace(found, key=f"{path}.{found.key}", message=message, fix=fix))

@@ -182,14 +182,14 @@ def draw(run: RunInfo, curves: Curves) -> bytes:
 
 
 def _mark_borders(plots: Iterable[Any], run: RunInfo, last_step: int) -> None:
-    """A line where each stage begins that a step of is reported, with its name in the first plot."""
+    """A line where each stage begins of which a step is reported, with its name in the first plot."""
     for place, axes in enumerate(plots):
         for name, start in run.stages.items():
-            if 0 < start < last_step:
-                axes.axvline(start, color="0.6", linestyle=":", linewidth=1)
+            if start < last_step:
+                axes.axvline(max(1, start), color="0.6", linestyle=":", linewidth=start > 0)
             if place == 0 and start < last_step:
-                spot = {"xy": (start, 1), "xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
-                axes.annotate(name, **spot, xytext=(3, -10), fontsize=8, color="0.4")
+                spot = {"xy": (max(1, start), 1), "xycoords": axes.get_xaxis_transform()}
+                axes.annotate(name, **spot, textcoords="offset points", xytext=(3, -10), fontsize=8, color="0.4")
 
 
 def _draw_imbalance(axes: Any, imbalance: list[tuple[int, float, float]]) -> None:

@@ -6,7 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -37,6 +36,7 @@ STAGES = (
     "train.stages.long.until_tokens=576",
     "train.stages.long.batch.context=32",
     "train.stages.long.data.sources.more.weight=3",
+    "train.stages.long.model.config.rope_parameters={rope_type: default, rope_theta: 50000.0}",
     "train.stages.long.optim.lr=1e-4",
     "train.stages.decay.batch.sequences_per_step=8",
     "train.stages.decay.model.freeze=[embed]",
@@ -44,7 +44,10 @@ STAGES = (
 )
 BY_HAND = (
     ("train.steps=3", "optim.schedule.stop_step=9"),
-    ("train.steps=6", "batch.context=32", "data.sources.more.weight=3", "optim.lr=1e-4"),
+    (
+        *("train.steps=6", "batch.context=32", "data.sources.more.weight=3", "optim.lr=1e-4"),
+        "model.config.rope_parameters={rope_type: default, rope_theta: 50000.0}",
+    ),
     (
         "train.steps=9",
         "batch.sequences_per_step=8",
@@ -113,7 +116,7 @@ def test_a_branch_of_a_staged_run_goes_on_within_its_stage(place: Path, monkeypa
 
 
 @pytest.mark.parametrize("layout", [["launch.ranks=2", "zero.stage=2"], ["launch.ranks=2", "parallel.tp=2"]])
-def test_a_kill_in_a_stage_and_a_resume_in_another_layout(
+def test_a_resume_and_a_branch_in_another_layout(
     place: Path, monkeypatch: pytest.MonkeyPatch, layout: list[str]
 ) -> None:
     monkeypatch.chdir(place)
@@ -121,53 +124,42 @@ def test_a_kill_in_a_stage_and_a_resume_in_another_layout(
     in_64 = ("precision.compute=fp64", "precision.master=fp64", "precision.reduce=fp64")
     if not Path("runs/whole").exists():
         assert main(["train", *RECIPE, *STAGES, *in_64, "run.id=whole"]) == EXIT_DONE
-    train(*RECIPE, *STAGES, *in_64, run_id, until="step 5/")
+    assert train(*RECIPE, *STAGES, *in_64, run_id, until="step 5/") is None
     assert main(["train", run_id, *layout]) == EXIT_DONE
-    for own, other in zip(curve(run_id.partition("=")[2]), curve("whole"), strict=True):
-        assert own == pytest.approx(other, rel=1e-9)
+    assert main(["train", "run.start_from=whole@6", f"{run_id}-branch", *layout]) == EXIT_DONE
+    for run in (run_id.partition("=")[2], f"{run_id.partition('=')[2]}-branch"):
+        for own, other in zip(curve(run), curve("whole"), strict=True):
+            assert own == pytest.approx(other, rel=1e-9)
 
 
-def train(*words: str, until: str | None = None, after_s: float | None = None) -> int | None:
-    """Train in a process of its own, killed at the line that begins so or after so many seconds; its exit code."""
+def train(*words: str, until: str) -> int | None:
+    """Train in a process of its own, killed at the first line that begins so; the exit code of one that has ended before."""
+    command = [sys.executable, "-m", "framework", "train", *words]
     process = subprocess.Popen(
-        [sys.executable, "-m", "framework", "train", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     assert process.stdout is not None
-    began_s = None
-    for line in process.stdout:
-        if until is not None and line.startswith(until):
-            break
-        if after_s is not None and line.startswith("run "):
-            began_s = began_s or time.monotonic()
-            time.sleep(after_s)
-            break
-    else:
-        return process.wait()
-    os.killpg(process.pid, signal.SIGKILL)
+    is_met = any(line.startswith(until) for line in process.stdout)
+    if is_met:
+        os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    return None
+    return None if is_met else process.returncode
 
 
 @pytest.mark.grid
 def test_twenty_kills_across_borders(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills while a stage is built, restored and begun, behind its first step, and as the next one begins."""
     monkeypatch.chdir(place)
-    draw = random.Random(45)
-    words = [*RECIPE, *STAGES, "run.id=killed", "checkpoint.every_steps=1"]
-    kills, code = 0, None
-    while kills < 20 and code is None:
-        newest = (
-            newest_checkpoint(RunDirectory(Path("runs/killed")).checkpoints) if Path("runs/killed").exists() else None
-        )
+    draw, names = random.Random(45), ["short"] * 3 + ["long"] * 3 + ["decay"] * 3
+    words, step = [*RECIPE, *STAGES, "run.id=killed", "checkpoint.every_steps=1"], 0
+    for _ in range(20):
+        behind = f"stage {names[step + 1]}:" if step in (2, 5) else f"step {step + 1}/"
+        marks = [f"stage {names[step]}:", "run killed", *[behind] * 2 * (step < 8)]
+        assert train(*words, until=draw.choice(marks)) is None
+        newest = newest_checkpoint(RunDirectory(Path("runs/killed")).checkpoints)
         step = Reader(newest).manifest.step if isinstance(newest, Path) else 0
-        # At a border before its stage has trained a step, or behind the step that is next.
-        at_border = step in (3, 6) and draw.random() < 0.7
-        code = train(*words, until="stage " if at_border else f"step {step + draw.randrange(2)}/")
-        kills += code is None
-    assert main(["train", *words]) == EXIT_DONE if code is None else code == EXIT_DONE
+    assert step >= 6
+    assert main(["train", *words]) == EXIT_DONE
     assert weights(Path("runs/killed")) == weights(Path("runs/staged"))
     assert curve("killed") == curve("staged")
 

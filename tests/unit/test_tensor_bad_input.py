@@ -71,8 +71,8 @@ def test_degrees_over_the_heads_are_refused_with_those_that_divide() -> None:
 @pytest.mark.parametrize(
     ("name", "tp", "told"),
     [
-        ("mamba2", 3, r"8 heads or channels, in 2 groups, of mamba2 .*use parallel.tp in \[1, 2, 4, 8\]"),
-        ("mamba", 5, "64 heads"),
+        ("mamba2", 3, r"linear value heads \[8\], .* of mamba2 .*use parallel.tp in \[1, 2, 4, 8\]"),
+        ("mamba", 5, r"linear value heads \[64\]"),
     ],
 )
 def test_degrees_over_the_heads_of_a_state_space_are_refused_with_those_that_divide(

@@ -1,0 +1,125 @@
+"""Stages of a recipe: the recipe of each, its borders, and the table of a plan."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from framework.launch.identity import read_trained, values_of
+from framework.optim.groups import learning_rate
+from framework.recipe.compose import compose
+from framework.recipe.keys import value_of
+from framework.recipe.problem import render_problems
+from framework.recipe.schema import LearningRateSchedule, Recipe
+from framework.recipe.stages import count_tokens, settle_borders, split_stages, stage_after, stage_of
+from framework.track.report import RunInfo
+from framework.track.summary import collect_curves, draw
+
+WORDS = (
+    "experiment=quickstart",
+    "train.stages.a.until_share=0.5",
+    "train.stages.b.until_tokens=400000",
+    "train.stages.b.batch.context=256",
+    "train.stages.b.optim.schedule.warmup_steps=3",
+    "train.stages.c.batch.tokens_per_step=8192",
+    "train.stages.c.optim.lr=1e-4",
+)
+
+
+def staged(*words: str) -> Recipe:
+    return compose([*WORDS, *words]).require()
+
+
+def test_a_stage_keeps_what_it_does_not_state() -> None:
+    a, b, c = split_stages(staged())
+    assert [(each.name, each.start, each.stop) for each in (a, b, c)] == [
+        ("a", 0, 250),
+        ("b", 250, 321),
+        ("c", 321, 500),
+    ]
+    assert [each.recipe.batch.context for each in (a, b, c)] == [128, 256, 256]
+    assert (c.recipe.batch.sequences_per_step, c.recipe.batch.tokens_per_step) == (None, 8192)
+    assert [each.recipe.optim.lr for each in (a, b, c)] == [4e-3, 4e-3, 1e-4]
+    spans = [(each.recipe.optim.schedule.start_step, each.recipe.optim.schedule.stop_step) for each in (a, b, c)]
+    assert spans == [(0, 500), (250, 321), (250, 321)]
+    assert [each.is_last for each in (a, b, c)] == [False, False, True]
+    assert all(not each.recipe.train.stages and each.recipe.train.steps == each.stop for each in (a, b, c))
+    assert count_tokens(staged()) == 250 * 1024 + 71 * 2048 + 179 * 8192
+
+
+def test_a_step_belongs_to_one_stage() -> None:
+    recipe = staged()
+    assert [stage_after(recipe, step).name for step in (0, 249, 250, 320, 321, 500)] == list("aabbcc")
+    assert [stage_of(recipe, step).name for step in (0, 250, 251, 321, 322)] == list("aabbc")
+
+
+def test_borders_stay_when_a_run_gets_longer() -> None:
+    settled = settle_borders(staged())
+    assert [each.until_step for each in settled.train.stages.values()] == [250, 321, None]
+    longer = replace(settled, train=replace(settled.train, steps=1000))
+    assert [each.stop for each in split_stages(longer)] == [250, 321, 1000]
+    assert settle_borders(settled) == settled
+
+
+def test_the_recipe_of_a_checkpoint_is_that_of_its_stage() -> None:
+    recipe = settle_borders(staged())
+    state = {"recipe": values_of(recipe), "step": 300}
+    assert [value_of(read_trained(state), key) for key in ("batch.context", "optim.lr")] == [256, 4e-3]
+    assert value_of(read_trained({**state, "step": 250}), "batch.context") == 128
+
+
+def test_a_border_that_is_typed_takes_the_place_of_one_in_a_file() -> None:
+    [_, b, _] = split_stages(
+        compose(["experiment=nanochat_d20", "train.stages.conversations.until_share=0.99"]).require()
+    )
+    assert b.stop == round(0.99 * 22600)
+
+
+def test_shapes_of_a_decay() -> None:
+    def rates(shape: str) -> list[float]:
+        schedule = LearningRateSchedule("wsd", decay_steps=4, decay_shape=shape, final_ratio=0.25)  # type: ignore[arg-type]
+        return [learning_rate(step, schedule, 1.0, 10) for step in (0, 6, 7, 8, 10, 20)]
+
+    assert rates("linear") == pytest.approx([1, 1, 0.8125, 0.625, 0.25, 0.25])
+    assert rates("exponential") == pytest.approx([1, 1, 0.25**0.25, 0.5, 0.25, 0.25])
+    assert rates("sqrt") == pytest.approx([1, 1, 0.25 + 0.75 / 2, 0.25 + 0.75 * (1 - math.sqrt(0.5)), 0.25, 0.25])
+    assert rates("cosine")[3] == pytest.approx(0.625)
+
+
+def test_a_schedule_has_bounds_of_its_own() -> None:
+    schedule = LearningRateSchedule("linear", warmup_steps=1, final_ratio=0.0, start_step=10, stop_step=15)
+    assert [learning_rate(step, schedule, 1.0, 99) for step in (3, 10, 11, 13, 15, 50)] == [0.5, 0.5, 1, 0.5, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("optim.schedule.decay_shape=sqrt", "only wsd has a decay of its own"),
+        ("optim.schedule.stop_step=10", "the warm-up is longer than the schedule, of 10 steps"),
+        ("optim.schedule.start_step=600", "ends with step 500, before it begins"),
+        ("train.stages.b.optim.schedule.warmup_steps=100", "within train.stages.b"),
+    ],
+)
+def test_bad_input(word: str, said: str) -> None:
+    assert said in " ".join(render_problems(compose([*WORDS, word]).problems).split())
+
+
+def test_a_plan_has_a_line_for_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    from framework.plan.plan_command import plan_command
+    from framework.plan.plan_text import Wanted
+
+    words = ["train.stages.b.batch.context=2048", "train.stages.b.until_tokens=2000000", "cluster=h100_ib"]
+    assert plan_command(staged(*words, "batch.sequences_per_microbatch=1"), Wanted()) == 0
+    head, a, b, c, whole, *rest = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["stage", "steps", "tokens", "sequences"]
+    assert a.split()[:5] == ["a", "1", "to", "250", "256,000"]
+    assert [line.split()[0] for line in (b, c, whole)] == ["b", "c", "all"]
+    assert "stage b:" in rest
+
+
+def test_a_report_marks_borders() -> None:
+    record = dict.fromkeys(("tokens", "loss", "lr", "gradient_norm", "step_s", "tokens_per_s", "data_wait_s"), 1.0)
+    record |= {"exposed_communication_s": 0.0, "memory_bytes": 0, "mfu": None, "validation_loss": None}
+    curves = collect_curves({**record, "step": step} for step in range(1, 9))
+    plain, marked = (draw(RunInfo("x", {}, 8, stages=stages), curves) for stages in ({}, {"a": 0, "b": 4}))
+    assert plain != marked
