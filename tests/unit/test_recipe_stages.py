@@ -105,11 +105,10 @@ def test_bad_input(word: str, said: str) -> None:
 
 
 def test_a_plan_has_a_line_for_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    from framework.plan.plan_command import plan_command
-    from framework.plan.plan_text import Wanted
+    from framework.commands.plan import print_plan
 
     words = ["train.stages.b.batch.context=2048", "train.stages.b.until_tokens=2000000", "cluster=h100_ib"]
-    assert plan_command(staged(*words, "batch.sequences_per_microbatch=1"), Wanted()) == 0
+    assert print_plan(staged(*words, "batch.sequences_per_microbatch=1")) == 0
     head, a, b, c, whole, *rest = capsys.readouterr().out.splitlines()
     assert head.split()[:4] == ["stage", "steps", "tokens", "sequences"]
     assert a.split()[:5] == ["a", "1", "to", "250", "256,000"]
