@@ -325,7 +325,7 @@ class TestArguments:
             run("export", "some-run", "--to", str(tmp_path), *words)
             assert exported.pop() == (
                 Path("runs/some-run"),
-                {"to": tmp_path, "best": False, "step": None, "merged": False} | named,
+                {"to": tmp_path, "best": False, "step": None, "merged": False, "averaged": False} | named,
             )
         code, _, err = run("export", "some-run", "--to", str(tmp_path), "--step", "7", "--best")
         assert (code, exported) == (EXIT_USER, [])
