@@ -12,6 +12,8 @@ needs two numbers for each token from every rank, and the label's logit a third.
 
 GPUs read logits once in forward, in their own dtype, and overwrite them with their gradient in backward (`LOSS`).
 
+Losses of other forms are made of these same numbers of single tokens: `objective.py`.
+
 Where logits would be too large to exist at all, the head computes the loss in chunks of tokens: `chunked_loss.py`.
 
 Shapes: B sequences of T tokens, N = B T; V the vocabulary size, V/tp a rank's part of it.
@@ -113,6 +115,9 @@ class Loss(Protocol):
     def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
         """`token_loss` of this microbatch."""
 
+    def of_tokens(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """-log p of each label, 0 without one: [B, T] in at least fp32."""
+
 
 @dataclass(frozen=True)
 class TokenLoss:
@@ -130,17 +135,21 @@ class TokenLoss:
 
     def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
         """The loss, a scalar in at least fp32. logits: [B, T, V/tp] in compute dtype; labels, num_tokens: as in `token_loss`."""
-        kernel = find_kernel(logits)
-        if self.axis.size == 1 and kernel is LOSS.plain:
+        if self.axis.size == 1 and find_kernel(logits) is LOSS.plain:
             return token_loss(logits, labels, num_tokens)
+        return self.of_tokens(logits, labels).sum() / num_tokens.clamp(min=1)
+
+    def of_tokens(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """-log p of each label, 0 without one: [B, T] in at least fp32. logits, labels: as in `__call__`."""
         start, stop = part(self.vocabulary, self.axis.rank, self.axis.size)
         assert logits.shape[-1] == stop - start, f"{logits.shape[-1]} logits for the vocabulary's [{start}, {stop})"
-        total = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), start, self.axis, kernel)
-        return total / num_tokens.clamp(min=1)
+        flat = logits.flatten(0, -2)
+        losses: Tensor = _CrossEntropy.apply(flat, labels.flatten(), start, self.axis, find_kernel(logits))
+        return losses.view(labels.shape)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The summed loss of N tokens, a scalar. logits: [N, V/tp]; labels: [N] int64, of the whole vocabulary."""
+    """The losses of N tokens, [N]. logits: [N, V/tp]; labels: [N] int64, of the whole vocabulary."""
 
     @staticmethod
     def forward(
@@ -148,10 +157,10 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         sums = LocalSums.make(labels, logits)
         kernel.read(logits, labels, start, sums.of(slice(None)))
-        log_sum, total = sums.combine(axis)
+        log_sum, losses = sums.combine(axis)
         ctx.start, ctx.kernel = start, kernel
         ctx.save_for_backward(logits, labels, log_sum)
-        return total
+        return losses
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -183,14 +192,14 @@ class LocalSums:
         return self.maxima[rows], self.sums[rows], self.targets[rows]
 
     def combine(self, axis: Communicator) -> tuple[Tensor, Tensor]:
-        """log sum_v exp z_v, [N], and the summed loss, a scalar; over `axis` 3 N numbers are all-reduced."""
+        """log sum_v exp z_v, and the loss, 0 without a label: [N] each; over `axis` 3 N numbers are all-reduced."""
         # A collective of its own before the sum: each rank's part is rescaled to the maximum of all ranks, or exp would overflow.
         maximum = self.maxima.clone()
         all_reduce(maximum, axis, "max")
         both = torch.stack([self.sums * (self.maxima - maximum).exp(), self.targets])
         all_reduce(both, axis)
         log_sum = maximum + both[0].log()
-        return log_sum, ((log_sum - both[1]) * (self.labels != IGNORE)).sum()
+        return log_sum, (log_sum - both[1]) * (self.labels != IGNORE)
 
 
 class TorchLoss:

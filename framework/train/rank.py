@@ -63,6 +63,7 @@ from framework.train.build import build
 from framework.train.loop import Loop
 from framework.train.probe import probe
 from framework.train.profiler import StepProfiler
+from framework.train.reference import add_reference
 from framework.train.reports import Reporter, describe_run
 from framework.train.save_policy import SavePolicy
 from framework.train.saves import Saves
@@ -151,6 +152,8 @@ def train_connected(
     resumes, start_from = saves.start.resumes, recipe.run.start_from
     phases.begin(Phase.BUILD)
     with explain_out_of_memory(plan, mesh.rank):
+        read_rows = partial(validation_batches, prepared, seed=recipe.train.seed, **_sequences(plan, mesh))
+        add_reference(plan, prepared, mesh, read_rows, lambda: phases.begin(Phase.BUILD))
         run = build(plan, mesh, resumes or start_from is not None, run_dir.name)
         phases.begin(Phase.RESTORE)
         if resumes:
