@@ -127,8 +127,8 @@ def open_packer(
     for source, size in zip(prepared.sources, packer.sizes, strict=True):
         if split == "train" and size == 0:
             raise DataError(
-                f"data.sources.{source.name}: each of its conversations is longer than batch.context={context}. Raise"
-                " batch.context, or set data.overlong=truncate"
+                f"data.sources.{source.name}: each of its {source.streams[split].noun} is longer than batch.context={context}."
+                " Raise batch.context, or set data.overlong=truncate"
             )
     return packer
 
@@ -140,7 +140,9 @@ def split_rows(rows: Microbatch, size: int) -> list[Microbatch]:
 
 def validation_batches(
     prepared: Prepared,
+    split: Split = "validation",
     *,
+    seed: int = 0,
     context: int,
     pack: Mode,
     overlong: Overlong = "skip",
@@ -150,13 +152,13 @@ def validation_batches(
     slices: ContextSlices | None = None,
     limit: int | None = None,
 ) -> Iterator[Microbatch]:
-    """One pass over the validation split: every sequence of every source once, on one of the dp ranks, cut by `slices`. A
-    microbatch has sequences of one source, the same on all ranks.
+    """One pass over the validation split, or another: every sequence of every source once, on one of the dp ranks, cut by
+    `slices`. A microbatch has sequences of one source, the same on all ranks.
 
     limit (train.validation_sequences): at most this many, a fixed random choice independent of the seed. Each rank gets the same
     number of microbatches, filled up with sequences without labels (all -100), so a loss summed over labels is exact.
     """
-    packer = open_packer(prepared, "validation", context, pack, overlong)
+    packer = open_packer(prepared, split, context, pack, overlong, seed)
     source, sample = _list_samples(packer.sizes, limit)
     for number in range(len(packer.streams)):
         own = sample[source == number]

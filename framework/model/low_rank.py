@@ -13,6 +13,7 @@ rank's part, and so is dB.
 """
 
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,13 @@ from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.model.adapters import DROPOUT, MAGNITUDE, A, B, name_beside
 from framework.model.matmul import GradView, Matmul, RowGroups, StackedMatmul, stacked_matmul
+
+
+@dataclass
+class AdapterSwitch:
+    """Whether forwards of a stage add what its adapters give. Off, they are the frozen model's, to the bit."""
+
+    is_on: bool = True
 
 
 class AdapterMatmul(Matmul):
@@ -38,12 +46,13 @@ class AdapterMatmul(Matmul):
         layer: nn.Module,
         scale: float,
         views: dict[str, GradView],
+        switch: AdapterSwitch,
         over: Communicator | None = None,
         copied: int = 0,
         copies: int = 1,
     ) -> None:
         super().__init__(layer, base.is_transposed)
-        self.base, self.scale, self.views, self.over = base, scale, views, over
+        self.base, self.scale, self.views, self.over, self.switch = base, scale, views, over, switch
         self.copied, self.copies = copied, copies
         # Elements of x that its low-rank path has, [..., K] bool, in a layer that drops some; None: all.
         self._kept_inputs: Tensor | None = None
@@ -82,6 +91,8 @@ class AdapterMatmul(Matmul):
         return passage
 
     def forward(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        if not self.switch.is_on:
+            return self.base.forward(x, bias, out)
         if not self.is_dora:
             return self._add(
                 self.base.forward(x, bias, out), self._keep("_low", self._dropped(x) @ self.a.t()), self.b.t()
@@ -160,10 +171,12 @@ class AdapterMatmul(Matmul):
 class StackedAdapterMatmul(StackedMatmul):
     """The matmuls of a stack of experts' weights with adapters: as `AdapterMatmul`, each group with its own pair."""
 
-    def __init__(self, base: StackedMatmul, layer: nn.Module, scale: float, views: dict[str, GradView]) -> None:
+    def __init__(
+        self, base: StackedMatmul, layer: nn.Module, scale: float, views: dict[str, GradView], switch: AdapterSwitch
+    ) -> None:
         """views: of A and B, by those words."""
         super().__init__(layer, base.name, base.is_transposed)
-        self.scale, self.views = scale, views
+        self.scale, self.views, self.switch = scale, views, switch
         self._names = {part: name_beside(f".{base.name}", part)[1:] for part in (A, B)}
         self.write_gradient_to(views[B])
 
@@ -178,6 +191,8 @@ class StackedAdapterMatmul(StackedMatmul):
         return self._layer.get_parameter(self._names[B]).data
 
     def forward(self, x: Tensor, groups: RowGroups) -> Tensor:
+        if not self.switch.is_on:
+            return super().forward(x, groups)
         low = stacked_matmul(x, self.a, groups)
         return super().forward(x, groups).add_(stacked_matmul(low, self.b, groups), alpha=self.scale)
 

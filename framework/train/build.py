@@ -137,6 +137,7 @@ def assemble(
             plan.compute_dtype,
             mesh.device,
         ),
+        loss=plan.recipe.loss,
         load=load,
         biases=RouterBiases(plan.recipe.model.router_bias_rate, load.mixtures, stages, mesh.device),
         loss_scale=LossScale(

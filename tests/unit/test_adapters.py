@@ -19,7 +19,7 @@ from framework.model.adapters import DROPOUT, A, B, add_adapters, is_adapter, me
 from framework.model.hub import find_base, fingerprint_base
 from framework.model.initial import draw_unit
 from framework.model.load import build_meta
-from framework.model.low_rank import AdapterMatmul
+from framework.model.low_rank import AdapterMatmul, AdapterSwitch
 from framework.model.matmul import Matmul
 from framework.model.peft_folder import WEIGHTS, read_adapter, write_adapter
 from framework.model.safetensors_files import ADAPTER
@@ -199,7 +199,7 @@ def test_dropout_is_of_the_low_rank_path_in_forward_and_backward() -> None:
         layer.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=torch.float64)))
     layer.add_module(DROPOUT, nn.Dropout(0.4))
     views: Any = {part: Sum(layer.get_parameter(part)) for part in (A, B)}
-    matmul = AdapterMatmul(Matmul(layer, False), layer, 1.5, views)
+    matmul = AdapterMatmul(Matmul(layer, False), layer, 1.5, views, AdapterSwitch())
     x, dy = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True), torch.randn(3, 4, 5, dtype=torch.float64)
     passage = matmul.begin(x)
     mask = passage._kept_inputs

@@ -316,7 +316,9 @@ def test_packing_follows_from_the_sources() -> None:
     assert not compose([]).require().data.isolates
 
 
-@pytest.mark.parametrize(("experiment", "most_gb"), [("sft_qwen3_0_6b", 80), ("sft_llama3_1_8b", 80)])
+@pytest.mark.parametrize(
+    ("experiment", "most_gb"), [("sft_qwen3_0_6b", 80), ("sft_llama3_1_8b", 80), ("dpo_qwen3_8b", 80)]
+)
 def test_a_shipped_fine_tune_fits_its_gpus(experiment: str, most_gb: int) -> None:
     """Planned from scratch: the config of its weights is on the hub."""
     words = ["data.sources.files.path=x.jsonl", "model.weights=null", "launch.device=cuda", "cluster=h100_ib"]
