@@ -6,7 +6,7 @@ has chosen them, of a real recipe: nothing here knows what is legal.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial, wraps
 from typing import Any, Literal
@@ -167,19 +167,8 @@ class Constraint:
         return partial(refuse, self)
 
 
-@dataclass(frozen=True)
-class Constraints:
-    """All constraints, by the choice behind which they can be asked."""
-
-    by_choice: dict[str, tuple[Constraint, ...]]
-
-    def refuse(self, choice: str, c: Candidate) -> tuple[Constraint, tuple[str, str]] | None:
-        """The first that is against a candidate whose choices up to this one are made, with (key, reason)."""
-        for each in self.by_choice[choice]:
-            found = each.refuse(c)
-            if found is not None:
-                return each, found
-        return None
+# All constraints, by the choice behind which they can be asked.
+Constraints = Mapping[str, tuple[Constraint, ...]]
 
 
 def collect_constraints(space: Space, model: ModelShape) -> Constraints:
@@ -188,9 +177,7 @@ def collect_constraints(space: Space, model: ModelShape) -> Constraints:
     make = lru_cache(maxsize=1)(partial(recipe_of, base=space.base, pinned=space.pinned))
     rules = [Constraint("rule", fields_read(reads), partial(_ask_rule, rule, make)) for reads, rule in layout_rules()]
     found = [*rules, *_model_constraints(model)]
-    return Constraints(
-        {choice: tuple(each for each in found if _last_choice(each.fields) == choice) for choice in CHOICES}
-    )
+    return {choice: tuple(each for each in found if _last_choice(each.fields) == choice) for choice in CHOICES}
 
 
 def fields_read(reads: Iterable[str]) -> tuple[str, ...]:

@@ -283,11 +283,12 @@ class Search:
                 yield from self.expand(child, choices[1:])
 
     def _is_legal(self, choice: str, c: Candidate) -> bool:
-        found = self.constraints.refuse(choice, c)
-        if found is not None:
-            asked, (key, reason) = found
-            self.rejections.append(Rejection(asked.kind, c, choice, reason, key, count=self._count(c, choice)))
-        return found is None
+        for asked in self.constraints[choice]:
+            if (found := asked.refuse(c)) is not None:
+                key, reason = found
+                self.rejections.append(Rejection(asked.kind, c, choice, reason, key, count=self._count(c, choice)))
+                return False
+        return True
 
     @remember("dp", "cp", "tp", "pp")
     def _count(self, c: Candidate, choice: str) -> int:
@@ -299,7 +300,7 @@ class Search:
     def _ways(self) -> tuple[Way, ...]:
         """Ways to keep activations, those that compute less first, without those that rules refuse whatever else is chosen."""
         root, own = self.space.root(), {name for choice in WAY for name in CHOICES[choice]}
-        asked = [each for choice in WAY for each in self.constraints.by_choice[choice] if own.issuperset(each.fields)]
+        asked = [each for choice in WAY for each in self.constraints[choice] if own.issuperset(each.fields)]
         found = [c for policy in self.space.children(WAY[0], root) for c in self.space.children(WAY[1], policy)]
         legal = [c for c in found if all(each.refuse(c) is None for each in asked)]
         return tuple((c.checkpointing, c.offload) for c in legal or found)
@@ -308,7 +309,7 @@ class Search:
     def _schedules(self, c: Candidate) -> Schedules:
         """Schedules, with the stages of a rank, that a division of the ranks may have."""
         own = {"pp", *CHOICES[SCHEDULE]}
-        asked = [each for each in self.constraints.by_choice[SCHEDULE] if own.issuperset(each.fields)]
+        asked = [each for each in self.constraints[SCHEDULE] if own.issuperset(each.fields)]
         found = self.space.children(SCHEDULE, c)
         legal = [each for each in found if all(one.refuse(each) is None for one in asked)]
         return tuple((each.schedule, each.virtual) for each in legal)

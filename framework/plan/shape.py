@@ -36,7 +36,7 @@ from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor.heads import ranks_per_kv_head
 from framework.plan.candidate import Candidate, remember
 from framework.plan.context import AttentionShape, attention_shapes
-from framework.plan.layer_widths import LayerWidths, MixtureWidths, layer_widths, mixture_widths
+from framework.plan.layer_widths import LayerWidths, MixtureWidths, gated_mixture, layer_widths
 from framework.plan.stage import RankParameters, lay_out_parameters
 from framework.plan.target import resolve_target
 from framework.recipe.schema import Launch, Parallel, Pipeline, Precision, Recipe
@@ -136,8 +136,8 @@ class ModelShape:
 
     @cached_property
     def mixture(self) -> MixtureWidths | None:
-        """Its experts; None for a dense model."""
-        return mixture_widths(self.whole, self.text)
+        """Its gated experts; None for a model without."""
+        return gated_mixture(self.whole, self.text)
 
     @cached_property
     def text(self) -> PretrainedConfig:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 
@@ -24,7 +25,7 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(params=LAYOUTS)
+@pytest.fixture(scope="module", params=LAYOUTS)
 def plan(request: pytest.FixtureRequest) -> Plan:
     return check_layout(compose([*GPUS, *LAYOUTS[request.param]]).require())
 
@@ -51,7 +52,7 @@ def test_a_rank_has_one_peak_in_all_that_a_plan_says(plan: Plan) -> None:
 
 
 def test_what_advice_says_of_another_recipe_is_what_its_plan_says(plan: Plan) -> None:
-    for saving in list(find_savings(plan, 0))[:2]:
+    for saving in islice(find_savings(plan, 0), 2):
         key, _, value = saving.override.partition("=")
         recipe = plan.recipe
         group, name = key.split(".", 1)
