@@ -33,7 +33,7 @@ from framework.data.prepared import (
     open_found,
 )
 from framework.data.records import plan_shards
-from framework.data.rows import Rows, count_overlong
+from framework.data.rows import Rows, count_overlong, refuse_no_rows
 from framework.data.shard import (
     LARGEST_SHARE,
     BadRecord,
@@ -152,6 +152,7 @@ def describe_rows(prepared: Prepared, recipe: Recipe) -> list[str]:
         if not source.meta.is_masked:
             continue
         rows = Rows.of(stream, context, overlong, is_alone=packing == "alone")
+        refuse_no_rows(source.name, rows.num_rows, context)
         line = f"rows     {source.name}: {stream.num_documents:,} conversations in {rows.num_rows:,} rows of {context} tokens, "
         lines.append(f"{line}{rows.fill:.1%} filled")
         if count := count_overlong(stream, context):

@@ -28,6 +28,7 @@ from framework.optim.disk_file import refuse_folder
 from framework.recipe.compose import load_recipe, save_recipe
 from framework.recipe.derive import derive
 from framework.recipe.describe import describe_blend
+from framework.recipe.problem import show
 from framework.recipe.schema import Recipe
 
 
@@ -145,7 +146,7 @@ def _decide(chosen: Recipe, step: int, changes: RecipeChanges, is_open: bool, pr
         recipe, prepared = settle_steps(recipe)
     print("\n".join([summarize(recipe, checked.model_type), *checked.lines]))
     for key, (was, now) in changes.items():
-        print(f"changed  {key}: {was} -> {now}")
+        print(f"changed  {key}: {show(was)} -> {show(now)}")
     prepared = prepared or prepare(recipe)
     print("\n".join([summarize_data(prepared, recipe.data.validation), *describe_rows(prepared, recipe)]))
     if is_open:
@@ -228,7 +229,9 @@ def summarize(recipe: Recipe, model_type: str) -> str:
         "device": f"{recipe.launch.device}, {recipe.precision.compute}",
     }
     if recipe.adapter.is_used:
-        lines["adapter"] = f"{recipe.adapter.kind} of rank {recipe.adapter.rank} beside the frozen model"
+        lines["adapter"] = f"{recipe.adapter.kind} of rank {recipe.adapter.rank} beside the frozen model" + (
+            f", kept in {recipe.adapter.base}" * (recipe.adapter.base != "bf16")
+        )
     if (recipe.launch.device, recipe.precision.compute) == ("cpu", "fp8"):
         lines["device"] += " emulated, as CPUs have none: the same numbers, slower than bf16"
     if recipe.launch.kind == "slurm":
