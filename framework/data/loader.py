@@ -19,9 +19,8 @@ from framework.comm.transfer import choose_current, pin
 from framework.data.order import SampleOrder, Skipped, index_samples, key_of, permute
 from framework.data.pack import NO_SAMPLE, Microbatch, Mode, Packer, cut_context
 from framework.data.prepared import Prepared
-from framework.data.rows import Overlong
+from framework.data.rows import Overlong, refuse_no_rows
 from framework.data.store import Split
-from framework.errors import DataError
 from framework.mesh.context import ContextSlices
 
 # Small steps are read several at once, since a read costs some 0.2 ms however little it reads: at most this many steps and
@@ -125,11 +124,8 @@ def open_packer(
     keys = [key_of(source.name, seed) for source in prepared.sources]
     packer = Packer(streams, context, pack, prepared.eos_id, overlong, keys)
     for source, size in zip(prepared.sources, packer.sizes, strict=True):
-        if split == "train" and size == 0:
-            raise DataError(
-                f"data.sources.{source.name}: each of its {source.streams[split].noun} is longer than batch.context={context}."
-                " Raise batch.context, or set data.overlong=truncate"
-            )
+        if split == "train":
+            refuse_no_rows(source.name, source.streams[split], size, context)
     return packer
 
 

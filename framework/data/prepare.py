@@ -33,7 +33,7 @@ from framework.data.prepared import (
     open_found,
 )
 from framework.data.records import plan_shards
-from framework.data.rows import Rows, count_overlong
+from framework.data.rows import Rows, count_overlong, refuse_no_rows
 from framework.data.shard import (
     LARGEST_SHARE,
     BadRecord,
@@ -152,6 +152,7 @@ def describe_rows(prepared: Prepared, recipe: Recipe) -> list[str]:
         if not source.meta.is_masked:
             continue
         rows = Rows.of(stream, context, overlong, is_alone=packing == "alone")
+        refuse_no_rows(source.name, stream, rows.num_rows, context)
         count = stream.num_documents // (1 + stream.is_paired)
         line = f"rows     {source.name}: {count:,} {stream.noun} in {rows.num_rows:,} rows of {context} tokens, "
         lines.append(f"{line}{rows.fill:.1%} filled")

@@ -60,6 +60,15 @@ class Rows:
         return cls(starts[in_rows], stops[in_rows], np.concatenate([[0], np.cumsum(counts)]), context)
 
 
+def refuse_no_rows(source: str, stream: TokenStream, num_rows: int, context: int) -> None:
+    """Raises DataError where a source of this name has no row to train on."""
+    if num_rows == 0:
+        cut = "" if stream.is_paired else ", or set data.overlong=truncate"
+        raise DataError(
+            f"data.sources.{source}: each of its {stream.noun} is longer than batch.context={context}. Raise batch.context{cut}"
+        )
+
+
 def count_overlong(stream: TokenStream, context: int) -> int:
     """The number of conversations, or pairs, that are longer than a row; 0 for text, which is cut."""
     ends = stream.read_ends()

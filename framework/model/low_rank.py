@@ -54,9 +54,10 @@ class AdapterMatmul(Matmul):
         super().__init__(layer, base.is_transposed)
         self.base, self.scale, self.views, self.over, self.switch = base, scale, views, over, switch
         self.copied, self.copies = copied, copies
-        # Elements of x that its low-rank path has, [..., K] bool, in a layer that drops some; None: all.
-        self._kept_inputs: Tensor | None = None
-        self._rest = 1.0
+        # Of the elements of x that the low-rank path drops, in a layer that drops some, and their share. Drawn again where they
+        # are asked for: kept, a byte for each input of the layer would outlive activation checkpointing.
+        self._seed: int | None = None
+        self._dropped_share = 0.0
         # Of one passage: its rows, and what of it is kept.
         self._rows = -1
         self._low: Tensor | None = None
@@ -86,8 +87,8 @@ class AdapterMatmul(Matmul):
         dropout: Any = getattr(self._layer, DROPOUT, None)
         if dropout is not None and dropout.training:
             # Drawn where forward is, so that a layer that is computed again finds the same ones.
-            passage._kept_inputs = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - dropout.p)
-            passage._rest = 1 / (1 - dropout.p)
+            # On the host, whose stream is seeded as the device's, so that nobody waits for it.
+            passage._seed, passage._dropped_share = int(torch.randint(2**62, ())), dropout.p
         return passage
 
     def forward(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -104,7 +105,7 @@ class AdapterMatmul(Matmul):
     def input_gradient(self, dy: Tensor, out: Tensor | None = None) -> Tensor:
         dy = self._scaled(dy)
         dx = self.base.input_gradient(dy, out)
-        if self._kept_inputs is None:
+        if self._seed is None:
             return self._add(dx, self._keep("_low_gradient", dy @ self.b), self.a)
         return dx.add_(self._dropped(self._keep("_low_gradient", dy @ self.b) @ self.a), alpha=self.scale)
 
@@ -127,12 +128,16 @@ class AdapterMatmul(Matmul):
 
     def _dropped(self, x: Tensor) -> Tensor:
         """x as the low-rank path has it, [..., K]: without what is dropped, and the rest larger."""
-        return x if self._kept_inputs is None else x * self._kept_inputs * self._rest
+        if self._seed is None:
+            return x
+        generator, rest = torch.Generator(x.device).manual_seed(self._seed), 1 - self._dropped_share
+        return x * torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(rest, generator=generator) / rest
 
     def _keep(self, name: str, low: Tensor) -> Tensor:
         """Keep X A^T or dY B, [..., r], for the weights' gradients, in a passage that has computed it for all rows at once."""
         rows = low.reshape(-1, low.shape[-1])
-        if len(rows) == self._rows:
+        # Not of a layer that is computed again in backward, which is to keep little.
+        if len(rows) == self._rows and self.kept is None:
             setattr(self, name, rows)
         return low
 

@@ -361,10 +361,13 @@ def _stock_model(
         experts = "eager"  # there is no grouped matmul in fp64
     if experts != "auto" and any(hasattr(each, "is_transposed") for each in model.modules()):
         model.set_experts_implementation(experts)
-    for name, parameter in model.named_parameters():
+    # adapter.train may name a tied weight by any of its names.
+    named = model.named_parameters(remove_duplicate=not recipe.adapter.is_used)
+    trained = {id(each) for name, each in named if is_trained(name, recipe)}
+    for parameter in model.parameters():
         if dtype == torch.float64:  # where fp32 is kept beside bf16, fp64 would be narrowed
             parameter.data = parameter.double()
-        parameter.requires_grad_(is_trained(name, recipe))
+        parameter.requires_grad_(id(parameter) in trained)
     if recipe.precision.compute == "fp8":
         multiply_in_fp8(model, recipe.precision.fp8_scaling, device)
     return model.to(device).train()

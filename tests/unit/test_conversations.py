@@ -349,6 +349,9 @@ def test_prepare_shows_what_is_trained_and_what_is_too_long(tmp_path: Path, caps
         prepare_command(recipe, workers=1, show=9)
     with pytest.raises(DataError, match=r"batch.context=1024, and data.overlong=refuse"):
         describe_rows(build(recipe), replace(recipe, data=replace(recipe.data, overlong="refuse")))
+    # Told before a rank starts, which would find no row.
+    with pytest.raises(DataError, match=r"data.sources.s0: each of its conversations is longer than batch.context=2"):
+        describe_rows(build(recipe), replace(recipe, batch=replace(recipe.batch, context=2)))
 
 
 class Parrot:
