@@ -108,7 +108,12 @@ def compose_branch(fresh: Composition, overrides: Sequence[str], recipe_dirs: Se
     for key in keys:
         recipe = with_value(recipe, key, value_of(draft, key))
     was = load_recipe(origin.run.recipe)
-    for key in ("model.weights", "adapter.weights", *(["train.seed"] if recipe.adapter.is_used else [])):
+    for key in (
+        "model.weights",
+        "adapter.weights",
+        "adapter.base",
+        *(["train.seed"] if recipe.adapter.is_used else []),
+    ):
         if value_of(recipe, key) != value_of(was, key):
             raise RecipeError(
                 f"{key}={show(value_of(recipe, key))}: a branch has the weights of {origin.run.path}, also those that are frozen;"

@@ -51,8 +51,7 @@ def check_ranks(recipes: Sequence[Recipe], is_new: bool = True) -> CheckedLayout
     with loading_libraries():
         from framework.parallel.fp8_layers import require_torchao
         from framework.plan.advice import caution_of_fit
-        from framework.plan.check import check_layouts, check_weights, describe_need
-        from framework.plan.host_memory import check_host_memory
+        from framework.plan.check import check_host_memory, check_layouts, check_weights, describe_need
 
     first, plan = recipes[0], check_layouts(recipes)
     if is_new:

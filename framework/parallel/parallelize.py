@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from framework.comm.algorithms import ExposedCommunication
 from framework.mesh.layout import Layout
+from framework.model.adapters import find_coded
 from framework.model.chunked_loss import make_loss
 from framework.model.experts import find_experts
 from framework.model.kept_outputs import EXPERTS, KeepsOutputs
@@ -180,6 +181,15 @@ def quantize_gathers(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) 
     return {name: replace(each, gathered_in=form) if name in coded else each for name, each in layouts.items()}
 
 
+def quantize_base(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
+    """Have the frozen weights beside an adapter be kept as codes (`adapter.base`)."""
+    base = plan.recipe.adapter.base
+    coded = find_coded(model, plan.own_units, plan.groups) if base != "bf16" else set()
+    return {
+        name: replace(each, gathered_in=f"{base} rows") if name in coded else each for name, each in layouts.items()
+    }
+
+
 def quantize_reductions(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
     """Have gradients of large trained matrices leave their node as codes (`zero.quantize_reduce`)."""
     form = plan.recipe.zero.quantize_reduce
@@ -225,6 +235,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     cut_to_stage,  # then embedding and head may go: until here both are needed to split what they share
     place_adapters,  # beside what is left of their weights, whose layouts theirs follow; of this stage's modules alone
     gather_in_fp8,  # of the shapes that are left to this rank
+    quantize_base,  # of the weights that are left to this rank, beside their adapters
     quantize_gathers,  # of what does not travel as fp8 already
     quantize_reductions,  # anywhere behind the cut: of the gradients that are this stage's
     compile_layers,  # of the layers as they are computed; around it they are checkpointed, once there is memory (ATTACH)

@@ -24,10 +24,9 @@ from framework.model.experts import count_experts, find_experts
 from framework.model.flops import experts_per_token, flops_per_token, unit_flops
 from framework.model.units import Unit
 from framework.parallel.tensor.rules import FAMILIES, ROLES
-from framework.plan.candidate import Candidate
+from framework.plan.candidate import Candidate, remember
 from framework.plan.context import AttentionShape, attention_shapes
 from framework.plan.profile import Rates
-from framework.plan.remember import remember
 
 # Below this share of a layer's FLOPs, FLOPs without shapes (a router) are not reported.
 NEGLIGIBLE = 0.02

@@ -19,10 +19,9 @@ from framework.model.stage import StageBounds, refuse_shared_layers
 from framework.parallel.attention import probe_causes, refuse_undivided_context, refuse_uneven_heads
 from framework.parallel.experts.split import check_experts
 from framework.parallel.pipeline.pipeline import refuse_few_layers
-from framework.plan.candidate import Candidate, method_of, recipe_of
+from framework.plan.candidate import Candidate, method_of, recipe_of, remember
 from framework.plan.forecast import NodeForecast
-from framework.plan.remember import remember
-from framework.plan.shape import Degrees, ModelShape, refuse_dropped_layers
+from framework.plan.shape import DEGREES, ModelShape, refuse_dropped_layers
 from framework.plan.space import CHOICES, Space
 from framework.plan.text import show_bytes
 from framework.recipe.check import layout_rules
@@ -81,12 +80,12 @@ class ModelRules:
         """The first reason against a candidate."""
         return self.refuse_pp(c) or self.refuse_experts(c) or self.refuse_tp(c) or self.refuse_cp(c)
 
-    @remember("tp", "ep", "expert_tp", "sequence")
+    @remember(*DEGREES)
     @_as_reason
     def refuse_tp(self, c: Candidate) -> None:
         """Refusal of a tensor-parallel degree: layers are laid out to find it."""
         refuse_dropped_layers(self.shape.config, 1, c.tp)
-        self.shape.stage_units(StageBounds(0, 1, 0, self.shape.num_layers), Degrees.of(c))
+        self.shape.stage_units(StageBounds(0, 1, 0, self.shape.num_layers), c)
 
     @remember("tp", "ep", "expert_tp")
     @_as_reason

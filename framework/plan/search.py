@@ -1,7 +1,7 @@
 """The search: all legal layouts of a recipe on its ranks, ranked by forecast.
 
 Layouts are millions, so not all are forecast. Choices are made in an order (`CHOICES`), in four steps, and all layouts that share
-the first ones have lower bounds of bytes (memory_bounds.py) and of seconds (time_bounds.py):
+the first ones have lower bounds of bytes and of seconds (bounds.py):
 
     division     degrees, context, sequence, experts                            the mean rank's work
     work         its microbatches                                               the same, exactly
@@ -25,17 +25,15 @@ from typing import Literal
 
 import numpy as np
 
-from framework.plan.candidate import Candidate
+from framework.plan.bounds import MemoryBounds, Schedules, TimeBounds, Way
+from framework.plan.candidate import Candidate, remember
 from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import Forecast
-from framework.plan.memory_bounds import MemoryBounds, Schedules, Way
 from framework.plan.memory_states import Places, place_states
 from framework.plan.rejections import Constraints, Rejection, too_large, too_large_for_node
-from framework.plan.remember import remember
 from framework.plan.shape import ModelShape
 from framework.plan.space import CHOICES, Space
 from framework.plan.time import TimeModel
-from framework.plan.time_bounds import TimeBounds
 from framework.recipe.schema import Recipe
 
 By = Literal["time", "memory"]

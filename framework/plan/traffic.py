@@ -15,7 +15,7 @@ from framework.model.precision import DTYPES
 from framework.optim.muon import group_matrices
 from framework.parallel.pipeline.lower import SENDS
 from framework.parallel.zero.plan_buffers import BufferDtypes, BufferPlan
-from framework.plan.context import ContextCost, ContextMethod, MixerCost, Passes, attention_shapes
+from framework.plan.context import ContextCost, MixerCost, Passes, attention_shapes
 from framework.plan.plan import Plan, unconnected
 from framework.plan.policies import count_forwards, spell
 
@@ -98,14 +98,12 @@ def _parameter_traffic(
 
 def context_costs(plan: Plan, rank: int) -> list[ContextCost | None]:
     """The cost of cp to a rank for each layer of the model and microbatch; empty where no sequence is divided."""
-    derived, batch = plan.derived, plan.recipe.batch
+    derived, itemsize = plan.derived, plan.compute_dtype.itemsize
     if derived.cp == 1:
         return []
-    method = ContextMethod(derived.ulysses, derived.ring, plan.recipe.parallel.context == "gather")
     shapes = attention_shapes(plan.config.get_text_config(), derived.tp, derived.context)
-    lengths = batch.sequences_per_microbatch, batch.context, plan.compute_dtype.itemsize
     index = plan.topology.index("ulysses", rank)
-    return [None if shape is None else ContextCost(method, shape, *lengths, index) for shape in shapes]
+    return [None if shape is None else ContextCost(plan.candidate, shape, itemsize, index) for shape in shapes]
 
 
 def mixer_costs(plan: Plan, rank: int) -> Iterator[tuple[int, MixerCost]]:

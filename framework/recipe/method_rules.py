@@ -41,7 +41,7 @@ def adapter(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, "model.router_bias_rate", message, "model.router_bias_rate=0")
     if recipe.precision.compute == "fp8":
         message = "fp8 is of linear layers that are trained, which an adapter freezes"
-        yield refuse(recipe, "precision.compute", message, "precision=bf16")
+        yield refuse(recipe, "precision.compute", message, "precision=bf16; or adapter.base=fp8")
     if own.dropout:
         message = "which elements of its input an adapter drops is not known"
         if own.kind == "dora":
@@ -148,8 +148,8 @@ def moments(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, key, message, f"{key}=bf16; or optim=adamw")
 
 
-@rule(*("optim.clip_norm", "optim.clip_update", "optim.decay_follows", "memory.offload.optimizer", "precision.master"))
-def clipping(recipe: Recipe) -> Iterator[Problem]:
+@rule(*("optim.clip_update", "optim.decay_follows", "memory.offload.optimizer", "precision.master"))
+def updates(recipe: Recipe) -> Iterator[Problem]:
     optim, offload = recipe.optim, recipe.memory.offload.optimizer
     if optim.clip_update == 0.0:
         yield refuse(recipe, "optim.clip_update", "an update clipped to 0 trains nothing", "optim.clip_update=null")
@@ -163,6 +163,10 @@ def clipping(recipe: Recipe) -> Iterator[Problem]:
     if optim.decay_follows == "peak" and optim.name == "sgd":
         message = "sgd's decay is a part of its gradient, so it follows the schedule"
         yield refuse(recipe, "optim.decay_follows", message, "schedule; or optim=adamw")
+
+
+@rule("optim.clip_norm")
+def clipping(recipe: Recipe) -> Iterator[Problem]:
     if recipe.optim.clip_norm == 0.0:
         message = "a gradient clipped to norm 0 trains nothing"
         yield refuse(recipe, "optim.clip_norm", message, "optim.clip_norm=null for no clipping")
@@ -193,4 +197,20 @@ def qk_clip(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, "optim.qk_clip", message, "optim.qk_clip=null; or precision.master=fp32")
 
 
-METHOD_RULES = (averages, qk_clip, schedule, optimizer, muon, moments, clipping, patterns, adapter)
+@rule("model.mup_base", "model.weights", "model.freeze", "adapter.kind", "optim.name")
+def mup(recipe: Recipe) -> Iterator[Problem]:
+    if not recipe.model.mup_base:
+        return
+    fix = "leave it out (~model.mup_base)"
+    if recipe.model.weights is not None or recipe.adapter.is_used:
+        yield refuse(
+            recipe, "model.mup_base", "its initial values are those of pretrained weights, not of a width", fix
+        )
+    if recipe.model.freeze:
+        yield refuse(recipe, "model.mup_base", "frozen parameters have no scale by width", fix)
+    if recipe.optim.name not in ("adamw", "lion"):
+        message = f"muP's rates are those of adamw and lion; {recipe.optim.name} has others"
+        yield refuse(recipe, "model.mup_base", message, f"{fix}; or optim=adamw")
+
+
+METHOD_RULES = (averages, qk_clip, mup, updates, schedule, optimizer, muon, moments, clipping, patterns, adapter)

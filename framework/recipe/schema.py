@@ -139,6 +139,10 @@ class Model:
         low=0.0,
     )
     freeze: list[str] = key("regular expressions over names of parameters that are not trained", [])
+    mup_base: dict[str, Any] = key(
+        "muP: values of model.config of a narrower base model; optim.lr and initial values are those of the base; {}: no muP",
+        {},
+    )
     tp_plan: dict[str, str] = key(
         "with parallel.tp, roles of unknown modules: pattern of names -> column, row, replicated or norm", {}
     )
@@ -160,6 +164,11 @@ class Adapter:
     )
     train: list[str] = key(
         "modules that are trained whole, by the end of their names, such as embed_tokens, lm_head", []
+    )
+    base: Literal["bf16", "fp8", "nf4"] = key(
+        "frozen weights of linear layers and experts: bf16: in precision.compute; others: in blocks of 8 or 4 bits, decoded for"
+        " each use",
+        "bf16",
     )
     b_lr_ratio: float = key("LoRA+: learning rate of B over that of A", 1.0, low=0.0)
     weights: str | None = key("folder of an adapter in PEFT's format to start from; null: A random, B zero", None)

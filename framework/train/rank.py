@@ -59,7 +59,7 @@ from framework.parallel.fp8_layers import emulates_fp8
 from framework.parallel.pipeline.draw import save_timeline
 from framework.parallel.pipeline.simulate import Timeline
 from framework.plan.advice import explain_out_of_memory
-from framework.plan.host_memory import check_host_memory
+from framework.plan.check import check_host_memory
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.deadlines import find_deadlines
 from framework.recipe.derive import Derived, derive

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
@@ -140,3 +141,16 @@ class _KeepDouble(TorchFunctionMode):
 def _dtype_of(word: Any) -> Any:
     """The dtype of a cast's argument, if it is a tensor whose dtype the cast takes over."""
     return word.dtype if isinstance(word, Tensor) else None
+
+
+def separate(input_ids: Tensor, labels: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each packed document as a row of its own, padded on the right: inputs, labels, and which tokens are real.
+
+    Given are [rows, T], whose positions begin at 0 with each document; returned are [documents, length of the longest].
+    """
+    begins = (positions.flatten() == 0).nonzero().flatten()[1:]
+    documents = list(torch.tensor_split(input_ids.flatten(), begins))
+    lengths = torch.tensor([len(each) for each in documents])
+    targets = list(torch.tensor_split(labels.flatten(), begins))
+    padded = pad_sequence(targets, batch_first=True, padding_value=IGNORE)
+    return pad_sequence(documents, batch_first=True), padded, torch.arange(padded.shape[1]) < lengths[:, None]

@@ -17,12 +17,11 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from framework.recipe.schema import STOCK_ATTENTION, Adapter, Optim, Recipe
-from framework.verify.evidence import IGNORE, Evidence, NothingToCompare, TokenBatch, keep_double, perturb
+from framework.verify.evidence import IGNORE, Evidence, NothingToCompare, TokenBatch, keep_double, perturb, separate
 from framework.verify.plain import (
     DTYPES,
     PlainCodes,
@@ -40,7 +39,7 @@ from framework.verify.plain import (
 )
 from framework.verify.plain_adapters import PlainAdapters
 from framework.verify.plain_muon import PlainMuon, find_matrices
-from framework.verify.plain_stability import PlainStability
+from framework.verify.plain_stability import PlainStability, widen
 
 CPU = torch.device("cpu")
 # For Lion: how many more times each step's gradients are computed, from weights that are rounded differently.
@@ -166,7 +165,7 @@ def run_oracle(
 
 
 class Oracle:
-    """A model in `dtype`, the masters of its parameters by name, and their optimizer."""
+    """A stock model in `dtype`, the masters of its parameters by name, and their optimizer."""
 
     def __init__(
         self,
@@ -182,25 +181,32 @@ class Oracle:
         layout = layout or Evidence((), (), {}, {})
         self._recipe, self._dtype, self._narrows = recipe, dtype, narrows
         of_adapters = [name for name in weights if re.search(r"lora_(A|B|magnitude_vector)$", name)]
+        widths: dict[str, tuple[float, float]] = {}
+        if recipe.model.mup_base:
+            narrow = deepcopy(config)
+            narrow.update(recipe.model.mup_base)
+            widths = widen(_build_blank(config), _build_blank(narrow))
+        weights = {name: weight * widths[name][0] if name in widths else weight for name, weight in weights.items()}
         stock = {name: weight for name, weight in weights.items() if name not in of_adapters}
-        self._model = _stock_model(recipe, config, stock, dtype, device)
+        self.model = _stock_model(recipe, config, stock, dtype, device)
         wide = torch.promote_types(dtype, torch.float32)
         # Without masters a weight is what the model computes with, from the beginning.
-        kept_in = {name: each.dtype for name, each in self._model.named_parameters() if has_no_master(recipe.precision)}
+        kept_in = {name: each.dtype for name, each in self.model.named_parameters() if has_no_master(recipe.precision)}
         self.masters = {
             name: nn.Parameter(
                 weights[name].to(device, kept_in.get(name, wide)).to(wide, copy=True), parameter.requires_grad
             )
-            for name, parameter in self._model.named_parameters()
+            for name, parameter in self.model.named_parameters()
         }
         self.masters |= {name: nn.Parameter(weights[name].to(device, wide, copy=True)) for name in of_adapters}
-        self._adapters = PlainAdapters(self._model, recipe.adapter, self.masters)
+        self._adapters = PlainAdapters(self.model, recipe.adapter, self.masters)
         for name in self._adapters.names():
-            self._model.get_parameter(name).requires_grad_()
+            self.model.get_parameter(name).requires_grad_()
         self._in_bf16 = [name for name, kept in kept_in.items() if kept == torch.bfloat16]
-        self._optimizer = _stock_optimizer(recipe.optim, self.masters, config, recipe.adapter)
-        self._stability = PlainStability(recipe, self._model)
-        self._mixtures = PlainMixtures(self._model, recipe.model, recipe.batch.context)
+        rates = {name: rate for name, (_, rate) in widths.items()}
+        self._optimizer = _stock_optimizer(recipe.optim, self.masters, config, recipe.adapter, rates)
+        self._stability = PlainStability(recipe, self.model)
+        self._mixtures = PlainMixtures(self.model, recipe.model, recipe.batch.context)
         self._scale = PlainLossScale(recipe.precision)
         trained = [name for name, each in self.masters.items() if each.requires_grad and recipe.train.ema is not None]
         self.averages = {name: self.masters[name].detach().clone() for name in trained}
@@ -235,10 +241,10 @@ class Oracle:
     def evaluate(self, batch: TokenBatch) -> float:
         """The mean loss per token of the batch, without dropout and without a router's loss."""
         self._read_masters()
-        self._model.eval()
+        self.model.eval()
         with self._keeping():
             total = sum(float(loss) for loss, _ in self._losses(batch))
-        self._model.train()
+        self.model.train()
         return total / int((batch.labels != IGNORE).sum())
 
     def clip(self) -> float:
@@ -253,7 +259,7 @@ class Oracle:
 
     def weights(self) -> dict[str, Tensor]:
         """The masters, and the correction biases of routers that are buffers, by name."""
-        buffers = dict(self._model.named_buffers())
+        buffers = dict(self.model.named_buffers())
         return self.masters | {name: buffers[name] for name in self._mixtures.names() if name in buffers}
 
     def update(self, batch: TokenBatch, layout: Mapping[str, Tensor], step: int) -> None:
@@ -285,7 +291,7 @@ class Oracle:
         """Set the model's weights to what forward reads of the masters. Returns those that adapters are merged into."""
         merged = self._adapters.merge()
         read = self._gather.round(self.masters) | merged
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self.model.named_parameters():
             parameter.data.copy_(read.get(name, self.masters[name]))
         return merged
 
@@ -300,11 +306,11 @@ class Oracle:
             loss = total / num_tokens
             if self._recipe.train.router_z_loss:
                 loss = loss + self._recipe.train.router_z_loss * self._mixtures.z_loss(output) / num_microbatches
-            if getattr(self._model.config, "output_router_logits", False):
-                loss = loss + self._model.config.router_aux_loss_coef * output.aux_loss / num_microbatches
-            with _telling_of_stock(self._model.config, self._dtype):
+            if getattr(self.model.config, "output_router_logits", False):
+                loss = loss + self.model.config.router_aux_loss_coef * output.aux_loss / num_microbatches
+            with _telling_of_stock(self.model.config, self._dtype):
                 (loss * self._scale.value).backward()
-            for name, parameter in self._model.named_parameters():
+            for name, parameter in self.model.named_parameters():
                 if parameter.grad is not None:
                     master = self.masters[name]
                     gradient = parameter.grad.to(master.dtype)
@@ -316,22 +322,22 @@ class Oracle:
 
     def _losses(self, batch: TokenBatch) -> Iterator[tuple[Tensor, Any]]:
         """The sum of each microbatch's token losses, and what the model has returned."""
-        device, rows = self._model.device, self._recipe.batch.sequences_per_microbatch
+        device, rows = self.model.device, self._recipe.batch.sequences_per_microbatch
         inputs, labels = batch.input_ids.split(rows), batch.labels.split(rows)
         more = {"output_router_logits": True} if self._recipe.train.router_z_loss else {}
         positions = [None] * len(inputs) if batch.position_ids is None else batch.position_ids.split(rows)
         for input_ids, target, position_ids in zip(inputs, labels, positions, strict=True):
             padding = {}
             if position_ids is not None:
-                input_ids, target, is_real = _separate(input_ids, target, position_ids)
+                input_ids, target, is_real = separate(input_ids, target, position_ids)
                 padding = {"attention_mask": is_real.long().to(device)}
                 self._mixtures.real = is_real.flatten().to(device)
             self._stability.real = self._mixtures.real
-            with _telling_of_stock(self._model.config, self._dtype):
-                output = self._model(input_ids=input_ids.to(device), **padding, **more)
+            with _telling_of_stock(self.model.config, self._dtype):
+                output = self.model(input_ids=input_ids.to(device), **padding, **more)
             logits, target = _widen(output.logits.flatten(0, 1)), target.flatten().to(device)
             loss = F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="sum")
-            if self._model.training and self._recipe.train.z_loss:
+            if self.model.training and self._recipe.train.z_loss:
                 loss = loss + self._recipe.train.z_loss * logits[target != IGNORE].exp().sum(-1).log().pow(2).sum()
             yield loss, output
 
@@ -370,19 +376,6 @@ def _telling_of_stock(config: PretrainedConfig, dtype: torch.dtype) -> Iterator[
 def _widen(logits: Tensor) -> Tensor:
     """Logits in at least fp32: the loss is not computed in bf16."""
     return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _separate(input_ids: Tensor, labels: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each packed document as a row of its own, padded on the right: inputs, labels, and which tokens are real.
-
-    Given are [rows, T], whose positions begin at 0 with each document; returned are [documents, length of the longest].
-    """
-    begins = (positions.flatten() == 0).nonzero().flatten()[1:]
-    documents = list(torch.tensor_split(input_ids.flatten(), begins))
-    lengths = torch.tensor([len(each) for each in documents])
-    targets = list(torch.tensor_split(labels.flatten(), begins))
-    padded = pad_sequence(targets, batch_first=True, padding_value=IGNORE)
-    return pad_sequence(documents, batch_first=True), padded, torch.arange(padded.shape[1]) < lengths[:, None]
 
 
 def _stock_model(
@@ -428,7 +421,11 @@ def _build_blank(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _stock_optimizer(
-    optim: Optim, masters: Mapping[str, nn.Parameter], config: PretrainedConfig, adapter: Adapter
+    optim: Optim,
+    masters: Mapping[str, nn.Parameter],
+    config: PretrainedConfig,
+    adapter: Adapter,
+    rates: Mapping[str, float],
 ) -> torch.optim.Optimizer:
     blank = _build_blank(config)
     undecayed = decay_nothing(blank) | {name for name in masters if name.endswith("lora_magnitude_vector")}
@@ -436,7 +433,7 @@ def _stock_optimizer(
     groups = [
         {
             "params": [masters[name]],
-            "lr_ratio": lr_ratio,
+            "lr_ratio": lr_ratio * rates.get(name, 1.0),
             "decay": weight_decay,  # by the peak rate it is made before the update, by the oracle
             "weight_decay": weight_decay if optim.decay_follows == "schedule" else 0.0,
         }

@@ -148,7 +148,7 @@ def test_each_option_by_itself_saves_what_the_plan_with_it_says(is_shown):
         assert (each.device, each.host) == (before.reserved - after.reserved, after.host), override
     assert told["memory.activation_checkpointing=full"].costs.endswith("% FLOPs")
     assert re.match(r"\+\d+% bytes sent", told["zero.stage=3"].costs)
-    text = "\n".join(describe_savings(plan_of(*words), 0))
+    text = "\n".join(describe_savings(plan_of(*words)))
     assert all(each.override in text for each in rows)
 
 

@@ -44,7 +44,7 @@ def test_a_rank_has_one_peak_in_all_that_a_plan_says(plan: Plan) -> None:
     table = "\n".join(describe_ranks(plan)).partition("needs most\n")[2].partition("\n\n")[0].splitlines()
     place = table[1].index("all  live") + len("all")
     assert f"{peak / 2**30:.3f} GiB" in [line[:place].split("  ")[-1].strip() for line in table[2:]]
-    assert show_bytes(peak) in next(describe_savings(plan, fullest))
+    assert show_bytes(peak) in next(describe_savings(plan))
     # Where a device has no memory left, and what `doctor` says.
     assert f"planned to hold {show_bytes(peak)}" in describe_relief(plan, fullest)
     assert most_bytes(plan) == peak

@@ -25,6 +25,7 @@ GIVEN = {
     "sft_llama3_1_8b": ["data.sources.files.path=x.jsonl"],
     "lora_llama3_1_8b": ["data.sources.files.path=x.jsonl"],
     "lora_qwen3_30b_a3b": ["data.sources.files.path=x.jsonl"],
+    "qlora_llama3_3_70b": ["data.sources.files.path=x.jsonl"],
     "llama3_1_8b_128k": ["data.sources.files.path=x.jsonl"],
     "llama3_1_8b_1m": ["data.sources.files.path=x.jsonl"],
     "slurm": ["launch.nodes=1", "batch.sequences_per_step=64"],
