@@ -252,11 +252,155 @@ FAMILIES = {
         trims=True,
         special={"bos_token": "<BOS_TOKEN>"},
     ),
+    "llama4": ChatFamily(
+        "{{- bos_token -}}{%- for m in messages -%}{{- '<|header_start|>' ~ ('ipython' if m.role == 'tool' else m.role) ~ '<|header_end|>\n\n' ~"
+        " (m.content | trim) -}}{%- for c in m.tool_calls or [] -%}{{- '<|python_start|>{\"name\": \"' ~ c.function.name ~ '\", \"parameters\": ' ~"
+        " (c.function.arguments | tojson) ~ '}<|python_end|>' -}}{%- endfor -%}{{- '<|eot|>' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|header_start|>assistant<|header_end|>\n\n' -}}{%- endif -%}",
+        "<|eot|>",
+        trims=True,
+        special={"bos_token": "<|begin_of_text|>"},
+        called='<|python_start|>{"name": "add", "parameters": {"a": 1, "b": "two"}}<|python_end|><|eot|>',
+    ),
+    "llama2": ChatFamily(  # a blank on either side of an answer
+        ALTERNATE
+        + "{%- set first = '' -%}{%- if messages and messages[0].role == 'system' -%}{%- set first = '<<SYS>>\n' ~ messages[0].content ~ '\n<</SYS>>\n\n' -%}"
+        "{%- set messages = messages[1:] -%}{%- endif -%}{%- for m in messages -%}{%- if m.role == 'user' -%}{{- bos_token ~ '[INST] ' ~"
+        " (first if loop.first else '') ~ m.content.strip() ~ ' [/INST]' -}}{%- else -%}{{- ' ' ~ m.content.strip() ~ ' ' ~ eos_token -}}"
+        "{%- endif -%}{%- endfor -%}",
+        " </s>",
+        lead=" ",
+        trims=True,
+        special={"bos_token": "<s>", "eos_token": "</s>"},
+    ),
+    "mistral_v1": ChatFamily(
+        "{%- if messages and messages[0].role == 'system' -%}{{- raise_exception('System role not supported') -}}{%- endif -%}"
+        + ALTERNATE
+        + "{{- bos_token -}}{%- for m in messages -%}{%- if m.role == 'user' -%}{{- ' [INST] ' ~ m.content ~ ' [/INST]' -}}"
+        "{%- else -%}{{- ' ' ~ m.content ~ eos_token -}}{%- endif -%}{%- endfor -%}",
+        "</s>",
+        lead=" ",
+        special={"bos_token": "<s>", "eos_token": "</s>"},
+        takes_system=False,
+    ),
+    "zephyr": ChatFamily(
+        "{%- for m in messages -%}{{- '<|' ~ m.role ~ '|>\n' ~ m.content ~ eos_token ~ '\n' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|assistant|>\n' -}}{%- endif -%}",
+        "</s>",
+        special={"eos_token": "</s>"},
+    ),
+    "phi3": ChatFamily(
+        "{%- for m in messages -%}{{- '<|' ~ m.role ~ '|>\n' ~ m.content ~ '<|end|>\n' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|assistant|>\n' -}}{%- else -%}{{- eos_token -}}{%- endif -%}",
+        "<|end|>",
+        special={"eos_token": "<|endoftext|>"},
+    ),
+    "qwen3_coder": ChatFamily(  # calls as tags, a line for each value
+        "{%- for m in messages -%}{{- '<|im_start|>' ~ ('user' if m.role == 'tool' else m.role) ~ '\n' ~ m.content -}}"
+        "{%- for c in m.tool_calls or [] -%}{{- ('\n' if m.content or not loop.first) ~ '<tool_call>\n<function=' ~ c.function.name ~ '>\n' -}}"
+        "{%- for k, v in c.function.arguments.items() -%}{{- '<parameter=' ~ k ~ '>\n' ~ v ~ '\n</parameter>\n' -}}{%- endfor -%}"
+        "{{- '</function>\n</tool_call>' -}}{%- endfor -%}{{- '<|im_end|>\n' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}",
+        "<|im_end|>",
+        called=(
+            "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\ntwo\n</parameter>\n</function>\n</tool_call><|im_end|>"
+        ),
+    ),
+    "gemma4": ChatFamily(  # prompts with an empty channel of thoughts, which stands before no answer
+        "{{- bos_token -}}{%- for m in messages -%}{{- '<|turn>' ~ ('model' if m.role == 'assistant' else m.role) ~ '\n' ~ (m.content | trim) -}}"
+        "{%- for c in m.tool_calls or [] -%}{{- '<|tool_call>call:' ~ c.function.name ~ '{' -}}{%- for k, v in c.function.arguments.items() -%}"
+        "{{- (',' if not loop.first) ~ k ~ ':' ~ ('<|\"|>' ~ v ~ '<|\"|>' if v is string else v) -}}{%- endfor -%}{{- '}<tool_call|>' -}}{%- endfor -%}"
+        "{{- '<turn|>\n' -}}{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|turn>model\n<|channel>thought\n<channel|>' -}}{%- endif -%}",
+        "<turn|>",
+        trims=True,
+        special={"bos_token": "<bos>"},
+        called='<|tool_call>call:add{a:1,b:<|"|>two<|"|>}<tool_call|><turn|>',
+    ),
+    "glm5": ChatFamily(  # as glm4_5 without line breaks; the prompt begins to think
+        LAST_USER + "{{- '[gMASK]<sop>' -}}{%- for m in messages -%}" + SPLIT + "{%- if m.role == 'assistant' -%}{{- '<|assistant|><think>' ~"
+        " (thought.strip() if loop.index0 > ns.last else '') ~ '</think>' ~ said.strip() -}}"
+        "{%- for c in m.tool_calls or [] -%}{{- '<tool_call>' ~ c.function.name -}}{%- for k, v in c.function.arguments.items() -%}"
+        "{{- '<arg_key>' ~ k ~ '</arg_key><arg_value>' ~ v ~ '</arg_value>' -}}{%- endfor -%}{{- '</tool_call>' -}}{%- endfor -%}"
+        "{%- elif m.role == 'tool' -%}{{- '<|observation|><tool_response>' ~ m.content ~ '</tool_response>' -}}"
+        "{%- else -%}{{- '<|' ~ m.role ~ '|>' ~ m.content -}}{%- endif -%}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|assistant|><think>' -}}{%- endif -%}",
+        "<|user|>",
+        lead="</think>",
+        trims=True,
+        thought="{thought}</think>{said}<|user|>",
+        called=(
+            "</think><tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key><arg_value>two</arg_value></tool_call>"
+            "<|observation|>"
+        ),
+    ),
+    "deepseek_v3_1": ChatFamily(  # closes thinking in the prompt
+        "{{- bos_token -}}{%- for m in messages if m.role == 'system' -%}{{- m.content -}}{%- endfor -%}{%- set ns = namespace(tool=false) -%}"
+        "{%- for m in messages if m.role != 'system' -%}{%- if m.role == 'user' -%}{{- '<｜User｜>' ~ m.content -}}{%- elif m.role == 'tool' -%}"
+        "{{- '<｜tool▁output▁begin｜>' ~ m.content ~ '<｜tool▁output▁end｜>' -}}{%- else -%}{{- ('' if ns.tool else '<｜Assistant｜></think>') ~ m.content -}}"
+        "{%- if m.tool_calls -%}{{- '<｜tool▁calls▁begin｜>' -}}{%- for c in m.tool_calls -%}{{- '<｜tool▁call▁begin｜>' ~ c.function.name ~ '<｜tool▁sep｜>' ~"
+        " (c.function.arguments | tojson) ~ '<｜tool▁call▁end｜>' -}}{%- endfor -%}{{- '<｜tool▁calls▁end｜>' -}}{%- endif -%}{{- '<｜end▁of▁sentence｜>' -}}"
+        "{%- endif -%}{%- set ns.tool = m.role == 'tool' -%}{%- endfor -%}"
+        "{%- if add_generation_prompt and not ns.tool -%}{{- '<｜Assistant｜></think>' -}}{%- endif -%}",
+        "<｜end▁of▁sentence｜>",
+        special={"bos_token": "<｜begin▁of▁sentence｜>"},
+        called=(
+            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1, "b": "two"}<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>'
+        ),
+    ),
+    "olmo3": ChatFamily(  # the last turn ends with the end of a text, others with that of a turn
+        "{%- if messages and messages[0].role != 'system' -%}{{- '<|im_start|>system\nYou are Olmo.<|im_end|>\n' -}}{%- endif -%}"
+        "{%- for m in messages -%}{{- '<|im_start|>' ~ m.role ~ '\n' ~ m.content -}}{%- if m.role == 'assistant' and loop.last and not"
+        " add_generation_prompt -%}{{- eos_token -}}{%- else -%}{{- '<|im_end|>\n' -}}{%- endif -%}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}",
+        "<|endoftext|>",
+        keeps=False,
+        special={"eos_token": "<|endoftext|>"},
+    ),
+    "granite4": ChatFamily(
+        "{%- for m in messages -%}{{- '<|start_of_role|>' ~ ('user' if m.role == 'tool' else m.role) ~ '<|end_of_role|>' -}}"
+        "{{- '<tool_response>\n' ~ m.content ~ '\n</tool_response>' if m.role == 'tool' else m.content -}}"
+        + HERMES
+        + "{{- '<|end_of_text|>\n' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|start_of_role|>assistant<|end_of_role|>' -}}{%- endif -%}",
+        "<|end_of_text|>",
+        called=TOOL_CALL + "<|end_of_text|>",
+    ),
+    "kimi_k2_thinking": ChatFamily(
+        LAST_USER + "{%- for m in messages -%}" + SPLIT + "{{- '<|im_' ~ ('system' if m.role == 'tool' else m.role) ~ '|>' ~ m.role ~ '<|im_middle|>' -}}"
+        "{%- if m.role == 'assistant' -%}{{- '<think>' ~ (thought if loop.index0 > ns.last else '') ~ '</think>' -}}{%- endif -%}{{- said -}}"
+        "{%- if m.tool_calls -%}{{- '<|tool_calls_section_begin|>' -}}{%- for c in m.tool_calls -%}{{- '<|tool_call_begin|>functions.' ~"
+        " c.function.name ~ ':0<|tool_call_argument_begin|>' ~ (c.function.arguments | tojson) ~ '<|tool_call_end|>' -}}{%- endfor -%}"
+        "{{- '<|tool_calls_section_end|>' -}}{%- endif -%}{{- '<|im_end|>' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|im_assistant|>assistant<|im_middle|>' -}}{%- endif -%}",
+        "<|im_end|>",
+        lead="<think></think>",
+        thought="<think>{thought}</think>{said}<|im_end|>",
+        called=(
+            '<think></think><|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1, "b": "two"}'
+            "<|tool_call_end|><|tool_calls_section_end|><|im_end|>"
+        ),
+    ),
+    "minimax_text": ChatFamily(
+        "{%- for m in messages -%}{{- '<beginning_of_sentence>' ~ {'user': 'user name=user', 'assistant': 'ai name=assistant', 'system':"
+        " 'system ai_setting=assistant'}[m.role] ~ '\n' ~ m.content ~ '<end_of_sentence>\n' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<beginning_of_sentence>ai name=assistant\n' -}}{%- endif -%}",
+        "<end_of_sentence>",
+    ),
+    "command_a": ChatFamily(
+        "{{- bos_token -}}{%- for m in messages -%}{{- '<|START_OF_TURN_TOKEN|>' -}}{%- if m.role == 'assistant' -%}"
+        "{{- '<|CHATBOT_TOKEN|><|START_RESPONSE|>' ~ m.content ~ '<|END_RESPONSE|>' -}}{%- else -%}{{- {'user': '<|USER_TOKEN|>', 'system':"
+        " '<|SYSTEM_TOKEN|>'}[m.role] ~ m.content -}}{%- endif -%}{{- '<|END_OF_TURN_TOKEN|>' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' -}}{%- endif -%}",
+        "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+        lead="<|START_RESPONSE|>",
+        special={"bos_token": "<BOS_TOKEN>"},
+    ),
 }  # fmt: skip
 
 MARKERS = re.compile(
     r"<[|｜][^<>'\" ~\n]{1,40}[|｜]>|<(?:start|end)_of_turn>|\[/?(?:INST|SYSTEM_PROMPT|TOOL_RESULTS)\]|\[(?:TOOL_CALLS|ARGS|gMASK)\]"
-    r"|<sop>|</?think>|</?tool_call>|\]~b\]|\[e~\["
+    r"|<sop>|</?think>|</?tool_call>|\]~b\]|\[e~\[|<\|(?:turn|channel|tool_call)>|<(?:turn|channel|tool_call)\|>"
+    r"|<(?:beginning|end)_of_sentence>"
 )
 TEXT = "user assistant system hello there how are you what is the answer to this question one two three"
 

@@ -163,7 +163,14 @@ class StartPoint:
 
     @property
     def resumes(self) -> bool:
-        return self.held is not None or (self.found is not None and self.found.newest is not None)
+        return self.step > 0
+
+    @property
+    def step(self) -> int:
+        """The step; 0 at the beginning."""
+        if self.held is not None:
+            return self.held.name.step
+        return 0 if self.found is None or self.found.newest is None else step_of(self.found.newest)
 
 
 @dataclass(frozen=True, eq=False)

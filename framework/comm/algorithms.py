@@ -252,7 +252,7 @@ ALGORITHMS: dict[tuple[str, str], tuple[Algorithm, Algorithm]] = {
 
 class _FirstHop:
     """The first hop of an operation in two, as a work to wait for: its wait starts the second hop, behind that of every earlier
-    operation over the axis."""
+    operation of this rank, over whatever axis."""
 
     def __init__(self, first: Pending, start: Callable[[], Pending], hops: "deque[_FirstHop]"):
         self._first, self._start, self._hops = first, start, hops
@@ -262,6 +262,7 @@ class _FirstHop:
     def wait(self) -> None:
         # Ranks wait in different orders where one's data leaves a layer out. The second hops of all operations must be under way
         # before anybody waits for a later one: else this rank would wait for a message that a peer sends behind a wait for this.
+        # Those of other axes too: experts and dense parameters have different ones, and two ranks may share both.
         while self.second is None:
             self._hops.popleft()._proceed()
 
@@ -271,8 +272,8 @@ class _FirstHop:
 
 
 def in_turn(axis: Communicator, first: Pending, start: Callable[[], Pending]) -> Pending:
-    """`first`, and then what `start` starts, in the order of operations over the axis however they are waited for."""
-    hop = _FirstHop(first, start, axis.hops)
+    """`first`, and then what `start` starts, in the order in which operations were started however they are waited for."""
+    hop = _FirstHop(first, start, axis.waits.hops)
     return Pending([hop], finish=lambda: hop.second)
 
 

@@ -1,7 +1,6 @@
 """Communicator: what carries messages along one axis of the mesh, and the Traffic that this rank has sent there."""
 
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -81,8 +80,6 @@ class Communicator:
         self.name, self.size, self.rank, self.ranks = axis.name, axis.size, axis.rank, axis.ranks
         self.nodes = axis.nodes
         self.levels: tuple[Communicator, Communicator] | None = None
-        # First hops that have been started and not waited for, in order: see `algorithms`.
-        self.hops: deque[Any] = deque()
         self.traffic = Traffic()
         self.waits = waits or Waits()
         self.secret = secret

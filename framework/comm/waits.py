@@ -127,17 +127,19 @@ class Waits:
 
     current: the operation that holds the thread up now. seconds: for how long operations have held it up so far, by the host's
     clock. recent: the last operations that were started. open: those that were started and not yet waited for, by their Pending.
-    It is held here, and with it its memory, also where the code that started it has dropped it. device: of NCCL's operations,
-    which hold up the device and not the thread; else None.
+    It is held here, and with it its memory, also where the code that started it has dropped it. hops: first hops of operations
+    in two that were started and not yet waited for, in order, see `algorithms`. device: of NCCL's operations, which hold up the
+    device and not the thread; else None.
     """
 
-    __slots__ = ("current", "device", "open", "recent", "seconds")
+    __slots__ = ("current", "device", "hops", "open", "recent", "seconds")
 
     def __init__(self, device: DeviceProgress | None = None) -> None:
         self.current: Operation | None = None
         self.seconds = 0.0
         self.recent: deque[Operation] = deque(maxlen=REMEMBERED)
         self.open: dict[Any, Operation] = {}
+        self.hops: deque[Any] = deque()
         self.device = device
 
     def begin(self, pending: Any, operation: Operation) -> None:

@@ -20,6 +20,7 @@ from framework.recipe.describe import (
 from framework.recipe.environment import hide_secrets
 from framework.recipe.saved import to_yaml
 from framework.recipe.schema import Recipe
+from framework.recipe.stages import describe_stage, split_stages
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(hide_secrets(text))
     print()
     print(f"{describe_derived(derive(recipe))}\ndata          {describe_blend(recipe.data)}{need}")
+    for stage in split_stages(recipe) if recipe.train.stages and recipe.train.epochs is None else ():
+        print(f"stage {stage.name:7} {describe_stage(stage)}")
     if compilation := describe_compilation(recipe):
         print(compilation)
     if advice := place(derive(recipe)).advise_experts():

@@ -18,6 +18,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="of a run with an adapter: the whole model with it, not PEFT's folder of the adapter",
     )
+    parser.add_argument(
+        "--average", action="store_true", help="with train.ema: the average of the weights, in their place"
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--best", action="store_true", help="with checkpoint.keep_best: the lowest validation loss")
     which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; else the newest")
@@ -29,5 +32,6 @@ def run(arguments: argparse.Namespace) -> int:
     with loading_libraries():
         from framework.commands.trained_model import export_model
 
-    export_model(path, to=arguments.to, best=arguments.best, step=arguments.step, merged=arguments.merged)
+    which = {"best": arguments.best, "step": arguments.step, "averaged": arguments.average}
+    export_model(path, to=arguments.to, merged=arguments.merged, **which)
     return EXIT_DONE

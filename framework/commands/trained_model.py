@@ -29,8 +29,13 @@ from framework.model.load import build_meta, load_config
 from framework.model.peft_folder import write_adapter
 from framework.model.units import Unit, find_units, set_parameter, tied_names
 from framework.model.weights import read_weights, write_weights, writing_folder
+from framework.optim.averages import AVERAGE
 from framework.recipe.compose import load_recipe
 from framework.recipe.schema import Model, Recipe
+from framework.recipe.stages import stage_of
+
+# Kinds of entries: the weights, and the averages of those that are trained.
+TRAINED, AVERAGED = "weight/", f"{AVERAGE}/"
 
 
 def export_model(
@@ -41,25 +46,30 @@ def export_model(
     step: int | None = None,
     name: Path | None = None,
     merged: bool = False,
+    averaged: bool = False,
 ) -> None:
     """Write the newest checkpoint of `run`, or the best, or that of a step, to the folder `to`, with its tokenizer. Needs memory
     for one unit.
 
     Weights keep the dtype in which the optimizer updated them, so nothing is lost. Of a run with an adapter the folder has that
     alone, in PEFT's format, or, merged, the whole model in the dtype of its pretrained weights. The folder appears whole or not
-    at all. name: the name of `to` afterwards, if it is renamed. Raises RunError when the run has no such checkpoint, ModelError
-    when `to` has content already, CheckpointError when the checkpoint is damaged.
+    at all. averaged: the average of the weights (train.ema) in their place. name: the name of `to` afterwards, if it is renamed.
+    Raises RunError when the run has no such checkpoint, ModelError when `to` has content already, CheckpointError when the
+    checkpoint is damaged.
     """
     directory = RunDirectory.open(run)
     recipe, reader = _read_settings(directory, _choose_checkpoint(directory, best=best, step=step))
     if merged and not recipe.adapter.is_used:
         raise RunError(f"{run} has no adapter to merge (adapter.kind=none): export it without --merged")
+    if averaged and not any(name.startswith(AVERAGED) for name in reader.manifest.entries):
+        raise RunError(f"{run} has no average of its weights (train.ema=null): export it without --average")
+    kind = AVERAGED if averaged else TRAINED
     model = _plan_model(directory, recipe)
     tokenizer = [path for path in sorted(directory.tokenizer.iterdir()) if path.name != INFO_FILE]
     if recipe.adapter.is_used and not merged:
-        _export_adapter(to, model, recipe, reader, tokenizer)
+        _export_adapter(to, model, recipe, reader, tokenizer, kind)
     else:
-        units = UnitReader(recipe, model, reader)
+        units = UnitReader(recipe, model, reader, kind)
         write_weights(to, model, units.read_all(), units.dtype, [*tokenizer, *list_processors(directory.pretrained)])
     template = directory.tokenizer / "chat_template.jinja"
     chat = f", with the chat template {hash_file(template)[:16]}" if template.is_file() else ""
@@ -101,23 +111,25 @@ def _choose_checkpoint(directory: RunDirectory, *, best: bool = False, step: int
     return find_best(directory, newest) if best else newest
 
 
-def _export_adapter(to: Path, model: PreTrainedModel, recipe: Recipe, reader: Reader, beside: Sequence[Path]) -> None:
+def _export_adapter(
+    to: Path, model: PreTrainedModel, recipe: Recipe, reader: Reader, beside: Sequence[Path], kind: str
+) -> None:
     """Write the folder of an adapter, whole or not at all. model: without adapters."""
     add_adapters(model, recipe.adapter)
     names = [name.removeprefix("weight/") for name in reader.manifest.entries if name.startswith("weight/")]
     with writing_folder(to) as folder:
-        write_adapter(folder, model, recipe.adapter, recipe.model, _read(reader, "weight/", names))
+        write_adapter(folder, model, recipe.adapter, recipe.model, _read(reader, kind, names))
         for path in beside:
             shutil.copy(path, folder)
 
 
 class UnitReader:
     """The weights of a checkpoint, unit after unit. Beside an adapter it has the trained ones alone: the others are read from
-    where the run has them, and merged with theirs. model: on meta, without adapters."""
+    where the run has them, and merged with theirs. model: on meta, without adapters. kind: of the entries to read."""
 
-    def __init__(self, recipe: Recipe, model: PreTrainedModel, reader: Reader) -> None:
+    def __init__(self, recipe: Recipe, model: PreTrainedModel, reader: Reader, kind: str = TRAINED) -> None:
         self.units = find_units(model)
-        self._recipe, self._model, self._reader = recipe, model, reader
+        self._recipe, self._model, self._reader, self._kind = recipe, model, reader, kind
         self._folder: Path | None = None
         if recipe.adapter.is_used:
             self._adapted = build_meta(model.config)
@@ -140,12 +152,12 @@ class UnitReader:
         """The full tensors of a unit, by name."""
         frozen = [name for name in unit.parameters if f"weight/{name}" not in self._entries]
         if not frozen:
-            return _read(self._reader, "weight/", unit.parameters)
+            return _read(self._reader, self._kind, unit.parameters)
         trained = [name for name in unit.parameters if name not in frozen]
-        tensors = {**_read(self._reader, "weight/", trained), **self._read_base(unit, frozen)}
+        tensors = {**_read(self._reader, self._kind, trained), **self._read_base(unit, frozen)}
 
         def read(name: str) -> Tensor:
-            return _read(self._reader, "weight/", [name])[name]
+            return _read(self._reader, self._kind, [name])[name]
 
         return merge_all(self._adapted, self._recipe.adapter, tensors, read)
 
@@ -168,10 +180,10 @@ class UnitReader:
 
 
 def _read_settings(directory: RunDirectory, checkpoint: Place) -> tuple[Recipe, Reader]:
-    """The run's recipe, and the checkpoint, which says whether they and the tokenizer are still its own."""
+    """The recipe of the checkpoint's stage, and the checkpoint, which says whether run and tokenizer are still its own."""
     recipe, reader = load_recipe(directory.recipe), Reader(checkpoint)
     verify_identity(directory, recipe, reader.manifest.state)
-    return recipe, reader
+    return stage_of(recipe, reader.manifest.step).recipe, reader
 
 
 def _plan_model(directory: RunDirectory, recipe: Recipe) -> PreTrainedModel:
@@ -224,11 +236,12 @@ def find_best(run: RunDirectory, newest: Place) -> Place:
 
 
 def _read(reader: Reader, kind: str, names: Iterable[str]) -> dict[str, Tensor]:
-    """Full tensors by name, read together."""
+    """Full tensors by name, read together. A weight that is not trained has no average."""
     entries, tensors = [], {}
     for name in names:
-        record = reader.manifest.entries[kind + name]
+        entry = kind + name if kind != AVERAGED or kind + name in reader.manifest.entries else TRAINED + name
+        record = reader.manifest.entries[entry]
         tensors[name] = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
-        entries.append(Entry(kind + name, Layout(record.shape), tensors[name].view(-1)))
+        entries.append(Entry(entry, Layout(record.shape), tensors[name].view(-1)))
     reader.fill(entries)
     return tensors

@@ -25,14 +25,18 @@ from framework.launch.directory import RunDirectory
 from framework.launch.places import explain_errors
 from framework.lease import Lease
 from framework.recipe.compose import load_recipe
-from framework.recipe.keys import NAME, flatten, list_keys, plain
+from framework.recipe.convert import to_recipe
+from framework.recipe.keys import NAME, flatten, list_keys, nest, plain
 from framework.recipe.problem import show
 from framework.recipe.schema import Recipe
+from framework.recipe.stages import stage_of
 
 # Patterns of the keys that a resume may change, each with the reason why the run stays the same run.
 MAY_CHANGE = (
     ("train.steps", "more steps; a schedule that ends with the run stretches with it"),
     ("train.epochs", "the same, in passes over the text"),
+    ("train.stages.*.memory*", "the same values in other memory"),
+    ("train.stages.*.batch.sequences_per_microbatch", "sums in another grouping"),
     ("train.validat*", "looks at the weights, does not change them"),
     ("train.sample", "reads the finished weights"),
     ("train.on_spike", "how spikes are met from here on"),
@@ -134,6 +138,13 @@ def load_own_recipe(run: RunDirectory) -> Recipe:
     recipe = load_recipe(run.recipe)
     refuse_edits(run, find_edits(run.find_record().get("recipe", {}), values_of(recipe)))
     return recipe
+
+
+def read_trained(state: Values) -> Recipe:
+    """The recipe that has trained a checkpoint with this state, as far as it is recorded: that of its stage. Keys that may change
+    within a run have their defaults."""
+    recipe, _ = to_recipe(nest(state["recipe"]), {})
+    return stage_of(recipe, state["step"]).recipe
 
 
 def verify_identity(run: RunDirectory, recipe: Recipe, state: Values) -> None:

@@ -29,6 +29,7 @@ from framework.recipe.compose import load_recipe, save_recipe
 from framework.recipe.derive import derive
 from framework.recipe.describe import describe_blend
 from framework.recipe.schema import Recipe
+from framework.recipe.stages import count_tokens, describe_stage, split_stages
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,8 @@ def _decide(chosen: Recipe, step: int, changes: RecipeChanges, is_open: bool, pr
     for key, (was, now) in changes.items():
         print(f"changed  {key}: {was} -> {now}")
     prepared = prepared or prepare(recipe)
+    for stage in split_stages(recipe) if recipe.train.stages else ():
+        prepare(stage.recipe)
     print("\n".join([summarize_data(prepared, recipe.data.validation), *describe_rows(prepared, recipe)]))
     if is_open:
         recipe = settle_tokens(recipe, prepared.tokenizer)
@@ -221,12 +224,14 @@ def summarize(recipe: Recipe, model_type: str) -> str:
     origin = f"weights of {recipe.model.weights}" if recipe.model.weights else f"from scratch, seed {recipe.train.seed}"
     lines = {
         "model": f"{model_type}, {origin}",
-        "data": f"{describe_blend(recipe.data)}, {derived.total_tokens:,} tokens in {recipe.train.steps:,} steps",
+        "data": f"{describe_blend(recipe.data)}, {count_tokens(recipe):,} tokens in {recipe.train.steps:,} steps",
         "batch": f"{derived.sequences_per_step} sequences of {derived.context} tokens = {derived.accumulation} x"
         f" {derived.sequences_per_microbatch} on each of {derived.dp} data-parallel ranks",
         "layout": f"{derived.world} {'rank' if derived.world == 1 else 'ranks'}, {degrees}, zero {recipe.zero.stage}",
         "device": f"{recipe.launch.device}, {recipe.precision.compute}",
     }
+    for stage in split_stages(recipe) if recipe.train.stages else ():
+        lines[f"stage {stage.name}"] = describe_stage(stage)
     if recipe.adapter.is_used:
         lines["adapter"] = f"{recipe.adapter.kind} of rank {recipe.adapter.rank} beside the frozen model"
     if (recipe.launch.device, recipe.precision.compute) == ("cpu", "fp8"):

@@ -28,6 +28,7 @@ from framework.recipe.keys import TOKEN_IDS
 from framework.recipe.layout_rules import find_offload_to_device
 from framework.recipe.problem import COMMAND_LINE, render_problems
 from framework.recipe.schema import Launch, Memory, Model, Recipe
+from framework.recipe.stages import settle_borders
 
 
 def settle(recipe: Recipe) -> Recipe:
@@ -105,13 +106,14 @@ def settle_tokens(recipe: Recipe, tokenizer_folder: Path) -> Recipe:
 
 def settle_steps(recipe: Recipe) -> tuple[Recipe, Prepared | None]:
     """The recipe with `train.steps` for its `train.epochs`, which is null then: recipe.yaml states the run's length once; and the
-    data, which is prepared for that. A recipe that states its steps comes back as it is, and nothing is prepared.
+    data, which is prepared for that. Where it states its steps nothing is prepared. Borders of stages become steps, which stay
+    where they are when a resume has more of them.
 
     Prints the passes over each source, for weights repeat some and cut others short. Raises RecipeError where the schedule does
     not fit so many steps.
     """
     if recipe.train.epochs is None:
-        return recipe, None
+        return settle_borders(recipe), None
     prepared = prepare(recipe)
     steps, passes = count_steps(recipe, prepared)
     settled = replace(recipe, train=replace(recipe.train, steps=steps, epochs=None))
@@ -120,7 +122,7 @@ def settle_steps(recipe: Recipe) -> tuple[Recipe, Prepared | None]:
         raise RecipeError(f"train.epochs={recipe.train.epochs:g} sets train.steps={steps}\n{render_problems(problems)}")
     each = ", ".join(f"{count:.2f} of {name}" for name, count in passes.items())
     print(f"epochs   {recipe.train.epochs:g} are {steps:,} steps: passes {each}")
-    return settled, prepared
+    return settle_borders(settled), prepared
 
 
 def count_steps(recipe: Recipe, prepared: Prepared) -> tuple[int, dict[str, float]]:
@@ -179,7 +181,10 @@ def keep_settled(saved: Recipe, other: Recipe, origins: Mapping[str, str] | None
     typed = {name for name in TOKEN_IDS if (origins or {}).get(f"model.config.{name}") == COMMAND_LINE}
     ids = {name: value for name, value in saved.model.config.items() if name in TOKEN_IDS and name not in typed}
     model = replace(model, config=model.config | ids)
-    return replace(other, precision=precision, model=model)
+    # Shares and tokens that are the borders of the run's stages, in its length.
+    borders = settle_borders(replace(other, train=replace(other.train, steps=saved.train.steps))).train.stages
+    stages = borders if borders == saved.train.stages else other.train.stages
+    return replace(other, precision=precision, model=model, train=replace(other.train, stages=stages))
 
 
 def _count_gpus(launch: Launch) -> int:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from framework.comm.communicator import Communicator
 from framework.mesh.layout import part
 from framework.model.logit_map import LogitMap
-from framework.model.loss import IGNORE, LocalSums, Loss, TokenLoss, chunk_size, find_kernel, is_fused
+from framework.model.loss import IGNORE, LocalSums, Loss, TokenLoss, chunk_size, find_kernel, is_fused, softmax_scale
 from framework.model.matmul import GradView, InputCall, Matmul, MatmulLinear
 
 
@@ -65,15 +65,16 @@ class ChunkedLoss:
         assert self.matmul.matrix.shape[0] == stop - self.start, f"{self.matmul.matrix.shape} of [{self.start}, {stop})"
         self._head = head
         self._labels: Tensor | None = None
+        self._z_loss = 0.0
         self._total: Tensor | None = None
         head.forward = self._compute  # type: ignore[method-assign, assignment]
         head.register_forward_hook(self._keep)
 
-    def expect(self, labels: Tensor) -> None:
-        """Set the labels [B, T] of the next forward."""
-        self._labels = labels
+    def expect(self, labels: Tensor, z_loss: float = 0.0) -> None:
+        """Set the labels [B, T] of the next forward, and the weight of its z-loss."""
+        self._labels, self._z_loss = labels, z_loss
 
-    def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor, z_loss: float = 0.0) -> Tensor:
         """The loss of the last forward, a scalar in at least fp32.  logits: [B, T, 0], of an empty vocabulary."""
         total, self._total, self._labels = self._total, None, None
         assert total is not None, "the model did not call its head"
@@ -93,7 +94,9 @@ class ChunkedLoss:
         assert labels is not None, "a head was called whose labels nobody expects"
         assert x.shape[:-1] == labels.shape, f"hidden states {tuple(x.shape)} for labels {tuple(labels.shape)}"
         call = head.input_call if isinstance(head, MatmulLinear) else None
-        return _LinearCrossEntropy.apply(x, self.matmul.graph_input, head.bias, labels.flatten(), self, call)
+        return _LinearCrossEntropy.apply(
+            x, self.matmul.graph_input, head.bias, labels.flatten(), self, self._z_loss, call
+        )
 
     def _keep(self, head: nn.Module, args: tuple[Tensor, ...], total: Tensor) -> Tensor:
         self._total = total
@@ -120,6 +123,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         loss: ChunkedLoss,
+        z_loss: float,
         call: InputCall | None,
     ) -> Tensor:
         kept = None if call is None else call.find_kept(x)
@@ -128,8 +132,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for chunk in loss.chunks(rows):
             logits = loss.map(loss.matmul.forward(rows[chunk], bias))
             find_kernel(logits).read(logits, labels[chunk], loss.start, sums.of(chunk))
-        log_sum, total = sums.combine(loss.axis)
-        ctx.loss, ctx.call, ctx.regathers = loss, call, kept is not None
+        log_sum, total = sums.combine(loss.axis, z_loss)
+        ctx.z_loss, ctx.loss, ctx.call, ctx.regathers = z_loss, loss, call, kept is not None
         ctx.save_for_backward(x if kept is None else kept, bias, labels, log_sum)
         return total
 
@@ -146,7 +150,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dw = loss.matmul.sum_weight_gradients() if needs_dw else None
         db = torch.zeros_like(bias, dtype=log_sum.dtype) if needs_db else None
         for chunk in loss.chunks(rows):
-            dy = _output_gradient(loss, rows[chunk], bias, (labels[chunk], log_sum[chunk], weight[chunk]))
+            dy = _output_gradient(loss, rows[chunk], bias, (labels[chunk], log_sum[chunk], weight[chunk]), ctx.z_loss)
             if dx is not None:
                 loss.matmul.input_gradient(dy, out=dx[chunk])
             if dw is not None:
@@ -155,25 +159,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 db += dy.sum(0, dtype=db.dtype)
             del dy
         dx = None if dx is None else dx.view(x.shape)
-        return dx, None if dw is None else dw.end(), None if db is None else db.to(bias.dtype), None, None, None
+        return dx, None if dw is None else dw.end(), None if db is None else db.to(bias.dtype), None, None, None, None
 
 
 def _output_gradient(
-    loss: ChunkedLoss, rows: Tensor, bias: Tensor | None, sums: tuple[Tensor, Tensor, Tensor]
+    loss: ChunkedLoss, rows: Tensor, bias: Tensor | None, sums: tuple[Tensor, Tensor, Tensor], z_loss: float
 ) -> Tensor:
     """The gradient of the head's output for a chunk, whose logits are computed again.  rows: [n, D] -> [n, V_r].
 
     sums: labels, log sum exp z, and the weight of each token.
     """
     labels, log_sum, weight = sums
+    scale = softmax_scale(log_sum, z_loss)
     y = loss.matmul.forward(rows, bias)
     kernel = find_kernel(y)
     if not loss.map.operations:
         # In place: a second tensor would be as large as all that a chunk has.
-        kernel.differentiate(y, labels, loss.start, log_sum, weight, y)
+        kernel.differentiate(y, labels, loss.start, log_sum, weight, y, scale)
         return y
     with torch.enable_grad():
         logits = loss.map(y.requires_grad_())
     dz = torch.empty_like(logits)  # the map's own backward may read the logits
-    kernel.differentiate(logits.detach(), labels, loss.start, log_sum, weight, dz)
+    kernel.differentiate(logits.detach(), labels, loss.start, log_sum, weight, dz, scale)
     return torch.autograd.grad(logits, y, dz)[0]

@@ -10,6 +10,9 @@ Where the vocabulary is sharded over an axis, each rank has the logits z_r of it
 
 needs two numbers for each token from every rank, and the label's logit a third. The gradient, softmax(z) - onehot, is local.
 
+With a z-loss (Chowdhery et al. 2022, arXiv 2204.02311, section 5) of weight w each token adds w L^2, L = log sum_v exp z_v, which
+keeps L near 0; the gradient is then (1 + 2 w L) softmax(z) - onehot.
+
 GPUs read logits once in forward, in their own dtype, and overwrite them with their gradient in backward (`LOSS`).
 
 Where logits would be too large to exist at all, the head computes the loss in chunks of tokens: `chunked_loss.py`.
@@ -107,11 +110,11 @@ class _WholeCrossEntropy(torch.autograd.Function):
 class Loss(Protocol):
     """The loss of a stage with a head: call `expect` before the model's forward, and the loss with the logits that it returns."""
 
-    def expect(self, labels: Tensor) -> None:
-        """Set the labels [B, T] of the next forward."""
+    def expect(self, labels: Tensor, z_loss: float = 0.0) -> None:
+        """Set the labels [B, T] of the next forward, and the weight of its z-loss."""
 
-    def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
-        """`token_loss` of this microbatch."""
+    def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor, z_loss: float = 0.0) -> Tensor:
+        """`token_loss` of this microbatch, with its z-loss."""
 
 
 @dataclass(frozen=True)
@@ -125,17 +128,17 @@ class TokenLoss:
     axis: Communicator
     vocabulary: int
 
-    def expect(self, labels: Tensor) -> None:
+    def expect(self, labels: Tensor, z_loss: float = 0.0) -> None:
         """Nothing to set: the loss is computed after the model's forward."""
 
-    def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor, z_loss: float = 0.0) -> Tensor:
         """The loss, a scalar in at least fp32. logits: [B, T, V/tp] in compute dtype; labels, num_tokens: as in `token_loss`."""
         kernel = find_kernel(logits)
-        if self.axis.size == 1 and kernel is LOSS.plain:
+        if self.axis.size == 1 and kernel is LOSS.plain and not z_loss:
             return token_loss(logits, labels, num_tokens)
         start, stop = part(self.vocabulary, self.axis.rank, self.axis.size)
         assert logits.shape[-1] == stop - start, f"{logits.shape[-1]} logits for the vocabulary's [{start}, {stop})"
-        total = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), start, self.axis, kernel)
+        total = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), start, self.axis, kernel, z_loss)
         return total / num_tokens.clamp(min=1)
 
 
@@ -144,22 +147,29 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, start: int, axis: Communicator, kernel: "TorchLoss"
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        start: int,
+        axis: Communicator,
+        kernel: "TorchLoss",
+        z_loss: float,
     ) -> Tensor:
         sums = LocalSums.make(labels, logits)
         kernel.read(logits, labels, start, sums.of(slice(None)))
-        log_sum, total = sums.combine(axis)
-        ctx.start, ctx.kernel = start, kernel
+        log_sum, total = sums.combine(axis, z_loss)
+        ctx.start, ctx.kernel, ctx.z_loss = start, kernel, z_loss
         ctx.save_for_backward(logits, labels, log_sum)
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels, log_sum = ctx.saved_tensors
         weight = gradient * (labels != IGNORE)
         # In place: a second tensor of [N, V/tp] would be the largest of the whole step.
-        ctx.kernel.differentiate(logits, labels, ctx.start, log_sum, weight, logits)
-        return logits, None, None, None, None
+        scale = softmax_scale(log_sum, ctx.z_loss)
+        ctx.kernel.differentiate(logits, labels, ctx.start, log_sum, weight, logits, scale)
+        return logits, None, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -182,15 +192,23 @@ class LocalSums:
         """The numbers of some tokens, for a kernel to write."""
         return self.maxima[rows], self.sums[rows], self.targets[rows]
 
-    def combine(self, axis: Communicator) -> tuple[Tensor, Tensor]:
-        """log sum_v exp z_v, [N], and the summed loss, a scalar; over `axis` 3 N numbers are all-reduced."""
+    def combine(self, axis: Communicator, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+        """log sum_v exp z_v, [N], and the summed loss, a scalar; over `axis` 3 N numbers are all-reduced. z_loss: its weight."""
         # A collective of its own before the sum: each rank's part is rescaled to the maximum of all ranks, or exp would overflow.
         maximum = self.maxima.clone()
         all_reduce(maximum, axis, "max")
         both = torch.stack([self.sums * (self.maxima - maximum).exp(), self.targets])
         all_reduce(both, axis)
         log_sum = maximum + both[0].log()
-        return log_sum, ((log_sum - both[1]) * (self.labels != IGNORE)).sum()
+        losses = log_sum - both[1]
+        if z_loss:
+            losses += z_loss * log_sum.square()
+        return log_sum, (losses * (self.labels != IGNORE)).sum()
+
+
+def softmax_scale(log_sum: Tensor, z_loss: float) -> Tensor | None:
+    """Factor of each token's softmax in the gradient, [n], from its log sum exp z; None: 1."""
+    return 1 + 2 * z_loss * log_sum if z_loss else None
 
 
 class TorchLoss:
@@ -207,12 +225,22 @@ class TorchLoss:
         totals.copy_((logits - maxima[:, None]).exp_().sum(-1))
 
     def differentiate(
-        self, logits: Tensor, labels: Tensor, start: int, log_sum: Tensor, weight: Tensor, out: Tensor
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        start: int,
+        log_sum: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        scale: Tensor | None = None,
     ) -> None:
-        """Write weight (softmax(z) - onehot) to `out`, [n, V/tp], which may be `logits`. log_sum, weight: [n], at least fp32."""
+        """Write weight (scale softmax(z) - onehot) to `out`, [n, V/tp], which may be `logits`. log_sum, weight, scale: [n], at
+        least fp32."""
         places, is_mine = find_places(labels, start, logits.shape[-1])
         is_wide = out.dtype == log_sum.dtype
         probability = torch.sub(logits, log_sum[:, None], out=out if is_wide else None).exp_()
+        if scale is not None:
+            probability.mul_(scale[:, None])
         probability.scatter_add_(-1, places[:, None], -is_mine[:, None].to(log_sum.dtype))
         probability.mul_(weight[:, None])
         if not is_wide:
@@ -239,8 +267,10 @@ def _compute_example(kernel: TorchLoss, device: torch.device) -> list[Tensor]:
     sums = LocalSums.make(labels, logits)
     kernel.read(logits, labels, start, sums.of(slice(None)))
     log_sum = sums.maxima + sums.sums.log()
+    scaled = torch.empty_like(logits, dtype=torch.float32)
+    kernel.differentiate(logits, labels, start, log_sum, (labels != IGNORE) * 0.5, scaled, softmax_scale(log_sum, 1e-2))
     kernel.differentiate(logits, labels, start, log_sum, (labels != IGNORE) * 0.5, logits)
-    return [sums.maxima, sums.sums, sums.targets, logits]
+    return [sums.maxima, sums.sums, sums.targets, scaled, logits]
 
 
 LOSS = Fused("the loss's softmax", TorchLoss(), _load_triton, _compute_example, is_exact=False)

@@ -8,6 +8,7 @@ refuse_mixed_dtypes        do its tables in fp32 meet weights of another dtype?
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from framework.errors import ModelError
 from framework.model.initial import seed_rng
 from framework.model.load import FORWARD_ERRORS, accepted_arguments, choose_experts
-from framework.model.routers import LoadBalancingLoss, Routers
+from framework.model.routers import LoadBalancingLoss, Routers, find_routers
 from framework.model.shrink import shrink
 from framework.model.stage import StageModel, copy_stage, hollow_out, refuse_split, split_stages
 from framework.model.units import Unit, find_units
@@ -67,7 +68,7 @@ def draw_tokens(model: PreTrainedModel, rows: int, length: int) -> Tensor:
 
 
 def find_layer_outputs(config: PretrainedConfig) -> int:
-    """How many outputs the family's layers return in a tuple, 0 for a tensor; the small copy is run whole and in two stages.
+    """Number of outputs in a tuple that the family's layers return, 0 for a tensor; the small copy is run whole and in stages.
 
     Raises ModelError for a family that cannot be split: its layers pass on more than hidden states, or are shared.
     """
@@ -105,6 +106,18 @@ def _run_in_stages(
         hollow_out(part, units, bounds, torch.float32)
         hidden = StageModel(part, units, bounds)(hidden, input_ids=tokens)
     return hidden[0].logits
+
+
+def find_routers_loss(whole: PreTrainedModel, z_loss: float = 0.0) -> LoadBalancingLoss | None:
+    """The load-balancing loss that the model's config asks for, with a router z-loss of this weight; None where neither is.
+    Raises ModelError for a z-loss of a model without routers."""
+    if z_loss and not any(True for _ in find_routers(whole)):
+        raise ModelError(
+            f"train.router_z_loss={z_loss:g}: transformers records no router's logits of {whole.config.model_type} models. Set it"
+            " to 0"
+        )
+    loss = find_load_balancing_loss(whole)
+    return replace(loss or LoadBalancingLoss(0, 0, 0.0), z_loss=z_loss) if z_loss else loss
 
 
 def find_load_balancing_loss(whole: PreTrainedModel) -> LoadBalancingLoss | None:

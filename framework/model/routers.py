@@ -7,7 +7,11 @@ C_e counts how often expert e was among the chosen ones, S_e sums its probabilit
 those of its own layers to what it received and sends them beside its hidden states, so that the last stage can compute the loss.
 The gradient of S comes back beside that of the hidden states; C and N have none.
 
-Shapes: B sequences of T tokens, E experts; a vector of sums is [2E + 1], C before S before N, in at least fp32.
+The router z-loss (Zoph et al. 2022, arXiv 2202.08906) is the mean of (log sum_e exp x_e)^2 over the same tokens, from
+one more sum. Where it is the only loss of routers, E is 0 here.
+
+Shapes: B sequences of T tokens, E experts; a vector of sums is [2E + 1], C before S before N, in at least fp32; with a z-loss its
+sum is one more in front.
 """
 
 from collections.abc import Iterator, Mapping
@@ -117,26 +121,33 @@ def _alone() -> Communicator:
 
 @dataclass(frozen=True)
 class LoadBalancingLoss:
-    """The loss of `num_experts` experts of which each token is sent to `top_k`. weight: its factor in the training loss."""
+    """The loss of `num_experts` experts of which each token is sent to `top_k`. weight: its factor in the training loss; z_loss:
+    that of the router z-loss."""
 
     num_experts: int
     top_k: int
     weight: float
+    z_loss: float = 0.0
 
     @property
     def num_sums(self) -> int:
         """Length of a vector of sums."""
-        return 2 * self.num_experts + 1
+        return 2 * self.num_experts + 1 + bool(self.z_loss)
 
     def compute(self, sums: Tensor) -> Tensor:
-        """The loss, a scalar, from the sums [2E + 1] of all layers. Differentiable in S."""
-        counts, probabilities, num_rows = sums.split([self.num_experts, self.num_experts, 1])
+        """The load-balancing loss, a scalar, from the sums [2E + 1] of all layers. Differentiable in S."""
+        counts, probabilities, num_rows = sums[bool(self.z_loss) :].split([self.num_experts, self.num_experts, 1])
         num_rows = num_rows.detach()[0]
         # In fp32 whatever the dtype of the sums: Hugging Face counts with one_hot(...).float(), and fp64 runs must agree to 1e-9.
         fractions = (
             torch.empty(self.num_experts, dtype=torch.float32, device=sums.device).copy_(counts.detach()) / num_rows
         )
         return self.num_experts * (fractions * probabilities / num_rows).sum()
+
+    def weigh(self, sums: Tensor) -> Tensor:
+        """All losses of routers in the training loss, a scalar, from the sums of all layers."""
+        loss = self.weight * self.compute(sums) if self.num_experts else sums.new_zeros(())
+        return loss + self.z_loss * sums[0] / sums[-1].detach() if self.z_loss else loss
 
     def sum_tokens(self, logits: Tensor) -> Tensor:
         """The sums [2E + 1] of one layer, in at least fp32, from its router's logits [..., E]. Differentiable in S."""
@@ -146,7 +157,8 @@ class LoadBalancingLoss:
         # Counts above 256 do not fit into bf16, and probabilities of many tokens would be lost in its rounding.
         wide = probabilities.to(sums_dtype(logits.dtype))
         counts = wide.new_zeros(self.num_experts).scatter_add_(0, chosen, wide.new_ones(len(chosen)))
-        return torch.cat([counts, wide.sum(0), wide.new_full((1,), len(logits))])
+        z = [logits.to(wide.dtype).logsumexp(-1).square().sum().view(1)] if self.z_loss else []
+        return torch.cat([*z, counts, wide.sum(0)[: self.num_experts], wide.new_full((1,), len(logits))])
 
 
 class Routers:
@@ -196,7 +208,7 @@ class Routers:
         Ranks of `cp` have the same sums: all have the gradient of their own tokens, and one of them the value, because values
         are added over the ranks that share a microbatch's tokens.
         """
-        loss = self.loss.weight * self.loss.compute(sums)
+        loss = self.loss.weigh(sums)
         return loss if self.tokens.slices.rank == 0 else loss - loss.detach()
 
     def _share(self, own: Tensor) -> Tensor:

@@ -37,14 +37,28 @@ def _read_row(logits, labels, maxima, sums, targets, stride, start, VOCABULARY: 
 
 @triton.jit
 def _differentiate_block(
-    logits, labels, log_sums, weights, out, stride, out_stride, start, vocabulary, BLOCK: tl.constexpr
+    logits,
+    labels,
+    log_sums,
+    weights,
+    scales,
+    out,
+    stride,
+    out_stride,
+    start,
+    vocabulary,
+    HAS_SCALES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_word = words < vocabulary
     z = tl.load(logits + row * stride + words, mask=is_word, other=0.0).to(tl.float32)
     onehot = (words == tl.load(labels + row) - start).to(tl.float32)
-    dz = (tl.exp(z - tl.load(log_sums + row)) - onehot) * tl.load(weights + row)
+    probability = tl.exp(z - tl.load(log_sums + row))
+    if HAS_SCALES:
+        probability *= tl.load(scales + row)
+    dz = (probability - onehot) * tl.load(weights + row)
     tl.store(out + row * out_stride + words, dz.to(out.dtype.element_ty), mask=is_word)
 
 
@@ -59,15 +73,23 @@ class TritonLoss:
             )
 
     def differentiate(
-        self, logits: Tensor, labels: Tensor, start: int, log_sum: Tensor, weight: Tensor, out: Tensor
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        start: int,
+        log_sum: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        scale: Tensor | None = None,
     ) -> None:
         rows = _with_rows(logits)
         if out.numel():
             assert out.stride(1) == 1, out.stride()
             grid = len(rows), triton.cdiv(rows.shape[1], BLOCK)
             _differentiate_block[grid](
-                rows, labels, log_sum, weight.to(log_sum.dtype), out, rows.stride(0), out.stride(0), start, rows.shape[1],
-                BLOCK=BLOCK, num_warps=NUM_WARPS,
+                rows, labels, log_sum, weight.to(log_sum.dtype), log_sum if scale is None else scale, out,
+                rows.stride(0), out.stride(0), start, rows.shape[1],
+                HAS_SCALES=scale is not None, BLOCK=BLOCK, num_warps=NUM_WARPS,
             )  # fmt: skip
 
 

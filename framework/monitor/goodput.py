@@ -44,11 +44,16 @@ class Meter:
     def __init__(self, phases: Phases, stalled_s: Callable[[], float] = lambda: 0.0) -> None:
         self.seconds: dict[TimePart, float] = {}
         self.step_s: float | None = None
-        self._phases, self._stalled_s = phases, stalled_s
-        self._begun = False
+        self._phases = phases
         self._first: list[float] = []
         self._exposed_s = 0.0  # that no step has had room for
-        self._restored_s = phases.so_far()[Phase.RESTORE]  # what is more of it the loop spends when it goes back
+        self.begin(stalled_s)
+
+    def begin(self, stalled_s: Callable[[], float]) -> None:
+        """Count up to now as start-up, also of phases that restore: what is more of these a loop spends when it goes back."""
+        self._restored_s = self._phases.so_far()[Phase.RESTORE] - self.seconds.get(TimePart.RECOVERY, 0.0)
+        before_s = self.seconds.get(TimePart.CHECKPOINT, 0.0)
+        self._stalled_s = lambda: before_s + stalled_s()
         self.mark(TimePart.START_UP)
 
     def mark(self, other: TimePart) -> float:
@@ -181,8 +186,9 @@ class Goodput:
             self._log.lease = lease
 
     def begin_loop(self, step: int, stalled_s: Callable[[], float]) -> None:
-        """Start-up is over; the loop goes on from `step`. stalled_s: how long saves have held it up so far."""
-        self._meter = Meter(self._phases, stalled_s)
+        """Start-up is over, of the run or of a stage; the loop goes on from `step`. stalled_s: how long saves have held it up so
+        far."""
+        self._meter.begin(stalled_s)
         self._step = step
         self._note(Event.GO)
 

@@ -6,7 +6,7 @@ what the model marks: decay pulls towards zero, which is not where a scale of on
 belongs. Embeddings do decay.
 
 The schedule is a function of s, the 0-based index of an optimizer step, so that a resume has nothing to restore. With
-w = warmup_steps and n = total_steps:
+w = warmup_steps and n = total_steps, both s and n counted from `start_step`:
 
     warm-up   s < w :  peak * (s + 1) / (w + 1)      no step runs at rate zero; index w has the peak
     decay     s >= w:  peak * shape(s), from 1 towards final_ratio, which it reaches at index n, one after the last step
@@ -178,7 +178,11 @@ def _near(pattern: str, names: list[str], count: int = 3) -> list[str]:
 
 
 def learning_rate(step: int, schedule: LearningRateSchedule, peak: float, total_steps: int) -> float:
-    """The rate used by the optimizer step of 0-based index `step`; beyond `total_steps` it stays at its last value."""
+    """The rate used by the optimizer step of 0-based index `step`; beyond the schedule's end it stays at its last value.
+    total_steps: of the run, with which a schedule ends that does not state its end."""
+    stop_step = total_steps if schedule.stop_step is None else schedule.stop_step
+    # Within the schedule, from here on.
+    step, num_steps = max(0, step - schedule.start_step), max(0, stop_step - schedule.start_step)
     warmup_steps = schedule.warmup_steps
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)
@@ -186,18 +190,37 @@ def learning_rate(step: int, schedule: LearningRateSchedule, peak: float, total_
         case "constant":
             return peak
         case "linear":
-            shape = 1 - _progress(step, warmup_steps, total_steps)
+            shape = 1 - _progress(step, warmup_steps, num_steps)
         case "cosine":
-            shape = (1 + math.cos(math.pi * _progress(step, warmup_steps, total_steps))) / 2
+            shape = (1 + math.cos(math.pi * _progress(step, warmup_steps, num_steps))) / 2
         case "wsd":
-            shape = 1 - _progress(step, wsd_decay_start(schedule, total_steps), total_steps)
+            progress = _progress(step, wsd_decay_start(schedule, num_steps), num_steps)
+            shape = _decay(progress, schedule.decay_shape, schedule.final_ratio)
     return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * shape)
 
 
-def wsd_decay_start(schedule: LearningRateSchedule, total_steps: int) -> int:
-    """Index of the last step at the peak; a linear decay of `decay_steps` follows (null: of a tenth of the run)."""
-    decay_steps = schedule.decay_steps if schedule.decay_steps is not None else math.ceil(total_steps / 10)
-    return max(schedule.warmup_steps, total_steps - decay_steps)
+def decay_rate(optim: Optim, lr: float) -> float:
+    """The rate that weight decay is multiplied by in a step at learning rate `lr` (`optim.decay_follows`)."""
+    return optim.lr if optim.decay_follows == "peak" else lr
+
+
+def _decay(progress: float, shape: str, final_ratio: float) -> float:
+    """The shape of a decay, from 1 to 0. Hagele et al. 2024 (arXiv 2405.18392) found 1 - sqrt the best for WSD."""
+    match shape:
+        case "cosine":
+            return (1 + math.cos(math.pi * progress)) / 2
+        case "sqrt":
+            return 1 - math.sqrt(progress)
+        case "exponential":  # the rate is peak * final_ratio ** progress
+            return (final_ratio**progress - final_ratio) / (1 - final_ratio) if final_ratio < 1 else 1.0
+    return 1 - progress
+
+
+def wsd_decay_start(schedule: LearningRateSchedule, num_steps: int) -> int:
+    """Index of the last step at the peak in a schedule of so many steps; the decay of `decay_steps` follows (null: of a tenth of
+    them)."""
+    decay_steps = schedule.decay_steps if schedule.decay_steps is not None else math.ceil(num_steps / 10)
+    return max(schedule.warmup_steps, num_steps - decay_steps)
 
 
 def _progress(step: int, start: int, stop: int) -> float:

@@ -26,7 +26,7 @@ from torch import Tensor
 from framework.comm.collectives import all_to_all
 from framework.comm.communicator import Communicator
 from framework.mesh.layout import Layout
-from framework.optim.groups import GroupAssignment
+from framework.optim.groups import GroupAssignment, decay_rate
 from framework.optim.matrices import MatrixForm, count_flops
 from framework.optim.optimizers import FlatOptimizer
 from framework.optim.update_rules import FlatShard, ShardGroup
@@ -247,8 +247,9 @@ class MatrixGroup:
         self._own = [parts[here[index]] for index in self._last.own]
         self._slices = [slices[index] for index in self._last.own]
 
-    def update(self, rate: Tensor, momentum: float) -> None:
-        """Update the values of all parts at a learning rate, a scalar. Collective over the update axis, the shard axis and tp."""
+    def update(self, rate: Tensor, momentum: float, decay_rate: Tensor) -> None:
+        """Update the values of all parts at a learning rate, and decay them at another one, scalars. Collective over the update
+        axis, the shard axis and tp."""
         owned = [each.own for each in self.parts]
         held = [each.gradient.lerp(each.momentum, momentum).to(self._dtype) for each in owned]
         # Scalars of the device, one for all matrices that are updated alike.
@@ -260,7 +261,7 @@ class MatrixGroup:
             decay = own.lr_ratio * own.weight_decay
             factor = own.lr_ratio * scale_of(part.form.shapes(part.shape)[0], self._settings.scale)
             if decay not in decays:
-                decays[decay] = 1 - rate * decay
+                decays[decay] = 1 - decay_rate * decay
             if factor not in rates:
                 rates[factor] = rate * factor
             own.value.mul_(decays[decay]).sub_(result.to(own.value.dtype).mul_(rates[factor]))
@@ -357,9 +358,9 @@ class MuonOptimizer(FlatOptimizer):
     def step(self, lr: float, divisor: Tensor, skip: Tensor, step: int) -> None:
         """`FlatOptimizer.step`. Collective over all axes that divide the matrices."""
         super().step(lr, divisor, skip, step)
-        rate = (1.0 - skip.double()) * lr
+        taken = 1.0 - skip.double()
         for each in self._groups:
-            each.update(rate, self._momentum)
+            each.update(taken * lr, self._momentum, taken * decay_rate(self._optim, lr))
 
 
 def group_matrices(

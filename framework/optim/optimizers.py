@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from framework.optim.groups import optimizer_of
+from framework.optim.groups import decay_rate, optimizer_of
 from framework.optim.states import Masters, MomentsDtype, StateKind, make_states
 from framework.optim.update_rules import OPTIMIZERS, FlatShard, ShardGroup
 from framework.recipe.schema import Optim
@@ -32,6 +32,11 @@ def state_names(optim: Optim, group: str = "") -> tuple[str, ...]:
     return tuple(OPTIMIZERS[optimizer_of(optim, group)].states(optim))
 
 
+def scale_decay(optim: Optim, decay: float, lr: float) -> float:
+    """A weight decay for a kernel that multiplies it by `lr`. No step of a schedule has the rate 0."""
+    return decay * (decay_rate(optim, lr) / lr) if decay_rate(optim, lr) != lr else decay
+
+
 class FlatOptimizer:
     """One of the recipe's optimizers over flat shards.
 
@@ -47,7 +52,7 @@ class FlatOptimizer:
         moments: MomentsDtype = "fp32",
         seed: int = 0,
     ):
-        self._rule = OPTIMIZERS[name]
+        self._rule, self._optim = OPTIMIZERS[name], optim
         # A rank whose stages are frozen, or all on the host, counts updates as the others do. fp64: its kernel reads no divisor.
         nothing = FlatShard((), *torch.zeros(2, 0, dtype=torch.float64, device=device))
         filled = [group for group in groups if group.shards] or [ShardGroup("nothing", (nothing,), 1.0, 0.0)]
@@ -75,7 +80,7 @@ class FlatOptimizer:
             if self._rule.counts_updates:
                 states[value]["step"] = torch.zeros((), dtype=torch.float32, device=device)
         settings = [
-            {"params": values, "weight_decay": group.weight_decay, "lr_ratio": group.lr_ratio}
+            {"params": values, "decay": group.weight_decay, "lr_ratio": group.lr_ratio}
             for group, values in by_group.items()
         ]
         kernel = self._rule.make(optim, settings)
@@ -93,6 +98,7 @@ class FlatOptimizer:
             self.states.load(chunk)
             for settings in kernel.param_groups:
                 settings["lr"] = lr * settings["lr_ratio"]
+                settings["weight_decay"] = scale_decay(self._optim, settings["decay"], lr)
             if self._kernel_divides:
                 kernel.grad_scale = grad_scale  # type: ignore[attr-defined]
             kernel.found_inf = found_inf  # type: ignore[attr-defined]

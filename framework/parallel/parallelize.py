@@ -38,7 +38,8 @@ from framework.model.stage import find_shared, hollow_out
 from framework.parallel.activation_checkpointing import checkpoint_layers
 from framework.parallel.activation_offload import ActivationOffload, offload_activations
 from framework.parallel.adapters import AdaptMatmuls, place_adapters
-from framework.parallel.attention import find_context_attentions, is_operator, split_context
+from framework.parallel.attention import find_context_attentions, is_operator, split_context, watch_logits
+from framework.parallel.attention.logit_maxima import LogitMaxima
 from framework.parallel.experts.dispatch import report_dropped, write_stacked_gradients
 from framework.parallel.experts.split import split_experts
 from framework.parallel.fp8_layers import find_fp8_linears, gather_in_fp8, make_matmul
@@ -269,6 +270,8 @@ class AttachedStage:
     logit_map: LogitMap | None
     """The way from the head to the logits where the loss is computed in chunks, on the last stage; else None."""
     vocabulary_size: int
+    maxima: LogitMaxima | None = None
+    """Largest attention logits, where they are counted."""
 
     operations: dict[nn.Module, Sequence[KeepsOutputs]] = field(init=False, default_factory=dict)
     """The operations of each module whose outputs activation checkpointing may keep."""
@@ -317,6 +320,8 @@ def attach_attentions(stage: AttachedStage) -> None:
     stage.operations |= attentions
     for (attention,) in attentions.values():
         attention.give_number()
+    if stage.maxima is not None:
+        watch_logits(stage.model, stage.plan, stage.maxima)
 
 
 def hook_units(stage: AttachedStage) -> None:

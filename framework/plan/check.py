@@ -20,6 +20,7 @@ from framework.plan.text import show_bytes
 from framework.recipe.origins import origin_of
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Recipe
+from framework.recipe.stages import split_stages
 
 # The groups of keys that a layout depends on.
 GROUPS = ("model", "adapter", "batch", "parallel", "pipeline", "zero", "memory", "precision", "optim")
@@ -57,12 +58,32 @@ def check_weights(plan: Plan) -> None:
         read_generation(plan.whole, folder)
 
 
+def check_stages(recipe: Recipe) -> list[Plan]:
+    """The plan of the recipe, and those of its stages. Raises as `check_layout`, and RecipeError for a stage of other shapes."""
+    plans = [check_layout(recipe)]
+    for stage in split_stages(recipe) if recipe.train.stages else ():
+        try:
+            plans.append(check_layout(stage.recipe))
+        except RecipeError as error:
+            raise RecipeError(f"stage {stage.name}: {error}") from error
+        shapes, others = (
+            {name: each.shape for name, each in plan.whole.named_parameters()} for plan in (plans[0], plans[-1])
+        )
+        if other := next((name for name in shapes | others if shapes.get(name) != others.get(name)), None):
+            raise RecipeError(
+                f"train.stages.{stage.name}.model.config: {other} is {list(others.get(other, ()))} there and"
+                f" {list(shapes.get(other, ()))} before: a stage keeps the shapes of the run; state such keys outside of it"
+            )
+    return plans
+
+
 def check_layouts(recipes: Sequence[Recipe]) -> Plan:
     """The plan that holds most bytes a rank. Runs of a sweep that differ in nothing that a layout depends on are planned once."""
     different = {
-        repr([recipe.data.isolates, *(getattr(recipe, name) for name in GROUPS)]): recipe for recipe in recipes
+        repr([recipe.data.isolates, recipe.train.stages, *(getattr(recipe, name) for name in GROUPS)]): recipe
+        for recipe in recipes
     }
-    return max(map(check_layout, different.values()), key=most_bytes)
+    return max((plan for recipe in different.values() for plan in check_stages(recipe)), key=most_bytes)
 
 
 def lay_out_ranks(recipe: Recipe, config: PretrainedConfig) -> Plan:

@@ -39,7 +39,8 @@ def bytes_checkpointed(plan: Plan, rank: int) -> int:
             continue
         for each in buffer.counted.values():
             # Moments of few bits are written in full.
-            states = len(state_names(plan.recipe.optim, each.group)) * buffer.is_trained
+            averages = plan.recipe.train.ema is not None
+            states = (len(state_names(plan.recipe.optim, each.group)) + averages) * buffer.is_trained
             itemsize = buffer.dtypes.master.itemsize + states * buffer.dtypes.gradient.itemsize
             total += (each.stop - each.start) * itemsize
     return total

@@ -49,8 +49,10 @@ class UnitMemory:
         return self.whole <= largest_shared(self.bucket_bytes)
 
 
-def measure_unit(buffers: Sequence[BufferPlan], states: StatesOf, moments: MomentsDtype = "fp32") -> UnitMemory:
-    """buffers: all of one unit, with the homes of their states."""
+def measure_unit(
+    buffers: Sequence[BufferPlan], states: StatesOf, moments: MomentsDtype = "fp32", averages: bool = False
+) -> UnitMemory:
+    """buffers: all of one unit, with the homes of their states. averages: whether weights have averages (`train.ema`)."""
     casts = sum(
         each.dtypes.kept_bytes(each.numel_owned)
         for each in buffers
@@ -58,8 +60,8 @@ def measure_unit(buffers: Sequence[BufferPlan], states: StatesOf, moments: Momen
     )
     return UnitMemory(
         buffers[0].unit.startswith("layers."),
-        _bytes_at(Home.DEVICE, buffers, states, moments),
-        _bytes_at(Home.HOST, buffers, states, moments),
+        _bytes_at(Home.DEVICE, buffers, states, moments, averages),
+        _bytes_at(Home.HOST, buffers, states, moments, averages),
         casts,
         sum(map(_pinning_bytes, buffers)),
         sum(each.unsharded_bytes for each in buffers),
@@ -75,13 +77,13 @@ def measure_unit(buffers: Sequence[BufferPlan], states: StatesOf, moments: Momen
 
 
 def measure_units(
-    buffers: Iterable[BufferPlan], states: StatesOf, moments: MomentsDtype = "fp32"
+    buffers: Iterable[BufferPlan], states: StatesOf, moments: MomentsDtype = "fp32", averages: bool = False
 ) -> list[tuple[UnitMemory, int]]:
     """Each unit of a rank, once."""
     units: dict[str, list[BufferPlan]] = {}
     for buffer in buffers:
         units.setdefault(buffer.unit, []).append(buffer)
-    return [(measure_unit(each, states, moments), 1) for each in units.values()]
+    return [(measure_unit(each, states, moments, averages), 1) for each in units.values()]
 
 
 def total_on_device(units: Sequence[tuple[UnitMemory, int]]) -> dict[str, int]:
@@ -136,7 +138,9 @@ def within_owned(plan: BufferPlan, span: GroupSpan) -> slice:
     return slice(span.start - plan.start, span.stop - plan.start)
 
 
-def _bytes_at(home: Home, buffers: Sequence[BufferPlan], states: StatesOf, moments: MomentsDtype) -> dict[str, int]:
+def _bytes_at(
+    home: Home, buffers: Sequence[BufferPlan], states: StatesOf, moments: MomentsDtype, averages: bool
+) -> dict[str, int]:
     total = dict.fromkeys(KINDS, 0)
     for buffer in buffers:
         held = buffer.held_bytes(count_states(buffer, states), home)
@@ -144,6 +148,7 @@ def _bytes_at(home: Home, buffers: Sequence[BufferPlan], states: StatesOf, momen
         # Wherever they live they have few bits.
         count = len(states(buffer.slots[0].group))
         total["optimizer"] += count * _low_bit_bytes(buffer, moments) if full and moments != "fp32" else full
+        total["optimizer"] += averages * buffer.held_bytes(buffer.numel_owned, home)["moments"]
         for kind, num_bytes in held.items():
             total[kind] += num_bytes
     return total

@@ -17,6 +17,7 @@ from framework.mesh.topology import Axis, Topology, count_expert_shards
 from framework.model.precision import DTYPES
 from framework.model.stage import StageBounds
 from framework.optim.optimizers import state_names
+from framework.optim.states import MomentsDtype
 from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.parallel.tensor.heads import ranks_per_kv_head
 from framework.parallel.zero.homes import choose_homes
@@ -25,6 +26,7 @@ from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.candidate import OFFLOADED, Candidate
 from framework.plan.memory import (
     KINDS,
+    StatesOf,
     UnitMemory,
     count_gathered,
     measure_unit,
@@ -128,6 +130,11 @@ class Pipelines:
         return state_names(self.recipe.optim, group)
 
     @property
+    def kept(self) -> tuple[StatesOf, MomentsDtype, bool]:
+        """Arguments of `measure_unit`: what the optimizer keeps beside masters."""
+        return self.states, self.recipe.precision.moments, self.recipe.train.ema is not None
+
+    @property
     def on_gpus(self) -> bool:
         """Whether ranks compute on GPUs."""
         return self.recipe.launch.device == "cuda"
@@ -141,7 +148,8 @@ class Pipelines:
         trained = {name: shape.whole.get_parameter(name).numel() for name in shape.groups}
         # What is frozen counts as trained, but for adapters: it may be trained in a branch of the run.
         frozen = 0 if self.recipe.adapter.is_used else shape.size.total - sum(trained.values())
-        moments = sum(numel * len(self.states(shape.groups[name])) for name, numel in trained.items())
+        averages = self.recipe.train.ema is not None
+        moments = sum(numel * (len(self.states(shape.groups[name])) + averages) for name, numel in trained.items())
         return (sum(trained.values()) + frozen) * master + (moments + frozen * len(self.states(""))) * moment
 
     def layers(self, each: Candidate) -> tuple[int, ...] | None:
@@ -263,7 +271,7 @@ class StateBytes:
             for buffer in self._buffers(each, unit, stage.order)
         ]
         buffers = choose_homes(buffers, offload)
-        units = measure_units(buffers, self.pipelines.states, self.pipelines.recipe.precision.moments)
+        units = measure_units(buffers, *self.pipelines.kept)
         on_host, (disk, ring) = total_on_host(units, is_pinned), total_on_disk(buffers, self.pipelines.states)
         on_host["gathered"] += ring
         return total_on_device(units), count_gathered(units), on_host, disk
@@ -271,7 +279,7 @@ class StateBytes:
     @remember("zero", "shard", "batch", "tp", "ep", "expert_tp", "states_offloaded")
     def _measure_unit(self, each: Candidate, unit: RankUnit, order: tuple[str, ...]) -> UnitMemory:
         buffers = choose_homes(self._buffers(each, unit, order), self.pipelines.offload(each))
-        return measure_unit(buffers, self.pipelines.states, self.pipelines.recipe.precision.moments)
+        return measure_unit(buffers, *self.pipelines.kept)
 
     @remember("zero", "shard", "batch", "tp", "ep", "expert_tp")
     def _buffers(self, each: Candidate, unit: RankUnit, order: tuple[str, ...]) -> list[BufferPlan]:

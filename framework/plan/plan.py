@@ -33,11 +33,12 @@ from framework.model.load import build_meta
 from framework.model.logit_map import LogitMap
 from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.precision import DTYPES
-from framework.model.probe import find_layer_outputs, find_load_balancing_loss
+from framework.model.probe import find_layer_outputs, find_routers_loss
 from framework.model.routers import LoadBalancingLoss
 from framework.model.stage import StageBounds, copy_stage, refuse_shared_layers
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment
+from framework.optim.qk_rows import QkRows, find_qk_rows
 from framework.parallel.attention import find_stock_attention, refuse_undivided_context
 from framework.parallel.experts.split import check_experts
 from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline
@@ -84,7 +85,7 @@ class Plan:
     pipeline: PipelinePlan
     # Of a layer, in a tuple; 0: a tensor alone. Known only where the model is cut into stages.
     num_outputs: int
-    # The routers' auxiliary loss; None without one.
+    # The routers' auxiliary losses; None without one.
     load_balancing: LoadBalancingLoss | None
     # Mixtures of experts, in order.
     mixtures: tuple[Mixture, ...]
@@ -92,6 +93,8 @@ class Plan:
     logit_map: LogitMap | None
     # The reason why layers attend by transformers' attention; None: they attend by Meshwright's.
     stock_attention: str | None
+    # Rows of queries and keys, which QK-clip scales, by parameter.
+    qk_rows: Mapping[str, QkRows]
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -289,7 +292,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         refuse_undivided_context(config, ContextSlices(derived.context, derived.ulysses, derived.ring), has_documents)
     check_experts(whole, derived.ep, recipe.model.expert_capacity, derived.expert_tp < derived.tp)
     units = tuple(find_units(whole))
-    load_balancing, mixtures = find_load_balancing_loss(whole), find_mixtures(whole, units)
+    load_balancing, mixtures = find_routers_loss(whole, recipe.train.router_z_loss), find_mixtures(whole, units)
     refuse_bias_rate(recipe.model, whole, mixtures)
     refuse_unknown_operations(recipe.memory, whole)
     ties = tied_names(whole)
@@ -298,6 +301,9 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         refuse_shared_layers(config, units, ties)
     costs = unit_flops(whole, units, derived.context)
     pipeline = plan_pipeline(recipe.pipeline, derived.pp, derived.accumulation, costs, recipe.zero)
+    stock_attention = None if derived.cp > 1 else find_stock_attention(config, recipe)
+    groups = tuple(group_parameters_of(recipe, whole, units))
+    qk_rows = find_qk_rows(recipe, whole, units, {each.parameter for each in groups}, stock_attention)
     return Plan(
         recipe,
         config,
@@ -307,13 +313,14 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         whole,
         units,
         ties,
-        tuple(group_parameters_of(recipe, whole, units)),
+        groups,
         pipeline,
         find_layer_outputs(config) if len(pipeline.stages) > 1 else 0,
         load_balancing,
         mixtures,
         logit_map,
-        None if derived.cp > 1 else find_stock_attention(config, recipe),
+        stock_attention,
+        qk_rows,
     )
 
 

@@ -35,12 +35,13 @@ class Update:
 
     @property
     def _state_bytes(self) -> tuple[float, float, float]:
-        """(master, gradient, all moments) of an element."""
+        """(master, gradient, all moments and the average) of an element."""
         precision = self.settings.precision
         wide = 8.0 if precision.master == "fp64" else 4.0
         master = 0.0 if precision.master == "none" else wide
         moment = wide if precision.moments == "fp32" else MOMENT_BYTES[precision.moments]
-        return master, wide, moment * (MOMENTS[self.settings.optim.name] - self.matrices[0])
+        average = wide * (self.settings.train.ema is not None)
+        return master, wide, moment * (MOMENTS[self.settings.optim.name] - self.matrices[0]) + average
 
     def seconds(self, elements: float, c: Candidate) -> dict[str, float]:
         """Seconds of a rank that owns so many elements, by part. The norm's sum over ranks is not in it."""

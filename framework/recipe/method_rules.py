@@ -59,21 +59,29 @@ def adapter(recipe: Recipe) -> Iterator[Problem]:
 
 @rule("optim.schedule", "train.steps", "train.epochs")
 def schedule(recipe: Recipe) -> Iterator[Problem]:
-    schedule, steps, key = recipe.optim.schedule, recipe.train.steps, "optim.schedule.decay_steps"
-    if recipe.train.epochs is not None:
-        return  # judged when the steps are known: launch/settle.py
-    warmup, decay = schedule.warmup_steps, schedule.decay_steps
-    if warmup > steps:
-        message = f"the warm-up is longer than the run of train.steps={steps}"
-        fix = f"at most {steps}; or train.steps={warmup} and more"
-        yield refuse(recipe, "optim.schedule.warmup_steps", message, fix)
-    if decay is None:
-        return
+    schedule, key = recipe.optim.schedule, "optim.schedule.decay_steps"
     if schedule.name != "wsd":
         message = f"only wsd has a decay of its own, not {schedule.name}"
-        yield refuse(recipe, key, message, f"{key}=null; or optim/schedule=wsd")
-    elif warmup <= steps < warmup + decay:
-        message = f"warm-up and decay, {warmup} + {decay} steps, are longer than the run of train.steps={steps}"
+        yield from refuse_useless(recipe, "optim.schedule.decay_shape", message, "optim/schedule=wsd")
+        if schedule.decay_steps is not None:
+            yield refuse(recipe, key, message, f"{key}=null; or optim/schedule=wsd")
+    elif schedule.decay_shape == "exponential" and schedule.final_ratio == 0.0:
+        message = "an exponential decay never comes to optim.schedule.final_ratio=0"
+        yield refuse(recipe, "optim.schedule.decay_shape", message, "optim.schedule.final_ratio=0.01; or another shape")
+    if recipe.train.epochs is not None and schedule.stop_step is None:
+        return  # judged when the steps are known: launch/settle.py
+    stop_step = recipe.train.steps if schedule.stop_step is None else schedule.stop_step
+    steps, warmup, decay = stop_step - schedule.start_step, schedule.warmup_steps, schedule.decay_steps
+    run = f"the run of train.steps={steps}" if steps == recipe.train.steps else f"the schedule, of {steps} steps"
+    if steps <= 0:
+        message = f"the schedule ends with step {stop_step}, before it begins"
+        yield refuse(recipe, "optim.schedule.start_step", message, f"less than {stop_step}")
+    elif warmup > steps:
+        message = f"the warm-up is longer than {run}"
+        fix = f"at most {steps}; or train.steps={warmup} and more"
+        yield refuse(recipe, "optim.schedule.warmup_steps", message, fix)
+    elif schedule.name == "wsd" and decay is not None and steps < warmup + decay:
+        message = f"warm-up and decay, {warmup} + {decay} steps, are longer than {run}"
         fix = f"{key}={steps - warmup} or less" if warmup < steps else f"train.steps={warmup + decay}"
         yield refuse(recipe, key, message, fix)
 
@@ -140,11 +148,49 @@ def moments(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, key, message, f"{key}=bf16; or optim=adamw")
 
 
-@rule("optim.clip_norm")
+@rule(*("optim.clip_norm", "optim.clip_update", "optim.decay_follows", "memory.offload.optimizer", "precision.master"))
 def clipping(recipe: Recipe) -> Iterator[Problem]:
+    optim, offload = recipe.optim, recipe.memory.offload.optimizer
+    if optim.clip_update == 0.0:
+        yield refuse(recipe, "optim.clip_update", "an update clipped to 0 trains nothing", "optim.clip_update=null")
+    elif optim.clip_update is not None and (offload or recipe.precision.master == "none"):
+        message = (
+            "a host updates unit after unit, before ranks know how large the whole update of a parameter is"
+            if offload
+            else "the update is known only after weights without a master are rounded"
+        )
+        yield refuse(recipe, "optim.clip_update", message, "optim.clip_update=null")
+    if optim.decay_follows == "peak" and optim.name == "sgd":
+        message = "sgd's decay is a part of its gradient, so it follows the schedule"
+        yield refuse(recipe, "optim.decay_follows", message, "schedule; or optim=adamw")
     if recipe.optim.clip_norm == 0.0:
         message = "a gradient clipped to norm 0 trains nothing"
         yield refuse(recipe, "optim.clip_norm", message, "optim.clip_norm=null for no clipping")
 
 
-METHOD_RULES = (schedule, optimizer, muon, moments, clipping, patterns, adapter)
+@rule("train.ema", "memory.offload.home", "memory.offload.optimizer")
+def averages(recipe: Recipe) -> Iterator[Problem]:
+    offload = recipe.memory.offload
+    if recipe.train.ema == 1.0:
+        yield refuse(recipe, "train.ema", "at 1 the average stays at the first weights", "0.999")
+    if recipe.train.ema is not None and offload.home == "disk" and offload.optimizer:
+        message = "an average is updated in memory, where masters on a disk never are as a whole"
+        yield refuse(recipe, "train.ema", message, "train.ema=null; or memory.offload.home=host")
+
+
+@rule("optim.qk_clip", "memory.offload.home", "memory.offload.optimizer", "precision.master")
+def qk_clip(recipe: Recipe) -> Iterator[Problem]:
+    offload = recipe.memory.offload
+    if recipe.optim.qk_clip is None:
+        return
+    if recipe.optim.qk_clip == 0.0:
+        yield refuse(recipe, "optim.qk_clip", "attention without logits learns nothing", "optim.qk_clip=100")
+    elif offload.home == "disk" and offload.optimizer:
+        message = "masters on a disk are updated chunk by chunk, and are not read again to be scaled"
+        yield refuse(recipe, "optim.qk_clip", message, "optim.qk_clip=null; or memory.offload.home=host")
+    elif recipe.precision.master == "none":
+        message = "weights without a master would be rounded to 8 bits each time that they are scaled"
+        yield refuse(recipe, "optim.qk_clip", message, "optim.qk_clip=null; or precision.master=fp32")
+
+
+METHOD_RULES = (averages, qk_clip, schedule, optimizer, muon, moments, clipping, patterns, adapter)

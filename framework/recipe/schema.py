@@ -22,10 +22,36 @@ from framework.recipe.machine_schema import (
     group,
     key,
 )
+from framework.recipe.optim_schema import LearningRateSchedule, Muon, Optim, ParameterGroup
 
 __all__ = [
-    "Checkpoint", "Cluster", "ClusterLink", "ClusterMatmul", "ClusterMeasured", "Container", "Launch", "Run", "Track", "Wandb",
+    "Checkpoint",
+    "Cluster",
+    "ClusterLink",
+    "ClusterMatmul",
+    "ClusterMeasured",
+    "Container",
+    "Launch",
+    "LearningRateSchedule",
+    "Muon",
+    "Optim",
+    "ParameterGroup",
+    "Run",
+    "Track",
+    "Wandb",
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainStage:
+    until_step: int | None = key("last step of the stage; the last stage ends with train.steps", None, low=1)
+    until_share: float | None = key("in place of until_step, the share of train.steps", None, low=0.0, high=1.0)
+    until_tokens: int | None = key("in place of until_step, the tokens on which the run has trained then", None, low=1)
+    data: dict[str, Any] = key("keys of data from this stage on: sources.NAME.weight, pack, overlong, train_on", {})
+    batch: dict[str, Any] = key("keys of batch from this stage on", {})
+    model: dict[str, Any] = key("keys of model from this stage on: freeze, and config where no shape depends on it", {})
+    optim: dict[str, Any] = key("keys of optim from this stage on; a schedule is over the steps of the stage", {})
+    memory: dict[str, Any] = key("keys of memory from this stage on", {})
 
 
 @dataclass(frozen=True)
@@ -34,6 +60,7 @@ class Train:
     epochs: float | None = key(
         "passes over all text, in place of steps; sets train.steps once data is prepared", None, low=1e-6
     )
+    stages: dict[str, TrainStage] = key("named stages of the run, in order; each keeps what it does not change", {})
     seed: int = key("seed of initialisation, data order and dropout", 1234, low=0)
     validate_every_steps: int | None = key("steps between validations; null: no validation", None, low=1)
     sample: str | None = key("after the run, export it to RUN/export and continue this text, or answer it", None)
@@ -45,6 +72,21 @@ class Train:
     max_rewinds: int = key("with on_spike=rewind: rewinds of a run, after which it ends with 88", 5, low=0)
     divergence_check_steps: int | None = key(
         "steps between checks, by hashes, that replicas are equal; also before each save; null: no check", None, low=1
+    )
+    z_loss: float = key(
+        "weight of (log sum exp logits)^2, averaged over tokens with a loss, which keeps logits near 0 (PaLM: 1e-4)",
+        0.0,
+        low=0.0,
+    )
+    router_z_loss: float = key(
+        "weight of the same of routers' logits, averaged over the tokens of all mixtures (ST-MoE: 1e-3)", 0.0, low=0.0
+    )
+    ema: float | None = key(
+        "share that an average of the weights keeps in each step, such as 0.999; it is validated beside the weights, and"
+        " `export --average` writes it; null: no average",
+        None,
+        low=0.0,
+        high=1.0,
     )
     validation_sequences: int | None = key("sequences of one validation; null: the whole validation split", None, low=1)
 
@@ -366,54 +408,6 @@ class Precision:
     def is_scale_dynamic(self) -> bool:
         """Whether the loss scale follows the gradients."""
         return self.compute == "fp16" and not isinstance(self.loss_scale, float)
-
-
-@dataclass(frozen=True)
-class LearningRateSchedule:
-    name: Literal["constant", "linear", "cosine", "wsd"] = key("shape after the warm-up", "cosine")
-    warmup_steps: int = key("steps of linear warm-up from 0", 0, low=0)
-    decay_steps: int | None = key("wsd: steps of the final decay; null: a tenth of train.steps", None, low=1)
-    final_ratio: float = key("final learning rate over the peak", 0.1, low=0.0, high=1.0)
-
-
-@dataclass(frozen=True)
-class ParameterGroup:
-    pattern: str = key("regular expression searched in parameter names; the first group that matches wins")
-    lr_ratio: float = key("learning rate over optim.lr", 1.0, low=0.0)
-    weight_decay: float | None = key("null: optim.weight_decay, 0 for norms, biases, A_log, D", None, low=0.0)
-    optimizer: Literal["auto", "muon", "adamw"] = key(
-        "of optim.name=muon; auto: muon for matrices of layers, adamw for the rest", "auto"
-    )
-
-
-@dataclass(frozen=True)
-class Muon:
-    steps: int = key("Newton-Schulz iterations of an update", 5, low=1)
-    dtype: Literal["bf16", "master"] = key(
-        "dtype of the iterations, and of matrices on their way to and from owners", "bf16"
-    )
-    scale: Literal["adamw", "original"] = key(
-        "adamw: 0.2 sqrt(max(rows, columns)), so that adamw's learning rates carry over; original: sqrt(max(1, rows / columns))",
-        "adamw",
-    )
-
-
-@dataclass(frozen=True)
-class Optim:
-    name: Literal["adamw", "lion", "sgd", "muon"] = key(
-        "the optimizer; muon: of matrices of layers, adamw for the rest", "adamw"
-    )
-    lr: float = key("peak learning rate", 3.0e-4, low=0.0)
-    betas: tuple[float, float] = key("moments of adamw and lion", (0.9, 0.95), low=0.0, high=1.0)
-    eps: float = key("adamw's epsilon", 1.0e-8, low=0.0)
-    momentum: float = key("momentum of sgd and muon", 0.9, low=0.0, high=1.0)
-    muon: Muon = group(Muon)
-    weight_decay: float = key(
-        "decoupled decay; not of norms, biases, A_log, D (sgd: added to the gradient)", 0.1, low=0.0
-    )
-    clip_norm: float | None = key("largest norm of the global gradient; null: no clipping", 1.0, low=0.0)
-    groups: dict[str, ParameterGroup] = key("named parameter groups by pattern", {})
-    schedule: LearningRateSchedule = group(LearningRateSchedule)
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,8 @@ def format_fields(report: StepReport, remaining_s: float) -> list[str]:
         fields.append(
             f"validation {report.validation_loss:.4f}" + ("" if free is None else f" ({free:.0%} in bubbles)")
         )
+    if report.average_validation_loss is not None:
+        fields.append(f"of the average {report.average_validation_loss:.4f}")
     if report.mfu is not None:
         fields.append(f"mfu {report.mfu:.1%}")
     return [

@@ -31,6 +31,7 @@ class StepReport:
     validation_loss: float | None = None
     validation_losses: dict[str, float] = field(default_factory=dict)
     validation_free_fraction: float | None = None
+    average_validation_loss: float | None = None  # of the average of the weights (train.ema)
     skipped_steps: int = 0
     spikes: int = 0
     loss_limit: float | None = None
@@ -62,6 +63,7 @@ class RunInfo:
     config: dict[str, Any]  # the recipe as plain dicts, without secrets (`recipe/environment.py`)
     total_steps: int
     start_step: int = 0  # steps done before this process took over
+    stages: dict[str, int] = field(default_factory=dict)  # by name, steps done before each begins
     tokens_per_step: int = 0
     accumulation: int = 1  # microbatches of a rank in a step
     world: int = 1

@@ -161,6 +161,7 @@ def draw(run: RunInfo, curves: Curves) -> bytes:
         axes.set(title=title, xlabel="step", ylabel=unit)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
+    _mark_borders((loss, lr, norm, rate), run, curves["step"][-1])
     if curves.validation:
         loss.plot(*zip(*curves.validation, strict=True), color="C1", marker="o", markersize=4, label="validation")
     if run.unigram_entropy is not None:
@@ -178,6 +179,17 @@ def draw(run: RunInfo, curves: Curves) -> bytes:
     picture = io.BytesIO()
     FigureCanvasAgg(figure).print_png(picture)
     return picture.getvalue()
+
+
+def _mark_borders(plots: Iterable[Any], run: RunInfo, last_step: int) -> None:
+    """A line where each stage begins that a step of is reported, with its name in the first plot."""
+    for place, axes in enumerate(plots):
+        for name, start in run.stages.items():
+            if 0 < start < last_step:
+                axes.axvline(start, color="0.6", linestyle=":", linewidth=1)
+            if place == 0 and start < last_step:
+                spot = {"xy": (start, 1), "xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
+                axes.annotate(name, **spot, xytext=(3, -10), fontsize=8, color="0.4")
 
 
 def _draw_imbalance(axes: Any, imbalance: list[tuple[int, float, float]]) -> None:

@@ -20,6 +20,8 @@ from framework.model.mixtures import ExpertLoad
 from framework.model.peft_folder import read_adapter
 from framework.model.units import Unit, set_parameter
 from framework.optim.disk_ring import DiskStates, DiskTensor
+from framework.optim.qk_clip import make_maxima, make_qk_clip
+from framework.parallel.attention.logit_maxima import LogitMaxima
 from framework.parallel.parallelize import AttachedStage, attach
 from framework.parallel.pipeline.execute import ActivationSpec
 from framework.parallel.zero.buffers import UnitBuffer, make_buffers
@@ -31,7 +33,7 @@ from framework.train.loss_scale import LossScale
 from framework.train.router_bias import RouterBiases
 from framework.train.stage import RankStage
 from framework.train.step import TrainingRun
-from framework.train.update import StepOptimizer, find_copies, open_disk, own_shards
+from framework.train.update import StepOptimizer, find_copies, find_parts, open_disk, own_shards
 
 
 def build(plan: Plan, mesh: Mesh, resumes: bool = False, run_id: str | None = None) -> TrainingRun:
@@ -48,15 +50,16 @@ def build(plan: Plan, mesh: Mesh, resumes: bool = False, run_id: str | None = No
         set_buffers(stage.model.model, values, mesh.device)
     exposed = ExposedCommunication(mesh.device)
     load = ExpertLoad(plan.mixtures, mesh.axis("world"), mesh.device, always=plan.recipe.model.router_bias_rate > 0)
+    maxima = make_maxima(plan.qk_rows, mesh.device)
     stages = {}
     for stage, buffers in materialized:
         logit_map = plan.logit_map if stage.plan.bounds.is_last else None
         attached = AttachedStage(
-            stage.model.model, stage.plan, stage.ties, buffers, exposed, load, logit_map, plan.vocabulary_size
+            stage.model.model, stage.plan, stage.ties, buffers, exposed, load, logit_map, plan.vocabulary_size, maxima
         )
         attach(attached)
         stages[stage.plan.bounds.index] = RankStage(stage.model, attached)
-    return assemble(plan, own.tokens, mesh, stages, load, exposed, disk)
+    return assemble(plan, own.tokens, mesh, stages, load, exposed, disk, maxima)
 
 
 def materialize(
@@ -112,15 +115,17 @@ def assemble(
     load: ExpertLoad,
     exposed: ExposedCommunication,
     disk: DiskStates | None,
+    maxima: LogitMaxima | None,
 ) -> TrainingRun:
     """The run of a rank: its stages, one optimizer over all of them, and the values that a step reads."""
     buffers = [buffer for stage in stages.values() for buffer in stage.buffers]
     shards = own_shards(buffers)
+    qk_clip = make_qk_clip(plan.recipe.optim.qk_clip, plan.qk_rows, find_parts(shards), maxima, mesh.axis("world"))
     auxiliary = plan.load_balancing
     return TrainingRun(
         stages=stages,
         pipeline=plan.pipeline,
-        optimizer=StepOptimizer(plan.recipe, buffers, shards, plan.groups, mesh, disk),
+        optimizer=StepOptimizer(plan.recipe, buffers, shards, plan.groups, mesh, disk, qk_clip),
         disk=disk,
         shards=shards,
         tied_copies=find_copies(buffers),

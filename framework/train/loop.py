@@ -22,7 +22,7 @@ from framework.train.reports import PendingStep, Reporter, StepTimes
 from framework.train.save_policy import SavePolicy
 from framework.train.spikes import NO_LIMITS
 from framework.train.state import RunState
-from framework.train.step import TrainingRun, run_alone, train_step
+from framework.train.step import TrainingRun, run_alone, train_step, validate_average
 from framework.train.sums import Flags, StepValues
 from framework.train.validation import Validation, ValidationLoss
 
@@ -44,8 +44,8 @@ class Loop:
     """Trains from `state` to `train.steps`. Reading lags one step behind the device, so that nothing waits for it.
 
     On every rank: all of them do the same in the same order, and all methods are collective.
-    timed: the actions of this rank in its last step. rewind_due: whether the run is to go back (`rewind.py`), which is known once
-    the step is read that completes the spikes.
+    first_step: behind which its stage begins. timed: the actions of this rank in its last step. rewind_due: whether the run is to
+    go back (`rewind.py`), which is known once the step is read that completes the spikes.
     """
 
     def __init__(
@@ -57,8 +57,10 @@ class Loop:
         policy: SavePolicy,
         reporter: Reporter,
         watchdog: Watchdog,
+        first_step: int = 0,
     ):
         self.run, self.state, self.recipe = run, state, plan.recipe
+        self.first_step = first_step
         self.timed: tuple[Timed, ...] = ()
         self.rewind_due: RewindDue | None = None
         self.policy = policy
@@ -68,6 +70,7 @@ class Loop:
         self._unread: PendingStep | None = None
         self._unreported: tuple[PendingStep, StepValues] | None = None
         self._validation: Validation | None = None
+        self._average_loss: float | None = None
         self._flags = Flags()
         self._exposed_s = 0.0  # of steps that were concluded since goodput heard of it
         self._hashed: Sequence[Hashed] = ()
@@ -116,6 +119,12 @@ class Loop:
     def begin_validation(self, validation: Validation) -> None:
         """Validate the weights of this moment: in the bubbles of the next step, or in `end_validation` if that comes first."""
         self._validation = validation
+
+    def validate_average(self, validation: Validation) -> None:
+        """Validate the average of the weights now; it is reported with the next validation of the weights."""
+        with self._phases.within(Phase.VALIDATE):
+            self._average_loss = validate_average(self.run, validation).mean
+            self.run.mesh.waits.check_ended("a validation")
 
     def end_validation(self) -> None:
         """Run what is left of a validation now, if one is under way."""
@@ -261,7 +270,10 @@ class Loop:
         """Report the step that was concluded last, if that is due and still to be done."""
         unreported, self._unreported = self._unreported, None
         if unreported is not None and self._is_reported(unreported[0].step):
-            self._reporter.report(*unreported, self.state, validation_loss, free_fraction)
+            average, self._average_loss = (
+                (None, self._average_loss) if validation_loss is None else (self._average_loss, None)
+            )
+            self._reporter.report(*unreported, self.state, validation_loss, free_fraction, average)
 
     def _is_reported(self, step: int) -> bool:
         """Whether the step is reported. Known before it, so that the step itself finds what only reports need."""

@@ -1,17 +1,24 @@
 """The spine of a rank, from its saved recipe to its exit code: plan, connect, build, restore, train."""
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from framework.checkpoint.commit import open_checkpoint
+from framework.checkpoint.held import StartPoint
+from framework.checkpoint.load import load_checkpoint
 from framework.comm.collectives import all_gather_object
 from framework.comm.connect import (
     Mesh,
     choose_device,
     connect,
+    connect_beside,
     launched_place,
     num_nodes,
     open_store_beside,
@@ -35,16 +42,16 @@ from framework.errors import (
 )
 from framework.launch.branch import ORDER_KEYS, copy_curves, find_origin
 from framework.launch.directory import RunDirectory
-from framework.launch.identity import settle_identity, values_of
+from framework.launch.identity import settle_identity
 from framework.launch.task import describe_job
 from framework.lease import Lease
 from framework.mesh.placement import make_grid
 from framework.model.hub import find_base, find_folder, fingerprint_base
 from framework.model.load import load_config
 from framework.monitor.goodput import Goodput, open_goodput
-from framework.monitor.hang import TRAINING
+from framework.monitor.hang import SAVES, TRAINING
 from framework.monitor.phases import Phase, Phases
-from framework.monitor.progress import Progress, name_coordinates
+from framework.monitor.progress import Progress, StepPace, name_coordinates
 from framework.monitor.stop import StopRequest, end_process
 from framework.monitor.watchdog import Watchdog
 from framework.optim.disk_file import refuse_folder
@@ -56,7 +63,9 @@ from framework.plan.host_memory import check_host_memory
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.deadlines import find_deadlines
 from framework.recipe.derive import Derived, derive
+from framework.recipe.keys import value_of
 from framework.recipe.schema import Recipe
+from framework.recipe.stages import RunStage, describe_stage, stage_after
 from framework.track.observers import Observers, open_observers
 from framework.track.sample_ledger import SampleLedger, next_start
 from framework.train.build import build
@@ -99,8 +108,7 @@ def train_rank(
     )
     with watching as watchdog:
         check_nodes(recipe, derived)
-        plan = make_plan(recipe, load_config(recipe.model, find_folder))
-        check_host_memory(plan)
+        plan = plan_stage(recipe)
         if recipe.memory.offload.disk_path is not None:
             refuse_folder(Path(recipe.memory.offload.disk_path))
         check_s = COLLECTIVE_CHECK_S if recipe.track.debug_collectives else None
@@ -116,7 +124,8 @@ def train_rank(
         progress.phases.begin(Phase.OPEN_DATA)
         prepared = open_data(recipe, plan.config, mesh.axis("world"))
         with nullcontext(stop) if stop else StopRequest() as requests, watchdog.hear(requests):
-            code = train_connected(plan, prepared, mesh, lease, watchdog, goodput)
+            whole = recipe if recipe.train.stages else None
+            code = train_connected(plan, prepared, mesh, lease, watchdog, goodput, whole)
         watchdog.stop_talking()
         # Not after an error: closing waits for the other ranks, which may be waiting for this one.
         mesh.close()
@@ -143,27 +152,101 @@ def check_nodes(recipe: Recipe, derived: Derived) -> None:
 
 
 def train_connected(
-    plan: Plan, prepared: Prepared, mesh: Mesh, lease: Lease, watchdog: Watchdog, goodput: Goodput | None = None
+    plan: Plan,
+    prepared: Prepared,
+    mesh: Mesh,
+    lease: Lease,
+    watchdog: Watchdog,
+    goodput: Goodput | None = None,
+    whole: Recipe | None = None,
 ) -> int:
-    """Build and restore the run on connected ranks, train it, and return the exit code."""
-    recipe, run_dir, phases = plan.recipe, lease.run, watchdog.progress.phases
-    saves = Saves(recipe.checkpoint, mesh, lease, watchdog)
+    """Train what is left of a run on connected ranks, stage by stage, and return the exit code.
+
+    A stage begins as a branch would, with the checkpoint of the one before, on a model, loader and optimizer that are built for
+    its recipe: whatever a stage may change, there is one way. plan, prepared: of the run's recipe without its stages; whole: that
+    recipe where it has stages.
+    """
+    recipe, meet = whole or plan.recipe, cache(partial(connect_beside, mesh, SAVES))
+    goodput = goodput or Goodput(watchdog.progress.phases)
+    code = EXIT_FAILED
+    try:
+        while True:
+            saves = Saves(recipe.checkpoint, mesh, lease, watchdog, meet)
+            stage = stage_after(recipe, _find_step(recipe, saves.start, mesh))
+            own, data = plan, prepared
+            if recipe.train.stages:
+                if mesh.rank == 0:
+                    print(f"stage {stage.name}: {describe_stage(stage)}", file=sys.stderr, flush=True)
+                watchdog.progress.phases.begin(Phase.OPEN_DATA)
+                own = plan_stage(stage.recipe)
+                data = open_data(stage.recipe, own.config, mesh.axis("world"))
+                assert own.topology == plan.topology, "the mesh belongs to the run"
+            reached = train_stage(stage, own, data, saves, goodput)
+            if reached is not None:
+                code = reached
+                if code != EXIT_DONE or stage.is_last:
+                    return code
+            free_memory(mesh.device)
+    except MeshwrightError as error:
+        code = error.exit_code
+        raise
+    finally:
+        with suppress(LeaseLost):  # which the run ends with already
+            goodput.end(code)
+
+
+def plan_stage(recipe: Recipe) -> Plan:
+    """The plan of a recipe that this machine has memory for. Raises what speaks against it."""
+    plan = make_plan(recipe, load_config(recipe.model, find_folder))
+    check_host_memory(plan)
+    return plan
+
+
+def _find_step(recipe: Recipe, start: StartPoint, mesh: Mesh) -> int:
+    """The step from which a start goes on: of the run, else of the run whose checkpoint it begins with. Collective."""
+    origin = recipe.run.start_from
+    if start.resumes or origin is None:
+        return start.step
+    return broadcast_object(lambda: find_origin(origin).step, mesh.axis("world"))
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back the memory of a stage that has ended: hooks and modules refer to each other, so it waits for the collector."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def train_stage(stage: RunStage, plan: Plan, prepared: Prepared, saves: Saves, goodput: Goodput) -> int | None:
+    """Build and restore a stage of the run, train it, and return the exit code; None where its checkpoint is damaged, and the run
+    goes on from one of an earlier stage. saves: of this stage, which have not begun."""
+    recipe, mesh, lease, watchdog = stage.recipe, saves.mesh, saves.lease, saves.watchdog
+    run_dir, phases = lease.run, saves.phases
     resumes, start_from = saves.start.resumes, recipe.run.start_from
     phases.begin(Phase.BUILD)
     with explain_out_of_memory(plan, mesh.rank):
         run = build(plan, mesh, resumes or start_from is not None, run_dir.name)
         phases.begin(Phase.RESTORE)
-        if resumes:
+        order = {key: value_of(recipe, key) for key in ORDER_KEYS}
+        begins = resumes and saves.start.step == stage.start
+        if begins:
+            state = saves.begin_stage(run, prepared.fingerprint, order)
+        elif resumes:
             state = saves.restore(run)
         elif start_from is not None:
             origin = broadcast_object(partial(find_origin, start_from), mesh.axis("world"))
-            order = {key: value for key, value in values_of(recipe).items() if key in ORDER_KEYS}
-            state = begin_branch(run, run_dir.name, origin, prepared.fingerprint, order)
+            manifest = broadcast_object(lambda: open_checkpoint(origin.checkpoint), mesh.axis("world"))
+            load = partial(load_checkpoint, origin.checkpoint, world=mesh.axis("world"), manifest=manifest)
+            state = begin_branch(run, run_dir.name, manifest, load, prepared.fingerprint, order)
             broadcast_object(partial(copy_curves, origin, RunDirectory(run_dir), lease), mesh.axis("world"))
         else:
             state = RunState(run_dir.name, prepared.fingerprint)
-    _settle_identity(recipe, prepared, mesh, lease, state)
-    info = describe_run(plan, prepared, mesh, run_dir, state.step)
+    if resumes and state.step < stage.start + (not begins):
+        run.close()
+        return None
+    _settle_identity(stage.whole, prepared, mesh, lease, state)
+    info = describe_run(stage.whole, plan, prepared, mesh, run_dir, state.step)
+    watchdog.progress.pace = StepPace()  # of other steps
     saver = saves.open(state.step)
     phases.begin(Phase.STEP, state.step)
     if mesh.rank == 0 and mesh.device.type == "cuda" and emulates_fp8(recipe.precision, mesh.device):
@@ -178,7 +261,7 @@ def train_connected(
     loader = _open_loader(plan, prepared, mesh, state, [phases.observer.read_batch, samples.note])
     reporter = Reporter(run, plan, info, observers, saver, watchdog, goodput)
     policy = SavePolicy(recipe.checkpoint, recipe.train.steps, saver)
-    loop = Loop(run, state, plan, loader, policy, reporter, watchdog)
+    loop = Loop(run, state, plan, loader, policy, reporter, watchdog, stage.start)
     code = EXIT_FAILED
     try:
         with explain_out_of_memory(plan, mesh.rank), loader:
@@ -193,9 +276,7 @@ def train_connected(
         raise
     finally:
         saves.end()
-        with suppress(LeaseLost):  # which the run ends with already
-            reporter.goodput.end(code)
-        observers.close(code)
+        observers.close(code if stage.is_last or code != EXIT_DONE else EXIT_RESUME)
         run.close()
     return code
 
@@ -220,6 +301,8 @@ def _train_steps(
         if step == recipe.track.timeline_step:
             _draw_timeline(plan, loop, lease, observers)
         if loop.must_validate() and loop.rewind_due is None:
+            if recipe.train.ema is not None:
+                loop.validate_average(Validation(_validation_batches(plan, prepared, mesh), len(prepared.sources)))
             loop.begin_validation(Validation(_validation_batches(plan, prepared, mesh), len(prepared.sources)))
             if loop.is_done or recipe.pipeline.fill_bubbles == "none":
                 loop.end_validation()

@@ -26,6 +26,7 @@ from framework.plan.plan import Plan
 from framework.recipe.environment import describe_public
 from framework.recipe.overrides import write_resume
 from framework.recipe.schema import Recipe
+from framework.recipe.stages import split_stages
 from framework.track.device import find_peak, mfu, peak_memory_bytes
 from framework.track.observers import Observers
 from framework.track.report import RunInfo, StepReport
@@ -99,6 +100,7 @@ class Reporter:
         state: RunState,
         validation_loss: ValidationLoss | None = None,
         free_fraction: float | None = None,
+        average_loss: float | None = None,
     ) -> None:
         """Report a step, with the validation of its weights if there was one. Collective.
 
@@ -114,6 +116,7 @@ class Reporter:
                 "validation_loss": None if validation_loss is None else validation_loss.mean,
                 "validation_losses": self._name_losses(validation_loss),
                 "validation_free_fraction": free_fraction,
+                "average_validation_loss": average_loss,
             }
             self.observers.report(self._describe(pending, values, state, times, **validation))
 
@@ -210,9 +213,9 @@ def find_bubble(times: Sequence[StepTimes]) -> float:
     return 1.0 - sum(each.computed_s for each in times) / (len(times) * longest) if longest else 0.0
 
 
-def describe_run(plan: Plan, prepared: Prepared, mesh: Mesh, run_dir: Path, start_step: int) -> RunInfo:
-    """The description of a run before its first step."""
-    recipe, named = plan.recipe, name_run(run_dir, plan.recipe.run)
+def describe_run(recipe: Recipe, plan: Plan, prepared: Prepared, mesh: Mesh, run_dir: Path, start_step: int) -> RunInfo:
+    """The description of a run before its first step in a stage. recipe: of the run; plan, prepared: of the stage."""
+    named = name_run(run_dir, recipe.run)
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     run_id = str(named.id)
     run = f"{named.root}/{run_id}"
@@ -222,6 +225,7 @@ def describe_run(plan: Plan, prepared: Prepared, mesh: Mesh, run_dir: Path, star
         run_id=run_id,
         config=describe_public(recipe),
         total_steps=recipe.train.steps,
+        stages={each.name: each.start for each in split_stages(recipe) if each.name},
         start_step=start_step,
         tokens_per_step=plan.derived.tokens_per_step,
         accumulation=plan.derived.accumulation,

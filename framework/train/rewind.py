@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from framework.checkpoint.commit import amend, has_whole, locate, retire_newer
+from framework.checkpoint.commit import amend, has_whole, list_checkpoints, locate, retire_newer, step_of
 from framework.checkpoint.folder import report
 from framework.checkpoint.save import Saver
 from framework.checkpoint.storage import Place, checkpoints_of
@@ -38,7 +38,7 @@ def rewind(loop: Loop, saver: Saver, lease: Lease) -> None:
     assert due is not None, "nothing to go back for"
     saver.settle()
     loop.run.optimizer.wait_for_readers()
-    broadcast_object(partial(_retire, lease, root, due, spiked.rewinds, loop.recipe.train.max_rewinds), world)
+    broadcast_object(partial(_retire, lease, root, due, spiked.rewinds, loop), world)
     state = restore(loop.run, root, lease=lease)
     best = state.best_step
     if best is not None and not broadcast_object(
@@ -58,8 +58,9 @@ def leave_out(skipped: Skipped, first: int, stop: int) -> list[list[int]]:
     return add_skipped(skipped, int(low), int(high))
 
 
-def _retire(lease: Lease, root: Place, due: RewindDue, done: int, most: int) -> None:
+def _retire(lease: Lease, root: Place, due: RewindDue, done: int, loop: Loop) -> None:
     """On rank 0."""
+    most, begun = loop.recipe.train.max_rewinds, loop.first_step
     what = f"spikes persist since step {due.first_spike:,}, as seen at step {due.step:,}, and the run does not go back"
     way_out = (
         "Look at the losses and norms above and at the data of these steps. To go on: lower optim.lr in a new run,"
@@ -72,6 +73,8 @@ def _retire(lease: Lease, root: Place, due: RewindDue, done: int, most: int) -> 
             f"{what}: {root} has no checkpoint of step {due.first_spike - MARGIN:,} or before, {MARGIN} steps before the first of"
             f" them. {way_out} a larger checkpoint.keep"
         )
+    if begun and not any(begun < step_of(each) <= due.first_spike - MARGIN for each in list_checkpoints(root)):
+        raise NumericsError(f"{what} over the border of a stage, at step {begun:,}. {way_out} a later border")
     for path in retire_newer(root, lease, due.first_spike - MARGIN):
         report(f"checkpoint of a step behind a rewind is now called {path}")
 

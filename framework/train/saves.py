@@ -9,7 +9,7 @@ memory of nodes, and rewinds.
     end        saves.finish(loop, ...), then saves.end()
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -17,12 +17,14 @@ from typing import Any
 from framework.checkpoint.commit import Retention, explain, folder_of
 from framework.checkpoint.folder import report
 from framework.checkpoint.held import HeldSteps, StartPoint, begin_generation
+from framework.checkpoint.load import load_newest
 from framework.checkpoint.neighbors import CopyKeeper, Neighbours, meet_neighbours
 from framework.checkpoint.node_memory import NO_BIRTH, memory_of
 from framework.checkpoint.save import Goal, Saver
 from framework.checkpoint.staging import Entry, StagingMemory
 from framework.checkpoint.storage import Place, checkpoints_of
-from framework.comm.connect import Mesh, connect_beside, node_name, ranks_per_node
+from framework.comm.communicator import Communicator
+from framework.comm.connect import Mesh, node_name, ranks_per_node
 from framework.comm.objects import broadcast_object
 from framework.launch.directory import RunDirectory
 from framework.launch.exports import Exports, exports_have_ended
@@ -33,7 +35,7 @@ from framework.monitor.watchdog import Watchdog
 from framework.recipe.schema import Checkpoint
 from framework.train.loop import Loop
 from framework.train.rewind import rewind
-from framework.train.state import RunState, restore, saved_entries, updated_names
+from framework.train.state import RunState, begin_branch, restore, saved_entries, updated_names
 from framework.train.step import TrainingRun
 
 # The time that a save under way has to end, behind an error that ends the run.
@@ -43,12 +45,13 @@ PATIENCE_S = 30.0
 @dataclass(frozen=True)
 class Saves:
     """The saves of a rank. All methods are collective, but for `abandon` and `end`. watchdog: watches them, and knows the
-    phases."""
+    phases. meet: connects the group over which the ranks' saves agree, once for all stages of a run."""
 
     rules: Checkpoint
     mesh: Mesh
     lease: Lease
     watchdog: Watchdog
+    meet: Callable[[], Communicator]
 
     @property
     def phases(self) -> Phases:
@@ -90,7 +93,7 @@ class Saves:
     @cached_property
     def keeper(self) -> CopyKeeper:
         """The copies that nodes keep, sent over the group over which the ranks' saves agree."""
-        world = connect_beside(self.mesh, SAVES)
+        world = self.meet()
         self.watchdog.progress.communicators[SAVES] = (world,)
         return CopyKeeper(self.copies.memory, self.neighbours, "", world)
 
@@ -123,6 +126,17 @@ class Saves:
             return values
 
         return restore(run, self.root, lease=self.lease, load_held=load_held)
+
+    def begin_stage(self, run: TrainingRun, data: str, order: Mapping[str, Any]) -> RunState:
+        """Fill the run with the checkpoint with which the stage before has ended. Arguments as of `begin_branch`."""
+        found, world = self.start.found, self.mesh.axis("world")
+        assert found is not None, "the last step of a stage is in a checkpoint"
+        assert found.manifest is not None, "the last step of a stage is in a checkpoint"
+
+        def load(entries: Sequence[Entry]) -> dict[str, Any] | None:
+            return load_newest(self.root, entries, world, found, self.lease, updated_names(run))
+
+        return begin_branch(run, self.lease.run.name, found.manifest, load, data, order)
 
     def open(self, step: int) -> Saver:
         """The saver of a start that goes on from `step`."""

@@ -1,6 +1,7 @@
 """A pipeline stage of this rank for the executor: part of the model, its parameters, gradients and hooks."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,8 @@ class RankStage:
         self.model, self.buffers, self.trains_below = model, attached.buffers, attached.plan.trains_below
         self.parameters, self.gradients, self.hooks = attached.parameters, attached.gradients, attached.hooks
         self.offload, self._owns_attention = attached.offload, attached.plan.owns_attention
-        self._loss, self._load = attached.loss, attached.load
+        self._loss, self._load, self._z_loss = attached.loss, attached.load, attached.plan.recipe.train.z_loss
+        self._maxima = attached.maxima
         self._disabled = dict.fromkeys(set(DISABLED) & accepted_arguments(model.model), False)
         self._inputs: StepInputs | None = None
 
@@ -54,7 +56,7 @@ class RankStage:
         """received: hidden states [B, T, D] of the stage before, none on the first. Returns those for the next stage or, on
         the last stage, this rank's part of the batch's loss, a scalar."""
         self._set_dropout(is_on=True)
-        with self._load.counting():
+        with self._load.counting(), self._maxima.counting() if self._maxima is not None else nullcontext():
             outputs = self._compute(microbatch, received, self.inputs.seeds[microbatch])
         return (self._part_of_loss(microbatch, *outputs),) if self.model.bounds.is_last else outputs
 
@@ -97,7 +99,8 @@ class RankStage:
 
     def _compute(self, microbatch: int, received: Tensors, seed: tuple[int | str, ...] | None) -> tuple[Any, ...]:
         inputs = self.inputs.microbatches[microbatch]
-        self._loss.expect(inputs.labels)
+        # A validation, which has no seed, is of the loss per token alone.
+        self._loss.expect(inputs.labels, self._z_loss if seed is not None else 0.0)
         # No mask else: with one, stock attention would ignore packed positions.
         packed = {} if inputs.position_ids is None else {"position_ids": inputs.position_ids}
         if inputs.documents is not None and self._owns_attention:
@@ -108,7 +111,7 @@ class RankStage:
         """sums: of routers, over all layers."""
         inputs = self.inputs
         inputs.counting.wait()
-        loss = self._loss(output.logits, inputs.microbatches[microbatch].labels, inputs.num_tokens)
+        loss = self._loss(output.logits, inputs.microbatches[microbatch].labels, inputs.num_tokens, self._z_loss)
         if self.model.routers is not None:
             loss = loss + self.model.routers.compute_loss(*sums) / inputs.num_microbatches
         return loss

@@ -1,24 +1,27 @@
 """RunState: with the tensors it is all that a resume needs, and it is JSON."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from framework.checkpoint.commit import FoundCheckpoints, open_checkpoint
+from framework.checkpoint.commit import FoundCheckpoints
 from framework.checkpoint.folder import report
-from framework.checkpoint.load import form_of, load_checkpoint, load_newest
+from framework.checkpoint.index import Manifest
+from framework.checkpoint.load import form_of, load_newest
 from framework.checkpoint.staging import Entry
 from framework.checkpoint.storage import Place
 from framework.comm.collectives import all_gather_object
-from framework.comm.objects import broadcast_object
 from framework.errors import StorageError
-from framework.launch.branch import Origin
+from framework.launch.identity import read_trained
 from framework.lease import Lease
 from framework.mesh.layout import Layout
 from framework.model.initial import persistent_buffers
+from framework.optim.averages import AVERAGE
 from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
+from framework.recipe.keys import value_of
 from framework.train.spikes import SpikeState
 from framework.train.step import TrainingRun
 
@@ -96,50 +99,83 @@ def _take_loaded(run: TrainingRun, state: RunState) -> None:
         buffer.copy_master_to_params()
 
 
-def begin_branch(run: TrainingRun, run_id: str, origin: Origin, data: str, order: Mapping[str, Any]) -> RunState:
-    """Fill a new run from the checkpoint of another one, and return where it begins. Collective over the world.
+def begin_branch(
+    run: TrainingRun,
+    run_id: str,
+    manifest: Manifest,
+    load: Callable[[Sequence[Entry]], dict[str, Any] | None],
+    data: str,
+    order: Mapping[str, Any],
+) -> RunState:
+    """Fill a run from a checkpoint of another recipe, another run's or that of the stage before, and return where it begins.
+    Collective over the world.
 
-    data: fingerprint of the prepared data; order: this run's values of `ORDER_KEYS`. The position in the data stays if all of
-    these are the origin's, else it is the beginning. Optimizer states are taken over where the checkpoint has all of a
-    parameter's from the same update rule; the others begin at zero and are reported. AdamW counts its updates once for all
-    parameters, so its states are taken over for all or for none. Raises as `load_checkpoint` does, for weights too.
+    load: fills entries from the checkpoint with this manifest and returns its state. data: fingerprint of the prepared data;
+    order: this recipe's values of `ORDER_KEYS`. The position in the data stays if all of these are the checkpoint's, else it is
+    the beginning. Optimizer states are taken over where the checkpoint has all of a parameter's from the same update rule; the
+    others begin at zero and are reported. AdamW counts its updates once for all parameters, so its states are taken over for all
+    or for none. Raises as `load_checkpoint` does, for weights too.
     """
     world = run.mesh.axis("world")
-    manifest = broadcast_object(lambda: open_checkpoint(origin.checkpoint), world)
+    trained = read_trained(manifest.state)
     known = {name: (record.shape, record.dtype) for name, record in manifest.entries.items()}
     entries, states = list(read_entries(run)), dict[str, list[Entry]]()
     for entry in entries:
         kind, _, parameter = entry.name.partition("/")
-        if kind not in ("weight", "buffer"):
+        if kind not in ("weight", "buffer", AVERAGE):
             states.setdefault(parameter, []).append(entry)
-    same_rule = manifest.state["recipe"].get("optim.name") == run.optimizer.name
     kept: dict[bool, set[str]] = {False: set(), True: set()}  # parameters, by whether AdamW updates them
     lacking = {False: set[str](), True: set[str]()}
     for parameter, own in states.items():
         # Only AdamW has both of its states; lion's is named as one of them, and sgd's sum as Muon's mean.
         is_adamw = SECOND_MOMENT in {each.name.partition("/")[0] for each in own}
-        is_there = all(known.get(each.name) == form_of(each) for each in own) and (is_adamw or same_rule)
+        is_same_rule = is_adamw or trained.optim.name == run.optimizer.name
+        is_there = all(known.get(each.name) == form_of(each) for each in own) and is_same_rule
         (kept if is_there else lacking)[is_adamw].add(parameter)
     begins_anew = any(all_gather_object(bool(lacking[True]), world))
     if begins_anew:
         lacking[True] |= kept[True]
     missing = {id(each) for group in lacking.values() for parameter in group for each in states[parameter]}
-    wanted = [each for each in entries if id(each) not in missing]
-    state = RunState.from_json(load_checkpoint(origin.checkpoint, wanted, world, manifest=manifest))
+    has_averages = all(each.name in known for each in entries if each.name.startswith(f"{AVERAGE}/"))
+    wanted = [
+        each
+        for each in entries
+        if id(each) not in missing and (has_averages or not each.name.startswith(f"{AVERAGE}/"))
+    ]
+    read = [_in_saved_dtype(each, known) for each in wanted]
+    values = load(read)
+    assert values is not None, "there is a checkpoint"
+    for entry, saved in zip(wanted, read, strict=True):
+        if isinstance(entry.data, Tensor) and isinstance(saved.data, Tensor) and saved is not entry:
+            entry.data.copy_(saved.data)
+    state = RunState.from_json(values)
     if begins_anew:
         state.num_updates = 0
     _take_loaded(run, state)
+    if run.optimizer.averages is not None and not all(all_gather_object(has_averages, world)):
+        run.optimizer.averages.restart(run.optimizer.shards)
     names = sorted(lacking[False] | lacking[True])
     if names and world.rank == 0:
         others = f" and {len(names) - 3} more" * (len(names) > 3)
-        report(f"moments begin at zero, as {origin} lacks them or some: {', '.join(names[:3])}{others}")
-    recorded = state.recipe
-    if state.data != data or any(recorded.get(key) != value for key, value in order.items()):
+        of = f"{state.run_id}@{state.step}"
+        report(f"moments begin at zero, as {of} lacks them or some: {', '.join(names[:3])}{others}")
+    if state.data != data or any(value_of(trained, key) != value for key, value in order.items()):
         state.samples, state.skipped_samples = 0, []
-    state.run_id, state.data, state.recipe, state.tokenizer = run_id, data, {}, ""
-    state.best_step = state.best_validation_loss = None
-    state.rewinds = 0
+    state.data = data
+    if state.run_id != run_id:
+        state.run_id, state.recipe, state.tokenizer = run_id, {}, ""
+        state.best_step = state.best_validation_loss = None
+        state.rewinds = 0
     return state
+
+
+def _in_saved_dtype(entry: Entry, known: Mapping[str, tuple[tuple[int, ...], str]]) -> Entry:
+    """The entry, with memory of its own where the checkpoint has another dtype: a parameter that is frozen has that of forwards,
+    one that is trained that of masters."""
+    saved = known.get(entry.name)
+    if saved is None or saved == form_of(entry) or not isinstance(entry.data, Tensor):
+        return entry
+    return replace(entry, data=torch.empty_like(entry.data, dtype=getattr(torch, saved[1])))
 
 
 def saved_entries(run: TrainingRun) -> Iterator[Entry]:

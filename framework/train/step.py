@@ -29,7 +29,7 @@ from framework.train.spikes import NO_LIMITS, SpikeLimits
 from framework.train.stage import RankStage, StepInputs
 from framework.train.sums import Flags, StepSums, StepValues
 from framework.train.update import OwnedShard, StepOptimizer
-from framework.train.validation import Validation
+from framework.train.validation import Validation, ValidationLoss
 
 # Microbatches that go through the pipeline together in a validation.
 VALIDATION_MICROBATCHES = 64
@@ -266,6 +266,26 @@ def run_alone(run: TrainingRun, validation: Validation) -> None:
     while filling := _take(run, validation, VALIDATION_MICROBATCHES):
         nothing = torch.zeros((), dtype=torch.int64, device=run.mesh.device)
         validation.add(filling, _execute(run, StepInputs(filling, (), nothing, 0, run.loss_scale.value))[0])
+
+
+def validate_average(run: TrainingRun, validation: Validation) -> ValidationLoss:
+    """Validate the average of the weights in their place, forwards only. Collective over the world."""
+    averages = run.optimizer.averages
+    assert averages is not None, "there is no average to validate"
+    run.optimizer.wait_for_readers()
+    with averages.in_place_of_values():
+        _publish(run)
+        run_alone(run, validation)
+    _publish(run)
+    return validation.means(run.mesh)
+
+
+def _publish(run: TrainingRun) -> None:
+    """Have forward read the masters as they are now."""
+    for stage in run.stages.values():
+        stage.parameters.invalidate()
+    for buffer in run.buffers:
+        buffer.copy_master_to_params()
 
 
 def _take(run: TrainingRun, validation: Validation, most: int) -> list[Microbatch]:

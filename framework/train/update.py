@@ -12,7 +12,8 @@ by torch's fused kernel over a part of a shard: bit for bit as over the shard, b
 kernel computes the rest behind the last whole vector by other instructions, which round otherwise.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +24,14 @@ from torch import Tensor
 
 from framework.comm.connect import Mesh
 from framework.comm.transfer import fetch
+from framework.optim.averages import AVERAGE, WeightAverages
 from framework.optim.disk_ring import DiskStates, DiskTensor
 from framework.optim.groups import GroupAssignment
 from framework.optim.muon import MuonOptimizer
-from framework.optim.optimizers import FlatOptimizer, Missed, preserving, state_names
+from framework.optim.optimizers import FlatOptimizer, Missed, preserving, scale_decay, state_names
+from framework.optim.qk_clip import QkClip
 from framework.optim.states import States
+from framework.optim.update_clipping import ParameterPart, UpdateClipping
 from framework.optim.update_rules import OPTIMIZERS, FlatShard, ShardGroup
 from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
 from framework.parallel.zero.plan_buffers import GroupSpan
@@ -46,6 +50,16 @@ class OwnedShard:
     span: GroupSpan
     shard: FlatShard
 
+    def parts(self) -> Iterator[ParameterPart]:
+        """Its elements of each parameter that it has some of."""
+        plan, first = self.buffer.plan, self.span.start
+        for name, held in plan.held.items():
+            if held.group == self.span.group and held.start < held.stop:
+                counted = plan.counted[name]
+                is_counted = counted.start < counted.stop and not self.buffer.is_copy
+                own = slice(counted.start - first, counted.stop - first) if is_counted else slice(0, 0)
+                yield ParameterPart(name, held.layout, self.shard, held.start - first, held.stop - first, own)
+
 
 def own_shards(buffers: Iterable[UnitBuffer]) -> list[OwnedShard]:
     """The optimizer's shards: one flat run for each optimizer group of a trained buffer, in the order of computation, as views of
@@ -56,6 +70,11 @@ def own_shards(buffers: Iterable[UnitBuffer]) -> list[OwnedShard]:
         if buffer.plan.is_trained
         for span in buffer.plan.spans
     ]
+
+
+def find_parts(shards: Iterable[OwnedShard]) -> list[ParameterPart]:
+    """The elements of each parameter in each of these shards."""
+    return [part for each in shards for part in each.parts()]
 
 
 def group_shards(shards: Sequence[OwnedShard], assignments: Iterable[GroupAssignment]) -> list[ShardGroup]:
@@ -94,11 +113,21 @@ def _shard(buffer: UnitBuffer, span: GroupSpan) -> FlatShard:
 class UpdatedTogether:
     """Trained buffers whose masters live on `device`, the rank's or the host's, and are updated in one call of each optimizer.
 
-    optimizers: between them they have all shards of the buffers.
+    optimizers: between them they have all shards of the buffers. averages: of these weights, if there are any.
+    clipping, qk_clip: of updates and of attention logits, if there is any.
     """
 
-    def __init__(self, buffers: Sequence[UnitBuffer], optimizers: Sequence[FlatOptimizer], device: torch.device):
+    def __init__(
+        self,
+        buffers: Sequence[UnitBuffer],
+        optimizers: Sequence[FlatOptimizer],
+        device: torch.device,
+        averages: WeightAverages | None = None,
+        clipping: UpdateClipping | None = None,
+        qk_clip: QkClip | None = None,
+    ):
         self.buffers, self.optimizers, self._device = buffers, optimizers, device
+        self._averages, self._clipping, self._qk_clip = averages, clipping, qk_clip
 
     @property
     def shards(self) -> tuple[FlatShard, ...]:
@@ -128,9 +157,14 @@ class UpdatedTogether:
             buffer.wait_for_delivery()
         here = [replace(each, is_reached=fetch(each.is_reached, self._device)) for each in missed]
         divisor, skip = fetch(divisor, self._device), fetch(skip, self._device)
-        for optimizer in self.optimizers:
-            with optimizer.preserving([each for each in here if each.shard in optimizer.shards]):
-                optimizer.step(lr, divisor, skip, step)
+        with self._clipping.clipping(lr, skip, here) if self._clipping is not None else nullcontext():
+            for optimizer in self.optimizers:
+                with optimizer.preserving([each for each in here if each.shard in optimizer.shards]):
+                    optimizer.step(lr, divisor, skip, step)
+        if self._qk_clip is not None:
+            self._qk_clip.clip(self.shards, skip)
+        if self._averages is not None:
+            self._averages.update(self.shards, skip)
         for buffer in self.buffers:
             buffer.copy_master_to_params()
 
@@ -195,7 +229,8 @@ class DiskOptimizer:
         """Update elements `where` of a shard, whose states are given. missed: elements that perhaps no rank has reached."""
         group, master = self._group_of[shard], states["master"]
         master.grad = fetch(shard.gradient[where], HOST)
-        kernel = self._rule.make(self._optim, [{"params": [master], "weight_decay": group.weight_decay}])
+        decay = scale_decay(self._optim, group.weight_decay, lr)
+        kernel = self._rule.make(self._optim, [{"params": [master], "weight_decay": decay}])
         kernel.param_groups[0]["lr"] = lr * group.lr_ratio
         kernel.state[master] |= {name: state for name, state in states.items() if name != "master"}
         if self._rule.counts_updates:
@@ -232,9 +267,15 @@ class StepOptimizer:
         assignments: Sequence[GroupAssignment],
         mesh: Mesh,
         disk: DiskStates | None = None,
+        qk_clip: QkClip | None = None,
     ):
         settings = recipe.precision.moments, recipe.train.seed
         by_key = {each.key: each.optimizer for each in assignments}
+        decay = recipe.train.ema
+        self.averages = WeightAverages([each.shard for each in shards], decay) if decay is not None else None
+
+        parts, limit = find_parts(shards), recipe.optim.clip_update
+        clipping = UpdateClipping(recipe.optim, parts, assignments, mesh.axis("world")) if limit is not None else None
 
         def join(together: list[UnitBuffer], lives_on: torch.device) -> UpdatedTogether:
             own = [each for each in shards if each.buffer in together]
@@ -248,7 +289,7 @@ class StepOptimizer:
                 plans = [buffer.plan for buffer in together]
                 spans = {each.shard: (each.buffer.plan, each.span) for each in own}
                 optimizers.append(MuonOptimizer(recipe.optim, matrices, plans, spans, assignments, mesh.axes, lives_on))
-            return UpdatedTogether(together, optimizers, lives_on)
+            return UpdatedTogether(together, optimizers, lives_on, self.averages, clipping, qk_clip)
 
         trained = [buffer for buffer in buffers if buffer.is_trained]
         at_home = [buffer for buffer in trained if not buffer.is_updated_on_host and buffer.stored is None]
@@ -263,9 +304,10 @@ class StepOptimizer:
             stored = [buffer for buffer in trained if buffer.stored is not None]
             owned = [each for each in shards if each.buffer.stored is not None]
             self.parts.append(DiskOptimizer(recipe.optim, disk, stored, owned, group_shards(owned, assignments)))
-        self.name = recipe.optim.name
+        self.name, self._qk_clip = recipe.optim.name, qk_clip
         names = {each.key: state_names(recipe.optim, each.key) for each in assignments}
-        self.state_names = tuple(dict.fromkeys(name for each in names.values() for name in each))
+        kept = [AVERAGE] if self.averages is not None else []
+        self.state_names = (*dict.fromkeys(name for each in names.values() for name in each), *kept)
         self._names = {each.shard: names[each.span.group] for each in shards}
         self._wait_for_readers: Callable[[], None] | None = None
         self._part_of = {shard: part for part in self.parts for shard in part.shards}
@@ -289,8 +331,12 @@ class StepOptimizer:
         `skip` is 1. divisor, skip: scalars on the device. step: of the run. missed: elements that this rank's backward has not
         reached."""
         self.wait_for_readers()
+        if self._qk_clip is not None:
+            self._qk_clip.gather()
         for part in self.parts:
             part.update(lr, divisor, skip, step, [each for each in missed if self._part_of[each.shard] is part])
+        if self._qk_clip is not None:
+            self._qk_clip.forget()
 
     def states_of(self, shard: FlatShard) -> States:
         """The states of a shard that is in memory."""
@@ -298,7 +344,7 @@ class StepOptimizer:
 
     def has_state(self, shard: FlatShard, name: str) -> bool:
         """Whether the optimizer of a shard has a per-element state of this name."""
-        return name in self._names[shard]
+        return name == AVERAGE or name in self._names[shard]
 
     def open_states(self) -> None:
         """Make the tensors that `state` returns writable."""
@@ -312,6 +358,8 @@ class StepOptimizer:
 
     def state(self, shard: FlatShard, name: str) -> Tensor | StoredTensor:
         """A per-element state of a shard: [n], in its dtype, where its master lives."""
+        if name == AVERAGE and self.averages is not None:
+            return self.averages.of(shard)
         return self._part_of[shard].state(shard, name)
 
     @property

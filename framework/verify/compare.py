@@ -65,7 +65,8 @@ def compare(found: Evidence, expected: Evidence) -> list[ErrorRow]:
 def measure(found: Evidence, expected: Evidence) -> Errors:
     """Relative errors of loss, gradient norm, every gradient and every weight. A missing or extra tensor is an infinite error,
     and so is anything that is not finite."""
-    return {
+    averages = {"average": measure_tensors(found.averages, expected.averages)} if expected.averages else {}
+    return averages | {
         "loss": measure_numbers(found.losses, expected.losses),
         "gradient norm": measure_numbers(found.norms, expected.norms),
         "gradient, step 1": measure_tensors(found.gradients, expected.gradients),

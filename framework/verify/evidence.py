@@ -38,8 +38,12 @@ class Evidence:
     undecided: dict[str, int] = field(default_factory=dict)
     # First element of each element's block of int8 moments (`PlainMoments`).
     blocks: dict[str, Tensor] = field(default_factory=dict)
-    # Number of each element's block of codes, as which it is unsharded; -1: it is not (`PlainGather`).
+    # The weights with the averages of trained ones in their place (`train.ema`), or nothing.
+    averages: dict[str, Tensor] = field(default_factory=dict)
+    # Number of each element's block of codes, as which it is unsharded; -1: it is not (`PlainCodes`).
     gathered: dict[str, Tensor] = field(default_factory=dict)
+    # The same of its gradient's block, as which that leaves a node (`PlainReduction`).
+    reduced: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The layout under test: ranks of this machine that build and step it by the code that trains, on given batches."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Literal
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.utils.logging import set_verbosity_error
 
+from framework.comm.codec import BlockCodec
 from framework.comm.collectives import all_gather, all_gather_object
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh, connect
@@ -22,6 +23,7 @@ from framework.model.load import build_meta
 from framework.model.units import find_units
 from framework.optim.groups import learning_rate
 from framework.optim.states import LowBitStates
+from framework.parallel.zero.plan_buffers import BufferDtypes
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.derive import derive
 from framework.recipe.schema import Adapter, Recipe
@@ -56,8 +58,20 @@ def _train(run: TrainingRun, plan: Plan, batches: Sequence[TokenBatch], mesh: Me
             by_step.append(gather_full(owned_weights(run), mesh.axis("world")))
     followed = tuple(by_step) if is_followed(recipe) else ()
     blocks = gather_full(owned_blocks(run), mesh.axis("world")) if recipe.precision.moments == "int8" else {}
-    gathered = gather_full(gathered_blocks(run, mesh.rank), mesh.axis("world")) if is_quantized(recipe) else {}
-    return Evidence(tuple(losses), tuple(norms), gradients, by_step[-1], followed, blocks=blocks, gathered=gathered)
+    gathered = gather_codes(run, mesh, lambda dtypes: dtypes.codec) if recipe.zero.quantize_gather != "none" else {}
+    reduced = gather_codes(run, mesh, lambda dtypes: dtypes.reduced) if recipe.zero.quantize_reduce != "none" else {}
+    averages = gather_full(owned_averages(run), mesh.axis("world")) if recipe.train.ema is not None else {}
+    return Evidence(
+        tuple(losses),
+        tuple(norms),
+        gradients,
+        by_step[-1],
+        followed,
+        blocks=blocks,
+        gathered=gathered,
+        reduced=reduced,
+        averages=averages,
+    )
 
 
 def is_followed(recipe: Recipe) -> bool:
@@ -66,8 +80,8 @@ def is_followed(recipe: Recipe) -> bool:
 
 
 def is_quantized(recipe: Recipe) -> bool:
-    """Whether parameters travel as codes."""
-    return recipe.zero.quantize_gather != "none"
+    """Whether parameters or gradients travel as codes."""
+    return recipe.zero.quantize_gather != "none" or recipe.zero.quantize_reduce != "none"
 
 
 def share(batch: TokenBatch, sequences_per_microbatch: int, mesh: Mesh) -> list[Microbatch]:
@@ -126,22 +140,40 @@ def owned_blocks(run: TrainingRun) -> dict[str, tuple[Layout, Tensor]]:
     }
 
 
-def gathered_blocks(run: TrainingRun, rank: int) -> dict[str, tuple[Layout, Tensor]]:
-    """Layout of every parameter and, for each own element, a number of its block of codes that no other block has; -1 without."""
+def owned_averages(run: TrainingRun) -> dict[str, tuple[Layout, Tensor]]:
+    """`owned_weights` with the averages of trained parameters in their place."""
+    averages = run.optimizer.averages
+    assert averages is not None, "no averages (train.ema)"
+    return owned_weights(run) | {
+        slot.name: each.buffer.counted(slot, averages.of(each.shard), each.span.start)
+        for each in run.shards
+        if not each.buffer.is_copy
+        for slot in each.buffer.slots
+        if slot.group == each.span.group
+    }
+
+
+def gather_codes(
+    run: TrainingRun, mesh: Mesh, codec_of: Callable[[BufferDtypes], BlockCodec | None]
+) -> dict[str, Tensor]:
+    """For each element of every parameter, a number of its block of codes that no other block has; -1 without.
+
+    codec_of: the codec that is asked for, of a buffer's dtypes. Collective.
+    """
     found: dict[str, tuple[Layout, Tensor]] = {}
     for index, buffer in ((index, buffer) for index, buffer in enumerate(run.buffers) if not buffer.is_copy):
-        plan, axes, codec = buffer.plan, buffer.plan.axes, buffer.plan.dtypes.codec
+        plan, axes, codec = buffer.plan, buffer.plan.axes, codec_of(buffer.plan.dtypes)
         numbers = torch.full((plan.numel_owned,), -1.0, dtype=torch.float64, device=buffer.full.device)
         if codec is not None:
             # The first of all ranks that have the buffer: where these count parts of one block, they number it alike.
-            first = rank - sum(
+            first = mesh.rank - sum(
                 each.ranks[each.rank] - each.ranks[0] for each in (axes.shard, axes.update, *axes.replicas)
             )
             blocks = torch.arange(plan.numel_owned, device=buffer.full.device).double() // codec.block
             owner = axes.shard.rank * axes.update.size + axes.update.rank
             numbers = blocks + float((first * len(run.buffers) + index) * 2**12 + owner) * 2**24
         found |= {slot.name: buffer.counted(slot, numbers) for slot in buffer.slots}
-    return found
+    return gather_full(found, mesh.axis("world"))
 
 
 def initial_weights(

@@ -25,10 +25,11 @@ from framework.recipe.schema import STOCK_ATTENTION, Adapter, Optim, Recipe
 from framework.verify.evidence import IGNORE, Evidence, NothingToCompare, TokenBatch, keep_double, perturb
 from framework.verify.plain import (
     DTYPES,
-    PlainGather,
+    PlainCodes,
     PlainLossScale,
     PlainMixtures,
     PlainMoments,
+    PlainReduction,
     decay_nothing,
     find_groups,
     has_no_master,
@@ -39,6 +40,7 @@ from framework.verify.plain import (
 )
 from framework.verify.plain_adapters import PlainAdapters
 from framework.verify.plain_muon import PlainMuon, find_matrices
+from framework.verify.plain_stability import PlainStability
 
 CPU = torch.device("cpu")
 # For Lion: how many more times each step's gradients are computed, from weights that are rounded differently.
@@ -158,7 +160,9 @@ def run_oracle(
             gradients = oracle.gradients()
         oracle.update(batch, layout.by_step[step] if layout.by_step else {}, step)
     final = {name: weight.detach().cpu() for name, weight in oracle.weights().items()}
-    return Evidence(tuple(losses), tuple(norms), gradients, final, undecided=oracle.count_undecided())
+    averages = final | oracle.averages if oracle.averages else {}
+    undecided = oracle.count_undecided()
+    return Evidence(tuple(losses), tuple(norms), gradients, final, undecided=undecided, averages=averages)
 
 
 class Oracle:
@@ -195,10 +199,14 @@ class Oracle:
             self._model.get_parameter(name).requires_grad_()
         self._in_bf16 = [name for name, kept in kept_in.items() if kept == torch.bfloat16]
         self._optimizer = _stock_optimizer(recipe.optim, self.masters, config, recipe.adapter)
+        self._stability = PlainStability(recipe, self._model)
         self._mixtures = PlainMixtures(self._model, recipe.model, recipe.batch.context)
         self._scale = PlainLossScale(recipe.precision)
+        trained = [name for name, each in self.masters.items() if each.requires_grad and recipe.train.ema is not None]
+        self.averages = {name: self.masters[name].detach().clone() for name in trained}
         self._moments = PlainMoments(recipe.optim, recipe.precision.moments, recipe.train.seed, layout.blocks)
-        self._gather = PlainGather(recipe.zero.quantize_gather, layout.gathered)
+        self._gather = PlainCodes(recipe.zero.quantize_gather, layout.gathered)
+        self._reduction = PlainReduction(recipe, layout.reduced) if layout.reduced else None
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate of the next update, for groups without a ratio of their own."""
@@ -211,8 +219,11 @@ class Oracle:
         for master in self.masters.values():
             master.grad = None
         self._mixtures.start()
+        self._stability.start()
         with self._keeping():
             loss = sum(self._accumulate(batch))
+        for name, gradient in self._reduction.take().items() if self._reduction else ():
+            self.masters[name].grad = gradient
         of_merged = {name: self.masters[name].grad for name in merged}
         for name in merged:
             self.masters[name].grad = None
@@ -251,14 +262,17 @@ class Oracle:
         loads = self._mixtures.take()  # before gradients are computed again, which would count tokens, too
         if not self._scale.take():
             return
+        self._stability.prepare_update(self._optimizer)
         if isinstance(self._optimizer, PlainLion) and layout:
             noise = self._measure_noise(batch)
             self._optimizer.follow(noise, {master: layout[name] for name, master in self.masters.items()})
         else:
             self._optimizer.step()
+        self._stability.correct_update(self._optimizer, self.masters)
         self._moments.round(self._optimizer, self.masters, step)
         for name in self._in_bf16:
             round_master(self.masters[name], (self._recipe.train.seed, "master", step, name))
+        self._stability.average(self.averages, self.masters)
         # Last: with biases that have moved, routers would choose other experts, which is no rounding.
         self._mixtures.move(self.weights(), loads)
 
@@ -282,8 +296,10 @@ class Oracle:
         """Add each microbatch's gradients to the masters', and yield its part of the loss."""
         num_tokens = int((batch.labels != IGNORE).sum())
         num_microbatches = len(batch.labels.split(self._recipe.batch.sequences_per_microbatch))
-        for total, output in self._losses(batch):
+        for number, (total, output) in enumerate(self._losses(batch)):
             loss = total / num_tokens
+            if self._recipe.train.router_z_loss:
+                loss = loss + self._recipe.train.router_z_loss * self._mixtures.z_loss(output) / num_microbatches
             if getattr(self._model.config, "output_router_logits", False):
                 loss = loss + self._model.config.router_aux_loss_coef * output.aux_loss / num_microbatches
             with _telling_of_stock(self._model.config, self._dtype):
@@ -293,6 +309,8 @@ class Oracle:
                     master = self.masters[name]
                     gradient = parameter.grad.to(master.dtype)
                     master.grad = gradient if master.grad is None else master.grad + gradient
+                    if self._reduction:
+                        self._reduction.add(number, name, gradient)
                     parameter.grad = None
             yield loss.item()
 
@@ -300,6 +318,7 @@ class Oracle:
         """The sum of each microbatch's token losses, and what the model has returned."""
         device, rows = self._model.device, self._recipe.batch.sequences_per_microbatch
         inputs, labels = batch.input_ids.split(rows), batch.labels.split(rows)
+        more = {"output_router_logits": True} if self._recipe.train.router_z_loss else {}
         positions = [None] * len(inputs) if batch.position_ids is None else batch.position_ids.split(rows)
         for input_ids, target, position_ids in zip(inputs, labels, positions, strict=True):
             padding = {}
@@ -307,10 +326,14 @@ class Oracle:
                 input_ids, target, is_real = _separate(input_ids, target, position_ids)
                 padding = {"attention_mask": is_real.long().to(device)}
                 self._mixtures.real = is_real.flatten().to(device)
+            self._stability.real = self._mixtures.real
             with _telling_of_stock(self._model.config, self._dtype):
-                output = self._model(input_ids=input_ids.to(device), **padding)
-            logits = _widen(output.logits.flatten(0, 1))
-            yield F.cross_entropy(logits, target.flatten().to(device), ignore_index=IGNORE, reduction="sum"), output
+                output = self._model(input_ids=input_ids.to(device), **padding, **more)
+            logits, target = _widen(output.logits.flatten(0, 1)), target.flatten().to(device)
+            loss = F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="sum")
+            if self._model.training and self._recipe.train.z_loss:
+                loss = loss + self._recipe.train.z_loss * logits[target != IGNORE].exp().sum(-1).log().pow(2).sum()
+            yield loss, output
 
     def _measure_noise(self, batch: TokenBatch) -> dict[Tensor, Noise]:
         """The effect of rounding on the gradients of this step, by master; the gradients are left as they were."""
@@ -411,7 +434,12 @@ def _stock_optimizer(
     undecayed = decay_nothing(blank) | {name for name in masters if name.endswith("lora_magnitude_vector")}
     trained = [name for name, master in masters.items() if master.requires_grad]
     groups = [
-        {"params": [masters[name]], "lr_ratio": lr_ratio, "weight_decay": weight_decay}
+        {
+            "params": [masters[name]],
+            "lr_ratio": lr_ratio,
+            "decay": weight_decay,  # by the peak rate it is made before the update, by the oracle
+            "weight_decay": weight_decay if optim.decay_follows == "schedule" else 0.0,
+        }
         for name, lr_ratio, weight_decay in find_groups(trained, undecayed, optim, adapter)
     ]
     match optim.name:

@@ -154,7 +154,10 @@ def shrink_recipe(
     batch = Batch(dp * microbatch * accumulation, None, microbatch, context)
     model, why_model = _simplify_model(recipe.model, parameters, options.device, dtype)
     optim, why_optim = _simplify_optim(recipe.optim, parameters, dtype)
-    zero, why_zero = _shrink_shards(recipe.zero, derived.dp * derived.cp, dp * derived.cp)
+    zero, why_zero = _shrink_shards(recipe, dtype, derived.dp * derived.cp, dp * derived.cp)
+    ranks = dp * _inner(recipe)
+    # Two nodes by name, on this machine: what leaves a node leaves it here.
+    nodes = {"kind": "local"} if zero.quantize_reduce == "none" else {"kind": "slurm", "ranks_per_node": ranks // 2}
     own = recipe.precision
     master = "none" if own.master == "none" and dtype == "bf16" else PRECISIONS[dtype].master
     small = replace(
@@ -168,7 +171,7 @@ def shrink_recipe(
         memory=replace(recipe.memory, compile="never"),
         precision=replace(PRECISIONS[dtype], master=master, fp8_scaling=own.fp8_scaling, moments=own.moments),
         optim=optim,
-        launch=replace(recipe.launch, kind="local", ranks=dp * _inner(recipe), device=options.device),
+        launch=replace(recipe.launch, **nodes, ranks=ranks, device=options.device),
     )
     reasons = {
         "precision.compute": "--dtype chooses another",
@@ -237,15 +240,16 @@ def _choose_degrees(recipe: Recipe, ranks: int | None, experts: int) -> tuple[in
     return max(few[ep]), ep
 
 
-def _shrink_shards(zero: Zero, batch: int, batch_small: int) -> tuple[Zero, dict[str, str]]:
+def _shrink_shards(recipe: Recipe, dtype: str, batch: int, batch_small: int) -> tuple[Zero, dict[str, str]]:
     """HSDP with both its axes, and a second copy of shards, as far as the ranks allow; codes also of small matrices. batch: ranks
     of dp x cp, in the recipe and in the small one."""
-    within, copied, reasons = zero.shard_within, zero.secondary_shard, {}
-    if zero.quantize_gather != "none":
-        zero = replace(zero, quantize_min_elements=min(zero.quantize_min_elements, SMALL_MATRIX))
-    if zero.quantize_reduce != "none":
+    zero, reasons = recipe.zero, {}
+    within, copied = zero.shard_within, zero.secondary_shard
+    if zero.quantize_reduce != "none" and (why := _why_exact(recipe, dtype, batch_small)):
         zero = replace(zero, quantize_reduce="none")
-        reasons["zero.quantize_reduce"] = "all ranks are on one node, where no gradient travels as codes"
+        reasons["zero.quantize_reduce"] = why
+    if zero.quantize_gather != "none" or zero.quantize_reduce != "none":
+        zero = replace(zero, quantize_min_elements=min(zero.quantize_min_elements, SMALL_MATRIX))
     if within is not None and (within == "node" or (within != batch and batch_small % within)):
         small = 2 if batch_small > 2 and batch_small % 2 == 0 else batch_small
         zero = replace(zero, shard_within=small)
@@ -255,6 +259,20 @@ def _shrink_shards(zero: Zero, batch: int, batch_small: int) -> tuple[Zero, dict
         zero = replace(zero, secondary_shard=2 if shard > 2 and shard % 2 == 0 else None)
         reasons["zero.secondary_shard"] = f"what divides {shard} ranks, if anything does"
     return zero, reasons
+
+
+def _why_exact(recipe: Recipe, dtype: str, batch_small: int) -> str:
+    """The reason why gradients are not sent as codes here; "" where the oracle can round as ranks do."""
+    parallel, zero = recipe.parallel, recipe.zero
+    if dtype != "fp64":
+        return "a sum in another order would round to another code: --dtype fp64 compares it"
+    if batch_small % 2:
+        return "two nodes take ranks of dp by two: --ranks"
+    if parallel.cp > 1 or parallel.pp > 1 or parallel.ep > 1:
+        return "one process cannot tell the ranks' gradients apart under cp, pp or ep"
+    if zero.shard_within is not None or zero.quantize_reduce == "int4_rotated":
+        return "the oracle rounds neither sums over replicas nor turned blocks"
+    return ""
 
 
 def _simplify_model(model: Model, parameters: Collection[str], device: str, dtype: str) -> tuple[Model, dict[str, str]]:

@@ -40,7 +40,7 @@ def weights(run: Path) -> dict[str, bytes]:
     assert isinstance(newest, Path)
     reader = Reader(newest)
     return {
-        name: (newest / name).read_bytes() for name in sorted(each.name for each in newest.iterdir()) if "data" in name
+        name: (newest / name).read_bytes() for name in sorted(each.name for each in newest.iterdir()) if "rank" in name
     } | {"step": str(reader.manifest.state["step"]).encode()}
 
 

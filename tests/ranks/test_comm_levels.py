@@ -63,12 +63,14 @@ def reduce_all(rank, world, rendezvous):
 
 
 def wait_in_own_order(rank, world, rendezvous):
-    """Operations of every kind under way at once, for which each rank waits in another order, as where one's data leaves a layer
-    out."""
-    mesh = connect(TOPOLOGY, torch.device("cpu"), rendezvous, rank, timeout_s=60)
-    axis = mesh.axis("shard")
+    """Operations of every kind under way at once, over two axes, for which each rank waits in another order, as where one's data
+    leaves a layer out."""
+    mesh = connect(replace(TOPOLOGY, expert_shard=WORLD), torch.device("cpu"), rendezvous, rank, timeout_s=60)
+    axes = [mesh.axis("shard"), mesh.axis("expert_shard")]
+    assert all(axis.levels is not None for axis in axes)
     started, checks = [], []
     for turn in range(4):
+        axis = axes[turn % 2]
         xs = [numbers_of(10 * turn + r, WORLD * ODD * (turn + 1)) for r in range(world)]
         gathered, scattered = (
             torch.empty(world * xs[0].numel(), dtype=torch.float64),

@@ -101,6 +101,29 @@ def test_layouts_train_as_torchaos_layers_do(pool: RankPool, layouts: dict[str, 
         assert errors["weight, step 3"] < OTHER * effect["weight, step 3"], label
 
 
+def train_coded(rank: int, world: int, rendezvous: str, recipe: Recipe) -> tuple[list[ErrorRow], list[ErrorRow]]:
+    """Body: a layout whose other weights travel as codes, beside one process that rounds both; and what fp8 itself changes."""
+    case = Case("llama", family("llama"), {"": recipe}, WIDTHS, by_microbatch=True)
+    found = train_layouts(rank, world, rendezvous, [case])
+    if rank:
+        return [], []
+    layout = found["llama", ""]
+    assert any((blocks >= 0).any() for blocks in layout.gathered.values())
+    expected = expect(case, layout)
+    exact = replace(case, layouts={"": replace(recipe, precision=Precision("bf16"))})
+    return compare(layout, expected), compare(expect(exact, layout), expected)
+
+
+@pytest.mark.grid
+def test_weights_beside_fp8_layers_may_travel_as_codes(pool: RankPool) -> None:
+    recipe = replace(make_recipe(2), zero=Zero(stage=3, quantize_gather="int8", quantize_min_elements=64))
+    rows, noise = pool.run(2, train_coded, recipe)[0]
+    effect = {row.quantity: row.error for row in noise}
+    errors = {row.quantity: row.error for row in rows}
+    assert errors["gradient, step 1"] < SAME * effect["gradient, step 1"], rows
+    assert errors["weight, step 3"] < OTHER * effect["weight, step 3"], rows
+
+
 def find_layers_in_fp8(rank: int, world: int, rendezvous: str, recipe: Recipe, name: str) -> set[str]:
     """Body: the last words of the names of what multiplies fp8 numbers."""
     config = build_config(family(name), **WIDTHS)

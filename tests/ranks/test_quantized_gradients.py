@@ -1,22 +1,31 @@
 """Gradients that leave a node as codes: a layout is the training run of one process that rounds as its messages do."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from framework.comm.connect import connect
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel, Precision, Recipe, Zero
 from framework.train.build import build
+from framework.train.state import RunState, restore, saved_entries
 from framework.train.step import train_step
 from framework.verify.compare import compare, render
 from framework.verify.evidence import make_batches
-from framework.verify.layout import share
+from framework.verify.layout import gather_full, owned_weights, share
+from framework.verify.plain import PlainReduction
+from framework.verify.prepare import VerifyOptions, shrink_recipe
+from framework.verify.sides import Sides
 from tests.families import family
+from tests.grid import few_of
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CPU, DATA_PARALLEL, Case, small_recipe, topology_of, train_layouts, worst_error
 from tests.ranks.pool import RankPool
 from tests.ranks.quantized import on_nodes, run_quantized_oracle
+from tests.saving import save_checkpoint
 
 WORLD = 4
 TOLERANCE = 1e-9
@@ -78,6 +87,78 @@ def test_layouts_equal_one_process_that_rounds_as_they_do(pool: RankPool, row: t
     name = "mixtral" if parallel.ep > 1 else "llama"
     recipe = recipe_of(zero, codes, accumulation, parallel)
     assert_parity(pool, Case(name, family(name), {"": recipe}, by_microbatch=name == "mixtral"))
+
+
+# --- `verify`, whose oracle rounds by its own words, and checkpoints
+
+
+def sides_of(recipe: Recipe, pool: RankPool) -> Sides:
+    return Sides(recipe, Case("llama", family("llama"), {"": recipe}).config, 2, pool)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    few_of(
+        [
+            recipe_of(Zero(stage=3, quantize_gather="int8"), "int4", 3, Parallel(tp=2)),
+            recipe_of(Zero(stage=1), "int4", 3),
+            recipe_of(Zero(stage=2), "int8", 3),
+            recipe_of(ALL_THREE, "int8", 1),
+        ],
+        lambda recipe: recipe.parallel.tp == 2,
+    ),
+)
+def test_verify_rounds_gradients_as_ranks_do(pool: RankPool, recipe: Recipe) -> None:
+    rows = compare(*sides_of(recipe, pool).run())
+    assert worst_error(rows) < TOLERANCE, render(rows, TOLERANCE)
+
+
+@pytest.mark.grid
+def test_verify_sees_gradients_that_are_summed_in_one_hop(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = sides_of(recipe_of(Zero(stage=3)), pool)
+    take = PlainReduction.take
+
+    def take_in_one(reduction: PlainReduction) -> dict[str, Tensor]:
+        reduction._on_node = 1
+        return take(reduction)
+
+    monkeypatch.setattr(PlainReduction, "take", take_in_one)
+    assert worst_error(compare(*sides.run())) > 1e-4
+
+
+def test_verify_keeps_codes_where_it_can_round_alike() -> None:
+    recipe = recipe_of(Zero(stage=3))
+
+    def kept(dtype: str, **parallel: int) -> str:
+        wide = replace(recipe, parallel=replace(recipe.parallel, **parallel))
+        small, reasons = shrink_recipe(wide, ["x"], 256, VerifyOptions(dtype=dtype))  # type: ignore[arg-type]
+        assert (small.zero.quantize_reduce == "none") == ("zero.quantize_reduce" in reasons)
+        return small.zero.quantize_reduce
+
+    assert (kept("fp64"), kept("fp64", tp=2), kept("fp32"), kept("fp64", pp=2)) == ("int8", "int8", "none", "none")
+
+
+def save_and_load(rank: int, world: int, rendezvous: str, folder: Path, before: Recipe, after: Recipe) -> bool:
+    """Body: a step of a layout, a checkpoint, and whether another layout's weights are the same bits."""
+    config, weights = Case("", family("llama"), {"": before}).config, []
+    for number, recipe in enumerate((before, after)):
+        mesh = connect(topology_of(recipe, config), CPU, f"{rendezvous}-{number}", rank)
+        run = build(make_plan(recipe, config), mesh, resumes=number == 1)
+        if number == 0:
+            (batch,) = make_batches(config, 1, 24, recipe.batch.context, 3)
+            train_step(run, share(batch, recipe.batch.sequences_per_microbatch, mesh), 0, 0.1).read()
+            save_checkpoint(folder, 1, saved_entries(run), RunState("x", "y", 1).to_json(), mesh.axis("world"), keep=1)
+        else:
+            restore(run, folder)
+        weights.append(gather_full(owned_weights(run), mesh.axis("world")))
+        run.close()
+        mesh.close()
+    return all(torch.equal(weights[1][name], each) for name, each in weights[0].items())
+
+
+def test_masters_are_exact_in_checkpoints_and_go_on_in_another_layout(pool: RankPool, tmp_path: Path) -> None:
+    after = small_recipe("fp64", WORLD, 1, 24, 0.05, Zero(stage=1), Parallel(tp=2, pp=2))
+    assert all(pool.run(WORLD, save_and_load, tmp_path, recipe_of(ALL_THREE, "int4"), after, timeout_s=300))
 
 
 # --- what DeepSpeed's issues tell of quantised gradients

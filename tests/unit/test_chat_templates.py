@@ -10,6 +10,7 @@ from framework.data.chat import Chat, Rendering
 from framework.data.conversation import read_conversation
 from framework.errors import DataError
 from tests.chat_templates import FAMILIES, answer, build_chat, build_tokenizer, read_trained, user
+from tests.grid import few_of
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "two"}}}
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
@@ -128,7 +129,10 @@ def mark(chat: Chat, ids: np.ndarray, pieces: list[str]) -> np.ndarray:
 @pytest.mark.parametrize(
     "harm", ["all ones", "all zeros", "end untrained", "header trained", "one late", "last turn only"]
 )
-@pytest.mark.parametrize("name", ["llama3_1", "qwen3", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name",
+    few_of(["llama3_1", "qwen3", "gemma3", "gpt_oss", "gemma4", "glm5"], lambda name: not name.endswith(("4", "5"))),
+)
 def test_published_bugs_are_refused(name: str, harm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL 4201, 4879, 5988: the end is not trained; Megatron-Bridge 3359, 2598, marin 7237, Automodel 3739: all or nothing is."""
     whole = Chat._tokenize

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from framework.errors import ModelError
 from framework.model.load import build_meta, choose_experts
-from framework.model.probe import find_load_balancing_loss
+from framework.model.probe import find_load_balancing_loss, find_routers_loss
 from framework.model.routers import LoadBalancingLoss, Routers
 from framework.verify.evidence import keep_double
 from tests.families import build_config, family
@@ -66,3 +66,8 @@ def test_another_loss_is_refused_by_name(name: str, reason: str) -> None:
         ModelError, match=f"output_router_logits=true: the load-balancing loss of {name} models.*({reason})"
     ):
         find_load_balancing_loss(build_meta(config))
+
+
+def test_a_router_z_loss_without_routers_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"train\.router_z_loss=0\.1.*llama"):
+        find_routers_loss(build_meta(build_config(family("llama"))), 0.1)

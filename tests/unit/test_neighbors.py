@@ -181,7 +181,7 @@ def test_sabotaged_copies_that_do_not_say_whose_they_are_are_noticed(tmp_path, m
 def test_copies_are_of_the_run_that_the_record_of_the_folder_names(tmp_path):
     run, mesh = RunDirectory.create(tmp_path, "x", "demo"), SimpleNamespace(axis=lambda name: ALONE)
     for lease, birth in ((Lease(run.path), run.read_record()["birth"]), (Lease(tmp_path), "0")):
-        saves = Saves(Checkpoint(), mesh, lease, SimpleNamespace())
+        saves = Saves(Checkpoint(), mesh, lease, SimpleNamespace(), lambda: None)
         assert saves.copies.memory.home.name == birth
 
 

@@ -236,7 +236,7 @@ def test_run_info_has_what_trackers_get_and_commands_that_can_be_typed():
     mesh = connect(Topology(), torch.device("cpu"))
     plan = make_plan(recipe, config)
     prepared = SimpleNamespace(unigram_entropy=None, sources=())
-    info = describe_run(plan, prepared, mesh, Path(recipe.run.root, "x"), 0)  # type: ignore[arg-type]
+    info = describe_run(plan.recipe, plan, prepared, mesh, Path(recipe.run.root, "x"), 0)  # type: ignore[arg-type]
     assert info.config == describe_public(plan.recipe)
     assert info.commands["resume"] == """meshwright train run.id=x 'run.root="my '"'"'runs'"'"'"'"""
     # Not RUN/export: train.sample leaves one there, and an export replaces nothing.

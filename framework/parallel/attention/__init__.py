@@ -11,6 +11,7 @@ from framework.parallel.attention.hook import (
     is_operator,
     refuse_uneven_heads,
     split_context,
+    watch_logits,
 )
 from framework.parallel.attention.probe import find_stock_attention, probe_causes, refuse_undivided_context
 
@@ -23,4 +24,5 @@ __all__ = [
     "refuse_undivided_context",
     "refuse_uneven_heads",
     "split_context",
+    "watch_logits",
 ]

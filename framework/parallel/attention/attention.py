@@ -15,6 +15,7 @@ ranks' K/V are sent once more in backward.
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import inf
 from typing import Any, Literal
 
 import torch
@@ -32,6 +33,7 @@ from framework.parallel.attention.blocks import RankBlocks
 from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.kernels import Result
 from framework.parallel.attention.key_values import Contribution, HeadGroup, KeyValues, Portion
+from framework.parallel.attention.logit_maxima import HeadMaxima
 from framework.parallel.attention.merge import ChunkSums, MergedOutput, sinks_gradient
 from framework.parallel.attention.ring import Gather, Ring
 from framework.parallel.attention.ulysses import HeadExchange
@@ -61,6 +63,8 @@ class ContextAttention:
         self.kept = KeptOutputs()
         # The number under which a compiled layer's operator finds this; a tensor, so given once there is memory.
         self.number: Tensor | None = None
+        # Where its largest logits are noted, if anybody asks.
+        self.maxima: HeadMaxima | None = None
 
     def give_number(self) -> None:
         """Give it a number, as compiled layers need."""
@@ -100,8 +104,11 @@ class ContextAttention:
     ) -> tuple[Tensor, Tensor]:
         """(out [B, C, H, Dv], log-sum-exp [B, H, C]) of this rank's heads, not differentiable. sinks: [H]."""
         own, blocks = KeyValues(k, v), RankBlocks(self.slices, scores, documents)
-        work = _Forward(q, own, sinks, blocks, self.block)
+        counts = self.maxima is not None and self.maxima.maxima.is_counting
+        work = _Forward(q, own, sinks, blocks, self.block, counts)
         self.transport.forward(own, blocks.route(own), work)
+        if self.maxima is not None and work.largest is not None:
+            self.maxima.note(work.largest)
         assert work.out is not None
         return work.out.transpose(1, 2), work.log_sum
 
@@ -130,9 +137,19 @@ ATTENTIONS: Numbered[ContextAttention] = Numbered()
 
 
 class _Forward:
-    """Attends to keys as they come: `ring.Attends`. q: [B, H, C, D]; out: [B, H, C, Dv]; log_sum: [B, H, C]."""
+    """Attends to keys as they come: `ring.Attends`. q: [B, H, C, D]; out: [B, H, C, Dv]; log_sum: [B, H, C]; largest: logits,
+    [H], if they are counted."""
 
-    def __init__(self, q: Tensor, own: KeyValues, sinks: Tensor | None, blocks: RankBlocks, attention: BlockAttention):
+    def __init__(
+        self,
+        q: Tensor,
+        own: KeyValues,
+        sinks: Tensor | None,
+        blocks: RankBlocks,
+        attention: BlockAttention,
+        counts: bool = False,
+    ):
+        self.largest = q.new_full((q.shape[1],), -inf, dtype=sums_dtype(q.dtype)) if counts else None
         self.q, self.own, self.sinks, self.blocks, self.attention = q, own, sinks, blocks, attention
         self.out: Tensor | None = None
         self.log_sum = q.new_empty(q.shape[:3], dtype=sums_dtype(q.dtype))
@@ -144,8 +161,12 @@ class _Forward:
         self.attend(self.blocks.whole(group), self.blocks.slices.ring_index, _select_heads(self.own, group.heads))
 
     def attend(self, portion: Portion, source: int, held: KeyValues) -> None:
-        q = self.q[:, _query_heads(portion.heads, self.q, self.own)]
+        heads = _query_heads(portion.heads, self.q, self.own)
+        q = self.q[:, heads]
         for block, tensors in self.blocks.cut(q, held, portion, source):
+            if self.largest is not None:
+                own = self.attention.find_largest(tensors, self.blocks.slices.context)
+                self.largest[heads] = self.largest[heads].maximum(own)
             # None where the window or the documents of these sequences leave no pair, which no plan of blocks knows.
             found = self.attention.forward(tensors)
             if found is not None:

@@ -148,6 +148,18 @@ class BlockAttention:
             block.keys_of(dv, piece).add_(dv_piece)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
+    def find_largest(self, block: AttentionBlock, num_rows: int) -> Tensor:
+        """The largest logit of each query head, [H], without a soft cap; -inf where nothing is seen. num_rows: of a sequence;
+        queries behind are padding."""
+        q, rows = block.heads.q, min(block.q_rows[1], num_rows)
+        largest = q.new_full((q.shape[1],), -math.inf, dtype=block.sums_dtype)
+        kernel = TileKernel(None, self.tile or TILES_OF_GPU)
+        for piece in self._cut(block, kernel) if rows > block.q_rows[0] else ():
+            scores = kernel.score(block.heads_of(piece), piece.kind, block.mask_of(piece), block.scores.scale)
+            if rows > piece.q[0]:
+                largest = largest.maximum(scores[:, :, : rows - piece.q[0]].amax((0, 2, 3)))
+        return largest
+
     def _cut(self, block: AttentionBlock, kernel: Kernel) -> list[BlockPiece]:
         tile = self.tile or kernel.tile
         pieces = find_pieces(block.q_rows, block.k_rows, block.scores, block.documents, tile)

@@ -29,6 +29,7 @@ from framework.model.load import layer_configs
 from framework.parallel.attention.attention import ContextAttention
 from framework.parallel.attention.block_attention import BlockAttention
 from framework.parallel.attention.documents import Documents
+from framework.parallel.attention.logit_maxima import HeadMaxima, LogitMaxima
 from framework.parallel.attention.opaque_attention import attend_in_graph
 from framework.parallel.attention.recurrent import Pieces, hook_mixers
 from framework.parallel.attention.visible_rows import Scores
@@ -107,6 +108,16 @@ def find_context_attentions(model: nn.Module) -> dict[nn.Module, tuple[ContextAt
     hooks = ((module, vars(module).get("context_hook")) for module in model.modules())
     attentions = ((module, hook.attention) for module, hook in hooks if isinstance(hook, Hook))
     return {module: (each,) for module, each in attentions if isinstance(each, ContextAttention)}
+
+
+def watch_logits(model: nn.Module, plan: StagePlan, maxima: LogitMaxima) -> None:
+    """Have the attentions of a stage note their largest logits. model: the stage's, with our attentions."""
+    tp, ulysses = plan.axes["tp"], plan.axes["ulysses"]
+    layers = [unit.name for unit in plan.units if unit.is_layer]
+    for unit in (each for each in plan.own_units if each.is_layer):
+        for (attention,) in find_context_attentions(model.get_submodule(unit.root)).values():
+            parts = tp.size * ulysses.size, tp.rank * ulysses.size + ulysses.rank
+            attention.maxima = HeadMaxima(maxima, layers.index(unit.name), *parts)
 
 
 def hook_attentions(model: PreTrainedModel, make_hook: Callable[[], Hook]) -> None:

@@ -141,6 +141,12 @@ class TileKernel:
         dk = torch.matmul(ds.mT, q).mul_(scale)
         return dq.to(heads.q.dtype), dk.to(heads.k.dtype), dv.to(heads.v.dtype)
 
+    def score(self, heads: Heads, kind: PieceKind, mask: Tensor | None, scale: float) -> Tensor:
+        """The masked scores of a piece, [B, H, n, m], before a cap."""
+        q, k, _ = _group_heads(heads)
+        scores = _add_mask(torch.matmul(q, k.mT).mul_(scale), heads, kind, mask)
+        return scores.view(*heads.q.shape[:3], -1)
+
     def _score(self, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
         """Scores without mask, and tanh(scale Q K^T / c), whose square the derivative of a cap needs."""
         scores = torch.matmul(q, k.mT).mul_(scale)

@@ -1,0 +1,72 @@
+"""Stages of a run in a table: memory, time and cost of each, and of all."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from framework.plan.forecast_plan import PlanForecast
+from framework.plan.plan import Plan
+from framework.plan.text import align, show_bytes, show_hours, show_seconds
+from framework.recipe.stages import RunStage
+
+COLUMNS = ("stage", "steps", "tokens", "sequences", "context", "memory", "to spare", "step", "time", "cost")
+
+
+def plan_within(stage: RunStage, plan: Plan) -> Plan:
+    """A stage's plan, with the tokens of its own steps."""
+    return replace(plan, derived=replace(plan.derived, total_tokens=stage.num_tokens)) if stage.name else plan
+
+
+def join_stages(stages: Sequence[RunStage], forecasts: Sequence[PlanForecast]) -> tuple[PlanForecast, list[str]]:
+    """(the forecast of the stage with least memory to spare, with the hours and the cost of the whole run; lines with a table of
+    all stages, none for a run without any). forecasts: of each stage."""
+    times = [
+        _of_steps(each, stage.stop - stage.start, stage.stop) for stage, each in zip(stages, forecasts, strict=True)
+    ]
+    tightest = min(range(len(stages)), key=lambda place: forecasts[place].forecast.memory.spare)
+    found, hours, cost = forecasts[tightest], sum(each[0] for each in times), sum(each[1] for each in times)
+    time = replace(found.forecast.time, hours=hours, cost=cost)
+    found = replace(found, forecast=replace(found.forecast, time=time))
+    if not stages[0].name:
+        return found, []
+    rows = [_describe(*each) for each in zip(stages, forecasts, times, strict=True)]
+    tokens = f"{sum(each.num_tokens for each in stages):,}"
+    rows.append(("all", f"{stages[-1].stop:,}", tokens, "", "", "", "", "", show_hours(hours), _show_cost(cost)))
+    return found, [
+        *align([COLUMNS, *rows], words=(0,)),
+        *_judge(stages, forecasts),
+        "",
+        f"stage {stages[tightest].name}:",
+    ]
+
+
+def _of_steps(found: PlanForecast, steps: int, planned: int) -> tuple[float, float]:
+    """(hours, cost) of so many of the steps that were planned."""
+    time = found.forecast.time
+    return time.hours * steps / planned, time.cost * steps / planned
+
+
+def _describe(stage: RunStage, found: PlanForecast, time: tuple[float, float]) -> tuple[str, ...]:
+    memory, derived = found.forecast.memory, found.plan.derived
+    return (
+        stage.name,
+        f"{stage.start + 1:,} to {stage.stop:,}",
+        f"{stage.num_tokens:,}",
+        f"{derived.sequences_per_step:,}",
+        f"{derived.context:,}",
+        show_bytes(memory.fullest.reserved),
+        show_bytes(memory.spare),
+        show_seconds(found.forecast.time.step_s),
+        show_hours(time[0]),
+        _show_cost(time[1]),
+    )
+
+
+def _show_cost(cost: float) -> str:
+    return f"${cost:,.0f}" if cost else "-"
+
+
+def _judge(stages: Sequence[RunStage], forecasts: Sequence[PlanForecast]) -> Iterator[str]:
+    """A line on the stages that do not fit."""
+    others = [stage.name for stage, each in zip(stages, forecasts, strict=True) if not each.forecast.memory.fits]
+    if others:
+        yield f"does not fit: {', '.join(others)}"

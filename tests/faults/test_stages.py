@@ -1,0 +1,210 @@
+"""Runs in stages: equal to the same stages done by hand as branches, also where a run is killed."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from framework.checkpoint.commit import newest_checkpoint
+from framework.checkpoint.load import Reader
+from framework.cli import main
+from framework.errors import EXIT_DONE, EXIT_USER
+from framework.launch.directory import RunDirectory
+from framework.recipe.compose import load_recipe
+from framework.track.jsonl import METRICS_FILE, read_records
+from tests import tiny_run
+from tests.faults.test_branches import weights
+
+RECIPE = (
+    *tiny_run.RECIPE,
+    "train.steps=9",
+    "checkpoint.every_steps=2",
+    "checkpoint.keep=9",
+    "batch.sequences_per_step=4",
+    "batch.sequences_per_microbatch=1",
+    "optim.schedule.warmup_steps=1",
+    "data.sources.more.path=more",
+)
+# A longer context with another mixture; then a larger batch, frozen embeddings and a decay of its own.
+STAGES = (
+    "train.stages.short.until_share=0.34",
+    "train.stages.long.until_tokens=576",
+    "train.stages.long.batch.context=32",
+    "train.stages.long.data.sources.more.weight=3",
+    "train.stages.long.optim.lr=1e-4",
+    "train.stages.decay.batch.sequences_per_step=8",
+    "train.stages.decay.model.freeze=[embed]",
+    "train.stages.decay.optim.schedule={name: wsd, decay_shape: sqrt, decay_steps: 2, warmup_steps: 0}",
+)
+BY_HAND = (
+    ("train.steps=3", "optim.schedule.stop_step=9"),
+    ("train.steps=6", "batch.context=32", "data.sources.more.weight=3", "optim.lr=1e-4"),
+    (
+        "train.steps=9",
+        "batch.sequences_per_step=8",
+        "model.freeze=[embed]",
+        "optim.schedule={name: wsd, decay_shape: sqrt, decay_steps: 2, warmup_steps: 0, start_step: 6, stop_step: 9}",
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run `runs/staged`."""
+    place = tmp_path_factory.mktemp("stages")
+    tiny_run.write_corpus(place / "corpus")
+    tiny_run.write_corpus(place / "more")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        assert main(["train", *RECIPE, *STAGES, "run.id=staged"]) == EXIT_DONE
+    return place
+
+
+def curve(run: str) -> list[tuple[float, ...]]:
+    return [
+        (each["step"], each["tokens"], each["samples"], each["loss"], each["lr"])
+        for each in read_records(Path("runs", run, METRICS_FILE))
+    ]
+
+
+def test_a_run_in_stages_is_the_same_stages_by_hand(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    assert main(["train", *RECIPE, *BY_HAND[0], "run.id=hand-0"]) == EXIT_DONE
+    for number, words in enumerate(BY_HAND[1:], 1):
+        assert main(["train", f"run.start_from=hand-{number - 1}", f"run.id=hand-{number}", *words]) == EXIT_DONE
+    assert weights(Path("runs/hand-2")) == weights(Path("runs/staged"))
+    assert len(weights(Path("runs/staged"))) == 2
+    assert curve("hand-2") == curve("staged")
+    tokens = [each[1] for each in curve("staged")]
+    assert tokens == [64, 128, 192, 320, 448, 576, 832, 1088, 1344]
+    info = json.loads(Path("runs/staged/run_info.json").read_text())
+    assert info["stages"] == {"short": 0, "long": 3, "decay": 6}
+
+
+def test_borders_are_steps_that_more_steps_do_not_move(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    stages = load_recipe(Path("runs/staged/recipe.yaml")).train.stages
+    assert [(each.until_step, each.until_share, each.until_tokens) for each in stages.values()] == [
+        (3, None, None),
+        (6, None, None),
+        (None, None, None),
+    ]
+    assert main(["train", *RECIPE, *STAGES, "run.id=longer", "train.steps=9"]) == EXIT_DONE
+    assert (
+        main(["train", *RECIPE, *STAGES, "run.id=longer", "train.steps=9", "train.stages.long.until_step=7"])
+        == EXIT_USER
+    )
+    assert main(["train", "run.id=longer", "train.steps=10"]) == EXIT_DONE
+    assert curve("longer")[:9] == curve("staged")
+    assert curve("longer")[9][1] == 1344 + 256
+
+
+def test_a_branch_of_a_staged_run_goes_on_within_its_stage(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    for step in (4, 6):
+        assert main(["train", f"run.start_from=staged@{step}", f"run.id=from-{step}"]) == EXIT_DONE
+        assert weights(Path(f"runs/from-{step}")) == weights(Path("runs/staged"))
+
+
+@pytest.mark.parametrize("layout", [["launch.ranks=2", "zero.stage=2"], ["launch.ranks=2", "parallel.tp=2"]])
+def test_a_kill_in_a_stage_and_a_resume_in_another_layout(
+    place: Path, monkeypatch: pytest.MonkeyPatch, layout: list[str]
+) -> None:
+    monkeypatch.chdir(place)
+    run_id = f"run.id={layout[1].replace('=', '-')}"
+    in_64 = ("precision.compute=fp64", "precision.master=fp64", "precision.reduce=fp64")
+    if not Path("runs/whole").exists():
+        assert main(["train", *RECIPE, *STAGES, *in_64, "run.id=whole"]) == EXIT_DONE
+    train(*RECIPE, *STAGES, *in_64, run_id, until="step 5/")
+    assert main(["train", run_id, *layout]) == EXIT_DONE
+    for own, other in zip(curve(run_id.partition("=")[2]), curve("whole"), strict=True):
+        assert own == pytest.approx(other, rel=1e-9)
+
+
+def train(*words: str, until: str | None = None, after_s: float | None = None) -> int | None:
+    """Train in a process of its own, killed at the line that begins so or after so many seconds; its exit code."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "framework", "train", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    began_s = None
+    for line in process.stdout:
+        if until is not None and line.startswith(until):
+            break
+        if after_s is not None and line.startswith("run "):
+            began_s = began_s or time.monotonic()
+            time.sleep(after_s)
+            break
+    else:
+        return process.wait()
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    return None
+
+
+@pytest.mark.grid
+def test_twenty_kills_across_borders(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    draw = random.Random(45)
+    words = [*RECIPE, *STAGES, "run.id=killed", "checkpoint.every_steps=1"]
+    kills, code = 0, None
+    while kills < 20 and code is None:
+        newest = (
+            newest_checkpoint(RunDirectory(Path("runs/killed")).checkpoints) if Path("runs/killed").exists() else None
+        )
+        step = Reader(newest).manifest.step if isinstance(newest, Path) else 0
+        # At a border before its stage has trained a step, or behind the step that is next.
+        at_border = step in (3, 6) and draw.random() < 0.7
+        code = train(*words, until="stage " if at_border else f"step {step + draw.randrange(2)}/")
+        kills += code is None
+    assert main(["train", *words]) == EXIT_DONE if code is None else code == EXIT_DONE
+    assert weights(Path("runs/killed")) == weights(Path("runs/staged"))
+    assert curve("killed") == curve("staged")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train.stages.long.until_step=2", "train.stages.long.until_tokens=null"], "begins behind step 3"),
+        (["train.stages.decay.until_step=12"], "ends with step 12 of a run of train.steps=9"),
+        (["train.stages.decay.until_step=8"], "trained behind its last step 8"),
+        (["train.stages.long.until_tokens=null"], "nothing says when it ends"),
+        (["train.stages.long.until_share=0.5"], "stated twice"),
+        (["train.stages.long.batch.contexts=8"], "did you mean batch.context?"),
+        (["train.stages.long.model.family=gpt2"], "same in all stages"),
+        (["train.stages.long.parallel.tp=2"], "unknown key"),
+        (["train.stages.long.batch.sequences_per_step=0"], "train.stages.long.batch.sequences_per_step"),
+        (["train.stages.decay.batch.sequences_per_microbatch=3"], "in this stage: not a multiple"),
+        (["train.stages.long.model.config.intermediate_size=48"], "a stage keeps the shapes of the run"),
+        (["train.stages.long.data.sources.more.weight=0"], "the tokenizer is trained on"),
+    ],
+)
+def test_bad_input(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    monkeypatch.chdir(place)
+    assert main(["train", *RECIPE, *STAGES, "run.id=bad", *words]) == EXIT_USER
+    assert said in " ".join(capfd.readouterr().err.split())
+    assert not Path("runs/bad").exists()
+
+
+def test_all_mistakes_of_stages_are_one_list(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    wrong = ["train.stages.long.until_tokens=10", "train.stages.decay.optim.clip=1", "train.stages.short.data.root=x"]
+    assert main(["train", *RECIPE, *STAGES, "run.id=bad", *wrong]) == EXIT_USER
+    err = capfd.readouterr().err
+    for key in ("train.stages.decay.optim.clip", "train.stages.short.data.root"):
+        assert key in err
+    assert not Path("runs/bad").exists()
