@@ -81,7 +81,7 @@ def count_map(mixer: nn.Module) -> int:
 
 
 def count_channels(mixer: Any, channels: int, tp: int) -> int:
-    """Channels of the convolution on a rank of `tp`, of so many in all; who shares a group of heads has its states too."""
+    """Channels of the convolution on a rank of `tp`, of so many in all; ranks of one group of heads all have its states."""
     if form_of_mixer(mixer) != STATE_OF_HEADS:
         return channels // tp
     states: int = 2 * mixer.n_groups * mixer.ssm_state_size

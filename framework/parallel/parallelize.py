@@ -28,6 +28,7 @@ from framework.model.kept_outputs import EXPERTS, KeepsOutputs
 from framework.model.load import choose_experts, kept_in_fp32
 from framework.model.logit_map import LogitMap
 from framework.model.loss import Loss
+from framework.model.low_rank import AdapterSwitch
 from framework.model.matmul import Matmul
 from framework.model.mixers import find_mixers
 from framework.model.mixtures import ExpertLoad
@@ -286,6 +287,7 @@ class AttachedStage:
 
     operations: dict[nn.Module, Sequence[KeepsOutputs]] = field(init=False, default_factory=dict)
     """The operations of each module whose outputs activation checkpointing may keep."""
+    adapters: AdapterSwitch = field(init=False, default_factory=AdapterSwitch)
     matmuls: Sequence[Matmul] = field(init=False, default=())
     """The matmuls of its trained linear layers."""
     parameters: ParameterSync = field(init=False)
@@ -309,7 +311,7 @@ def write_main_gradients(stage: AttachedStage) -> None:
     """Have linear layers, stacked experts and embeddings write their weights' gradients into the buffers."""
     model, views = stage.model, stage.grad_views
     fp8 = set(find_fp8_linears(model, stage.plan).values())
-    adapt = AdaptMatmuls(stage.plan, views)
+    adapt = AdaptMatmuls(stage.plan, views, stage.adapters)
     linears = write_gradients_directly(model, views, partial(make_matmul, fp8=fp8, plan=stage.plan), adapt.linear)
     stage.matmuls = tuple(linears.values())
     stage.operations |= {module: (matmul,) for module, matmul in linears.items()}

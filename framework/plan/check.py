@@ -16,6 +16,7 @@ from framework.model.adapters import is_adapter
 from framework.model.hub import find_weights, read_generation
 from framework.model.initial import refuse_uninitialised
 from framework.model.load import load_config, refuse_unaligned_experts
+from framework.model.peft_folder import read_adapter
 from framework.model.probe import refuse_mixed_dtypes
 from framework.model.weights import refuse_other_weights, refuse_unwritable_configs
 from framework.optim.optimizers import state_names
@@ -62,6 +63,8 @@ def check_weights(plan: Plan) -> None:
     if folder is not None:
         refuse_other_weights(folder, plan.whole, [name for name in plan.whole.state_dict() if not is_adapter(name)])
         read_generation(plan.whole, folder)
+    if plan.recipe.adapter.weights is not None:
+        read_adapter(Path(plan.recipe.adapter.weights).expanduser(), plan.whole, plan.recipe.adapter)
 
 
 def check_stages(recipe: Recipe) -> list[Plan]:

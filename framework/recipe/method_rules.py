@@ -57,6 +57,63 @@ def adapter(recipe: Recipe) -> Iterator[Problem]:
             yield refuse(recipe, "parallel.overlap", f"{message} where tokens come one rank after another", fix)
 
 
+@rule("loss", "train.z_loss", "adapter", "data.sources", "data.pack", "data.overlong", "data.train_on", "model.weights")
+def preferences(recipe: Recipe) -> Iterator[Problem]:
+    loss, read = recipe.loss, {name: each for name, each in recipe.data.sources.items() if each.weight}
+    if not loss.is_paired:
+        for name in ("beta", "reference"):
+            yield from refuse_useless(recipe, f"loss.{name}", "next_token compares no answers", "loss=dpo")
+        for name in (name for name, each in read.items() if each.pairs is not None):
+            message = f"data.sources.{name}.pairs are answers to compare, and next_token learns texts"
+            yield refuse(recipe, "loss.name", message, f"loss=dpo; or data.sources.{name}.messages=FIELD in its place")
+    if loss.name != "simpo":
+        yield from refuse_useless(recipe, "loss.margin", f"{loss.name} has no margin", "loss=simpo")
+    if not loss.is_paired:
+        return
+    for name in (name for name, each in read.items() if each.pairs is None):
+        key, field = f"data.sources.{name}.pairs", "completion" if loss.name == "kto" else "chosen"
+        message = f"loss={loss.name} compares answers, and this source has none to compare"
+        yield Problem(key, None, message, f"{key}={field} in place of its field or messages; or loss=next_token")
+    if loss.beta == 0.0:
+        yield refuse(recipe, "loss.beta", "nothing would be learnt: it has to be above 0", "loss.beta=0.1")
+    if recipe.train.z_loss:
+        message = f"loss={loss.name} is made of tokens' probabilities alone"
+        yield refuse(recipe, "train.z_loss", message, "train.z_loss=0")
+    yield from _reference(recipe)
+    if recipe.data.packing != "best_fit" and recipe.data.has_conversations:
+        message = "both answers of a pair stand in one row, and do not see each other"
+        yield refuse(recipe, "data.pack", message, "leave it out (~data.pack), which is best_fit")
+    if recipe.data.overlong == "truncate":
+        message = "a pair whose answers are cut compares their beginnings"
+        yield refuse(
+            recipe, "data.overlong", message, "data.overlong=skip or refuse, and a batch.context that holds pairs"
+        )
+    message = "of pairs both answers have a loss, and nothing else"
+    yield from refuse_useless(recipe, "data.train_on", message, "loss=next_token")
+
+
+def _reference(recipe: Recipe) -> Iterator[Problem]:
+    """The rules of loss.reference beside a loss of preferences."""
+    loss, key, own = recipe.loss, "loss.reference", recipe.model.weights
+    folder = f"{key}={own or 'FOLDER'}"
+    if not loss.needs_reference:
+        yield from refuse_useless(recipe, key, f"{loss.name} compares with no other model", "loss=dpo")
+    elif loss.reference is None:
+        fix = (
+            f"{key}=base, the frozen model under the adapter"
+            if recipe.adapter.is_used
+            else f"{folder}; or adapter=lora {key}=base"
+        )
+        yield refuse(recipe, key, f"{loss.name} compares with a model that stays as it is", fix)
+    elif loss.reference == "base" and not recipe.adapter.is_used:
+        yield refuse(
+            recipe, key, "the model is trained whole, so nothing of it stays as it is", f"{folder}; or adapter=lora"
+        )
+    elif loss.reference == "base" and recipe.adapter.train:
+        message = f"adapter.train={recipe.adapter.train} are trained, so they do not stay as they are"
+        yield refuse(recipe, key, message, f"{folder}; or adapter.train=[]")
+
+
 @rule("optim.schedule", "train.steps", "train.epochs")
 def schedule(recipe: Recipe) -> Iterator[Problem]:
     schedule, key = recipe.optim.schedule, "optim.schedule.decay_steps"
@@ -213,4 +270,6 @@ def mup(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, "model.mup_base", message, f"{fix}; or optim=adamw")
 
 
-METHOD_RULES = (averages, qk_clip, mup, updates, schedule, optimizer, muon, moments, clipping, patterns, adapter)
+METHOD_RULES = (
+    averages, qk_clip, mup, updates, schedule, optimizer, muon, moments, clipping, patterns, adapter, preferences,
+)  # fmt: skip

@@ -2,19 +2,22 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from framework.checkpoint.commit import FoundCheckpoints
+from framework.checkpoint.commit import FoundCheckpoints, open_checkpoint
 from framework.checkpoint.folder import report
 from framework.checkpoint.index import Manifest
-from framework.checkpoint.load import form_of, load_newest
+from framework.checkpoint.load import form_of, load_checkpoint, load_newest
 from framework.checkpoint.staging import Entry
 from framework.checkpoint.storage import Place
 from framework.comm.collectives import all_gather_object
+from framework.comm.objects import broadcast_object
 from framework.errors import StorageError
+from framework.launch.branch import Origin
 from framework.launch.identity import read_trained
 from framework.lease import Lease
 from framework.mesh.layout import Layout
@@ -167,6 +170,14 @@ def begin_branch(
         state.best_step = state.best_validation_loss = None
         state.rewinds = 0
     return state
+
+
+def begin_from(run: TrainingRun, run_id: str, origin: Origin, data: str, order: Mapping[str, Any]) -> RunState:
+    """`begin_branch` from a checkpoint of another run."""
+    world = run.mesh.axis("world")
+    manifest = broadcast_object(lambda: open_checkpoint(origin.checkpoint), world)
+    load = partial(load_checkpoint, origin.checkpoint, world=world, manifest=manifest)
+    return begin_branch(run, run_id, manifest, load, data, order)
 
 
 def _in_saved_dtype(entry: Entry, known: Mapping[str, tuple[tuple[int, ...], str]]) -> Entry:

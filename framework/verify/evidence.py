@@ -13,9 +13,12 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
 from framework.errors import ModelError
+from framework.recipe.schema import LossSettings
+from framework.verify.plain_preferences import AnswerBatch, draw_answers
 
 # Tokens of a document on average, where documents are packed: several in a row of a dozen tokens.
 DOCUMENT_LENGTH = 4
+NEXT_TOKEN = LossSettings()
 IGNORE = -100  # a label without loss, which is cross_entropy's default
 
 
@@ -50,18 +53,26 @@ class Evidence:
 @dataclass(frozen=True)
 class TokenBatch:
     """The tokens of one optimizer step: input_ids and shifted labels, both int64 [sequences, context]. position_ids: alike,
-    where documents are packed; None: 0 to context - 1 in each row."""
+    where documents are packed; None: 0 to context - 1 in each row. answers: of packed documents that are compared."""
 
     input_ids: Tensor
     labels: Tensor
     position_ids: Tensor | None = None
+    answers: AnswerBatch | None = None
 
 
 def make_batches(
-    config: PretrainedConfig, num_steps: int, sequences: int, context: int, seed: int, packs_documents: bool = False
+    config: PretrainedConfig,
+    num_steps: int,
+    sequences: int,
+    context: int,
+    seed: int,
+    packs_documents: bool = False,
+    loss: LossSettings = NEXT_TOKEN,
 ) -> list[TokenBatch]:
     """Random tokens with uneven loss masks: each sequence keeps a different share of its labels, one keeps none.
 
+    loss: of preferences, rows are pairs of answers.
     packs_documents: rows are documents of random lengths, whose positions restart and whose last tokens have no label.
     """
     # Averages over microbatches or ranks, which this project never takes, differ from the global mean only where masks do.
@@ -71,6 +82,10 @@ def make_batches(
     for _ in range(num_steps):
         tokens = torch.randint(0, vocabulary, (sequences, context + 1), generator=generator)
         labels = tokens[:, 1:].clone()
+        if loss.is_paired:
+            drawn = draw_answers(labels, loss.name, generator)
+            batches.append(TokenBatch(tokens[:, :-1].clone(), *drawn))
+            continue
         kept = torch.linspace(0.0, 1.0, sequences)[torch.randperm(sequences, generator=generator)]
         if sequences > 1:
             labels[torch.rand(labels.shape, generator=generator) >= kept[:, None]] = IGNORE

@@ -20,6 +20,7 @@ from framework.mesh.layout import Layout
 from framework.model.adapters import add_adapters
 from framework.model.initial import draw_unit
 from framework.model.load import build_meta
+from framework.model.objective import Pairs
 from framework.model.units import find_units
 from framework.optim.groups import learning_rate
 from framework.optim.states import LowBitStates
@@ -90,8 +91,16 @@ def share(batch: TokenBatch, sequences_per_microbatch: int, mesh: Mesh) -> list[
     of `cp` has its tokens of each."""
     dp, ulysses, ring = (mesh.axis(name) for name in ("dp", "ulysses", "ring"))
     slices = ContextSlices(batch.input_ids.shape[1], ulysses.size, ring.size, mesh.axis("cp").rank)
-    whole = split_rows(Microbatch(batch.input_ids, batch.labels, batch.position_ids), sequences_per_microbatch)
+    rows = Microbatch(batch.input_ids, batch.labels, batch.position_ids, pairs=_find_pairs(batch))
+    whole = split_rows(rows, sequences_per_microbatch)
     return [cut_context(each, slices) for each in whole[dp.rank :: dp.size]]
+
+
+def _find_pairs(batch: TokenBatch) -> Pairs | None:
+    if batch.answers is None or batch.position_ids is None:
+        return None
+    places = (batch.position_ids == 0).cumsum(1) - 1
+    return Pairs(places, batch.answers.kinds, torch.zeros_like(batch.answers.kinds), batch.answers.reference)
 
 
 def owned_gradients(run: TrainingRun) -> dict[str, tuple[Layout, Tensor]]:
@@ -223,7 +232,7 @@ def make_run_batches(recipe: Recipe, config: PretrainedConfig, num_steps: int) -
     derived = derive(recipe)
     packs_documents = recipe.data.isolates
     return make_batches(
-        config, num_steps, derived.sequences_per_step, derived.context, recipe.train.seed, packs_documents
+        config, num_steps, derived.sequences_per_step, derived.context, recipe.train.seed, packs_documents, recipe.loss
     )
 
 

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +37,9 @@ from framework.verify.plain import (
     round_master,
 )
 from framework.verify.plain_adapters import PlainAdapters
+from framework.verify.plain_lion import Noise, PlainLion, measure_noise
 from framework.verify.plain_muon import PlainMuon, find_matrices
+from framework.verify.plain_preferences import PROBE, AnswerBatch, compare_answers, score_answers
 from framework.verify.plain_stability import PlainStability, widen
 
 CPU = torch.device("cpu")
@@ -46,90 +47,6 @@ CPU = torch.device("cpu")
 NUM_PERTURBED = 3
 # What stock models raise, built or run, where they want another config or other inputs than they get.
 STOCK_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError)
-# Ranks sum in another order than one process, which changes a gradient differently than perturbed weights do: by at most so many
-# times as much. Over six random layouts the most were 15 times in fp32, 1.3 in fp64 and 1.02 in bf16.
-NOISE_FACTORS = {torch.float64: 30.0, torch.float32: 30.0, torch.bfloat16: 4.0, torch.float16: 4.0}
-# Shares of lr by which a layout's weight may miss what a sign of -1, 0 or 1 leads to.
-LEGAL = 0.1
-
-
-@dataclass(frozen=True)
-class Noise:
-    """Effect of rounding on one parameter's gradient, measured on the oracle: its gradient again, from weights that are rounded
-    differently."""
-
-    # The largest change of an element.
-    size: float
-    # Bool, of the gradient's shape: False in rows of a matrix whose gradient is exactly zero however it is rounded (a token that
-    # does not occur).
-    is_live: Tensor
-
-
-def measure_noise(gradient: Tensor, perturbed: Sequence[Tensor], dtype: torch.dtype) -> Noise:
-    """The noise of a gradient. perturbed: the same gradient, rounded differently; dtype: that of forward and backward."""
-    size = max(float((each - gradient).abs().max()) for each in perturbed) if gradient.numel() else 0.0
-    return Noise(NOISE_FACTORS[dtype] * size, torch.stack([_find_live(each) for each in (gradient, *perturbed)]).any(0))
-
-
-def _find_live(gradient: Tensor) -> Tensor:
-    is_live = gradient != 0
-    if gradient.ndim < 2:
-        # A vector has no rows. An element of it may be zero because its terms cancel (a key's bias, in sequences of two tokens),
-        # and ranks that add them in another order do not find zero.
-        return is_live.any().expand_as(gradient)
-    return is_live.flatten(1).any(1).view(-1, *[1] * (gradient.ndim - 1))
-
-
-class PlainLion(torch.optim.Optimizer):
-    """Lion as its paper's algorithm 2 states it, one parameter at a time: torch has none to compare with.
-
-    Lion updates by sign(d), d = beta1 m + (1 - beta1) g. Where d is zero up to rounding, plus and minus are equally right, and
-    two correct runs diverge: weights by 2 lr, then the next step's loss and gradients. For those elements the oracle takes the
-    layout's sign, if the layout's weight is one that Lion can produce; else it keeps its own, and the difference shows. So
-    every weight is compared, and both sides remain one training run.
-
-    State of a parameter: `m`; `noise`, the largest part of m that is rounding; `undecided`, bool, where rounding decided a sign.
-    """
-
-    @torch.no_grad()
-    def step(self, closure=None) -> None:  # type: ignore[override]
-        """Make one update by the signs of its own gradients."""
-        self.follow({}, {})
-
-    @torch.no_grad()
-    def follow(self, noise: Mapping[Tensor, Noise], layout: Mapping[Tensor, Tensor]) -> None:
-        """Make one update. noise: of each gradient, where known; layout: these parameters after this step of the layout."""
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                moment = self.state[parameter].setdefault("m", torch.zeros_like(parameter))
-                direction = beta1 * moment + (1 - beta1) * parameter.grad
-                sign = direction.sign()
-                if parameter in noise:
-                    is_undecided = self._find_undecided(parameter, direction, noise[parameter], beta1, beta2)
-                    sign = torch.where(is_undecided, _read_signs(parameter, layout[parameter], group, sign), sign)
-                parameter -= group["lr"] * (sign + group["weight_decay"] * parameter)
-                moment.copy_(beta2 * moment + (1 - beta2) * parameter.grad)
-
-    def _find_undecided(self, parameter: Tensor, direction: Tensor, noise: Noise, beta1: float, beta2: float) -> Tensor:
-        state = self.state[parameter]
-        of_moment, of_gradient = state.get("noise", 0.0), noise.size
-        is_live = noise.is_live | (state["m"] != 0)
-        is_undecided = is_live & (direction.abs() <= beta1 * of_moment + (1 - beta1) * of_gradient)
-        state["noise"] = beta2 * of_moment + (1 - beta2) * of_gradient
-        state["undecided"] = is_undecided | state.get("undecided", is_undecided)
-        return is_undecided
-
-
-def _read_signs(before: Tensor, after: Tensor, group: Mapping[str, float], otherwise: Tensor) -> Tensor:
-    """The signs by which Lion gets from `before` to `after`; `otherwise` where no sign does."""
-    if group["lr"] == 0:
-        return otherwise
-    read = ((1 - group["lr"] * group["weight_decay"]) * before - after.to(before)) / group["lr"]
-    is_legal = ((read - read.round()).abs() < LEGAL) & (read.round().abs() <= 1)
-    return torch.where(is_legal, read.round(), otherwise)
 
 
 def run_oracle(
@@ -213,6 +130,8 @@ class Oracle:
         self._moments = PlainMoments(recipe.optim, recipe.precision.moments, recipe.train.seed, layout.blocks)
         self._gather = PlainCodes(recipe.zero.quantize_gather, layout.gathered)
         self._reduction = PlainReduction(recipe, layout.reduced) if layout.reduced else None
+        # Beside a loss of preferences, what the answers of a batch are compared with.
+        self._reference, self._divergence = torch.empty(0), 0.0
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate of the next update, for groups without a ratio of their own."""
@@ -221,6 +140,8 @@ class Oracle:
 
     def find_gradients(self, batch: TokenBatch) -> float:
         """Compute the masters' gradients of the batch's loss, and return the loss."""
+        if batch.answers is not None:
+            self._begin_answers(batch, batch.answers)
         merged = self._read_masters()
         for master in self.masters.values():
             master.grad = None
@@ -301,6 +222,8 @@ class Oracle:
     def _accumulate(self, batch: TokenBatch) -> Iterator[float]:
         """Add each microbatch's gradients to the masters', and yield its part of the loss."""
         num_tokens = int((batch.labels != IGNORE).sum())
+        if batch.answers is not None:
+            num_tokens = int((batch.answers.kinds != 0).sum()) // 2
         num_microbatches = len(batch.labels.split(self._recipe.batch.sequences_per_microbatch))
         for number, (total, output) in enumerate(self._losses(batch)):
             loss = total / num_tokens
@@ -321,7 +244,25 @@ class Oracle:
             yield loss.item()
 
     def _losses(self, batch: TokenBatch) -> Iterator[tuple[Tensor, Any]]:
-        """The sum of each microbatch's token losses, and what the model has returned."""
+        """The sum of each microbatch's losses, and what the model has returned."""
+        first = 0
+        for output, target in self._outputs(batch):
+            logits = _widen(output.logits)
+            if batch.answers is None:
+                losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORE, reduction="sum")
+                if self.model.training and self._recipe.train.z_loss:
+                    normalizers = logits[target != IGNORE].exp().sum(-1).log()
+                    losses = losses + self._recipe.train.z_loss * normalizers.pow(2).sum()
+            else:
+                log_p, lengths = score_answers(logits, target)
+                part, first = slice(first, first + len(log_p)), first + len(log_p)
+                kinds = batch.answers.kinds[batch.answers.kinds != 0].to(log_p.device)[part]
+                compared = log_p, lengths, kinds, self._reference.to(log_p)[part], self._divergence
+                losses = compare_answers(self._recipe.loss, *compared)
+            yield losses.sum(), output
+
+    def _outputs(self, batch: TokenBatch) -> Iterator[tuple[Any, Tensor]]:
+        """Each microbatch's output of the model, and its labels; packed documents have rows of their own."""
         device, rows = self.model.device, self._recipe.batch.sequences_per_microbatch
         inputs, labels = batch.input_ids.split(rows), batch.labels.split(rows)
         more = {"output_router_logits": True} if self._recipe.train.router_z_loss else {}
@@ -335,11 +276,26 @@ class Oracle:
             self._stability.real = self._mixtures.real
             with _telling_of_stock(self.model.config, self._dtype):
                 output = self.model(input_ids=input_ids.to(device), **padding, **more)
-            logits, target = _widen(output.logits.flatten(0, 1)), target.flatten().to(device)
-            loss = F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="sum")
-            if self.model.training and self._recipe.train.z_loss:
-                loss = loss + self._recipe.train.z_loss * logits[target != IGNORE].exp().sum(-1).log().pow(2).sum()
-            yield loss, output
+            yield output, target.to(device)
+
+    @torch.no_grad()
+    def _begin_answers(self, batch: TokenBatch, answers: AnswerBatch) -> None:
+        """Find the reference's log-probabilities of a batch's answers and kto's divergence."""
+        self.model.eval()
+        with self._keeping():
+            self._reference = answers.reference[answers.kinds != 0]
+            if self._recipe.loss.reference == "base":
+                for name, parameter in self.model.named_parameters():
+                    parameter.data.copy_(self.masters[name])
+                self._reference = self._score(batch)
+            self._read_masters()
+            is_probe = answers.kinds[answers.kinds != 0] == PROBE
+            if is_probe.any():
+                self._divergence = max(0.0, float((self._score(batch) - self._reference)[is_probe].mean()))
+        self.model.train()
+
+    def _score(self, batch: TokenBatch) -> Tensor:
+        return torch.cat([score_answers(_widen(each.logits), target)[0] for each, target in self._outputs(batch)]).cpu()
 
     def _measure_noise(self, batch: TokenBatch) -> dict[Tensor, Noise]:
         """The effect of rounding on the gradients of this step, by master; the gradients are left as they were."""
@@ -405,10 +361,13 @@ def _stock_model(
         experts = "eager"  # there is no grouped matmul in fp64
     if experts != "auto" and any(hasattr(each, "is_transposed") for each in model.modules()):
         model.set_experts_implementation(experts)
-    for name, parameter in model.named_parameters():
+    # adapter.train may name a tied weight by any of its names.
+    named = model.named_parameters(remove_duplicate=not recipe.adapter.is_used)
+    trained = {id(each) for name, each in named if is_trained(name, recipe)}
+    for parameter in model.parameters():
         if dtype == torch.float64:  # where fp32 is kept beside bf16, fp64 would be narrowed
             parameter.data = parameter.double()
-        parameter.requires_grad_(is_trained(name, recipe))
+        parameter.requires_grad_(id(parameter) in trained)
     if recipe.precision.compute == "fp8":
         multiply_in_fp8(model, recipe.precision.fp8_scaling, device)
     return model.to(device).train()

@@ -287,7 +287,8 @@ def plain_case(name: str, adapter: Adapter, layouts: Mapping[str, Recipe], **cha
 
 def test_fresh_adapters_equal_the_oracle(pool: RankPool) -> None:
     layouts = {"tp, zero 3": layout(2, 3, zero=3, tp=2)}
-    assert_equal(pool, 2, [plain_case("llama", replace(LORA, kind="dora", b_lr_ratio=2.0), layouts)])
+    adapter = replace(LORA, kind="dora", b_lr_ratio=2.0, train=["lm_head"])  # by its second name: it is tied
+    assert_equal(pool, 2, [plain_case("llama", adapter, layouts, tie_word_embeddings=True)])
 
 
 MORE = {

@@ -17,12 +17,19 @@ OPTIONS = [
     for group in [*(g for g in list_groups() if (shipped_recipes() / g).is_dir()), "experiment"]
     for option in list_options(group, FOLDERS)
 ]
+PAIRS = [
+    *("data=files", "data.sources.files.path=x.jsonl", "data.sources.files.pairs=chosen"),
+    *("data.bpe_vocab=512", "data.chat_template=chatml"),
+]
 # What recipes leave to the user on purpose.
 GIVEN = {
     "files": ["data.sources.files.path=x.jsonl"],
     "finetune_qwen3_0_6b": ["data.sources.files.path=x.jsonl"],
     "sft_qwen3_0_6b": ["data.sources.files.path=x.jsonl"],
     "sft_llama3_1_8b": ["data.sources.files.path=x.jsonl"],
+    "dpo_qwen3_8b": ["data.sources.files.path=x.jsonl"],
+    **{name: [*PAIRS, "loss.reference=x"] for name in ("dpo", "ipo", "kto")},
+    **dict.fromkeys(("orpo", "simpo"), PAIRS),
     "lora_llama3_1_8b": ["data.sources.files.path=x.jsonl"],
     "lora_qwen3_30b_a3b": ["data.sources.files.path=x.jsonl"],
     "qlora_llama3_3_70b": ["data.sources.files.path=x.jsonl"],

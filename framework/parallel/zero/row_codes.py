@@ -123,9 +123,7 @@ class CodedRows:
     @cached_property
     def scale_of_column(self) -> Tensor:
         """The number of each column's scale within its row, [w] int64 on the CPU."""
-        begins = torch.zeros(self.width, dtype=torch.int64)
-        begins[list(self.cuts)] = 1
-        return begins.cumsum_(0).sub_(1)
+        return torch.bucketize(torch.arange(self.width), torch.tensor(self.cuts, dtype=torch.int64), right=True) - 1
 
 
 @dataclass(frozen=True)

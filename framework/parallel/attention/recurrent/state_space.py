@@ -36,47 +36,30 @@ Carry = Callable[[Tensor, Tensor], Tensor]
 
 
 def scan_heads(
-    pieces: Pieces,
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor,
-    dt_bias: Tensor,
-    dt_limit: tuple[float, float] = (0.0, inf),
-    **_others: Any,
+    pieces: Pieces, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **options: Any
 ) -> Tensor:
-    """Called as transformers' `mamba2_chunk_scan`: hidden_states [B, T, H, P], dt [B, T, H], A, D, dt_bias [H], B, C [B, T, G, N]
-    -> [B, T, H, P], in the dtype of sums."""
+    """Called as transformers' `mamba2_chunk_scan`: hidden_states [B, T, H, P], dt [B, T, H], A [H], B, C [B, T, G, N] ->
+    [B, T, H, P], in the dtype of sums. options: D, dt_bias [H], dt_limit, and others that say nothing here."""
     x, a, b, c = (each.to(sums_dtype(hidden_states.dtype)) for each in (hidden_states, A, B, C))
-    step = F.softplus(dt + dt_bias.to(dt.dtype)).clamp(*dt_limit).to(x.dtype)
+    # Rounded where torch's own path rounds: with the bias in the dtype of dt, and everything behind it in that of sums.
+    step = F.softplus(dt + options["dt_bias"].to(dt.dtype)).clamp(*options.get("dt_limit", (0.0, inf))).to(x.dtype)
     batch = _Batch(pieces, x.device)
     x_dt, decay, b, c = (batch.cut(each) for each in (x * step.unsqueeze(-1), a * step, b, c))
+    # Without D: what a token adds to its own output does not pass through the state, and needs no pieces.
     y = scan_in_chunks(x_dt, decay, b, c, chunk_size, batch.starts, batch.carry)
-    return batch.join(y) + D.unsqueeze(-1) * x
+    return batch.join(y) + options["D"].unsqueeze(-1) * x
 
 
 def scan_channels(
-    pieces: Pieces,
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    z: Tensor,
-    delta_bias: Tensor,
-    **_others: Any,
+    pieces: Pieces, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any
 ) -> Tensor:
-    """Called as transformers' `mamba_selective_scan`: hidden_states, dt, z [B, D, T], A [D, N], B, C [B, N, T], D, delta_bias [D]
-    -> [B, D, T]."""
+    """Called as transformers' `mamba_selective_scan`: hidden_states, dt [B, D, T], A [D, N], B, C [B, N, T] -> [B, D, T], in the
+    dtype of sums. options: z [B, D, T], D, delta_bias [D], and others that say nothing here."""
     x, b, c = (each.mT.to(sums_dtype(each.dtype)) for each in (hidden_states, B, C))
-    step = F.softplus(dt + delta_bias.to(dt.dtype).unsqueeze(-1)).mT.to(x.dtype)
+    step = F.softplus(dt + options["delta_bias"].to(dt.dtype).unsqueeze(-1)).mT.to(x.dtype)
     batch = _Batch(pieces, x.device)
     y = scan_tokens(batch.cut(x), batch.cut(step), A, batch.cut(b), batch.cut(c), batch.starts, batch.carry)
-    return ((batch.join(y) + D * x) * F.silu(z.mT)).mT
+    return ((batch.join(y) + options["D"] * x) * F.silu(options["z"].mT)).mT
 
 
 def have_no_kernel(pieces: Pieces, *_inputs: Any, **_others: Any) -> None:
@@ -135,6 +118,7 @@ def scan_in_chunks(
     x = x.unflatten(3, (groups, -1))  # [Z, K, L, G, R, P]
     log_decay = log_decay.unflatten(3, (groups, -1)).permute(0, 1, 3, 4, 2)  # [Z, K, G, R, L]
 
+    # Logarithms first: a product of many decays would be 0 before it is divided, and its gradient lost.
     logs = _sum_between(log_decay)
     within = _see(logs, begun).exp() * torch.einsum("zklgn,zksgn->zkgls", c, b).unsqueeze(3)
     y = torch.einsum("zkgrls,zksgrp->zklgrp", within, x)
@@ -163,6 +147,7 @@ def _see(logs: Tensor, begun: Tensor | None) -> Tensor:
     sees = torch.ones(length, length, dtype=torch.bool, device=logs.device).tril()
     if begun is not None:
         sees = (sees & (begun[..., :, None] == begun[..., None, :]))[:, :, None, None]
+    # In front of exp, not behind it: the gradient of what is masked there is exactly 0.
     return logs.masked_fill(~sees, -torch.inf)
 
 
@@ -184,6 +169,7 @@ def scan_tokens(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, starts: 
     states = [torch.zeros_like(inputs[:, :, 0])]
     for state, decay in zip(inputs.unbind(2), decays.unbind(2), strict=True):
         states.append(decay * states[-1] + state)
+    # The last token's decay since the chunk began is all that a chunk leaves of the state before it.
     before = _scan_states(states[-1], from_start[:, :, -1], carry)
     within = torch.stack(states[1:], 2) + from_start * before.unsqueeze(2)
     return torch.einsum("zkldn,zkln->zkld", within, c).flatten(1, 2)[:, :length]
@@ -200,5 +186,6 @@ def _scan_states(states: Tensor, decays: Tensor, carry: Carry) -> Tensor:
     for state, decay in zip(states.unbind(1), decays.unbind(1), strict=True):
         before.append(decay * before[-1] + state)
         products.append(decay * products[-1])
+    # Only now is it known with what the pieces begin: it is added to all chunks at once, so no chunk is computed twice.
     first = carry(before.pop(), products.pop())
     return torch.stack(before, 1) + torch.stack(products, 1) * first[:, None]
