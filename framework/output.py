@@ -13,7 +13,7 @@ import os
 import re
 import select
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 # C0 but for tab and newline, DEL, C1, the line and paragraph separators, and the marks that turn the direction of a text.
@@ -35,10 +35,18 @@ def in_a_line(text: str) -> str:
     return show_controls(text).replace("\r", r"\r").replace("\n", r"\n")
 
 
-def align(rows: Sequence[Sequence[str]], widest: int | None = None) -> list[str]:
-    """Lines of a table with its columns aligned. widest: the most characters by which a column moves the next one."""
+def align(rows: Sequence[Sequence[str]], words: Collection[int] | None = None, widest: int | None = None) -> list[str]:
+    """Lines of a table with its columns aligned: numbers to the right, the columns in `words` to the left, and all of them where
+    it is None. widest: the most characters by which a column moves the next one."""
     widths = [min(widest or size, size) for size in (max(map(len, column)) for column in zip(*rows, strict=True))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    is_left = [words is None or column in words for column in range(len(widths))]
+    return [
+        "  ".join(
+            cell.ljust(width) if left else cell.rjust(width)
+            for cell, width, left in zip(row, widths, is_left, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def paint(pieces: Iterable[tuple[str, bool]]) -> None:

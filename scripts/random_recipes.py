@@ -188,6 +188,21 @@ def _is_optimizer(*names: str) -> Callable[[Drawn, Any], bool]:
     return lambda drawn, value: drawn["optim.name"] in names
 
 
+def _may_be_frozen(drawn: Drawn, value: str) -> bool:
+    is_frozen = bool(drawn["model.freeze"]) or drawn.get("model.router_bias_rate", 0.0) > 0
+    return value == "none" or not (is_frozen or drawn.get("precision.compute") == "fp8")
+
+
+def _has_adapter(drawn: Drawn, _value: Any) -> bool:
+    return bool(drawn["adapter.kind"] != "none")
+
+
+def _fits_targets(drawn: Drawn, value: list[str]) -> bool:
+    return _has_adapter(drawn, value) and (
+        value == ["all-linear"] or (drawn["adapter.kind"] == "lora" and _may_have_experts(drawn))
+    )
+
+
 def _keeps_operations(drawn: Drawn, _value: Any) -> bool:
     return drawn["memory.activation_checkpointing"] == "selective"
 
@@ -254,6 +269,14 @@ CHOICES = (
     Choice("precision.master", ("fp32", "none"), _computes_in("bf16")),
     Choice("precision.loss_scale", (None, "dynamic", 1024.0), _computes_in("fp16")),
     Choice("precision.fp8_scaling", ("tensor", "row"), _computes_in("fp8")),
+    Choice("adapter.kind", ("none",) * 8 + ("lora", "dora"), _may_be_frozen),
+    Choice("adapter.rank", (1, 2, 3, 8), _has_adapter),
+    Choice("adapter.alpha", (1.0, 5.0, 32.0), _has_adapter),
+    Choice("adapter.rank_stabilized", (False, True), _has_adapter),
+    Choice("adapter.base", ("bf16", "bf16", "fp8", "nf4", "nf4"), _has_adapter),
+    Choice("adapter.b_lr_ratio", (1.0, 4.0), _has_adapter),
+    Choice("adapter.train", ([], [], [], ["lm_head"], ["embed_tokens"], ["norm"]), _has_adapter),
+    Choice("adapter.targets", (["all-linear"], ["experts"], ["all-linear", "experts"]), _fits_targets),
 )
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from framework.checkpoint.folder import report
 from framework.errors import CheckpointError
-from framework.plan.host_memory import MEMORY
+from framework.plan.check import MEMORY
 
 # Prefix of the name of a start's folder, before its epoch.
 EPOCH = "epoch-"

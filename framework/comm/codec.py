@@ -162,6 +162,15 @@ class BlockCodec:
         return (h @ x.unflatten(-1, (-1, side, side)) @ h).flatten(-3)
 
 
+# Codecs of parameters and of gradients, by the names that layouts have for them.
+CODECS = {"fp8 blocks": BlockCodec("fp8"), "int8 blocks": BlockCodec("int8")}
+REDUCE_CODECS = {
+    "int8": BlockCodec("int8"),
+    "int4": BlockCodec("int4"),
+    "int4_rotated": BlockCodec("int4", is_rotated=True),
+}
+
+
 class TorchCodes:
     """A codec's passes over its numbers, before they are turned and behind it, by torch's operations."""
 

@@ -107,7 +107,7 @@ def _read_prompts() -> Iterator[str]:
 def _find_folder(run_or_folder: Path) -> Path | None:
     """The Hugging Face folder to load; None where it is a run with checkpoints, which are never older than its export."""
     run = RunDirectory(run_or_folder)
-    if (run_or_folder / "config.json").is_file():
+    if any((run_or_folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         return run_or_folder
     if run.recipe.is_file() and newest_checkpoint(run.checkpoints) is not None:
         return None

@@ -1,9 +1,26 @@
 """`meshwright plan`: memory, time and cost of a recipe, without any device."""
 
 import argparse
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
+from framework.errors import EXIT_DONE, EXIT_MEMORY
 from framework.imports import loading_libraries
+from framework.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from framework.plan.plan import Plan
+
+DETAILS = MappingProxyType(
+    {
+        "ranks": "memory and messages of each rank, and what it leaves to its host",
+        "layouts": "the units and parameters of a rank",
+        "schedule": "the pipeline's stages and actions, and all schedules compared",
+        "options": "savings and cost of each option that lowers memory",
+    }
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -14,14 +31,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also write the schedule: .svg, .png or .pdf as a picture, .csv as a table for pipeline.table",
     )
-    details = {
-        "--ranks": "memory and messages of each rank, and what it leaves to its host",
-        "--layouts": "the units and parameters of a rank",
-        "--schedule": "the pipeline's stages and actions, and all schedules compared",
-        "--options": "savings and cost of each option that lowers memory",
-    }
-    for option, words in details.items():
-        parser.add_argument(option, action="store_true", help=f"also print {words}")
+    for name, words in DETAILS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=f"also print {words}")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser, in one file")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace files that no plan or search has written, too"
@@ -37,9 +48,70 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = require_layout(composition, arguments.overrides, arguments.recipes)
     with loading_libraries():
         from framework.commands.measure import check_measured
-        from framework.plan.plan_command import plan_command
-        from framework.plan.plan_text import Wanted
 
     check_measured(recipe)
-    names = ("ranks", "layouts", "schedule", "options", "schedule_to", "html", "overwrite")
-    return plan_command(recipe, Wanted(**{name: getattr(arguments, name) for name in names}))
+    return print_plan(
+        recipe,
+        [name for name in DETAILS if getattr(arguments, name)],
+        schedule_to=arguments.schedule_to,
+        html=arguments.html,
+        overwrite=arguments.overwrite,
+    )
+
+
+def print_plan(
+    recipe: Recipe,
+    details: Collection[str] = (),
+    *,
+    schedule_to: Path | None = None,
+    html: Path | None = None,
+    overwrite: bool = False,
+) -> int:
+    """Print what a recipe will hold, take and cost, and write the files. Raises what the recipe or the model has wrong.
+
+    details: of `DETAILS`; overwrite: replace a page's file that is not ours."""
+    with loading_libraries():
+        from framework.plan.advice import find_changes
+        from framework.plan.check import check_stages, check_weights
+        from framework.plan.forecast_plan import forecast_plan
+        from framework.plan.page import save_schedule
+        from framework.plan.page_html import require_page, write_html
+        from framework.plan.plan_stages import join_stages, plan_within
+        from framework.plan.plan_text import describe_plan
+        from framework.recipe.stages import split_stages
+
+    if html is not None:
+        require_page(html, overwrite)
+    first, *plans = check_stages(recipe)
+    check_weights(first)
+    stages = split_stages(recipe)
+    forecasts = [forecast_plan(plan_within(*each)) for each in zip(stages, plans or [first], strict=True)]
+    found, table = join_stages(stages, forecasts)
+    plan, changes = found.plan, find_changes(found)
+    for line in (*table, *describe_plan(found, changes), *_describe_details(plan, details)):
+        print(line)
+    if schedule_to is not None:
+        save_schedule(schedule_to, plan.pipeline, plan.derived.accumulation, plan.title)
+        print(f"wrote the schedule to {schedule_to}")
+    if html is not None:
+        from framework.plan.page_of_plan import make_page
+
+        write_html(html, make_page(found, changes))
+        print(f"wrote {html}")
+    return EXIT_DONE if all(each.forecast.memory.fits for each in forecasts) else EXIT_MEMORY
+
+
+def _describe_details(plan: "Plan", details: Collection[str]) -> Iterator[str]:
+    from framework.plan.advice import describe_savings
+    from framework.plan.page import describe_layouts, describe_ranks, describe_schedule
+
+    makers = {
+        "ranks": describe_ranks,
+        "layouts": describe_layouts,
+        "schedule": describe_schedule,
+        "options": describe_savings,
+    }
+    for name, describe in makers.items():
+        if name in details:
+            yield ""
+            yield from describe(plan)

@@ -21,7 +21,7 @@ from framework.launch.directory import RunDirectory
 from framework.launch.identity import verify_identity
 from framework.mesh.box import Box
 from framework.mesh.layout import Layout
-from framework.model.adapters import add_adapters, merge_all
+from framework.model.adapters import add_adapters, find_coded, merge_all
 from framework.model.generate import add_end, find_end, find_token_ids, set_token_ids
 from framework.model.hub import CONFIG, find_base, list_processors, read_generation
 from framework.model.initial import build_buffers, draw_unit, persistent_buffers, set_buffers
@@ -30,6 +30,7 @@ from framework.model.peft_folder import write_adapter
 from framework.model.units import Unit, find_units, set_parameter, tied_names
 from framework.model.weights import read_weights, write_weights, writing_folder
 from framework.optim.averages import AVERAGE
+from framework.parallel.zero.row_codes import round_rows
 from framework.recipe.compose import load_recipe
 from framework.recipe.schema import Model, Recipe
 from framework.recipe.stages import stage_of
@@ -155,6 +156,11 @@ class UnitReader:
             return _read(self._reader, self._kind, unit.parameters)
         trained = [name for name in unit.parameters if name not in frozen]
         tensors = {**_read(self._reader, self._kind, trained), **self._read_base(unit, frozen)}
+        kind = self._recipe.adapter.base
+        if kind != "bf16":
+            # The numbers that the adapter was trained beside.
+            coded = find_coded(self._model, [unit], trained)
+            tensors |= {name: round_rows(kind, tensors[name]) for name in coded}
 
         def read(name: str) -> Tensor:
             return _read(self._reader, self._kind, [name])[name]
@@ -172,7 +178,8 @@ class UnitReader:
     def _read_base(self, unit: Unit, names: Sequence[str]) -> dict[str, Tensor]:
         """Frozen tensors by name, from the pretrained weights, or drawn as the run drew them."""
         if self._folder is None:
-            drawn = draw_unit(self._model, unit, self._recipe.train.seed, torch.device("cpu"))
+            # By a model that stays on meta: an initialiser would write to a tied weight that the caller has been given.
+            drawn = draw_unit(self._adapted, unit, self._recipe.train.seed, torch.device("cpu"))
             return {name: drawn[name] for name in names}
         shapes = {name: tuple(self._model.get_parameter(name).shape) for name in names}
         wanted = {name: [Box((0,) * len(shape), shape)] for name, shape in shapes.items()}

@@ -27,6 +27,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--strict", action="store_true", help="compare the recipe in its own sizes, or refuse")
     parser.add_argument(
+        "--coordinates",
+        type=Path,
+        metavar="PNG",
+        help="of model.mup_base: whether outputs are as large at 1, 2, 4 ... times its widths, drawn to this file",
+    )
+    parser.add_argument("--widths", type=int, default=5, metavar="N", help="with --coordinates: widths (default: 5)")
+    parser.add_argument(
         "--end-to-end", action="store_true", help="compare a whole run, from text to export, with a plain loop"
     )
 
@@ -40,6 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     names = ("model_config", "dtype", "steps", "ranks", "device", "strict")
     options = VerifyOptions(**{name: getattr(arguments, name) for name in names})
+    if arguments.coordinates is not None:
+        from framework.verify.coordinates import check_coordinates
+
+        return check_coordinates(
+            recipe, picture=arguments.coordinates, steps=arguments.steps, num_widths=arguments.widths
+        )
     if arguments.end_to_end:
         from framework.verify.end_to_end import verify_end_to_end
 

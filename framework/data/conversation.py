@@ -61,15 +61,15 @@ class Conversation:
 
 def read_conversation(record: Mapping[str, Any], name: str) -> Conversation:
     """The conversation of a record whose field `name` has it, or begins it. DataError, with the reason alone, if it has none."""
-    value, messages = _parse_messages(record[name]), []
+    value, messages = parse_messages(record[name]), []
     system = record.get("system")
     if isinstance(value, list):
-        messages = [_read_message(index, each) for index, each in enumerate(value)]
+        messages = [read_message(index, each) for index, each in enumerate(value)]
         # A prompt of messages; those that end with the answer have it already.
         is_open = bool(messages) and messages[-1]["role"] != "assistant"
-        completion = _parse_messages(record.get("completion")) if is_open else None
+        completion = parse_messages(record.get("completion")) if is_open else None
         if isinstance(completion, list):
-            messages += [_read_message(len(value) + index, each) for index, each in enumerate(completion)]
+            messages += [read_message(len(value) + index, each) for index, each in enumerate(completion)]
         elif isinstance(completion, str):
             messages.append({"role": "assistant", "content": completion})
     elif isinstance(value, str):
@@ -86,7 +86,7 @@ def read_conversation(record: Mapping[str, Any], name: str) -> Conversation:
     return Conversation(messages, _drop_none(tools) or None, _drop_none(options) or {})
 
 
-def _parse_messages(value: Any) -> Any:
+def parse_messages(value: Any) -> Any:
     """A value, or the messages that a string has as JSON: a prompt may begin with a bracket, too."""
     parsed = _parse(value)
     return parsed if isinstance(parsed, list) and all(isinstance(each, Mapping) for each in parsed) else value
@@ -116,7 +116,7 @@ def _read_answered(record: Mapping[str, Any], name: str, prompt: str) -> Iterato
     yield {"role": "assistant", "content": record[answer]}
 
 
-def _read_message(index: int, value: Any) -> Message:
+def read_message(index: int, value: Any) -> Message:
     """A message with the names that templates know, and without keys that a column of Arrow filled with nothing."""
     where = f"message {index + 1}"
     if not isinstance(value, Mapping):

@@ -19,9 +19,8 @@ from framework.comm.transfer import choose_current, pin
 from framework.data.order import NOTHING_READ, SampleOrder, Skipped, index_samples, key_of, permute
 from framework.data.pack import NO_SAMPLE, Microbatch, Mode, Packer, cut_context
 from framework.data.prepared import Prepared
-from framework.data.rows import Overlong
+from framework.data.rows import Overlong, refuse_no_rows
 from framework.data.store import Split
-from framework.errors import DataError
 from framework.mesh.context import ContextSlices
 
 # Small steps are read several at once, since a read costs some 0.2 ms however little it reads: at most this many steps and
@@ -126,11 +125,8 @@ def open_packer(
     keys = [key_of(source.name, seed) for source in prepared.sources]
     packer = Packer(streams, context, pack, prepared.eos_id, overlong, keys)
     for source, size in zip(prepared.sources, packer.sizes, strict=True):
-        if split == "train" and size == 0:
-            raise DataError(
-                f"data.sources.{source.name}: each of its conversations is longer than batch.context={context}. Raise"
-                " batch.context, or set data.overlong=truncate"
-            )
+        if split == "train":
+            refuse_no_rows(source.name, source.streams[split], size, context)
     return packer
 
 
@@ -141,7 +137,9 @@ def split_rows(rows: Microbatch, size: int) -> list[Microbatch]:
 
 def validation_batches(
     prepared: Prepared,
+    split: Split = "validation",
     *,
+    seed: int = 0,
     context: int,
     pack: Mode,
     overlong: Overlong = "skip",
@@ -151,13 +149,13 @@ def validation_batches(
     slices: ContextSlices | None = None,
     limit: int | None = None,
 ) -> Iterator[Microbatch]:
-    """One pass over the validation split: every sequence of every source once, on one of the dp ranks, cut by `slices`. A
-    microbatch has sequences of one source, the same on all ranks.
+    """One pass over the validation split, or another: every sequence of every source once, on one of the dp ranks, cut by
+    `slices`. A microbatch has sequences of one source, the same on all ranks.
 
     limit (train.validation_sequences): at most this many, a fixed random choice independent of the seed. Each rank gets the same
     number of microbatches, filled up with sequences without labels (all -100), so a loss summed over labels is exact.
     """
-    packer = open_packer(prepared, "validation", context, pack, overlong)
+    packer = open_packer(prepared, split, context, pack, overlong, seed)
     source, sample = _list_samples(packer.sizes, limit)
     for number in range(len(packer.streams)):
         own = sample[source == number]

@@ -34,6 +34,7 @@ from framework.data.rows import Overlong, Rows
 from framework.data.store import TokenStream
 from framework.mesh.context import ContextSlices
 from framework.model.loss import IGNORE
+from framework.model.objective import Pairs
 from framework.parallel.attention import Documents
 
 NO_SAMPLE = -1
@@ -45,7 +46,7 @@ Mode = Literal["concat", "documents", "best_fit", "alone"]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The tokens of one forward pass of one rank. All tensors: [b, T] int64 on the CPU, contiguous."""
+    """The tokens of one forward pass of one rank. All tensors but those of `pairs`: [b, T] int64 on the CPU, contiguous."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
@@ -56,11 +57,14 @@ class Microbatch:
     """In validation, the number of the source of all rows."""
     documents: Documents | None = None
     """The documents of whole sequences, of which attention keeps inside; None where each sequence is one."""
+    pairs: Pairs | None = None
+    """The documents that are answers to compare; None where none are."""
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Microbatch":
-        """Apply `change` to every tensor, each [b, T]."""
+        """Apply `change` to every tensor, each of b rows."""
         positions = None if self.position_ids is None else change(self.position_ids)
-        return Microbatch(change(self.input_ids), change(self.labels), positions, self.source, self.documents)
+        pairs = None if self.pairs is None else self.pairs.map(change)
+        return Microbatch(change(self.input_ids), change(self.labels), positions, self.source, self.documents, pairs)
 
     def select(self, first: int, stop: int) -> "Microbatch":
         """The sequences first .. stop - 1, contiguous views."""
@@ -117,7 +121,36 @@ class Packer:
                 self._fill_row(self.streams[stream], self._rows[stream], number, *places)
             else:
                 self._fill(self.streams[stream], number, *places)
-        return Microbatch(torch.from_numpy(input_ids), torch.from_numpy(labels), self._count_positions(starts))
+        pairs = self._list_pairs(source, sample) if any(stream.is_paired for stream in self.streams) else None
+        positions = self._count_positions(starts)
+        return Microbatch(torch.from_numpy(input_ids), torch.from_numpy(labels), positions, pairs=pairs)
+
+    @cached_property
+    def _most_documents(self) -> int:
+        """Documents of the fullest row; at least those of a pair."""
+        return max(2, *(int(np.diff(rows.first, prepend=0).max(initial=0)) for rows in self._rows))
+
+    def _list_pairs(self, source: np.ndarray, sample: np.ndarray) -> Pairs:
+        """The documents of rows as in `pack`, [n, T] and [n, most documents of a row]."""
+        shape = (len(sample), self._most_documents)
+        places = np.zeros((len(sample), self.context), dtype=np.int64)
+        kinds, numbers, reference = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape)
+        for row, (number, sampled) in enumerate(zip(source.tolist(), sample.tolist(), strict=True)):
+            if sampled == NO_SAMPLE:
+                continue
+            stream, rows = self.streams[number], self._rows[number]
+            pieces = slice(int(rows.first[sampled]), int(rows.first[sampled + 1]))
+            starts, stops = rows.starts[pieces], rows.stops[pieces]
+            assert stream.trained is not None, "answers have kinds"
+            filled = np.repeat(np.arange(len(starts)), stops - starts - 1)
+            places[row, : len(filled)] = filled
+            kinds[row, : len(starts)] = stream.trained[stops - 1]
+            numbers[row, : len(starts)] = np.searchsorted(stream.ends, starts, side="right")
+            if stream.reference is not None:
+                reference[row, : len(starts)] = stream.reference[numbers[row, : len(starts)]]
+        is_known = all(stream.reference is not None for stream in self.streams)
+        known = torch.from_numpy(reference) if is_known else None
+        return Pairs(torch.from_numpy(places), torch.from_numpy(kinds), torch.from_numpy(numbers), known)
 
     def _fill(
         self, stream: TokenStream, sample: int, input_ids: np.ndarray, labels: np.ndarray, starts: np.ndarray | None
@@ -188,6 +221,7 @@ def cut_context(rows: Microbatch, slices: ContextSlices) -> Microbatch:
         slices.padded().cut(positions.clamp(max=context - 1), 0),
         rows.source,
         documents,
+        None if rows.pairs is None else replace(rows.pairs, places=slices.cut(rows.pairs.places, 0)),
     )
 
 

@@ -33,7 +33,7 @@ from framework.data.prepared import (
     open_found,
 )
 from framework.data.records import plan_shards
-from framework.data.rows import Rows, count_overlong
+from framework.data.rows import Rows, count_overlong, refuse_no_rows
 from framework.data.shard import (
     LARGEST_SHARE,
     BadRecord,
@@ -152,12 +152,14 @@ def describe_rows(prepared: Prepared, recipe: Recipe) -> list[str]:
         if not source.meta.is_masked:
             continue
         rows = Rows.of(stream, context, overlong, is_alone=packing == "alone")
-        line = f"rows     {source.name}: {stream.num_documents:,} conversations in {rows.num_rows:,} rows of {context} tokens, "
+        refuse_no_rows(source.name, stream, rows.num_rows, context)
+        count = stream.num_documents // (1 + stream.is_paired)
+        line = f"rows     {source.name}: {count:,} {stream.noun} in {rows.num_rows:,} rows of {context} tokens, "
         lines.append(f"{line}{rows.fill:.1%} filled")
         if count := count_overlong(stream, context):
             done = "are left out" if overlong == "skip" else "lose their ends"
             lines.append(
-                f"note     {source.name}: {count:,} conversations are longer than batch.context={context} and {done}"
+                f"note     {source.name}: {count:,} {stream.noun} are longer than batch.context={context} and {done}"
                 f" (data.overlong={overlong})"
             )
     return lines
@@ -266,7 +268,8 @@ def _build(recipe: Recipe, places: DataPlaces, absent: Sequence[StorePlace], wor
             source_bytes=sum(file.num_bytes for file in files),
             folder=place.folder,
             field=place.source.field,
-            messages=place.source.messages,
+            conversation=place.source.conversation,
+            form=place.form,
             train_on=recipe.data.train_on,
             tokenizer_folder=folder,
             tokenizer=tokenizer,
@@ -363,9 +366,12 @@ def _finish(
         write_json(place.folder / LEFT_OUT, left_out)
     splits = [report.splits for report in reports]
     source = {"path": place.source.path, "format": place.source.format, "field": place.source.field}
+    if place.source.conversation is not None:
+        source["chat_template"] = hash_file(place.folder.parent / tokenizer_folder / "chat_template.jinja")
     if place.source.messages is not None:
-        template = hash_file(place.folder.parent / tokenizer_folder / "chat_template.jinja")
-        source |= {"messages": place.source.messages, "train_on": recipe.data.train_on, "chat_template": template}
+        source |= {"messages": place.source.messages, "train_on": recipe.data.train_on}
+    if place.form is not None:
+        source |= {"pairs": str(place.source.pairs), "form": place.form}
     meta = StoreMeta(
         version=STORE_VERSION,
         source=source,
@@ -421,6 +427,7 @@ def _sample_texts(recipe: Recipe, stores: Sequence[StorePlace], progress: bool) 
     num_bytes = sum(span.num_bytes for _, spans in shards for span in spans)
     chosen = shards[:: num_bytes // recipe.data.bpe_text_bytes + 1]
     for place, spans in tqdm(chosen, desc="read text", unit=" shards", delay=BAR_DELAY_S, disable=not progress):
-        texts = (each for span in spans for each in read_texts(span, place.source.field, place.source.messages))
+        what = place.source.field, place.source.conversation, place.form
+        texts = (each for span in spans for each in read_texts(span, *what))
         trained = (text for text, hash in texts if hash >= _initial_threshold(recipe))
         yield from (chunk for text in trained for chunk in cut_at_spaces(text))

@@ -19,6 +19,7 @@ import xxhash
 
 from framework.data.join import is_tokenized
 from framework.data.kinds import strip_compression
+from framework.data.pairs import Form
 from framework.data.source import SourceFile, SourceMissing, list_files
 from framework.data.store import (
     COUNTS_FILE,
@@ -50,6 +51,8 @@ class StorePlace:
     source: Source
     files: tuple[SourceFile, ...] | None
     folder: Path
+    form: Form | None = None
+    """The form of answers to compare; None of other sources."""
 
 
 @dataclass(frozen=True)
@@ -110,12 +113,15 @@ def locate(recipe: Recipe, progress: bool = False) -> DataPlaces:
     places = []
     for name, source in sources.items():
         words = {"tokenizer": tokenizer_words, "validation": recipe.data.validation, **_describe_source(source)}
+        form: Form | None = None
         if source.messages is not None:
             words["train_on"] = recipe.data.train_on
+        elif source.pairs is not None:
+            form = words["form"] = "label" if recipe.loss.name == "kto" else "pair"
         stem = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}-{_key(words)}"
         files_key = _key_files([files[name], *tokenizer_files])
         folder = Path(recipe.data.root) / f"{stem}-{files_key}" if files_key else _find_only(recipe, stem, missing)
-        places.append(StorePlace(name, source, files[name], folder))
+        places.append(StorePlace(name, source, files[name], folder, form))
     tokenizer_key = _key_files(tokenizer_files)
     tokenizer = Path(recipe.data.root) / f"tokenizer-{_key(tokenizer_words)}-{tokenizer_key}"
     return DataPlaces(tuple(places), tokenizer if tokenizer_key else None)
@@ -125,7 +131,9 @@ def _describe_source(source: Source) -> dict[str, Any]:
     """The properties of a source that its tokens depend on; its weight is not one."""
     words = {"path": source.path, "format": source.format, "field": source.field, "version": TOKENS_VERSION}
     # Without conversations names stay as they were before there were any.
-    return words | ({} if source.messages is None else {"messages": source.messages, "chat_version": CHAT_VERSION})
+    if source.conversation is not None:
+        words |= {"messages" if source.messages else "pairs": source.conversation, "chat_version": CHAT_VERSION}
+    return words
 
 
 def _describe_tokenizer(

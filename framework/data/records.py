@@ -412,7 +412,7 @@ def _require_field(file: SourceFile, columns: list[str], field: str) -> None:
     if columns.count(field) != 1:
         found = "no field" if field not in columns else "more than one field"
         raise DataError(
-            f"{file.path}: {found} `{field}`. Set data.sources.*.field (or .messages) to one of: {', '.join(columns)}"
+            f"{file.path}: {found} `{field}`. Set data.sources.*.field (or .messages, .pairs) to one of: {', '.join(columns)}"
         )
 
 

@@ -7,7 +7,8 @@ the documents' lengths and the context, and sample g is row g of them: `order.py
 
 `data.pack=alone` gives each document a row, for models that carry a state from one to the next.
 
-A conversation that is longer than a row is left out or cut behind (`data.overlong`); text is cut into pieces of whole rows.
+A conversation that is longer than a row is left out or cut behind (`data.overlong`); text is cut into pieces of whole rows. Of
+answers to compare each two documents side by side are packed as one, and stay apart in their row.
 """
 
 from dataclasses import dataclass
@@ -47,20 +48,37 @@ class Rows:
         """The rows of a stream. key: draws the order of equally long documents; is_alone: a row for each. DataError where
         `overlong` refuses one."""
         starts, stops = _list_pieces(stream, context, overlong)
-        lengths = stops - starts - 1
+        together = 1 + stream.is_paired  # documents that are packed as one
+        lengths = _count_places(starts, stops, together)
         index = np.arange(len(lengths), dtype=np.uint64)
         drawn = permute(index, np.full_like(index, len(lengths)), np.full_like(index, key)).astype(np.int64)
         by_length = drawn[np.argsort(-lengths[drawn], kind="stable")]
         row_of = np.arange(len(lengths)) if is_alone else _fit(lengths[by_length], context)
         in_rows = by_length[np.argsort(row_of, kind="stable")]
-        counts = np.bincount(row_of) if len(row_of) else np.zeros(0, np.int64)
+        in_rows = (in_rows[:, None] * together + np.arange(together)).reshape(-1)
+        counts = np.bincount(row_of) * together if len(row_of) else np.zeros(0, np.int64)
         return cls(starts[in_rows], stops[in_rows], np.concatenate([[0], np.cumsum(counts)]), context)
 
 
+def refuse_no_rows(source: str, stream: TokenStream, num_rows: int, context: int) -> None:
+    """Raises DataError where a source of this name has no row to train on."""
+    if num_rows == 0:
+        cut = "" if stream.is_paired else ", or set data.overlong=truncate"
+        raise DataError(
+            f"data.sources.{source}: each of its {stream.noun} is longer than batch.context={context}. Raise batch.context{cut}"
+        )
+
+
 def count_overlong(stream: TokenStream, context: int) -> int:
-    """The number of conversations that are longer than a row; 0 for text, which is cut."""
+    """The number of conversations, or pairs, that are longer than a row; 0 for text, which is cut."""
     ends = stream.read_ends()
-    return 0 if stream.trained is None else int((np.diff(ends, prepend=0) > context + 1).sum())
+    starts = np.concatenate([[0], ends[:-1]])
+    return 0 if stream.trained is None else int((_count_places(starts, ends, 1 + stream.is_paired) > context).sum())
+
+
+def _count_places(starts: np.ndarray, stops: np.ndarray, together: int) -> np.ndarray:
+    """The places of a row that each document takes, or so many together: [n] int64."""
+    return (stops - starts - 1).reshape(-1, together).sum(axis=1)
 
 
 def _list_pieces(stream: TokenStream, context: int, overlong: Overlong) -> tuple[np.ndarray, np.ndarray]:
@@ -73,12 +91,14 @@ def _list_pieces(stream: TokenStream, context: int, overlong: Overlong) -> tuple
         starts, stops = np.repeat(starts, counts) + number * context, np.repeat(stops, counts)
     elif overlong == "refuse" and (count := count_overlong(stream, context)):
         raise DataError(
-            f"{count:,} conversations are longer than batch.context={context}, and data.overlong=refuse. Raise batch.context, or"
+            f"{count:,} {stream.noun} are longer than batch.context={context}, and data.overlong=refuse. Raise batch.context, or"
             " set data.overlong to skip or truncate"
         )
-    fits = (stops - starts - 1 <= context) | (stream.trained is None) | (overlong == "truncate")
+    together = 1 + stream.is_paired
+    fits = np.repeat(_count_places(starts, stops, together) <= context, together)
+    fits |= (stream.trained is None) | (overlong == "truncate")
     stops = np.minimum(stops, starts + context + 1)
-    kept = fits & (stops - starts > 1)
+    kept = fits & ((stops - starts > 1) | stream.is_paired)
     return starts[kept], stops[kept]
 
 

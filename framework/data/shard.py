@@ -17,21 +17,30 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import xxhash
 
-from framework.data.chat import Chat
 from framework.data.conversation import BESIDE, read_conversation
+from framework.data.document import (
+    Document,
+    encode_conversation,
+    encode_text,
+    hash_document,
+    hash_values,
+    load_chat,
+    load_encoder_once,
+)
+from framework.data.pairs import BESIDE_ANSWER, Form, add_probes, encode_answers, read_answers
 from framework.data.records import FileSpan, Record, count_rows_before, read_records
 from framework.data.store import (
     ENDS_DTYPE,
@@ -43,7 +52,7 @@ from framework.data.store import (
     name_damage,
     read_json,
 )
-from framework.data.tokenize import Encode, TokenizerInfo, load_encoder, load_tokenizer
+from framework.data.tokenize import TokenizerInfo
 from framework.errors import DataError
 from framework.files import unfinished_path, write_atomically, write_json
 
@@ -193,8 +202,10 @@ class ShardJob:
     shard: int
     spans: tuple[FileSpan, ...]
     field: str
-    messages: str | None
-    """The field of conversations; None: `field` is text."""
+    conversation: str | None
+    """The field of conversations, or of answers to compare; None: `field` is text."""
+    form: Form | None
+    """The form of answers."""
     train_on: str
     tokenizer_folder: Path
     tokenizer: TokenizerInfo
@@ -210,12 +221,6 @@ class ShardJob:
         return sum(span.num_bytes for span in self.spans)
 
 
-def hash_document(text: str) -> int:
-    """64-bit hash of the text alone. So a document stays in its split whatever the file, the order and the seed of the run, and
-    exact copies never stand on both sides."""
-    return xxhash.xxh3_64_intdigest(text.encode())
-
-
 def tokenize_shard(job: ShardJob) -> ShardReport:
     """Write a shard and its report. DataError as soon as it alone has more than `max_bad_records`."""
     clear_shard(job.folder, job.shard)
@@ -224,7 +229,8 @@ def tokenize_shard(job: ShardJob) -> ShardReport:
     bad_records: list[BadRecord] = []
     with ExitStack() as stack:
         writers = {split: SplitWriter(stack, job.folder, job.shard, split, dtype) for split in SPLITS}
-        for document in _read_documents(job):
+        documents = _read_documents(job)
+        for document in add_probes(documents) if job.form == "label" else documents:
             if isinstance(document, BadRecord):
                 bad_records.append(document)
                 check_bad_records(job.source, bad_records, job.max_bad_records)
@@ -254,17 +260,6 @@ def clear_shard(folder: Path, shard: int) -> None:
         unfinished_path(path).unlink(missing_ok=True)
 
 
-@dataclass(frozen=True)
-class Document:
-    """A tokenized document. num_bytes: of its text. ids: [n] int32, closed by the end-of-sequence id. trained: [n] bool, of a
-    conversation, which ends with the last turn that is trained."""
-
-    hash: int
-    num_bytes: int
-    ids: np.ndarray
-    trained: np.ndarray | None = None
-
-
 def split_document(document: Document, job: ShardJob) -> dict[Split, np.ndarray]:
     """The document's tokens by split: all in one. Of a held-out document that is more than half of its source only the beginning
     is held out, a tenth of the source or data.validation, whichever is more; the rest is trained on."""
@@ -280,13 +275,17 @@ def split_document(document: Document, job: ShardJob) -> dict[Split, np.ndarray]
 
 
 def _read_documents(job: ShardJob) -> Iterator[Document | BadRecord]:
-    if job.messages is None:
-        encode = partial(_encode, encode=_load_encoder_once(job.tokenizer_folder), tokenizer=job.tokenizer)
+    tokenizer, field = job.tokenizer_folder, job.conversation
+    encode: Callable[[Record], list[Document]]
+    if field is None:
+        encode = partial(encode_text, encode=load_encoder_once(tokenizer), tokenizer=job.tokenizer)
+    elif job.form is None:
+        encode = partial(encode_conversation, field=field, chat=load_chat(tokenizer, job.train_on))
     else:
-        encode = partial(encode_conversation, field=job.messages, chat=load_chat(job.tokenizer_folder, job.train_on))
+        encode = partial(encode_answers, field=field, form=job.form, chat=load_chat(tokenizer, "assistant"))
     for span in job.spans:
         rows_before: int | None = None
-        for record in read_records(span, job.messages or job.field, BESIDE if job.messages else None):
+        for record in read_records(span, field or job.field, beside_of(field, job.form)):
             try:
                 documents = encode(record)
             except DataError as error:
@@ -296,52 +295,27 @@ def _read_documents(job: ShardJob) -> Iterator[Document | BadRecord]:
                 yield from documents
 
 
-@cache
-def load_chat(folder: Path, train_on: str) -> Chat:
-    """The chat template of a kept tokenizer, once per process."""
-    return Chat(load_tokenizer(str(folder)), train_on)
-
-
-def encode_conversation(record: Record, field: str, chat: Chat) -> list[Document]:
-    """The documents of a conversation: one, unless its template writes earlier turns anew in later ones. DataError, with the
-    reason alone, if it has none."""
-    if record.values is None:
-        raise DataError(str(record.problem))
-    encoded = chat.encode(read_conversation(record.values, field))
-    return [Document(_hash_values(record.values), 0, ids, trained) for ids, trained in encoded]
-
-
-def _hash_values(values: dict[str, Any]) -> int:
-    return hash_document(json.dumps(values, sort_keys=True, default=str))
-
-
-def read_texts(span: FileSpan, field: str, messages: str | None) -> Iterator[tuple[str, int]]:
+def read_texts(
+    span: FileSpan, field: str, conversation: str | None = None, form: Form | None = None
+) -> Iterator[tuple[str, int]]:
     """(text, hash of the document) of each record of a span that has text."""
-    for record in read_records(span, messages or field, BESIDE if messages else None):
+    for record in read_records(span, conversation or field, beside_of(conversation, form)):
         if record.text:
             yield record.text, hash_document(record.text)
-        elif record.values is not None and messages is not None:
+        elif (values := record.values) is not None and conversation is not None:
             with suppress(DataError):
-                said = (each["content"] for each in read_conversation(record.values, messages).messages)
-                yield "\n".join(said), _hash_values(record.values)
+                found = [each for each, _ in read_answers(values, conversation, form)] if form else []
+                said = (
+                    text["content"]
+                    for each in found or [read_conversation(values, conversation)]
+                    for text in each.messages
+                )
+                yield "\n".join(said), hash_values(values)
 
 
-@cache
-def _load_encoder_once(folder: Path) -> Encode:
-    """`load_encoder`, once per process: a worker runs many jobs of one tokenizer, and a kept tokenizer's folder never changes."""
-    return load_encoder(folder)
-
-
-def _encode(record: Record, encode: Encode, tokenizer: TokenizerInfo) -> list[Document]:
-    """The document of a record. DataError, with the reason alone, if it has none."""
-    if record.text is None:
-        raise DataError(str(record.problem))
-    ids = encode(record.text)
-    if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
-        raise DataError(f"token id {ids.max()} is outside the tokenizer's vocabulary of {tokenizer.vocab_size}")
-    if not ids.size or ids[-1] != tokenizer.eos_id:
-        ids = np.append(ids, np.int32(tokenizer.eos_id))
-    return [Document(hash_document(record.text), len(record.text.encode()), ids)]
+def beside_of(conversation: str | None, form: Form | None) -> Sequence[str] | None:
+    """The fields that are read beside that of a conversation, or of answers of a form; None: beside text none is."""
+    return None if conversation is None else BESIDE if form is None else BESIDE_ANSWER
 
 
 def escape(text: str) -> str:

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
-from framework.data.conversation import BESIDE, read_conversation
-from framework.data.prepared import Prepared, locate
+from framework.data.conversation import read_conversation
+from framework.data.document import load_chat
+from framework.data.pairs import encode_answers
+from framework.data.prepared import Prepared, StorePlace, locate
 from framework.data.records import FileSpan, Record, plan_shards, read_records
-from framework.data.shard import load_chat
+from framework.data.shard import beside_of
 from framework.data.source import SourceFile, get_files
 from framework.errors import DataError
 from framework.output import paint
@@ -14,25 +16,29 @@ from framework.recipe.schema import Recipe
 
 def show_record(recipe: Recipe, prepared: Prepared, number: int) -> None:
     """Print record `number`, from 1, of each source of conversations, as it is trained. DataError if there is none."""
-    sources = {place.name: place for place in locate(recipe).stores if place.source.messages is not None}
+    sources = {place.name: place for place in locate(recipe).stores if place.source.conversation is not None}
     if not sources:
         raise DataError(
-            "--show: no source has conversations. Set data.sources.NAME.messages to the field that has them"
+            "--show: no source has conversations. Set data.sources.NAME.messages to the field that has them, or .pairs"
         )
     for name, place in sources.items():
-        assert place.source.messages is not None
         if place.files is None:
             raise DataError(f"--show {number}: the files of data.sources.{name} are gone")
         files = get_files(name, place.source, place.files, place.folder.parent)
-        found = next((each for each in _read_all(files, place.source.messages) if each[0] == number), None)
+        found = next((each for each in _read_all(files, place) if each[0] == number), None)
         if found is None:
             raise DataError(f"--show {number}: data.sources.{name} has fewer records on this machine")
         _, span, record = found
         print(f"data.sources.{name}, record {number} ({span.file.path.name})")
         if record.values is None:
             raise DataError(str(record.problem))
-        chat = load_chat(prepared.tokenizer, recipe.data.train_on)
-        encoded = chat.encode(read_conversation(record.values, place.source.messages))
+        chat, field = load_chat(prepared.tokenizer, recipe.data.train_on), place.source.conversation
+        assert field is not None, "the sources of conversations are shown"
+        if place.form is None:
+            encoded = chat.encode(read_conversation(record.values, field))
+        else:
+            answers = encode_answers(record, field, place.form, chat)
+            encoded = [(each.ids, each.trained > 0) for each in answers if each.trained is not None]
         for count, (ids, trained) in enumerate(encoded, start=1):
             document = f"document {count} of {len(encoded)}, " if len(encoded) > 1 else ""
             print(f"{document}{trained.sum():,} of {len(ids):,} tokens are trained\n")
@@ -40,9 +46,11 @@ def show_record(recipe: Recipe, prepared: Prepared, number: int) -> None:
             print("\n")
 
 
-def _read_all(files: tuple[SourceFile, ...], field: str) -> Iterator[tuple[int, FileSpan, Record]]:
+def _read_all(files: tuple[SourceFile, ...], place: StorePlace) -> Iterator[tuple[int, FileSpan, Record]]:
     """All records of a source with their numbers, from 1, in the order of its files."""
     spans = (span for shard in plan_shards(files) for span in shard)
-    records = ((span, record) for span in spans for record in read_records(span, field, BESIDE))
+    field = place.source.conversation
+    beside = beside_of(field, place.form)
+    records = ((span, each) for span in spans for each in read_records(span, field or "", beside))
     for number, (span, record) in enumerate(records, start=1):
         yield number, span, record

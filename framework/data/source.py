@@ -197,9 +197,10 @@ def summarize_left_out(left_out: Mapping[str, str]) -> str:
 
 def _check_field(name: str, source: Source, file: str, kind: Kind) -> None:
     """DataError if the recipe names a field of records and a file is plain text, which has none."""
-    if kind == "text" and source.messages is not None:
+    if kind == "text" and source.conversation is not None:
+        key = "messages" if source.messages else "pairs"
         raise DataError(
-            f"data.sources.{name}.messages={source.messages}, but {file} is plain text, which has no conversations. Set"
+            f"data.sources.{name}.{key}={source.conversation}, but {file} is plain text, which has no conversations. Set"
             f" data.sources.{name}.format to jsonl or csv to read records from it"
         )
     if kind == "text" and source.format == "auto" and source.field != Source.field:

@@ -3,7 +3,8 @@
     <root>/<source>-<settings key>-<files key>/
         train.tokens                      uint16 (uint32 above 65536 entries), each document closed by the end-of-sequence id
         train.ends                        int64: end of each document, in tokens from the start of train.tokens
-        train.trained                     of conversations: uint8, 1 for each token of train.tokens that is trained
+        train.trained                     of conversations: uint8, 1 for each token of train.tokens that is trained; of answers
+                                          to compare the kind of answer (`pairs.py`)
         validation.tokens  .ends ...      the same of the held-out documents; a split without documents has no files
         validation.counts                 int64 [vocab]: occurrences of each id in the validation split
         checksums                         uint64: xxh3 of each block of train.tokens, train.ends (and train.trained), then those
@@ -172,14 +173,20 @@ class StoreMeta:
     @property
     def is_masked(self) -> bool:
         """Whether only some tokens are trained, those of assistants in conversations."""
-        return "messages" in self.source
+        return "messages" in self.source or self.is_paired
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether each two documents are answers to compare."""
+        return "pairs" in self.source
 
 
 class TokenStream:
     """One split of one store as a single sequence of tokens.
 
     tokens: [n] uint16 or uint32, a view of the file's memory map; ends: [documents] int64, ascending, the last is n; trained:
-    [n] uint8, 1 for each token that is trained, None where all are.
+    [n] uint8, above 0 for each token that is trained, None where all are. is_paired: each two documents are answers to compare.
+    reference: [documents] fp64, their log-probabilities under a reference; None until they are known, or not needed.
     verify_tokens, verify_ends, verify_trained: raise DamagedStore if elements [start, stop) are not what was written.
     """
 
@@ -191,9 +198,12 @@ class TokenStream:
         verify_ends: Callable[[int, int], None] = lambda start, stop: None,
         trained: np.ndarray | None = None,
         verify_trained: Callable[[int, int], None] = lambda start, stop: None,
+        is_paired: bool = False,
     ) -> None:
         self.tokens, self.ends, self.trained = tokens, ends, trained
         self.num_tokens, self.num_documents = len(tokens), len(ends)
+        self.is_paired = is_paired
+        self.reference: np.ndarray | None = None
         self._verify_tokens, self._verify_ends, self._verify_trained = verify_tokens, verify_ends, verify_trained
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -209,6 +219,11 @@ class TokenStream:
         if start < stop:
             self._verify_trained(start, stop)
         return self.trained[start:stop]
+
+    @property
+    def noun(self) -> str:
+        """The word for what rows are packed of."""
+        return "pairs of answers" if self.is_paired else "conversations"
 
     def read_ends(self) -> np.ndarray:
         """The ends of all documents, verified: int64, ascending."""
@@ -244,7 +259,7 @@ def map_stream(folder: Path, meta: StoreMeta, split: Split) -> TokenStream:
     files = meta.list_files()
     kinds = [name.removeprefix(f"{split}.") for name in files if name.startswith(f"{split}.")]
     mapped = {kind: map_file(folder / f"{split}.{kind}", *files[f"{split}.{kind}"]) for kind in kinds}
-    return TokenStream(mapped["tokens"], mapped["ends"], trained=mapped.get("trained"))
+    return TokenStream(mapped["tokens"], mapped["ends"], trained=mapped.get("trained"), is_paired=meta.is_paired)
 
 
 def open_stream(folder: Path, meta: StoreMeta, split: Split) -> TokenStream:
@@ -260,7 +275,7 @@ def open_stream(folder: Path, meta: StoreMeta, split: Split) -> TokenStream:
         if values is not None
     }
     whole: Any = {"trained": stream.trained, "verify_trained": verify["trained"]} if "trained" in verify else {}
-    return TokenStream(stream.tokens, stream.ends, verify["tokens"], verify["ends"], **whole)
+    return TokenStream(stream.tokens, stream.ends, verify["tokens"], verify["ends"], **whole, is_paired=meta.is_paired)
 
 
 def map_file(path: Path, dtype: np.dtype, length: int) -> np.ndarray:

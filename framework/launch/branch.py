@@ -45,16 +45,43 @@ class Origin:
         return f"{self.run.path.absolute()}@{self.step}"
 
 
-def find_origin(start_from: str) -> Origin:
-    """The checkpoint that `run.start_from` names: RUN or RUN@STEP, where RUN is a folder or the id of a run. RunError where there
-    is none."""
+def find_origin(start_from: str, key: str = "run.start_from") -> Origin:
+    """The checkpoint that a key, such as `run.start_from`, names: RUN or RUN@STEP, where RUN is a folder or the id of a run.
+    RunError where there is none."""
     name, _, step = start_from.rpartition("@") if start_from.rpartition("@")[2].isdigit() else (start_from, "", "")
     run = RunDirectory.open(find_run(name))
     found = locate(run.checkpoints, int(step)) if step else newest_checkpoint(run.checkpoints)
     if found is None:
         steps = ", ".join(f"{step_of(each):,}" for each in reversed(list_checkpoints(run.checkpoints))) or "none"
-        raise RunError(f"run.start_from={start_from}: {run.path} has no such checkpoint. Saved steps: {steps}")
+        raise RunError(f"{key}={start_from}: {run.path} has no such checkpoint. Saved steps: {steps}")
     return Origin(run, found)
+
+
+def is_folder_of_weights(reference: str) -> bool:
+    """Whether `loss.reference`, as ranks read it, is a folder of weights; else it is a run."""
+    return (Path(reference).expanduser() / "config.json").is_file()
+
+
+def settle_reference(reference: str) -> str:
+    """`loss.reference` as ranks read it: a folder of weights, fetched where it is a name of the hub, or RUN@STEP. Raises
+    ModelError or RunError where there is none."""
+    with loading_libraries():
+        from framework.model.hub import resolve_folder
+
+    if reference == "base" or is_folder_of_weights(reference):
+        return reference
+    try:
+        origin = find_origin(reference, "loss.reference")
+    except RunError:
+        if find_run(reference.rpartition("@")[0] or reference).exists():
+            raise
+        return str(resolve_folder(reference, key="loss.reference"))
+    if load_recipe(origin.run.recipe).adapter.is_used:
+        raise RunError(
+            f"loss.reference={reference} has an adapter, whose checkpoints lack the model: set it to the folder that"
+            " `meshwright export RUN --merged` writes"
+        )
+    return str(origin)
 
 
 def refuse_other_shapes(origin: Origin, recipe: Recipe) -> None:
@@ -108,7 +135,8 @@ def compose_branch(fresh: Composition, overrides: Sequence[str], recipe_dirs: Se
     for key in keys:
         recipe = with_value(recipe, key, value_of(draft, key))
     was = load_recipe(origin.run.recipe)
-    for key in ("model.weights", "adapter.weights", *(["train.seed"] if recipe.adapter.is_used else [])):
+    beside_adapters = ["adapter.base", "train.seed"] if recipe.adapter.is_used else []
+    for key in ("model.weights", "adapter.weights", *beside_adapters):
         if value_of(recipe, key) != value_of(was, key):
             raise RecipeError(
                 f"{key}={show(value_of(recipe, key))}: a branch has the weights of {origin.run.path}, also those that are frozen;"

@@ -28,6 +28,7 @@ from framework.optim.disk_file import refuse_folder
 from framework.recipe.compose import load_recipe, save_recipe
 from framework.recipe.derive import derive
 from framework.recipe.describe import describe_blend
+from framework.recipe.problem import show
 from framework.recipe.schema import Recipe
 from framework.recipe.stages import count_tokens, describe_stage, split_stages
 
@@ -51,8 +52,7 @@ def check_ranks(recipes: Sequence[Recipe], is_new: bool = True) -> CheckedLayout
     with loading_libraries():
         from framework.parallel.fp8_layers import require_torchao
         from framework.plan.advice import caution_of_fit
-        from framework.plan.check import check_layouts, check_weights, describe_need
-        from framework.plan.host_memory import check_host_memory
+        from framework.plan.check import check_host_memory, check_layouts, check_weights, describe_need
 
     first, plan = recipes[0], check_layouts(recipes)
     if is_new:
@@ -146,7 +146,7 @@ def _decide(chosen: Recipe, step: int, changes: RecipeChanges, is_open: bool, pr
         recipe, prepared = settle_steps(recipe)
     print("\n".join([summarize(recipe, checked.model_type), *checked.lines]))
     for key, (was, now) in changes.items():
-        print(f"changed  {key}: {was} -> {now}")
+        print(f"changed  {key}: {show(was)} -> {show(now)}")
     prepared = prepared or prepare(recipe)
     for stage in split_stages(recipe) if recipe.train.stages else ():
         prepare(stage.recipe)
@@ -233,7 +233,9 @@ def summarize(recipe: Recipe, model_type: str) -> str:
     for stage in split_stages(recipe) if recipe.train.stages else ():
         lines[f"stage {stage.name}"] = describe_stage(stage)
     if recipe.adapter.is_used:
-        lines["adapter"] = f"{recipe.adapter.kind} of rank {recipe.adapter.rank} beside the frozen model"
+        lines["adapter"] = f"{recipe.adapter.kind} of rank {recipe.adapter.rank} beside the frozen model" + (
+            f", kept in {recipe.adapter.base}" * (recipe.adapter.base != "bf16")
+        )
     if (recipe.launch.device, recipe.precision.compute) == ("cpu", "fp8"):
         lines["device"] += " emulated, as CPUs have none: the same numbers, slower than bf16"
     if recipe.launch.kind == "slurm":

@@ -17,6 +17,7 @@ from pathlib import Path
 from framework.data.prepare import prepare
 from framework.data.prepared import Prepared
 from framework.errors import RecipeError
+from framework.launch.branch import settle_reference
 from framework.launch.directory import RunDirectory
 from framework.launch.places import explain_errors
 from framework.lease import Lease
@@ -50,7 +51,10 @@ def settle(recipe: Recipe) -> Recipe:
         from framework.model.load import inline_config_file
 
         model = inline_config_file(model)
-    return replace(recipe, precision=resolve_precision(recipe.precision, launch), model=model)
+    loss = recipe.loss
+    if loss.reference is not None:
+        loss = replace(loss, reference=settle_reference(loss.reference))
+    return replace(recipe, precision=resolve_precision(recipe.precision, launch), model=model, loss=loss)
 
 
 def refuse_offload_to_device(recipe: Recipe) -> None:

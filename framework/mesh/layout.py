@@ -59,8 +59,8 @@ class Layout:
     shard_axis: str = ""
     replica_axis: str = ""
     gathered_in: str = ""
-    """The form in which its parts travel: "fp8" with one scale, "fp8 blocks" or "int8 blocks" with one for each block; "": in the
-    dtype that forward reads."""
+    """The form in which its parts travel: "fp8" with one scale, "fp8 blocks" or "int8 blocks" with one for each block; "nf4 rows"
+    or "fp8 rows", frozen, with one for each block of the global rows; "": in the dtype that forward reads."""
     reduced_in: str = ""
     """The codes as which its gradient leaves a node, as `zero.quantize_reduce` names them; "": none."""
 

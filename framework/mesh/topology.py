@@ -37,6 +37,7 @@ Nodes take ranks in order. Each axis of ZeRO that spans nodes has two levels, of
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from framework.errors import TopologyError
 
@@ -136,13 +137,13 @@ class Topology:
 
     def size(self, axis: str) -> int:
         """Number of ranks along an axis; of `embedding`, of those that have more than themselves on it."""
-        return len(self._embedding_positions) if axis == "embedding" else self._size_stride(axis)[0]
+        return len(self._embedding_positions) if axis == "embedding" else self.size_stride(axis)[0]
 
     def index(self, axis: str, rank: int) -> int:
         """The position of a rank along an axis."""
         if axis == "embedding":
             return self._share_embedding(rank).index(rank)
-        size, stride = self._size_stride(axis)
+        size, stride = self.size_stride(axis)
         assert 0 <= rank < self.world, f"rank {rank} of {self.world}"
         return rank // stride % size
 
@@ -150,7 +151,7 @@ class Topology:
         """The ranks that differ from `rank` along `axis` only, `rank` among them, in the axis's order."""
         if axis == "embedding":
             return self._share_embedding(rank)
-        size, stride = self._size_stride(axis)
+        size, stride = self.size_stride(axis)
         first = rank - self.index(axis, rank) * stride
         return tuple(range(first, first + size * stride, stride))
 
@@ -169,13 +170,13 @@ class Topology:
             return None
         if axis == "embedding":
             return 1 if self.size(axis) > 1 else None
-        size, stride = self._size_stride(axis)
+        size, stride = self.size_stride(axis)
         return None if size == 1 else count_node_neighbours(size, stride, self.ranks_per_node)
 
     def outlines(self) -> dict[str, Axis]:
         """Every axis as rank 0 sees it, without its ranks: in their place (size, stride), alike for axes over the same ranks."""
-        stride = self._size_stride("pp")[1] * max(self._embedding_positions)
-        found = {name: self._size_stride(name) for name in AXIS_NAMES if name != "embedding"}
+        stride = self.size_stride("pp")[1] * max(self._embedding_positions)
+        found = {name: self.size_stride(name) for name in AXIS_NAMES if name != "embedding"}
         found["embedding"] = (self.size("embedding"), stride) if 0 in self._embedding_positions else (1, 1)
         return {name: Axis(name, found[name][0], 0, found[name]) for name in AXIS_NAMES}
 
@@ -190,18 +191,23 @@ class Topology:
         holders = tuple(pipeline[position] for position in self._embedding_positions)
         return holders if rank in holders else (rank,)
 
-    def _size_stride(self, axis: str) -> tuple[int, int]:
+    def size_stride(self, axis: str) -> tuple[int, int]:
+        """Number of ranks along an axis, and the distance of neighbours in the ranks' numbers; not of `embedding`."""
         if axis in LEVELS:
             of, _, level = axis.rpartition("_")
-            (size, stride), inner = self._size_stride(of), self.on_node(of) if self.two_levels else None
+            (size, stride), inner = self.size_stride(of), self.on_node(of) if self.two_levels else None
             # In two levels only if both have somebody to talk to.
             inner = 1 if inner in (None, size) else inner
             outer = size // inner if inner > 1 else 1
             return (inner, stride) if level == "inner" else (outer, inner * stride)
+        return self._sizes_strides[axis]
+
+    @cached_property
+    def _sizes_strides(self) -> dict[str, tuple[int, int]]:
         batch = self.dp * self.cp
         slices, copies, inner = self._slices, self._expert_ranks // self.ep, self.ep_inner or self.ep
         # A stride is the product of the degrees inside an axis, in the order of the rank's number: pp, dp, cp, tp.
-        table = {
+        return {
             "world": (self.world, 1),
             "pp": (self.pp, batch * self.tp),
             "batch": (batch, self.tp),
@@ -224,7 +230,6 @@ class Topology:
             "secondary": (self.secondary, self.tp),
             "expert_secondary": (self.expert_secondary, slices * self.ep),
         }
-        return table[axis]
 
 
 def count_expert_shards(shard: int, tp: int, ep: int, expert_tp: int, batch: int) -> int:

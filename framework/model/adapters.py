@@ -22,6 +22,8 @@ from transformers.pytorch_utils import Conv1D
 
 from framework.errors import ModelError
 from framework.model.experts import find_experts, form_of
+from framework.model.routers import find_routers
+from framework.model.units import Unit
 from framework.recipe.schema import Adapter
 
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
@@ -121,7 +123,7 @@ def find_targets(model: PreTrainedModel, adapter: Adapter) -> list[str]:
     return [name for name, _ in model.named_parameters(remove_duplicate=False) if name in found]
 
 
-def _find_linears(model: PreTrainedModel) -> dict[str, nn.Module]:
+def _find_linears(model: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in model.named_modules() if isinstance(module, LINEARS)}
 
 
@@ -163,6 +165,16 @@ def find_trained(model: PreTrainedModel, names: Collection[str], adapter: Adapte
     if any(is_adapter(name) and weight_of(name) in trained for name in names):
         raise ModelError("adapter.train names a module that has an adapter as well: take it out of train or of targets")
     return trained
+
+
+def find_coded(model: PreTrainedModel, units: Iterable[Unit], trained: Collection[str]) -> set[str]:
+    """The weights that `adapter.base` keeps in few bits: those of linear layers and of stacked experts in the decoder's layers.
+    Embeddings and the head stay as they are, as in QLoRA, and routers, which would choose other experts."""
+    routers = {id(each) for router, _ in find_routers(model) for each in router.parameters()}
+    found = {f"{path}.weight" for path in _find_linears(model)}
+    found |= {f"{path}.{name}" for path, _, form in find_experts(model) for name in (form.first, form.last)}
+    names = [name for unit in units if unit.is_layer for name in unit.parameters if name not in trained]
+    return {name for name in names if name in found and id(model.get_parameter(name)) not in routers}
 
 
 def draw_pairs(model: nn.Module, parameters: Iterable[str], generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:

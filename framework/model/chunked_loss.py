@@ -66,7 +66,7 @@ class ChunkedLoss:
         self._head = head
         self._labels: Tensor | None = None
         self._z_loss = 0.0
-        self._total: Tensor | None = None
+        self._losses: Tensor | None = None
         head.forward = self._compute  # type: ignore[method-assign, assignment]
         head.register_forward_hook(self._keep)
 
@@ -76,10 +76,14 @@ class ChunkedLoss:
 
     def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor, z_loss: float = 0.0) -> Tensor:
         """The loss of the last forward, a scalar in at least fp32.  logits: [B, T, 0], of an empty vocabulary."""
-        total, self._total, self._labels = self._total, None, None
-        assert total is not None, "the model did not call its head"
+        return self.of_tokens(logits, labels).sum() / num_tokens.clamp(min=1)
+
+    def of_tokens(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The losses of the last forward's tokens, [B, T] in at least fp32, 0 without a label."""
+        losses, self._losses, self._labels = self._losses, None, None
+        assert losses is not None, "the model did not call its head"
         assert not logits.numel(), f"logits {tuple(logits.shape)} that the head did not give"
-        return total / num_tokens.clamp(min=1)
+        return losses.view(labels.shape)
 
     def chunks(self, rows: Tensor) -> Iterator[slice]:
         """The tokens of `rows`, [N, D], one chunk after another."""
@@ -98,8 +102,8 @@ class ChunkedLoss:
             x, self.matmul.graph_input, head.bias, labels.flatten(), self, self._z_loss, call
         )
 
-    def _keep(self, head: nn.Module, args: tuple[Tensor, ...], total: Tensor) -> Tensor:
-        self._total = total
+    def _keep(self, head: nn.Module, args: tuple[Tensor, ...], losses: Tensor) -> Tensor:
+        self._losses = losses
         return args[0].new_empty(*args[0].shape[:-1], 0)
 
 
@@ -112,7 +116,7 @@ def _make_matmul(head: nn.Linear, grad_views: Iterable[GradView]) -> Matmul:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """x: [B, T, D], labels: [N] -> the summed loss. `source` stands for the weight in autograd's graph (`Matmul.graph_input`).
+    """x: [B, T, D], labels: [N] -> the losses, [N]. `source` stands for the weight in autograd's graph (`Matmul.graph_input`).
     call: gathers x again in backward, if x is not kept whole."""
 
     @staticmethod
@@ -132,10 +136,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for chunk in loss.chunks(rows):
             logits = loss.map(loss.matmul.forward(rows[chunk], bias))
             find_kernel(logits).read(logits, labels[chunk], loss.start, sums.of(chunk))
-        log_sum, total = sums.combine(loss.axis, z_loss)
+        log_sum, losses = sums.combine(loss.axis, z_loss)
         ctx.z_loss, ctx.loss, ctx.call, ctx.regathers = z_loss, loss, call, kept is not None
         ctx.save_for_backward(x if kept is None else kept, bias, labels, log_sum)
-        return total
+        return losses
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,10 +1,11 @@
 """Model FLOPs per token, counted from shapes and the config, after PaLM (Chowdhery et al. 2022, appendix B).
 
-    flops per token = 6 N + 6 sum over layers of heads (d_qk + d_v) reach
+    flops per token = 6 N + 6 sum over layers of heads (d_qk + d_v) reach + 6 sum over delta rules of 3 heads d_qk d_v
 
 N: weights that a token is multiplied with, forward once and backward twice, two FLOPs each. reach: tokens that a query may
 see, the whole context or the layer's window; as in PaLM the causal half is not taken off. With d_qk = d_v = d it is
-PaLM's 6 N + 12 L H d T. Recomputation does no useful work and is not counted.
+PaLM's 6 N + 12 L H d T. A delta rule reads its state twice and writes it once, whatever the context. Recomputation does no
+useful work and is not counted.
 
 The FLOPs of each unit are the costs by which a pipeline splits the model.
 """
@@ -19,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from framework.model.adapters import is_adapter
 from framework.model.experts import count_experts, find_experts
 from framework.model.load import layer_configs
+from framework.model.mixers import count_state, find_mixers
 from framework.model.shrink import EXPERTS_PER_TOKEN
 from framework.model.units import Unit
 
@@ -74,7 +76,8 @@ def flops_per_token(model: PreTrainedModel, context: int) -> float:
     size = measure_model(model)
     # Frozen weights have no gradient: two multiplications of three.
     weights = 4.0 * size.multiplied + 2.0 * size.adapters if size.adapters else 6.0 * size.multiplied
-    return weights + 6.0 * sum(attended(model.config.get_text_config(), context))
+    states = sum(count_state(mixer) for _, mixer in find_mixers(model))
+    return weights + 6.0 * (sum(attended(model.config.get_text_config(), context)) + states)
 
 
 def unit_flops(model: PreTrainedModel, units: Sequence[Unit], context: int) -> dict[str, float]:
@@ -94,11 +97,12 @@ def unit_flops(model: PreTrainedModel, units: Sequence[Unit], context: int) -> d
 
 
 def _count_multiplied(module: nn.Module, config: PretrainedConfig) -> int:
-    """Weights of the module itself, without its children, in a token's matmuls; of stacked experts, those of one token."""
+    """Weights of the module itself, without its children, in a token's matmuls; of stacked experts, those of one token. What it
+    multiplies to carry a state on counts as weights."""
     if isinstance(module, nn.Embedding):
         return 0
     chosen = experts_per_token(config) if hasattr(module, "is_transposed") else None
-    total = 0
+    total = count_state(module)
     for parameter in module.parameters(recurse=False):
         count = parameter.numel()
         total += count * chosen // parameter.shape[0] if chosen is not None and parameter.ndim == 3 else count

@@ -23,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from framework.errors import ModelError
 from framework.model.load import read_config
+from framework.model.safetensors_files import ADAPTER
 from framework.recipe.keys import TOKEN_IDS
 
 
@@ -85,13 +86,16 @@ class EndsWith(StoppingCriteria):
 def load_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and the tokenizer of a Hugging Face folder. ModelError where it does not hold both."""
     disable_progress_bar()
+    is_adapter = (folder / ADAPTER).is_file()  # transformers finds the model that it is beside
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, config=read_config(folder / "config.json"), trust_remote_code=False
-        )
+        config = None if is_adapter else read_config(folder / "config.json")
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, trust_remote_code=False)
         return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{folder} holds no model with a tokenizer that Hugging Face can load: {error}") from error
+        needs = " (an adapter: pip install peft; or export the run with --merged)" * is_adapter
+        raise ModelError(
+            f"{folder} holds no model with a tokenizer that Hugging Face can load{needs}: {error}"
+        ) from error
 
 
 def _start(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -119,13 +119,18 @@ def fingerprint_base(model: Model) -> str:
 
 def find_base(model: Model, fingerprint: str) -> Path | None:
     """The folder of the pretrained weights beside which an adapter was trained; None without any. Raises ModelError where it has
-    others now."""
+    others now, or is no longer there."""
+    try:
+        folder = None if model.weights is None else find_folder(model.weights, model.revision)
+    except ModelError as error:
+        where = f"the frozen model beside the adapter is not at model.weights={model.weights}, from which the run has read it"
+        raise ModelError(f"{where}: put it back, or a link to it in its place ({error})") from error
     if fingerprint and (found := fingerprint_base(model)) != fingerprint:
         raise ModelError(
             f"the adapter was trained beside other weights than model.weights={model.weights} has now (fingerprint {found}, was"
             f" {fingerprint}): restore that folder; or start a new run with adapter.weights=FOLDER, an export of this one"
         )
-    return None if model.weights is None else find_folder(model.weights, model.revision)
+    return folder
 
 
 def _has_weights(folder: Path) -> bool:

@@ -15,6 +15,8 @@ keeps L near 0; the gradient is then (1 + 2 w L) softmax(z) - onehot.
 
 GPUs read logits once in forward, in their own dtype, and overwrite them with their gradient in backward (`LOSS`).
 
+Losses of other forms are made of these same numbers of single tokens: `objective.py`.
+
 Where logits would be too large to exist at all, the head computes the loss in chunks of tokens: `chunked_loss.py`.
 
 Shapes: B sequences of T tokens, N = B T; V the vocabulary size, V/tp a rank's part of it.
@@ -116,6 +118,9 @@ class Loss(Protocol):
     def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor, z_loss: float = 0.0) -> Tensor:
         """`token_loss` of this microbatch, with its z-loss."""
 
+    def of_tokens(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """-log p of each label, 0 without one: [B, T] in at least fp32."""
+
 
 @dataclass(frozen=True)
 class TokenLoss:
@@ -133,17 +138,21 @@ class TokenLoss:
 
     def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor, z_loss: float = 0.0) -> Tensor:
         """The loss, a scalar in at least fp32. logits: [B, T, V/tp] in compute dtype; labels, num_tokens: as in `token_loss`."""
-        kernel = find_kernel(logits)
-        if self.axis.size == 1 and kernel is LOSS.plain and not z_loss:
+        if self.axis.size == 1 and find_kernel(logits) is LOSS.plain and not z_loss:
             return token_loss(logits, labels, num_tokens)
+        return self.of_tokens(logits, labels, z_loss).sum() / num_tokens.clamp(min=1)
+
+    def of_tokens(self, logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tensor:
+        """-log p of each label, and its z-loss, 0 without one: [B, T] in at least fp32. logits, labels: as in `__call__`."""
         start, stop = part(self.vocabulary, self.axis.rank, self.axis.size)
         assert logits.shape[-1] == stop - start, f"{logits.shape[-1]} logits for the vocabulary's [{start}, {stop})"
-        total = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), start, self.axis, kernel, z_loss)
-        return total / num_tokens.clamp(min=1)
+        flat, kernel = logits.flatten(0, -2), find_kernel(logits)
+        losses: Tensor = _CrossEntropy.apply(flat, labels.flatten(), start, self.axis, kernel, z_loss)
+        return losses.view(labels.shape)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The summed loss of N tokens, a scalar. logits: [N, V/tp]; labels: [N] int64, of the whole vocabulary."""
+    """The losses of N tokens, [N]. logits: [N, V/tp]; labels: [N] int64, of the whole vocabulary."""
 
     @staticmethod
     def forward(
@@ -157,10 +166,10 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         sums = LocalSums.make(labels, logits)
         kernel.read(logits, labels, start, sums.of(slice(None)))
-        log_sum, total = sums.combine(axis, z_loss)
+        log_sum, losses = sums.combine(axis, z_loss)
         ctx.start, ctx.kernel, ctx.z_loss = start, kernel, z_loss
         ctx.save_for_backward(logits, labels, log_sum)
-        return total
+        return losses
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -193,7 +202,8 @@ class LocalSums:
         return self.maxima[rows], self.sums[rows], self.targets[rows]
 
     def combine(self, axis: Communicator, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-        """log sum_v exp z_v, [N], and the summed loss, a scalar; over `axis` 3 N numbers are all-reduced. z_loss: its weight."""
+        """log sum_v exp z_v, and the loss, 0 without a label: [N] each; over `axis` 3 N numbers are all-reduced. z_loss: its
+        weight."""
         # A collective of its own before the sum: each rank's part is rescaled to the maximum of all ranks, or exp would overflow.
         maximum = self.maxima.clone()
         all_reduce(maximum, axis, "max")
@@ -203,7 +213,7 @@ class LocalSums:
         losses = log_sum - both[1]
         if z_loss:
             losses += z_loss * log_sum.square()
-        return log_sum, (losses * (self.labels != IGNORE)).sum()
+        return log_sum, losses * (self.labels != IGNORE)
 
 
 def softmax_scale(log_sum: Tensor, z_loss: float) -> Tensor | None:

@@ -13,6 +13,7 @@ rank's part, and so is dB.
 """
 
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,13 @@ from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.model.adapters import DROPOUT, MAGNITUDE, A, B, name_beside
 from framework.model.matmul import GradView, Matmul, RowGroups, StackedMatmul, stacked_matmul
+
+
+@dataclass
+class AdapterSwitch:
+    """Whether forwards of a stage add what its adapters give. Off, they are the frozen model's, to the bit."""
+
+    is_on: bool = True
 
 
 class AdapterMatmul(Matmul):
@@ -38,16 +46,18 @@ class AdapterMatmul(Matmul):
         layer: nn.Module,
         scale: float,
         views: dict[str, GradView],
+        switch: AdapterSwitch,
         over: Communicator | None = None,
         copied: int = 0,
         copies: int = 1,
     ) -> None:
         super().__init__(layer, base.is_transposed)
-        self.base, self.scale, self.views, self.over = base, scale, views, over
+        self.base, self.scale, self.views, self.over, self.switch = base, scale, views, over, switch
         self.copied, self.copies = copied, copies
-        # Elements of x that its low-rank path has, [..., K] bool, in a layer that drops some; None: all.
-        self._kept_inputs: Tensor | None = None
-        self._rest = 1.0
+        # Of the elements of x that the low-rank path drops, in a layer that drops some, and their share. Drawn again where they
+        # are asked for: kept, a byte for each input of the layer would outlive activation checkpointing.
+        self._seed: int | None = None
+        self._dropped_share = 0.0
         # Of one passage: its rows, and what of it is kept.
         self._rows = -1
         self._low: Tensor | None = None
@@ -77,11 +87,13 @@ class AdapterMatmul(Matmul):
         dropout: Any = getattr(self._layer, DROPOUT, None)
         if dropout is not None and dropout.training:
             # Drawn where forward is, so that a layer that is computed again finds the same ones.
-            passage._kept_inputs = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - dropout.p)
-            passage._rest = 1 / (1 - dropout.p)
+            # On the host, whose stream is seeded as the device's, so that nobody waits for it.
+            passage._seed, passage._dropped_share = int(torch.randint(2**62, ())), dropout.p
         return passage
 
     def forward(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        if not self.switch.is_on:
+            return self.base.forward(x, bias, out)
         if not self.is_dora:
             return self._add(
                 self.base.forward(x, bias, out), self._keep("_low", self._dropped(x) @ self.a.t()), self.b.t()
@@ -93,7 +105,7 @@ class AdapterMatmul(Matmul):
     def input_gradient(self, dy: Tensor, out: Tensor | None = None) -> Tensor:
         dy = self._scaled(dy)
         dx = self.base.input_gradient(dy, out)
-        if self._kept_inputs is None:
+        if self._seed is None:
             return self._add(dx, self._keep("_low_gradient", dy @ self.b), self.a)
         return dx.add_(self._dropped(self._keep("_low_gradient", dy @ self.b) @ self.a), alpha=self.scale)
 
@@ -116,12 +128,16 @@ class AdapterMatmul(Matmul):
 
     def _dropped(self, x: Tensor) -> Tensor:
         """x as the low-rank path has it, [..., K]: without what is dropped, and the rest larger."""
-        return x if self._kept_inputs is None else x * self._kept_inputs * self._rest
+        if self._seed is None:
+            return x
+        generator, rest = torch.Generator(x.device).manual_seed(self._seed), 1 - self._dropped_share
+        return x * torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(rest, generator=generator) / rest
 
     def _keep(self, name: str, low: Tensor) -> Tensor:
         """Keep X A^T or dY B, [..., r], for the weights' gradients, in a passage that has computed it for all rows at once."""
         rows = low.reshape(-1, low.shape[-1])
-        if len(rows) == self._rows:
+        # Not of a layer that is computed again in backward, which is to keep little.
+        if len(rows) == self._rows and self.kept is None:
             setattr(self, name, rows)
         return low
 
@@ -160,10 +176,12 @@ class AdapterMatmul(Matmul):
 class StackedAdapterMatmul(StackedMatmul):
     """The matmuls of a stack of experts' weights with adapters: as `AdapterMatmul`, each group with its own pair."""
 
-    def __init__(self, base: StackedMatmul, layer: nn.Module, scale: float, views: dict[str, GradView]) -> None:
+    def __init__(
+        self, base: StackedMatmul, layer: nn.Module, scale: float, views: dict[str, GradView], switch: AdapterSwitch
+    ) -> None:
         """views: of A and B, by those words."""
         super().__init__(layer, base.name, base.is_transposed)
-        self.scale, self.views = scale, views
+        self.scale, self.views, self.switch = scale, views, switch
         self._names = {part: name_beside(f".{base.name}", part)[1:] for part in (A, B)}
         self.write_gradient_to(views[B])
 
@@ -178,6 +196,8 @@ class StackedAdapterMatmul(StackedMatmul):
         return self._layer.get_parameter(self._names[B]).data
 
     def forward(self, x: Tensor, groups: RowGroups) -> Tensor:
+        if not self.switch.is_on:
+            return super().forward(x, groups)
         low = stacked_matmul(x, self.a, groups)
         return super().forward(x, groups).add_(stacked_matmul(low, self.b, groups), alpha=self.scale)
 

@@ -68,7 +68,7 @@ def draw_tokens(model: PreTrainedModel, rows: int, length: int) -> Tensor:
 
 
 def find_layer_outputs(config: PretrainedConfig) -> int:
-    """Number of outputs that the family's layers return in a tuple, 0 for a tensor; the small copy is run whole and in two stages.
+    """Number of outputs in a tuple that the family's layers return, 0 for a tensor; the small copy is run whole and in stages.
 
     Raises ModelError for a family that cannot be split: its layers pass on more than hidden states, or are shared.
     """

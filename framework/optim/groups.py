@@ -40,7 +40,7 @@ _LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 @dataclass(frozen=True)
 class GroupAssignment:
     """One trained parameter: its group, its learning rate over `optim.lr`, its weight decay, and the optimizer that updates it.
-    matrix: how matrices lie in it, None where none do."""
+    matrix: how matrices lie in it, None where none do. initial: factor of its initial values."""
 
     parameter: str
     group: str
@@ -48,6 +48,7 @@ class GroupAssignment:
     weight_decay: float
     optimizer: str
     matrix: MatrixForm | None = None
+    initial: float = 1.0
 
     @property
     def key(self) -> str:

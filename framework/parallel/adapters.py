@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from framework.mesh.layout import Layout
 from framework.model.adapters import DROPOUT, MAGNITUDE, A, B, find_adapted, has_adapter, holds_transposed, name_beside
-from framework.model.low_rank import AdapterMatmul, StackedAdapterMatmul
+from framework.model.low_rank import AdapterMatmul, AdapterSwitch, StackedAdapterMatmul
 from framework.model.matmul import GradView, Matmul, StackedMatmul
 from framework.parallel.stage_plan import StagePlan
 
@@ -70,9 +70,10 @@ def _follow(base: Layout, shape: tuple[int, ...], part: str, is_transposed: bool
 
 
 class AdaptMatmuls:
-    """Makes the matmuls of layers with an adapter. views: main gradients, by the parameter's id."""
+    """Makes the matmuls of layers with an adapter. views: main gradients, by the parameter's id; switch: of all of them."""
 
-    def __init__(self, plan: StagePlan, views: Mapping[str, Any]) -> None:
+    def __init__(self, plan: StagePlan, views: Mapping[str, Any], switch: AdapterSwitch) -> None:
+        self._switch = switch
         self._scale, self._tp = plan.recipe.adapter.scale, plan.axes["tp"]
         self._views: dict[int, GradView] = {id(each.parameter): each for each in views.values()}
 
@@ -84,13 +85,13 @@ class AdaptMatmuls:
         copied, copies = getattr(layer, "copied", 0), layer.kv.size if hasattr(layer, "kv") else 1
         # A layer of which each rank has other inputs sums over ranks by itself or by its region.
         over = self._tp if hasattr(layer, "leaves") else None
-        return AdapterMatmul(base, layer, self._scale, views, over, copied, copies)
+        return AdapterMatmul(base, layer, self._scale, views, self._switch, over, copied, copies)
 
     def stacked(self, layer: nn.Module, base: StackedMatmul) -> StackedMatmul:
         """The matmuls of a stack of experts: `base` where it has no adapter."""
         if not has_adapter(layer, base.name):
             return base
-        return StackedAdapterMatmul(base, layer, self._scale, self._find_views(layer, base.name))
+        return StackedAdapterMatmul(base, layer, self._scale, self._find_views(layer, base.name), self._switch)
 
     def _find_views(self, layer: nn.Module, weight: str) -> dict[str, GradView]:
         names = {part: name_beside(f".{weight}", part)[1:] for part in (A, B, MAGNITUDE)}

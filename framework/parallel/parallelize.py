@@ -21,13 +21,16 @@ from transformers import PreTrainedModel
 
 from framework.comm.algorithms import ExposedCommunication
 from framework.mesh.layout import Layout
+from framework.model.adapters import find_coded
 from framework.model.chunked_loss import make_loss
 from framework.model.experts import find_experts
 from framework.model.kept_outputs import EXPERTS, KeepsOutputs
 from framework.model.load import choose_experts, kept_in_fp32
 from framework.model.logit_map import LogitMap
 from framework.model.loss import Loss
+from framework.model.low_rank import AdapterSwitch
 from framework.model.matmul import Matmul
+from framework.model.mixers import find_mixers
 from framework.model.mixtures import ExpertLoad
 from framework.model.opaque_experts import OpaqueExperts, find_opaque_experts, replace_forward
 from framework.model.opaque_linear import keep_named
@@ -113,16 +116,21 @@ def compiled_layers(model: PreTrainedModel, plan: StagePlan) -> dict[str, nn.Mod
 
 
 def find_eager_layers(model: nn.Module, plan: StagePlan) -> dict[str, str]:
-    """The layers of a stage that is compiled which stay eager, because what they keep by name is chosen within one graph; each
-    with the reason why it would be several."""
+    """The layers of a stage that is compiled which stay eager, each with the reason: they have a recurrent mixer, or what they
+    keep by name is chosen within one graph, and they would be several."""
     if not compiles(plan.recipe):
         return {}
-    chosen = (unit for unit in plan.own_units if unit.is_layer and plan.policies[unit.name] == "selective")
-    found = {unit.name: _find_graph_end(model.get_submodule(unit.root), plan) for unit in chosen}
+    layers = {unit.name: model.get_submodule(unit.root) for unit in plan.own_units if unit.is_layer}
+    found = {name: _find_graph_end(layer, plan, plan.policies[name] == "selective") for name, layer in layers.items()}
     return {name: reason for name, reason in found.items() if reason is not None}
 
 
-def _find_graph_end(layer: nn.Module, plan: StagePlan) -> str | None:
+def _find_graph_end(layer: nn.Module, plan: StagePlan, keeps_named: bool) -> str | None:
+    for _, mixer in find_mixers(layer):
+        # Its loop over chunks would be unrolled, and documents and messages are the host's.
+        return f"{type(mixer).__name__}, a recurrent mixer"
+    if not keeps_named:
+        return None
     for module in layer.modules():
         region, kind = vars(module).get("region_hook"), type(module).__name__
         if isinstance(region, Region) and not region.has_operators:
@@ -174,6 +182,15 @@ def quantize_gathers(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) 
     return {name: replace(each, gathered_in=form) if name in coded else each for name, each in layouts.items()}
 
 
+def quantize_base(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
+    """Have the frozen weights beside an adapter be kept as codes (`adapter.base`)."""
+    base = plan.recipe.adapter.base
+    coded = find_coded(model, plan.own_units, plan.groups) if base != "bf16" else set()
+    return {
+        name: replace(each, gathered_in=f"{base} rows") if name in coded else each for name, each in layouts.items()
+    }
+
+
 def quantize_reductions(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
     """Have gradients of large trained matrices leave their node as codes (`zero.quantize_reduce`)."""
     form = plan.recipe.zero.quantize_reduce
@@ -219,6 +236,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     cut_to_stage,  # then embedding and head may go: until here both are needed to split what they share
     place_adapters,  # beside what is left of their weights, whose layouts theirs follow; of this stage's modules alone
     gather_in_fp8,  # of the shapes that are left to this rank
+    quantize_base,  # of the weights that are left to this rank, beside their adapters
     quantize_gathers,  # of what does not travel as fp8 already
     quantize_reductions,  # anywhere behind the cut: of the gradients that are this stage's
     compile_layers,  # of the layers as they are computed; around it they are checkpointed, once there is memory (ATTACH)
@@ -269,6 +287,7 @@ class AttachedStage:
 
     operations: dict[nn.Module, Sequence[KeepsOutputs]] = field(init=False, default_factory=dict)
     """The operations of each module whose outputs activation checkpointing may keep."""
+    adapters: AdapterSwitch = field(init=False, default_factory=AdapterSwitch)
     matmuls: Sequence[Matmul] = field(init=False, default=())
     """The matmuls of its trained linear layers."""
     parameters: ParameterSync = field(init=False)
@@ -292,7 +311,7 @@ def write_main_gradients(stage: AttachedStage) -> None:
     """Have linear layers, stacked experts and embeddings write their weights' gradients into the buffers."""
     model, views = stage.model, stage.grad_views
     fp8 = set(find_fp8_linears(model, stage.plan).values())
-    adapt = AdaptMatmuls(stage.plan, views)
+    adapt = AdaptMatmuls(stage.plan, views, stage.adapters)
     linears = write_gradients_directly(model, views, partial(make_matmul, fp8=fp8, plan=stage.plan), adapt.linear)
     stage.matmuls = tuple(linears.values())
     stage.operations |= {module: (matmul,) for module, matmul in linears.items()}

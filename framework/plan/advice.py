@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from framework.errors import MeshwrightError, OutOfMemory, RecipeError
+from framework.output import align
 from framework.plan.candidate import OFFLOADED, candidate_of
 from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import Forecast, MemoryForecast
 from framework.plan.forecast_plan import LITTLE, PlanForecast, forecast_plan
 from framework.plan.plan import Plan, make_plan
 from framework.plan.rejections import ModelRules, describe_shortages
-from framework.plan.text import align, show_bytes
+from framework.plan.text import show_bytes
 from framework.plan.time import TimeModel
 from framework.plan.traffic import measure_traffic
 from framework.recipe.check import check_recipe
@@ -154,7 +155,7 @@ def find_changes(found: PlanForecast) -> list[FittingChange]:
     is missing, or nothing helps."""
     if found.forecast.memory.fits:
         return []
-    settings, rules = _list_settings(found), ModelRules(found.shape)
+    settings, rules = _list_settings(found), ModelRules(found.plan.shape)
     fitting: list[FittingChange] = []
     for together in range(1, MOST_TOGETHER + 1):
         tried = (_try(found, rules, each) for each in combinations(settings, together))
@@ -206,7 +207,7 @@ def _try(found: PlanForecast, rules: ModelRules, settings: Sequence[Setting]) ->
         candidate = candidate_of(recipe)
         if rules.refuse(candidate):
             return None
-        times = TimeModel(found.shape, recipe, found.cluster)
+        times = TimeModel(found.plan.shape, recipe, found.cluster)
         memory = times.memory.forecast(candidate, found.cluster)
         if not memory.fits:
             return None
@@ -312,8 +313,9 @@ def find_savings(plan: Plan, rank: int) -> Iterator[Saving]:
             yield Saving(_write([(key, value)]), device - measured[0], measured[1] - host, *ratios, words)
 
 
-def describe_savings(plan: Plan, rank: int) -> Iterator[str]:
-    """The table of `meshwright plan --options`, in lines."""
+def describe_savings(plan: Plan) -> Iterator[str]:
+    """The table of `meshwright plan --options`, of the fullest rank, in lines."""
+    rank = max(plan.topology.ranks("pp", 0), key=lambda each: plan.memory(each).reserved)
     yield f"what would lower the {show_bytes(plan.memory(rank).reserved)} that rank {rank} holds, each option by itself:"
     rows = [("option", "saves", "host's more", "costs a step")]
     rows += [

@@ -1,17 +1,26 @@
 """Candidate: a layout as numbers, of which bytes and seconds are forecast, and of which a search tries thousands.
 
-`candidate_of` reads the layout of a recipe, `recipe_of` is its inverse.
+`candidate_of` reads the layout of a recipe, `recipe_of` is its inverse. Thousands of layouts share most of what is computed for
+one: `remember` keeps results by the fields that they depend on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import wraps
 from math import ceil
 from operator import attrgetter
-from typing import Any, Literal, cast
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 from framework.errors import RecipeError
-from framework.mesh.topology import shards_within_node
-from framework.recipe.derive import SPLIT_BACKWARDS, Derived, carry_derived, count_virtual_stages, derive
+from framework.mesh.topology import Topology, count_expert_shards, shards_within_node
+from framework.recipe.derive import (
+    SPLIT_BACKWARDS,
+    Derived,
+    carry_derived,
+    count_secondary,
+    count_virtual_stages,
+    derive,
+)
 from framework.recipe.layout_keys import FOLLOWING_KEYS, LAYOUT_KEYS, is_world_stated, let_rest_follow, value_of
 from framework.recipe.schema import Offload, Recipe
 
@@ -217,8 +226,27 @@ def method_of(candidate: Candidate) -> Any:
     return "gather" if candidate.is_gather else "ring"
 
 
+def topology_of(c: Candidate, kv: int = 1, secondary_shard: int | str | None = None) -> Topology:
+    """The axes of a layout. kv: ranks of tp with the same key-value heads; secondary_shard: as in the recipe's `zero`."""
+
+    def count_of_experts(shard: int) -> int:
+        return count_expert_shards(shard, c.tp, c.ep, c.expert_tp, c.batch)
+
+    names = ("pp", "dp", "cp", "tp", "ep", "expert_tp", "ulysses", "shard")
+    expert_shard = count_of_experts(c.shard) if c.zero else 1
+    secondary = count_secondary(secondary_shard if c.zero == 3 else None, c.shard, c.tp, c.ranks_per_node)
+    expert_secondary = count_of_experts(secondary) if secondary > 1 else 1
+    return Topology(
+        **{name: getattr(c, name) for name in names},
+        kv=kv,
+        expert_shard=expert_shard,
+        secondary=secondary,
+        expert_secondary=expert_secondary if expert_secondary < expert_shard else 1,
+    )
+
+
 def count_shards(recipe: Recipe, derived: Derived) -> int:
-    """Ranks over which ZeRO shards, as in the Plan's topology."""
+    """Ranks over which ZeRO shards. Stage 0 shards over one rank; `zero.shard_within=null` is everyone."""
     batch, within = derived.dp * derived.cp, recipe.zero.shard_within
     if recipe.zero.stage == 0:
         return 1
@@ -263,3 +291,33 @@ def _expert_tp(candidate: Candidate) -> int | None:
 
 def _shard_within(candidate: Candidate) -> int | None:
     return None if candidate.zero == 0 or candidate.shard == candidate.dp * candidate.cp else candidate.shard
+
+
+# --- results by what they depend on
+
+Result = TypeVar("Result")
+First = TypeVar("First")
+Others = ParamSpec("Others")
+Method = Callable[Concatenate[Any, First, Others], Result]
+
+
+def remember(*fields: str) -> Callable[[Method[First, Others, Result]], Method[First, Others, Result]]:
+    """Decorate a method: its result is kept by these fields of its first argument, or by the argument itself where none are
+    named, and by the other arguments, for as long as the object lives. For one thread."""
+    read: Callable[[Any], Any] = attrgetter(*fields) if fields else lambda first: first
+
+    def decorate(method: Method[First, Others, Result]) -> Method[First, Others, Result]:
+        slot, make = f"_results_of_{method.__name__}", cast(Callable[..., Result], method)
+
+        @wraps(method)
+        def ask(self: Any, first: Any, *others: Any) -> Result:
+            key = read(first), others
+            try:
+                found: Result = self.__dict__[slot][key]
+            except KeyError:
+                found = self.__dict__.setdefault(slot, {})[key] = make(self, first, *others)
+            return found
+
+        return cast(Method[First, Others, Result], ask)
+
+    return decorate

@@ -14,7 +14,7 @@ Its seconds are those of the time model (exposure.py), which `plan` compares for
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import cycle
+from itertools import cycle, pairwise
 from math import gcd
 
 import torch
@@ -27,6 +27,7 @@ from framework.parallel.attention.blocks import find_steps
 from framework.parallel.attention.key_values import KeyValues, count_portions, group_heads
 from framework.parallel.attention.ulysses import share_heads
 from framework.parallel.tensor.heads import count_kv_heads
+from framework.plan.candidate import Candidate
 from framework.recipe.derive import ulysses_degrees
 
 
@@ -71,30 +72,42 @@ def _read_shape(config: PretrainedConfig, tp: int, reach: int, is_windowed: bool
     return AttentionShape(heads // tp, kv_heads // min(tp, kv_heads), key_dim, value_dim, reach, is_windowed)
 
 
-@dataclass(frozen=True)
-class ContextMethod:
-    """Division of cp: ranks that exchange heads (Ulysses), ranks of a ring, and whether these gather instead."""
+def find_methods(c: Candidate, heads: int) -> list[Candidate]:
+    """The layout with each method whose Ulysses degree divides the heads of a rank of tp."""
+    found = [{"ulysses": degree, "is_gather": False} for degree in ulysses_degrees(c.cp, heads)]
+    return [c.changed(each) for each in (*found, {"ulysses": 1, "is_gather": True})]
 
-    ulysses: int
-    ring: int
-    gathers: bool = False
+
+@dataclass(frozen=True)
+class MixerCost:
+    """Bytes that a rank sends for a recurrent mixer and one microbatch, whatever the length of a sequence: in forward the windows
+    of its pieces to who has the next ones, and the maps of all its pieces to all ranks; in backward as many of gradients."""
+
+    slices: ContextSlices
+    sequences: int
+    channels: int
+    """Channels of the convolution on a rank of tp."""
+    taps: int
+    state: int
+    """Elements of the map of a piece."""
+    itemsize: int
+
+    def sent(self, passes: "Passes") -> int:
+        """Bytes that a rank sends."""
+        maps = (self.slices.ranks - 1) * self.slices.chunks * self.state * max(self.itemsize, 4)
+        window = min(self.taps - 1, self.slices.part) * self.channels * self.itemsize
+        forward, backward = self._messages
+        return self.sequences * (passes.forwards * (forward * window + maps) + backward * window + maps)
 
     @property
-    def name(self) -> str:
-        """The value of `parallel.context` that selects this method."""
-        if self.gathers:
-            return "gather"
-        if 1 in (self.ulysses, self.ring):
-            return "ring" if self.ulysses == 1 else "ulysses"
-        return f"[{self.ulysses},{self.ring}]"
-
-
-def find_methods(cp: int, heads: int) -> list[ContextMethod]:
-    """Methods whose Ulysses degree divides the heads of a rank of tp."""
-    return [
-        *(ContextMethod(each, cp // each) for each in ulysses_degrees(cp, heads)),
-        ContextMethod(1, cp, gathers=True),
-    ]
+    def _messages(self) -> tuple[int, int]:
+        """Pieces whose window goes to another rank, and those whose window has come from one: as often as it spans pieces."""
+        slices = self.slices
+        held = sorted((each, rank) for rank in range(slices.ranks) for each in slices.of_rank(rank).intervals)
+        crossings = [(one, other) for (_, one), (_, other) in pairwise(held) if one != other]
+        hops = -(-(self.taps - 1) // slices.part)
+        leaving, coming = (sum(pair[end] == slices.rank for pair in crossings) for end in (0, 1))
+        return hops * leaving, hops * coming
 
 
 @dataclass(frozen=True)
@@ -108,25 +121,22 @@ class Passes:
 
 @dataclass(frozen=True)
 class ContextCost:
-    """Bytes of a method for a layer's attention, of one rank and one microbatch."""
+    """Bytes of a layout's method for a layer's attention, of one rank and one microbatch. c: its sequences are cut by cp."""
 
-    method: ContextMethod
+    c: Candidate
     shape: AttentionShape
-    sequences: int
-    context: int
-    """Tokens of a whole sequence."""
     itemsize: int
     index: int = 0
     """Index of the rank along Ulysses."""
 
     @cached_property
     def slices(self) -> ContextSlices:
-        return ContextSlices(self.context, self.method.ulysses, self.method.ring)
+        return ContextSlices(self.c.context, self.c.ulysses, self.c.ring)
 
     @property
     def tokens(self) -> int:
         """T: tokens of a rank, padding included."""
-        return self.sequences * self.slices.tokens_local
+        return self.c.sequences * self.slices.tokens_local
 
     @property
     def sum_size(self) -> int:
@@ -146,12 +156,12 @@ class ContextCost:
     @property
     def keys_values(self) -> int:
         """K + V, in elements: of the heads that the rank's queries use."""
-        return self.tokens * self.method.ulysses * self._kv_heads_inside * (self.shape.key_dim + self.shape.value_dim)
+        return self.tokens * self.c.ulysses * self._kv_heads_inside * (self.shape.key_dim + self.shape.value_dim)
 
     @property
     def _kv_heads_inside(self) -> int:
         """Key-value heads once heads are exchanged; where query heads use them unevenly, each as often as makes it even."""
-        group, own = self.shape.heads // self.shape.kv_heads, self.shape.heads // self.method.ulysses
+        group, own = self.shape.heads // self.shape.kv_heads, self.shape.heads // self.c.ulysses
         return own // gcd(group, own)
 
     @cached_property
@@ -167,7 +177,7 @@ class ContextCost:
     @property
     def exchanged_bytes(self) -> tuple[int, int]:
         """Bytes that Ulysses sends in forward and in backward."""
-        u, shape = self.method.ulysses, self.shape
+        u, shape = self.c.ulysses, self.shape
         if u == 1:
             return 0, 0
         widths = [self._width(share) for share in share_heads(shape.heads, shape.kv_heads, u)]
@@ -183,7 +193,7 @@ class ContextCost:
     @property
     def travelling_bytes(self) -> tuple[int, int]:
         """Bytes that a ring or a gather sends in forward and in backward."""
-        messages = self.method.ring - 1 if self.method.gathers else self.num_steps
+        messages = self.c.ring - 1 if self.c.is_gather else self.num_steps
         forward, backward = (messages * each for each in self.step_bytes)
         return forward, backward
 
@@ -196,7 +206,7 @@ class ContextCost:
     def kept_bytes(self) -> int:
         """Bytes kept for backward beyond what a layer without cp keeps of its tokens: with heads exchanged the output a second
         time, and key-value heads that several ranks have."""
-        u, shape = self.method.ulysses, self.shape
+        u, shape = self.c.ulysses, self.shape
         if u == 1:
             return 0
         own = self.tokens * shape.kv_heads * (shape.key_dim + shape.value_dim)
@@ -205,9 +215,9 @@ class ContextCost:
     @cached_property
     def portions(self) -> tuple[int, int]:
         """(groups of key-value heads that are attended to one after another, messages in which K/V travel)."""
-        tokens = self.slices.tokens_local * self.method.ulysses
+        tokens = self.slices.tokens_local * self.c.ulysses
         keys = torch.empty(1, self._kv_heads_inside, tokens, 1, device="meta")
-        wanted = count_portions(tokens) if self.method.ring > 1 else 1
+        wanted = count_portions(tokens) if self.c.ring > 1 else 1
         groups = group_heads(KeyValues(keys, keys), self.slices.chunks, wanted)
         return len(groups), sum(len(group.portions) for group in groups)
 
@@ -219,8 +229,8 @@ class ContextCost:
         heads are exchanged there is less: two messages, and tensors outside, some of whose counterparts are not yet or no longer
         there."""
         e, s, keys_values, (groups, messages) = self.itemsize, self.sum_size, self.keys_values, self.portions
-        if self.method.gathers:
-            travelling = self.method.ring * keys_values * (s if s == e else e + s)
+        if self.c.is_gather:
+            travelling = self.c.ring * keys_values * (s if s == e else e + s)
         else:
             travelling = keys_values * (2 * e + 3 * s) * (self.num_steps > 0)
         sums = (keys_values * s + self.queries * (s + e)) // groups

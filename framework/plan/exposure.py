@@ -11,54 +11,27 @@ The order of axes decides who shares a node: a rank's number is ((pp * DP + dp) 
 order (mesh/topology.py, mesh/placement.py).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from framework.mesh.topology import count_expert_shards
-from framework.plan.candidate import Candidate
+from framework.plan.candidate import Candidate, topology_of
 from framework.plan.cluster import Group, place_group
 from framework.plan.operators import LayerOperators, UnitWork
 from framework.plan.profile import Rates
 from framework.recipe.schema import Recipe
 
-
-@dataclass(frozen=True)
-class Groups:
-    """The groups of a candidate, by the axis names of mesh/topology.py."""
-
-    tp: Group
-    ulysses: Group
-    ring: Group
-    ep: Group
-    pp: Group
-    shard: Group
-    replica: Group
-    expert_shard: Group
-    expert_replica: Group
-    world: Group
+# Axes over which messages travel.
+AXES = (
+    *("world", "pp", "tp", "ulysses", "ring", "ep"),
+    *("shard", "replica", "expert_shard", "expert_replica", "secondary", "expert_secondary"),
+)
+Groups = Mapping[str, Group]
 
 
-def place_groups(c: Candidate) -> Groups:
-    """Place the groups of all axes."""
-    batch = c.dp * c.cp
-    copies = batch * c.tp // (c.expert_tp * c.ep)
-    expert_shard = count_expert_shards(c.shard, c.tp, c.ep, c.expert_tp, batch) if c.shard > 1 else 1
-    experts = c.expert_tp * c.ep
-
-    def place(size: int, stride: int) -> Group:
-        return place_group(size, stride, c.ranks_per_node, c.world)
-
-    return Groups(
-        tp=place(c.tp, 1),
-        ulysses=place(c.ulysses, c.tp),
-        ring=place(c.cp // c.ulysses, c.ulysses * c.tp),
-        ep=place(c.ep, c.expert_tp),
-        pp=place(c.pp, batch * c.tp),
-        shard=place(c.shard, c.tp),
-        replica=place(batch // c.shard, c.shard * c.tp),
-        expert_shard=place(expert_shard, experts),
-        expert_replica=place(copies // expert_shard, experts * expert_shard),
-        world=place(c.world, 1),
-    )
+def place_groups(c: Candidate, secondary_shard: int | str | None = None) -> Groups:
+    """The groups of a candidate, by the names of their axes. secondary_shard: as in the recipe's `zero`."""
+    topology = topology_of(c, secondary_shard=secondary_shard)
+    return {axis: place_group(*topology.size_stride(axis), c.ranks_per_node, c.world) for axis in AXES}
 
 
 @dataclass(frozen=True)
@@ -93,7 +66,7 @@ class LayerMessages:
 
     def tp(self) -> Exposure:
         """Exposure of the borders of a layer's regions."""
-        c, layer, work, rates, group = self.c, self.layer, self.work, self.rates, self.groups.tp
+        c, layer, work, rates, group = self.c, self.layer, self.work, self.rates, self.groups["tp"]
         seconds, profile = rates.cluster.collective, rates.profile
         if c.tp == 1:
             return NOTHING
@@ -131,20 +104,20 @@ class LayerMessages:
         heads, kv_heads = -(-shape.heads // c.tp), max(1, shape.kv_heads // c.tp)
         queries, outputs = c.tokens * heads * shape.key_dim, c.tokens * heads * shape.value_dim
         keys_values = c.tokens * kv_heads * (shape.key_dim + shape.value_dim)
-        e, ring = self.rates.itemsize, groups.ring.size
-        exchange = cluster.collective("all_to_all", (queries + outputs + keys_values) * e, groups.ulysses)
+        e, ring = self.rates.itemsize, groups["ring"].size
+        exchange = cluster.collective("all_to_all", (queries + outputs + keys_values) * e, groups["ulysses"])
         # After heads were exchanged a rank has u times the tokens of 1/u of the heads.
         forward_block, backward_block = work.forward.attention / ring, work.input.attention / ring
         steps, sums = ring - 1, keys_values * max(e, 4)
         if c.is_gather:
-            gathered = cluster.collective("all_gather", ring * keys_values * e, groups.ring)
+            gathered = cluster.collective("all_gather", ring * keys_values * e, groups["ring"])
             late, hidden = hide(gathered, forward_block)
             late_back, hidden_back = hide(gathered, backward_block)
-            late_back += cluster.collective("reduce_scatter", ring * sums, groups.ring)
+            late_back += cluster.collective("reduce_scatter", ring * sums, groups["ring"])
         elif steps:
-            late, hidden = hide(cluster.message(keys_values * e, groups.ring), forward_block)
-            late_back, hidden_back = hide(cluster.message(keys_values * e + sums, groups.ring), backward_block)
-            first = cluster.message(keys_values * e, groups.ring)
+            late, hidden = hide(cluster.message(keys_values * e, groups["ring"]), forward_block)
+            late_back, hidden_back = hide(cluster.message(keys_values * e + sums, groups["ring"]), backward_block)
+            first = cluster.message(keys_values * e, groups["ring"])
             late, hidden, hidden_back = late * steps, hidden * steps, hidden_back * steps
             late_back = late_back * steps + first
         else:
@@ -161,7 +134,7 @@ class LayerMessages:
         if c.ep == 1 or layer.experts is None:
             return NOTHING
         rows = profile.rows_sent * c.tokens * layer.experts.top_k / (1 if c.expert_tp == c.tp else c.tp)
-        once = rates.cluster.collective("all_to_all", rows * layer.hidden * rates.itemsize, self.groups.ep)
+        once = rates.cluster.collective("all_to_all", rows * layer.hidden * rates.itemsize, self.groups["ep"])
         passes = 2 if c.checkpointing != "none" else 1
         if self.settings.parallel.expert_overlap:
             # The second half's way there and the first half's way back are under the other half's experts; the others are not.

@@ -32,9 +32,9 @@ from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.parallel.pipeline.simulate import Costs
 from framework.plan.activation_peaks import MomentTable, Peak, StageActivations, make_moments, representative
 from framework.plan.activations import Activations
-from framework.plan.candidate import Candidate
+from framework.plan.candidate import Candidate, remember
 from framework.plan.cluster import ClusterRates
-from framework.plan.context import ContextCost, ContextMethod
+from framework.plan.context import ContextCost
 from framework.plan.forecast import MemoryForecast, NodeForecast, StageMemory
 from framework.plan.layer_widths import read_masks
 from framework.plan.memory import USABLE, ranks_on_nodes, sum_fullest_node
@@ -50,7 +50,6 @@ from framework.plan.memory_states import (
     slack_of,
 )
 from framework.plan.policies import Counts, choose_counts, is_large, least_bytes, shorten, uniform
-from framework.plan.remember import remember
 from framework.plan.shape import ModelShape
 from framework.plan.target import resolve_target
 from framework.recipe.schema import Recipe
@@ -117,9 +116,8 @@ class ActivationBytes:
 
     def find_rank(self, each: Candidate, rank: int, chosen: Mapping[int, Counts] | None) -> PhaseBytes:
         """Bytes of one rank of the pipeline."""
-        places, activations = self.pipelines.places(each), self.of_microbatch(each)
-        moments, table = self._moments(each, rank)
-        policy, stages = each.checkpointing, places.of_ranks[rank]
+        stages, activations = self.pipelines.of_ranks(each)[rank], self.of_microbatch(each)
+        (moments, table), policy = self._moments(each, rank), each.checkpointing
         counts = chosen or {stage.index: uniform(policy, stage.stop - stage.start) for stage in stages}
         # Virtual stages of a rank are dozens, and most of them are alike.
         alike: dict[tuple[object, ...], StageActivations] = {}
@@ -156,7 +154,7 @@ class ActivationBytes:
         """In which order messages of uneven stages leave depends on how long these compute: on their FLOPs, as in a run."""
         flops, layers = self.pipelines.shape.flops(each.context), self.pipelines.shape.layer_flops(each.context)
         first, last = flops.get("embedding", 0.0), flops.get("head", 0.0)
-        stages = self.pipelines.places(each).stages
+        stages = self.pipelines.stages(each)
         costs = tuple(sum(layers[x.start : x.stop]) + first * x.is_first + last * x.is_last for x in stages)
         return make_moments(each.schedule, each.pp, each.virtual, each.accumulation, Costs(costs, costs, costs))
 
@@ -217,10 +215,9 @@ class ActivationBytes:
         """The attentions of layers, those that differ, where cp divides sequences."""
         if each.cp == 1:
             return ()
-        method = ContextMethod(each.ulysses, each.ring, each.is_gather)
-        lengths = each.sequences, each.context, self.pipelines.compute.itemsize
+        itemsize = self.pipelines.compute.itemsize
         shapes = dict.fromkeys(self.pipelines.shape.attentions(each.tp, each.context))
-        return tuple(ContextCost(method, shape, *lengths) for shape in shapes if shape is not None)
+        return tuple(ContextCost(each, shape, itemsize) for shape in shapes if shape is not None)
 
     @remember("sequences", "context", "cp", "ulysses", "tp")
     def is_chunked(self, each: Candidate) -> bool:
@@ -309,7 +306,7 @@ class MemoryModel:
 
     def _layers_of_stages(self, each: Candidate, place: int) -> Mapping[int, int]:
         """Numbers of layers of a rank's stages, by the stage's index."""
-        return {stage.index: stage.stop - stage.start for stage in self.pipelines.places(each).of_ranks[place]}
+        return {stage.index: stage.stop - stage.start for stage in self.pipelines.of_ranks(each)[place]}
 
     def spare(self, stages: Candidate, places: Places, limit: int) -> np.ndarray:
         """Bytes that the fullest rank has left of a limit, for the same layout with states in each of these places."""

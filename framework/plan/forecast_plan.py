@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from framework.parallel.parallelize import find_eager_layers
 from framework.parallel.pipeline.simulate import Costs
-from framework.plan.candidate import Candidate
+from framework.plan.candidate import Candidate, method_of
 from framework.plan.cluster import ClusterRates
 from framework.plan.context import find_methods
 from framework.plan.forecast import Forecast, MemoryForecast, NodeForecast
@@ -18,6 +18,7 @@ from framework.plan.time import TimeModel
 from framework.plan.traffic import context_costs
 from framework.recipe.clusters import find_cluster, refuse_crowded_nodes
 from framework.recipe.derive import compiles
+from framework.recipe.overrides import write_value
 from framework.recipe.schema import Cluster as ClusterRecipe
 
 # Below this share of a device the verdict is in doubt.
@@ -31,12 +32,11 @@ BY_DATA_SHEETS = (
 
 @dataclass(frozen=True)
 class PlanForecast:
-    """A plan with its forecasts. shape: of its model. costs: seconds of each stage's actions with one microbatch.
+    """A plan with its forecasts. costs: seconds of each stage's actions with one microbatch.
     cautions: what of the recipe the step time does not have. context_methods: with cp > 1 the step
     seconds of each value of parallel.context that the heads allow, the fastest first."""
 
     plan: Plan
-    shape: ModelShape
     cluster: ClusterRates
     candidate: Candidate
     forecast: Forecast
@@ -76,7 +76,7 @@ def forecast_plan(plan: Plan) -> PlanForecast:
             " recipes/cluster; `meshwright doctor --measure` describes this machine"
         )
     methods = _compare_methods(plan, times, candidate)
-    return PlanForecast(plan, shape, cluster, candidate, forecast, costs, tuple(cautions), methods)
+    return PlanForecast(plan, cluster, candidate, forecast, costs, tuple(cautions), methods)
 
 
 def _doubt_compilation(plan: Plan) -> Iterator[str]:
@@ -93,11 +93,7 @@ def _compare_methods(plan: Plan, times: TimeModel, candidate: Candidate) -> tupl
     heads = max((cost.shape.heads for cost in context_costs(plan, 0) if cost is not None), default=0)
     if candidate.cp == 1 or not heads:
         return ()
-    layouts = {
-        each.name: replace(candidate, ulysses=each.ulysses, is_gather=each.gathers)
-        for each in find_methods(candidate.cp, heads)
-    }
-    found = [(name, times.forecast(layout).step_s) for name, layout in layouts.items()]
+    found = [(write_value(method_of(each)), times.forecast(each).step_s) for each in find_methods(candidate, heads)]
     return tuple(sorted(found, key=lambda each: each[1]))
 
 

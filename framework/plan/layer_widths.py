@@ -48,12 +48,14 @@ class LayerWidths:
 
 @dataclass(frozen=True)
 class MixtureWidths:
-    """A mixture's experts, to how many of them a token is sent, and the features inside of one. is_balanced: by the auxiliary
-    loss of all routers (model.config.output_router_logits)."""
+    """A mixture's experts, to how many of them a token is sent, and the features inside of one. Shared experts, which every token
+    meets, are among a layer's linear layers. is_balanced: by the auxiliary loss of all routers
+    (model.config.output_router_logits)."""
 
     experts: int
     top_k: int
     inner: int
+    has_gate: bool = True
     is_balanced: bool = False
 
 
@@ -72,7 +74,7 @@ def _read_layer(config: PretrainedConfig, layer: nn.Module) -> LayerWidths | Non
     linears = {name.rpartition(".")[2]: module for name, module in parts.items() if isinstance(module, nn.Linear)}
     norms = [name.rpartition(".")[2] for name, module in parts.items() if "RMSNorm" in type(module).__name__]
     has_qk_norms = {"q_norm", "k_norm"} <= set(norms)
-    mixture = _read_mixture(config, layer)
+    mixture = _plain_mixture(config, layer)
     # Beside these a mixture has its router and its experts, and a layer of no mixture nothing.
     num_parts = len(linears) + len(norms) + (0 if mixture is None else 2)
     blocks = ATTENTION | MLP if mixture is None else ATTENTION
@@ -91,21 +93,28 @@ def _read_layer(config: PretrainedConfig, layer: nn.Module) -> LayerWidths | Non
     )
 
 
-def _read_mixture(config: PretrainedConfig, layer: nn.Module) -> MixtureWidths | None:
+def _plain_mixture(config: PretrainedConfig, layer: nn.Module) -> MixtureWidths | None:
     """None where there are no experts, or they have no gate, or biases, or are called in llama4's way."""
     found = list(find_experts(layer))
     if len(found) != 1 or set(dict(found[0][1].named_parameters())) != {found[0][2].first, found[0][2].last}:
         return None
-    return mixture_widths(layer, config)
+    return gated_mixture(layer, config)
 
 
-def mixture_widths(model: nn.Module, config: PretrainedConfig) -> MixtureWidths | None:
-    """Widths of the first mixture; None without one, or if its experts have no gate or are called in llama4's way. config: of
-    the text model."""
-    _, experts, form = next(find_experts(model), (None, None, None))
-    top_k = experts_per_token(config)
-    if experts is None or form is None or top_k is None or not form.has_gate or form.is_expert_major:
+def gated_mixture(model: nn.Module, config: PretrainedConfig) -> MixtureWidths | None:
+    """`read_mixture` of experts that have a gate and are not called in llama4's way; None for others, which have no formulas."""
+    form = next((form for _, _, form in find_experts(model)), None)
+    is_known = form is not None and form.has_gate and not form.is_expert_major
+    return read_mixture(model, config) if is_known else None
+
+
+def read_mixture(model: nn.Module, config: PretrainedConfig) -> MixtureWidths | None:
+    """Widths of the first mixture; None without one. config: of the text model."""
+    found, top_k = next(find_experts(model), None), experts_per_token(config)
+    if found is None or top_k is None:
         return None
-    inner = experts.get_parameter(form.last).shape[1 if form.is_transposed else 2]
+    _, experts, form = found
+    last = experts.get_parameter(form.last).shape
+    inner = last[1] if form.is_transposed or form.is_expert_major else last[2]
     is_balanced = bool(getattr(config, "output_router_logits", False))
-    return MixtureWidths(count_experts(experts), top_k, inner, is_balanced)
+    return MixtureWidths(count_experts(experts), top_k, inner, form.has_gate, is_balanced)

@@ -13,7 +13,7 @@ import torch
 
 from framework.comm.communicator import Communicator
 from framework.comm.groups import choose_backends, plan_groups
-from framework.mesh.topology import Axis, Topology, count_expert_shards
+from framework.mesh.topology import ZERO_AXES, Axis
 from framework.model.precision import DTYPES
 from framework.model.stage import StageBounds
 from framework.optim.optimizers import state_names
@@ -23,7 +23,7 @@ from framework.parallel.tensor.heads import ranks_per_kv_head
 from framework.parallel.zero.homes import choose_homes
 from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.plan_buffers import BufferPlan
-from framework.plan.candidate import OFFLOADED, Candidate
+from framework.plan.candidate import OFFLOADED, Candidate, remember, topology_of
 from framework.plan.memory import (
     KINDS,
     StatesOf,
@@ -35,13 +35,14 @@ from framework.plan.memory import (
     total_on_disk,
     total_on_host,
 )
-from framework.plan.remember import remember
-from framework.plan.shape import Degrees, ModelShape, RankUnit, StageUnits
-from framework.recipe.derive import count_secondary
+from framework.plan.shape import DEGREES, ModelShape, RankUnit, StageUnits
 from framework.recipe.schema import Offload, Recipe
 
-# Fields of a candidate that the stages of its ranks depend on.
-STAGES = ("pp", "schedule", "virtual", "context", "tp", "ep", "expert_tp", "sequence")
+# Fields of a candidate that the bounds of its stages depend on, and their units on a rank.
+PLACES = ("pp", "schedule", "virtual", "context")
+STAGES = (*PLACES, *DEGREES)
+# Axes that the layouts of parameters and their buffers name, beside `embedding`.
+BUFFER_AXES = (*ZERO_AXES, "tp", "kv", "ep", "secondary", "expert_secondary")
 PHASES = ("forward", "loss", "backward", "reduction", "optimizer")
 MIB = 2**20
 # torch's default for one stream on Hopper (CUBLAS_WORKSPACE_CONFIG); 8.5 MiB on other GPUs. Computation has one stream.
@@ -87,21 +88,6 @@ class PhaseBytes(NamedTuple):
 def slack_of(moving: int) -> int:
     """Bytes that the allocator reserves beside tensors that come and go."""
     return int(FRAGMENTATION * moving)
-
-
-@dataclass(frozen=True)
-class StagePlacement:
-    """A model's stages on the ranks of a pipeline, as ranks with such degrees hold them. owners: the rank of each stage."""
-
-    stages: tuple[StageBounds, ...]
-    owners: tuple[int, ...]
-    degrees: Degrees
-
-    @cached_property
-    def of_ranks(self) -> list[list[StageBounds]]:
-        """The stages of each rank, in order of computation."""
-        pairs = list(zip(self.stages, self.owners, strict=True))
-        return [[stage for stage, owner in pairs if owner == rank] for rank in range(max(self.owners) + 1)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,11 +138,6 @@ class Pipelines:
         moments = sum(numel * (len(self.states(shape.groups[name])) + averages) for name, numel in trained.items())
         return (sum(trained.values()) + frozen) * master + (moments + frozen * len(self.states(""))) * moment
 
-    def layers(self, each: Candidate) -> tuple[int, ...] | None:
-        """The recipe's layers of each stage, where the candidate has as many: of others `let_rest_follow` leaves them out."""
-        layers = self.recipe.pipeline.layers
-        return tuple(layers) if layers is not None and len(layers) == each.pp * each.virtual else None
-
     @remember("offload")
     def offload(self, each: Candidate) -> Offload:
         """The recipe's fractions of what the candidate offloads; all of it where the recipe has none."""
@@ -164,27 +145,33 @@ class Pipelines:
         fractions: dict[str, Any] = {name: (getattr(given, name) or 1.0) * (name in names) for name in OFFLOADED}
         return replace(given, **fractions)
 
-    @remember(*STAGES)
-    def places(self, each: Candidate) -> StagePlacement:
-        """The stages of a pipeline on its ranks."""
+    @remember(*PLACES)
+    def stages(self, each: Candidate) -> Sequence[StageBounds]:
+        """The stages of a pipeline, in order of computation."""
         if self.pipeline is not None:
-            return StagePlacement(tuple(self.pipeline.stages), tuple(self.pipeline.rank_of_stage), Degrees.of(each))
-        stages = self.shape.stages(each.pp, each.schedule, each.virtual, each.context, self.layers(each))
-        return StagePlacement(stages, self.shape.owners(each.pp, each.schedule, each.virtual), Degrees.of(each))
+            return self.pipeline.stages
+        layers = self.recipe.pipeline.layers
+        # Of layouts that have other numbers of stages `let_rest_follow` leaves the recipe's out.
+        is_stated = layers is not None and len(layers) == each.pp * each.virtual
+        return self.shape.stages(
+            each.pp, each.schedule, each.virtual, each.context, tuple(layers) if layers and is_stated else None
+        )
+
+    @remember(*PLACES)
+    def of_ranks(self, each: Candidate) -> list[list[StageBounds]]:
+        """The stages of each rank, in order of computation."""
+        owners: Sequence[int] = self.shape.owners(each.pp, each.schedule, each.virtual)
+        if self.pipeline is not None:
+            owners = self.pipeline.rank_of_stage
+        pairs = list(zip(self.stages(each), owners, strict=True))
+        return [[stage for stage, owner in pairs if owner == rank] for rank in range(each.pp)]
 
     @remember("pp", "dp", "cp", "tp", "ep", "expert_tp", "ulysses", "shard", "zero")
     def outside(self, each: Candidate) -> int:
         """Bytes of the device that are not torch's."""
         if not self.on_gpus:
             return 0
-        kv = ranks_per_kv_head(self.shape.config, each.tp)
-        experts = 1
-        if each.zero:
-            experts = count_expert_shards(each.shard, each.tp, each.ep, each.expert_tp, each.batch)
-        degrees = {
-            name: getattr(each, name) for name in ("pp", "dp", "cp", "tp", "ep", "shard", "expert_tp", "ulysses")
-        }
-        topology = Topology(kv=kv, expert_shard=experts, **degrees)
+        topology = topology_of(each, ranks_per_kv_head(self.shape.config, each.tp))
         groups = plan_groups(topology.outlines(), choose_backends("cuda", is_debug=False))
         return CONTEXT_BYTES + sum(MESSAGES_BYTES if each.only_messages else COMMUNICATOR_BYTES for each in groups)
 
@@ -234,10 +221,8 @@ class StateBytes:
 
     @remember(*STAGES)
     def _units_of_ranks(self, each: Candidate) -> list[tuple[StageUnits, ...]]:
-        places = self.pipelines.places(each)
-        return [
-            tuple([self.pipelines.shape.stage_units(stage, places.degrees) for stage in own]) for own in places.of_ranks
-        ]
+        shape = self.pipelines.shape
+        return [tuple([shape.stage_units(stage, each) for stage in own]) for own in self.pipelines.of_ranks(each)]
 
     @remember("zero", "shard", "batch", "states_offloaded")
     def _of_rank(self, each: Candidate, stages: tuple[StageUnits, ...], outside: int) -> PhaseBytes:
@@ -284,33 +269,14 @@ class StateBytes:
     @remember("zero", "shard", "batch", "tp", "ep", "expert_tp")
     def _buffers(self, each: Candidate, unit: RankUnit, order: tuple[str, ...]) -> list[BufferPlan]:
         """Buffers of a unit before states have homes."""
-        axes = {name: Communicator(Axis(name, size, 0)) for name, size in self._sizes(each, unit).items()}
+        recipe, kv = self.pipelines.recipe, ranks_per_kv_head(self.pipelines.shape.config, each.tp)
+        topology = topology_of(each, kv, recipe.zero.secondary_shard)
+        # What embedding and head share two stages have, wherever these lie.
+        sizes = {name: topology.size(name) for name in BUFFER_AXES} | {"embedding": 2}
+        axes = {name: Communicator(Axis(name, size, 0)) for name, size in sizes.items()}
         # The order of a buffer's groups is that of the whole stage.
         groups = {f"group {number}": group for number, group in enumerate(order)} | dict(unit.local.groups)
-        zero = replace(self.pipelines.recipe.zero, stage=each.zero)
+        zero = replace(recipe.zero, stage=each.zero)
         return replace(unit.local, groups=groups).plan_buffers(
             [unit.unit], self.pipelines.master, lifetimes_of(zero), axes
         )
-
-    def _sizes(self, each: Candidate, unit: RankUnit) -> dict[str, int]:
-        """Sizes of the axes that the unit's buffers may name."""
-        copied = self.pipelines.recipe.zero.secondary_shard if each.zero == 3 else None
-        sizes = {
-            "tp": each.tp,
-            "kv": ranks_per_kv_head(self.pipelines.shape.config, each.tp),
-            "ep": each.ep,
-            "embedding": 2,
-            "shard": each.shard,
-            "replica": each.batch // each.shard,
-            "secondary": count_secondary(copied, each.shard, each.tp, each.ranks_per_node),
-            "expert_shard": 1,
-            "expert_replica": 1,
-        }
-        if unit.has_experts:
-            copies = each.batch * each.tp // (each.expert_tp * each.ep)
-            shard = count_expert_shards(each.shard, each.tp, each.ep, each.expert_tp, each.batch) if each.zero else 1
-            sizes |= {"expert_shard": shard, "expert_replica": copies // shard}
-            if sizes["secondary"] > 1:
-                inner = count_expert_shards(sizes["secondary"], each.tp, each.ep, each.expert_tp, each.batch)
-                sizes["expert_secondary"] = inner if inner < shard else 1
-        return sizes

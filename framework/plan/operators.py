@@ -20,14 +20,13 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.model.adapters import is_adapter
-from framework.model.experts import count_experts, find_experts
-from framework.model.flops import experts_per_token, flops_per_token, unit_flops
+from framework.model.flops import flops_per_token, unit_flops
 from framework.model.units import Unit
 from framework.parallel.tensor.rules import FAMILIES, ROLES
-from framework.plan.candidate import Candidate
+from framework.plan.candidate import Candidate, remember
 from framework.plan.context import AttentionShape, attention_shapes
+from framework.plan.layer_widths import MixtureWidths, read_mixture
 from framework.plan.profile import Rates
-from framework.plan.remember import remember
 
 # Below this share of a layer's FLOPs, FLOPs without shapes (a router) are not reported.
 NEGLIGIBLE = 0.02
@@ -59,17 +58,6 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Experts:
-    """A mixture. inner: features inside an expert. Shared experts, which every token meets, are among the layer's linear
-    layers."""
-
-    count: int
-    top_k: int
-    inner: int
-    has_gate: bool
-
-
-@dataclass(frozen=True)
 class LayerOperators:
     """A decoder layer. attention: of one rank of tp=1. norms: over hidden states. rotated: features of queries and keys that rope
     turns. activated: features between the mlp's matmuls. flops: of a token's forward, by `model.flops`; known: of its
@@ -78,7 +66,7 @@ class LayerOperators:
     hidden: int
     linears: tuple[Linear, ...]
     attention: AttentionShape | None
-    experts: Experts | None
+    experts: MixtureWidths | None
     norms: int
     rotated: int
     activated: int
@@ -148,7 +136,7 @@ def _roles(config: PretrainedConfig) -> Mapping[str, str]:
 def _read_layer(
     layer: nn.Module, config: PretrainedConfig, roles: Mapping[str, str], attention: AttentionShape | None, flops: float
 ) -> LayerOperators:
-    hidden, mixture = config.hidden_size, _read_experts(layer, config)
+    hidden, mixture = config.hidden_size, read_mixture(layer, config)
     linears = tuple(_find_linears(layer, roles, hidden, attention))
     known = sum(2.0 * each.numel for each in linears)
     if attention is not None:
@@ -193,17 +181,6 @@ def _find_linears(
         split = {"column": "columns", "row": "rows"}.get(kind, "")
         parts = attention.kv_heads if arrangement == "kv_heads" and attention is not None else 0
         yield Linear(path, int(inner), int(columns), split, parts, "shared" in path)
-
-
-def _read_experts(layer: nn.Module, config: PretrainedConfig) -> Experts | None:
-    top_k = experts_per_token(config)
-    found = next(find_experts(layer), None)
-    if found is None or top_k is None:
-        return None
-    _, experts, form = found
-    last = experts.get_parameter(form.last).shape
-    inner = last[1] if form.is_transposed or form.is_expert_major else last[2]
-    return Experts(count_experts(experts), top_k, int(inner), form.has_gate)
 
 
 @dataclass(frozen=True)
@@ -344,7 +321,7 @@ class LayerTimes:
         if mixture is None:
             return 0.0, 0.0, 0.0
         rows = self.rows(layer, c)
-        local, inner = max(1, mixture.count // c.ep), -(-mixture.inner // c.expert_tp)
+        local, inner = max(1, mixture.experts // c.ep), -(-mixture.inner // c.expert_tp)
         first = inner * (2 if mixture.has_gate else 1)
         each, adds, narrow = rows / local, c.adds, rates.profile.narrows_experts
         sizes = (layer.hidden, first), (inner, layer.hidden)

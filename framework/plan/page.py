@@ -12,16 +12,17 @@ from framework.model.flops import experts_per_token
 from framework.model.kept_outputs import Policy
 from framework.model.mixtures import Mixture
 from framework.model.units import Unit
+from framework.output import align
 from framework.parallel.pipeline.draw import SIMULATED_UNIT, Panel, describe_bubble, describe_pipeline, save_picture
 from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.parallel.pipeline.schedules import write_table
 from framework.parallel.pipeline.simulate import peak_live, simulate
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import ESTIMATED_VALUES
-from framework.plan.host_memory import MEMORY, bytes_of_copies, bytes_of_fullest_node, bytes_saved
+from framework.plan.check import MEMORY, bytes_of_copies, bytes_of_fullest_node, bytes_saved
 from framework.plan.operators import DOCUMENT_TOKENS, LONG_CONTEXT
 from framework.plan.plan import Plan
-from framework.plan.text import align, show_bytes, show_exactly
+from framework.plan.text import show_bytes, show_exactly
 from framework.plan.traffic import (
     context_costs,
     expert_traffic,
@@ -45,7 +46,10 @@ def describe_run(plan: Plan) -> Iterator[str]:
     yield f"model         {plan.config.model_type}, {plan.size.total:,} parameters{active}; {work}"
     if plan.recipe.adapter.is_used:
         trained = sum(plan.whole.get_parameter(each.parameter).numel() for each in plan.groups)
-        yield f"adapter       {plan.recipe.adapter.kind}, {trained:,} parameters are trained ({trained / plan.size.total:.2%})"
+        base = plan.recipe.adapter.base
+        beside = f" beside linear layers in {base}" * (base != "bf16")
+        share = f"{trained:,} parameters are trained ({trained / plan.size.total:.2%})"
+        yield f"adapter       {plan.recipe.adapter.kind}{beside}, {share}"
     yield from describe_derived(plan.derived).splitlines()
     device = f"{plan.device.type}, {plan.recipe.precision.compute}"
     yield f"device        {device}" + (
@@ -108,9 +112,9 @@ def describe_layouts(plan: Plan) -> Iterator[str]:
     yield _describe_parameters([buffer for buffers in by_rank for buffer in buffers])
 
 
-def describe_schedule(plan: Plan) -> str:
+def describe_schedule(plan: Plan) -> Iterator[str]:
     """The pipeline's stages, its actions, and all schedules compared."""
-    return describe_pipeline(plan.pipeline, plan.derived.accumulation)
+    yield describe_pipeline(plan.pipeline, plan.derived.accumulation)
 
 
 def save_schedule(path: Path, pipeline: PipelinePlan, num_microbatches: int, title: str) -> None:
@@ -275,9 +279,9 @@ def _describe_context(plan: Plan) -> Iterator[str]:
     heads, kv_heads = cost.shape.heads, cost.shape.kv_heads
     copies = f", beyond {kv_heads} with copies of key-value heads" if kv_heads < heads else ""
     rows = []
-    if cost.method.ulysses > 1:
+    if cost.c.ulysses > 1:
         rows.append(("exchange of heads", cost.exchanged_bytes))
-    if cost.method.gathers:
+    if cost.c.is_gather:
         rows.append(("gather of K and V", cost.travelling_bytes))
     elif cost.num_steps:
         rows.append((f"{cost.num_steps} step{'s' * (cost.num_steps > 1)} of the ring, each", cost.step_bytes))

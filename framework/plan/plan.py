@@ -18,9 +18,8 @@ from framework.comm.communicator import Communicator, link_levels
 from framework.errors import RecipeError
 from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
-from framework.mesh.placement import make_grid
 from framework.mesh.token_layout import TokenLayout
-from framework.mesh.topology import Topology, count_expert_shards, count_node_neighbours, shards_within_node
+from framework.mesh.topology import Topology, count_node_neighbours
 from framework.model.adapters import add_adapters
 from framework.model.flops import (
     ModelSize,
@@ -47,16 +46,15 @@ from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor.heads import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import Activations
-from framework.plan.candidate import Candidate, planned_candidate
+from framework.plan.candidate import Candidate, planned_candidate, remember, topology_of
 from framework.plan.forecast import StageMemory
 from framework.plan.forecast_memory import MemoryModel
 from framework.plan.policies import Counts, refuse_unknown_operations, resolve_chunked_loss, spell, uniform
-from framework.plan.remember import remember
-from framework.plan.shape import ModelShape, group_parameters_of, refuse_dropped_layers, refuse_fresh_seeds, shape_of
+from framework.plan.shape import ModelShape, group_parameters_of, refuse_dropped_layers, refuse_fresh_seeds
 from framework.plan.stage import PlannedStage, lay_out_stage
 from framework.plan.target import resolve_target
 from framework.recipe import schema
-from framework.recipe.derive import Derived, count_secondary, count_virtual_stages, derive
+from framework.recipe.derive import Derived, count_virtual_stages, derive
 from framework.recipe.schema import Recipe
 
 # The unit of memory.budget_gb: as the page of `plan` counts.
@@ -106,6 +104,11 @@ class Plan:
         """Numbers of parameters of the whole model."""
         return measure_model(self.whole)
 
+    @cached_property
+    def initial_scales(self) -> Mapping[str, float]:
+        """Factors of initial values by a parameter's name, where a base model has others (`model.mup_base`)."""
+        return {each.parameter: each.initial for each in self.groups if each.initial != 1.0}
+
     @property
     def title(self) -> str:
         """Model and layout in a line, for pictures."""
@@ -153,7 +156,7 @@ class Plan:
     def shape(self) -> ModelShape:
         """The model as numbers, by which bytes and seconds are forecast."""
         groups = {each.parameter: each.key for each in self.groups}
-        return shape_of(self.recipe, self.config, self.whole, self.units, self.ties, groups, self.mixtures)
+        return ModelShape(self.recipe, self.config, self.whole, self.units, self.ties, groups, self.mixtures)
 
     @cached_property
     def candidate(self) -> Candidate:
@@ -325,29 +328,13 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
 
 
 def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:
-    """The recipe's degrees as axes. Stage 0 shards over one rank; `zero.shard_within=null` is everyone."""
-    derived = derive(recipe)
-    batch, within = derived.dp * derived.cp, recipe.zero.shard_within
-    if within == "node":
-        within = shards_within_node(derived.world, batch, derived.tp, derived.ranks_per_node, derived.nodes)
-    shard = 1 if recipe.zero.stage == 0 else within or batch
-    copied = recipe.zero.secondary_shard if recipe.zero.stage == 3 else None
-    secondary = count_secondary(copied, shard, derived.tp, derived.ranks_per_node)
-    expert_shard = expert_secondary = 1
-    if recipe.zero.stage:
-        expert_shard = count_expert_shards(shard, derived.tp, derived.ep, derived.expert_tp, batch)
-    if secondary > 1:
-        expert_secondary = count_expert_shards(secondary, derived.tp, derived.ep, derived.expert_tp, batch)
-    inner = recipe.parallel.expert_hierarchical
+    """The recipe's degrees as axes, with the nodes that they lie on."""
+    derived, inner = derive(recipe), recipe.parallel.expert_hierarchical
     if inner == "node":
         inner = count_node_neighbours(derived.ep, derived.expert_tp, derived.ranks_per_node)
+    kv = ranks_per_kv_head(config, derived.tp)
     return replace(
-        make_grid(derived),
-        kv=ranks_per_kv_head(config, derived.tp),
-        shard=shard,
-        expert_shard=expert_shard,
-        secondary=secondary,
-        expert_secondary=expert_secondary if expert_secondary < expert_shard else 1,
+        topology_of(planned_candidate(recipe), kv, recipe.zero.secondary_shard),
         ep_inner=inner,
         embedding_ranks=_find_embedding_ranks(recipe.pipeline, derived),
         ranks_per_node=derived.ranks_per_node,

@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from framework.output import align
 from framework.plan.forecast_plan import PlanForecast
 from framework.plan.plan import Plan
-from framework.plan.text import align, show_bytes, show_hours, show_seconds
+from framework.plan.text import show_bytes, show_hours, show_seconds
 from framework.recipe.stages import RunStage
 
 COLUMNS = ("stage", "steps", "tokens", "sequences", "context", "memory", "to spare", "step", "time", "cost")

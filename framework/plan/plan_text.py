@@ -1,8 +1,6 @@
 """`meshwright plan` on one screen: the verdict, the model and its layout, memory of the fullest rank, step time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from framework.plan.advice import FittingChange, describe_changes, describe_verdict
@@ -15,19 +13,6 @@ from framework.plan.text import show_bytes, show_hours, show_seconds, wrap
 # Of a step: what takes less is not named.
 SMALL = 0.005
 MORE = "more: --ranks, --layouts, --schedule, --options; as a page: --html FILE"
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Options of the command: details to print, files to write. overwrite: replace files that are not ours."""
-
-    ranks: bool = False
-    layouts: bool = False
-    schedule: bool = False
-    options: bool = False
-    schedule_to: Path | None = None
-    html: Path | None = None
-    overwrite: bool = False
 
 
 def describe_plan(found: PlanForecast, changes: Sequence[FittingChange]) -> Iterator[str]:

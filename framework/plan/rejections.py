@@ -6,7 +6,7 @@ has chosen them, of a real recipe: nothing here knows what is legal.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial, wraps
 from typing import Any, Literal
@@ -19,10 +19,9 @@ from framework.model.stage import StageBounds, refuse_shared_layers
 from framework.parallel.attention import probe_causes, refuse_undivided_context, refuse_uneven_heads
 from framework.parallel.experts.split import check_experts
 from framework.parallel.pipeline.pipeline import refuse_few_layers
-from framework.plan.candidate import Candidate, method_of, recipe_of
+from framework.plan.candidate import Candidate, method_of, recipe_of, remember
 from framework.plan.forecast import NodeForecast
-from framework.plan.remember import remember
-from framework.plan.shape import Degrees, ModelShape, refuse_dropped_layers
+from framework.plan.shape import DEGREES, ModelShape, refuse_dropped_layers
 from framework.plan.space import CHOICES, Space
 from framework.plan.text import show_bytes
 from framework.recipe.check import layout_rules
@@ -81,12 +80,12 @@ class ModelRules:
         """The first reason against a candidate."""
         return self.refuse_pp(c) or self.refuse_experts(c) or self.refuse_tp(c) or self.refuse_cp(c)
 
-    @remember("tp", "ep", "expert_tp", "sequence")
+    @remember(*DEGREES)
     @_as_reason
     def refuse_tp(self, c: Candidate) -> None:
         """Refusal of a tensor-parallel degree: layers are laid out to find it."""
         refuse_dropped_layers(self.shape.config, 1, c.tp)
-        self.shape.stage_units(StageBounds(0, 1, 0, self.shape.num_layers), Degrees.of(c))
+        self.shape.stage_units(StageBounds(0, 1, 0, self.shape.num_layers), c)
 
     @remember("tp", "ep", "expert_tp")
     @_as_reason
@@ -168,19 +167,8 @@ class Constraint:
         return partial(refuse, self)
 
 
-@dataclass(frozen=True)
-class Constraints:
-    """All constraints, by the choice behind which they can be asked."""
-
-    by_choice: dict[str, tuple[Constraint, ...]]
-
-    def refuse(self, choice: str, c: Candidate) -> tuple[Constraint, tuple[str, str]] | None:
-        """The first that is against a candidate whose choices up to this one are made, with (key, reason)."""
-        for each in self.by_choice[choice]:
-            found = each.refuse(c)
-            if found is not None:
-                return each, found
-        return None
+# All constraints, by the choice behind which they can be asked.
+Constraints = Mapping[str, tuple[Constraint, ...]]
 
 
 def collect_constraints(space: Space, model: ModelShape) -> Constraints:
@@ -189,9 +177,7 @@ def collect_constraints(space: Space, model: ModelShape) -> Constraints:
     make = lru_cache(maxsize=1)(partial(recipe_of, base=space.base, pinned=space.pinned))
     rules = [Constraint("rule", fields_read(reads), partial(_ask_rule, rule, make)) for reads, rule in layout_rules()]
     found = [*rules, *_model_constraints(model)]
-    return Constraints(
-        {choice: tuple(each for each in found if _last_choice(each.fields) == choice) for choice in CHOICES}
-    )
+    return {choice: tuple(each for each in found if _last_choice(each.fields) == choice) for choice in CHOICES}
 
 
 def fields_read(reads: Iterable[str]) -> tuple[str, ...]:

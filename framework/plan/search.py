@@ -1,7 +1,7 @@
 """The search: all legal layouts of a recipe on its ranks, ranked by forecast.
 
 Layouts are millions, so not all are forecast. Choices are made in an order (`CHOICES`), in four steps, and all layouts that share
-the first ones have lower bounds of bytes (memory_bounds.py) and of seconds (time_bounds.py):
+the first ones have lower bounds of bytes and of seconds (bounds.py):
 
     division     degrees, context, sequence, experts                            the mean rank's work
     work         its microbatches                                               the same, exactly
@@ -25,17 +25,15 @@ from typing import Literal
 
 import numpy as np
 
-from framework.plan.candidate import Candidate
+from framework.plan.bounds import MemoryBounds, Schedules, TimeBounds, Way
+from framework.plan.candidate import Candidate, remember
 from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import Forecast
-from framework.plan.memory_bounds import MemoryBounds, Schedules, Way
 from framework.plan.memory_states import Places, place_states
 from framework.plan.rejections import Constraints, Rejection, too_large, too_large_for_node
-from framework.plan.remember import remember
 from framework.plan.shape import ModelShape
 from framework.plan.space import CHOICES, Space
 from framework.plan.time import TimeModel
-from framework.plan.time_bounds import TimeBounds
 from framework.recipe.schema import Recipe
 
 By = Literal["time", "memory"]
@@ -285,11 +283,12 @@ class Search:
                 yield from self.expand(child, choices[1:])
 
     def _is_legal(self, choice: str, c: Candidate) -> bool:
-        found = self.constraints.refuse(choice, c)
-        if found is not None:
-            asked, (key, reason) = found
-            self.rejections.append(Rejection(asked.kind, c, choice, reason, key, count=self._count(c, choice)))
-        return found is None
+        for asked in self.constraints[choice]:
+            if (found := asked.refuse(c)) is not None:
+                key, reason = found
+                self.rejections.append(Rejection(asked.kind, c, choice, reason, key, count=self._count(c, choice)))
+                return False
+        return True
 
     @remember("dp", "cp", "tp", "pp")
     def _count(self, c: Candidate, choice: str) -> int:
@@ -301,7 +300,7 @@ class Search:
     def _ways(self) -> tuple[Way, ...]:
         """Ways to keep activations, those that compute less first, without those that rules refuse whatever else is chosen."""
         root, own = self.space.root(), {name for choice in WAY for name in CHOICES[choice]}
-        asked = [each for choice in WAY for each in self.constraints.by_choice[choice] if own.issuperset(each.fields)]
+        asked = [each for choice in WAY for each in self.constraints[choice] if own.issuperset(each.fields)]
         found = [c for policy in self.space.children(WAY[0], root) for c in self.space.children(WAY[1], policy)]
         legal = [c for c in found if all(each.refuse(c) is None for each in asked)]
         return tuple((c.checkpointing, c.offload) for c in legal or found)
@@ -310,7 +309,7 @@ class Search:
     def _schedules(self, c: Candidate) -> Schedules:
         """Schedules, with the stages of a rank, that a division of the ranks may have."""
         own = {"pp", *CHOICES[SCHEDULE]}
-        asked = [each for each in self.constraints.by_choice[SCHEDULE] if own.issuperset(each.fields)]
+        asked = [each for each in self.constraints[SCHEDULE] if own.issuperset(each.fields)]
         found = self.space.children(SCHEDULE, c)
         legal = [each for each in found if all(one.refuse(each) is None for one in asked)]
         return tuple((each.schedule, each.virtual) for each in legal)

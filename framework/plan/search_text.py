@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from framework.output import align
 from framework.plan.rejections import SIZES, Rejection, describe, group_rejections
 from framework.plan.search import By, Ranked, Search
-from framework.plan.text import GIB, align
+from framework.plan.text import GIB
 from framework.recipe.keys import plain
 from framework.recipe.schema import Recipe
 

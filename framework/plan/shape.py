@@ -24,6 +24,7 @@ from framework.model.adapters import B, add_adapters, find_trained
 from framework.model.flops import ModelSize, experts_per_token, flops_per_token, measure_model, unit_flops
 from framework.model.load import build_meta, kept_in_fp32, layer_configs
 from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
+from framework.model.mup import SAME, find_scales
 from framework.model.precision import DTYPES
 from framework.model.stage import StageBounds, copy_stage, split_stages
 from framework.model.units import Unit, find_units, tied_names
@@ -33,32 +34,19 @@ from framework.parallel.pipeline.pipeline import count_layers
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor.heads import ranks_per_kv_head
-from framework.plan.candidate import Candidate
+from framework.plan.candidate import Candidate, remember
 from framework.plan.context import AttentionShape, attention_shapes
-from framework.plan.layer_widths import LayerWidths, MixtureWidths, layer_widths, mixture_widths
-from framework.plan.remember import remember
+from framework.plan.layer_widths import LayerWidths, MixtureWidths, gated_mixture, layer_widths
 from framework.plan.stage import RankParameters, lay_out_parameters
 from framework.plan.target import resolve_target
 from framework.recipe.schema import Launch, Parallel, Pipeline, Precision, Recipe
 
 # Families whose layers call torch.seed(), which reads the clock, in each forward: reversible layers replay their dropout by it.
 FRESH_SEEDS = ("reformer",)
+# Fields of a candidate that a rank's parameters depend on before ZeRO.
+DEGREES = ("tp", "ep", "expert_tp", "sequence")
 # What a shape is made for where no recipe says it: bf16 on GPUs.
 DEFAULT = Recipe(precision=Precision(compute="bf16"), launch=Launch(device="cuda"))
-
-
-@dataclass(frozen=True, slots=True)
-class Degrees:
-    """Degrees that a rank's parameters depend on before ZeRO. expert_tp: ranks that slice each expert."""
-
-    tp: int = 1
-    ep: int = 1
-    expert_tp: int = 1
-    sequence: bool = False
-
-    @classmethod
-    def of(cls, candidate: Candidate) -> "Degrees":
-        return cls(candidate.tp, candidate.ep, candidate.expert_tp, candidate.sequence and candidate.tp > 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,9 +109,8 @@ class StageUnits:
 class ModelShape:
     """A model as numbers. recipe: of which the model's keys, the optimizer's groups and the precision are read, none of a layout.
 
-    whole: on meta. units: in order of computation; ties: under the name that a parameter has in its unit, all its names.
-    kinds: of each layer, the number of its kind; layers of one kind are laid out alike. widths: of a layer of Llama's form, None
-    for a model of another form, whose activations are then estimated; mixture: of its experts, None for a dense model.
+    whole: on meta. units: in order of computation; ties: under the name that a parameter has in its unit, all its names; groups:
+    the optimizer's, by parameter.
     """
 
     recipe: Recipe
@@ -133,11 +120,24 @@ class ModelShape:
     ties: Mapping[str, tuple[str, ...]]
     groups: Mapping[str, str]
     mixtures: tuple[Mixture, ...]
-    kinds: tuple[int, ...]
-    widths: LayerWidths | None
-    mixture: MixtureWidths | None
 
     # --- sizes
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """The number of each layer's kind; layers of one kind are laid out alike."""
+        numbers: dict[Any, int] = {}
+        return tuple(numbers.setdefault(each, len(numbers)) for each in self._describe_layers())
+
+    @cached_property
+    def widths(self) -> LayerWidths | None:
+        """A layer of Llama's form; None for a model of another form, whose activations are then estimated."""
+        return layer_widths(self.whole)
+
+    @cached_property
+    def mixture(self) -> MixtureWidths | None:
+        """Its gated experts; None for a model without."""
+        return gated_mixture(self.whole, self.text)
 
     @cached_property
     def text(self) -> PretrainedConfig:
@@ -237,47 +237,71 @@ class ModelShape:
 
     # --- parameters
 
-    def stage_units(self, bounds: StageBounds, degrees: Degrees) -> StageUnits:
-        """The units of a stage on a rank with such degrees. Raises what the transforms raise for degrees that do not fit."""
-        kinds = self.kinds[bounds.start : bounds.stop]
-        return self._find_stage_units(kinds, bounds.is_first, bounds.is_last, degrees)
+    def stage_units(self, bounds: StageBounds, c: Candidate) -> StageUnits:
+        """The units of a stage on a rank of a layout. Raises what the transforms raise for degrees that do not fit."""
+        return self._find_stage_units(c, self.kinds[bounds.start : bounds.stop], bounds.is_first, bounds.is_last)
 
-    @remember()
-    def _find_stage_units(self, own: tuple[int, ...], is_first: bool, is_last: bool, degrees: Degrees) -> StageUnits:
+    @remember(*DEGREES)
+    def _find_stage_units(self, c: Candidate, own: tuple[int, ...], is_first: bool, is_last: bool) -> StageUnits:
         """own: the kinds of its layers."""
         if self._is_laid_out_whole:
-            found = self._lay_out(StageBounds(0, 1, 0, self.num_layers), degrees)
+            found = self._lay_out(c, StageBounds(0, 1, 0, self.num_layers))
             alone = [(each, 1) for name, each in found.items() if name.startswith("layers.")]
             ends = [each for name, each in found.items() if not name.startswith("layers.")]
             order = _order_groups(list(found.values()))
             return StageUnits(tuple(ends), tuple(alone), order, tuple(range(len(alone))))
-        by_kind = {kind: self._layer(kind, degrees) for kind in dict.fromkeys(own)}
+        by_kind = {kind: self._layer(kind, c) for kind in dict.fromkeys(own)}
         is_shared = not (is_first and is_last)
-        first = self._end("embedding", is_shared, degrees) if is_first else None
-        last = self._end("head", is_shared, degrees) if is_last else None
+        first = self._end("embedding", is_shared, c) if is_first else None
+        last = self._end("head", is_shared, c) if is_last else None
         in_order = [each for each in (first, *by_kind.values(), last) if each is not None]
         ends = [each for each in (first, last) if each is not None]
         layers = tuple((by_kind[kind], own.count(kind)) for kind in by_kind)
         places = {kind: place for place, kind in enumerate(by_kind)}
         return StageUnits(tuple(ends), layers, _order_groups(in_order), tuple(places[kind] for kind in own))
 
-    def _layer(self, kind: int, degrees: Degrees) -> RankUnit:
+    def _layer(self, kind: int, c: Candidate) -> RankUnit:
         number = self.kinds.index(kind)
         # The first layer comes with the embedding.
         bounds = StageBounds(0, 2, 0, 1) if number == 0 else StageBounds(1, 3, number, number + 1)
-        return self._lay_out(bounds, degrees)[f"layers.{number}"]
+        return self._lay_out(c, bounds)[f"layers.{number}"]
 
-    def _end(self, name: str, is_shared: bool, degrees: Degrees) -> RankUnit | None:
+    def _end(self, name: str, is_shared: bool, c: Candidate) -> RankUnit | None:
         """Embedding or head. Where one stage has both, what they share is no replica of another stage's. is_shared: over two."""
         last = StageBounds(1, 2, self.num_layers - 1, self.num_layers)
         # Neither has experts that ranks of ep divide.
-        degrees = replace(degrees, ep=1)
-        found = self._lay_out(StageBounds(0, 2, 0, 1) if name == "embedding" else last, degrees).get(name)
+        bounds = StageBounds(0, 2, 0, 1) if name == "embedding" else last
+        found = self._lay_out(c.changed({"ep": 1}), bounds).get(name)
         if found is None or is_shared:
             return found
         unit = next(each for each in self.units if each.name == name)
         alone = {key: _unshare(layout) for key, layout in found.local.layouts.items() if key in unit.parameters}
         return RankUnit(unit, replace(found.local, layouts=alone))
+
+    def _describe_layers(self) -> Iterator[Any]:
+        """All that a layer's layout on a rank may depend on, for each layer."""
+        # Two layers of equal shapes may still be cut differently: by the heads that their configs say, and by a recipe's tp_plan,
+        # whose patterns may name one layer.
+        configs = cycle(layer_configs(self.text))
+        types = getattr(self.text, "layer_types", None) or ()
+        fp32 = kept_in_fp32(self.whole, DTYPES[self.recipe.precision.compute])
+        names_layers = any(char.isdigit() for pattern in self.recipe.model.tp_plan for char in pattern)
+        for number, unit in enumerate(each for each in self.units if each.is_layer):
+            prefix, layer = len(unit.root), next(configs)
+            parameters = [
+                (
+                    name[prefix:],
+                    tuple(self.whole.get_parameter(name).shape),
+                    self.groups.get(name),
+                    name in fp32,
+                    len(self.ties[name]),
+                )
+                for name in unit.parameters
+            ]
+            modules = [(path[prefix:], type(self.whole.get_submodule(path))) for path in unit.modules]
+            heads = [getattr(layer, name, None) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")]
+            kind = types[number] if number < len(types) else None
+            yield tuple(parameters), tuple(modules), tuple(heads), kind, number if names_layers else 0
 
     @cached_property
     def _is_laid_out_whole(self) -> bool:
@@ -293,26 +317,25 @@ class ModelShape:
             if len(names) > 1
         )
 
-    @remember()
-    def _lay_out(self, bounds: StageBounds, degrees: Degrees) -> Mapping[str, RankUnit]:
+    @remember(*DEGREES)
+    def _lay_out(self, c: Candidate, bounds: StageBounds) -> Mapping[str, RankUnit]:
         """Lay out a stage: its units that have parameters, by name."""
-        plan = self._stage_plan(bounds, degrees)
+        plan = self._stage_plan(bounds, c)
         local = lay_out_parameters(copy_stage(self.whole, self.units, bounds, num_outputs=0), plan)
         return {unit.name: RankUnit(unit, local) for unit in plan.own_units if unit.parameters}
 
-    def _stage_plan(self, bounds: StageBounds, degrees: Degrees) -> StagePlan:
-        tp, ep, expert_tp = degrees.tp, degrees.ep, degrees.expert_tp
-        kv = ranks_per_kv_head(self.config, tp)
-        topology = Topology(pp=bounds.count, dp=ep, tp=tp, ep=ep, kv=kv, expert_tp=expert_tp)
+    def _stage_plan(self, bounds: StageBounds, c: Candidate) -> StagePlan:
+        kv = ranks_per_kv_head(self.config, c.tp)
+        topology = Topology(pp=bounds.count, dp=c.ep, tp=c.tp, ep=c.ep, kv=kv, expert_tp=c.expert_tp)
         axes = {name: Communicator(axis) for name, axis in topology.axes(0).items()}
-        parallel = Parallel(tp=tp, ep=ep, expert_tp=expert_tp, sequence=degrees.sequence)
+        parallel = Parallel(**{name: getattr(c, name) for name in DEGREES})
         recipe = replace(self.recipe, parallel=parallel, memory=replace(self.recipe.memory, compile="never"))
-        slices = ContextSlices(tp)
+        slices = ContextSlices(c.tp)
         return StagePlan(
             recipe=recipe,
             axes=axes,
             bounds=bounds,
-            tokens=TokenLayout(1, slices.tokens_local, topology.axes(0)["tp"], degrees.sequence, slices),
+            tokens=TokenLayout(1, slices.tokens_local, topology.axes(0)["tp"], c.sequence, slices),
             units=self.units,
             ties=self.ties,
             groups=self.groups,
@@ -334,64 +357,7 @@ def make_shape(config: PretrainedConfig, recipe: Recipe = DEFAULT) -> ModelShape
     refuse_bias_rate(recipe.model, whole, mixtures)
     ties = tied_names(whole)
     groups = {each.parameter: each.key for each in group_parameters_of(recipe, whole, units)}
-    return shape_of(recipe, config, whole, units, ties, groups, mixtures)
-
-
-def shape_of(
-    recipe: Recipe,
-    config: PretrainedConfig,
-    whole: PreTrainedModel,
-    units: tuple[Unit, ...],
-    ties: Mapping[str, tuple[str, ...]],
-    groups: Mapping[str, str],
-    mixtures: tuple[Mixture, ...],
-) -> ModelShape:
-    """The shape of a model that is on meta already. recipe: with a device and a compute dtype."""
-    return ModelShape(
-        recipe,
-        config,
-        whole,
-        units,
-        ties,
-        groups,
-        mixtures,
-        tuple(_number_kinds(_describe_layers(recipe, whole, units, ties, groups))),
-        layer_widths(whole),
-        mixture_widths(whole, config.get_text_config()),
-    )
-
-
-def _number_kinds(descriptions: Iterator[Any]) -> Iterator[int]:
-    numbers: dict[Any, int] = {}
-    for each in descriptions:
-        yield numbers.setdefault(each, len(numbers))
-
-
-def _describe_layers(
-    recipe: Recipe,
-    whole: PreTrainedModel,
-    units: Sequence[Unit],
-    ties: Mapping[str, tuple[str, ...]],
-    groups: Mapping[str, str],
-) -> Iterator[Any]:
-    """All that a layer's layout on a rank may depend on, for each layer."""
-    # Two layers of equal shapes may still be cut differently: by the heads that their configs say, and by a recipe's tp_plan,
-    # whose patterns may name one layer.
-    config = whole.config.get_text_config()
-    configs = cycle(layer_configs(config))
-    types = getattr(config, "layer_types", None) or ()
-    fp32 = kept_in_fp32(whole, DTYPES[recipe.precision.compute])
-    names_layers = any(char.isdigit() for pattern in recipe.model.tp_plan for char in pattern)
-    for number, unit in enumerate(each for each in units if each.is_layer):
-        prefix, layer = len(unit.root), next(configs)
-        parameters = [
-            (name[prefix:], tuple(whole.get_parameter(name).shape), groups.get(name), name in fp32, len(ties[name]))
-            for name in unit.parameters
-        ]
-        modules = [(path[prefix:], type(whole.get_submodule(path))) for path in unit.modules]
-        heads = [getattr(layer, name, None) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")]
-        kind = types[number] if number < len(types) else None
-        yield tuple(parameters), tuple(modules), tuple(heads), kind, number if names_layers else 0
+    return ModelShape(recipe, config, whole, units, ties, groups, mixtures)
 
 
 def _order_groups(units: Sequence[RankUnit]) -> tuple[str, ...]:
@@ -435,7 +401,10 @@ def group_parameters_of(recipe: Recipe, whole: PreTrainedModel, units: tuple[Uni
     shapes = {name: tuple(each.shape) for name, each in parameters.items()}
     matrices = find_matrices(whole, units, recipe.model.tp_plan) if recipe.optim.name == "muon" else {}
     if not recipe.adapter.is_used:
-        return group_trained(shapes, recipe.model.freeze, recipe.optim, marked, matrices)
+        found = group_trained(shapes, recipe.model.freeze, recipe.optim, marked, matrices)
+        scales = find_scales(whole, recipe.model.mup_base)
+        own = [scales.get(each.parameter, SAME) for each in found]
+        return [replace(g, lr_ratio=g.lr_ratio * s.rate, initial=s.initial) for g, s in zip(found, own, strict=True)]
     trained = find_trained(whole, shapes, recipe.adapter)
     groups = group_parameters(
         ((name, shape, name in trained) for name, shape in shapes.items()), recipe.optim, marked, matrices

@@ -1,4 +1,6 @@
-"""Seconds of ZeRO's collectives in a stage, exposed or hidden under computation, by the order of parallel/zero/hooks.py.
+"""Seconds of ZeRO's collectives in a stage, and of a step beside forward and backward: the update, states that travel, saves.
+
+Collectives are exposed or hidden under computation, by the order of parallel/zero/hooks.py:
 
     forward    a unit is gathered while the one before it computes; nothing hides the first one's gather
     backward   the same from the last unit to the first; a unit that forward has just left is still there. Reductions run under
@@ -6,27 +8,30 @@
     the end    nothing hides the reductions of the units that backward leaves last, the first layer and the embedding
 
 Parameters that are kept are gathered in a step's first forward alone; gradients that are kept are reduced in its last backward.
+
+The update is passes over memory: of each owned element the gradient and the master, each moment and the parameter are read and
+written once (one fused kernel), and the gradient once before that for its norm. Offloaded states go over the host's link,
+gradients there and parameters back, and are updated at the rate of that link. An asynchronous save holds training up while
+states are copied to the host; a synchronous one until the node's disk has them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import sqrt
 
-from framework.mesh.topology import count_expert_shards
-from framework.parallel.zero.plan_buffers import REDUCE_CODECS
+from framework.comm.codec import REDUCE_CODECS
 from framework.parallel.zero.unit_buckets import largest_shared
-from framework.plan.candidate import Candidate
+from framework.plan.candidate import Candidate, remember
 from framework.plan.cluster import ClusterRates, Group, place_group
 from framework.plan.exposure import Groups, hide
 from framework.plan.profile import Profile
-from framework.plan.remember import remember
-from framework.recipe.derive import count_secondary
-from framework.recipe.schema import Zero
+from framework.recipe.schema import Recipe, Zero
 
 # Bytes of a gradient as codes, their scales included; and from how many on a backend adds it up itself.
 CODE_BYTES = {kind: codec.message_bytes(codec.block) / codec.block for kind, codec in REDUCE_CODECS.items()}
 WIDE_BYTES = 4.0
-# Bytes that decoding one number of a message reads and writes.
-DECODED_BYTES = 3.0
+# Bytes that decoding one number reads and writes: of a message, by one kernel; of frozen rows, by torch's operations.
+DECODED_BYTES, DECODED_ROW_BYTES = 3.0, 30.0
 
 
 @dataclass(frozen=True)
@@ -57,30 +62,34 @@ class ShardingTime:
 @dataclass(frozen=True)
 class Sharding:
     """ZeRO's choices. zero: the recipe's, but for the stage, which is the candidate's; parameter_bytes: of one as it travels;
-    gradient_bytes: of one as it is reduced."""
+    gradient_bytes: of one as it is reduced; keeps_codes: parameters are frozen codes, which are decoded for each use."""
 
     zero: Zero
     parameter_bytes: float
     gradient_bytes: float
     cluster: ClusterRates
     profile: Profile
+    keeps_codes: bool = False
 
     def time(self, units: Sequence[ShardedUnit], c: Candidate, groups: Groups) -> ShardingTime:
         """Seconds of a stage, whose units are in order of computation."""
         units = [bucket for each in units for bucket in self._in_buckets(each, c)]
-        of_dense, of_experts = (groups.shard, groups.replica), (groups.expert_shard, groups.expert_replica)
+        of_dense, of_experts = (groups["shard"], groups["replica"]), (groups["expert_shard"], groups["expert_replica"])
         messages = [
             self._messages_s(each.dense, each.experts, of_dense, of_experts, c.offloads_parameters) for each in units
         ]
         gathers, reductions, sums = ([each[place] for each in messages] for place in range(3))
-        keeps_parameters = c.zero < 3 or self.zero.keep_gathered
+        keeps_parameters = (c.zero < 3 or self.zero.keep_gathered) and not self.keeps_codes
         keeps_gradients = c.zero < 2 or self.zero.accumulate == "local"
         late, hidden = self._forward(units, gathers)
         copied = self._copies_s(units, self.parameter_bytes, self.profile.gather_copies, groups)
-        if self.zero.quantize_gather != "none":  # codes are read, and two bytes written for each
+        if self.keeps_codes:  # also where nothing is sent
+            elements = sum(each.count * (each.dense + each.experts) for each in units)
+            copied += elements * DECODED_ROW_BYTES / self.cluster.memory_rate
+        elif self.zero.quantize_gather != "none":  # codes are read, and two bytes written for each
             copied += self._copies_s(units, DECODED_BYTES, 1.0, groups)
         # From the second time in a step on units come from the second copy, if there is one.
-        nearer = self._secondary(c, groups)
+        nearer = self._secondary(groups)
         again = [
             self._messages_s(each.dense, each.experts, *nearer, c.offloads_parameters)[0] if nearer else gather
             for each, gather in zip(units, gathers, strict=True)
@@ -117,19 +126,13 @@ class Sharding:
             hidden_once + body_hidden,
         )
 
-    def _secondary(self, c: Candidate, groups: Groups) -> tuple[tuple[Group, Group], tuple[Group, Group]] | None:
+    def _secondary(self, groups: Groups) -> tuple[tuple[Group, Group], tuple[Group, Group]] | None:
         """Ranks that keep a second copy among themselves, beside those that have copies of a shard, of dense parameters and of
         experts; None without one."""
-        inner = count_secondary(self.zero.secondary_shard, c.shard, c.tp, c.ranks_per_node) if c.zero == 3 else 1
-        if inner == 1:
+        if groups["secondary"].size == 1:
             return None
-        experts = count_expert_shards(inner, c.tp, c.ep, c.expert_tp, c.dp * c.cp)
-        of_experts = place_group(experts, c.expert_tp * c.ep, c.ranks_per_node, c.world)
-        is_copied = 1 < experts < groups.expert_shard.size
-        return (
-            (place_group(inner, c.tp, c.ranks_per_node, c.world), groups.replica),
-            (of_experts if is_copied else groups.expert_shard, groups.expert_replica),
-        )
+        experts = "expert_secondary" if groups["expert_secondary"].size > 1 else "expert_shard"
+        return (groups["secondary"], groups["replica"]), (groups[experts], groups["expert_replica"])
 
     def _in_buckets(self, unit: ShardedUnit, c: Candidate) -> list[ShardedUnit]:
         """Equal layers as they travel: a bucket is a unit of several layers, and one of the rest. Not predicted: buckets of
@@ -183,8 +186,8 @@ class Sharding:
     def _copies_s(self, units: Sequence[ShardedUnit], size: float, passes: float, groups: Groups) -> float:
         """Seconds of copying what is gathered or reduced, which the compute device does."""
         rate = self.cluster.memory_rate
-        dense = sum(each.count * each.dense for each in units) * (groups.shard.size > 1)
-        experts = sum(each.count * each.experts for each in units) * (groups.expert_shard.size > 1)
+        dense = sum(each.count * each.dense for each in units) * (groups["shard"].size > 1)
+        experts = sum(each.count * each.experts for each in units) * (groups["expert_shard"].size > 1)
         return passes * size * (dense + experts) / rate
 
     def _forward(self, units: Sequence[ShardedUnit], gathers: Sequence[float]) -> tuple[float, float]:
@@ -224,3 +227,84 @@ class Sharding:
 def _join_layers(layer: ShardedUnit, n: int, count: int) -> ShardedUnit:
     """Buckets of n layers each."""
     return ShardedUnit(n * layer.dense, n * layer.experts, n * layer.forward, n * layer.backward, count)
+
+
+# --- the update, saves and failures
+
+MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 2}  # muon: of what adamw updates; one fewer of matrices
+MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0}
+# A run that says nothing of saves is taken to save so often, where failures are counted.
+ASSUMED_INTERVAL_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Update:
+    """The update of one rank. itemsize: bytes of a parameter that forward reads. matrices: as of `ModelShape`; hidden: features
+    of hidden states."""
+
+    settings: Recipe
+    cluster: ClusterRates
+    profile: Profile
+    itemsize: int
+    matrices: tuple[float, float] = (0.0, 0.0)
+    hidden: int = 1
+
+    @property
+    def _state_bytes(self) -> tuple[float, float, float]:
+        """(master, gradient, all moments and the average) of an element."""
+        precision = self.settings.precision
+        wide = 8.0 if precision.master == "fp64" else 4.0
+        master = 0.0 if precision.master == "none" else wide
+        moment = wide if precision.moments == "fp32" else MOMENT_BYTES[precision.moments]
+        average = wide * (self.settings.train.ema is not None)
+        return master, wide, moment * (MOMENTS[self.settings.optim.name] - self.matrices[0]) + average
+
+    def seconds(self, elements: float, c: Candidate) -> dict[str, float]:
+        """Seconds of a rank that owns so many elements, by part. The norm's sum over ranks is not in it."""
+        master, gradient, moments = self._state_bytes
+        offload, cluster = self.settings.memory.offload, self.cluster
+        away = elements * ("optimizer" in c.offload)
+        moved = 2 * (master + moments) + gradient + self.itemsize * (1 if master else 2)
+        norm = cluster.memory_seconds(elements * gradient) if elements else 0.0
+        here = cluster.memory_seconds((elements - away) * moved * self.profile.optimizer_passes) if elements else 0.0
+        host = away * (gradient + self.itemsize + moved) / cluster.host_rate
+        if offload.home == "disk":
+            host += away * 2 * (master + moments) * c.ranks_per_node / cluster.disk_rate
+        return {"optimizer": norm + here + self._orthogonalize(elements, c), "offload": host}
+
+    def _orthogonalize(self, elements: float, c: Candidate) -> float:
+        """Seconds of Muon's iterations, and of the way of matrices to their owners and back, for a rank that owns so many
+        elements and as many of whole matrices."""
+        share, flops = self.matrices
+        if not share:
+            return 0.0
+        dtype = "bf16" if self.settings.optim.muon.dtype == "bf16" else "fp32"
+        per_flop = self.cluster.matmul_seconds(self.hidden, self.hidden, self.hidden, dtype) / (2.0 * self.hidden**3)
+        num_bytes = elements * share * (2 if dtype == "bf16" else 4)
+        shard, tp = (
+            place_group(size, stride, c.ranks_per_node, c.world) for size, stride in ((c.shard, c.tp), (c.tp, 1))
+        )
+        way = sum(self.cluster.collective("all_to_all", num_bytes, each) for each in (shard, tp))
+        return elements * flops * per_flop + 2 * way
+
+    def save(self, elements: float, c: Candidate, step_s: float) -> tuple[float, float]:
+        """(seconds for which a save holds training up, seconds from one save to the next); 0 and 0 where nothing is saved on the
+        way. elements: owned by the rank that owns most."""
+        checkpoint, cluster = self.settings.checkpoint, self.cluster
+        master, _, moments = self._state_bytes
+        num_bytes = elements * (master or self.itemsize) + elements * moments
+        on_node = min(c.world, c.ranks_per_node)
+        stall_s = num_bytes / cluster.host_rate
+        if checkpoint.mode == "sync":
+            stall_s += num_bytes * on_node / cluster.disk_rate
+        if checkpoint.every_steps is not None:
+            return stall_s, checkpoint.every_steps * step_s
+        if checkpoint.interval == "young_daly" and checkpoint.mtbf_hours:
+            return stall_s, sqrt(2 * stall_s * checkpoint.mtbf_hours * 3600)
+        return (stall_s, checkpoint.every_minutes * 60) if checkpoint.every_minutes else (0.0, 0.0)
+
+
+def expected_goodput(failures_per_s: float, interval_s: float, restart_s: float) -> float:
+    """Share of the time that is no restart and no work done again: a failure loses half of the time since the last save, on
+    average, and the restart."""
+    return 1.0 / (1.0 + failures_per_s * (restart_s + (interval_s or ASSUMED_INTERVAL_S) / 2))

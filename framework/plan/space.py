@@ -14,8 +14,7 @@ from typing import Any, get_args
 
 from framework.errors import RecipeError, TopologyError
 from framework.mesh.topology import shards_within_node
-from framework.plan.candidate import Candidate, Checkpointing, method_of
-from framework.plan.remember import remember
+from framework.plan.candidate import Candidate, Checkpointing, method_of, remember
 from framework.recipe.derive import count_nodes, count_ranks
 from framework.recipe.layout_keys import value_of
 from framework.recipe.schema import Recipe

@@ -1,7 +1,6 @@
-"""Numbers and tables as pages and screens have them."""
+"""Numbers and lines as pages and screens have them."""
 
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
 
 GIB = 2**30
 WIDTH = 100
@@ -37,14 +36,3 @@ def show_hours(hours: float) -> str:
 def wrap(line: str) -> list[str]:
     """A line of a name and words, in lines of at most WIDTH columns, the later ones below the words."""
     return textwrap.wrap(line, WIDTH, subsequent_indent=" " * MARGIN, break_long_words=False) or [""]
-
-
-def align(rows: Sequence[Sequence[str]], words: Collection[int] = ()) -> Iterator[str]:
-    """Rows as lines of aligned columns: numbers to the right; the columns in `words` to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if column in words else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()

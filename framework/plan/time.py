@@ -6,7 +6,7 @@
     gathers, reductions                               ZeRO's, beyond the computation beside them       sharding.py
     contention                                        computation slowed by messages that run beside it
     bubble                                            waiting of the slowest rank in the pipeline      bubble.py
-    optimizer, offload, checkpoint                    update and norm, states that travel, saves       update.py
+    optimizer, offload, checkpoint                    update and norm, states that travel, saves       sharding.py
     host                                              launching kernels
 
 They are the slowest rank's. A step is a pipeline's actions one after another, then the update, on all ranks at once.
@@ -23,8 +23,9 @@ from framework.model.stage import StageBounds
 from framework.parallel.activation_checkpointing import count_groups
 from framework.parallel.attention import find_stock_attention
 from framework.parallel.pipeline.simulate import Costs
+from framework.parallel.zero.row_codes import bytes_per_number
 from framework.plan.bubble import Lengths, least_length
-from framework.plan.candidate import Candidate
+from framework.plan.candidate import Candidate, remember
 from framework.plan.cluster import ClusterRates, Collective
 from framework.plan.exposure import NOTHING, Exposure, Groups, LayerMessages, hide, place_groups
 from framework.plan.forecast import TimeForecast
@@ -37,10 +38,8 @@ from framework.plan.operators import (
     typical_document,
 )
 from framework.plan.profile import OURS, OURS_ON_GPUS, Profile, Rates
-from framework.plan.remember import remember
-from framework.plan.shape import Degrees, ModelShape, RankUnit
-from framework.plan.sharding import ShardedUnit, Sharding
-from framework.plan.update import Update, expected_goodput
+from framework.plan.shape import DEGREES, ModelShape, RankUnit
+from framework.plan.sharding import ShardedUnit, Sharding, Update, expected_goodput
 from framework.recipe.derive import compiles
 from framework.recipe.schema import Recipe
 
@@ -175,8 +174,11 @@ class TimeModel:
         gathered = 1.0 if dtype == "fp8" else float(itemsize)
         if settings.zero.quantize_gather != "none":
             gathered = BlockCodec(settings.zero.quantize_gather).bytes_per_number
+        base = settings.adapter.base
+        if base != "bf16":
+            gathered = bytes_per_number(base)
         reduced = float(DTYPES[settings.precision.reduce].itemsize)
-        self.sharding = Sharding(settings.zero, gathered, reduced, cluster, self.profile)
+        self.sharding = Sharding(settings.zero, gathered, reduced, cluster, self.profile, base != "bf16")
         self.update = Update(settings, cluster, self.profile, itemsize, shape.matrices, shape.hidden)
         self.memory = MemoryModel.of(shape, settings)
         self._lengths = Lengths()
@@ -192,7 +194,7 @@ class TimeModel:
             parts[name] += seconds
         # A number for each parameter is summed beside loss and norm.
         flags = 8.0 * len(self.shape.groups)
-        parts["optimizer"] += self.cluster.collective("all_reduce", flags, self.groups(c).world)
+        parts["optimizer"] += self.cluster.collective("all_reduce", flags, self.groups(c)["world"])
         parts["host"] += self.profile.step_s
         return self._conclude(c, parts, hidden, max(ranks.owned))
 
@@ -271,12 +273,12 @@ class TimeModel:
 
     def _message_s(self, c: Candidate) -> float:
         outside = c.tokens / c.tp if c.sequence else c.tokens
-        return self.cluster.message(outside * self.shape.hidden * self.rates.itemsize, self.groups(c).pp)
+        return self.cluster.message(outside * self.shape.hidden * self.rates.itemsize, self.groups(c)["pp"])
 
-    @remember("dp", "cp", "tp", "pp", "ep", "expert_tp", "ulysses", "shard", "ranks_per_node")
+    @remember("dp", "cp", "tp", "pp", "ep", "expert_tp", "ulysses", "zero", "shard", "ranks_per_node")
     def groups(self, c: Candidate) -> Groups:
         """The groups of a candidate's axes."""
-        return place_groups(c)
+        return place_groups(c, self.settings.zero.secondary_shard)
 
     def _document(self, context: int) -> int | None:
         """Tokens of a document, as `LayerTimes` has them. transformers' attention computes all pairs and masks."""
@@ -297,8 +299,8 @@ class TimeModel:
     @remember("pp", "schedule", "virtual", "context")
     def stages(self, c: Candidate) -> tuple[Sequence[StageForm], Sequence[int]]:
         """(the form of each stage, the rank of each)."""
-        layers, forms = self.memory.pipelines.layers(c), []
-        for each in self.shape.stages(c.pp, c.schedule, c.virtual, c.context, layers):
+        forms = []
+        for each in self.memory.pipelines.stages(c):
             kinds = self.shape.kinds[each.start : each.stop]
             counted = tuple((kind, kinds.count(kind)) for kind in dict.fromkeys(kinds))
             forms.append(StageForm(each.is_first, each.is_last, counted, each))
@@ -330,7 +332,7 @@ class TimeModel:
             "reductions": sharding.reductions_once,
             "contention": profile.stolen * sharding.hidden_once,
         }
-        experts = groups.expert_shard.size
+        experts = groups["expert_shard"].size
         owned = sum(each.count * (each.dense / c.shard + each.experts / experts) for each in units.units)
         return replace(
             units,
@@ -384,19 +386,19 @@ class TimeModel:
         num_bytes = c.tokens * self.shape.hidden * self.rates.itemsize
         kinds: tuple[Collective, Collective] = ("all_gather", "reduce_scatter")
         if c.sequence:
-            gather, scatter = (self.cluster.collective(kind, num_bytes, groups.tp) for kind in kinds)
+            gather, scatter = (self.cluster.collective(kind, num_bytes, groups["tp"]) for kind in kinds)
         else:
-            gather, scatter = 0.0, self.cluster.collective("all_reduce", num_bytes, groups.tp)
+            gather, scatter = 0.0, self.cluster.collective("all_reduce", num_bytes, groups["tp"])
         # The embedding's sum leaves in forward, the head's in backward, under its weight gradient.
         if not work.column:
             return UnitTime(work, {"tp": Exposure(scatter, gather)})
         late, hidden = hide(scatter, self.profile.hides_tp_gradient * work.column)
         return UnitTime(work, {"tp": Exposure(gather, late, hidden)})
 
-    @remember("tp", "ep", "expert_tp", "sequence")
+    @remember(*DEGREES)
     def _elements(self, c: Candidate, form: StageForm) -> Mapping[int | str, tuple[float, float]]:
         """(dense, of experts) of a unit's parameters on a rank, by kind of layer, and of embedding and head."""
-        units = self.shape.stage_units(form.bounds, Degrees.of(c))
+        units = self.shape.stage_units(form.bounds, c)
         found: dict[int | str, tuple[float, float]] = {"embedding": (0.0, 0.0), "head": (0.0, 0.0)}
         found |= {each.unit.name: self._count(each) for each in units.ends}
         counted = [(*self._count(each), count) for each, count in units.layers]

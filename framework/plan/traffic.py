@@ -1,18 +1,21 @@
 """Bytes that a rank of a plan sends in a step, in closed form (docs: zero, tensor, context, experts)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import nn
 
 from framework.comm.communicator import Communicator
+from framework.mesh.context import ContextSlices
 from framework.model.flops import experts_per_token
 from framework.model.kept_outputs import ATTENTION
+from framework.model.mixers import count_channels, count_map, find_mixers
 from framework.model.mixtures import Mixture
 from framework.model.precision import DTYPES
 from framework.optim.muon import group_matrices
 from framework.parallel.pipeline.lower import SENDS
 from framework.parallel.zero.plan_buffers import BufferDtypes, BufferPlan
-from framework.plan.context import ContextCost, ContextMethod, Passes, attention_shapes
+from framework.plan.context import ContextCost, MixerCost, Passes, attention_shapes
 from framework.plan.plan import Plan, unconnected
 from framework.plan.policies import count_forwards, spell
 
@@ -24,12 +27,13 @@ COUNT_BYTES = torch.int64.itemsize
 def measure_traffic(plan: Plan, rank: int) -> dict[str, int]:
     """Bytes that the rank sends in a step: parameters (`gathers`, those of ZeRO's second copy apart), gradients (`reductions to
     shards`, `to replicas`), updates of Muon on their way to owners and back (`matrices`), hidden states over `tp` and over `pp`,
-    keys and values or heads over `cp`, and over `ep` with equally many tokens for each expert."""
+    keys and values, heads, or recurrent states over `cp`, and over `ep` with equally many tokens for each expert."""
     place, accumulation, activations = plan.topology.index("pp", rank), plan.derived.accumulation, plan.activations
     messages = sum(action.kind in SENDS for action in plan.pipeline.lowered(accumulation).ranks[place])
     layers = [number for bounds in plan.own_stages(rank) for number in range(bounds.start, bounds.stop)]
     costs = context_costs(plan, rank)
     cp = sum(cost.sent(passes_of_layer(plan, each)) for each in layers if costs and (cost := costs[each]) is not None)
+    cp += sum(cost.sent(passes_of_layer(plan, number)) for number, cost in mixer_costs(plan, rank) if number in layers)
     matrices = group_matrices(
         plan.of_rank(rank).buffers, plan.groups, unconnected(plan.topology, rank), plan.recipe.optim.muon, META
     )
@@ -94,14 +98,24 @@ def _parameter_traffic(
 
 def context_costs(plan: Plan, rank: int) -> list[ContextCost | None]:
     """The cost of cp to a rank for each layer of the model and microbatch; empty where no sequence is divided."""
-    derived, batch = plan.derived, plan.recipe.batch
+    derived, itemsize = plan.derived, plan.compute_dtype.itemsize
     if derived.cp == 1:
         return []
-    method = ContextMethod(derived.ulysses, derived.ring, plan.recipe.parallel.context == "gather")
     shapes = attention_shapes(plan.config.get_text_config(), derived.tp, derived.context)
-    lengths = batch.sequences_per_microbatch, batch.context, plan.compute_dtype.itemsize
     index = plan.topology.index("ulysses", rank)
-    return [None if shape is None else ContextCost(method, shape, *lengths, index) for shape in shapes]
+    return [None if shape is None else ContextCost(plan.candidate, shape, itemsize, index) for shape in shapes]
+
+
+def mixer_costs(plan: Plan, rank: int) -> Iterator[tuple[int, MixerCost]]:
+    """The cost of cp to a rank for each recurrent mixer and microbatch, with the number of its layer."""
+    derived, batch, index = plan.derived, plan.recipe.batch, plan.topology.index("cp", rank)
+    slices = ContextSlices(derived.context, derived.ulysses, derived.ring, index)
+    for number, unit in enumerate(each for each in plan.units if each.is_layer):
+        for _, mixer in find_mixers(plan.whole.get_submodule(unit.root)):
+            filters = next(each.weight for each in mixer.modules() if isinstance(each, nn.Conv1d))
+            channels, state = count_channels(mixer, filters.shape[0], derived.tp), count_map(mixer) // derived.tp
+            lengths = batch.sequences_per_microbatch, channels, filters.shape[-1], state, plan.compute_dtype.itemsize
+            yield number, MixerCost(slices, *lengths)
 
 
 def expert_traffic(plan: Plan, mixture: Mixture) -> int:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
+from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
@@ -76,10 +76,13 @@ def _merge_shipped(folder: Path, lines: tuple[str, ...], texts: tuple[tuple[str,
 def _merge(folders: tuple[Path, ...], lines: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
     """The tree with its interpolations unresolved, as plain values, and the origin of each of its keys."""
     with initialize_config_dir(str(folders[-1]), version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
+        loader: Any = GlobalHydra.instance().config_loader()
         _search_first(folders[:-1], loader)
-        tree = compose("config", list(lines))
-        merged = loader.compute_defaults_list("config", list(lines), RunMode.RUN).defaults
+        # The steps of Hydra's `compose`, which does not tell which files it merged: to ask for them would read all again.
+        overrides, repository = loader._parse_overrides_and_create_caching_repo("config", list(lines))
+        merged = create_defaults_list(repository, "config", overrides, prepend_hydra=True, skip_missing=False).defaults
+        tree = loader._compose_config_from_defaults_list(merged, repository)
+        del tree["hydra"]
     origins: dict[str, str] = {}
     for entry in merged:
         file = find_file(entry.config_path or "", folders)
@@ -111,7 +114,7 @@ def explain_hydra(error: Exception, choices: Sequence[Override], folders: Sequen
     if isinstance(error, yaml.YAMLError):
         return yaml_problem(error, "recipes")
     unpackaged = next(filter(_lacks_package, chosen), None)
-    if unpackaged and not isinstance(error.__cause__, GrammarParseError):
+    if unpackaged and not isinstance(error, GrammarParseError):
         message = "Hydra takes its keys and its defaults for those of a group `experiment`"
         fix = "an experiment's file begins with the line `# @package _global_`"
         return Problem("experiment", unpackaged.stem, message, fix, f"{label_of(unpackaged)}:1")
@@ -128,7 +131,7 @@ def explain_hydra(error: Exception, choices: Sequence[Override], folders: Sequen
 
 
 def _explain_text(error: Exception, chosen: Sequence[Path], files: Sequence[Path], folders: Sequence[Path]) -> Problem:
-    text = str(error) or str(error.__cause__)
+    text = str(error)
     twice = re.match(r"Multiple values for (\S+)\. To override a value use 'override \S+: (\S+)'", text)
     if twice:
         group, option = twice.groups()
@@ -136,7 +139,7 @@ def _explain_text(error: Exception, chosen: Sequence[Path], files: Sequence[Path
         fix = f"write it as `- override /{group}: {option}`"
         return Problem(group, option, "the defaults list chooses this group a second time", fix, origin)
     message = _plain_words(text)
-    if isinstance(error.__cause__, GrammarParseError):
+    if isinstance(error, GrammarParseError):
         message = f"not an interpolation such as ${{train.steps}}: {message}"
     named = re.search(r"\b[Ii]n '?([\w./-]+)'?", text)
     file = find_file(named[1], folders) if named else None

@@ -41,7 +41,7 @@ def adapter(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, "model.router_bias_rate", message, "model.router_bias_rate=0")
     if recipe.precision.compute == "fp8":
         message = "fp8 is of linear layers that are trained, which an adapter freezes"
-        yield refuse(recipe, "precision.compute", message, "precision=bf16")
+        yield refuse(recipe, "precision.compute", message, "precision=bf16; or adapter.base=fp8")
     if own.dropout:
         message = "which elements of its input an adapter drops is not known"
         if own.kind == "dora":
@@ -55,6 +55,63 @@ def adapter(recipe: Recipe) -> Iterator[Problem]:
         if recipe.parallel.overlap == "always":
             fix = "parallel.overlap=never; or adapter.dropout=0"
             yield refuse(recipe, "parallel.overlap", f"{message} where tokens come one rank after another", fix)
+
+
+@rule("loss", "train.z_loss", "adapter", "data.sources", "data.pack", "data.overlong", "data.train_on", "model.weights")
+def preferences(recipe: Recipe) -> Iterator[Problem]:
+    loss, read = recipe.loss, {name: each for name, each in recipe.data.sources.items() if each.weight}
+    if not loss.is_paired:
+        for name in ("beta", "reference"):
+            yield from refuse_useless(recipe, f"loss.{name}", "next_token compares no answers", "loss=dpo")
+        for name in (name for name, each in read.items() if each.pairs is not None):
+            message = f"data.sources.{name}.pairs are answers to compare, and next_token learns texts"
+            yield refuse(recipe, "loss.name", message, f"loss=dpo; or data.sources.{name}.messages=FIELD in its place")
+    if loss.name != "simpo":
+        yield from refuse_useless(recipe, "loss.margin", f"{loss.name} has no margin", "loss=simpo")
+    if not loss.is_paired:
+        return
+    for name in (name for name, each in read.items() if each.pairs is None):
+        key, field = f"data.sources.{name}.pairs", "completion" if loss.name == "kto" else "chosen"
+        message = f"loss={loss.name} compares answers, and this source has none to compare"
+        yield Problem(key, None, message, f"{key}={field} in place of its field or messages; or loss=next_token")
+    if loss.beta == 0.0:
+        yield refuse(recipe, "loss.beta", "nothing would be learnt: it has to be above 0", "loss.beta=0.1")
+    if recipe.train.z_loss:
+        message = f"loss={loss.name} is made of tokens' probabilities alone"
+        yield refuse(recipe, "train.z_loss", message, "train.z_loss=0")
+    yield from _reference(recipe)
+    if recipe.data.packing != "best_fit" and recipe.data.has_conversations:
+        message = "both answers of a pair stand in one row, and do not see each other"
+        yield refuse(recipe, "data.pack", message, "leave it out (~data.pack), which is best_fit")
+    if recipe.data.overlong == "truncate":
+        message = "a pair whose answers are cut compares their beginnings"
+        yield refuse(
+            recipe, "data.overlong", message, "data.overlong=skip or refuse, and a batch.context that holds pairs"
+        )
+    message = "of pairs both answers have a loss, and nothing else"
+    yield from refuse_useless(recipe, "data.train_on", message, "loss=next_token")
+
+
+def _reference(recipe: Recipe) -> Iterator[Problem]:
+    """The rules of loss.reference beside a loss of preferences."""
+    loss, key, own = recipe.loss, "loss.reference", recipe.model.weights
+    folder = f"{key}={own or 'FOLDER'}"
+    if not loss.needs_reference:
+        yield from refuse_useless(recipe, key, f"{loss.name} compares with no other model", "loss=dpo")
+    elif loss.reference is None:
+        fix = (
+            f"{key}=base, the frozen model under the adapter"
+            if recipe.adapter.is_used
+            else f"{folder}; or adapter=lora {key}=base"
+        )
+        yield refuse(recipe, key, f"{loss.name} compares with a model that stays as it is", fix)
+    elif loss.reference == "base" and not recipe.adapter.is_used:
+        yield refuse(
+            recipe, key, "the model is trained whole, so nothing of it stays as it is", f"{folder}; or adapter=lora"
+        )
+    elif loss.reference == "base" and recipe.adapter.train:
+        message = f"adapter.train={recipe.adapter.train} are trained, so they do not stay as they are"
+        yield refuse(recipe, key, message, f"{folder}; or adapter.train=[]")
 
 
 @rule("optim.schedule", "train.steps", "train.epochs")
@@ -148,8 +205,8 @@ def moments(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, key, message, f"{key}=bf16; or optim=adamw")
 
 
-@rule(*("optim.clip_norm", "optim.clip_update", "optim.decay_follows", "memory.offload.optimizer", "precision.master"))
-def clipping(recipe: Recipe) -> Iterator[Problem]:
+@rule(*("optim.clip_update", "optim.decay_follows", "memory.offload.optimizer", "precision.master"))
+def updates(recipe: Recipe) -> Iterator[Problem]:
     optim, offload = recipe.optim, recipe.memory.offload.optimizer
     if optim.clip_update == 0.0:
         yield refuse(recipe, "optim.clip_update", "an update clipped to 0 trains nothing", "optim.clip_update=null")
@@ -163,6 +220,10 @@ def clipping(recipe: Recipe) -> Iterator[Problem]:
     if optim.decay_follows == "peak" and optim.name == "sgd":
         message = "sgd's decay is a part of its gradient, so it follows the schedule"
         yield refuse(recipe, "optim.decay_follows", message, "schedule; or optim=adamw")
+
+
+@rule("optim.clip_norm")
+def clipping(recipe: Recipe) -> Iterator[Problem]:
     if recipe.optim.clip_norm == 0.0:
         message = "a gradient clipped to norm 0 trains nothing"
         yield refuse(recipe, "optim.clip_norm", message, "optim.clip_norm=null for no clipping")
@@ -193,4 +254,22 @@ def qk_clip(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, "optim.qk_clip", message, "optim.qk_clip=null; or precision.master=fp32")
 
 
-METHOD_RULES = (averages, qk_clip, schedule, optimizer, muon, moments, clipping, patterns, adapter)
+@rule("model.mup_base", "model.weights", "model.freeze", "adapter.kind", "optim.name")
+def mup(recipe: Recipe) -> Iterator[Problem]:
+    if not recipe.model.mup_base:
+        return
+    fix = "leave it out (~model.mup_base)"
+    if recipe.model.weights is not None or recipe.adapter.is_used:
+        yield refuse(
+            recipe, "model.mup_base", "its initial values are those of pretrained weights, not of a width", fix
+        )
+    if recipe.model.freeze:
+        yield refuse(recipe, "model.mup_base", "frozen parameters have no scale by width", fix)
+    if recipe.optim.name not in ("adamw", "lion"):
+        message = f"muP's rates are those of adamw and lion; {recipe.optim.name} has others"
+        yield refuse(recipe, "model.mup_base", message, f"{fix}; or optim=adamw")
+
+
+METHOD_RULES = (
+    averages, qk_clip, mup, updates, schedule, optimizer, muon, moments, clipping, patterns, adapter, preferences,
+)  # fmt: skip

@@ -11,6 +11,7 @@ merge itself.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from framework.recipe.problem import COMMAND_LINE, DEFAULT
 
 def trace_file(origins: dict[str, str], file: Path, package: str, label: str) -> None:
     """Enter the keys of `file`, which Hydra placed at `package` (dotted, "" for the top)."""
-    root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    root = read_nodes(str(file), file.read_text(encoding="utf-8"))
     if not isinstance(root, yaml.MappingNode):
         set_origin(origins, package, f"{label}:1")
         return
@@ -113,6 +114,18 @@ class YamlLoader(get_yaml_loader()):  # type: ignore[misc]
         return node
 
 
+@lru_cache(maxsize=256)
+def read_nodes(name: str, text: str) -> yaml.Node | None:
+    """The graph of a file's nodes, which nobody changes: all compositions of a process read the same few dozen files. name: of
+    the file, for errors."""
+    loader = YamlLoader(text)
+    loader.name = name
+    try:
+        return loader.get_single_node()
+    finally:
+        loader.dispose()
+
+
 class RecipeSource(FileConfigSource):
     """Hydra's source of a folder of recipes, with files that YamlLoader accepts."""
 
@@ -120,8 +133,7 @@ class RecipeSource(FileConfigSource):
         """The file at a path such as `optim/adamw`, as Hydra reads it."""
         file = Path(self.path, self._normalize_file_name(config_path))
         if file.is_file():
-            with file.open(encoding="utf-8") as text:
-                yaml.compose(text, Loader=YamlLoader)
+            read_nodes(str(file), file.read_text(encoding="utf-8"))
         return super().load_config(config_path)
 
 

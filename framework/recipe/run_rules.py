@@ -104,10 +104,13 @@ def sources(recipe: Recipe) -> Iterator[Problem]:
 def conversations(recipe: Recipe) -> Iterator[Problem]:
     data = recipe.data
     for name, source in data.sources.items():
-        if source.messages is not None and source.field != Source.field:
-            key = f"data.sources.{name}.field"
-            message = f"a record has text or a conversation, and data.sources.{name}.messages={source.messages}"
-            yield Problem(key, source.field, message, f"leave one of them out (~{key})")
+        given = [each for each in ("field", "messages", "pairs") if getattr(source, each) != getattr(Source, each)]
+        if len(given) > 1:
+            key = f"data.sources.{name}.{given[0]}"
+            message = (
+                f"a record has text or a conversation, or answers to compare, and data.sources.{name}.{given[1]} is set"
+            )
+            yield Problem(key, getattr(source, given[0]), message, f"leave one of them out (~{key})")
     if not data.has_conversations:
         for key in ("data.chat_template", "data.train_on", "data.overlong"):
             message = "no source has conversations, so it would do nothing"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
+from framework.recipe.data_schema import Data, LossSettings, Source
 from framework.recipe.machine_schema import (
     Checkpoint,
     Cluster,
@@ -25,20 +26,8 @@ from framework.recipe.machine_schema import (
 from framework.recipe.optim_schema import LearningRateSchedule, Muon, Optim, ParameterGroup
 
 __all__ = [
-    "Checkpoint",
-    "Cluster",
-    "ClusterLink",
-    "ClusterMatmul",
-    "ClusterMeasured",
-    "Container",
-    "Launch",
-    "LearningRateSchedule",
-    "Muon",
-    "Optim",
-    "ParameterGroup",
-    "Run",
-    "Track",
-    "Wandb",
+    "Checkpoint", "Cluster", "ClusterLink", "ClusterMatmul", "ClusterMeasured", "Container", "Data", "Launch",
+    "LearningRateSchedule", "LossSettings", "Muon", "Optim", "ParameterGroup", "Run", "Source", "Track", "Wandb",
 ]  # fmt: skip
 
 
@@ -139,6 +128,10 @@ class Model:
         low=0.0,
     )
     freeze: list[str] = key("regular expressions over names of parameters that are not trained", [])
+    mup_base: dict[str, Any] = key(
+        "muP: values of model.config of a narrower base model; optim.lr and initial values are those of the base; {}: no muP",
+        {},
+    )
     tp_plan: dict[str, str] = key(
         "with parallel.tp, roles of unknown modules: pattern of names -> column, row, replicated or norm", {}
     )
@@ -161,6 +154,11 @@ class Adapter:
     train: list[str] = key(
         "modules that are trained whole, by the end of their names, such as embed_tokens, lm_head", []
     )
+    base: Literal["bf16", "fp8", "nf4"] = key(
+        "frozen weights of linear layers and experts: bf16: in precision.compute; others: in blocks of 8 or 4 bits, decoded for"
+        " each use",
+        "bf16",
+    )
     b_lr_ratio: float = key("LoRA+: learning rate of B over that of A", 1.0, low=0.0)
     weights: str | None = key("folder of an adapter in PEFT's format to start from; null: A random, B zero", None)
 
@@ -172,65 +170,6 @@ class Adapter:
     def scale(self) -> float:
         """The factor of B A."""
         return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
-
-
-@dataclass(frozen=True)
-class Source:
-    path: str = key(
-        "file, folder or glob (jsonl, json, csv, parquet, arrow, txt, py ...), hub dataset, `python-stdlib` or `python-help`"
-    )
-    weight: float = key("relative share of the tokens; 0 leaves the source out", 1.0, low=0.0)
-    format: Literal["auto", "jsonl", "csv", "tsv", "parquet", "arrow", "text", "hub"] = key(
-        "format of the file; auto: by its ending", "auto"
-    )
-    field: str = key("the field of a record that holds the text", "text")
-    messages: str | None = key(
-        "in place of field, the field of a record that holds a conversation, or its prompt or instruction", None
-    )
-
-
-@dataclass(frozen=True)
-class Data:
-    sources: dict[str, Source] = key("named sources, blended by weight", {})
-    root: str = key("folder of the token stores; each store is named by its fingerprint", "tokens")
-    bpe_vocab: int | None = key("entries of a byte-level BPE to train where there is no tokenizer", None, low=260)
-    bpe_text_bytes: int = key(
-        "bytes of text that the BPE is trained on, spread evenly over the sources", 64 << 20, low=1
-    )
-    chat_template: str | None = key(
-        "of conversations: a file with a template, one of the tokenizer's by name, or chatml; null: the tokenizer's own",
-        None,
-    )
-    train_on: Literal["assistant", "last", "all"] = key(
-        "of conversations, what has a loss: all turns of the assistant with their ends, its last one, or everything",
-        "assistant",
-    )
-    pack: Literal["auto", "concat", "documents", "best_fit", "alone"] = key(
-        "concat: documents attend across their borders; documents: positions restart and attention stays inside; best_fit: the"
-        " same with rows of whole documents; alone: a row for each, padded; auto: best_fit with conversations, else concat",
-        "auto",
-    )
-    overlong: Literal["skip", "truncate", "refuse"] = key(
-        "conversations longer than batch.context, with best_fit or alone: leave them out, cut their ends off, or refuse to train",
-        "skip",
-    )
-    validation: float = key("share of documents held out, chosen by hash", 0.005, low=0.0, high=0.5)
-    bad_records: int = key("bad records of a source that are quarantined before it is an error", 0, low=0)
-
-    @property
-    def has_conversations(self) -> bool:
-        """Whether a source that is read has conversations."""
-        return any(source.messages is not None and source.weight for source in self.sources.values())
-
-    @property
-    def packing(self) -> Literal["concat", "documents", "best_fit", "alone"]:
-        """The way in which rows are packed: `pack`, with the choice of `auto` made."""
-        return self.pack if self.pack != "auto" else "best_fit" if self.has_conversations else "concat"
-
-    @property
-    def isolates(self) -> bool:
-        """Whether documents of a row are kept apart."""
-        return self.packing in ("documents", "best_fit")
 
 
 @dataclass(frozen=True)
@@ -418,6 +357,7 @@ class Recipe:
     batch: Batch = group(Batch)
     model: Model = group(Model)
     adapter: Adapter = group(Adapter)
+    loss: LossSettings = group(LossSettings)
     data: Data = group(Data)
     parallel: Parallel = group(Parallel)
     pipeline: Pipeline = group(Pipeline)

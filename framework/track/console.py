@@ -97,6 +97,8 @@ def format_fields(report: StepReport, remaining_s: float) -> list[str]:
         )
     if report.average_validation_loss is not None:
         fields.append(f"of the average {report.average_validation_loss:.4f}")
+    if "reward_accuracy" in report.preference:
+        fields.append(f"accuracy {report.preference['reward_accuracy']:.1%}")
     if report.mfu is not None:
         fields.append(f"mfu {report.mfu:.1%}")
     return [

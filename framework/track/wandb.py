@@ -229,6 +229,7 @@ def chart_values(record: dict[str, Any]) -> dict[str, float]:
     """A record as wandb's flat charts: metrics that were not measured are absent, axes and ranks are `traffic/dp/bytes`,
     `.../3`."""
     values = {key: value for key, value in record.items() if isinstance(value, (int, float)) and key != "unix_s"}
+    values |= {f"preference/{name}": mean for name, mean in (record.get("preference") or {}).items()}
     values |= {f"validation_loss/{name}": loss for name, loss in (record.get("validation_losses") or {}).items()}
     for axis, counts in record.get("traffic", {}).items():
         values |= {f"traffic/{axis}/{what}": count for what, count in counts.items()}

@@ -85,7 +85,8 @@ def materialize(
             buffer.stored = masters.pop(0) if buffer.plan.lifetimes.homes.master == Home.DISK else None
             buffer.allocate(device)
         if model.weights is None and is_read:
-            initialize_parameters(own, draw_with_ties(plan.whole, plan.units, unit, plan.recipe.train.seed, device))
+            drawn = draw_with_ties(plan.whole, plan.units, unit, plan.recipe.train.seed, device)
+            initialize_parameters(own, drawn, plan.initial_scales)
     if model.weights is not None and is_read:
         load_pretrained(plan.whole, buffer_values, buffers, find_folder(model.weights, model.revision))
     if plan.recipe.adapter.is_used and not resumes:
@@ -119,9 +120,8 @@ def assemble(
 ) -> TrainingRun:
     """The run of a rank: its stages, one optimizer over all of them, and the values that a step reads."""
     buffers = [buffer for stage in stages.values() for buffer in stage.buffers]
-    shards = own_shards(buffers)
+    shards, auxiliary = own_shards(buffers), plan.load_balancing
     qk_clip = make_qk_clip(plan.recipe.optim.qk_clip, plan.qk_rows, find_parts(shards), maxima, mesh.axis("world"))
-    auxiliary = plan.load_balancing
     return TrainingRun(
         stages=stages,
         pipeline=plan.pipeline,
@@ -137,6 +137,7 @@ def assemble(
             plan.compute_dtype,
             mesh.device,
         ),
+        loss=plan.recipe.loss,
         load=load,
         biases=RouterBiases(plan.recipe.model.router_bias_rate, load.mixtures, stages, mesh.device),
         loss_scale=LossScale(

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from framework.checkpoint.commit import open_checkpoint
 from framework.checkpoint.held import StartPoint
-from framework.checkpoint.load import load_checkpoint
 from framework.comm.collectives import all_gather_object
 from framework.comm.connect import (
     Mesh,
@@ -59,7 +57,7 @@ from framework.parallel.fp8_layers import emulates_fp8
 from framework.parallel.pipeline.draw import save_timeline
 from framework.parallel.pipeline.simulate import Timeline
 from framework.plan.advice import explain_out_of_memory
-from framework.plan.host_memory import check_host_memory
+from framework.plan.check import check_host_memory
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.deadlines import find_deadlines
 from framework.recipe.derive import Derived, derive
@@ -71,10 +69,11 @@ from framework.train.build import build
 from framework.train.loop import Loop
 from framework.train.probe import probe
 from framework.train.profiler import StepProfiler
+from framework.train.reference import add_reference
 from framework.train.reports import Reporter, describe_run
 from framework.train.save_policy import SavePolicy
 from framework.train.saves import Saves
-from framework.train.state import RunState, begin_branch
+from framework.train.state import RunState, begin_from
 from framework.train.validation import Validation
 
 # In debug mode a rank that starts no collective for so long while others wait is taken for lost.
@@ -224,6 +223,8 @@ def train_stage(stage: RunStage, plan: Plan, prepared: Prepared, saves: Saves, g
     resumes, start_from = saves.start.resumes, recipe.run.start_from
     phases.begin(Phase.BUILD)
     with explain_out_of_memory(plan, mesh.rank):
+        read_rows = partial(validation_batches, prepared, seed=recipe.train.seed, **_sequences(plan, mesh))
+        add_reference(plan, prepared, mesh, read_rows, lambda: phases.begin(Phase.BUILD))
         run = build(plan, mesh, resumes or start_from is not None, run_dir.name)
         phases.begin(Phase.RESTORE)
         begins = resumes and saves.start.step == stage.start
@@ -233,9 +234,7 @@ def train_stage(stage: RunStage, plan: Plan, prepared: Prepared, saves: Saves, g
             state = saves.restore(run)
         elif start_from is not None:
             origin = broadcast_object(partial(find_origin, start_from), mesh.axis("world"))
-            manifest = broadcast_object(lambda: open_checkpoint(origin.checkpoint), mesh.axis("world"))
-            load = partial(load_checkpoint, origin.checkpoint, world=mesh.axis("world"), manifest=manifest)
-            state = begin_branch(run, run_dir.name, manifest, load, prepared.fingerprint, recipe)
+            state = begin_from(run, run_dir.name, origin, prepared.fingerprint, recipe)
             broadcast_object(partial(copy_curves, origin, RunDirectory(run_dir), lease), mesh.axis("world"))
         else:
             state = RunState(run_dir.name, prepared.fingerprint)

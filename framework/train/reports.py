@@ -146,6 +146,7 @@ class Reporter:
             gradient_norm_limit=pending.limits.gradient_norm if pending.limits.are_known else None,
             rewinds=state.rewinds,
             skipped_samples=tuple((first, stop) for first, stop in state.skipped_samples),
+            preference=self._describe_preference(values),
             loss_scale=values.loss_scale if self._plan.recipe.precision.compute == "fp16" else None,
             save_stall_s=self._take_stall(),
             failed_saves=self._saver.failures,
@@ -154,6 +155,14 @@ class Reporter:
             **self._describe_experts(pending),
             **more,
         )
+
+    def _describe_preference(self, values: StepValues) -> dict[str, float]:
+        """The means of the loss's metrics, and the margin between rewards; none of next_token."""
+        named = zip(self._run.objective.metrics, values.metrics, strict=True)
+        found = {name: mean for name, mean in named if mean is not None}
+        if {"reward_chosen", "reward_rejected"} <= found.keys():
+            found["reward_margin"] = found["reward_chosen"] - found["reward_rejected"]
+        return found
 
     def _find_stragglers(self, pending: PendingStep, times: Sequence[StepTimes]) -> None:
         """Print which ranks have become slow, or are so no longer."""

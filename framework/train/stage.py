@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge
 from framework.comm.algorithms import Pending
 from framework.data.pack import Microbatch
 from framework.model.load import DISABLED, accepted_arguments
+from framework.model.objective import LOSSES, Statistics
 from framework.model.stage import StageModel
 from framework.parallel.parallelize import AttachedStage
 from framework.parallel.pipeline.execute import Tensors
@@ -24,10 +25,12 @@ class StepInputs:
 
     microbatches: Sequence[Microbatch]  # on the device; first those to train on, then those of validation
     seeds: Sequence[tuple[int | str, ...]]  # of the dropout of each microbatch to train on
-    num_tokens: Tensor  # int64 scalar: loss tokens of the whole batch, which divide the loss once `counting` has ended
+    # int64 scalar: loss tokens of the whole batch, or pairs, which divide the loss once `counting` has ended.
+    num_tokens: Tensor
     num_microbatches: int  # of the whole batch, over which load-balancing losses are averaged
     loss_scale: Tensor  # scalar of the loss's dtype: the gradient of the loss from which backward starts
     counting: Pending = field(default_factory=Pending)
+    is_scored: bool = False  # what is validated gives the log-probabilities of answers, not losses
 
 
 class RankStage:
@@ -37,14 +40,19 @@ class RankStage:
         self.model, self.buffers, self.trains_below = model, attached.buffers, attached.plan.trains_below
         self.parameters, self.gradients, self.hooks = attached.parameters, attached.gradients, attached.hooks
         self.offload, self._owns_attention = attached.offload, attached.plan.owns_attention
-        self._loss, self._load, self._z_loss = attached.loss, attached.load, attached.plan.recipe.train.z_loss
-        self._maxima = attached.maxima
+        self._loss, self._load, self._maxima = attached.loss, attached.load, attached.maxima
+        self._settings, self._z_loss = attached.plan.recipe.loss, attached.plan.recipe.train.z_loss
+        self._objective, self._cp = LOSSES[self._settings.name], attached.plan.axes["cp"]
+        self.adapters = attached.adapters
+        # Of the step's metrics: sums, and numbers of what was added up.
+        self.metrics = torch.zeros(2, len(self._objective.metrics), dtype=torch.float64, device=attached.plan.device)
         self._disabled = dict.fromkeys(set(DISABLED) & accepted_arguments(model.model), False)
         self._inputs: StepInputs | None = None
 
     def start_step(self, inputs: StepInputs) -> None:
         """Take the inputs of the microbatches that come next."""
         self._inputs = inputs
+        self.metrics.zero_()
 
     @property
     def inputs(self) -> StepInputs:
@@ -61,14 +69,16 @@ class RankStage:
         return (self._part_of_loss(microbatch, *outputs),) if self.model.bounds.is_last else outputs
 
     def validate(self, microbatch: int, received: Tensors) -> Tensors:
-        """Forward without dropout: hidden states [B, T, D], or on the last stage the sum of the losses of the microbatch's
-        tokens, a scalar."""
+        """Forward without dropout: hidden states [B, T, D], or on the last stage the sum of the microbatch's losses, a scalar,
+        or the log-probabilities of its answers, [B, S]."""
         self._set_dropout(is_on=False)
         outputs = self._compute(microbatch, received, None)
         if not self.model.bounds.is_last:
             return outputs
-        labels, one = self.inputs.microbatches[microbatch].labels, torch.ones_like(self.inputs.num_tokens)
-        return (self._loss(outputs[0].logits, labels, one),)
+        statistics = self._find_statistics(microbatch, outputs[0])
+        if self.inputs.is_scored:
+            return (statistics.answers.log_p.flatten(1),)
+        return (self._objective.compute(statistics, self._settings).loss,)
 
     def backward(self, outputs: Sequence[GradientEdge], gradients: Tensors, is_last: bool) -> None:
         """Reduce what is complete. gradients: [B, T, D] each, of `outputs`; none of the loss. See the executor's protocol."""
@@ -111,10 +121,17 @@ class RankStage:
         """sums: of routers, over all layers."""
         inputs = self.inputs
         inputs.counting.wait()
-        loss = self._loss(output.logits, inputs.microbatches[microbatch].labels, inputs.num_tokens, self._z_loss)
+        terms = self._objective.compute(self._find_statistics(microbatch, output, self._z_loss), self._settings)
+        for index, name in enumerate(self._objective.metrics):
+            self.metrics[:, index] += torch.stack([each.to(torch.float64) for each in terms.metrics[name]])
+        loss = terms.loss / inputs.num_tokens.clamp(min=1)
         if self.model.routers is not None:
             loss = loss + self.model.routers.compute_loss(*sums) / inputs.num_microbatches
         return loss
+
+    def _find_statistics(self, microbatch: int, output: Any, z_loss: float = 0.0) -> Statistics:
+        inputs = self.inputs.microbatches[microbatch]
+        return Statistics(self._loss, output.logits, inputs.labels, inputs.pairs, self._cp, z_loss)
 
     def _run_backward(self, outputs: Sequence[GradientEdge], gradients: Tensors) -> None:
         if outputs:

@@ -2,22 +2,24 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from framework.checkpoint.commit import FoundCheckpoints
+from framework.checkpoint.commit import FoundCheckpoints, open_checkpoint
 from framework.checkpoint.folder import report
 from framework.checkpoint.index import Manifest
-from framework.checkpoint.load import form_of, load_newest
+from framework.checkpoint.load import form_of, load_checkpoint, load_newest
 from framework.checkpoint.staging import Entry
 from framework.checkpoint.storage import Place
 from framework.comm.collectives import all_gather_object
+from framework.comm.objects import broadcast_object
 from framework.data.order import SampleOrder, index_samples
 from framework.errors import StorageError
-from framework.launch.branch import ORDER_KEYS
+from framework.launch.branch import ORDER_KEYS, Origin
 from framework.launch.identity import read_trained
 from framework.lease import Lease
 from framework.mesh.layout import Layout
@@ -119,7 +121,7 @@ def begin_branch(
     load: fills entries from the checkpoint with this manifest and returns its state. data: fingerprint of the prepared data;
     recipe: of this run or stage.
 
-    The position in the data stays if data and `ORDER_KEYS` are the checkpoint's. If only the data differs, each source that is the
+    The position in the data stays if data and `ORDER_KEYS` are the checkpoint's. If only the data differs, a source that is the
     same goes on from its own position; else the data begins anew. Optimizer states are taken over where the checkpoint has all of
     a parameter's from the same update rule; the others begin at zero and are reported. AdamW counts its updates once for all
     parameters, so its states are taken over for all or for none. Raises as `load_checkpoint` does, for weights too.
@@ -191,6 +193,14 @@ def count_read(state: RunState, data: Data, recipe: Recipe) -> dict[str, int]:
         for name, source in data.sources.items()
         if name in sources and replace(sources[name], weight=source.weight) == source
     }
+
+
+def begin_from(run: TrainingRun, run_id: str, origin: Origin, data: str, recipe: Recipe) -> RunState:
+    """`begin_branch` from a checkpoint of another run."""
+    world = run.mesh.axis("world")
+    manifest = broadcast_object(lambda: open_checkpoint(origin.checkpoint), world)
+    load = partial(load_checkpoint, origin.checkpoint, world=world, manifest=manifest)
+    return begin_branch(run, run_id, manifest, load, data, recipe)
 
 
 def _in_saved_dtype(entry: Entry, known: Mapping[str, tuple[tuple[int, ...], str]]) -> Entry:

@@ -2,7 +2,7 @@
 same path."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -13,8 +13,8 @@ from framework.comm.collectives import all_reduce, start_all_reduce
 from framework.comm.connect import Mesh
 from framework.comm.transfer import AsyncHostCopy, upload
 from framework.data.pack import Microbatch
-from framework.model.loss import count_loss_tokens
 from framework.model.mixtures import ExpertLoad
+from framework.model.objective import LOSSES, Objective
 from framework.optim.disk_ring import DiskStates
 from framework.optim.optimizers import Missed, clip_divisor, norm_rows, squared_norm
 from framework.parallel.pipeline.execute import ActivationSpec, StageLinks, execute
@@ -23,6 +23,7 @@ from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.buffers import MainGradView, UnitBuffer
 from framework.parallel.zero.plan_buffers import Slot
 from framework.parallel.zero.replicas import BitHash, Hashed, hash_parameters
+from framework.recipe.data_schema import PROBE, LossSettings
 from framework.train.loss_scale import LossScale
 from framework.train.router_bias import RouterBiases
 from framework.train.spikes import NO_LIMITS, SpikeLimits
@@ -60,6 +61,7 @@ class TrainingRun:
     tied_copies: list[tuple[UnitBuffer, UnitBuffer]]
     parameter_index: dict[str, int]  # a number for each trained parameter of the whole model, equal on all ranks
     activations: ActivationSpec  # of the messages from stage to stage
+    loss: LossSettings
     load: ExpertLoad
     biases: RouterBiases
     loss_scale: LossScale  # 1 in every dtype but fp16
@@ -73,6 +75,10 @@ class TrainingRun:
         """Remove the file of the states that live on a disk, if there is one."""
         if self.disk is not None:
             self.disk.close()
+
+    @property
+    def objective(self) -> Objective:
+        return LOSSES[self.loss.name]
 
     @cached_property
     def hashes(self) -> BitHash:
@@ -156,9 +162,9 @@ def train_step(
     """
     batch_axis = run.mesh.axis("batch")
     validation = validation or Validation(())
-    own = _to_device(run, microbatches)
+    own = _complete(run, to_device(run, microbatches), is_step=True)
     filling = _take(run, validation, run.pipeline.room(len(own)))
-    num_tokens = torch.stack([count_loss_tokens(each.labels) for each in own]).sum()
+    num_tokens = torch.stack([run.objective.count(each.labels, each.pairs) for each in own]).sum()
     # No rank waits for the count before a loss needs it.
     counting = start_all_reduce(num_tokens, batch_axis)
     seeds = [(run.seed, "dropout", step, index * batch_axis.size + batch_axis.rank) for index in range(len(own))]
@@ -170,8 +176,9 @@ def train_step(
     num_microbatches = len(own) * run.mesh.axis("dp").size
     inputs = StepInputs([*own, *filling], seeds, num_tokens, num_microbatches, scale, counting)
     losses, timed = _execute(run, inputs)
+    metrics = torch.stack([stage.metrics for stage in run.stages.values()]).sum(0)  # of the last stage alone
     counting.wait()
-    validation.add(filling, losses[len(own) :])
+    validation.add(losses[len(own) :], [run.objective.count(each.labels, each.pairs) for each in filling])
     validation.num_free += len(filling)
     for stage in run.stages.values():
         stage.gradients.finish()
@@ -183,7 +190,7 @@ def train_step(
     loss = torch.stack(losses[: len(own)]).sum() if losses else torch.zeros((), device=run.mesh.device)
     loads = run.load.sum_over_ranks()
     missed = [each for each in run.trained if not each.view.is_reached]
-    sums = _sum(run, loss, flags, limits, missed)
+    sums = _sum(run, loss, flags, limits, metrics, missed)
     # The parameters that forward and backward have read: the update invalidates them.
     stages = run.stages.values() if is_compared else ()
     hashed = [each for stage in stages for each in hash_parameters(stage.parameters, run.hashes)]
@@ -206,12 +213,17 @@ def _execute(run: TrainingRun, inputs: StepInputs) -> tuple[list[Tensor], tuple[
 
 
 def _sum(
-    run: TrainingRun, loss: Tensor, flags: Flags, limits: SpikeLimits, missed: Sequence[TrainedParameter]
+    run: TrainingRun,
+    loss: Tensor,
+    flags: Flags,
+    limits: SpikeLimits,
+    metrics: Tensor,
+    missed: Sequence[TrainedParameter],
 ) -> StepSums:
-    """Sum loss, norm and flags over the world. missed: parameters that this rank's backward has not reached."""
+    """Sum loss, norm, flags and metrics over the world. missed: parameters that this rank's backward has not reached."""
     # The loss is on all ranks of tp.
     terms = loss / run.mesh.axis("tp").size, squared_norm(run.counted_rows, run.mesh.device)
-    sums = StepSums.pack(*terms, flags, _find_reached(run, missed), limits, run.mesh.device)
+    sums = StepSums.pack(*terms, flags, _find_reached(run, missed), limits, metrics, run.mesh.device)
     all_reduce(sums.terms, run.mesh.axis("world"), label="sums of the step")
     sums.take_norm(run.loss_scale.value)
     return sums
@@ -264,8 +276,56 @@ def _missed_elements(run: TrainingRun, missed: Sequence[TrainedParameter], reach
 def run_alone(run: TrainingRun, validation: Validation) -> None:
     """Run what is left of a validation, forwards only."""
     while filling := _take(run, validation, VALIDATION_MICROBATCHES):
-        nothing = torch.zeros((), dtype=torch.int64, device=run.mesh.device)
-        validation.add(filling, _execute(run, StepInputs(filling, (), nothing, 0, run.loss_scale.value))[0])
+        losses, _ = _execute(run, _without_training(run, filling))
+        validation.add(losses, [run.objective.count(each.labels, each.pairs) for each in filling])
+
+
+def score(run: TrainingRun, microbatches: Sequence[Microbatch], with_adapters: bool = True) -> list[Tensor]:
+    """The log-probabilities of the answers of microbatches on the device, [b, S] each, without dropout; none on a rank without
+    the last stage. Collective. with_adapters: else of the frozen model under them."""
+    for stage in run.stages.values():
+        stage.adapters.is_on = with_adapters
+    found, _ = _execute(run, replace(_without_training(run, microbatches), is_scored=True))
+    for stage in run.stages.values():
+        stage.adapters.is_on = True
+    return found
+
+
+def _without_training(run: TrainingRun, microbatches: Sequence[Microbatch]) -> StepInputs:
+    nothing = torch.zeros((), dtype=torch.int64, device=run.mesh.device)
+    return StepInputs(microbatches, (), nothing, 0, run.loss_scale.value)
+
+
+def _complete(run: TrainingRun, microbatches: list[Microbatch], is_step: bool) -> list[Microbatch]:
+    """Microbatches with what their loss compares with, where only other forwards give it: the log-probabilities of the frozen
+    model, and kto's divergence of the model as it is now, in a step that of the whole batch, else of each row."""
+    if run.loss.reference == "base" and microbatches:
+        microbatches = _with_pairs(microbatches, "reference", score(run, microbatches, with_adapters=False))
+    if run.loss.name == "kto" and microbatches:
+        scores = score(run, microbatches)
+        terms = [_sum_probes(each, log_p) for each, log_p in zip(microbatches, scores, strict=bool(scores))]
+        if is_step and terms:
+            total = torch.cat(terms, 1).sum(1, keepdim=True)
+            all_reduce(total, run.mesh.axis("batch"), label="divergence of a step")
+            terms = [total.expand_as(each) for each in terms]
+        divergences = [(sums / counts.clamp(min=1)).clamp(min=0)[:, None] for sums, counts in terms]
+        microbatches = _with_pairs(microbatches, "divergence", divergences)
+    return microbatches
+
+
+def _sum_probes(microbatch: Microbatch, log_p: Tensor) -> Tensor:
+    """The sum of p - p_ref over the probes of each row, and their number: [2, b].  log_p: [b, S]."""
+    pairs = microbatch.pairs
+    assert pairs is not None and pairs.reference is not None, "rows of pairs with a reference"  # noqa: PT018
+    is_probe = pairs.kinds == PROBE
+    ratio = (log_p - pairs.reference.to(log_p.dtype)).where(is_probe, 0.0)
+    return torch.stack([ratio.sum(1), is_probe.sum(1).to(ratio.dtype)])
+
+
+def _with_pairs(microbatches: list[Microbatch], name: str, values: list[Tensor]) -> list[Microbatch]:
+    """Microbatches with a tensor of their pairs; as they are on a rank without the last stage, which has no values."""
+    found = zip(microbatches, values, strict=True) if values else ()
+    return [replace(each, pairs=replace(each.pairs, **{name: own})) for each, own in found] or microbatches  # type: ignore[type-var]
 
 
 def validate_average(run: TrainingRun, validation: Validation) -> ValidationLoss:
@@ -289,8 +349,9 @@ def _publish(run: TrainingRun) -> None:
 
 
 def _take(run: TrainingRun, validation: Validation, most: int) -> list[Microbatch]:
-    return _to_device(run, validation.take(most))
+    return _complete(run, to_device(run, validation.take(most)), is_step=False)
 
 
-def _to_device(run: TrainingRun, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+def to_device(run: TrainingRun, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+    """Copies of microbatches on the device."""
     return [each.map(partial(upload, device=run.mesh.device)) for each in microbatches]

@@ -27,9 +27,10 @@ class Flags:
 
 @dataclass(frozen=True)
 class StepSums:
-    """terms: [6 + P] fp64 on the device: loss, squared norm of the gradient (its norm after `take_norm`), ranks that ask to stop,
-    ranks that ask to save, the loss scale (after `take_norm`), ranks that are saving; then for each of the model's P trained
-    parameters the ranks whose backward has reached it.
+    """terms: [6 + 2 M + P] fp64 on the device: loss, squared norm of the gradient (its norm after `take_norm`), ranks that ask to
+    stop, ranks that ask to save, the loss scale (after `take_norm`), ranks that are saving; then of the loss's M metrics the
+    sums, and the numbers of what was added up; then for each of the model's P trained parameters the ranks whose backward has
+    reached it.
 
     The last are sent in every step: which parameters a forward uses may depend on its data, so a rank that missed one must hear
     in this very step whether another reached it, and the others cannot know that one asks: to agree on asking, hosts would wait
@@ -41,6 +42,7 @@ class StepSums:
 
     terms: Tensor
     limits: Tensor
+    num_scalars: int
 
     @classmethod
     def pack(
@@ -50,25 +52,28 @@ class StepSums:
         flags: Flags,
         reached: Tensor,
         limits: SpikeLimits,
+        metrics: Tensor,
         device: torch.device,
     ) -> "StepSums":
-        """This rank's terms. loss, squared_norm: scalars on the device, in any dtype; reached: [P] fp64, 1 or 0."""
+        """This rank's terms. loss, squared_norm: scalars on the device, in any dtype; reached: [P] fp64, 1 or 0; metrics: [2, M]
+        fp64."""
         mine = [0.0, 0.0, flags.stop, flags.save, 0.0, flags.is_saving]
         sent = upload_values([*mine, *limits], torch.float64, device)
-        sums = cls(torch.cat([sent[:NUM_SCALARS], reached]), sent[NUM_SCALARS:])
+        terms = torch.cat([sent[:NUM_SCALARS], metrics.flatten(), reached])
+        sums = cls(terms, sent[NUM_SCALARS:], NUM_SCALARS + metrics.numel())
         sums.loss.copy_(loss)
         sums.norm.copy_(squared_norm)
         return sums
 
     @property
     def vector(self) -> Tensor:
-        """The scalars, [6]: a view."""
-        return self.terms[:NUM_SCALARS]
+        """The scalars and metrics, [6 + 2 M]: a view."""
+        return self.terms[: self.num_scalars]
 
     @property
     def reached(self) -> Tensor:
         """[P], above 0 for parameters that some rank has reached, once it is summed over the world: a view."""
-        return self.terms[NUM_SCALARS:]
+        return self.terms[self.num_scalars :]
 
     @property
     def are_within_limits(self) -> Tensor:
@@ -100,12 +105,16 @@ class StepValues:
     gradient_norm: float
     flags: Flags
     loss_scale: float
+    metrics: tuple[float | None, ...] = ()
+    """Means of the loss's metrics over the batch; None where there was nothing to add up."""
 
     @classmethod
     def unpack(cls, values: Sequence[float]) -> "StepValues":
         """values: those of `StepSums.vector`."""
-        loss, gradient_norm, stop, save, loss_scale, saving = values
-        return cls(loss, gradient_norm, Flags(stop > 0, save > 0, saving > 0), loss_scale)
+        loss, gradient_norm, stop, save, loss_scale, saving, *rest = values
+        pairs = zip(rest[: len(rest) // 2], rest[len(rest) // 2 :], strict=True)
+        metrics = tuple(total / count if count else None for total, count in pairs)
+        return cls(loss, gradient_norm, Flags(stop > 0, save > 0, saving > 0), loss_scale, metrics)
 
     @property
     def is_finite(self) -> bool:

@@ -1,6 +1,6 @@
 """A validation: one pass over its microbatches on the weights of one moment, in the bubbles of a training step or by itself."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -10,12 +10,11 @@ from torch import Tensor
 from framework.comm.collectives import all_reduce
 from framework.comm.connect import Mesh
 from framework.data.pack import Microbatch
-from framework.model.loss import count_loss_tokens
 
 
 @dataclass(frozen=True)
 class ValidationLoss:
-    """Mean losses per token, of all sources together and of each; None for a source without a token to predict."""
+    """Mean losses per token, or pair, of all sources together and of each; None for a source without any."""
 
     mean: float
     by_source: tuple[float | None, ...]
@@ -43,12 +42,12 @@ class Validation:
         self._sources += [each.source for each in taken]
         return taken
 
-    def add(self, microbatches: Iterable[Microbatch], losses: Iterable[Tensor]) -> None:
-        """Add the losses of microbatches: scalars, sums over the tokens of each; none on a rank without the last stage."""
-        found = list(losses)
-        self._losses += found
-        if found:
-            self._num_tokens += [count_loss_tokens(each.labels) for each in microbatches]
+    def add(self, losses: Sequence[Tensor], counts: Iterable[Tensor]) -> None:
+        """Add the losses of microbatches, scalars, sums over the tokens of each, none on a rank without the last stage; and the
+        numbers of these tokens."""
+        self._losses += losses
+        if losses:
+            self._num_tokens += counts
 
     def means(self, mesh: Mesh) -> ValidationLoss:
         """The mean losses per token over all ranks' microbatches, of all sources and of each; collective."""

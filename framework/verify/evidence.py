@@ -8,13 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
 from framework.errors import ModelError
+from framework.recipe.schema import LossSettings
+from framework.verify.plain_preferences import AnswerBatch, draw_answers
 
 # Tokens of a document on average, where documents are packed: several in a row of a dozen tokens.
 DOCUMENT_LENGTH = 4
+NEXT_TOKEN = LossSettings()
 IGNORE = -100  # a label without loss, which is cross_entropy's default
 
 
@@ -49,18 +53,26 @@ class Evidence:
 @dataclass(frozen=True)
 class TokenBatch:
     """The tokens of one optimizer step: input_ids and shifted labels, both int64 [sequences, context]. position_ids: alike,
-    where documents are packed; None: 0 to context - 1 in each row."""
+    where documents are packed; None: 0 to context - 1 in each row. answers: of packed documents that are compared."""
 
     input_ids: Tensor
     labels: Tensor
     position_ids: Tensor | None = None
+    answers: AnswerBatch | None = None
 
 
 def make_batches(
-    config: PretrainedConfig, num_steps: int, sequences: int, context: int, seed: int, packs_documents: bool = False
+    config: PretrainedConfig,
+    num_steps: int,
+    sequences: int,
+    context: int,
+    seed: int,
+    packs_documents: bool = False,
+    loss: LossSettings = NEXT_TOKEN,
 ) -> list[TokenBatch]:
     """Random tokens with uneven loss masks: each sequence keeps a different share of its labels, one keeps none.
 
+    loss: of preferences, rows are pairs of answers.
     packs_documents: rows are documents of random lengths, whose positions restart and whose last tokens have no label.
     """
     # Averages over microbatches or ranks, which this project never takes, differ from the global mean only where masks do.
@@ -70,6 +82,10 @@ def make_batches(
     for _ in range(num_steps):
         tokens = torch.randint(0, vocabulary, (sequences, context + 1), generator=generator)
         labels = tokens[:, 1:].clone()
+        if loss.is_paired:
+            drawn = draw_answers(labels, loss.name, generator)
+            batches.append(TokenBatch(tokens[:, :-1].clone(), *drawn))
+            continue
         kept = torch.linspace(0.0, 1.0, sequences)[torch.randperm(sequences, generator=generator)]
         if sequences > 1:
             labels[torch.rand(labels.shape, generator=generator) >= kept[:, None]] = IGNORE
@@ -140,3 +156,16 @@ class _KeepDouble(TorchFunctionMode):
 def _dtype_of(word: Any) -> Any:
     """The dtype of a cast's argument, if it is a tensor whose dtype the cast takes over."""
     return word.dtype if isinstance(word, Tensor) else None
+
+
+def separate(input_ids: Tensor, labels: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each packed document as a row of its own, padded on the right: inputs, labels, and which tokens are real.
+
+    Given are [rows, T], whose positions begin at 0 with each document; returned are [documents, length of the longest].
+    """
+    begins = (positions.flatten() == 0).nonzero().flatten()[1:]
+    documents = list(torch.tensor_split(input_ids.flatten(), begins))
+    lengths = torch.tensor([len(each) for each in documents])
+    targets = list(torch.tensor_split(labels.flatten(), begins))
+    padded = pad_sequence(targets, batch_first=True, padding_value=IGNORE)
+    return pad_sequence(documents, batch_first=True), padded, torch.arange(padded.shape[1]) < lengths[:, None]

@@ -20,6 +20,7 @@ from framework.mesh.layout import Layout
 from framework.model.adapters import add_adapters
 from framework.model.initial import draw_unit
 from framework.model.load import build_meta
+from framework.model.objective import Pairs
 from framework.model.units import find_units
 from framework.optim.groups import learning_rate
 from framework.optim.states import LowBitStates
@@ -31,6 +32,7 @@ from framework.train.build import build
 from framework.train.step import TrainingRun, train_step
 from framework.train.update import OwnedShard
 from framework.verify.evidence import Evidence, TokenBatch, keep_double, make_batches
+from framework.verify.plain_adapters import round_base
 
 CPU = torch.device("cpu")
 NO_ADAPTER = Adapter()
@@ -89,14 +91,25 @@ def share(batch: TokenBatch, sequences_per_microbatch: int, mesh: Mesh) -> list[
     of `cp` has its tokens of each."""
     dp, ulysses, ring = (mesh.axis(name) for name in ("dp", "ulysses", "ring"))
     slices = ContextSlices(batch.input_ids.shape[1], ulysses.size, ring.size, mesh.axis("cp").rank)
-    whole = split_rows(Microbatch(batch.input_ids, batch.labels, batch.position_ids), sequences_per_microbatch)
+    rows = Microbatch(batch.input_ids, batch.labels, batch.position_ids, pairs=_find_pairs(batch))
+    whole = split_rows(rows, sequences_per_microbatch)
     return [cut_context(each, slices) for each in whole[dp.rank :: dp.size]]
+
+
+def _find_pairs(batch: TokenBatch) -> Pairs | None:
+    if batch.answers is None or batch.position_ids is None:
+        return None
+    places = (batch.position_ids == 0).cumsum(1) - 1
+    return Pairs(places, batch.answers.kinds, torch.zeros_like(batch.answers.kinds), batch.answers.reference)
 
 
 def owned_gradients(run: TrainingRun) -> dict[str, tuple[Layout, Tensor]]:
     """Layout and own elements of every gradient: zero where a parameter is frozen, as the oracle has it."""
     return {
-        slot.name: buffer.counted(slot, buffer.delivered if buffer.is_trained else torch.zeros_like(buffer.master))
+        slot.name: buffer.counted(
+            slot,
+            buffer.delivered if buffer.is_trained else torch.zeros(buffer.plan.numel_owned, device=buffer.full.device),
+        )
         for buffer in run.buffers
         if not buffer.is_copy
         for slot in buffer.slots
@@ -126,7 +139,7 @@ def owned_blocks(run: TrainingRun) -> dict[str, tuple[Layout, Tensor]]:
     0 for frozen parameters, so that a rank that trains nothing has something to gather, too.
     """
     frozen = {
-        slot.name: buffer.counted(slot, torch.zeros_like(buffer.master))
+        slot.name: buffer.counted(slot, torch.zeros(buffer.plan.numel_owned, device=buffer.full.device))
         for buffer in run.buffers
         if not buffer.is_copy and not buffer.is_trained
         for slot in buffer.slots
@@ -153,9 +166,7 @@ def owned_averages(run: TrainingRun) -> dict[str, tuple[Layout, Tensor]]:
     }
 
 
-def gather_codes(
-    run: TrainingRun, mesh: Mesh, codec_of: Callable[[BufferDtypes], BlockCodec | None]
-) -> dict[str, Tensor]:
+def gather_codes(run: TrainingRun, mesh: Mesh, codec_of: Callable[[BufferDtypes], object]) -> dict[str, Tensor]:
     """For each element of every parameter, a number of its block of codes that no other block has; -1 without.
 
     codec_of: the codec that is asked for, of a buffer's dtypes. Collective.
@@ -164,7 +175,7 @@ def gather_codes(
     for index, buffer in ((index, buffer) for index, buffer in enumerate(run.buffers) if not buffer.is_copy):
         plan, axes, codec = buffer.plan, buffer.plan.axes, codec_of(buffer.plan.dtypes)
         numbers = torch.full((plan.numel_owned,), -1.0, dtype=torch.float64, device=buffer.full.device)
-        if codec is not None:
+        if isinstance(codec, BlockCodec):
             # The first of all ranks that have the buffer: where these count parts of one block, they number it alike.
             first = mesh.rank - sum(
                 each.ranks[each.rank] - each.ranks[0] for each in (axes.shard, axes.update, *axes.replicas)
@@ -179,12 +190,14 @@ def gather_codes(
 def initial_weights(
     config: PretrainedConfig, seed: int, device: torch.device = CPU, adapter: Adapter = NO_ADAPTER
 ) -> dict[str, Tensor]:
-    """Initial parameters of the whole model, and of its adapters, as ranks on `device` draw them, by name: fp32 on the CPU."""
+    """Initial parameters of the whole model, and of its adapters, as ranks on `device` draw and round them, by name: fp32 on the
+    CPU."""
     model = build_meta(config)
     add_adapters(model, adapter)
-    return {
+    values = {
         name: value.cpu() for unit in find_units(model) for name, value in draw_unit(model, unit, seed, device).items()
     }
+    return round_base(model, adapter, values)
 
 
 def gather_full(parts: dict[str, tuple[Layout, Tensor]], world: Communicator) -> dict[str, Tensor]:
@@ -219,7 +232,7 @@ def make_run_batches(recipe: Recipe, config: PretrainedConfig, num_steps: int) -
     derived = derive(recipe)
     packs_documents = recipe.data.isolates
     return make_batches(
-        config, num_steps, derived.sequences_per_step, derived.context, recipe.train.seed, packs_documents
+        config, num_steps, derived.sequences_per_step, derived.context, recipe.train.seed, packs_documents, recipe.loss
     )
 
 

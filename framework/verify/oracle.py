@@ -10,19 +10,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from framework.recipe.schema import STOCK_ATTENTION, Adapter, Optim, Recipe
-from framework.verify.evidence import IGNORE, Evidence, NothingToCompare, TokenBatch, keep_double, perturb
+from framework.verify.evidence import IGNORE, Evidence, NothingToCompare, TokenBatch, keep_double, perturb, separate
 from framework.verify.plain import (
     DTYPES,
     PlainCodes,
@@ -39,98 +37,16 @@ from framework.verify.plain import (
     round_master,
 )
 from framework.verify.plain_adapters import PlainAdapters
+from framework.verify.plain_lion import Noise, PlainLion, measure_noise
 from framework.verify.plain_muon import PlainMuon, find_matrices
-from framework.verify.plain_stability import PlainStability
+from framework.verify.plain_preferences import PROBE, AnswerBatch, compare_answers, score_answers
+from framework.verify.plain_stability import PlainStability, widen
 
 CPU = torch.device("cpu")
 # For Lion: how many more times each step's gradients are computed, from weights that are rounded differently.
 NUM_PERTURBED = 3
 # What stock models raise, built or run, where they want another config or other inputs than they get.
 STOCK_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError)
-# Ranks sum in another order than one process, which changes a gradient differently than perturbed weights do: by at most so many
-# times as much. Over six random layouts the most were 15 times in fp32, 1.3 in fp64 and 1.02 in bf16.
-NOISE_FACTORS = {torch.float64: 30.0, torch.float32: 30.0, torch.bfloat16: 4.0, torch.float16: 4.0}
-# Shares of lr by which a layout's weight may miss what a sign of -1, 0 or 1 leads to.
-LEGAL = 0.1
-
-
-@dataclass(frozen=True)
-class Noise:
-    """Effect of rounding on one parameter's gradient, measured on the oracle: its gradient again, from weights that are rounded
-    differently."""
-
-    # The largest change of an element.
-    size: float
-    # Bool, of the gradient's shape: False in rows of a matrix whose gradient is exactly zero however it is rounded (a token that
-    # does not occur).
-    is_live: Tensor
-
-
-def measure_noise(gradient: Tensor, perturbed: Sequence[Tensor], dtype: torch.dtype) -> Noise:
-    """The noise of a gradient. perturbed: the same gradient, rounded differently; dtype: that of forward and backward."""
-    size = max(float((each - gradient).abs().max()) for each in perturbed) if gradient.numel() else 0.0
-    return Noise(NOISE_FACTORS[dtype] * size, torch.stack([_find_live(each) for each in (gradient, *perturbed)]).any(0))
-
-
-def _find_live(gradient: Tensor) -> Tensor:
-    is_live = gradient != 0
-    if gradient.ndim < 2:
-        # A vector has no rows. An element of it may be zero because its terms cancel (a key's bias, in sequences of two tokens),
-        # and ranks that add them in another order do not find zero.
-        return is_live.any().expand_as(gradient)
-    return is_live.flatten(1).any(1).view(-1, *[1] * (gradient.ndim - 1))
-
-
-class PlainLion(torch.optim.Optimizer):
-    """Lion as its paper's algorithm 2 states it, one parameter at a time: torch has none to compare with.
-
-    Lion updates by sign(d), d = beta1 m + (1 - beta1) g. Where d is zero up to rounding, plus and minus are equally right, and
-    two correct runs diverge: weights by 2 lr, then the next step's loss and gradients. For those elements the oracle takes the
-    layout's sign, if the layout's weight is one that Lion can produce; else it keeps its own, and the difference shows. So
-    every weight is compared, and both sides remain one training run.
-
-    State of a parameter: `m`; `noise`, the largest part of m that is rounding; `undecided`, bool, where rounding decided a sign.
-    """
-
-    @torch.no_grad()
-    def step(self, closure=None) -> None:  # type: ignore[override]
-        """Make one update by the signs of its own gradients."""
-        self.follow({}, {})
-
-    @torch.no_grad()
-    def follow(self, noise: Mapping[Tensor, Noise], layout: Mapping[Tensor, Tensor]) -> None:
-        """Make one update. noise: of each gradient, where known; layout: these parameters after this step of the layout."""
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                moment = self.state[parameter].setdefault("m", torch.zeros_like(parameter))
-                direction = beta1 * moment + (1 - beta1) * parameter.grad
-                sign = direction.sign()
-                if parameter in noise:
-                    is_undecided = self._find_undecided(parameter, direction, noise[parameter], beta1, beta2)
-                    sign = torch.where(is_undecided, _read_signs(parameter, layout[parameter], group, sign), sign)
-                parameter -= group["lr"] * (sign + group["weight_decay"] * parameter)
-                moment.copy_(beta2 * moment + (1 - beta2) * parameter.grad)
-
-    def _find_undecided(self, parameter: Tensor, direction: Tensor, noise: Noise, beta1: float, beta2: float) -> Tensor:
-        state = self.state[parameter]
-        of_moment, of_gradient = state.get("noise", 0.0), noise.size
-        is_live = noise.is_live | (state["m"] != 0)
-        is_undecided = is_live & (direction.abs() <= beta1 * of_moment + (1 - beta1) * of_gradient)
-        state["noise"] = beta2 * of_moment + (1 - beta2) * of_gradient
-        state["undecided"] = is_undecided | state.get("undecided", is_undecided)
-        return is_undecided
-
-
-def _read_signs(before: Tensor, after: Tensor, group: Mapping[str, float], otherwise: Tensor) -> Tensor:
-    """The signs by which Lion gets from `before` to `after`; `otherwise` where no sign does."""
-    if group["lr"] == 0:
-        return otherwise
-    read = ((1 - group["lr"] * group["weight_decay"]) * before - after.to(before)) / group["lr"]
-    is_legal = ((read - read.round()).abs() < LEGAL) & (read.round().abs() <= 1)
-    return torch.where(is_legal, read.round(), otherwise)
 
 
 def run_oracle(
@@ -166,7 +82,7 @@ def run_oracle(
 
 
 class Oracle:
-    """A model in `dtype`, the masters of its parameters by name, and their optimizer."""
+    """A stock model in `dtype`, the masters of its parameters by name, and their optimizer."""
 
     def __init__(
         self,
@@ -182,31 +98,40 @@ class Oracle:
         layout = layout or Evidence((), (), {}, {})
         self._recipe, self._dtype, self._narrows = recipe, dtype, narrows
         of_adapters = [name for name in weights if re.search(r"lora_(A|B|magnitude_vector)$", name)]
+        widths: dict[str, tuple[float, float]] = {}
+        if recipe.model.mup_base:
+            narrow = deepcopy(config)
+            narrow.update(recipe.model.mup_base)
+            widths = widen(_build_blank(config), _build_blank(narrow))
+        weights = {name: weight * widths[name][0] if name in widths else weight for name, weight in weights.items()}
         stock = {name: weight for name, weight in weights.items() if name not in of_adapters}
-        self._model = _stock_model(recipe, config, stock, dtype, device)
+        self.model = _stock_model(recipe, config, stock, dtype, device)
         wide = torch.promote_types(dtype, torch.float32)
         # Without masters a weight is what the model computes with, from the beginning.
-        kept_in = {name: each.dtype for name, each in self._model.named_parameters() if has_no_master(recipe.precision)}
+        kept_in = {name: each.dtype for name, each in self.model.named_parameters() if has_no_master(recipe.precision)}
         self.masters = {
             name: nn.Parameter(
                 weights[name].to(device, kept_in.get(name, wide)).to(wide, copy=True), parameter.requires_grad
             )
-            for name, parameter in self._model.named_parameters()
+            for name, parameter in self.model.named_parameters()
         }
         self.masters |= {name: nn.Parameter(weights[name].to(device, wide, copy=True)) for name in of_adapters}
-        self._adapters = PlainAdapters(self._model, recipe.adapter, self.masters)
+        self._adapters = PlainAdapters(self.model, recipe.adapter, self.masters)
         for name in self._adapters.names():
-            self._model.get_parameter(name).requires_grad_()
+            self.model.get_parameter(name).requires_grad_()
         self._in_bf16 = [name for name, kept in kept_in.items() if kept == torch.bfloat16]
-        self._optimizer = _stock_optimizer(recipe.optim, self.masters, config, recipe.adapter)
-        self._stability = PlainStability(recipe, self._model)
-        self._mixtures = PlainMixtures(self._model, recipe.model, recipe.batch.context)
+        rates = {name: rate for name, (_, rate) in widths.items()}
+        self._optimizer = _stock_optimizer(recipe.optim, self.masters, config, recipe.adapter, rates)
+        self._stability = PlainStability(recipe, self.model)
+        self._mixtures = PlainMixtures(self.model, recipe.model, recipe.batch.context)
         self._scale = PlainLossScale(recipe.precision)
         trained = [name for name, each in self.masters.items() if each.requires_grad and recipe.train.ema is not None]
         self.averages = {name: self.masters[name].detach().clone() for name in trained}
         self._moments = PlainMoments(recipe.optim, recipe.precision.moments, recipe.train.seed, layout.blocks)
         self._gather = PlainCodes(recipe.zero.quantize_gather, layout.gathered)
         self._reduction = PlainReduction(recipe, layout.reduced) if layout.reduced else None
+        # Beside a loss of preferences, what the answers of a batch are compared with.
+        self._reference, self._divergence = torch.empty(0), 0.0
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate of the next update, for groups without a ratio of their own."""
@@ -215,6 +140,8 @@ class Oracle:
 
     def find_gradients(self, batch: TokenBatch) -> float:
         """Compute the masters' gradients of the batch's loss, and return the loss."""
+        if batch.answers is not None:
+            self._begin_answers(batch, batch.answers)
         merged = self._read_masters()
         for master in self.masters.values():
             master.grad = None
@@ -235,10 +162,10 @@ class Oracle:
     def evaluate(self, batch: TokenBatch) -> float:
         """The mean loss per token of the batch, without dropout and without a router's loss."""
         self._read_masters()
-        self._model.eval()
+        self.model.eval()
         with self._keeping():
             total = sum(float(loss) for loss, _ in self._losses(batch))
-        self._model.train()
+        self.model.train()
         return total / int((batch.labels != IGNORE).sum())
 
     def clip(self) -> float:
@@ -253,7 +180,7 @@ class Oracle:
 
     def weights(self) -> dict[str, Tensor]:
         """The masters, and the correction biases of routers that are buffers, by name."""
-        buffers = dict(self._model.named_buffers())
+        buffers = dict(self.model.named_buffers())
         return self.masters | {name: buffers[name] for name in self._mixtures.names() if name in buffers}
 
     def update(self, batch: TokenBatch, layout: Mapping[str, Tensor], step: int) -> None:
@@ -285,7 +212,7 @@ class Oracle:
         """Set the model's weights to what forward reads of the masters. Returns those that adapters are merged into."""
         merged = self._adapters.merge()
         read = self._gather.round(self.masters) | merged
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self.model.named_parameters():
             parameter.data.copy_(read.get(name, self.masters[name]))
         return merged
 
@@ -295,16 +222,18 @@ class Oracle:
     def _accumulate(self, batch: TokenBatch) -> Iterator[float]:
         """Add each microbatch's gradients to the masters', and yield its part of the loss."""
         num_tokens = int((batch.labels != IGNORE).sum())
+        if batch.answers is not None:
+            num_tokens = int((batch.answers.kinds != 0).sum()) // 2
         num_microbatches = len(batch.labels.split(self._recipe.batch.sequences_per_microbatch))
         for number, (total, output) in enumerate(self._losses(batch)):
             loss = total / num_tokens
             if self._recipe.train.router_z_loss:
                 loss = loss + self._recipe.train.router_z_loss * self._mixtures.z_loss(output) / num_microbatches
-            if getattr(self._model.config, "output_router_logits", False):
-                loss = loss + self._model.config.router_aux_loss_coef * output.aux_loss / num_microbatches
-            with _telling_of_stock(self._model.config, self._dtype):
+            if getattr(self.model.config, "output_router_logits", False):
+                loss = loss + self.model.config.router_aux_loss_coef * output.aux_loss / num_microbatches
+            with _telling_of_stock(self.model.config, self._dtype):
                 (loss * self._scale.value).backward()
-            for name, parameter in self._model.named_parameters():
+            for name, parameter in self.model.named_parameters():
                 if parameter.grad is not None:
                     master = self.masters[name]
                     gradient = parameter.grad.to(master.dtype)
@@ -315,25 +244,58 @@ class Oracle:
             yield loss.item()
 
     def _losses(self, batch: TokenBatch) -> Iterator[tuple[Tensor, Any]]:
-        """The sum of each microbatch's token losses, and what the model has returned."""
-        device, rows = self._model.device, self._recipe.batch.sequences_per_microbatch
+        """The sum of each microbatch's losses, and what the model has returned."""
+        first = 0
+        for output, target in self._outputs(batch):
+            logits = _widen(output.logits)
+            if batch.answers is None:
+                losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORE, reduction="sum")
+                if self.model.training and self._recipe.train.z_loss:
+                    normalizers = logits[target != IGNORE].exp().sum(-1).log()
+                    losses = losses + self._recipe.train.z_loss * normalizers.pow(2).sum()
+            else:
+                log_p, lengths = score_answers(logits, target)
+                part, first = slice(first, first + len(log_p)), first + len(log_p)
+                kinds = batch.answers.kinds[batch.answers.kinds != 0].to(log_p.device)[part]
+                compared = log_p, lengths, kinds, self._reference.to(log_p)[part], self._divergence
+                losses = compare_answers(self._recipe.loss, *compared)
+            yield losses.sum(), output
+
+    def _outputs(self, batch: TokenBatch) -> Iterator[tuple[Any, Tensor]]:
+        """Each microbatch's output of the model, and its labels; packed documents have rows of their own."""
+        device, rows = self.model.device, self._recipe.batch.sequences_per_microbatch
         inputs, labels = batch.input_ids.split(rows), batch.labels.split(rows)
         more = {"output_router_logits": True} if self._recipe.train.router_z_loss else {}
         positions = [None] * len(inputs) if batch.position_ids is None else batch.position_ids.split(rows)
         for input_ids, target, position_ids in zip(inputs, labels, positions, strict=True):
             padding = {}
             if position_ids is not None:
-                input_ids, target, is_real = _separate(input_ids, target, position_ids)
+                input_ids, target, is_real = separate(input_ids, target, position_ids)
                 padding = {"attention_mask": is_real.long().to(device)}
                 self._mixtures.real = is_real.flatten().to(device)
             self._stability.real = self._mixtures.real
-            with _telling_of_stock(self._model.config, self._dtype):
-                output = self._model(input_ids=input_ids.to(device), **padding, **more)
-            logits, target = _widen(output.logits.flatten(0, 1)), target.flatten().to(device)
-            loss = F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="sum")
-            if self._model.training and self._recipe.train.z_loss:
-                loss = loss + self._recipe.train.z_loss * logits[target != IGNORE].exp().sum(-1).log().pow(2).sum()
-            yield loss, output
+            with _telling_of_stock(self.model.config, self._dtype):
+                output = self.model(input_ids=input_ids.to(device), **padding, **more)
+            yield output, target.to(device)
+
+    @torch.no_grad()
+    def _begin_answers(self, batch: TokenBatch, answers: AnswerBatch) -> None:
+        """Find the reference's log-probabilities of a batch's answers and kto's divergence."""
+        self.model.eval()
+        with self._keeping():
+            self._reference = answers.reference[answers.kinds != 0]
+            if self._recipe.loss.reference == "base":
+                for name, parameter in self.model.named_parameters():
+                    parameter.data.copy_(self.masters[name])
+                self._reference = self._score(batch)
+            self._read_masters()
+            is_probe = answers.kinds[answers.kinds != 0] == PROBE
+            if is_probe.any():
+                self._divergence = max(0.0, float((self._score(batch) - self._reference)[is_probe].mean()))
+        self.model.train()
+
+    def _score(self, batch: TokenBatch) -> Tensor:
+        return torch.cat([score_answers(_widen(each.logits), target)[0] for each, target in self._outputs(batch)]).cpu()
 
     def _measure_noise(self, batch: TokenBatch) -> dict[Tensor, Noise]:
         """The effect of rounding on the gradients of this step, by master; the gradients are left as they were."""
@@ -372,19 +334,6 @@ def _widen(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _separate(input_ids: Tensor, labels: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each packed document as a row of its own, padded on the right: inputs, labels, and which tokens are real.
-
-    Given are [rows, T], whose positions begin at 0 with each document; returned are [documents, length of the longest].
-    """
-    begins = (positions.flatten() == 0).nonzero().flatten()[1:]
-    documents = list(torch.tensor_split(input_ids.flatten(), begins))
-    lengths = torch.tensor([len(each) for each in documents])
-    targets = list(torch.tensor_split(labels.flatten(), begins))
-    padded = pad_sequence(targets, batch_first=True, padding_value=IGNORE)
-    return pad_sequence(documents, batch_first=True), padded, torch.arange(padded.shape[1]) < lengths[:, None]
-
-
 def _stock_model(
     recipe: Recipe, config: PretrainedConfig, weights: dict[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
@@ -412,10 +361,13 @@ def _stock_model(
         experts = "eager"  # there is no grouped matmul in fp64
     if experts != "auto" and any(hasattr(each, "is_transposed") for each in model.modules()):
         model.set_experts_implementation(experts)
-    for name, parameter in model.named_parameters():
+    # adapter.train may name a tied weight by any of its names.
+    named = model.named_parameters(remove_duplicate=not recipe.adapter.is_used)
+    trained = {id(each) for name, each in named if is_trained(name, recipe)}
+    for parameter in model.parameters():
         if dtype == torch.float64:  # where fp32 is kept beside bf16, fp64 would be narrowed
             parameter.data = parameter.double()
-        parameter.requires_grad_(is_trained(name, recipe))
+        parameter.requires_grad_(id(parameter) in trained)
     if recipe.precision.compute == "fp8":
         multiply_in_fp8(model, recipe.precision.fp8_scaling, device)
     return model.to(device).train()
@@ -428,7 +380,11 @@ def _build_blank(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _stock_optimizer(
-    optim: Optim, masters: Mapping[str, nn.Parameter], config: PretrainedConfig, adapter: Adapter
+    optim: Optim,
+    masters: Mapping[str, nn.Parameter],
+    config: PretrainedConfig,
+    adapter: Adapter,
+    rates: Mapping[str, float],
 ) -> torch.optim.Optimizer:
     blank = _build_blank(config)
     undecayed = decay_nothing(blank) | {name for name in masters if name.endswith("lora_magnitude_vector")}
@@ -436,7 +392,7 @@ def _stock_optimizer(
     groups = [
         {
             "params": [masters[name]],
-            "lr_ratio": lr_ratio,
+            "lr_ratio": lr_ratio * rates.get(name, 1.0),
             "decay": weight_decay,  # by the peak rate it is made before the update, by the oracle
             "weight_decay": weight_decay if optim.decay_follows == "schedule" else 0.0,
         }

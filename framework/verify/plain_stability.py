@@ -19,6 +19,22 @@ IMPLEMENTATION = "meshwright_oracle"
 QUERIES = ("q_proj", "c_attn", "qkv_proj", "query_key_value", "q_b_proj", "query")
 
 
+def widen(model: PreTrainedModel, base: PreTrainedModel) -> dict[str, tuple[float, float]]:
+    """Factors of initial values and of learning rates under muP, by the name of a parameter. base: the narrower model."""
+    factors, narrow = {}, dict(base.named_parameters())
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if parameter.ndim < 2 or isinstance(module, nn.Embedding):
+                continue
+            ratios = [a / b for a, b in zip(parameter.shape[-2:], narrow[name].shape[-2:], strict=True)]
+            turned = isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
+            fan_in, fan_out = ratios if turned else ratios[::-1]
+            factors[name] = (fan_in**-1.0 if fan_out == 1.0 else fan_in**-0.5), fan_in**-1.0
+            if module is model.get_output_embeddings():
+                factors[name] = 0.0, fan_in**-1.0
+    return factors
+
+
 def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
     """transformers' SDPA attention, which notes on the module the largest logit of each key head."""
     noted = vars(module).get("noted_logits")

@@ -63,11 +63,11 @@ class GradientsInForward(torch.autograd.Function):
             logits = F.linear(rows[part], weight)
             kernel = find_kernel(logits)
             kernel.read(logits, labels[part], 0, sums.of(slice(None)))
-            log_sum, total = sums.combine(unconnected(Topology(), 0)["tp"])
+            log_sum, of_tokens = sums.combine(unconnected(Topology(), 0)["tp"])
             kernel.differentiate(logits, labels[part], 0, log_sum, torch.ones_like(log_sum), logits)
             dx[part] = logits @ weight
             accumulate_matmul(dw, logits, rows[part], is_first=False)
-            losses.append(total)
+            losses.append(of_tokens.sum())
         ctx.save_for_backward(dx.view_as(x), dw)
         ctx.view = view
         return torch.stack(losses).sum()

@@ -36,7 +36,18 @@ FLOORS = (
 FLOOR_OF_ROOM = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Files of verify/ that are the oracle, or that both sides read; and what they may know of the framework: the names of the
 # recipe's keys, and the errors that the user reads.
-ORACLE = ("oracle", "plain", "plain_adapters", "plain_muon", "plain_stability", "reference", "evidence", "compare")
+ORACLE = (
+    "oracle",
+    "plain",
+    "plain_adapters",
+    "plain_lion",
+    "plain_muon",
+    "plain_preferences",
+    "plain_stability",
+    "reference",
+    "evidence",
+    "compare",
+)
 ORACLE_KNOWS = ("framework.errors", "framework.recipe.schema", *(f"framework.verify.{name}" for name in ORACLE))
 
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)

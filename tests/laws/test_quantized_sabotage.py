@@ -13,7 +13,8 @@ from torch import Tensor
 from framework.comm.codec import BlockCodec
 from framework.comm.coded import _CodedParts
 from framework.parallel.zero import gradients
-from framework.parallel.zero.buffers import BufferPool, UnitBuffer
+from framework.parallel.zero.buffers import UnitBuffer
+from framework.parallel.zero.pool import BufferPool
 from framework.recipe.schema import Zero
 from framework.verify.compare import compare
 from tests.families import family

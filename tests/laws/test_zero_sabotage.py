@@ -16,10 +16,11 @@ from torch import Tensor
 
 from framework.comm.algorithms import ExposedCommunication, Pending
 from framework.parallel.zero import gradients, parameters
-from framework.parallel.zero.buffers import BufferPool, GradientState, UnitBuffer
+from framework.parallel.zero.buffers import GradientState, UnitBuffer
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.hooks import UnitOrder
 from framework.parallel.zero.parameters import ParameterSync
+from framework.parallel.zero.pool import BufferPool
 from framework.recipe.schema import Zero
 from tests.families import family
 from tests.laws.sabotage import Errors, Sabotage, errors_of, train_each

@@ -42,7 +42,7 @@ def count_waits(layout: Layout) -> list[Counter[str]]:
         return run_ranks(topology_of(layout.recipe, layout.config), body)
 
 
-@pytest.mark.parametrize("name", NEVER)
+@pytest.mark.parametrize("name", few_of(NEVER, lambda name: name != "cp 4, both"))
 def test_no_host_waits_in_a_step(name: str) -> None:
     assert count_waits(LAYOUTS[name]) == [Counter()] * LAYOUTS[name].world
 
@@ -50,7 +50,7 @@ def test_no_host_waits_in_a_step(name: str) -> None:
 DOCUMENTS = ("dp 2, zero 3", "dp 2, zero 3, full", "cp 2, ring", "cp 2, ulysses", "cp 2, gather")
 
 
-@pytest.mark.parametrize("name", few_of(DOCUMENTS, lambda name: name in ("dp 2, zero 3, full", "cp 2, ring")))
+@pytest.mark.parametrize("name", few_of(DOCUMENTS, lambda name: name == "dp 2, zero 3, full"))
 def test_documents_make_no_host_wait(name: str) -> None:
     assert count_waits(replace(LAYOUTS[name], pack="documents")) == [Counter()] * 2
 

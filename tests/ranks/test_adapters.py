@@ -21,6 +21,7 @@ from framework.model.load import build_meta, load_config
 from framework.model.peft_folder import read_adapter
 from framework.optim.groups import learning_rate
 from framework.parallel import adapters
+from framework.parallel.zero import load_parameters, row_codes
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Adapter, Memory, Model, Parallel, Pipeline, Recipe, Zero
 from framework.train.build import build
@@ -28,6 +29,7 @@ from framework.train.state import RunState, restore, saved_entries
 from framework.train.step import train_step
 from framework.verify.evidence import Evidence, TokenBatch, keep_double, make_batches
 from framework.verify.layout import gather_full, owned_weights, run_layout, share
+from framework.verify.plain_adapters import round_base
 from tests.families import build_config, family
 from tests.grid import few_of
 from tests.ranks.parity import CPU, SEQUENCES, STEPS, Case, assert_equal, run_cases, small_recipe, worst_error
@@ -81,6 +83,9 @@ def load_peft(start: Start) -> Any:
         model.named_buffers(), build_buffers(model.config, torch.float64).values(), strict=True
     ):
         buffer.copy_(value)
+    with torch.no_grad():
+        for name, value in round_base(model, start.adapter, dict(model.named_parameters())).items():
+            model.get_parameter(name).copy_(value)
     return peft.PeftModel.from_pretrained(model, start.folder, is_trainable=True, autocast_adapter_dtype=False).train()
 
 
@@ -240,6 +245,41 @@ def test_adapters_equal_peft(pool: RankPool, tmp_path: Path, name: str) -> None:
     assert_equals_peft(pool, tmp_path, start, layouts)
 
 
+QLORA = replace(LORA, base="nf4")
+# Rows that are no multiples of 64, which ranks of `tp` cut within a block: in the 4 bits of the whole weight all the same.
+CODED: dict[str, tuple[str, dict[str, Any], Adapter, dict[str, Any], dict[str, Recipe]]] = {
+    "nf4": (
+        "llama", {}, QLORA, {"target_modules": "all-linear"},
+        {
+            "one rank": layout(1, 3), "tp, zero 1": layout(4, 3, zero=1, tp=2), "zero 3": layout(2, 3, zero=3),
+            "pp, replicas": layout(4, 3, pp=2),
+        },
+    ),
+    "fp8": (
+        "gpt2", {}, replace(LORA, base="fp8"), {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
+        {"tp, zero 2": layout(4, zero=2, tp=2)},
+    ),
+    "experts": (
+        "qwen3_moe", {}, replace(QLORA, targets=[*ATTENTION, "experts"]),
+        {"target_modules": ATTENTION, "target_parameters": EXPERTS},
+        {"ep": layout(2, ep=2), "sliced, ep, zero 3": layout(4, zero=3, tp=2, ep=2, expert_tp=2)},
+    ),
+    "transposed experts": (
+        "gpt_oss", {}, replace(QLORA, targets=["experts"]), {"target_modules": [], "target_parameters": EXPERTS},
+        {"sliced, zero 3": layout(4, zero=3, tp=2)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", few_of(CODED, lambda name: name == "nf4"))
+def test_adapters_beside_a_base_in_few_bits_equal_peft(pool: RankPool, tmp_path: Path, name: str) -> None:
+    of_family, changes, adapter, keys, layouts = CODED[name]
+    if of_family == "gpt2":
+        adapter = replace(adapter, targets=keys["target_modules"])
+    start = make_start(tmp_path, of_family, adapter, changes, **keys)
+    assert_equals_peft(pool, tmp_path, start, layouts)
+
+
 # Beside PEFT once more, with B zero at first, as runs begin: the oracle of `meshwright verify`, whose model has merged weights.
 def plain_case(name: str, adapter: Adapter, layouts: Mapping[str, Recipe], **changes: Any) -> Case:
     return Case(name, family(name), {label: replace(each, adapter=adapter) for label, each in layouts.items()}, changes)
@@ -247,7 +287,8 @@ def plain_case(name: str, adapter: Adapter, layouts: Mapping[str, Recipe], **cha
 
 def test_fresh_adapters_equal_the_oracle(pool: RankPool) -> None:
     layouts = {"tp, zero 3": layout(2, 3, zero=3, tp=2)}
-    assert_equal(pool, 2, [plain_case("llama", replace(LORA, kind="dora", b_lr_ratio=2.0), layouts)])
+    adapter = replace(LORA, kind="dora", b_lr_ratio=2.0, train=["lm_head"])  # by its second name: it is tied
+    assert_equal(pool, 2, [plain_case("llama", adapter, layouts, tie_word_embeddings=True)])
 
 
 MORE = {
@@ -295,6 +336,22 @@ def test_a_gradient_of_a_that_is_not_summed_shows(pool: RankPool) -> None:
         for name, each in found.items()
     }
     assert max(map(worst_error, rows.values())) > 1e-3
+
+
+def train_with_scales_of_pieces(rank: int, world: int, rendezvous: str, case: Case) -> Any:
+    """Body: as if each rank took the scale of a block from the part of it that it holds."""
+    with (
+        patch.object(load_parameters, "widen", lambda box, shape: box),
+        patch.object(row_codes, "widen", lambda box, shape: box),
+    ):
+        return run_cases(rank, world, rendezvous, [case])
+
+
+def test_scales_of_a_part_of_a_block_show(pool: RankPool) -> None:
+    layouts = {"tp": layout(2, tp=2)}
+    assert_equal(pool, 2, [plain_case("llama", QLORA, layouts)])
+    found = pool.run(2, train_with_scales_of_pieces, plain_case("llama", QLORA, layouts), timeout_s=300)
+    assert max(worst_error(each) for rows in found for each in rows.values()) > 1e-3
 
 
 def save_and_load(rank: int, world: int, rendezvous: str, folder: Path, before: Recipe, after: Recipe) -> list[bool]:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from framework.comm.connect import connect
-from framework.plan.context import AttentionShape, ContextCost, ContextMethod
+from framework.plan.candidate import Candidate
+from framework.plan.context import AttentionShape, ContextCost
 from framework.plan.plan import make_plan
 from framework.plan.traffic import measure_traffic
 from framework.recipe.schema import Memory, Parallel, Recipe, Zero
@@ -54,11 +55,12 @@ def measure_sent(rank: int, world: int, rendezvous: str, layout: Layout) -> dict
 
 
 def plan_sent(case: Case, layout: Layout, dtype: torch.dtype, rank: int) -> list[int]:
-    method = ContextMethod(layout.ulysses, layout.ring, layout.method == "gather")
+    cp, is_gather = layout.ulysses * layout.ring, layout.method == "gather"
+    c = Candidate(cp=cp, ulysses=layout.ulysses, is_gather=is_gather, sequences=case.sequences, context=case.context)
     reach, is_windowed = case.window or case.context, case.window is not None
     shape = AttentionShape(case.heads, case.kv_heads, case.width, case.v_width, reach, is_windowed)
     index = rank % layout.ulysses
-    cost = ContextCost(method, shape, case.sequences, case.context, dtype.itemsize, index)
+    cost = ContextCost(c, shape, dtype.itemsize, index)
     return [sum(each) for each in zip(cost.exchanged_bytes, cost.travelling_bytes, strict=True)]
 
 

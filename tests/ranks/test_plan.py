@@ -14,10 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from framework.comm import ledger
 from framework.comm.connect import connect
+from framework.commands.plan import print_plan
 from framework.errors import EXIT_DONE, EXIT_MEMORY
 from framework.plan.plan import make_plan
-from framework.plan.plan_command import plan_command
-from framework.plan.plan_text import Wanted
 from framework.plan.traffic import measure_traffic
 from framework.recipe.compose import compose
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
@@ -153,14 +152,14 @@ def test_large_models_are_planned_without_memory(model: str, total: str, capsys:
     recipe = compose(
         [f"model={model}", "zero=stage_3", "launch.ranks=32", "batch.sequences_per_microbatch=1"]
     ).require()
-    assert plan_command(recipe, Wanted()) in (EXIT_DONE, EXIT_MEMORY)
+    assert print_plan(recipe) in (EXIT_DONE, EXIT_MEMORY)
     printed = capsys.readouterr().out
     assert f"{total} parameters" in printed
     assert "stage 3: 32 shards, 1 replica" in printed
 
 
 def test_a_node_holds_all_local_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan_command(compose(["zero=hsdp", "launch.ranks=4"]).require(), Wanted()) == EXIT_DONE
+    assert print_plan(compose(["zero=hsdp", "launch.ranks=4"]).require()) == EXIT_DONE
     assert "stage 3: 4 shards, 1 replica" in capsys.readouterr().out
 
 
@@ -331,7 +330,7 @@ def test_a_pipeline_keeps_and_sends_what_was_planned(pool: RankPool, label: str)
 def test_plan_says_of_each_rank_of_a_pipeline_what_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
     """A line for each rank, equal neighbours in one; units of other ranks than the first have their parameters."""
     recipe = compose(["model=llama3_2_1b", "parallel.pp=4", "launch.ranks=4", "pipeline.schedule=gpipe"]).require()
-    assert plan_command(recipe, Wanted(ranks=True, layouts=True)) in (EXIT_DONE, EXIT_MEMORY)
+    assert print_plan(recipe, ["ranks", "layouts"]) in (EXIT_DONE, EXIT_MEMORY)
     printed = capsys.readouterr().out
     units = printed.partition("by dtype\n")[2].partition("parameters of one rank")[0]
     assert len(units.splitlines()) > 2

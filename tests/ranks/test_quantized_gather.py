@@ -120,6 +120,7 @@ def train_with_and_without(rank: int, world: int, rendezvous: str) -> list[tuple
     return found
 
 
+@pytest.mark.grid
 def test_a_second_copy_changes_not_one_bit(pool: RankPool) -> None:
     """DeepSpeed#4851, #6926: with hpZ the loss stood still, or stayed at that of old weights."""
     for alone, copied in pool.run(4, train_with_and_without)[0]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from framework.recipe.schema import LearningRateSchedule, Memory, Muon, Optim, Parallel, Recipe, Train, Zero
+from framework.recipe.schema import LearningRateSchedule, Memory, Model, Muon, Optim, Parallel, Recipe, Train, Zero
 from tests.families import family
 from tests.grid import few_of
 from tests.ranks.parity import STEPS, Case, assert_equal, small_recipe
@@ -96,3 +96,23 @@ CLIPPED = ("llama", "gpt2", "deepseek_v3", "phi3", "gpt_neox", "gemma2")
 )
 def test_clipped_logits(pool: RankPool, name: str, label: str) -> None:
     check(pool, name, label, optim=Optim(lr=1e-2, clip_norm=0.05, qk_clip=1e-4))
+
+
+NARROW = {"hidden_size": 16, "intermediate_size": 28, "num_attention_heads": 2, "num_key_value_heads": 1}
+# By family: values of a narrower base model.
+BASES: Mapping[str, Mapping[str, object]] = {
+    "llama": NARROW,
+    "qwen3_moe": {**NARROW, "moe_intermediate_size": 12},
+    "gpt2": {"n_embd": 16, "n_head": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    few_of(
+        [(name, label) for name in BASES for label in LAYOUTS if "ep" not in label or name == "qwen3_moe"],
+        lambda *row: row in {("qwen3_moe", "ep, tp"), ("gpt2", "zero 1, accumulation")},
+    ),
+)
+def test_widths(pool: RankPool, name: str, label: str) -> None:
+    check(pool, name, label, {"tie_word_embeddings": False}, model=Model(mup_base=dict(BASES[name])))

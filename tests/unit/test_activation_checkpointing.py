@@ -176,6 +176,7 @@ def measure_plan(plan: Plan, kept_operations: Sequence[str]) -> tuple[float, flo
     return 1 - selective.kept / none.kept, selective.flops * plan.config.num_hidden_layers / plan.flops_per_token
 
 
+@pytest.mark.grid
 def test_selective_meets_its_bars_in_published_sizes_and_docs_have_the_numbers() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
     for name in PUBLISHED:

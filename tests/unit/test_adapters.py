@@ -1,5 +1,6 @@
 """Adapters on one rank: PEFT's folders both ways, merged weights, dropout, initial values, memory, and bad input."""
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,20 +15,26 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from framework.commands import trained_model
+from framework.commands.trained_model import UnitReader
 from framework.errors import ModelError
 from framework.model.adapters import DROPOUT, A, B, add_adapters, is_adapter, merge_all
+from framework.model.generate import load_folder
 from framework.model.hub import find_base, fingerprint_base
 from framework.model.initial import draw_unit
 from framework.model.load import build_meta
-from framework.model.low_rank import AdapterMatmul
+from framework.model.low_rank import AdapterMatmul, AdapterSwitch
 from framework.model.matmul import Matmul
 from framework.model.peft_folder import WEIGHTS, read_adapter, write_adapter
 from framework.model.safetensors_files import ADAPTER
-from framework.model.units import find_units
+from framework.model.units import find_units, set_parameter, tied_names
+from framework.plan.check import check_weights
 from framework.plan.plan import make_plan
 from framework.plan.shape import group_parameters_of
 from framework.recipe.compose import compose
 from framework.recipe.schema import Adapter, Model, Recipe
+from framework.verify.layout import initial_weights
+from tests.chat_templates import build_tokenizer
 from tests.families import build_config, family
 from tests.ranks.parity import CPU, small_recipe
 
@@ -199,12 +206,15 @@ def test_dropout_is_of_the_low_rank_path_in_forward_and_backward() -> None:
         layer.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=torch.float64)))
     layer.add_module(DROPOUT, nn.Dropout(0.4))
     views: Any = {part: Sum(layer.get_parameter(part)) for part in (A, B)}
-    matmul = AdapterMatmul(Matmul(layer, False), layer, 1.5, views)
+    matmul = AdapterMatmul(Matmul(layer, False), layer, 1.5, views, AdapterSwitch())
     x, dy = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True), torch.randn(3, 4, 5, dtype=torch.float64)
     passage = matmul.begin(x)
-    mask = passage._kept_inputs
-    assert mask is not None
-    assert 0 < int(mask.sum()) < mask.numel()
+    mask = passage._dropped(torch.ones_like(x)) * 0.6
+    assert set(mask.unique().tolist()) == {0.0, 1.0}
+    assert not torch.equal(mask, matmul.begin(x)._dropped(torch.ones_like(x)) * 0.6)
+    # Nothing of the size of x is kept: neither checkpointing nor the plan would know of it.
+    held = [each for each in vars(passage).values() if isinstance(each, Tensor)]
+    assert max((each.numel() for each in held), default=0) < x.numel()
     a, b = (layer.get_parameter(part).detach().requires_grad_() for part in (A, B))
     expected = F.linear(x, layer.weight, layer.bias) + 1.5 * (x * mask / 0.6) @ a.t() @ b.t()
     expected.backward(dy)
@@ -214,7 +224,7 @@ def test_dropout_is_of_the_low_rank_path_in_forward_and_backward() -> None:
     assert torch.allclose(views[A].total, a.grad)
     assert torch.allclose(views[B].total, b.grad)
     layer.eval()
-    assert matmul.begin(x)._kept_inputs is None
+    assert torch.equal(matmul.begin(x)._dropped(x), x)
 
 
 def test_a_rank_holds_its_share_of_the_frozen_model_and_the_adapters_states() -> None:
@@ -232,6 +242,58 @@ def test_a_rank_holds_its_share_of_the_frozen_model_and_the_adapters_states() ->
     assert plan.memory_model.pipelines.checkpoint_bytes == 12 * trained
 
 
+def test_a_folder_of_another_rank_is_refused_before_ranks_start(tmp_path: Path) -> None:
+    wrap("llama", {"target_modules": "all-linear"}).save_pretrained(tmp_path)
+    recipe = small_recipe("fp32", 1)
+    for rank in (3, 4):
+        adapter = replace(LORA, rank=rank, weights=str(tmp_path))
+        plan = make_plan(replace(recipe, adapter=adapter), build_config(family("llama"), tie_word_embeddings=False))
+        if rank == 3:
+            check_weights(plan)
+        else:
+            with pytest.raises(ModelError, match=r"another than the recipe's; set adapter.rank=3"):
+                check_weights(plan)
+
+
+def test_a_folder_of_an_adapter_is_loaded_beside_its_base(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(build_config(family("llama"))).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    wrapped = peft.get_peft_model(
+        base, peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)
+    ).eval()
+    wrapped.save_pretrained(tmp_path / "adapter")
+    build_tokenizer("chatml").save_pretrained(tmp_path / "adapter")
+    loaded, _ = load_folder(tmp_path / "adapter")
+    ids = torch.tensor([[1, 2, 3]])
+    torch.testing.assert_close(loaded(ids).logits, wrapped(ids).logits)
+    shutil.rmtree(tmp_path / "base")
+    with pytest.raises(ModelError, match="an adapter: pip install peft; or export the run with --merged"):
+        load_folder(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("base", ["bf16", "nf4"])
+def test_a_run_reads_its_frozen_model_as_it_was_drawn_and_rounded(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = replace(small_recipe("fp32", 1), adapter=replace(LORA, base=base))
+    config = build_config(family("llama"), tie_word_embeddings=True)
+    model = build_meta(config)
+    adapters = build_meta(config)
+    add_adapters(adapters, recipe.adapter)
+
+    def read(reader: Any, kind: str, names: Any) -> dict[str, Tensor]:
+        return {name: torch.ones(adapters.get_parameter(name).shape) for name in names}
+
+    monkeypatch.setattr(trained_model, "_read", read)
+    units = UnitReader(recipe, model, SimpleNamespace(manifest=SimpleNamespace(entries={}, state={})))  # type: ignore[arg-type]
+    for unit in units.units:
+        for name, weight in units.read(unit).items():
+            set_parameter(model, tied_names(model)[name], nn.Parameter(weight, requires_grad=False))
+    expected = initial_weights(config, recipe.train.seed, CPU, recipe.adapter)
+    q = "model.layers.1.self_attn.q_proj.weight"
+    expected[q] = expected[q] + recipe.adapter.scale * LORA.rank
+    for name in ("model.embed_tokens.weight", "model.layers.0.input_layernorm.weight", q):
+        assert torch.allclose(model.get_parameter(name), expected[name]), name
+
+
 def test_other_frozen_weights_are_known_by_their_fingerprint(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     tensors = {"w": torch.arange(4096.0), "v": torch.ones(3)}
@@ -243,5 +305,7 @@ def test_other_frozen_weights_are_known_by_their_fingerprint(tmp_path: Path) -> 
         save_file(changed, file)
         with pytest.raises(ModelError, match="beside other weights"):
             find_base(model, known)
+    with pytest.raises(ModelError, match="put it back, or a link to it in its place"):
+        find_base(replace(model, weights=str(tmp_path / "moved")), known)
     assert find_base(SimpleNamespace(weights=None), "") is None  # type: ignore[arg-type]
     assert load_file(file)

@@ -15,12 +15,13 @@ from framework import cli
 from framework.commands import sweep
 from framework.errors import EXIT_USER, MeshwrightError, NumericsError
 from framework.launch.resume import has_subject
-from framework.plan.plan_text import Wanted
 from framework.start import python_words
 from framework.verify.prepare import VerifyOptions
 from tests.grid import few_of
 
 COMMANDS = ["train", "check", "verify", "plan", "prepare", "generate", "export", "inspect"]
+
+NO_FILES = {"schedule_to": None, "html": None, "overwrite": False}
 
 
 @pytest.fixture
@@ -50,7 +51,11 @@ def rooms(monkeypatch):
                 raise error
             return code
 
-        if module in ("framework.commands.train", "framework.commands.generate"):  # the command's own file
+        if module in (
+            "framework.commands.train",
+            "framework.commands.generate",
+            "framework.commands.plan",
+        ):  # the command's own file
             monkeypatch.setattr(f"{module}.{name}", room)
             return calls
         stand_in = types.ModuleType(module)
@@ -273,18 +278,18 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("argv", "module", "name", "expected"),
         [
-            (["plan"], "framework.plan.plan_command", "plan_command", (Wanted(),)),
+            (["plan"], "framework.commands.plan", "print_plan", ([], NO_FILES)),
             (
                 ["plan", "--schedule-to", "a.svg", "--ranks", "--html=a.html"],
-                "framework.plan.plan_command",
-                "plan_command",
-                (Wanted(ranks=True, schedule_to=Path("a.svg"), html=Path("a.html")),),
+                "framework.commands.plan",
+                "print_plan",
+                (["ranks"], NO_FILES | {"schedule_to": Path("a.svg"), "html": Path("a.html")}),
             ),
             (
                 ["plan", "--options", "--layouts", "--schedule"],
-                "framework.plan.plan_command",
-                "plan_command",
-                (Wanted(layouts=True, schedule=True, options=True),),
+                "framework.commands.plan",
+                "print_plan",
+                (["layouts", "schedule", "options"], NO_FILES),
             ),
             (["prepare", "--workers=3"], "framework.data.prepare", "prepare_command", ({"workers": 3, "show": None},)),
             (["verify"], "framework.verify.command", "verify", (VerifyOptions(),)),
@@ -334,7 +339,7 @@ class TestArguments:
         calls = [
             *rooms("framework.commands.train", "train"),
             *rooms("framework.verify.command", "verify"),
-            *rooms("framework.plan.plan_command", "plan_command"),
+            *rooms("framework.commands.plan", "print_plan"),
             *rooms("framework.data.prepare", "prepare_command"),
         ]
         assert run(command, "train.steps=0")[0] == EXIT_USER
@@ -344,15 +349,15 @@ class TestArguments:
 class TestErrors:
     @pytest.mark.parametrize("error", [MeshwrightError("what, why, how"), NumericsError("what, why, how")])
     def test_typed_errors_are_printed_without_a_traceback(self, run, rooms, error):
-        rooms("framework.plan.plan_command", "plan_command", error=error)
+        rooms("framework.commands.plan", "print_plan", error=error)
         assert run("plan") == (error.exit_code, "", "meshwright: what, why, how\n")
 
     def test_control_c_is_130(self, run, rooms):
-        rooms("framework.plan.plan_command", "plan_command", error=KeyboardInterrupt())
+        rooms("framework.commands.plan", "print_plan", error=KeyboardInterrupt())
         assert run("plan")[0] == 130
 
     def test_our_own_faults_keep_their_traceback(self, rooms):
-        rooms("framework.plan.plan_command", "plan_command", error=ZeroDivisionError())
+        rooms("framework.commands.plan", "print_plan", error=ZeroDivisionError())
         with pytest.raises(ZeroDivisionError):
             cli.main(["plan"])
 

@@ -54,7 +54,6 @@ def test_families_whose_attention_can_be_divided_are_admitted(name: str, has_doc
     [
         (build_config(family("xglm")), "XGLMAttention (model.layers.0.self_attn) mixes tokens outside"),
         *((build_config(family(name)), attention) for name, attention in OWN_ATTENTION.items()),
-        (AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=97), "MambaMixer"),
         (AutoConfig.for_model("bert", hidden_size=32, num_hidden_layers=2, num_attention_heads=2), "BertSelfAttention"),
         (AutoConfig.for_model("rembert", hidden_size=32, num_hidden_layers=2, num_attention_heads=2), "RemBertSelfAttention"),
     ],

@@ -316,7 +316,9 @@ def test_packing_follows_from_the_sources() -> None:
     assert not compose([]).require().data.isolates
 
 
-@pytest.mark.parametrize(("experiment", "most_gb"), [("sft_qwen3_0_6b", 80), ("sft_llama3_1_8b", 80)])
+@pytest.mark.parametrize(
+    ("experiment", "most_gb"), [("sft_qwen3_0_6b", 80), ("sft_llama3_1_8b", 80), ("dpo_qwen3_8b", 80)]
+)
 def test_a_shipped_fine_tune_fits_its_gpus(experiment: str, most_gb: int) -> None:
     """Planned from scratch: the config of its weights is on the hub."""
     words = ["data.sources.files.path=x.jsonl", "model.weights=null", "launch.device=cuda", "cluster=h100_ib"]
@@ -347,6 +349,9 @@ def test_prepare_shows_what_is_trained_and_what_is_too_long(tmp_path: Path, caps
         prepare_command(recipe, workers=1, show=9)
     with pytest.raises(DataError, match=r"batch.context=1024, and data.overlong=refuse"):
         describe_rows(build(recipe), replace(recipe, data=replace(recipe.data, overlong="refuse")))
+    # Told before a rank starts, which would find no row.
+    with pytest.raises(DataError, match=r"data.sources.s0: each of its conversations is longer than batch.context=2"):
+        describe_rows(build(recipe), replace(recipe, batch=replace(recipe.batch, context=2)))
 
 
 class Parrot:

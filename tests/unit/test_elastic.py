@@ -13,8 +13,7 @@ from framework.errors import EXIT_DONE, EXIT_USER, RecipeError, RunError, Topolo
 from framework.faults.plan import Fault
 from framework.launch.elastic import describe_counts, legal_counts, plan_counts
 from framework.launch.task import check_place
-from framework.plan.check import check_layout
-from framework.plan.host_memory import bytes_checkpointed, bytes_of_copies, check_copies
+from framework.plan.check import bytes_checkpointed, bytes_of_copies, check_copies, check_layout
 from framework.recipe.compose import compose, load_recipe, save_recipe
 from framework.recipe.derive import at_nodes, can_move, derive, node_counts
 from framework.recipe.schema import Batch, Launch, Recipe

@@ -15,12 +15,12 @@ from framework.cli import main
 from framework.errors import MeshwrightError, RecipeError
 from framework.model.load import load_config
 from framework.plan.auto import require_layout
+from framework.plan.bounds import first_in_flight
 from framework.plan.candidate import Candidate, candidate_of, recipe_of, values_of
 from framework.plan.check import check_layout
 from framework.plan.cluster import ClusterRates
 from framework.plan.find import Question, best_of, search
 from framework.plan.forecast import MemoryForecast
-from framework.plan.memory_bounds import first_in_flight
 from framework.plan.memory_states import FRAGMENTATION
 from framework.plan.page_html import require_page
 from framework.plan.rejections import Constraints, collect_constraints, describe

@@ -18,8 +18,8 @@ from framework.plan.exposure import place_groups
 from framework.plan.forecast import TimeForecast
 from framework.plan.profile import Kernels, Profile
 from framework.plan.shape import DEFAULT, ModelShape, make_shape
+from framework.plan.sharding import expected_goodput
 from framework.plan.time import PARTS, TimeModel
-from framework.plan.update import expected_goodput
 from framework.recipe import schema
 from framework.recipe.clusters import read_shipped
 from framework.recipe.schema import Recipe
@@ -371,7 +371,7 @@ def test_axes_lie_where_the_mesh_puts_them() -> None:
     assert place_group(4, 2, 8, 64).nodes == 1
     assert place_group(8, 2, 8, 8).nodes == 1
     groups = place_groups(Candidate(dp=4, tp=8, pp=2, shard=4, zero=1))
-    assert (groups.tp.nodes, groups.shard.nodes, groups.pp.nodes) == (1, 4, 2)
+    assert [groups[axis].nodes for axis in ("tp", "shard", "pp")] == [1, 4, 2]
 
 
 def test_update_saves_and_failures_by_hand() -> None:

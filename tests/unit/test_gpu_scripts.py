@@ -15,6 +15,7 @@ PAGE = REPOSITORY / "docs" / "gpu.md"
 LAST = {"nccl": "end", "kernels": "AdamW, 4 bytes off a boundary", "steps": "0 of 8, zero 3, full: planned peak"}
 
 
+@pytest.mark.grid
 def test_the_run_on_one_gpu_measures_all_of_its_rows(tmp_path: Path) -> None:
     environment = os.environ | {"OUT": str(tmp_path), "PYTHON": sys.executable}
     ended = subprocess.run(

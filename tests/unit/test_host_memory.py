@@ -11,7 +11,7 @@ from framework.model.load import load_config
 from framework.parallel.zero.homes import choose_homes, is_shared
 from framework.parallel.zero.lifetimes import Home
 from framework.plan.advice import find_relief
-from framework.plan.host_memory import (
+from framework.plan.check import (
     MEMORY,
     bytes_checkpointed,
     bytes_of_copies,

@@ -15,31 +15,13 @@ from framework.model.load import build_meta, load_config, load_config_file
 from framework.recipe.compose import compose
 from framework.recipe.schema import Model
 from tests.families import family
-
-# Parameters as their makers' checkpoints have them, without DeepSeek's module for a second token.
-PUBLISHED = {
-    "deepseek_v3": 671_026_404_352,
-    "gemma2_9b": 9_241_705_984,
-    "gpt2": 124_439_808,
-    "gpt_oss_120b": 116_829_156_672,
-    "gpt_oss_20b": 20_914_757_184,
-    "llama3_1_70b": 70_553_706_496,
-    "llama3_1_8b": 8_030_261_248,
-    "llama3_2_1b": 1_235_814_400,
-    "mistral_7b": 7_248_023_552,
-    "mixtral_8x7b": 46_702_792_704,
-    "qwen3_0_6b": 596_049_920,
-    "qwen3_30b_a3b": 30_532_122_624,
-    "qwen3_32b": 32_762_123_264,
-    "qwen3_8b": 8_190_735_360,
-}
-RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "recipes" / "model").glob("*.yaml"))
+from tests.unit.test_recipe_shipped import PARAMETERS
 
 
-@pytest.mark.parametrize("name", sorted({*RECIPES} - {"tiny_llama"}))
+@pytest.mark.parametrize("name", sorted(PARAMETERS))
 def test_shipped_model_has_its_published_size(name: str) -> None:
     model = build_meta(load_config(compose([f"model={name}"]).require().model))
-    assert measure_model(model).total == PUBLISHED[name]
+    assert measure_model(model).total == PARAMETERS[name]
     assert all(parameter.is_meta for parameter in model.parameters())
 
 

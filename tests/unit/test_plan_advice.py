@@ -25,6 +25,16 @@ def plan_of(*words):
     return make_plan(recipe, load_config(recipe.model))
 
 
+@cache
+def relief_of(*words):
+    return list(find_relief(plan_of(*words), 0))
+
+
+@cache
+def savings_of(*words):
+    return list(find_savings(plan_of(*words), 0))
+
+
 @pytest.fixture(scope="module")
 def plan():
     return plan_of()
@@ -33,7 +43,8 @@ def plan():
 @pytest.fixture(scope="module", autouse=True)
 def no_plan_stays():
     yield
-    plan_of.cache_clear()
+    for each in (plan_of, relief_of, savings_of):
+        each.cache_clear()
 
 
 def test_the_cheapest_comes_first_and_each_number_is_that_of_the_plan_with_those_before():
@@ -60,7 +71,7 @@ def test_the_cheapest_comes_first_and_each_number_is_that_of_the_plan_with_those
 
 def test_more_ranks_share_a_sequence_where_no_microbatch_is_smaller_and_dp_is_not_stated():
     words = ("zero.stage=2", "batch.sequences_per_microbatch=1", "memory.chunked_loss=true")
-    rows = dict(find_relief(plan_of(*words), 0))
+    rows = dict(relief_of(*words))
     assert [*rows][:2] == ["parallel.cp=2", "parallel.cp=4"]
     one, two, four = (plan_of(*words, f"parallel.cp={degree}").memory(0) for degree in (1, 2, 4))
     assert (two.reserved, four.reserved) == (rows["parallel.cp=2"], rows["parallel.cp=4"])
@@ -68,14 +79,14 @@ def test_more_ranks_share_a_sequence_where_no_microbatch_is_smaller_and_dp_is_no
     assert two.held["activations"] < 0.6 * one.held["activations"]
     of_tokens = {"activations": 0, "temporaries": 0}
     assert two.held | of_tokens == one.held | of_tokens
-    told = {each.override for each in find_savings(plan_of(*words), 0)}
+    told = {each.override for each in savings_of(*words)}
     assert "parallel.cp=2" in told
     assert not [change for change, _ in find_relief(plan_of(*words, "parallel.dp=4"), 0) if "cp" in change]
 
 
 def test_offload_of_activations_comes_before_checkpointing_where_the_device_is_not_the_host():
     words = ("launch.device=cuda", "launch.ranks=1", "batch.sequences_per_microbatch=1")
-    rows = dict(find_relief(plan_of(*words), 0))
+    rows = dict(relief_of(*words))
     changes = [*rows]
     at = changes.index("memory.offload.activations=1.0")
     assert changes[at + 1] == "memory.activation_checkpointing=full"
@@ -109,7 +120,7 @@ def test_every_way_to_be_out_of_memory_is_one_error_with_the_numbers(plan, error
     assert said.startswith(str(error).splitlines()[0])
     assert f"planned to hold {show_bytes(plan.memory(0).reserved)}" in said
     # The three cheapest, each with what the rank would hold.
-    cheapest = [f"{change} {show_bytes(size)}" for change, size in find_relief(plan, 0)][:3]
+    cheapest = [f"{change} {show_bytes(size)}" for change, size in relief_of()][:3]
     assert cheapest[0].startswith("zero.stage=1 ")
     assert [" ".join(line.split()) for line in said.splitlines() if line.startswith("  ")] == cheapest
 
@@ -138,7 +149,7 @@ SHOWN = ("zero.stage=3", "memory.offload.optimizer=1.0", "precision.moments=int8
 )
 def test_each_option_by_itself_saves_what_the_plan_with_it_says(is_shown):
     words = ("launch.device=cuda", "precision=bf16", "zero.stage=1")
-    before, rows = plan_of(*words).memory(0), list(find_savings(plan_of(*words), 0))
+    before, rows = plan_of(*words).memory(0), savings_of(*words)
     told = {each.override: each for each in rows}
     assert set(SHOWN) <= told.keys()
     for override, each in told.items():
@@ -148,7 +159,7 @@ def test_each_option_by_itself_saves_what_the_plan_with_it_says(is_shown):
         assert (each.device, each.host) == (before.reserved - after.reserved, after.host), override
     assert told["memory.activation_checkpointing=full"].costs.endswith("% FLOPs")
     assert re.match(r"\+\d+% bytes sent", told["zero.stage=3"].costs)
-    text = "\n".join(describe_savings(plan_of(*words), 0))
+    text = "\n".join(describe_savings(plan_of(*words)))
     assert all(each.override in text for each in rows)
 
 
@@ -157,7 +168,7 @@ def test_doctor_says_what_each_option_saves_and_costs_and_the_three_cheapest(cap
     main(["doctor", *WORDS, *words])
     lines = capsys.readouterr().out.splitlines()
     options = {line.split()[2]: line for line in lines if line.split()[1] == "option"}
-    rows = list(find_savings(plan_of(*words), 0))
+    rows = savings_of(*words)
     assert [*options] == [each.override for each in rows]
     for each in rows:
         assert f"saves {show_bytes(each.device)}" in options[each.override]
@@ -165,5 +176,5 @@ def test_doctor_says_what_each_option_saves_and_costs_and_the_three_cheapest(cap
     away = "memory.offload.optimizer=1.0"
     assert f"the host holds {show_bytes(plan_of(*words, away).memory(0).host)} more" in options[away]
     [memory] = [line for line in lines if line.split()[1] == "memory"]
-    three = [f"{change}: {show_bytes(size)}" for change, size in find_relief(plan_of(*words), 0)][:3]
+    three = [f"{change}: {show_bytes(size)}" for change, size in relief_of(*words)][:3]
     assert memory.endswith(", then ".join(three))

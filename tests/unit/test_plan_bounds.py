@@ -11,11 +11,10 @@ from framework.cli import main
 from framework.errors import EXIT_MEMORY, EXIT_USER, RecipeError
 from framework.optim.optimizers import state_names
 from framework.plan.advice import caution_of_fit, describe_verdict, find_changes
-from framework.plan.check import check_layout
+from framework.plan.check import bytes_of_copies, bytes_of_fullest_node, check_layout
 from framework.plan.find import Question, choose_layout, search
 from framework.plan.forecast import MemoryForecast
 from framework.plan.forecast_plan import forecast_plan
-from framework.plan.host_memory import bytes_of_copies, bytes_of_fullest_node
 from framework.plan.memory import measure_units, ranks_on_nodes, total_on_host
 from framework.plan.plan import Plan
 from framework.recipe.clusters import BY_GPU, OF_CPUS, read_shipped

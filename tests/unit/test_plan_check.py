@@ -86,7 +86,7 @@ MISTAKES = {
         ("batch.context=4096", "parallel.tp=8", "launch.ranks=8"),
         ("batch.context = 4096", "parallel.tp=8 does not divide"),
     ),
-    "packing": (("data.pack=documents", "~model", "model.family=mamba", "data.bpe_vocab=300"), ("data.pack=concat",)),
+    "packing": (("data.pack=documents", "~model", "model.family=rwkv", "data.bpe_vocab=300"), ("data.pack=concat",)),
     "weights that are nowhere": (
         ("model.weights=/nowhere/m", "data.bpe_vocab=null", "model.config={}"),
         ("model.weights=/nowhere/m is no folder here",),

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from framework.model.load import load_config
-from framework.plan.context import AttentionShape, ContextCost, ContextMethod, Passes, attention_shapes, find_methods
+from framework.plan.candidate import Candidate, method_of
+from framework.plan.context import AttentionShape, ContextCost, Passes, attention_shapes, find_methods
 from framework.plan.forecast_plan import forecast_plan
 from framework.plan.page import describe_ranks
 from framework.plan.plan import make_plan
@@ -17,17 +18,17 @@ MIB = 2**20
 # Of Llama 3.1 8B.
 LLAMA = AttentionShape(heads=32, kv_heads=8, key_dim=128, value_dim=128, reach=131072)
 RING, ULYSSES, GATHER, MIXED = (
-    ContextMethod(1, 8),
-    ContextMethod(8, 1),
-    ContextMethod(1, 8, gathers=True),
-    ContextMethod(4, 2),
+    Candidate(cp=8),
+    Candidate(cp=8, ulysses=8),
+    Candidate(cp=8, is_gather=True),
+    Candidate(cp=8, ulysses=4),
 )
 WORDS = ("model=llama3_1_8b", "launch.device=cuda", "launch.ranks=8", "batch.context=131072", "precision=bf16")
 WORDS += ("batch.sequences_per_step=8", "batch.sequences_per_microbatch=1", "memory=full_checkpointing")
 
 
-def cost_of(method, shape=LLAMA, context=131072, **values):
-    return ContextCost(method, shape, 1, context, 2, **values)
+def cost_of(layout, shape=LLAMA, context=131072, **values):
+    return ContextCost(replace(layout, context=context), shape, 2, **values)
 
 
 def plan_of(*words):
@@ -47,7 +48,7 @@ def test_ulysses_sends_all_heads_of_a_share_of_the_tokens():
     # 16,384 tokens x 128 x 2 bytes x (32 + 8 + 8 heads in, 32 out), of which 7/8 are other ranks'.
     assert cost_of(ULYSSES).exchanged_bytes == (16384 * 128 * 2 * 80 * 7 // 8,) * 2
     # With fewer key-value heads than ranks each gets one: 16 times (2 + 1 + 1).
-    assert cost_of(ContextMethod(16, 1)).exchanged_bytes == (8192 * 128 * 2 * (16 * 4 + 32) * 15 // 16,) * 2
+    assert cost_of(Candidate(cp=16, ulysses=16)).exchanged_bytes == (8192 * 128 * 2 * (16 * 4 + 32) * 15 // 16,) * 2
     # The numbers of documents' first rows travel as well, in forward.
 
 
@@ -62,7 +63,7 @@ def test_a_mixture_of_both_sends_both():
 
 def test_behind_a_window_nothing_is_sent_by_a_ring_and_everything_by_a_gather():
     windowed = AttentionShape(32, 8, 128, 128, reach=4096, is_windowed=True)
-    assert [cost_of(method, windowed).num_steps for method in (RING, ContextMethod(1, 2))] == [2, 1]
+    assert [cost_of(method, windowed).num_steps for method in (RING, Candidate(cp=2))] == [2, 1]
     assert cost_of(RING, windowed).travelling_bytes[0] == 2 * 64 * MIB
     assert cost_of(GATHER, windowed).travelling_bytes[0] == 7 * 64 * MIB
 
@@ -74,9 +75,12 @@ def test_pairs_are_those_that_a_causal_mask_leaves(reach, context):
 
 
 def test_methods_are_those_that_divide_the_heads_of_a_rank():
-    assert [method.name for method in find_methods(8, 32)] == ["ring", "[2,4]", "[4,2]", "ulysses", "gather"]
-    assert [method.name for method in find_methods(8, 12)] == ["ring", "[2,4]", "[4,2]", "gather"]
-    assert [method.name for method in find_methods(6, 3)] == ["ring", "[3,2]", "gather"]
+    def find(cp, heads):
+        return [method_of(each) for each in find_methods(Candidate(cp=cp), heads)]
+
+    assert find(8, 32) == ["ring", [2, 4], [4, 2], "ulysses", "gather"]
+    assert find(8, 12) == ["ring", [2, 4], [4, 2], "gather"]
+    assert find(6, 3) == ["ring", [3, 2], "gather"]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,7 @@ def test_a_rank_keeps_its_part_of_the_tokens_and_computes_its_part_of_the_attent
 
 
 def test_exchanged_heads_are_kept_and_gathered_keys_are_there_while_attention_computes():
-    ring, ulysses, gather = (cost_of(method) for method in (RING, ContextMethod(16, 1), GATHER))
+    ring, ulysses, gather = (cost_of(method) for method in (RING, Candidate(cp=16, ulysses=16), GATHER))
     assert ring.kept_bytes == 0
     # The output twice, and one key-value head of all tokens in place of 8 of 1/16.
     assert ulysses.kept_bytes == 8192 * 128 * 2 * (32 + 16 * 2 - 8 * 2)

@@ -106,6 +106,7 @@ def test_bad_input(word: str, said: str) -> None:
 
 def test_a_plan_has_a_line_for_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
     from framework.plan.plan_command import plan_command
+
     from framework.plan.plan_text import Wanted
 
     words = ["train.stages.b.batch.context=2048", "train.stages.b.until_tokens=2000000", "cluster=h100_ib"]

@@ -21,7 +21,7 @@ def test_foreign_names_lead_to_ours():
         "zero_optimization.stage": "zero.stage (DeepSpeed",
         "optimizer.params.lr": "optim.lr (DeepSpeed",
         "zero_optimization.zero_quantized_gradients": "zero.quantize_reduce (DeepSpeed",
-        "zero_optimization.zero_quantized_weights": "zero.quantize_gather=int8 (DeepSpeed",
+        "zero_optimization.zero_quantized_weights": "zero.quantize_gather (DeepSpeed",
         "zero_optimization.zero_hpz_partition_size": "zero.secondary_shard (DeepSpeed",
         "moe.ep_size": "parallel.ep (DeepSpeed",
         "tensor_model_parallel_size": "parallel.tp (Megatron",
@@ -35,7 +35,10 @@ def test_foreign_names_lead_to_ours():
         "sample_packing": "data.pack (axolotl",
         "flash_attention": "model.attention=flash_attention_2",
         "lora_r": "adapter.rank (axolotl",
-        "load_in_4bit": "quantized weights is not in this version",
+        "load_in_4bit": "adapter.base",
+        "peft.r": "adapter.rank",
+        "lora_target_linear": "adapter.targets",
+        "gptq": "adapter.base=nf4 or fp8",
         "messages": "data.sources.NAME.messages (axolotl",
         "train_on_inputs": "data.train_on",
         "mask_history": "data.train_on",
@@ -89,6 +92,9 @@ def test_every_translated_value_is_a_legal_one():
         ("parallelism.data_parallel_shard_degree", -1, "zero.shard_within=null"),
         ("finetuning_type", "full", "adapter.kind=none"),
         ("finetuning_type", "lora", "adapter.kind=lora"),
+        ("zero_quantized_weights", False, "zero.quantize_gather=none"),
+        ("load_in_4bit", True, "adapter.base=nf4"),
+        ("load_in_8bit", False, "adapter.base=bf16"),
         ("recompute_activations", True, "memory.activation_checkpointing=selective"),
         ("gradient_checkpointing", True, "memory.activation_checkpointing=full"),
         ("use_distributed_optimizer", True, "zero.stage=1"),
@@ -180,5 +186,5 @@ def test_what_resembles_nothing_is_sent_to_the_list():
 
 def test_what_resembles_nothing_in_a_group_is_told_its_keys():
     found = explain_unknown("data.sources.web.max_bytes")
-    assert found == "the keys of data.sources.web are path, weight, format, field, messages"
+    assert found == "the keys of data.sources.web are path, weight, format, field, messages, pairs"
     assert explain_unknown("launch.zzz") == "`meshwright check --keys launch.` lists all keys of launch"

@@ -146,7 +146,7 @@ def count_of_rank(rank: int, world: int, rendezvous: str, recipe: Recipe, model:
 @pytest.mark.parametrize(
     ("model", "context", "policy"),
     [
-        ("gemma2", "ring", "full"),
+        pytest.param("gemma2", "ring", "full", marks=pytest.mark.grid),
         ("llama4_text", "ulysses", "selective"),
         ("gpt_oss", None, "full"),
         pytest.param("llama", "gather", "sqrt", marks=pytest.mark.grid),

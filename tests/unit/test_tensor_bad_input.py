@@ -4,12 +4,11 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from framework.comm.communicator import Communicator
+from framework.commands.plan import print_plan
 from framework.errors import ModelError, TopologyError
 from framework.mesh.topology import Axis
 from framework.model.load import build_meta
 from framework.model.shrink import shrink
-from framework.plan.plan_command import plan_command
-from framework.plan.plan_text import Wanted
 from framework.recipe.compose import compose
 from tests.families import STATE_SPACES, build_config, family
 from tests.ranks.tensor_parity import recipe_of, split
@@ -57,7 +56,7 @@ def test_a_group_over_nodes_is_told_what_it_costs(capsys: pytest.CaptureFixture[
         "parallel.tp=4",
         "launch.tp_across_nodes=true",
     ]
-    plan_command(compose([*overrides, "batch.sequences_per_step=16"]).require(), Wanted(ranks=True))
+    print_plan(compose([*overrides, "batch.sequences_per_step=16"]).require(), ["ranks"])
     printed = capsys.readouterr().out
     assert "tp over 2 nodes" in printed
     assert "between 2 nodes" in printed
@@ -72,8 +71,8 @@ def test_degrees_over_the_heads_are_refused_with_those_that_divide() -> None:
 @pytest.mark.parametrize(
     ("name", "tp", "told"),
     [
-        ("mamba2", 3, r"8 heads or channels, in 2 groups, of mamba2 .*use parallel.tp in \[1, 2, 4, 8\]"),
-        ("mamba", 5, "64 heads"),
+        ("mamba2", 3, r"linear value heads \[8\], .* of mamba2 .*use parallel.tp in \[1, 2, 4, 8\]"),
+        ("mamba", 5, r"linear value heads \[64\]"),
     ],
 )
 def test_degrees_over_the_heads_of_a_state_space_are_refused_with_those_that_divide(

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from types import MappingProxyType
 
 from torch import nn
@@ -18,9 +19,9 @@ from transformers.pytorch_utils import Conv1D
 
 from framework.errors import ModelError
 from framework.model.experts import find_experts, form_of
+from framework.model.mixers import form_of_mixer
 from framework.model.units import find_layers
-from framework.parallel.tensor.rules import FAMILIES, HEAD_NORMS, PARAMETERS, ROLES, Role, parse_role
-from framework.parallel.tensor.state_space import state_space_roles
+from framework.parallel.tensor.rules import FAMILIES, HEAD_NORMS, MIXERS, PARAMETERS, ROLES, Role, parse_role
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
 # Styles of Hugging Face's own plans that say all that is needed.
@@ -52,6 +53,12 @@ class _Search:
     @property
     def config(self) -> PretrainedConfig:
         return self.model.config.get_text_config()
+
+    def form_around(self, name: str) -> str | None:
+        """The form of the recurrent mixer that a module is in, None outside of them."""
+        parents = accumulate(name.split(".")[:-1], lambda path, child: f"{path}.{child}")
+        forms = (form_of_mixer(self.model.get_submodule(parent)) for parent in parents)
+        return next((form for form in forms if form is not None), None)
 
 
 def find_regions(
@@ -183,15 +190,15 @@ def _check_ends(search: _Search, roles: Mapping[str, Role], has_experts: bool) -
 
 
 def _role(search: _Search, name: str, has_experts: bool) -> Role | None:
-    """Look a module's role up: in the user's plan, the family's corrections, the general table, for a plain weight in Hugging
-    Face's own plan."""
+    """Look a module's role up: in the user's plan, the table of the recurrent mixer that it is in, the family's corrections, the
+    general table, for a plain weight in Hugging Face's own plan."""
     for pattern, text in search.user.items():
         if fnmatchcase(name, pattern):
             return parse_role(text)
-    parent, _, leaf = name.rpartition(".")
-    of_mixer = state_space_roles(search.model.get_submodule(parent))
-    if of_mixer is not None and leaf in of_mixer:
-        return parse_role(of_mixer[leaf])
+    leaf = name.rpartition(".")[2]
+    form = search.form_around(name)
+    if form is not None and leaf in MIXERS[form]:
+        return parse_role(MIXERS[form][leaf])
     # The same name means other things in some families, so theirs go first.
     choice = FAMILIES.get(search.config.model_type, {}).get(leaf)
     if choice is not None:

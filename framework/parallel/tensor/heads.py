@@ -10,6 +10,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.mesh.topology import Axis
+from framework.model import mixers
+from framework.model.mixers import find_mixers, form_of_mixer, linear_heads
 from framework.parallel.tensor.find_regions import RegionPlan
 from framework.parallel.tensor.partition import Counts
 from framework.parallel.tensor.regions import select_heads
@@ -33,7 +35,11 @@ def ranks_per_kv_head(config: PretrainedConfig, tp: int) -> int:
 
 
 def count_heads(model: PreTrainedModel, plan: RegionPlan) -> Counts:
-    """From the config, and the number of key-value heads from their projection's shape where there is one."""
+    """From the config, and the number of key-value heads from their projection's shape where there is one; a recurrent mixer says
+    itself how many it has."""
+    mixer = next((module for _, module in find_mixers(model.get_submodule(plan.name))), None)
+    if mixer is not None:
+        return _count_linear_heads(mixer)
     config = model.config.get_text_config()
     heads, kv = config.num_attention_heads, count_kv_heads(config)
     for name in plan.roles:
@@ -41,16 +47,27 @@ def count_heads(model: PreTrainedModel, plan: RegionPlan) -> Counts:
         # Layers may differ from one another and from the config in it: the weight is what is split.
         if name.endswith(".k_proj") and head_dim:
             kv = model.get_parameter(f"{name}.weight").shape[0] // head_dim
-    linear = {}
-    if any(role.arrangement.startswith("linear_") for role in plan.roles.values()):
-        keys, values = config.linear_num_key_heads, config.linear_num_value_heads
-        key_dim, value_dim = keys * config.linear_key_head_dim, values * config.linear_value_head_dim
-        linear = {
-            "linear_key_heads": (keys,),
-            "linear_value_heads": (values,),
-            "linear_channels": (key_dim, key_dim, value_dim),
-        }
-    return Counts(heads, kv, HEAD_BLOCKS.get(config.model_type, 1), linear)
+    return Counts(heads, kv, HEAD_BLOCKS.get(config.model_type, 1))
+
+
+def _count_linear_heads(mixer: Any) -> Counts:
+    match form_of_mixer(mixer):
+        case mixers.STATE_OF_CHANNELS:
+            channels = mixer.D.shape[0]
+            return Counts(channels, channels, linear={"linear_value_heads": (channels,)})
+        case mixers.STATE_OF_HEADS:
+            heads, inner, states = mixer.num_heads, mixer.intermediate_size, mixer.n_groups * mixer.ssm_state_size
+            segments = {"state_rows": (inner, inner, states, states, heads), "state_channels": (inner, states, states)}
+            shared = {"state_rows": 3, "state_channels": 2}
+            return Counts(heads, mixer.n_groups, linear={"linear_value_heads": (heads,), **segments}, shared=shared)
+    heads = linear_heads(mixer)
+    keys, values = heads.keys * heads.key_dim, heads.values * heads.value_dim
+    sizes = {
+        "linear_key_heads": (heads.keys,),
+        "linear_value_heads": (heads.values,),
+        "linear_channels": (keys, keys, values),
+    }
+    return Counts(heads.values, heads.values, linear=sizes)
 
 
 def divide_numbers(attention: Any, counts: Counts, tp: Axis) -> None:

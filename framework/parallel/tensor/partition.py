@@ -3,15 +3,16 @@
 An arrangement says what lies along the dim. A rank takes the same heads everywhere, so the parts of one attention fit together:
 
     ""                  a row of features, divided anywhere (sizes differ by at most one)
-    pair                gate | up, or any two halves used together
+    pair, triple        gate | up, or any two halves, or three thirds, used together
     heads               query heads
     kv_heads            key-value heads; fewer of them than ranks are held by several ranks each
     qkv                 all query heads | all key heads | all value heads
     per_head            q k v of head 0 | q k v of head 1 | ...
     groups              the queries of group 0, its key, its value | group 1 | ...   (one group per key-value head)
     block_qvk           the queries, the values, the keys of block 0 | of block 1 | ...
-    linear_key_heads, linear_value_heads, linear_channels      the gated delta net's, in Qwen's arrangement
-    state_rows, state_channels      a state-space mixer's (`state_space`)
+    linear_key_heads, linear_value_heads       the heads of a recurrent mixer
+    linear_channels                            all its queries | all its keys | all its values
+    state_rows, state_channels                 of a state space, z | x | B | C | dt and x | B | C
 
 Heads may come in blocks, of each of which every rank takes its part: pairs (h, h + H/2) in differential attention.
 
@@ -32,9 +33,11 @@ from framework.errors import TopologyError
 from framework.mesh.layout import Layout, Shard, part
 
 ARRANGEMENTS = (
-    "", "pair", "heads", "kv_heads", "qkv", "per_head", "groups", "block_qvk",
+    "", "pair", "triple", "heads", "kv_heads", "qkv", "per_head", "groups", "block_qvk",
     "linear_key_heads", "linear_value_heads", "linear_channels", "state_rows", "state_channels",
 )  # fmt: skip
+# Those that divide anywhere.
+FEATURES = ("", "pair", "triple")
 
 
 @dataclass(frozen=True)
@@ -50,24 +53,28 @@ class PartitionedDim:
 @dataclass(frozen=True)
 class Counts:
     """The numbers of heads of an attention. q, kv: heads, in so many `blocks`; linear: sizes of the arrangements of recurrent
-    mixers, by name; whole: how many of these, the last ones, all ranks hold."""
+    mixers, by name; shared: how many of these, the last ones, all ranks hold where there are more ranks than kv."""
 
     q: int
     kv: int
     blocks: int = 1
     linear: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    whole: Mapping[str, int] = field(default_factory=dict)
+    shared: Mapping[str, int] = field(default_factory=dict)
 
     def check(self, degree: int, where: str) -> None:
         """Raises TopologyError when the heads do not divide among `degree` ranks, with the degrees that do."""
         if not self.divides(degree):
             legal = [each for each in range(1, self.q + 1) if self.divides(each)]
-            blocks = f" in {self.blocks} blocks" if self.blocks > 1 else ""
-            linear = "".join(f", {name} {sizes}" for name, sizes in self.linear.items())
             raise TopologyError(
-                f"parallel.tp={degree} does not divide the {self.q} heads (num_attention_heads) with {self.kv} key-value heads"
-                f" (num_key_value_heads){blocks}{linear} of {where}: use parallel.tp in {legal}"
+                f"parallel.tp={degree} does not divide the {self._describe()} of {where}: use parallel.tp in {legal}"
             )
+
+    def _describe(self) -> str:
+        if self.linear:
+            return ", ".join(f"{name.replace('_', ' ')} {list(sizes)}" for name, sizes in self.linear.items())
+        blocks = f" in {self.blocks} blocks" if self.blocks > 1 else ""
+        heads = f"{self.q} heads (num_attention_heads)"
+        return f"{heads} with {self.kv} key-value heads (num_key_value_heads){blocks}"
 
     def divides(self, degree: int) -> bool:
         """Every rank gets equally many heads, and whole key-value heads."""
@@ -75,8 +82,16 @@ class Counts:
         return (
             self.q % (self.blocks * degree) == 0
             and (kv % degree == 0 or degree % kv == 0)
-            and all(size % degree == 0 for sizes in self.linear.values() for size in sizes)
+            and all(
+                size % degree == 0
+                for name, sizes in self.linear.items()
+                for size in sizes[: len(sizes) - self.count_whole(name, degree)]
+            )
         )
+
+    def count_whole(self, arrangement: str, degree: int) -> int:
+        """Number of segments of an arrangement, the last ones, that each of `degree` ranks holds whole."""
+        return self.shared.get(arrangement, 0) if self.kv % degree else 0
 
     def copies(self, degree: int) -> int:
         """Number of ranks, of `degree`, that hold the same key-value heads."""
@@ -92,7 +107,7 @@ def partition(arrangement: str, dim: int, size: int, counts: Counts, index: int,
     parts = _parts(arrangement, size, counts, degree)
     total = sum(heads for heads, _ in parts)
     # Features divide anywhere; heads must come whole, or an attention would mix halves of two.
-    if size % total or (arrangement not in ("", "pair") and any(heads % pieces for heads, pieces in parts)):
+    if size % total or (arrangement not in FEATURES and any(heads % pieces for heads, pieces in parts)):
         raise TopologyError(
             f"parallel.tp={degree} does not divide {size} indices arranged as {arrangement or 'features'} of {counts.q} heads and"
             f" {counts.kv} key-value heads: use a smaller parallel.tp"
@@ -110,7 +125,7 @@ def partition(arrangement: str, dim: int, size: int, counts: Counts, index: int,
         () if is_whole else pieces,
     )
     copied = sum(heads // each * unit for heads, each in parts if each < degree)
-    return PartitionedDim((shard,), copied, "tp" if counts.whole.get(arrangement) else "kv")
+    return PartitionedDim((shard,), copied, "tp" if arrangement in counts.shared else "kv")
 
 
 def _parts(arrangement: str, size: int, counts: Counts, degree: int) -> list[tuple[int, int]]:
@@ -123,6 +138,8 @@ def _parts(arrangement: str, size: int, counts: Counts, degree: int) -> list[tup
             return [(size, degree)]
         case "pair":
             return [(size // 2, degree)] * 2
+        case "triple":
+            return [(size // 3, degree)] * 3
         case "heads" | "per_head":
             return [queries] * counts.blocks
         case "kv_heads" | "groups":
@@ -132,7 +149,7 @@ def _parts(arrangement: str, size: int, counts: Counts, degree: int) -> list[tup
         case "block_qvk":
             return [queries] * (3 * counts.blocks)
     sizes = counts.linear[arrangement]
-    divided = len(sizes) - counts.whole.get(arrangement, 0)
+    divided = len(sizes) - counts.count_whole(arrangement, degree)
     return [(units, degree if number < divided else 1) for number, units in enumerate(sizes)]
 
 

@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 from transformers import PretrainedConfig
 
+from framework.model.mixers import CHANNEL_DELTA_RULE, CONVOLUTION, DELTA_RULE, STATE_OF_CHANNELS, STATE_OF_HEADS
 from framework.parallel.tensor.partition import ARRANGEMENTS
 
 KINDS = ("column", "row", "sum", "replicated", "norm")
@@ -82,12 +83,29 @@ FAMILIES: Mapping[str, Mapping[str, Choice]] = MappingProxyType({
     "granitemoeshared": {"input_linear": "column:pair", "output_linear": "row"},
     "granitemoehybrid": {"input_linear": "column:pair", "output_linear": "row"},
     "apertus": {"act_fn": "replicated"},
-    "qwen3_next": {
-        "in_proj_qkvz": "column:linear_key_heads",
-        "in_proj_ba": "column:linear_key_heads",
-        "conv1d": "column:linear_channels",
-        "norm": "replicated",
+})  # fmt: skip
+
+_KEYS, _VALUES, _CHANNELS = "column:linear_key_heads", "column:linear_value_heads", "column:linear_channels"
+_NORM = "norm:linear_value_heads"
+_DELTA: Mapping[str, str] = MappingProxyType({
+    "in_proj_qkvz": _KEYS, "in_proj_ba": _KEYS,  # sorted by heads of keys, each with the values that it serves
+    "in_proj_qkv": _CHANNELS, "in_proj_z": _VALUES, "in_proj_b": _VALUES, "in_proj_a": _VALUES,
+    "q_proj": _KEYS, "k_proj": _KEYS, "v_proj": _VALUES, "g_proj": _VALUES, "a_proj": _VALUES, "b_proj": _VALUES,
+    # gates of low rank: what leads to it serves all heads
+    "f_a_proj": "replicated", "f_b_proj": _VALUES, "g_a_proj": "replicated", "g_b_proj": _VALUES,
+    "conv1d": _CHANNELS,
+    "norm": "replicated", "o_norm": "replicated",  # of one head
+})  # fmt: skip
+# By the form of a recurrent mixer, and the last part of the name of a module within: there names mean other things.
+MIXERS: Mapping[str, Mapping[str, str]] = MappingProxyType({
+    DELTA_RULE: _DELTA,
+    CHANNEL_DELTA_RULE: _DELTA,
+    STATE_OF_HEADS: {"in_proj": "column:state_rows", "conv1d": "column:state_channels", "norm": _NORM},
+    STATE_OF_CHANNELS: {
+        "in_proj": "column:pair", "conv1d": _VALUES, "x_proj": "sum", "dt_proj": "column",
+        "dt_layernorm": "replicated", "b_layernorm": "replicated", "c_layernorm": "replicated",
     },
+    CONVOLUTION: {"in_proj": "column:triple", "conv": "column"},
 })  # fmt: skip
 
 # Into how many blocks an attention sorts its heads, where it is not one: CodeGen's packed projection has four, differential
@@ -110,7 +128,7 @@ HEAD_NORMS: Mapping[str, str] = MappingProxyType({
 })  # fmt: skip
 
 # Families whose norm over all heads multiplies by its weight before it rounds to the model's dtype.
-WEIGHT_BEFORE_CAST = frozenset({"olmo2", "olmo3"})
+WEIGHT_BEFORE_CAST = frozenset({"olmo2", "olmo3", "olmo_hybrid"})
 
 # Numbers that an attention's forward reads, by what they count.
 HEAD_NUMBERS = frozenset({"num_heads", "num_attention_heads", "n_heads", "n_head"})
@@ -118,7 +136,7 @@ KV_NUMBERS = frozenset({"num_key_value_heads", "num_kv_heads", "kv_heads"})
 # Widths of all heads together, divided if that is their value.
 HEAD_WIDTHS = frozenset({"embed_dim", "hidden_size", "split_size", "all_head_size"})
 KV_WIDTHS = frozenset({"kv_dim"})
-LINEAR_NUMBERS = frozenset({"num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"})
+LINEAR_NUMBERS = frozenset({"num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim", "qkv_dim"})
 
 # Arguments of attentions with a bias for every head, [B * heads, ., .] or [B, heads, ., .]; beside them a mask may hold it, too.
 HEAD_BIASES = ("alibi", "position_bias")

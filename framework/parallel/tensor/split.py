@@ -23,7 +23,7 @@ from framework.parallel.tensor.borders import ShardedBorder, make_border
 from framework.parallel.tensor.find_regions import RegionPlan, find_regions
 from framework.parallel.tensor.heads import count_heads, divide_numbers
 from framework.parallel.tensor.layers import ColumnLinear, RowLinear, SplitRMSNorm, look_up_locally
-from framework.parallel.tensor.partition import Counts, PartitionedDim, SplitParameters, partition
+from framework.parallel.tensor.partition import FEATURES, Counts, PartitionedDim, SplitParameters, partition
 from framework.parallel.tensor.regions import (
     Region,
     end_outside,
@@ -41,10 +41,8 @@ from framework.parallel.tensor.rules import PARAMETERS, WEIGHT_BEFORE_CAST, Role
 from framework.parallel.tensor.state_space import (
     StateColumn,
     SummedRowLinear,
-    count_state_space,
     divide_mixer,
     split_gated_norm,
-    state_space_roles,
 )
 
 NO_HEADS = Counts(1, 1)
@@ -105,18 +103,14 @@ class _Splitter:
     def split_region(self, found: RegionPlan) -> None:
         """Split the modules of one region, and give it its borders."""
         region = Region(self.border, self.regathers, self.rng, found.name, differs=not found.is_block)
-        attentions = {
-            name.rpartition(".")[0] for name, role in found.roles.items() if role.arrangement not in ("", "pair")
-        }
-        counts = NO_HEADS
+        attentions = {name.rpartition(".")[0] for name, role in found.roles.items() if role.arrangement not in FEATURES}
+        counts = self._count_heads(found) if attentions else NO_HEADS
         for name in attentions:
-            module = self.model.get_submodule(name)
-            if state_space_roles(module) is None:
-                counts = self._count_heads(found)
-                divide_numbers(module, counts, self.tp.axis)
+            attention = self.model.get_submodule(name)
+            if "state_rows" in counts.linear:
+                divide_mixer(attention, counts, self.tp)
             else:
-                counts = count_state_space(module, self.tp.size, f"{self.config.model_type} ({name})")
-                divide_mixer(module, counts, self.tp)
+                divide_numbers(attention, counts, self.tp.axis)
             self._split_own_parameters(name, counts)
         for name, role in found.roles.items():
             self._split_module(name, role, counts, region, leaves=not found.is_block)
@@ -134,7 +128,7 @@ class _Splitter:
         counts = count_heads(self.model, found)
         counts.check(self.tp.size, f"{self.config.model_type} ({found.name})")
         copies = counts.copies(self.tp.size)
-        if copies not in (1, self.kv.size):
+        if not counts.linear and copies not in (1, self.kv.size):
             raise TopologyError(
                 f"{found.name} has {counts.kv} key-value heads, other layers another number: parallel.tp={self.tp.size} is more"
                 " than both; use a smaller parallel.tp"
@@ -171,7 +165,7 @@ class _Splitter:
         # Copies of a whole weight are summed with the other partial gradients, once a step.
         copied = found.copied if found.copied < weight.shape[dim] else 0
         holders = self.plan.axes[found.over]
-        if role.arrangement in counts.whole:
+        if counts.count_whole(role.arrangement, self.tp.size):
             self._put(name, StateColumn(weight, bias, region, self.tp, counts))
         else:
             self._put(name, ColumnLinear(weight, bias, is_transposed, region, holders, copied))
@@ -250,12 +244,14 @@ class _Splitter:
             setattr(experts, parameter, self.parameters.take(f"{name}.{parameter}", whole, found))
 
     def _split_own_parameters(self, name: str, counts: Counts) -> None:
-        """Parameters that the attention itself holds, one number per head."""
+        """Parameters that the attention itself holds, one number per head, or several."""
         attention = self.model.get_submodule(name)
         for parameter, whole in list(attention.named_parameters(recurse=False)):
             arrangement = PARAMETERS[parameter]
             if arrangement is not None:
-                found = self._partition(arrangement, 0, whole.shape[0], counts)
+                # Dims of size 1 stand beside that of the heads in some.
+                dim = next((dim for dim, size in enumerate(whole.shape) if size > 1), 0)
+                found = self._partition(arrangement, dim, whole.shape[dim], counts)
                 setattr(attention, parameter, self.parameters.take(f"{name}.{parameter}", whole, found))
 
     def keep_whole_experts(self) -> None:

@@ -15,7 +15,6 @@ The family's forward stays: it reads numbers of heads, which are divided, and we
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,59 +23,18 @@ from torch import Tensor, nn
 
 from framework.comm import duals
 from framework.comm.communicator import Communicator
-from framework.errors import TopologyError
 from framework.mesh.layout import part
 from framework.model.precision import sums_dtype
 from framework.parallel.tensor.layers import ColumnLinear, RowLinear
 from framework.parallel.tensor.partition import Counts
 from framework.parallel.tensor.regions import Region
 
-ROLES_OF_CHANNELS: Mapping[str, str] = MappingProxyType({
-    "in_proj": "column:pair", "conv1d": "column:linear_value_heads", "x_proj": "sum", "dt_proj": "column", "out_proj": "row",
-    "dt_layernorm": "replicated", "b_layernorm": "replicated", "c_layernorm": "replicated",
-})  # fmt: skip
-ROLES_OF_HEADS: Mapping[str, str] = MappingProxyType({
-    "in_proj": "column:state_rows", "conv1d": "column:state_channels", "norm": "norm:linear_value_heads", "out_proj": "row",
-})  # fmt: skip
-
 # What a tensor becomes while it is lent.
 Change = Callable[[Tensor], Tensor]
 
 
-def state_space_roles(module: nn.Module) -> Mapping[str, str] | None:
-    """The roles of the modules of a state-space mixer, by name; None for any other module."""
-    own, children = dict(module.named_parameters(recurse=False)), dict(module.named_children())
-    if not {"A_log", "D"} <= own.keys() or not {"in_proj", "conv1d", "out_proj"} <= children.keys():
-        return None
-    return ROLES_OF_CHANNELS if "x_proj" in children else ROLES_OF_HEADS
-
-
-def count_state_space(mixer: Any, degree: int, where: str) -> Counts:
-    """The heads of a mixer and their groups, and the segments of its packed weights as `degree` ranks divide them.
-
-    Raises TopologyError where they do not divide, with the degrees that do.
-    """
-    heads = mixer.D.shape[0]
-    groups, segments = heads, {}
-    if not hasattr(mixer, "x_proj"):
-        groups, inner = mixer.n_groups, mixer.out_proj.in_features
-        states = groups * mixer.ssm_state_size
-        segments = {"state_rows": (inner, inner, states, states, heads), "state_channels": (inner, states, states)}
-    legal = [each for each in range(1, heads + 1) if heads % each == 0 and 0 in (groups % each, each % groups)]
-    if degree not in legal:
-        raise TopologyError(
-            f"parallel.tp={degree} does not divide the {heads} heads or channels, in {groups} groups, of {where}: use parallel.tp"
-            f" in {legal}"
-        )
-    whole = {} if groups % degree == 0 else {"state_rows": 3, "state_channels": 2}
-    return Counts(heads, groups, linear={"linear_value_heads": (heads,), **segments}, whole=whole)
-
-
 def divide_mixer(mixer: Any, counts: Counts, tp: Communicator) -> None:
-    """Have a mixer of heads, whose weights are still whole, compute with those of this rank. One of channels asks for no number
-    of them."""
-    if "state_rows" not in counts.linear:
-        return
+    """Have a mixer of heads, whose weights are still whole, compute with those of this rank."""
     whole = counts.linear["state_rows"]
     own = find_own_rows(counts, tp)
     lent: dict[tuple[nn.Module, str], Change] = {
@@ -87,7 +45,7 @@ def divide_mixer(mixer: Any, counts: Counts, tp: Communicator) -> None:
     mixer.num_heads, mixer.intermediate_size = whole[4] // tp.size, whole[0] // tp.size
     mixer.n_groups = max(mixer.n_groups // tp.size, 1)
     mixer.conv_dim = mixer.intermediate_size + 2 * mixer.n_groups * mixer.ssm_state_size
-    if counts.whole:
+    if counts.count_whole("state_channels", tp.size):
         share = partial(_share_channels, sizes=(mixer.intermediate_size, *whole[2:4]), own=own[2:4], tp=tp)
         lent |= {(mixer.conv1d, name): share for name, _ in mixer.conv1d.named_parameters()}
     if lent:

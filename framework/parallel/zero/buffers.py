@@ -35,42 +35,11 @@ from framework.mesh.layout import Layout
 from framework.model.matmul import Accumulate, RowGroups, accumulate_matmul, accumulate_stacked_matmul
 from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.plan_buffers import BufferPlan, Slot
+from framework.parallel.zero.pool import BufferPool
+from framework.parallel.zero.row_codes import RowCodec
 
 # Calls that add weight gradients which a backward has left for later, by the unit's name.
 DeferredGradients = dict[str, list[Callable[[], None]]]
-
-# A pooled tensor serves a need of at least half its size: embedding and head, which are about as large, share one, but a shard
-# never takes a whole unit's memory, which the next unit would then have to allocate anew.
-LARGEST_WASTE = 2
-
-
-class BufferPool:
-    """Flat tensors that outlive their use, so that units take turns in the same memory. num_bytes: of all that it made.
-
-    New memory would cost a page fault every 4 KiB on CPUs.
-    """
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._idle: list[Tensor] = []
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor [numel] of any content that nobody else holds until it is given back."""
-        fits = [
-            i
-            for i, each in enumerate(self._idle)
-            if each.dtype == dtype and numel <= each.numel() < LARGEST_WASTE * numel
-        ]
-        if fits:
-            # The smallest that fits: a larger one may be the only one for the largest unit.
-            return self._idle.pop(min(fits, key=lambda i: self._idle[i].numel()))[:numel]
-        made = torch.zeros(numel, dtype=dtype, device=device)
-        self.num_bytes += made.nbytes
-        return made
-
-    def give_back(self, tensor: Tensor) -> None:
-        """Return the whole memory behind a tensor, [n], from `take`, not only the elements that were asked for."""
-        self._idle.append(tensor.new_empty(0).set_(tensor.untyped_storage()))
 
 
 class StoredTensor(Protocol):
@@ -129,6 +98,8 @@ class UnitBuffer:
         self.secondary = torch.empty(0)
         # Whether `secondary` holds what the shards hold: not from an update to the next all-gather over the shard axis.
         self.has_secondary = False
+        # Whether `full` does, or will when what is under way has come.
+        self.has_full = False
 
     @property
     def unit(self) -> str:
@@ -153,9 +124,11 @@ class UnitBuffer:
 
     @contextmanager
     def master_in_memory(self, is_changed: bool = False) -> Iterator[Tensor]:
-        """The master, [numel_owned], in memory: that of the host where it lives on a disk. is_changed: it is written back."""
+        """The master, [numel_owned], in memory: that of the host where it lives on a disk, and the numbers of frozen parameters
+        that are kept as codes. is_changed: it is written back."""
         if self.stored is None:
-            yield self.master
+            codec = self.plan.dtypes.codec
+            yield codec.decode_own(self.shard, self.plan.start) if isinstance(codec, RowCodec) else self.master
             return
         self.master = self.stored.read()
         yield self.master
@@ -179,14 +152,13 @@ class UnitBuffer:
         # it stays, because no collective ever writes the padding, and it must be equal on all replicas.
         make = torch.zeros if is_resident else torch.empty
         self.full = make(plan.numel_padded, dtype=plan.dtypes.compute, device=device)
-        at_home = _zeros if plan.lifetimes.homes.parameters == Home.DEVICE else zeros_on_host
         kept = plan.dtypes.compute if plan.dtypes.codec is None else torch.uint8
         if is_resident and plan.dtypes.codec is None:
             self.shard = self.part(self.full)
         else:
-            self.shard = at_home(plan.kept_bytes // kept.itemsize, kept, device)
+            self.shard = self._at_home(plan.kept_bytes // kept.itemsize, kept, device)
         arrives = torch.uint8 if plan.is_decoded else kept
-        self.secondary = at_home(plan.secondary_bytes // arrives.itemsize, arrives, device)
+        self.secondary = self._at_home(plan.secondary_bytes // arrives.itemsize, arrives, device)
         for slot in self.slots:
             view = self.full[slot.start : slot.stop].view(slot.layout.shape_local)
             self.parameters[slot.name] = nn.Parameter(view, requires_grad=self.is_trained)
@@ -194,6 +166,10 @@ class UnitBuffer:
             # The storage shrinks, the tensor stays: parameters are views of it for the whole run, and so are the views that
             # autograd keeps for backward. A new tensor for each unshard would leave them pointing at freed memory.
             self.full.untyped_storage().resize_(0)
+
+    def _at_home(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        is_here = self.plan.lifetimes.homes.parameters == Home.DEVICE
+        return torch.zeros(numel, dtype=dtype, device=device) if is_here else zeros_on_host(numel, dtype, device)
 
     def _allocate_master(self, device: torch.device) -> None:
         """The master, and memory of the host in which gradients come to one that lives there, and parameters leave it."""
@@ -269,6 +245,8 @@ class UnitBuffer:
         """Cast the updated master to the compute dtype, where the parameters live, once a step; nothing to do where they are the
         same memory."""
         codec, own = self.plan.dtypes.codec, self.owned(self.shard)
+        if isinstance(codec, RowCodec):
+            return  # frozen, and written as codes when it was read
         if self.cast is not None:
             # In pinned memory, from which the copy runs beside the update of the next unit.
             self.cast.copy_(self.master) if codec is None else codec.encode(self.master, self.cast)
@@ -438,10 +416,6 @@ def _add_rows(view: Tensor, ids: Tensor, rows: Tensor, is_first: bool) -> None:
         view.index_put_((ids,), rows.to(view.dtype), accumulate=True)
     else:
         view.index_add_(0, ids, rows.to(view.dtype))
-
-
-def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def make_buffers(plans: Iterable[BufferPlan]) -> list[UnitBuffer]:

@@ -1,9 +1,14 @@
 """Initial values of unit buffers: cut from a unit that was drawn whole, or read from a folder of pretrained weights, of which a
 rank reads only the boxes that it owns."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -13,27 +18,49 @@ from framework.model.adapters import MAGNITUDE, holds_transposed, is_adapter, me
 from framework.model.initial import persistent_buffers
 from framework.model.weights import read_weights
 from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
+from framework.parallel.zero.plan_buffers import Slot
+from framework.parallel.zero.row_codes import RowCodec, widen
+
+# Write a box's values to where this rank keeps them.
+Write = Callable[[Tensor], Any]
+
+UNSCALED: Mapping[str, float] = MappingProxyType({})
 
 
-def initialize_parameters(buffers: Sequence[UnitBuffer], drawn: Iterable[Mapping[str, Tensor]]) -> None:
-    """Copy this rank's elements of what is drawn, whole parameters by name, to the masters of the buffers that hold them."""
+def initialize_parameters(
+    buffers: Sequence[UnitBuffer], drawn: Iterable[Mapping[str, Tensor]], scales: Mapping[str, float] = UNSCALED
+) -> None:
+    """Copy this rank's elements of what is drawn, whole parameters by name, to the masters of the buffers that hold them. scales:
+    factors of some of them."""
     for values in drawn:
         for buffer in buffers:
             for slot in (slot for slot in buffer.slots if slot.name in values):
-                if buffer.stored is None:
-                    _copy_boxes(values[slot.name], *buffer.held(slot, buffer.master))
-                else:
-                    _copy_boxes(values[slot.name], *buffer.held(slot, buffer.stored))
+                whole = values[slot.name] * scales.get(slot.name, 1.0)
+                for box, write in _find_places(buffer, slot, buffer.master_at_home):
+                    write(whole[box.slices()])
         del values  # or it would live on while the next one is drawn
 
 
-def _copy_boxes(whole: Tensor, layout: Layout, held: Tensor | StoredTensor) -> None:
-    """Copy the boxes of a layout to its elements, [n]; those on a disk are written box by box, without memory for all."""
-    first = 0
-    for box in layout.boxes():
-        place, values = held[first : first + box.numel], whole[box.slices()].flatten()
-        place.copy_(values) if isinstance(place, Tensor) else place.write(values.cpu())
+def _find_places(buffer: UnitBuffer, slot: Slot, master: Tensor | StoredTensor) -> Iterator[tuple[Box, Write]]:
+    """The boxes that are read of a parameter, and what writes each: to the flat master, in the order of boxes, or as codes, for
+    which whole blocks are read."""
+    codec, held = buffer.plan.dtypes.codec, buffer.plan.held[slot.name]
+    first = held.start
+    for box in held.layout.boxes():
+        if isinstance(codec, RowCodec):
+            wide = widen(box, slot.layout.shape)
+            yield wide, partial(codec.write, buffer.shard, buffer.plan.start, first, box, slot.layout)
+        else:
+            low = first - buffer.plan.start
+            yield box, partial(_copy_flat, master[low : low + box.numel])
         first += box.numel
+
+
+def _copy_flat(target: Tensor | StoredTensor, values: Tensor) -> None:
+    if isinstance(target, Tensor):
+        target.copy_(values.flatten())
+    else:
+        target.write(values.flatten().cpu())
 
 
 def load_pretrained(
@@ -50,25 +77,30 @@ def load_pretrained(
 def _load(
     stock: PreTrainedModel, buffer_values: Mapping[str, Tensor], buffers: Sequence[UnitBuffer], folder: Path
 ) -> None:
-    views = {slot.name: _view_boxes(*buffer.held(slot, buffer.master)) for buffer in buffers for slot in buffer.slots}
+    places: dict[str, dict[Box, list[Write]]] = defaultdict(lambda: defaultdict(list))
+    for buffer in buffers:
+        for slot in buffer.slots:
+            for box, write in _find_places(buffer, slot, buffer.master):
+                if slot.name.endswith(MAGNITUDE):
+                    # Magnitudes start as lengths of whole rows of their weights, which are read for that.
+                    weight, dtype = weight_of(slot.name), buffer.master.dtype
+                    measure = partial(_write_lengths, write, _is_transposed(stock, weight), dtype)
+                    places[weight][_whole_rows(stock, weight, box)].append(measure)
+                elif not is_adapter(slot.name):  # no folder has adapters
+                    places[slot.name][box].append(write)
     for name in persistent_buffers(stock).keys() & buffer_values.keys():
         tensor = buffer_values[name]
-        views[name] = {box: tensor.view(-1) for box in Layout(tuple(tensor.shape)).boxes()}
-    # No folder has adapters. Magnitudes start as lengths of whole rows of their weights, which are read for that.
-    of_adapters = {name: views.pop(name) for name in list(views) if is_adapter(name)}
-    lengths = {
-        weight_of(name): {_whole_rows(stock, weight_of(name), box): place for box, place in boxes.items()}
-        for name, boxes in of_adapters.items()
-        if name.endswith(MAGNITUDE)
-    }
-    wanted = {name: [*views.get(name, ()), *lengths.get(name, ())] for name in {**views, **lengths}}
-    for name, box, values in read_weights(folder, stock, {name: boxes for name, boxes in wanted.items() if boxes}):
+        for box in Layout(tuple(tensor.shape)).boxes():
+            places[name][box].append(partial(_copy_flat, tensor.view(-1)))
+    wanted = {name: list(boxes) for name, boxes in places.items()}
+    for name, box, values in read_weights(folder, stock, wanted):
         # Into the master and not the parameter: a file in fp32 keeps its bits where forward reads bf16.
-        if box in views.get(name, ()):
-            views[name][box].copy_(values.flatten())
-        if box in lengths.get(name, ()):
-            place = lengths[name][box]
-            place.copy_(measure_rows(values.to(place.dtype), _is_transposed(stock, name)))
+        for write in places[name][box]:
+            write(values)
+
+
+def _write_lengths(write: Write, is_transposed: bool, dtype: torch.dtype, values: Tensor) -> None:
+    write(measure_rows(values.to(dtype), is_transposed))
 
 
 def _whole_rows(stock: PreTrainedModel, weight: str, rows: Box) -> Box:
@@ -82,10 +114,3 @@ def _whole_rows(stock: PreTrainedModel, weight: str, rows: Box) -> Box:
 
 def _is_transposed(stock: PreTrainedModel, weight: str) -> bool:
     return holds_transposed(stock.get_submodule(weight.rpartition(".")[0]))
-
-
-def _view_boxes(layout: Layout, held: Tensor) -> dict[Box, Tensor]:
-    """The flat piece of `held` that is each box of its layout."""
-    boxes = layout.boxes()
-    # Boxes come in the order of the interval's elements, so their pieces lie one after the other.
-    return dict(zip(boxes, held.split([box.numel for box in boxes]), strict=True)) if boxes else {}

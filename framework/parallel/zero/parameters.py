@@ -68,7 +68,11 @@ class ParameterSync:
                 self.transient.add(each)
             # The other ranks of the shard axis read this rank's part: what its replicas have updated must have arrived in it.
             self._exposed.wait(self._part_updates.pop(each, ()))
-        messages = share_messages([buffer for each in indices for buffer in self.units[each]])
+        # Beside parameters that are decoded for each use there may be others that are resident: those stay.
+        old = [buffer for each in indices for buffer in self.units[each] if not buffer.has_full]
+        for buffer in old:
+            buffer.has_full = True
+        messages = share_messages(old)
         pendings = [_start_unshard_together(message, self._fp8) for message in messages]
         for each in indices:
             self._unshards[each] = pendings
@@ -108,6 +112,7 @@ class ParameterSync:
         self.transient.discard(index)
         for buffer in self.units[index]:
             if not buffer.plan.lifetimes.resident_parameters:
+                buffer.has_full = False
                 # Safe on CUDA while kernels that read it still run: the allocator gives a block that was freed on the
                 # compute stream to later work of that stream only, and the next all-gather waits for that stream.
                 buffer.full.untyped_storage().resize_(0)
@@ -125,7 +130,7 @@ class ParameterSync:
         for index in self.unsharded - self._whole:
             self.reshard(index)
         for buffer in (buffer for unit in self.units for buffer in unit):
-            buffer.has_secondary = False
+            buffer.has_secondary = buffer.has_full = False
 
     def _start_part_updates(self) -> None:
         """At the first unshard after an update, start to bring each rank's part together over the update axis, of all units in

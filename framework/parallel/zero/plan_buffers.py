@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from framework.comm.codec import BlockCodec
+from framework.comm.codec import CODECS, REDUCE_CODECS, BlockCodec
 from framework.comm.coded import Rounding, Wire
 from framework.comm.communicator import Communicator
 from framework.errors import LayoutError
@@ -21,17 +21,10 @@ from framework.mesh.layout import Layout, Run, part
 from framework.mesh.topology import ZERO_AXES, Axis
 from framework.model.units import Unit
 from framework.parallel.zero.lifetimes import Home, Lifetimes
+from framework.parallel.zero.row_codes import ROW_CODES, RowCodec
 
 # The optimizer group of parameters that no optimizer updates.
 FROZEN = ""
-# Codecs by the names that layouts have for them.
-CODECS = {f"{kind} blocks": BlockCodec(kind) for kind in ("fp8", "int8")}
-# Codes of gradients, by the names that layouts have for them.
-REDUCE_CODECS = {
-    "int8": BlockCodec("int8"),
-    "int4": BlockCodec("int4"),
-    "int4_rotated": BlockCodec("int4", is_rotated=True),
-}
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,7 @@ class BufferDtypes:
     compute: torch.dtype
     master: torch.dtype
     gathered: torch.dtype | None = None
-    codec: BlockCodec | None = None
+    codec: BlockCodec | RowCodec | None = None
     reduced: BlockCodec | None = None
 
     @property
@@ -181,7 +174,9 @@ class BufferPlan:
         numel = -(-self.numel // self.num_owners)
         # Small parts are left as they are: of few elements the last ranks would have none.
         is_aligned = self.num_owners > 1 and numel >= LEAST_ALIGNED
-        return -(-numel // ALIGNED_PART) * ALIGNED_PART if is_aligned else numel
+        # Two codes of 4 bits are a byte.
+        unit = ALIGNED_PART if is_aligned else 2 if self.slots[0].layout.gathered_in in ROW_CODES else 1
+        return -(-numel // unit) * unit
 
     @cached_property
     def numel_part(self) -> int:
@@ -384,7 +379,11 @@ def plan_buffers(
             own_axes = kind.axes(axes, lived)
             reduced = REDUCE_CODECS.get(kind.reduced_in)
             dtypes = BufferDtypes(kind.dtype, master_dtype or kind.dtype, *kind.travels(own_axes), reduced)
-            plans.append(BufferPlan(unit.name, tuple(slots), dtypes, lived, own_axes))
+            plan = BufferPlan(unit.name, tuple(slots), dtypes, lived, own_axes)
+            if (codes := ROW_CODES.get(kind.gathered_in)) is not None:
+                codec = RowCodec(codes, tuple(slot.layout for slot in plan.slots), plan.numel_owned)
+                plan = replace(plan, dtypes=replace(dtypes, codec=codec))
+            plans.append(plan)
     return plans
 
 
@@ -420,7 +419,9 @@ class _Kind:
 
     def lifetimes(self, axes: Mapping[str, Communicator], lifetimes: Lifetimes) -> Lifetimes:
         """The recipe's, but for experts of which this rank has the only shard: what is always unsharded need not come and go.
-        Dense parameters are left as they are: on one rank they show what many do."""
+        Dense parameters are left as they are: on one rank they show what many do. Codes are decoded for each use."""
+        if self.gathered_in in ROW_CODES:
+            return replace(lifetimes, keeps_parameters=False, resident_parameters=False)
         if self.shard_axis != "expert_shard" or axes["expert_shard"].size > 1:
             return lifetimes
         return replace(lifetimes, keeps_gradients=True, keeps_parameters=True, resident_parameters=True)

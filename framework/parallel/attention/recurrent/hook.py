@@ -14,12 +14,31 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from framework.model.mixers import CHANNEL_DELTA_RULE, CONVOLUTION, DELTA_RULE, call_by, called_names, find_mixers
+from framework.model.mixers import (
+    CHANNEL_DELTA_RULE,
+    CONVOLUTION,
+    DELTA_RULE,
+    MASK,
+    STATE_OF_CHANNELS,
+    STATE_OF_HEADS,
+    WHOLE_MIXERS,
+    call_by,
+    called_names,
+    find_mixers,
+)
 from framework.model.units import find_layers
 from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.recurrent.convolution import convolve
 from framework.parallel.attention.recurrent.delta_rule import apply_delta_rule
 from framework.parallel.attention.recurrent.pieces import Pieces
+from framework.parallel.attention.recurrent.state_space import have_no_kernel, scan_channels, scan_heads
+
+
+def keep_padding(pieces: Pieces, hidden_states: Tensor, mask: Tensor | None) -> Tensor:
+    """Called as transformers' `apply_mask_to_padding_states`. mask: carries documents if there is one (mamba hands on what the
+    model gets): rows have no padding in front of tokens."""
+    return hidden_states
+
 
 # The argument by which a layer gets its documents.
 ARGUMENT = "meshwright_documents"
@@ -28,6 +47,10 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({
     CONVOLUTION: convolve,
     DELTA_RULE: apply_delta_rule,
     CHANNEL_DELTA_RULE: apply_delta_rule,
+    STATE_OF_HEADS: scan_heads,
+    STATE_OF_CHANNELS: scan_channels,
+    MASK: keep_padding,
+    **dict.fromkeys(WHOLE_MIXERS, have_no_kernel),
 })  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-"""Lower bounds of a rank's bytes, which a search asks before it has chosen all of a layout.
+"""Lower bounds of a rank's bytes and of a step's seconds, which a search asks before it has chosen all of a layout.
 
-Counted is one moment, the backward of a layer on the first rank of the pipeline, when as many microbatches are under way as the
-schedule ever has there:
+Of bytes one moment is counted, the backward of a layer on the first rank of the pipeline, when as many microbatches are under way
+as the schedule ever has there:
 
     states         parameters of two layers and of embedding or head in full, gradients of three units in full, and a share of
                    all gradients, which have no home but the device. ZeRO and offload leave no less, whatever the layout
@@ -10,22 +10,32 @@ schedule ever has there:
     beside both    the allocator's slack, cuBLAS' workspace, and what is not torch's
 
 Nothing is simulated: what the first rank has in flight is written in the schedules' warm-ups (`parallel/pipeline/schedules.py`).
+
+Of seconds:
+
+    mean_rank      the mean rank's work: of any schedule, and of all microbatches that are no larger
+    stages         computation and messages of layers in the shortest time that a schedule allows (`bubble.least_length`),
+                   wherever states are kept
+    states         the same with ZeRO's messages and the update: all of a forecast but the simulated schedule
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, islice
 
 import numpy as np
 
 from framework.parallel.activation_checkpointing import count_groups
 from framework.parallel.pipeline.schedules import group_sizes
+from framework.parallel.pipeline.simulate import Costs
 from framework.plan.activation_peaks import representative
-from framework.plan.candidate import Candidate, Checkpointing
+from framework.plan.bubble import least_length
+from framework.plan.candidate import Candidate, Checkpointing, remember
 from framework.plan.forecast_memory import LAYER, MemoryModel
 from framework.plan.memory_states import FRAGMENTATION
-from framework.plan.remember import remember
+from framework.plan.time import DIVISION, WORK, TimeModel
 
 # Of an element's gradient at the least (`BufferDtypes.gradient`).
 GRADIENT_BYTES = 4
@@ -88,15 +98,11 @@ class MemoryBounds:
         return np.array([self._find_in_flight(each) for each in choices], dtype=np.int64).T[..., None]
 
     def _find_in_flight(self, c: Candidate) -> tuple[int, ...]:
-        places = self.memory.pipelines.places(c)
-        stages = places.of_ranks[0]
+        stages = self.memory.pipelines.of_ranks(c)[0]
         sizes = [stage.stop - stage.start for stage in stages]
         counts = first_in_flight(c.schedule, c.pp, c.virtual, c.accumulation)
-        units = [
-            counted
-            for stage in stages
-            for counted in self.memory.pipelines.shape.stage_units(stage, places.degrees).counted
-        ]
+        shape = self.memory.pipelines.shape
+        units = [counted for stage in stages for counted in shape.stage_units(stage, c).counted]
         layers = [(unit.numel, count) for unit, count in units if unit.unit.is_layer]
         ends = [unit.numel for unit, _ in units if not unit.unit.is_layer]
         return (
@@ -128,3 +134,67 @@ def first_in_flight(schedule: str, pp: int, virtual: int, accumulation: int) -> 
         return min(accumulation, 2 * pp - (schedule == "zbv")), 1
     # All of gpipe's, of which no more are counted than `MemoryBounds` tells apart.
     return (min(accumulation, 2 * pp if schedule == "gpipe" else pp),)
+
+
+@dataclass(frozen=True, eq=False)
+class TimeBounds:
+    """Lower bounds for one model, recipe and cluster."""
+
+    model: TimeModel
+
+    @cached_property
+    def gains_by_size(self) -> bool:
+        """Whether a microbatch of k times as many tokens never takes longer than k microbatches. It does not by the formulas:
+        kernels and messages have a start and a rate, tiles fill waves no worse, and what hides messages grows with them. Curves
+        of measured ratios may say otherwise."""
+        cluster = self.model.cluster
+        curves = [cluster.memory_curve, *(link.correction for link in cluster.links.values())]
+        return not cluster.corrections and not cluster.gradients and all(each is None for each in curves)
+
+    @cached_property
+    def _kinds(self) -> Counter[int]:
+        """Layers of each kind."""
+        return Counter(self.model.shape.kinds)
+
+    def mean_rank(self, c: Candidate, smallest: Candidate | None = None) -> float:
+        """Seconds of the mean rank with any schedule. smallest: the smallest microbatches that the bound is for, where they gain
+        by their size and their number divides that of `c`."""
+        # A large microbatch may have its loss in chunks, which computes the head once more, and a small one not.
+        is_chunked = self.model.memory.activations.is_chunked(smallest or c)
+        # Schedules with whole backwards hide most messages.
+        one_s = self._all_units(c.changed({"schedule": "1f1b"}), is_chunked)
+        return one_s * c.accumulation / c.pp + self.model.profile.step_s
+
+    @remember(*DIVISION, *WORK, "world")
+    def _all_units(self, c: Candidate, is_chunked: bool) -> float:
+        """Seconds of all units for a microbatch."""
+        model, times = self.model, self.model.times(c.context)
+        units = [(model.layer(c, kind, 0.0), count) for kind, count in self._kinds.items()]
+        units += [(model.end(c, work), 1) for work in (times.embedding(c), times.head(c, is_chunked))]
+        return sum(count * each.seconds for each, count in units)
+
+    def stages(self, c: Candidate) -> float:
+        """Seconds wherever states are kept."""
+        model, (forms, owners) = self.model, self.model.stages(c)
+        host_s = model.profile.microbatch_s
+        sums = {form: model.sum_units(c, form) for form in dict.fromkeys(forms)}
+        own = [sums[form] for form in forms]
+        costs = Costs(
+            [each.forward + host_s / 3 for each in own],
+            [each.input + 2 * host_s / 3 for each in own],
+            [each.weight for each in own],
+            0.0,
+        )
+        return self._length(c, owners, costs) + model.profile.step_s
+
+    def states(self, c: Candidate) -> float:
+        """Seconds with states where `c` keeps them."""
+        model = self.model
+        ranks = model.ranks(c)
+        costs = replace(model.costs_of(c, ranks.stages), message=0.0)
+        return self._length(c, model.stages(c)[1], costs) + ranks.late[ranks.slowest] + model.profile.step_s
+
+    def _length(self, c: Candidate, owners: Sequence[int], costs: Costs) -> float:
+        if c.pp == 1:
+            return c.accumulation * sum(map(sum, (costs.forward, costs.input, costs.weight)))
+        return least_length(c.schedule, owners, c.accumulation, costs)

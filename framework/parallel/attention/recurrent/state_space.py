@@ -1,0 +1,191 @@
+"""The recurrences of state-space layers, in chunks of a sequence: first within all chunks at once, then from chunk to chunk.
+
+    h_t = exp(a_t) h_{t-1} + x_t b_t^T        y_t = h_t c_t        h: [P, N]
+
+Mamba-2 (Dao & Gu 2024, state space duality): a_t <= 0 is one number per head. With A_ts = a_{s+1} + .. + a_t within a chunk, and
+h_0 the state before it, what is within a chunk is matmuls:
+
+    y_t = sum_{s <= t} exp(A_ts) (c_t . b_s) x_s  +  exp(A_t0) h_0 c_t
+    h_L = exp(A_L0) h_0 + sum_s exp(A_Ls) x_s b_s^T
+
+Mamba-1 (Gu & Dao 2023, selective scan): a_t is a number for each of a channel's N states, so within a chunk one token follows
+another, with P = 1.
+
+A document that begins at token t forgets what was before: every exp over an interval that has t in it, its first token left
+out, is 0. With r_t, how many documents have begun in the chunk up to t, these are the pairs with r_t != r_s, and those with h_0
+where r_t > 0.
+
+    Z pieces of sequences, T tokens of each in K chunks of L, H heads in G groups of R, P features of a head, N of its state,
+    D channels
+"""
+
+from collections.abc import Callable
+from math import inf, isqrt
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from framework.model.precision import sums_dtype
+from framework.parallel.attention.recurrent.pieces import Pieces
+
+# (state that a piece ends with if it begins with zeros, [Z, ...]; product of its decays, as wide, or 1 wide where features share
+# one) -> the state with which each piece begins.
+Carry = Callable[[Tensor, Tensor], Tensor]
+
+
+def scan_heads(
+    pieces: Pieces, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **options: Any
+) -> Tensor:
+    """Called as transformers' `mamba2_chunk_scan`: hidden_states [B, T, H, P], dt [B, T, H], A [H], B, C [B, T, G, N] ->
+    [B, T, H, P], in the dtype of sums. options: D, dt_bias [H], dt_limit, and others that say nothing here."""
+    x, a, b, c = (each.to(sums_dtype(hidden_states.dtype)) for each in (hidden_states, A, B, C))
+    # Rounded where torch's own path rounds: with the bias in the dtype of dt, and everything behind it in that of sums.
+    step = F.softplus(dt + options["dt_bias"].to(dt.dtype)).clamp(*options.get("dt_limit", (0.0, inf))).to(x.dtype)
+    batch = _Batch(pieces, x.device)
+    x_dt, decay, b, c = (batch.cut(each) for each in (x * step.unsqueeze(-1), a * step, b, c))
+    # Without D: what a token adds to its own output does not pass through the state, and needs no pieces.
+    y = scan_in_chunks(x_dt, decay, b, c, chunk_size, batch.starts, batch.carry)
+    return batch.join(y) + options["D"].unsqueeze(-1) * x
+
+
+def scan_channels(
+    pieces: Pieces, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any
+) -> Tensor:
+    """Called as transformers' `mamba_selective_scan`: hidden_states, dt [B, D, T], A [D, N], B, C [B, N, T] -> [B, D, T], in the
+    dtype of sums. options: z [B, D, T], D, delta_bias [D], and others that say nothing here."""
+    x, b, c = (each.mT.to(sums_dtype(each.dtype)) for each in (hidden_states, B, C))
+    step = F.softplus(dt + options["delta_bias"].to(dt.dtype).unsqueeze(-1)).mT.to(x.dtype)
+    batch = _Batch(pieces, x.device)
+    y = scan_tokens(batch.cut(x), batch.cut(step), A, batch.cut(b), batch.cut(c), batch.starts, batch.carry)
+    return ((batch.join(y) + options["D"] * x) * F.silu(options["z"].mT)).mT
+
+
+def have_no_kernel(pieces: Pieces, *_inputs: Any, **_others: Any) -> None:
+    """Called as transformers' functions for kernels of a whole mixer, which know no pieces: there is none."""
+
+
+class _Batch:
+    """The pieces of a microbatch as Z = B P sequences, and how they pass states on."""
+
+    def __init__(self, pieces: Pieces, device: torch.device) -> None:
+        self._pieces, self._shape = pieces, torch.Size()
+        first = pieces.starts(device)
+        self._begins = None if first is None else first == torch.arange(first.shape[-1], device=device)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """[B, T, ...] -> [Z, N, ...]."""
+        x = self._pieces.cut(x)
+        self._shape = x.shape[:2]
+        return x.flatten(0, 1)
+
+    def join(self, x: Tensor) -> Tensor:
+        """Undo `cut`."""
+        return self._pieces.join(x.unflatten(0, self._shape))
+
+    @property
+    def starts(self) -> Tensor | None:
+        """Where documents begin: bool [Z, N]."""
+        return None if self._begins is None else self._begins.expand(self._shape[0], -1, -1).flatten(0, 1)
+
+    def carry(self, state: Tensor, decay: Tensor) -> Tensor:
+        """The states with which pieces begin: a `Carry`."""
+        if self._pieces.is_whole:
+            return torch.zeros_like(state)
+        # One message for both: [B, P, decay | state].
+        kept = decay.flatten(1).shape[1]
+        maps = torch.cat([decay.flatten(1), state.flatten(1)], 1).unflatten(0, self._shape)
+
+        def step(of_piece: Tensor, before: Tensor) -> Tensor:
+            factor, added = of_piece.tensor_split([kept], 1)
+            return factor.unflatten(1, decay.shape[1:]) * before + added.unflatten(1, state.shape[1:])
+
+        return self._pieces.states(maps, step, torch.zeros_like(state[: self._shape[0]])).flatten(0, 1)
+
+
+def scan_in_chunks(
+    x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, chunk: int, starts: Tensor | None, carry: Carry
+) -> Tensor:
+    """The outputs y: [Z, T, H, P], in the dtype of x.
+
+    x: [Z, T, H, P], times dt already; log_decay: a, [Z, T, H]; b, c: [Z, T, G, N]; starts: where a document begins, bool [Z, T];
+    None: nowhere. carry: called once, with what the pieces end with.
+    """
+    (z, length, heads, width), groups = x.shape, b.shape[2]
+    x, b, c, log_decay = (_cut(each, chunk) for each in (x, b, c, log_decay))
+    begun = None if starts is None else _cut(starts.long(), chunk).cumsum(2)
+    x = x.unflatten(3, (groups, -1))  # [Z, K, L, G, R, P]
+    log_decay = log_decay.unflatten(3, (groups, -1)).permute(0, 1, 3, 4, 2)  # [Z, K, G, R, L]
+
+    # Logarithms first: a product of many decays would be 0 before it is divided, and its gradient lost.
+    logs = _sum_between(log_decay)
+    within = _see(logs, begun).exp() * torch.einsum("zklgn,zksgn->zkgls", c, b).unsqueeze(3)
+    y = torch.einsum("zkgrls,zksgrp->zklgrp", within, x)
+
+    to_end, from_start = logs[..., -1, :].exp(), log_decay.cumsum(-1).exp()
+    if begun is not None:
+        to_end = to_end * (begun == begun[..., -1:])[:, :, None, None]
+        from_start = from_start * (begun == 0)[:, :, None, None]
+    states = torch.einsum("zkgrs,zksgrp,zksgn->zkgrpn", to_end, x, b)
+    before = _scan_states(states, from_start[..., -1, None, None], carry)
+    y = y + torch.einsum("zklgn,zkgrpn,zkgrl->zklgrp", c, before, from_start)
+    return y.reshape(z, -1, heads, width)[:, :length]
+
+
+def _sum_between(x: Tensor) -> Tensor:
+    """x_{s+1} + .. + x_t for s < t, else 0: [..., L] -> [..., t, s]. As a difference of two sums it would be rounded by what lies
+    before, also by another document."""
+    length = x.shape[-1]
+    behind = torch.ones(length, length, dtype=torch.bool, device=x.device).tril(-1)
+    return x.unsqueeze(-1).expand(*x.shape, length).where(behind, 0).cumsum(-2)
+
+
+def _see(logs: Tensor, begun: Tensor | None) -> Tensor:
+    """Logarithms of decays [Z, K, G, R, t, s], -inf where token t does not see s."""
+    length = logs.shape[-1]
+    sees = torch.ones(length, length, dtype=torch.bool, device=logs.device).tril()
+    if begun is not None:
+        sees = (sees & (begun[..., :, None] == begun[..., None, :]))[:, :, None, None]
+    # In front of exp, not behind it: the gradient of what is masked there is exactly 0.
+    return logs.masked_fill(~sees, -torch.inf)
+
+
+def scan_tokens(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, starts: Tensor | None, carry: Carry) -> Tensor:
+    """The outputs y: [Z, T, D], in the dtype of x, of Mamba-1's recurrence with a_t = dt_t A.
+
+    x, dt: [Z, T, D]; a: A, [D, N]; b, c: [Z, T, N]; starts, carry: as for `scan_in_chunks`.
+    """
+    length = x.shape[1]
+    # As many steps within chunks as from chunk to chunk: 2 sqrt(T) steps instead of T.
+    chunk = isqrt(length - 1) + 1
+    inputs, dt, b, c = (_cut(each, chunk) for each in (x * dt, dt, b, c))
+    inputs = inputs.unsqueeze(-1) * b.unsqueeze(3)  # [Z, K, L, D, N]
+    decays, from_start = (dt.unsqueeze(-1) * a).exp(), (dt.cumsum(2).unsqueeze(-1) * a).exp()
+    if starts is not None:
+        begins = _cut(starts.long(), chunk)
+        decays = decays * (begins == 0)[..., None, None]
+        from_start = from_start * (begins.cumsum(2) == 0)[..., None, None]
+    states = [torch.zeros_like(inputs[:, :, 0])]
+    for state, decay in zip(inputs.unbind(2), decays.unbind(2), strict=True):
+        states.append(decay * states[-1] + state)
+    # The last token's decay since the chunk began is all that a chunk leaves of the state before it.
+    before = _scan_states(states[-1], from_start[:, :, -1], carry)
+    within = torch.stack(states[1:], 2) + from_start * before.unsqueeze(2)
+    return torch.einsum("zkldn,zkln->zkld", within, c).flatten(1, 2)[:, :length]
+
+
+def _cut(x: Tensor, chunk: int) -> Tensor:
+    """[Z, T, ...] -> [Z, K, L, ...], the last chunk filled up with zeros, which leave the state as it is."""
+    return F.pad(x, (*[0, 0] * (x.ndim - 2), 0, -x.shape[1] % chunk)).unflatten(1, (-1, chunk))
+
+
+def _scan_states(states: Tensor, decays: Tensor, carry: Carry) -> Tensor:
+    """The state before each chunk, [Z, K, ...]. states: what each chunk adds; decays: what it leaves of the state before."""
+    before, products = [torch.zeros_like(states[:, 0])], [torch.ones_like(decays[:, 0])]
+    for state, decay in zip(states.unbind(1), decays.unbind(1), strict=True):
+        before.append(decay * before[-1] + state)
+        products.append(decay * products[-1])
+    # Only now is it known with what the pieces begin: it is added to all chunks at once, so no chunk is computed twice.
+    first = carry(before.pop(), products.pop())
+    return torch.stack(before, 1) + torch.stack(products, 1) * first[:, None]

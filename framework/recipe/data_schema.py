@@ -1,0 +1,102 @@
+"""Groups of keys about the data, and about the loss that is minimised on it. See `schema.py`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from framework.recipe.machine_schema import key
+
+# Kinds of documents in rows of pairs: none; an answer that is wanted, or is not; and of kto, an answer to another prompt.
+NONE, WANTED, UNWANTED, PROBE = range(4)
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    name: Literal["next_token", "dpo", "ipo", "orpo", "simpo", "kto"] = key(
+        "what is minimised: next_token, or a loss of preferences over data.sources.NAME.pairs (docs/finetuning.md)",
+        "next_token",
+    )
+    beta: float = key("of preferences, the scale of rewards; orpo: the weight of its odds ratio", 0.1, low=0.0)
+    margin: float = key("simpo: gamma, by how much the reward of the chosen answer is to be larger", 0.5, low=0.0)
+    reference: str | None = key(
+        "the model that dpo, ipo and kto compare with: a folder of weights, RUN or RUN@STEP, or base, the frozen model under an"
+        " adapter",
+        None,
+    )
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether it compares answers, of sources of pairs."""
+        return self.name != "next_token"
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.name in ("dpo", "ipo", "kto")
+
+
+@dataclass(frozen=True)
+class Source:
+    path: str = key(
+        "file, folder or glob (jsonl, json, csv, parquet, arrow, txt, py ...), hub dataset, `python-stdlib` or `python-help`"
+    )
+    weight: float = key("relative share of the tokens; 0 leaves the source out", 1.0, low=0.0)
+    format: Literal["auto", "jsonl", "csv", "tsv", "parquet", "arrow", "text", "hub"] = key(
+        "format of the file; auto: by its ending", "auto"
+    )
+    field: str = key("the field of a record that holds the text", "text")
+    messages: str | None = key(
+        "in place of field, the field of a record that holds a conversation, or its prompt or instruction", None
+    )
+    pairs: str | None = key(
+        "in place of field, the field with the preferred answer, beside prompt and rejected; for loss=kto with an answer, beside"
+        " prompt and label",
+        None,
+    )
+
+    @property
+    def conversation(self) -> str | None:
+        """The field that is rendered by a chat template, if there is one."""
+        return self.messages or self.pairs
+
+
+@dataclass(frozen=True)
+class Data:
+    sources: dict[str, Source] = key("named sources, blended by weight", {})
+    root: str = key("folder of the token stores; each store is named by its fingerprint", "tokens")
+    bpe_vocab: int | None = key("entries of a byte-level BPE to train where there is no tokenizer", None, low=260)
+    bpe_text_bytes: int = key(
+        "bytes of text that the BPE is trained on, spread evenly over the sources", 64 << 20, low=1
+    )
+    chat_template: str | None = key(
+        "of conversations: a file with a template, one of the tokenizer's by name, or chatml; null: the tokenizer's own",
+        None,
+    )
+    train_on: Literal["assistant", "last", "all"] = key(
+        "of conversations, what has a loss: all turns of the assistant with their ends, its last one, or everything",
+        "assistant",
+    )
+    pack: Literal["auto", "concat", "documents", "best_fit", "alone"] = key(
+        "concat: documents attend across their borders; documents: positions restart and attention stays inside; best_fit: the"
+        " same with rows of whole documents; alone: a row for each, padded; auto: best_fit with conversations, else concat",
+        "auto",
+    )
+    overlong: Literal["skip", "truncate", "refuse"] = key(
+        "conversations longer than batch.context, with best_fit or alone: leave them out, cut their ends off, or refuse to train",
+        "skip",
+    )
+    validation: float = key("share of documents held out, chosen by hash", 0.005, low=0.0, high=0.5)
+    bad_records: int = key("bad records of a source that are quarantined before it is an error", 0, low=0)
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether a source that is read has conversations, or pairs of them."""
+        return any(source.conversation is not None and source.weight for source in self.sources.values())
+
+    @property
+    def packing(self) -> Literal["concat", "documents", "best_fit", "alone"]:
+        """The way in which rows are packed: `pack`, with the choice of `auto` made."""
+        return self.pack if self.pack != "auto" else "best_fit" if self.has_conversations else "concat"
+
+    @property
+    def isolates(self) -> bool:
+        """Whether documents of a row are kept apart."""
+        return self.packing in ("documents", "best_fit")
