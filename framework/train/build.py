@@ -120,12 +120,13 @@ def assemble(
 ) -> TrainingRun:
     """The run of a rank: its stages, one optimizer over all of them, and the values that a step reads."""
     buffers = [buffer for stage in stages.values() for buffer in stage.buffers]
-    shards, auxiliary = own_shards(buffers), plan.load_balancing
-    qk_clip = make_qk_clip(plan.recipe.optim.qk_clip, plan.qk_rows, find_parts(shards), maxima, mesh.axis("world"))
+    shards, auxiliary, recipe = own_shards(buffers), plan.load_balancing, plan.recipe
+    wide = torch.promote_types(plan.compute_dtype, torch.float32)
+    qk_clip = make_qk_clip(recipe.optim.qk_clip, plan.qk_rows, find_parts(shards), maxima, mesh.axis("world"))
     return TrainingRun(
         stages=stages,
         pipeline=plan.pipeline,
-        optimizer=StepOptimizer(plan.recipe, buffers, shards, plan.groups, mesh, disk, qk_clip),
+        optimizer=StepOptimizer(recipe, buffers, shards, plan.groups, mesh, disk, qk_clip),
         disk=disk,
         shards=shards,
         tied_copies=find_copies(buffers),
@@ -137,15 +138,13 @@ def assemble(
             plan.compute_dtype,
             mesh.device,
         ),
-        loss=plan.recipe.loss,
+        loss=recipe.loss,
         load=load,
-        biases=RouterBiases(plan.recipe.model.router_bias_rate, load.mixtures, stages, mesh.device),
-        loss_scale=LossScale(
-            plan.recipe.precision, torch.promote_types(plan.compute_dtype, torch.float32), mesh.device
-        ),
+        biases=RouterBiases(recipe.model.router_bias_rate, load.mixtures, stages, mesh.device),
+        loss_scale=LossScale(recipe.precision, wide, mesh.device),
         exposed_communication=exposed,
         mesh=mesh,
-        leaves_base=plan.recipe.adapter.is_used,
-        clip_norm=plan.recipe.optim.clip_norm,
-        seed=plan.recipe.train.seed,
+        leaves_base=recipe.adapter.is_used,
+        clip_norm=recipe.optim.clip_norm,
+        seed=recipe.train.seed,
     )
