@@ -6,7 +6,7 @@ So the samples of one step are [cursor, cursor + M dp b) for every split into M 
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from framework.comm.transfer import choose_current, pin
-from framework.data.order import SampleOrder, Skipped, index_samples, key_of, permute
+from framework.data.order import NOTHING_READ, SampleOrder, Skipped, index_samples, key_of, permute
 from framework.data.pack import NO_SAMPLE, Microbatch, Mode, Packer, cut_context
 from framework.data.prepared import Prepared
 from framework.data.rows import Overlong, refuse_no_rows
@@ -54,12 +54,13 @@ class Loader:
         device: torch.device = HOST,
         clock: Callable[[], float] = time.perf_counter,
         hear: Sequence[Hear] = (),
+        starts: Mapping[str, int] = NOTHING_READ,
     ) -> None:
         """num_microbatches: of this rank in one step; slices: the tokens of each sequence that it holds, None: all; device: where
-        they will go, from pinned memory; clock: seconds; hear: called for every batch, and may raise."""
+        they will go, from pinned memory; clock: seconds; hear: called for each batch, and may raise; starts: of `SampleOrder`."""
         self._packer = open_packer(prepared, "train", context, pack, overlong, seed)
         sizes = zip(prepared.sources, self._packer.sizes, strict=True)
-        self._order = SampleOrder.of(seed, {source.name: (source.weight, size) for source, size in sizes})
+        self._order = SampleOrder.of(seed, {source.name: (source.weight, size) for source, size in sizes}, starts)
         self._slices = slices or ContextSlices(context)
         self._b = sequences_per_microbatch
         first = (np.arange(num_microbatches) * dp_size + dp_rank) * self._b

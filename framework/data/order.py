@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor, lcm
+from types import MappingProxyType
 
 import numpy as np
 import xxhash
@@ -111,6 +112,8 @@ def interleave(shares: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     return source, rank
 
 
+NOTHING_READ: Mapping[str, int] = MappingProxyType({})
+
 # Samples [first, stop) that a run leaves out, apart from one another and in order.
 Skipped = Sequence[Sequence[int]]
 
@@ -156,10 +159,15 @@ class SampleOrder:
     """[period] uint16: the source in each slot."""
     slot_rank: np.ndarray
     """[period] int64: the number of earlier slots of the same source."""
+    starts: np.ndarray
+    """[sources] int64: samples that were read of each source before this order begins."""
 
     @classmethod
-    def of(cls, seed: int, sources: Mapping[str, tuple[float, int]]) -> "SampleOrder":
-        """Build the order. sources: name -> (weight > 0, samples per epoch >= 1). A source's order does not depend on others."""
+    def of(
+        cls, seed: int, sources: Mapping[str, tuple[float, int]], starts: Mapping[str, int] = NOTHING_READ
+    ) -> "SampleOrder":
+        """Build the order. sources: name -> (weight > 0, samples per epoch >= 1). A source's order does not depend on others.
+        starts: samples of a source that were read before, in another order of the same sources."""
         shares = count_shares([weight for weight, _ in sources.values()])
         slot_source, slot_rank = interleave(shares)
         return cls(
@@ -168,13 +176,19 @@ class SampleOrder:
             shares=np.array(shares, dtype=np.int64),
             slot_source=slot_source,
             slot_rank=slot_rank,
+            starts=np.array([starts.get(name, 0) for name in sources], dtype=np.int64),
         )
+
+    def count(self, num_samples: int) -> np.ndarray:
+        """Samples of each source among the first `num_samples`: [sources] int64."""
+        periods, rest = divmod(num_samples, len(self.slot_source))
+        return periods * self.shares + np.bincount(self.slot_source[:rest], minlength=len(self.shares))
 
     def locate(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, sample in that source) at each global index.  index: [n] int64 -> two of [n] int64."""
         period, slot = np.divmod(index, len(self.slot_source))
         source = self.slot_source[slot].astype(np.int64)
-        position = period * self.shares[source] + self.slot_rank[slot]
+        position = self.starts[source] + period * self.shares[source] + self.slot_rank[slot]
         size = self.sizes[source]
         epoch, place = np.divmod(position, size)
         key = mix(self.keys[source] + mix(epoch.astype(np.uint64) + GOLDEN))

@@ -38,7 +38,7 @@ from framework.errors import (
     MeshwrightError,
     TopologyError,
 )
-from framework.launch.branch import ORDER_KEYS, copy_curves, find_origin
+from framework.launch.branch import copy_curves, find_origin
 from framework.launch.directory import RunDirectory
 from framework.launch.identity import settle_identity
 from framework.launch.task import describe_job
@@ -61,7 +61,6 @@ from framework.plan.check import check_host_memory
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.deadlines import find_deadlines
 from framework.recipe.derive import Derived, derive
-from framework.recipe.keys import value_of
 from framework.recipe.schema import Recipe
 from framework.recipe.stages import RunStage, describe_stage, stage_after
 from framework.track.observers import Observers, open_observers
@@ -228,15 +227,14 @@ def train_stage(stage: RunStage, plan: Plan, prepared: Prepared, saves: Saves, g
         add_reference(plan, prepared, mesh, read_rows, lambda: phases.begin(Phase.BUILD))
         run = build(plan, mesh, resumes or start_from is not None, run_dir.name)
         phases.begin(Phase.RESTORE)
-        order = {key: value_of(recipe, key) for key in ORDER_KEYS}
         begins = resumes and saves.start.step == stage.start
         if begins:
-            state = saves.begin_stage(run, prepared.fingerprint, order)
+            state = saves.begin_stage(run, prepared.fingerprint, recipe)
         elif resumes:
             state = saves.restore(run)
         elif start_from is not None:
             origin = broadcast_object(partial(find_origin, start_from), mesh.axis("world"))
-            state = begin_from(run, run_dir.name, origin, prepared.fingerprint, order)
+            state = begin_from(run, run_dir.name, origin, prepared.fingerprint, recipe)
             broadcast_object(partial(copy_curves, origin, RunDirectory(run_dir), lease), mesh.axis("world"))
         else:
             state = RunState(run_dir.name, prepared.fingerprint)
@@ -351,6 +349,7 @@ def _open_loader(plan: Plan, prepared: Prepared, mesh: Mesh, state: RunState, he
         num_microbatches=plan.derived.accumulation,
         device=mesh.device,
         hear=hear,
+        starts=state.read,
         **_sequences(plan, mesh),
     )
     loader.skip(state.skipped_samples)

@@ -96,7 +96,7 @@ def _score_all(
     totals: Scores = {}
     with closing(build(frozen, mesh, resumes=origin is not None)) as run:
         if origin is not None:
-            begin_from(run, "reference", origin, prepared.fingerprint, {})
+            begin_from(run, "reference", origin, prepared.fingerprint, plan.recipe)
         for split in SPLITS:
             # Sums and how often each document was met, which is once or never.
             found = [torch.zeros(2, each.streams[split].num_documents) for each in prepared.sources]

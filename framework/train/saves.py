@@ -9,7 +9,7 @@ memory of nodes, and rewinds.
     end        saves.finish(loop, ...), then saves.end()
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -32,7 +32,7 @@ from framework.lease import Lease
 from framework.monitor.hang import SAVES
 from framework.monitor.phases import Phase, Phases
 from framework.monitor.watchdog import Watchdog
-from framework.recipe.schema import Checkpoint
+from framework.recipe.schema import Checkpoint, Recipe
 from framework.train.loop import Loop
 from framework.train.rewind import rewind
 from framework.train.state import RunState, begin_branch, restore, saved_entries, updated_names
@@ -127,7 +127,7 @@ class Saves:
 
         return restore(run, self.root, lease=self.lease, load_held=load_held)
 
-    def begin_stage(self, run: TrainingRun, data: str, order: Mapping[str, Any]) -> RunState:
+    def begin_stage(self, run: TrainingRun, data: str, recipe: Recipe) -> RunState:
         """Fill the run with the checkpoint with which the stage before has ended. Arguments as of `begin_branch`."""
         found, world = self.start.found, self.mesh.axis("world")
         assert found is not None, "the last step of a stage is in a checkpoint"
@@ -136,7 +136,7 @@ class Saves:
         def load(entries: Sequence[Entry]) -> dict[str, Any] | None:
             return load_newest(self.root, entries, world, found, self.lease, updated_names(run))
 
-        return begin_branch(run, self.lease.run.name, found.manifest, load, data, order)
+        return begin_branch(run, self.lease.run.name, found.manifest, load, data, recipe)
 
     def open(self, step: int) -> Saver:
         """The saver of a start that goes on from `step`."""

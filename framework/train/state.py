@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,8 +17,9 @@ from framework.checkpoint.staging import Entry
 from framework.checkpoint.storage import Place
 from framework.comm.collectives import all_gather_object
 from framework.comm.objects import broadcast_object
+from framework.data.order import SampleOrder, index_samples
 from framework.errors import StorageError
-from framework.launch.branch import Origin
+from framework.launch.branch import ORDER_KEYS, Origin
 from framework.launch.identity import read_trained
 from framework.lease import Lease
 from framework.mesh.layout import Layout
@@ -25,6 +27,7 @@ from framework.model.initial import persistent_buffers
 from framework.optim.averages import AVERAGE
 from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
 from framework.recipe.keys import value_of
+from framework.recipe.schema import Data, Recipe
 from framework.train.spikes import SpikeState
 from framework.train.step import TrainingRun
 
@@ -56,6 +59,8 @@ class RunState:
     rewinds: int = 0
     # Global samples [first, stop) that rewinds have left out; the cursor counts the others (`index_samples`).
     skipped_samples: list[list[int]] = field(default_factory=list)
+    # Samples of each source that earlier stages have read: the cursor counts from there.
+    read: dict[str, int] = field(default_factory=dict)
     recipe: dict[str, Any] = field(default_factory=dict)  # with the tokenizer's hash: launch/identity.py
     tokenizer: str = ""
     base: str = ""  # fingerprint of the pretrained weights beside an adapter, which no checkpoint has
@@ -108,16 +113,18 @@ def begin_branch(
     manifest: Manifest,
     load: Callable[[Sequence[Entry]], dict[str, Any] | None],
     data: str,
-    order: Mapping[str, Any],
+    recipe: Recipe,
 ) -> RunState:
     """Fill a run from a checkpoint of another recipe, another run's or that of the stage before, and return where it begins.
     Collective over the world.
 
     load: fills entries from the checkpoint with this manifest and returns its state. data: fingerprint of the prepared data;
-    order: this recipe's values of `ORDER_KEYS`. The position in the data stays if all of these are the checkpoint's, else it is
-    the beginning. Optimizer states are taken over where the checkpoint has all of a parameter's from the same update rule; the
-    others begin at zero and are reported. AdamW counts its updates once for all parameters, so its states are taken over for all
-    or for none. Raises as `load_checkpoint` does, for weights too.
+    recipe: of this run or stage.
+
+    The position in the data stays if data and `ORDER_KEYS` are the checkpoint's. If only the data differs, a source that is the
+    same goes on from its own position; else the data begins anew. Optimizer states are taken over where the checkpoint has all of
+    a parameter's from the same update rule; the others begin at zero and are reported. AdamW counts its updates once for all
+    parameters, so its states are taken over for all or for none. Raises as `load_checkpoint` does, for weights too.
     """
     world = run.mesh.axis("world")
     trained = read_trained(manifest.state)
@@ -162,7 +169,9 @@ def begin_branch(
         others = f" and {len(names) - 3} more" * (len(names) > 3)
         of = f"{state.run_id}@{state.step}"
         report(f"moments begin at zero, as {of} lacks them or some: {', '.join(names[:3])}{others}")
-    if state.data != data or any(value_of(trained, key) != value for key, value in order.items()):
+    is_same_order = all(value_of(trained, key) == value_of(recipe, key) for key in ORDER_KEYS)
+    if state.data != data or not is_same_order:
+        state.read = count_read(state, trained.data, recipe) if is_same_order else {}
         state.samples, state.skipped_samples = 0, []
     state.data = data
     if state.run_id != run_id:
@@ -172,12 +181,26 @@ def begin_branch(
     return state
 
 
-def begin_from(run: TrainingRun, run_id: str, origin: Origin, data: str, order: Mapping[str, Any]) -> RunState:
+def count_read(state: RunState, data: Data, recipe: Recipe) -> dict[str, int]:
+    """Samples that a run has read of each source that `recipe` has as well. data: with which it has read the last of them."""
+    weights = {name: source.weight for name, source in data.sources.items() if source.weight}
+    order = SampleOrder.of(recipe.train.seed, {name: (weight, 1) for name, weight in weights.items()})
+    [num_samples] = index_samples(np.array([state.samples]), state.skipped_samples)
+    read = dict(zip(weights, map(int, order.count(int(num_samples))), strict=True))
+    sources = recipe.data.sources
+    return {
+        name: state.read.get(name, 0) + read.get(name, 0)
+        for name, source in data.sources.items()
+        if name in sources and replace(sources[name], weight=source.weight) == source
+    }
+
+
+def begin_from(run: TrainingRun, run_id: str, origin: Origin, data: str, recipe: Recipe) -> RunState:
     """`begin_branch` from a checkpoint of another run."""
     world = run.mesh.axis("world")
     manifest = broadcast_object(lambda: open_checkpoint(origin.checkpoint), world)
     load = partial(load_checkpoint, origin.checkpoint, world=world, manifest=manifest)
-    return begin_branch(run, run_id, manifest, load, data, order)
+    return begin_branch(run, run_id, manifest, load, data, recipe)
 
 
 def _in_saved_dtype(entry: Entry, known: Mapping[str, tuple[tuple[int, ...], str]]) -> Entry:

@@ -38,6 +38,7 @@ STAGES = (
     "train.stages.long.data.sources.more.weight=3",
     "train.stages.long.model.config.rope_parameters={rope_type: default, rope_theta: 50000.0}",
     "train.stages.long.optim.lr=1e-4",
+    "train.stages.decay.data.sources.more.weight=1",
     "train.stages.decay.batch.sequences_per_step=8",
     "train.stages.decay.model.freeze=[embed]",
     "train.stages.decay.optim.schedule={name: wsd, decay_shape: sqrt, decay_steps: 2, warmup_steps: 0}",
@@ -50,6 +51,7 @@ BY_HAND = (
     ),
     (
         "train.steps=9",
+        "data.sources.more.weight=1",
         "batch.sequences_per_step=8",
         "model.freeze=[embed]",
         "optim.schedule={name: wsd, decay_shape: sqrt, decay_steps: 2, warmup_steps: 0, start_step: 6, stop_step: 9}",
@@ -86,6 +88,10 @@ def test_a_run_in_stages_is_the_same_stages_by_hand(place: Path, monkeypatch: py
     assert curve("hand-2") == curve("staged")
     tokens = [each[1] for each in curve("staged")]
     assert tokens == [64, 128, 192, 320, 448, 576, 832, 1088, 1344]
+    newest = newest_checkpoint(RunDirectory(Path("runs/staged")).checkpoints)
+    assert newest is not None
+    # Of the long stage's 12 samples: the stage behind it goes on in each source. The first stage had samples of another length.
+    assert Reader(newest).manifest.state["read"] == {"files": 3, "more": 9}
     info = json.loads(Path("runs/staged/run_info.json").read_text())
     assert info["stages"] == {"short": 0, "long": 3, "decay": 6}
 
@@ -153,8 +159,9 @@ def test_twenty_kills_across_borders(place: Path, monkeypatch: pytest.MonkeyPatc
     draw, names = random.Random(45), ["short"] * 3 + ["long"] * 3 + ["decay"] * 3
     words, step = [*RECIPE, *STAGES, "run.id=killed", "checkpoint.every_steps=1"], 0
     for _ in range(20):
-        behind = f"stage {names[step + 1]}:" if step in (2, 5) else f"step {step + 1}/"
-        marks = [f"stage {names[step]}:", "run killed", *[behind] * 2 * (step < 8)]
+        # A save ends before the next one begins, so two steps behind it is whole.
+        behind = f"stage {names[step + 1]}:" if step in (2, 5) else f"step {step + 3}/"
+        marks = [f"stage {names[step]}:", "run killed", *[behind] * 2 * (step < 7)]
         assert train(*words, until=draw.choice(marks)) is None
         newest = newest_checkpoint(RunDirectory(Path("runs/killed")).checkpoints)
         step = Reader(newest).manifest.step if isinstance(newest, Path) else 0

@@ -115,3 +115,17 @@ def test_a_run_that_leaves_samples_out_meets_all_others_in_order(bounds: list[tu
     assert index_samples(np.arange(80), skipped).tolist() == [g for g in range(160) if g not in left_out][:80]
     assert all(first < stop for first, stop in skipped)
     assert all(stop < first for (_, stop), (first, _) in pairwise(skipped))
+
+
+def test_an_order_with_other_weights_goes_on_where_one_has_stopped():
+    sizes = {"a": 50, "b": 30}
+    first = SampleOrder.of(3, {"a": (1.0, 50), "b": (1.0, 30)})
+    read = dict(zip(sizes, map(int, first.count(33)), strict=True))
+    assert sum(read.values()) == 33
+    second = SampleOrder.of(3, {"a": (3.0, 50), "b": (1.0, 30)}, read)
+    for number, name in enumerate(sizes):
+        alone = SampleOrder.of(3, {name: (1.0, sizes[name])}).locate(np.arange(200))[1]
+        samples = np.concatenate(
+            [sample[source == number] for source, sample in (first.locate(np.arange(33)), second.locate(np.arange(40)))]
+        )
+        assert samples.tolist() == alone[: len(samples)].tolist(), name
