@@ -153,9 +153,11 @@ class BlockAttention:
         queries behind are padding."""
         q, rows = block.heads.q, min(block.q_rows[1], num_rows)
         largest = q.new_full((q.shape[1],), -math.inf, dtype=block.sums_dtype)
+        # Tiles whatever kernel attends: flash kernels return sums of exponentials, which bound a maximum but are none.
         kernel = TileKernel(None, self.tile or TILES_OF_GPU)
         for piece in self._cut(block, kernel) if rows > block.q_rows[0] else ():
             scores = kernel.score(block.heads_of(piece), piece.kind, block.mask_of(piece), block.scores.scale)
+            # Padding stands behind all tokens, so no token sees it as a key; as a query it would count.
             if rows > piece.q[0]:
                 largest = largest.maximum(scores[:, :, : rows - piece.q[0]].amax((0, 2, 3)))
         return largest

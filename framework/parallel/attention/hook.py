@@ -116,6 +116,7 @@ def watch_logits(model: nn.Module, plan: StagePlan, maxima: LogitMaxima) -> None
     layers = [unit.name for unit in plan.units if unit.is_layer]
     for unit in (each for each in plan.own_units if each.is_layer):
         for (attention,) in find_context_attentions(model.get_submodule(unit.root)).values():
+            # Ulysses divides the heads that tensor parallelism has left to a rank: neighbours of it have neighbouring heads.
             parts = tp.size * ulysses.size, tp.rank * ulysses.size + ulysses.rank
             attention.maxima = HeadMaxima(maxima, layers.index(unit.name), *parts)
 

@@ -43,6 +43,7 @@ class HeadMaxima:
 
     def note(self, found: Tensor) -> None:
         """Take the largest logits of this rank's query heads, [H]."""
+        # From the call, not from the config: layers may differ in their heads, and ranks have a part of each.
         num_queries, num_keys = self.num_parts * len(found), self.maxima.num_heads[self.layer]
         heads = torch.arange(len(found), device=found.device) + self.part * len(found)
         self.maxima.values[self.layer].scatter_reduce_(0, heads // (num_queries // num_keys), found.double(), "amax")
