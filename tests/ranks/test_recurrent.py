@@ -132,16 +132,19 @@ def eight():
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", range(9))
 def test_any_two_options_of_a_hybrid_mixture_equal_one_process(eight: RankPool, part: int) -> None:
-    assert_equal(eight, 8, [way.case for way in cover()[part::3]])
+    assert_equal(eight, 8, [way.case for way in cover()[part::9]])
 
 
-LENGTH, STARTS, CHANGED = 21, (0, 4, 17), (1, 6, 18)
+LENGTH, STARTS, CHANGED = 21, (0, 4, 17), (3, 5, 10, 18)
 
 
-def perturb_tokens(rank: int, world: int, rendezvous: str, name: str, method: str) -> dict[int, list[int]]:
-    """Body: the rows of the sequence in which a mixer's output differs, by the row whose input does."""
+def perturb_tokens(
+    rank: int, world: int, rendezvous: str, name: str, method: str, spoiled: str = ""
+) -> dict[int, list[int]]:
+    """Body: the rows of the sequence in which a mixer's output differs, by the row whose input does. spoiled: what pieces do not
+    get of those before."""
     mesh = connect(topology_of(Way(name, world, method).recipe, build_config(find(name))), CPU, rendezvous, rank)
     sizes = {"ulysses": world} if method == "ulysses" else {"ring": world}
     slices, cp = ContextSlices(LENGTH, rank=rank, **sizes), mesh.axis("cp")
@@ -149,6 +152,12 @@ def perturb_tokens(rank: int, world: int, rendezvous: str, name: str, method: st
     model = AutoModelForCausalLM.from_config(build_config(find(name)), dtype=torch.float64)
     pieces, (_, mixer) = Pieces(slices, cp), next(find_mixers(model))
     hook_mixers(model, pieces)
+    if spoiled == "window":
+        pieces.window = lambda x, length: torch.zeros_like(x[:, :, :1]).expand(-1, -1, length, -1)  # type: ignore[method-assign]
+    elif spoiled == "states":
+        pieces.states = lambda maps, step, first: torch.stack([first] * maps.shape[1], 1)  # type: ignore[method-assign]
+    elif spoiled == "starts":
+        pieces.starts = lambda device: None  # type: ignore[method-assign]
     whole = torch.randn(1, LENGTH, model.config.hidden_size, dtype=torch.float64)
 
     def compute(x: Tensor) -> Tensor:
@@ -175,9 +184,19 @@ def perturb_tokens(rank: int, world: int, rendezvous: str, name: str, method: st
 def test_a_token_changes_the_later_ones_of_its_document_alone(
     pool: RankPool, name: str, reach: int, method: str
 ) -> None:
+    assert pool.run(2, perturb_tokens, name, method) == [expect_rows(reach)] * 2
+
+
+def expect_rows(reach: int) -> dict[int, list[int]]:
     ends = {row: min(stop for stop in (*STARTS, LENGTH) if stop > row) for row in CHANGED}
-    expected = {row: list(range(row, min(end, row + reach))) for row, end in ends.items()}
-    assert pool.run(2, perturb_tokens, name, method) == [expected] * 2
+    return {row: list(range(row, min(end, row + reach))) for row, end in ends.items()}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(("name", "spoiled"), [("lfm2", "window"), ("qwen3_5_text", "states"), ("lfm2", "starts")])
+def test_what_a_piece_does_not_get_is_missed(pool: RankPool, name: str, spoiled: str) -> None:
+    found = pool.run(2, perturb_tokens, name, "ring", spoiled)
+    assert found[0] != expect_rows(3 if name == "lfm2" else LENGTH)
 
 
 def count_sent(rank: int, world: int, rendezvous: str, ways: list[Way]) -> list[int]:

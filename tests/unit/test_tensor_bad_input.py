@@ -10,7 +10,7 @@ from framework.mesh.topology import Axis
 from framework.model.load import build_meta
 from framework.model.shrink import shrink
 from framework.recipe.compose import compose
-from tests.families import STATE_SPACES, build_config, family
+from tests.families import RECURRENT, STATE_SPACES, build_config, family
 from tests.ranks.tensor_parity import recipe_of, split
 
 ALONE = Communicator(Axis("kv", 1, 0))
@@ -73,12 +73,11 @@ def test_degrees_over_the_heads_are_refused_with_those_that_divide() -> None:
     [
         ("mamba2", 3, r"linear value heads \[8\], .* of mamba2 .*use parallel.tp in \[1, 2, 4, 8\]"),
         ("mamba", 5, r"linear value heads \[64\]"),
+        ("qwen3_5_text", 4, r"linear key heads \[2\], linear value heads \[4\], .*use parallel.tp in \[1, 2\]"),
     ],
 )
-def test_degrees_over_the_heads_of_a_state_space_are_refused_with_those_that_divide(
-    name: str, tp: int, told: str
-) -> None:
-    found = next(each for each in STATE_SPACES if each.name == name)
+def test_degrees_over_the_heads_of_a_mixer_are_refused_with_those_that_divide(name: str, tp: int, told: str) -> None:
+    found = next(each for each in (*STATE_SPACES, *RECURRENT) if each.name == name)
     with pytest.raises(TopologyError, match=f"parallel.tp={tp} does not divide the {told}"):
         split(build_meta(build_config(found)), Communicator(Axis("tp", tp, 0)), ALONE, sequence=True)
 

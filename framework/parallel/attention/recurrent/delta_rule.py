@@ -114,6 +114,7 @@ def _scan(chunks: Sequence[Tensor], seen: _Seen, pieces: Pieces) -> Tensor:
     last = total[..., -1:, :]
     pairs, reads = seen.pair_decays(total), seen.mask(total.exp(), "before")
     writes = k * seen.mask((last - total).exp(), "behind")
+    # The system's diagonal is taken for one, and what stands above it is not read.
     system, attention = _products(b * k, k, pairs), _products(q, k, pairs)
     new = torch.linalg.solve_triangular(system, torch.cat([b * v, b * k * reads], -1), upper=False, unitriangular=True)
     u, w = new.split([v.shape[-1], k.shape[-1]], -1)
@@ -140,6 +141,7 @@ def _scan_chunks(kept: Tensor, added: Tensor, pieces: Pieces) -> Tensor:
         identity = torch.eye(width, dtype=kept.dtype, device=kept.device).expand(*leading, width, width)
         state, added = torch.cat([state, identity], -1), F.pad(added, (0, width))
     found = []
+    # All that one chunk waits for another for.
     for number in range(chunks):
         found.append(state)
         state = kept[..., number, :, :] @ state + added[..., number, :, :]

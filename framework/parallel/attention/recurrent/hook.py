@@ -63,7 +63,6 @@ def hook_mixers(model: PreTrainedModel, pieces: Pieces) -> None:
     for mixer in mixers.values():
         names = called_names(mixer)
         call_by(mixer, {name: partial(each, pieces) for name, each in FUNCTIONS.items() if name in names})
-        mixer.pieces = pieces  # type: ignore[assignment]
     notes = _Notes()
     model.register_forward_pre_hook(notes.read, with_kwargs=True)
     for layer in found[1]:
@@ -89,5 +88,6 @@ class _Notes:
 
 
 def _compute_layer(pieces: Pieces, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # For as long as it computes: by the time that a layer is recomputed, the model may have been called with another microbatch.
     with pieces.of(kwargs.pop(ARGUMENT, None)):
         return forward(*args, **kwargs)

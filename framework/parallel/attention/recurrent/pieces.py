@@ -85,6 +85,7 @@ class Pieces:
         tokens = min(length, x.shape[2])
         tail = x[:, :, x.shape[2] - tokens :].contiguous()
         parts: list[Tensor] = []
+        # Pieces shorter than a window pass on what has come to them; in the same number of rounds on all ranks.
         while sum(part.shape[2] for part in parts) < length:
             tail = self._windows.apply(tail)
             parts.insert(0, tail)
