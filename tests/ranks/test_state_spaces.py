@@ -21,6 +21,7 @@ from framework.parallel.tensor import state_space
 from framework.recipe.schema import Memory, Parallel, Zero
 from tests.families import STATE_SPACES, Family
 from tests.grid import few_of
+from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CPU, STAGE_0, Case, assert_equal, small_recipe
 from tests.ranks.pool import RankPool
 from tests.ranks.tensor_parity import TensorCase, compare_cases
@@ -125,6 +126,33 @@ def mix(pieces: Pieces, x: Tensor) -> Tensor:
 
 
 CHANNELS = HEADS * WIDTH + 2 * GROUPS * STATE + HEADS
+
+
+# Values of each factor of a run on at most four ranks: tp, cp, pp, ep, whether documents are packed, ZeRO's stage, recomputation.
+FACTORS = ((1, 2), (1, 2), (1, 2), (1, 2), (False, True), (1, 3), ("none", "full"))
+COVERED = [
+    Way(
+        "nemotron_h",
+        tp,
+        pp,
+        cp,
+        4 // (tp * cp * pp),
+        ep,
+        packs=packs,
+        zero=Zero(stage=stage),
+        count=2,
+        checkpointing=policy,
+    )
+    for tp, cp, pp, ep, packs, stage, policy in cover_pairs(
+        FACTORS, lambda tp, cp, pp, ep, *_: tp * cp * pp <= 4 and ep <= 4 // pp
+    )
+]
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("way", COVERED, ids=str)
+def test_any_two_axes_beside_a_state_space(pool: RankPool, way: Way) -> None:
+    assert_ways_equal(pool, way)
 
 
 def find_changes(rank: int, world: int, rendezvous: str) -> dict[tuple[int, int], list[int]]:

@@ -65,9 +65,10 @@ def test_windows_and_layers_without_attention_shorten_the_reach():
     assert sum(attention_reach(hybrid, 64)) == 64
 
 
-def test_a_model_without_attention_costs_its_weights():
+def test_a_model_without_attention_costs_its_weights_and_states():
     model = build("mamba", hidden_size=8, num_hidden_layers=2, vocab_size=97, state_size=4)
-    assert flops_per_token(model, context=64) == 6 * measure_model(model).multiplied
+    # In each of two layers a state of 16 channels by 4, which decays, is added to, and read.
+    assert flops_per_token(model, context=64) == 6 * (measure_model(model).multiplied + 2 * 3 * 16 * 4)
 
 
 @pytest.mark.skipif(

@@ -26,6 +26,7 @@ ACTIVE = {
     "gpt_oss_20b": (4_187_440_704, 3_608_307_264, 3.61),
     "gpt_oss_120b": (5_711_982_912, 5_132_849_472, 5.13),
     "deepseek_v3": (37_552_282_624, 36_625_603_584, 37),
+    "nemotron3_nano": (3_580_073_408, 3_227_751_872, 3.6),
 }
 # Nodes of 8 GPUs, from the fewest that are promised to 1,024 GPUs.
 NODES = {
@@ -106,3 +107,13 @@ def test_two_hops_send_rows_twice_and_of_two_parts_twice_as_many_numbers():
 def test_too_few_ranks_for_the_stages_are_refused():
     with pytest.raises(RecipeError, match=r"launch\.ranks"):
         compose_on("deepseek_v3", 1)
+
+
+def test_a_hybrid_of_state_spaces_is_planned_over_all_axes():
+    """Nemotron 3 Nano on two nodes: its heads over tp, its states over cp, its experts over ep."""
+    layout = ["parallel.tp=2", "parallel.cp=2", "parallel.ep=8", "zero.stage=3", "memory.activation_checkpointing=full"]
+    batch = ["batch.sequences_per_step=64", "batch.context=8192", "data.pack=documents"]
+    cluster = ["launch=slurm", "cluster=h100_ib", "launch.nodes=2"]
+    plan = check_layout(compose(["model=nemotron3_nano", *cluster, *layout, *batch]).require())
+    assert most_bytes(plan) < BYTES
+    assert measure_traffic(plan, 0)["cp"] > 0

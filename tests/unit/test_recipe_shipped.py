@@ -41,6 +41,7 @@ GIVEN = {
 
 # As published with the weights (DeepSeek-V3: without its second-token module); test_model_load.py counts them.
 PARAMETERS = {
+    "nemotron3_nano": 31_577_937_344,
     "llama3_2_1b": 1_235_814_400,
     "llama3_1_8b": 8_030_261_248,
     "llama3_1_70b": 70_553_706_496,
@@ -54,6 +55,7 @@ PARAMETERS = {
     "deepseek_v3": 671_026_404_352,
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
+    "nemotron3_nano": 31_577_937_344,
     "gpt2": 124_439_808,
     "tiny_llama": 5_475_584,
     "nanochat_d12": 162_201_600,
