@@ -55,7 +55,6 @@ PARAMETERS = {
     "deepseek_v3": 671_026_404_352,
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
-    "nemotron3_nano": 31_577_937_344,
     "gpt2": 124_439_808,
     "tiny_llama": 5_475_584,
     "nanochat_d12": 162_201_600,
