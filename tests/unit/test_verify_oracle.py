@@ -11,8 +11,8 @@ from framework.optim.stochastic_rounding import draw_bits
 from framework.recipe.schema import Adapter, LearningRateSchedule, Optim, ParameterGroup
 from framework.verify import plain
 from framework.verify.compare import compare_initial
-from framework.verify.layout import initial_weights
 from framework.verify.evidence import separate
+from framework.verify.layout import initial_weights
 from framework.verify.oracle import _stock_model
 from framework.verify.plain import _find_experts, draw_words
 from tests.families import FAMILIES, Family, build_config, family, is_kind
