@@ -11,8 +11,9 @@ from framework.optim.stochastic_rounding import draw_bits
 from framework.recipe.schema import Adapter, LearningRateSchedule, Optim, ParameterGroup
 from framework.verify import plain
 from framework.verify.compare import compare_initial
+from framework.verify.evidence import separate
 from framework.verify.layout import initial_weights
-from framework.verify.oracle import _separate, _stock_model
+from framework.verify.oracle import _stock_model
 from framework.verify.plain import _find_experts, draw_words
 from tests.families import FAMILIES, Family, build_config, family, is_kind
 from tests.grid import few_of
@@ -92,7 +93,7 @@ def test_random_words_are_those_of_the_layout() -> None:
 
 def test_packed_documents_are_rows_of_their_own() -> None:
     ids, labels = torch.arange(12).view(2, 6), torch.arange(100, 112).view(2, 6)
-    rows, targets, is_real = _separate(ids, labels, torch.tensor([[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]))
+    rows, targets, is_real = separate(ids, labels, torch.tensor([[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]))
     assert is_real.sum(1).tolist() == [2, 3, 1, 6]
     assert rows[is_real].tolist() == list(range(12)), "in the order of the packed rows"
     assert targets[is_real].tolist() == list(range(100, 112))
