@@ -225,6 +225,8 @@ def train_stage(stage: RunStage, plan: Plan, prepared: Prepared, saves: Saves, g
     with explain_out_of_memory(plan, mesh.rank):
         read_rows = partial(validation_batches, prepared, seed=recipe.train.seed, **_sequences(plan, mesh))
         add_reference(plan, prepared, mesh, read_rows, lambda: phases.begin(Phase.BUILD))
+        if recipe.loss.needs_reference:
+            free_memory(mesh.device)
         run = build(plan, mesh, resumes or start_from is not None, run_dir.name)
         phases.begin(Phase.RESTORE)
         begins = resumes and saves.start.step == stage.start

@@ -22,6 +22,7 @@ from framework.model.loss import IGNORE
 from framework.recipe.compose import compose
 from framework.recipe.data_schema import NONE, PROBE, UNWANTED, WANTED
 from framework.recipe.schema import Batch, Data, LossSettings, Model, Recipe, Source
+from framework.recipe.suggest import explain_unknown
 from tests.chat_templates import answer, user
 from tests.unit.test_conversations import write_jsonl
 
@@ -226,3 +227,18 @@ def test_recipes_of_preferences_are_recipes() -> None:
     assert compose(DPO).require().loss == LossSettings("dpo", 0.1, reference="x")
     assert compose([*PAIRS, "loss=simpo"]).require().loss.margin == 1.0
     assert replace(compose(DPO).require().loss, name="orpo").is_paired
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "ours"),
+    [
+        ("beta", 0.1, "loss.beta"),
+        ("loss_type", "sigmoid", "loss.name=dpo"),
+        ("rl", "ipo", "loss.name=ipo"),
+        ("pref_loss", "orpo", "loss.name=orpo"),
+        ("simpo_gamma", 0.5, "loss.margin"),
+        ("ref_model", "x", "loss.reference"),
+    ],
+)
+def test_names_of_other_systems_are_translated(name: str, value: Any, ours: str) -> None:
+    assert ours in explain_unknown(name, value)
