@@ -120,7 +120,19 @@ def find_targets(model: PreTrainedModel, adapter: Adapter) -> list[str]:
             raise ModelError(
                 f"adapter.{key} is not for stacked experts ({of_experts[0]}), as in PEFT: use lora, without dropout"
             )
+    for path in (path for path in linears if f"{path}.weight" in found and not _is_plain(linears[path])):
+        kind = type(linears[path]).__name__
+        raise ModelError(f"adapter.targets: {path} ({kind}) computes more than a linear layer: leave it out")
     return [name for name, _ in model.named_parameters(remove_duplicate=False) if name in found]
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether a layer computes what its base class does, also if that is written anew (falcon's)."""
+    plain, x = nn.Linear(3, 2), torch.ones(1, 3)
+    try:
+        return type(linear) in LINEARS or torch.allclose(type(linear).forward(plain, x), plain(x))  # type: ignore[arg-type]
+    except (AttributeError, TypeError, RuntimeError):
+        return False
 
 
 def _find_linears(model: nn.Module) -> dict[str, nn.Module]:

@@ -213,6 +213,10 @@ CASES: dict[str, tuple[str, dict[str, Any], Adapter, dict[str, Any], dict[str, R
             "pp, ep over tp": layout(4, 3, pp=2, tp=2, ep=2),
         },
     ),
+    "a linear layer written anew": (
+        "falcon", {}, replace(LORA, targets=["query_key_value", "dense_4h_to_h"]),
+        {"target_modules": ["query_key_value", "dense_4h_to_h"]}, {"zero 3": layout(2, zero=3)},
+    ),
     "few key-value heads": (
         "llama", {"num_key_value_heads": 1}, replace(LORA, targets=["k_proj", "v_proj", "o_proj"]),
         {"target_modules": ["k_proj", "v_proj", "o_proj"]}, {"tp": layout(2, tp=2)},

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from framework.commands import trained_model
 from framework.commands.trained_model import UnitReader
 from framework.errors import ModelError
-from framework.model.adapters import DROPOUT, A, B, add_adapters, is_adapter, merge_all
+from framework.model.adapters import DROPOUT, A, B, add_adapters, find_targets, is_adapter, merge_all
 from framework.model.generate import load_folder
 from framework.model.hub import find_base, fingerprint_base
 from framework.model.initial import draw_unit
@@ -137,6 +137,21 @@ def test_targets_that_fit_nothing_name_the_key_and_the_fix(name: str, adapter: A
     with pytest.raises(ModelError, match=words) as caught:
         adapted(name, adapter)
     assert "adapter." in str(caught.value)
+
+
+class ScaledLinear(nn.Linear):
+    """A layer that computes something else with its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_layers_with_a_forward_of_their_own_are_refused_unless_it_is_linear() -> None:
+    assert find_targets(build_meta(build_config(family("falcon"))), LORA)
+    model = build_meta(build_config(family("llama")))
+    model.model.layers[0].mlp.up_proj.__class__ = ScaledLinear  # type: ignore[union-attr, index]
+    with pytest.raises(ModelError, match=r"mlp.up_proj \(ScaledLinear\) computes more than a linear layer"):
+        find_targets(model, LORA)
 
 
 @pytest.mark.parametrize("train", [["embed_token"], ["q_proj"]])

@@ -64,8 +64,9 @@ def write_gradients_directly(
             continue
         if isinstance(module, MatmulLinear):
             matmul = module.matmul = adapt(module, make_matmul(module, module.matmul.is_transposed))
-        # Exactly torch's and transformers' own: a subclass may compute something else with its weight. A tied head is among them.
-        elif type(module) in (nn.Linear, Conv1D):
+        # Exactly torch's and transformers' own, a tied head among them: a subclass may compute something else with it;
+        # those that have an adapter do not (`find_targets`).
+        elif type(module) in (nn.Linear, Conv1D) or has_adapter(module):
             matmul = adapt(module, make_matmul(module, isinstance(module, Conv1D)))
             module.forward = _direct_forward(module, matmul, path.rpartition(".")[2])  # type: ignore[method-assign]
         else:
