@@ -66,12 +66,12 @@ def draw_tokens(model: PreTrainedModel, rows: int, length: int) -> Tensor:
     return torch.randint(0, model.config.get_text_config().vocab_size, (rows, length))
 
 
-def find_layer_outputs(config: PretrainedConfig) -> bool:
-    """Whether the family's layers return tuples; the small copy is run whole and in two stages.
+def find_layer_outputs(config: PretrainedConfig) -> int | None:
+    """The number of values that the family's layers return, None for a tensor; the small copy is run whole and in two stages.
 
     Raises ModelError for a family that cannot be split: its layers pass on more than hidden states, or are shared.
     """
-    types: list[bool] = []
+    types: list[int | None] = []
     with small_copy(config) as whole:
         units, tokens = find_units(whole), draw_tokens(whole, 2, 6)
         layers = [unit for unit in units if unit.is_layer]
@@ -92,16 +92,16 @@ def find_layer_outputs(config: PretrainedConfig) -> bool:
     return types[0]
 
 
-def _note_type(types: list[bool], layer: nn.Module, args: Any, output: Any) -> None:
-    types.append(isinstance(output, tuple))
+def _note_type(types: list[int | None], layer: nn.Module, args: Any, output: Any) -> None:
+    types.append(len(output) if isinstance(output, tuple | list) else None)
 
 
 def _run_in_stages(
-    whole: PreTrainedModel, units: Sequence[Unit], num_layers: int, returns_tuple: bool, tokens: Tensor
+    whole: PreTrainedModel, units: Sequence[Unit], num_layers: int, num_outputs: int | None, tokens: Tensor
 ) -> Tensor:
     hidden: tuple[Any, ...] = ()
     for bounds in split_stages((1, num_layers - 1)):
-        part = copy_stage(whole, units, bounds, returns_tuple)
+        part = copy_stage(whole, units, bounds, num_outputs)
         hollow_out(part, units, bounds, torch.float32)
         hidden = StageModel(part, units, bounds)(hidden, input_ids=tokens)
     return hidden[0].logits

@@ -19,6 +19,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from framework.errors import ModelError
 from framework.model.initial import seed_for, seed_rng
 from framework.model.routers import Routers
 from framework.model.units import Unit
+
+# By an attribute of a module of the layer: values, beside hidden states, that a layer may take from the one before.
+FOLLOWERS: Mapping[str, str] = MappingProxyType({"skip_topk": "the keys that an indexer has chosen"})
 
 
 @dataclass(frozen=True)
@@ -97,18 +101,18 @@ def own_ties(model: nn.Module, ties: Mapping[str, tuple[str, ...]]) -> dict[str,
 
 
 def copy_stage(
-    whole: PreTrainedModel, units: Sequence[Unit], bounds: StageBounds, returns_tuple: bool
+    whole: PreTrainedModel, units: Sequence[Unit], bounds: StageBounds, num_outputs: int | None
 ) -> PreTrainedModel:
     """A copy of a model on meta for one stage, without the layers of other stages; the whole model stays as it is.
 
     Embedding, final norm and head are copied whole, with their ties, whoever owns them: tensor parallelism asks for their
     shapes, and `hollow_out` replaces them afterwards. With one stage it is a plain deep copy. Nothing is allocated.
 
-    units: of the whole model. returns_tuple: whether its layers return tuples (`probe.find_layer_outputs`).
+    units: of the whole model. num_outputs: of its layers, if they return tuples (`probe.find_layer_outputs`).
     """
     # deepcopy takes what its memo has for an object's id instead of copying it: a layer that is not needed costs nothing.
     memo: dict[int, Any] = {
-        id(whole.get_submodule(unit.root)): PassThrough(returns_tuple)
+        id(layer := whole.get_submodule(unit.root)): PassThrough(num_outputs, layer)
         for unit in units
         if unit.is_layer and not bounds.owns(unit)
     }
@@ -184,7 +188,7 @@ class StageModel:
         return _replace_input(args, kwargs, self._received)
 
     def _take(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._leaving = output[0] if isinstance(output, tuple) else output
+        self._leaving = output[0] if isinstance(output, tuple | list) else output
 
     def _blank(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Zeros for the model's code after the own layers, whose result is not used: of all tokens, as the final norm and the
@@ -207,14 +211,28 @@ def _replace_input(args: tuple[Any, ...], kwargs: dict[str, Any], hidden_states:
 
 
 class PassThrough(nn.Module):
-    """Stand-in for another stage's layer: returns its input [B, T, D]."""
+    """Stand-in for another stage's layer: returns its input [B, T, D], in a tuple of num_outputs if that is how layers return.
 
-    def __init__(self, returns_tuple: bool):
+    layer: whose words and numbers a model may read (nemotron_h asks each layer for its kind).
+    """
+
+    def __init__(self, num_outputs: int | None, layer: nn.Module | None = None):
         super().__init__()
-        self.returns_tuple = returns_tuple
+        self.__dict__ |= {name: each for name, each in _words(layer).items() if not hasattr(self, name)}
+        self.num_outputs = num_outputs
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
-        return (hidden_states,) if self.returns_tuple else hidden_states
+    def forward(self, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if self.num_outputs is None:
+            return hidden_states
+        return (hidden_states, *[None] * (self.num_outputs - 1))
+
+
+def _words(layer: nn.Module | None) -> dict[str, str | int | float]:
+    """Words and numbers that a layer, or its class, holds as attributes."""
+    classes = [each for each in type(layer).__mro__ if not issubclass(nn.Module, each)]
+    names = [*(vars(layer) if layer is not None else ()), *(name for each in classes for name in vars(each))]
+    found = {name: getattr(layer, name) for name in names if not name.startswith("__")}
+    return {name: each for name, each in found.items() if isinstance(each, str | int | float)}
 
 
 class Zeros(nn.Module):
@@ -242,12 +260,13 @@ class Zeros(nn.Module):
 class Resized(nn.Module):
     """Stand-in for another stage's linear layer or norm: returns its input [..., D], or zeros [..., width] of another width.
 
-    width: None for a norm; 0 for the head, whose logits then take no memory.
+    width: None for a norm; 0 for the head, whose logits then take no memory. weight: [0], of the dtype that models cast to.
     """
 
-    def __init__(self, width: int | None):
+    def __init__(self, width: int | None, dtype: torch.dtype):
         super().__init__()
         self.width = width
+        self.weight = torch.empty(0, dtype=dtype, device="meta")
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.width is None or self.width == x.shape[-1]:
@@ -271,7 +290,7 @@ def hollow_out(model: PreTrainedModel, units: Sequence[Unit], bounds: StageBound
 def _stand_in_for(module: nn.Module, is_head: bool, dtype: torch.dtype) -> nn.Module:
     if isinstance(module, nn.Embedding) and not is_head:
         return Zeros(module.embedding_dim, dtype)
-    return Resized(0 if is_head else getattr(module, "out_features", None))
+    return Resized(0 if is_head else getattr(module, "out_features", None), dtype)
 
 
 def _holder(parameter: str) -> str:
@@ -289,6 +308,27 @@ def refuse_shared_layers(config: PretrainedConfig, units: Sequence[Unit], ties: 
         sharing = {layer for root, layer in layers.items() for name in names if name.startswith(f"{root}.")}
         if len(sharing) > 1:
             raise refuse_split(config, f"{' and '.join(sorted(sharing))} share {names[0]}")
+
+
+def refuse_following_starts(
+    config: PretrainedConfig, whole: nn.Module, units: Sequence[Unit], starts: Sequence[int]
+) -> None:
+    """Raise ModelError where a stage begins with a layer that reads what the layer before it has chosen: between stages hidden
+    states travel alone. starts: first layers of the stages behind the first."""
+    layers = [unit for unit in units if unit.is_layer]
+    following = {
+        index: word
+        for index, unit in enumerate(layers)
+        for word in FOLLOWERS
+        if any(getattr(whole.get_submodule(path), word, False) for path in unit.modules)
+    }
+    if found := [index for index in starts if index in following]:
+        legal = [index for index in range(1, len(layers)) if index not in following]
+        taken = FOLLOWERS[following[found[0]]]
+        raise ModelError(
+            f"{config.model_type}: a pipeline stage cannot begin at layer {found[0]}, which takes {taken}"
+            f" from the layer before it: set pipeline.layers so that stages begin at any of {legal}"
+        )
 
 
 def refuse_split(config: PretrainedConfig, reason: str) -> ModelError:

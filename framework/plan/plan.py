@@ -35,7 +35,7 @@ from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.precision import DTYPES
 from framework.model.probe import find_layer_outputs, find_load_balancing_loss
 from framework.model.routers import LoadBalancingLoss
-from framework.model.stage import StageBounds, copy_stage, refuse_shared_layers
+from framework.model.stage import StageBounds, copy_stage, refuse_following_starts, refuse_shared_layers
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment
 from framework.parallel.attention import find_stock_attention, refuse_undivided_context
@@ -83,7 +83,7 @@ class Plan:
     groups: tuple[GroupAssignment, ...]
     pipeline: PipelinePlan
     # Layers return tuples; known only where the model is cut into stages.
-    returns_tuple: bool
+    num_outputs: int | None
     # The routers' auxiliary loss; None without one.
     load_balancing: LoadBalancingLoss | None
     # Mixtures of experts, in order.
@@ -131,7 +131,7 @@ class Plan:
         tokens, policies = self.token_layout(rank), self.policies(rank)
         plans = [self._stage(bounds, axes, tokens, device, policies) for bounds in self.own_stages(rank)]
         stages = [
-            lay_out_stage(copy_stage(self.whole, self.units, each.bounds, self.returns_tuple), each) for each in plans
+            lay_out_stage(copy_stage(self.whole, self.units, each.bounds, self.num_outputs), each) for each in plans
         ]
         return RankPlan(rank, tuple(stages), tokens)
 
@@ -298,6 +298,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         refuse_shared_layers(config, units, ties)
     costs = unit_flops(whole, units, derived.context)
     pipeline = plan_pipeline(recipe.pipeline, derived.pp, derived.accumulation, costs, recipe.zero)
+    refuse_following_starts(config, whole, units, [each.start for each in pipeline.stages[1:]])
     return Plan(
         recipe,
         config,
@@ -309,7 +310,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         ties,
         tuple(group_parameters_of(recipe, whole, units)),
         pipeline,
-        len(pipeline.stages) > 1 and find_layer_outputs(config),
+        find_layer_outputs(config) if len(pipeline.stages) > 1 else None,
         load_balancing,
         mixtures,
         logit_map,

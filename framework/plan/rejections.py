@@ -115,7 +115,7 @@ class ModelRules:
             refuse_undivided_context(config, ContextSlices(c.context, c.ulysses, c.ring), packs, self._causes)
 
     @cached_property
-    def _layer_outputs(self) -> bool:
+    def _layer_outputs(self) -> int | None:
         return find_layer_outputs(self.shape.config)
 
     @cached_property

@@ -297,7 +297,7 @@ class ModelShape:
     def _lay_out(self, bounds: StageBounds, degrees: Degrees) -> Mapping[str, RankUnit]:
         """Lay out a stage: its units that have parameters, by name."""
         plan = self._stage_plan(bounds, degrees)
-        local = lay_out_parameters(copy_stage(self.whole, self.units, bounds, returns_tuple=False), plan)
+        local = lay_out_parameters(copy_stage(self.whole, self.units, bounds, num_outputs=None), plan)
         return {unit.name: RankUnit(unit, local) for unit in plan.own_units if unit.parameters}
 
     def _stage_plan(self, bounds: StageBounds, degrees: Degrees) -> StagePlan:

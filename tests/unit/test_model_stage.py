@@ -39,7 +39,7 @@ def cut_in_place(model: PreTrainedModel, units: list[Unit], bounds: StageBounds)
     for unit in units:
         if unit.is_layer and not bounds.owns(unit):
             parent, _, name = unit.root.rpartition(".")
-            model.get_submodule(parent)._modules[name] = PassThrough(False)
+            model.get_submodule(parent)._modules[name] = PassThrough(None)
     return model
 
 

@@ -106,7 +106,7 @@ def test_a_planned_schedule_is_written_as_a_table_that_is_read_again_and_as_a_pi
         save_schedule(tmp_path / "missing" / "mine.csv", pipeline, 8, "llama, pp=2")
 
 
-@pytest.mark.parametrize("family", ["gemma3n_text", "zamba2", "mamba"])
+@pytest.mark.parametrize("family", ["gemma3n_text", "zamba2", "gemma4_text"])
 def test_a_family_that_hands_on_more_than_hidden_states_is_refused_by_name(family: str) -> None:
     from transformers import AutoConfig
 
@@ -118,7 +118,7 @@ def test_a_family_that_asks_where_its_embedding_is_can_be_cut() -> None:
     """llama4 sends token ids to the device of its embedding, which other stages do not have."""
     from transformers import AutoConfig
 
-    assert not find_layer_outputs(AutoConfig.for_model("llama4_text"))
+    assert find_layer_outputs(AutoConfig.for_model("llama4_text")) is None
 
 
 def test_a_family_that_does_not_run_on_token_ids_alone_is_refused_by_name() -> None:
