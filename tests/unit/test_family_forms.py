@@ -99,6 +99,18 @@ def test_experts_beside_their_router_are_not_sliced() -> None:
         regions_of(small("gemma4_text", **moe))
 
 
+def test_a_norm_of_a_mixtures_output_wants_whole_experts() -> None:
+    model = small("axk1")
+    with pytest.raises(
+        ModelError, match=r"mlp: a module of the mixture computes with its output.*parallel\.expert_tp=1"
+    ):
+        regions_of(model)
+    names = [name for name, _ in model.named_modules()]
+    assert not any(
+        "norm" in role for each in find_regions(model, {}, names, True) for role in each.roles if "mlp" in role
+    )
+
+
 def test_an_indexer_chooses_among_the_keys_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     config = AutoConfig.for_model("deepseek_v32")
     assert not probe_causes(config, has_documents=True)

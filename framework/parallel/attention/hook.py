@@ -99,7 +99,9 @@ def refuse_uneven_heads(layers: Iterable[PretrainedConfig], parallel: Parallel) 
     """Raises TopologyError where the heads of a layer do not divide over Ulysses' ranks. layers: the config of each kind of
     layer."""
     for config in layers:
-        for problem in find_uneven_heads(parallel, config.get_text_config().num_attention_heads):
+        # Models of state spaces have no heads (mamba): others say what is in the way of dividing their sequences.
+        heads = getattr(config.get_text_config(), "num_attention_heads", None)
+        for problem in find_uneven_heads(parallel, heads) if heads else ():
             raise TopologyError(f"{problem.key}: {problem.message}, of a {config.model_type} model: use {problem.fix}")
 
 

@@ -215,6 +215,12 @@ def _region(search: _Search, name: str, root: nn.Module, end: str | None = None)
             unmatched = []
         roles[end] = Role("row")
     search.unmatched += unmatched
+    # Behind the mixture its output is whole, within it a sum in parts (axk1's norm).
+    if has_experts and any(role.kind == "outside" for role in roles.values()):
+        raise ModelError(
+            f"{name}: a module of the mixture computes with its output, which is in parts where experts are sliced: use"
+            " parallel.expert_tp=1, which leaves experts whole"
+        )
     _check_ends(search, roles, has_experts)
     return RegionPlan(name, roles, experts, is_block=has_experts)
 
