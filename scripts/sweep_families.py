@@ -10,6 +10,10 @@ ranks: does every layout train as one process does, or say why it cannot?
 With --check, in the dtype that `precision.compute=auto` takes here: whether `check --model` refuses just what ranks refuse that
 build small copies and train a step: one line for each layout where the two differ, in brackets what both refuse.
 
+With --layouts NAME ...: each family's small copy in fp64 on two ranks beside stock transformers, three steps: loss, gradients,
+norm and weights equal to 1e-9, or why the layout is refused. With --results FILE what was found is kept there, a line each, and
+not asked again; --table writes FILE's lines as the table of docs/models.md.
+
 With --context: whether two ranks can divide the sequences of each family, and if so `verify --fp64` with parallel.cp=2. Dropout
 is off: with dropout of attention every family is refused.
 """
@@ -21,6 +25,7 @@ import json
 import logging
 import re
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +39,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from framework.cli import main as meshwright
-from framework.errors import ModelError
+from framework.errors import MeshwrightError, ModelError
 from framework.mesh.box import Box
 from framework.mesh.context import ContextSlices
 from framework.model.experts import find_experts, find_unknown_experts
@@ -42,13 +47,43 @@ from framework.model.shrink import shrink
 from framework.model.weights import read_weights, write_weights
 from framework.parallel.attention import refuse_undivided_context
 from framework.plan.check import lay_out_ranks
+from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
+from framework.verify.compare import TOLERANCES
+from framework.verify.compare import compare as compare_evidence
+from framework.verify.evidence import Evidence
 from framework.verify.layout import run_rank
 from framework.verify.pool import RankFailed, RankPool
+from framework.verify.prepare import VerifyOptions, prepare
 
 # Keys without which a family's default config has no experts, or experts that two ranks do not divide, or does not build.
 COMPLETIONS: dict[str, dict[str, Any]] = {
+    # Bidirectional but as decoders, and heads that two ranks divide.
+    **{
+        name: {"is_decoder": True}
+        for name in (
+            "bert",
+            "bert-generation",
+            "big_bird",
+            "camembert",
+            "data2vec-text",
+            "electra",
+            "ernie",
+            "megatron-bert",
+            "rembert",
+            "roberta",
+            "roberta-prelayernorm",
+            "roc_bert",
+            "roformer",
+            "xlm-roberta",
+            "xlm-roberta-xl",
+        )
+    },
+    "xmod": {"is_decoder": True, "default_language": "en_XX"},
+    "bitnet": {"num_key_value_heads": 4},
+    "codegen": {"n_head": 32},
+    "falcon": {"num_attention_heads": 64, "hidden_size": 4096},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "doge": {"is_moe": True},
     "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3},
@@ -78,17 +113,40 @@ EXPERT_LAYOUTS = {
 }
 
 
+# What --layouts runs. tp divides tokens between regions, too, and slices experts, where the family takes it: else FALLBACKS.
+TABLE_LAYOUTS = {
+    "zero3": ["zero.stage=3"],
+    "tp": ["parallel.tp=2"],
+    "cp": ["parallel.cp=2"],
+    "ulysses": ["parallel.cp=2", "parallel.context=ulysses"],
+    "pp": ["parallel.pp=2"],
+    "ep": ["parallel.ep=2"],
+}
+FALLBACKS = ("parallel.sequence=false", "parallel.expert_tp=1", "parallel.expert_tp=1 parallel.sequence=false")
+TABLE_MARKS = ("<!-- families: begin -->", "<!-- families: end -->")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_types", nargs="*", metavar="model_type")
     parser.add_argument("--experts", action="store_true")
     parser.add_argument("--context", action="store_true")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--layouts", nargs="*", choices=list(TABLE_LAYOUTS), metavar="NAME")
+    parser.add_argument("--results", type=Path, default=Path("families.jsonl"))
+    parser.add_argument("--table", type=Path, metavar="PAGE", help="the page whose table is written from --results")
     parser.add_argument("--print", action="store_true", help="what verify prints where it is not equal")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     logging.disable(logging.WARNING)
+    if arguments.table is not None:
+        write_table(arguments.results, arguments.table)
+        return
+    if arguments.layouts is not None:
+        families = arguments.model_types or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        examine_layouts(families, arguments.layouts or list(TABLE_LAYOUTS), arguments.results)
+        return
     counts: Counter[tuple[str, ...]] = Counter()
     pool = RankPool(2, run_rank.__module__)
     for model_type in arguments.model_types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -108,6 +166,100 @@ def main() -> None:
 
 def build_config(model_type: str) -> PretrainedConfig:
     return CONFIG_MAPPING[model_type](**COMPLETIONS.get(model_type, {}))
+
+
+def examine_layouts(families: list[str], layouts: list[str], results: Path) -> None:
+    """Add a line to the results for each family and layout that they have none of: family, layout, outcome, date."""
+    pool = RankPool(2, run_rank.__module__)
+    known = read_results(results)
+    for model_type in families:
+        missing = [name for name in layouts if name not in known.get(model_type, {})]
+        oracles: dict[str, Evidence] = {}
+        for name in missing:
+            found = examine_layout(model_type, TABLE_LAYOUTS[name], pool, oracles)
+            if name == "tp":
+                for more in FALLBACKS:
+                    if found.startswith("refused") and any(each in found for each in more.split()):
+                        again = examine_layout(model_type, [*TABLE_LAYOUTS[name], *more.split()], pool, oracles)
+                        found = again if again.startswith("refused") else f"{again}, {more}"
+            with results.open("a") as file:
+                file.write(json.dumps([model_type, name, found, time.strftime("%Y-%m-%d")]) + "\n")
+            print(f"{model_type:24s} {name:8s} {found[:240]}", flush=True)
+    pool.close()
+
+
+def examine_layout(model_type: str, layout: list[str], pool: RankPool, oracles: dict[str, Evidence]) -> str:
+    """equal; refused and why; DIFFERS and where; or FAILED. oracles: evidence of one process, by the batch that it saw."""
+    batch = ["data.bpe_vocab=300", "batch.sequences_per_step=4", "batch.sequences_per_microbatch=1", "launch.ranks=2"]
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        Path(file.name).write_text(json.dumps({"model_type": model_type, **COMPLETIONS.get(model_type, {})}))
+        try:
+            recipe = compose(["~model", f"model.family={model_type}", *batch, *layout]).require()
+            sides = prepare(recipe, VerifyOptions(model_config=Path(file.name), dtype="fp64")).sides
+            model = meta(sides.config)
+        except Exception as error:
+            return f"not built: {describe(error)}"
+    if "parallel.ep=2" in layout:
+        if not any(True for _ in find_experts(model)) and not find_unknown_experts(model):
+            return "dense"
+        if sides.recipe.parallel.ep == 1 and not find_unknown_experts(model):
+            return "not divided: the small copy's experts do not take parallel.ep=2"
+    try:
+        make_plan(sides.recipe, sides.config)
+        key = repr(sides.recipe.batch)
+        if key not in oracles:
+            oracles[key] = sides.run_oracle(None)
+        found = pool.run(derive(sides.recipe).world, run_rank, sides.recipe, sides.config, sides.num_steps)[0]
+        worst = max(compare_evidence(found, oracles[key]), key=lambda row: row.error)
+        is_equal = worst.error <= TOLERANCES["fp64"]
+        return "equal" if is_equal else f"DIFFERS by {worst.error:.0e} in {worst.quantity}, {worst.where}"
+    except RankFailed as error:
+        told = " ".join(str(error.explanation or error).split())
+        return f"refused: {told[:300]}" if error.explanation is not None else f"FAILED: {told[-200:]}"
+    except MeshwrightError as error:
+        return f"refused: {' '.join(str(error).split())[:300]}"
+    except Exception as error:
+        return f"FAILED: {describe(error)}"
+
+
+def read_results(results: Path) -> dict[str, dict[str, tuple[str, str]]]:
+    """(outcome, date) by family and layout; the last line of each counts."""
+    found: dict[str, dict[str, tuple[str, str]]] = {}
+    for line in results.read_text().splitlines() if results.exists() else []:
+        family, layout, outcome, date = json.loads(line)
+        found.setdefault(family, {})[layout] = outcome, date
+    return found
+
+
+def write_table(results: Path, page: Path) -> None:
+    """Write the table of families and layouts between the marks of a page."""
+    found, reasons = read_results(results), dict[str, int]()
+    rows = []
+    for family in sorted(found):
+        cells = [shorten(found[family].get(name, ("not run", ""))[0], reasons) for name in TABLE_LAYOUTS]
+        rows.append(f"| {family} | {' | '.join(cells)} |")
+    counts = [sum(row.get(name, ("",))[0].startswith("equal") for row in found.values()) for name in TABLE_LAYOUTS]
+    dates = sorted({date for row in found.values() for _, date in row.values()})
+    notes = [f"{number}. {reason}" for reason, number in reasons.items()]
+    equal = ", ".join(f"{name} {number}" for name, number in zip(TABLE_LAYOUTS, counts, strict=True))
+    head = [
+        f"transformers {transformers.__version__}, {dates[0]} to {dates[-1]}; equal: {equal}",
+        "",
+        f"| family | {' | '.join(TABLE_LAYOUTS)} |",
+        f"|---{'|---' * len(TABLE_LAYOUTS)}|",
+    ]
+    before, _, rest = page.read_text().partition(TABLE_MARKS[0])
+    behind = rest.partition(TABLE_MARKS[1])[2]
+    body = "\n".join([*head, *rows, "", *notes])
+    page.write_text(f"{before}{TABLE_MARKS[0]}\n{body}\n{TABLE_MARKS[1]}{behind}")
+
+
+def shorten(outcome: str, reasons: dict[str, int]) -> str:
+    """A cell: the outcome, with the number of its reason in place of the words."""
+    kind, _, reason = outcome.partition(": ")
+    if not reason:
+        return outcome
+    return f"{kind} ({reasons.setdefault(reason[:200].replace('|', '/'), len(reasons) + 1)})"
 
 
 def examine_experts(model_type: str, prints: bool) -> list[str]:

@@ -94,7 +94,7 @@ def find_layer_outputs(config: PretrainedConfig) -> int:
 
 
 def _note_outputs(counts: list[int], layer: nn.Module, args: Any, output: Any) -> None:
-    counts.append(len(output) if isinstance(output, tuple) else 0)
+    counts.append(len(output) if isinstance(output, tuple | list) else 0)
 
 
 def _run_in_stages(

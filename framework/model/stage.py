@@ -19,6 +19,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from framework.errors import ModelError
 from framework.model.initial import seed_for, seed_rng
 from framework.model.routers import Routers
 from framework.model.units import Unit
+
+# By an attribute of a module of the layer: values, beside hidden states, that a layer may take from the one before.
+FOLLOWERS: Mapping[str, str] = MappingProxyType({"skip_topk": "the keys that an indexer has chosen"})
 
 
 @dataclass(frozen=True)
@@ -182,7 +186,7 @@ class StageModel:
         return _replace_input(args, kwargs, self._received)
 
     def _take(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._leaving = output[0] if isinstance(output, tuple) else output
+        self._leaving = output[0] if isinstance(output, tuple | list) else output
 
     def _blank(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Zeros for the model's code after the own layers, whose result is not used: of all tokens, as the final norm and the
@@ -207,18 +211,25 @@ def _replace_input(args: tuple[Any, ...], kwargs: dict[str, Any], hidden_states:
 class PassThrough(nn.Module):
     """Stand-in for another stage's layer: returns its input [B, T, D]; of several outputs None for the others.
 
-    num_outputs: in a tuple; 0: the layer returns a tensor. The layer's own words and numbers stay: nemotron_h asks each layer for
-    its kind, by which it chooses a mask.
+    num_outputs: in a tuple; 0: the layer returns a tensor. layer: whose words and numbers a model may read (nemotron_h asks each
+    layer for its kind, by which it chooses a mask).
     """
 
     def __init__(self, num_outputs: int, layer: nn.Module | None = None):
         super().__init__()
         self.num_outputs = num_outputs
-        own = {} if layer is None else vars(layer)
-        vars(self).update({name: each for name, each in own.items() if type(each) in (str, int)})
+        vars(self).update({name: each for name, each in _words(layer).items() if not hasattr(self, name)})
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
         return (hidden_states, *[None] * (self.num_outputs - 1)) if self.num_outputs else hidden_states
+
+
+def _words(layer: nn.Module | None) -> dict[str, str | int | float]:
+    """Words and numbers that a layer, or its class, holds as attributes."""
+    classes = [each for each in type(layer).__mro__ if not issubclass(nn.Module, each)]
+    names = [*(vars(layer) if layer is not None else ()), *(name for each in classes for name in vars(each))]
+    found = {name: getattr(layer, name) for name in names if not name.startswith("__")}
+    return {name: each for name, each in found.items() if isinstance(each, str | int | float)}
 
 
 class StandIn(nn.Module):
@@ -250,7 +261,7 @@ class Zeros(StandIn):
 class Resized(StandIn):
     """Stand-in for another stage's linear layer or norm: returns its input [..., D], or zeros [..., width] of another width.
 
-    width: None for a norm; 0 for the head, whose logits then take no memory.
+    width: None for a norm; 0 for the head, whose logits then take no memory. weight: [0], of the dtype that models cast to.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -293,6 +304,27 @@ def refuse_shared_layers(config: PretrainedConfig, units: Sequence[Unit], ties: 
         sharing = {layer for root, layer in layers.items() for name in names if name.startswith(f"{root}.")}
         if len(sharing) > 1:
             raise refuse_split(config, f"{' and '.join(sorted(sharing))} share {names[0]}")
+
+
+def refuse_following_starts(
+    config: PretrainedConfig, whole: nn.Module, units: Sequence[Unit], starts: Sequence[int]
+) -> None:
+    """Raise ModelError where a stage begins with a layer that reads what the layer before it has chosen: between stages hidden
+    states travel alone. starts: first layers of the stages behind the first."""
+    layers = [unit for unit in units if unit.is_layer]
+    following = {
+        index: word
+        for index, unit in enumerate(layers)
+        for word in FOLLOWERS
+        if any(getattr(whole.get_submodule(path), word, False) for path in unit.modules)
+    }
+    if found := [index for index in starts if index in following]:
+        legal = [index for index in range(1, len(layers)) if index not in following]
+        taken = FOLLOWERS[following[found[0]]]
+        raise ModelError(
+            f"{config.model_type}: a pipeline stage cannot begin at layer {found[0]}, which takes {taken}"
+            f" from the layer before it: set pipeline.layers so that stages begin at any of {legal}"
+        )
 
 
 def refuse_split(config: PretrainedConfig, reason: str) -> ModelError:

@@ -6,7 +6,7 @@ the model's own accessors and by order of registration.
 """
 
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, takewhile
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -14,6 +14,9 @@ from transformers import PreTrainedModel
 # The siblings of the layer list that come after it in the computation, as Hugging Face names them; some families register
 # theirs before the layers (opt), so order alone would put the final norm with the embedding.
 FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "final_norm", "layernorm_f")
+# Siblings that some families register behind the layers, although they make the first layer's input: a norm of the embedding, and
+# gemma's inputs of every layer and copies of the hidden states.
+FIRST_MODULES = ("layernorm_embedding", "per_layer_model_projection", "per_layer_projection_norm", "altup_projections")
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList] | None:
     """Name and list of the decoder layers; None for a model without a list.
 
     Among the ModuleLists with `num_hidden_layers` entries, or among all if there is none, it is the one nearest to the input
-    embedding in the tree (a vision tower may have as many layers), and of several the one with the most parameters.
+    embedding in the tree (a vision tower may have as many layers), of several the outermost, and of these the one with the most
+    parameters.
     """
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     if not lists:
@@ -51,10 +55,10 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList] | None:
     exact = [entry for entry in lists if len(entry[1]) == num_layers]
     embedding = next((name for name, module in model.named_modules() if module is model.get_input_embeddings()), "")
 
-    def nearness(entry: tuple[str, nn.ModuleList]) -> tuple[int, int]:
+    def nearness(entry: tuple[str, nn.ModuleList]) -> tuple[int, int, int]:
         pairs = zip(entry[0].split("."), embedding.split("."), strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return shared, sum(p.numel() for p in entry[1].parameters())
+        return shared, -entry[0].count("."), sum(p.numel() for p in entry[1].parameters())
 
     return max(exact or lists, key=nearness)
 
@@ -67,7 +71,7 @@ def find_last_module(model: PreTrainedModel) -> nn.Module:
     norms, is_behind = [], False
     for child, module in model.get_submodule(name.rpartition(".")[0]).named_children():
         is_behind |= module is layers
-        if child in FINAL_NORMS or (is_behind and "norm" in child):
+        if child in FINAL_NORMS or (is_behind and "norm" in child and child not in FIRST_MODULES):
             norms.append(module)
     return norms[-1] if norms else layers[-1]
 
@@ -117,7 +121,9 @@ def set_parameter(model: nn.Module, names: tuple[str, ...], parameter: nn.Parame
 
 def _modules_after_layers(model: PreTrainedModel, layers: str) -> set[str]:
     """The output embedding, the final norm, and what their parent modules register after the layers (not rotary tables)."""
-    after = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
+    head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), "")
+    # With what is around it (camembert registers its head, of several modules, in front of the model).
+    after = {name for name in accumulate(head.split("."), "{}.{}".format) if name and not layers.startswith(f"{name}.")}
     embedding = next((name for name, module in model.named_modules() if module is model.get_input_embeddings()), None)
     path = layers.split(".")
     for depth in range(len(path)):
@@ -127,9 +133,14 @@ def _modules_after_layers(model: PreTrainedModel, layers: str) -> set[str]:
             name = f"{parent}.{child}" if parent else child
             passed = passed or child == path[depth]
             trails = passed and child != path[depth] and any(True for _ in module.parameters())
-            if (trails or child in FINAL_NORMS) and name != embedding:
+            if (trails or child in FINAL_NORMS) and name != embedding and not _makes_input(child):
                 after.add(name)
     return after
+
+
+def _makes_input(child: str) -> bool:
+    """Whether a sibling of the layers runs in front of them, wherever it is registered."""
+    return child in FIRST_MODULES or child.startswith("embed_")
 
 
 def _children_first(model: nn.Module) -> list[str]:

@@ -34,7 +34,7 @@ from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.precision import DTYPES
 from framework.model.probe import find_layer_outputs, find_routers_loss
 from framework.model.routers import LoadBalancingLoss
-from framework.model.stage import StageBounds, copy_stage, refuse_shared_layers
+from framework.model.stage import StageBounds, copy_stage, refuse_following_starts, refuse_shared_layers
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment
 from framework.optim.qk_rows import QkRows, find_qk_rows
@@ -304,6 +304,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         refuse_shared_layers(config, units, ties)
     costs = unit_flops(whole, units, derived.context)
     pipeline = plan_pipeline(recipe.pipeline, derived.pp, derived.accumulation, costs, recipe.zero)
+    refuse_following_starts(config, whole, units, [each.start for each in pipeline.stages[1:]])
     stock_attention = None if derived.cp > 1 else find_stock_attention(config, recipe)
     groups = tuple(group_parameters_of(recipe, whole, units))
     qk_rows = find_qk_rows(recipe, whole, units, {each.parameter for each in groups}, stock_attention)

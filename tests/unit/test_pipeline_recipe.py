@@ -106,7 +106,7 @@ def test_a_planned_schedule_is_written_as_a_table_that_is_read_again_and_as_a_pi
         save_schedule(tmp_path / "missing" / "mine.csv", pipeline, 8, "llama, pp=2")
 
 
-@pytest.mark.parametrize("family", ["gemma3n_text", "zamba2"])
+@pytest.mark.parametrize("family", ["gemma3n_text", "zamba2", "gemma4_text"])
 def test_a_family_that_hands_on_more_than_hidden_states_is_refused_by_name(family: str) -> None:
     from transformers import AutoConfig
 

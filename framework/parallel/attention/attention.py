@@ -91,6 +91,8 @@ class ContextAttention:
         """
         assert q.shape[2] == self.slices.tokens_local, f"{q.shape[2]} tokens of each sequence for {self.slices}"
         q, k, v = self.heads.enter(q, k, v)
+        if documents is not None and documents.chosen is not None:
+            documents = documents.choosing(self.heads.gather(documents.chosen))
         # GPUs' kernels read tokens before heads as projections leave them, and a copy would be a pass over memory.
         if k.device.type == "cpu":
             # Head by head: the keys of a head are read again for every block of queries, from fewer lines of the cache.

@@ -10,7 +10,7 @@ are merged (`merge`).
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 TILES_OF_GPU = 512
 # The flash kernels of a device, the one to take first; behind them stand the tiles.
 FLASH: dict[str, tuple[CpuFlash | CudaFlash, ...]] = {"cpu": (CpuFlash(),), "cuda": (CudnnFlash(), CudaFlash())}
+# Added to the score of a key that is not chosen. Finite: all keys of a piece may be, and what such a piece gives is merged with
+# the weight exp(HIDDEN) = 0.
+HIDDEN = -1e30
 # Of the scores that kernels are compared on.
 SCALE = 0.25
 # Where a kernel for bf16 and the tiles may differ: each rounds out to 8 bits, and a gradient comes through two of these.
@@ -50,6 +53,8 @@ class AttentionBlock:
     scores: Scores
     documents: Documents | None = None
     """Documents of whole sequences; None: each is one document."""
+    chosen: Tensor | None = None
+    """Rows of the keys that each query sees no others of, [B, n, k]; None: all."""
 
     @property
     def packing(self) -> Packing:
@@ -76,7 +81,7 @@ class AttentionBlock:
         return _rows_of(x, piece.k, self.k_rows[0], piece.sequence)
 
     def mask_of(self, piece: BlockPiece) -> Tensor | None:
-        """The additive mask of a MASKED piece, [1, 1, n, m]; None for others."""
+        """The additive mask of a MASKED piece, [1, 1, n, m], or [B, 1, n, m] with chosen keys; None for others."""
         if piece.kind is not PieceKind.MASKED:
             return None
         device = self.heads.q.device
@@ -89,8 +94,22 @@ class AttentionBlock:
             # A piece of all sequences is one of documents that all have.
             first_rows = self.documents.first_rows(device)[piece.sequence or 0, slice(*piece.q), None]
             seen &= keys >= first_rows
-        mask = torch.zeros(seen.shape, dtype=self.sums_dtype, device=device)
-        return mask.masked_fill_(~seen, -math.inf)[None, None]
+        hidden = -math.inf
+        if self.chosen is not None:
+            seen, hidden = seen & self._is_chosen(piece), HIDDEN
+        mask = torch.zeros(seen.shape, dtype=self.sums_dtype, device=device).masked_fill_(~seen, hidden)
+        return mask[None, None] if mask.ndim == 2 else mask[:, None]
+
+    def _is_chosen(self, piece: BlockPiece) -> Tensor:
+        """Whether each key of a piece is chosen by each query: [B or 1, n, m]."""
+        assert self.chosen is not None
+        start, stop = piece.k
+        of_queries = _rows_of(self.chosen[:, None], piece.q, self.q_rows[0], piece.sequence)[:, 0]
+        keys = of_queries.long() - start
+        # A place behind the keys for rows of other pieces.
+        keys = keys.where((keys >= 0) & (keys < stop - start), stop - start)
+        found = torch.zeros(*keys.shape[:2], stop - start + 1, dtype=torch.bool, device=keys.device)
+        return found.scatter_(-1, keys, True)[..., :-1]
 
 
 class BlockAttention:
@@ -165,6 +184,8 @@ class BlockAttention:
     def _cut(self, block: AttentionBlock, kernel: Kernel) -> list[BlockPiece]:
         tile = self.tile or kernel.tile
         pieces = find_pieces(block.q_rows, block.k_rows, block.scores, block.documents, tile)
+        if block.chosen is not None:
+            return [replace(piece, kind=PieceKind.MASKED) for piece in cut_pieces(pieces, tile)]
         return list(cut_pieces(pieces, tile)) if isinstance(kernel, TileKernel) else pieces
 
     def _kernel(self, block: AttentionBlock) -> Kernel:
@@ -209,6 +230,7 @@ def _packs(kernel: Kernel, block: AttentionBlock) -> PackedKernel | None:
     """The kernel, if it computes the block in one call where it would be several pieces."""
     # A kernel call for each document, and a mask for each edge of a window, would leave a GPU idle between them.
     is_several = block.q_rows == block.k_rows and (block.documents is not None or block.scores.window is not None)
+    is_several &= block.chosen is None
     return kernel if is_several and isinstance(kernel, CudaFlash | FlexKernel) else None
 
 

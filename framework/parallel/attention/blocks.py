@@ -83,7 +83,8 @@ class RankBlocks:
         heads = Heads(q[:, :, queries], held.k[:, :, keys], held.v[:, :, keys])
         # A window that leaves out nothing would have kernels compute a mask.
         scores = replace(self.scores, window=None) if block.is_whole else self.scores
-        return AttentionBlock(heads, block.q_rows, block.k_rows, scores, self.documents)
+        chosen = None if self.documents is None or self.documents.chosen is None else self.documents.chosen[:, queries]
+        return AttentionBlock(heads, block.q_rows, block.k_rows, scores, self.documents, chosen)
 
 
 def plan_blocks(

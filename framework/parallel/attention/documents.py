@@ -9,7 +9,7 @@ computed again.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -48,7 +48,10 @@ class Documents:
     """First rows of documents in each sequence, rising from 0."""
     length: int
     """Rows of a sequence, on all ranks of `cp`, padding included."""
-    _kept: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)
+    chosen: Tensor | None = None
+    """Rows of the keys that a sparse attention has chosen for each query of this rank, [B, C, k]; None: all."""
+    # Shared with those that `choosing` makes.
+    _kept: dict[Any, Any] = field(repr=False, default_factory=dict)
 
     @classmethod
     def read(cls, positions: Tensor, padding: int = 0) -> "Documents | None":
@@ -63,6 +66,10 @@ class Documents:
     def select(self, first: int, stop: int) -> "Documents":
         """The documents of some of the sequences."""
         return Documents(self.starts[first:stop], self.length)
+
+    def choosing(self, rows: Tensor) -> "Documents":
+        """These documents, of which a query sees no keys but the chosen ones. rows: [B, C, k]."""
+        return replace(self, chosen=rows)
 
     def within(self, chunk: int) -> "Documents":
         """Documents cut into chunks of so many rows, counted from where a document begins."""

@@ -15,6 +15,7 @@ microbatch's `Documents`.
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -22,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
+from framework.comm.collectives import all_gather
+from framework.comm.communicator import Communicator
 from framework.errors import ModelError, TopologyError
 from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
@@ -29,6 +32,7 @@ from framework.model.load import layer_configs
 from framework.parallel.attention.attention import ContextAttention
 from framework.parallel.attention.block_attention import BlockAttention
 from framework.parallel.attention.documents import Documents
+from framework.parallel.attention.indexers import has_indexer, hook_indexer
 from framework.parallel.attention.logit_maxima import HeadMaxima, LogitMaxima
 from framework.parallel.attention.opaque_attention import attend_in_graph
 from framework.parallel.attention.recurrent import Pieces, hook_mixers
@@ -41,6 +45,8 @@ from framework.recipe.schema import Parallel
 IMPLEMENTATION = "meshwright"
 # Tensors that a module may hand over: sinks, and positions, which queries and keys have been rotated by.
 TENSOR_OPTIONS = ("s_aux", "position_ids", "cache_position")
+# Rows of the keys that an indexer has chosen for each query, [B, C, k].
+CHOSEN = "indices"
 
 # (q [B, H, C, D], k [B, Hk, C, D], v [B, Hk, C, Dv], scores, sinks [H], documents) -> [B, C, H, Dv]: a ContextAttention.
 Attention = Callable[[Tensor, Tensor, Tensor, Scores, Tensor | None, Documents | None], Tensor]
@@ -53,11 +59,13 @@ class AttentionDropout(ModelError):
 @dataclass(frozen=True)
 class Hook:
     """An attention module's way to this rank's attention. attention: a ContextAttention; rows: of a device, the global rows [C]
-    or [B, C] of the tokens of each sequence that the rank holds; whole: sequences of one document each."""
+    or [B, C] of the tokens of each sequence that the rank holds; whole: sequences of one document each; gather: the same of the
+    tokens of all ranks, [B, C, D] -> [B, S, D] in the order of rows, without gradient."""
 
     attention: Attention
     rows: Callable[[torch.device], Tensor]
     whole: Documents
+    gather: Callable[[Tensor], Tensor] = lambda x: x
 
 
 # (module, query [B, H, C, D], documents, hook) -> query and documents as in one process.
@@ -82,7 +90,9 @@ def split_context(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: S
 
     def make_hook() -> Hook:
         attention = ContextAttention(slices, ulysses, ring, method, block)
-        return Hook(attention, lambda device: rows_of(slices, device), whole)
+        return Hook(
+            attention, lambda device: rows_of(slices, device), whole, partial(gather_rows, slices, plan.axes["cp"])
+        )
 
     hook_attentions(model, make_hook)
     hook_mixers(model, Pieces(slices, plan.axes["cp"]))
@@ -93,6 +103,7 @@ def refuse_uneven_heads(layers: Iterable[PretrainedConfig], parallel: Parallel) 
     """Raises TopologyError where the heads of a layer do not divide over Ulysses' ranks. layers: the config of each kind of
     layer."""
     for config in layers:
+        # Models of state spaces have no heads (mamba): others say what is in the way of dividing their sequences.
         heads = getattr(config.get_text_config(), "num_attention_heads", None)
         for problem in find_uneven_heads(parallel, heads) if heads else ():
             raise TopologyError(f"{problem.key}: {problem.message}, of a {config.model_type} model: use {problem.fix}")
@@ -101,6 +112,13 @@ def refuse_uneven_heads(layers: Iterable[PretrainedConfig], parallel: Parallel) 
 def rows_of(slices: ContextSlices, device: torch.device) -> Tensor:
     """The global rows of a rank's tokens, [C] int64, padding counted on."""
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in slices.intervals])
+
+
+def gather_rows(slices: ContextSlices, cp: Communicator, x: Tensor) -> Tensor:
+    """Tokens of all ranks of `cp`, padding included: [B, C, ...] -> [B, S, ...]. Not differentiable."""
+    parts = x.new_empty(cp.size, *x.shape)
+    all_gather(parts, x.contiguous(), cp)
+    return slices.padded().join(parts)
 
 
 def find_context_attentions(model: nn.Module) -> dict[nn.Module, tuple[ContextAttention]]:
@@ -126,6 +144,13 @@ def hook_attentions(model: PreTrainedModel, make_hook: Callable[[], Hook]) -> No
     # On the module and not in a registry of ours: a copy of a model has hooks of its own, and they go with it.
     for module in find_attentions(model):
         module.context_hook = make_hook()
+        if has_indexer(module):
+            hook_indexer(module)
+    for module in find_position_tables(model):
+        if not hasattr(module, "rows_hook"):
+            module.register_forward_pre_hook(_ask_all_positions, with_kwargs=True)
+            module.register_forward_hook(_take_rows)
+        module.rows_hook = make_hook()
     # Tensor parallelism gives some modules a config of their own.
     for module in model.modules():
         config = vars(module).get("config")
@@ -142,6 +167,32 @@ def find_attentions(model: nn.Module) -> Iterator[Any]:
             asks[kind] = _asks_registry(kind)
         if asks[kind]:
             yield module
+
+
+def find_position_tables(model: PreTrainedModel) -> Iterator[Any]:
+    """Tables that count positions from the shape of their input (bart's decoder), of models that nobody tells positions."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+        yield from (module for module in tables if "position_ids" in inspect.signature(module.forward).parameters)
+
+
+def _ask_all_positions(table: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    x, rows = args[0], _count_positions(table)
+    shape = (*(x if isinstance(x, tuple) else x.shape)[:1], rows)
+    whole = torch.Size(shape) if isinstance(x, tuple) else x.new_zeros(()).expand(shape)
+    # The model may have counted itself, from this rank's tokens.
+    return (whole, *args[1:]), kwargs | ({"position_ids": None} if "position_ids" in kwargs else {})
+
+
+def _take_rows(table: Any, args: Any, output: Tensor) -> Tensor:
+    """output: of the whole sequence, [S, D] or [B, S, D] -> of this rank's rows."""
+    rows = table.rows_hook.rows(output.device).clamp(max=_count_positions(table) - 1)
+    return (output if output.ndim == 2 or rows.ndim == 1 else output[0])[..., rows, :]
+
+
+def _count_positions(table: Any) -> int:
+    """Rows of the sequence, without padding that the table may have no position for."""
+    return min(int(table.rows_hook.whole.length), int(table.num_embeddings) - getattr(table, "offset", 0))
 
 
 def _asks_registry(kind: type[nn.Module]) -> bool:
@@ -176,10 +227,11 @@ def _has_operator(module: Any, options: Mapping[str, Any]) -> bool:
 
 
 def is_operator(module: nn.Module) -> bool:
-    """Whether the module's attention is operators of a compiled layer's graph: ours, with no query that depends on its row."""
+    """Whether the module's attention is operators of a compiled layer's graph: ours, with no query that depends on its row and no
+    chosen keys."""
     hook = getattr(module, "context_hook", None)
     attention: Any = hook.attention if isinstance(hook, Hook) else None
-    return attention is not None and type(module).__name__ not in QUERY_RULES
+    return attention is not None and type(module).__name__ not in QUERY_RULES and not has_indexer(module)
 
 
 def _read_scores(query: Tensor, options: Mapping[str, Any]) -> Scores:
@@ -195,7 +247,8 @@ def _attend_module(
     hook = vars(module).get("context_hook")
     if not isinstance(hook, Hook):
         raise ModelError(f"{type(module).__name__} calls an attention function in a way that its source does not show")
-    unknown = [name for name, value in options.items() if isinstance(value, Tensor) and name not in TENSOR_OPTIONS]
+    known = (*TENSOR_OPTIONS, CHOSEN)
+    unknown = [name for name, value in options.items() if isinstance(value, Tensor) and name not in known]
     if unknown:
         raise ModelError(
             f"{type(module).__name__} hands {' and '.join(unknown)} to its attention function, which Meshwright does not know"
@@ -208,6 +261,8 @@ def _attend_module(
     rule = QUERY_RULES.get(type(module).__name__)
     if rule is not None:
         query, documents = rule(module, query, documents, hook)
+    if (chosen := options.get(CHOSEN)) is not None:
+        documents = (documents or hook.whole).choosing(chosen)
     return hook.attention(query, key, value, _read_scores(query, options), options.get("s_aux"), documents), None
 
 

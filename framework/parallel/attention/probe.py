@@ -164,7 +164,11 @@ class _Probe:
     def _run_divided(self, tokens: Tensor, rows: "_Rows") -> Tensor:
         """Logits [1, T, V] of a model that has the tokens of each rank in a row of its own."""
         divided = rows.divide(torch.arange(rows.total)[None])
-        hook_attentions(self.model, lambda: Hook(_Joined(rows), lambda device: divided, rows.one_document))
+        # An indexer's keys, joined and handed to each rank's row.
+        joins = Hook(
+            _Joined(rows), lambda device: divided, rows.one_document, lambda x: rows.join(x).expand(RANKS, -1, -1)
+        )
+        hook_attentions(self.model, lambda: joins)
         hook_mixers(self.model, _JoinedPieces(rows))
         positions = rows.divide(rows.positions)
         logits = self.model(
@@ -284,6 +288,8 @@ class _Joined:
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None, documents: Documents | None
     ) -> Tensor:
         q, k, v = (self.rows.join(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
+        if documents is not None and documents.chosen is not None:
+            documents = documents.choosing(self.rows.join(documents.chosen))
         return self.rows.divide(self.rows.whole(q, k, v, scores, sinks, documents))
 
 

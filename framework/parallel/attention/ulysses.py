@@ -23,7 +23,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from framework.comm.collectives import start_all_to_all
+from framework.comm.collectives import all_gather, start_all_to_all
 from framework.comm.communicator import Communicator
 from framework.mesh.context import Interval
 from framework.model.opaque_map import apply_map
@@ -84,6 +84,14 @@ class HeadExchange:
         exchange = _Exchange(self.axis, self.chunks, shares)
         exchange.enter(outside, inside) if enters else exchange.leave(inside, outside)
         return made
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The same of the tokens of all ranks, in the order of rows: [B, C, k] -> [B, u C, k]. Not differentiable."""
+        if self.axis.size == 1:
+            return x
+        parts = x.new_empty(self.axis.size, *x.shape)
+        all_gather(parts, x.contiguous(), self.axis)
+        return parts.unflatten(2, (self.chunks, -1)).movedim(0, 2).flatten(1, 3)
 
     def select(self, x: Tensor) -> Tensor:
         """This rank's heads of a vector [H]; the others' gradients are zero here."""

@@ -4,6 +4,7 @@ A region is a child of a decoder layer that contains something to split (an atte
 single linear layer that the decoder layer holds itself. It is left where its row layers sum over ranks; a mixture of experts
 is left as a whole, because its router and its shared experts' gates multiply what is still each rank's part. Where experts are
 whole (parallel.expert_tp=1) a mixture is no region: its shared experts are, each for itself, and the router stands outside.
+In layers of BERT's form a region has two modules, of which the second, `output`, begins with the row layer and goes on outside.
 """
 
 import re
@@ -18,15 +19,27 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from framework.errors import ModelError
-from framework.model.experts import find_experts, form_of
+from framework.model.experts import find_experts, find_unknown_experts, form_of
 from framework.model.mixers import form_of_mixer
 from framework.model.units import find_layers
-from framework.parallel.tensor.rules import FAMILIES, HEAD_NORMS, MIXERS, PARAMETERS, ROLES, Role, parse_role
+from framework.parallel.tensor.rules import (
+    FAMILIES,
+    HEAD_DIMS,
+    HEAD_NORMS,
+    HEAD_NUMBERS,
+    MIXERS,
+    PARAMETERS,
+    ROLES,
+    Role,
+    parse_role,
+)
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
 # Styles of Hugging Face's own plans that say all that is needed.
 HINTS = MappingProxyType({"colwise": Role("column"), "rowwise": Role("row")})
 LINEARS = (nn.Linear, Conv1D, nn.Conv1d)
+# An attribute of attentions, one of them at least.
+HEAD_WORDS = (*HEAD_DIMS, *HEAD_NUMBERS)
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,11 @@ class RegionPlan:
     roles: Mapping[str, Role]
     experts: tuple[str, ...]
     is_block: bool
+
+
+def holder(name: str) -> str:
+    """The module that computes with a weight's layer: its parent, or the parent of the module that wraps it."""
+    return name.removesuffix(".linear").rpartition(".")[0]
 
 
 @dataclass
@@ -91,7 +109,7 @@ def _check_user_plan(model: str, modules: Collection[str], user: Mapping[str, st
     for pattern, text in user.items():
         if parse_role(text) is None:
             raise ModelError(
-                f"model.tp_plan.{pattern}={text} is no role: use column, row, sum, replicated or norm, or one with its"
+                f"model.tp_plan.{pattern}={text} is no role: use column, row, sum, replicated, outside or norm, or one with its"
                 " arrangement, such as column:heads, column:kv_heads, column:pair"
             )
         if not any(fnmatchcase(name, pattern) for name in modules):
@@ -101,10 +119,14 @@ def _check_user_plan(model: str, modules: Collection[str], user: Mapping[str, st
 def _regions(search: _Search, layer: str) -> Iterator[RegionPlan]:
     """The regions of one layer. Linear layers that it holds itself make one region, which the first of them enters."""
     loose: dict[str, Role] = {}
-    for child, module in _find_parts(search.model.get_submodule(layer)):
+    parts = list(_find_parts(search.model.get_submodule(layer)))
+    behinds = [*(child for child, _ in parts[1:]), ""]
+    for (child, module), behind in zip(parts, behinds, strict=False):
         name = f"{layer}.{child}"
+        role = _role(search, name, has_experts=False)
+        if child.endswith(("output", "layernorm")) or (role is not None and role.kind == "outside"):
+            continue
         if isinstance(module, LINEARS):
-            role = _role(search, name, has_experts=False)
             if role is None:
                 search.unmatched.append(_describe(name, module))
             elif role.kind != "replicated":
@@ -113,7 +135,7 @@ def _regions(search: _Search, layer: str) -> Iterator[RegionPlan]:
             yield from _regions_of_mixture(search, name, module)
         # Norms of the layer itself stand outside regions: whole on all ranks, of this rank's tokens.
         elif not _is_norm(name, module):
-            region = _region(search, name, module)
+            region = _region(search, name, module, f"{layer}.{behind}.dense" if behind.endswith("output") else None)
             if region is not None:
                 yield region
     _check_ends(search, loose, has_experts=False)
@@ -121,13 +143,24 @@ def _regions(search: _Search, layer: str) -> Iterator[RegionPlan]:
         yield RegionPlan(next(iter(loose)), loose, (), is_block=False)
 
 
-def _find_parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The children of a layer, with their names. A list is called entry by entry: longcat_flash has two attentions in one."""
+def _find_parts(layer: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The parts of a layer that are called one after another, with their names. A list is called entry by entry: longcat_flash
+    has two attentions in one; and so are modules in which an attention or an mlp stands beside its norm."""
     for child, module in layer.named_children():
         if isinstance(module, nn.ModuleList):
-            yield from ((f"{child}.{index}", entry) for index, entry in enumerate(module))
+            yield from ((f"{prefix}{child}.{index}", entry) for index, entry in enumerate(module))
+        elif _holds_parts(module) and not child.endswith("layernorm"):
+            yield from _find_parts(module, f"{prefix}{child}.")
         else:
-            yield child, module
+            yield prefix + child, module
+
+
+def _holds_parts(module: nn.Module) -> bool:
+    children = list(module.children())
+    is_layer = any(isinstance(each, LINEARS) for each in children) or any(hasattr(module, word) for word in HEAD_WORDS)
+    has_experts = any(True for _ in find_experts(module)) or find_unknown_experts(module)
+    has_own = any(True for _ in module.parameters(recurse=False))
+    return not (is_layer or has_own or has_experts) and any(any(True for _ in each.children()) for each in children)
 
 
 def _regions_of_mixture(search: _Search, name: str, mixture: nn.Module) -> Iterator[RegionPlan]:
@@ -145,13 +178,19 @@ def _regions_of_mixture(search: _Search, name: str, mixture: nn.Module) -> Itera
             yield region
 
 
-def _region(search: _Search, name: str, root: nn.Module) -> RegionPlan | None:
-    """The region of one child of a layer, None if nothing in it has parameters."""
+def _region(search: _Search, name: str, root: nn.Module, end: str | None = None) -> RegionPlan | None:
+    """The region of one part of a layer, None if nothing in it has parameters. end: a row layer behind it."""
     inside = {f"{name}.{inner}" if inner else name: module for inner, module in root.named_modules()}
     experts = tuple(full for full, module in inside.items() if form_of(module) is not None)
     routers = {full for full in inside if full.rpartition(".")[2] in ROUTERS}
     has_experts = bool(experts) or any(".experts." in full for full in inside)
+    if name in experts:
+        raise ModelError(
+            f"{name}: the layer itself hands on what its router has chosen, and parallel.tp does not slice such experts: use"
+            " parallel.expert_tp=1, which leaves experts whole"
+        )
     roles: dict[str, Role] = {}
+    unmatched: list[str] = []
     for full, module in inside.items():
         own = dict(module.named_parameters(recurse=False))
         # Stacked experts are no linear layers: `split` slices them by their attributes.
@@ -166,20 +205,37 @@ def _region(search: _Search, name: str, root: nn.Module) -> RegionPlan | None:
             role = Role("replicated")
         if role is None and _is_norm(full, module):
             role = _norm_role(search, full, module)
+        if end is not None and role == Role("row"):
+            role = Role("column")
         # Collected, not raised: one error names everything that a user's plan has to say.
         if role is None:
-            search.unmatched.append(_describe(full, module))
+            unmatched.append(_describe(full, module))
         else:
             roles[full] = role
     if not roles and not experts:
+        search.unmatched += unmatched
         return None
+    if end is not None:
+        columns = [full for full, role in roles.items() if role.kind == "column"]
+        # A norm in front of the only one (roberta-prelayernorm) stands outside.
+        if len(columns) == 1:
+            name, roles = columns[0], {columns[0]: roles[columns[0]]}
+            unmatched = []
+        roles[end] = Role("row")
+    search.unmatched += unmatched
+    # Behind the mixture its output is whole, within it a sum in parts (axk1's norm).
+    if has_experts and any(role.kind == "outside" for role in roles.values()):
+        raise ModelError(
+            f"{name}: a module of the mixture computes with its output, which is in parts where experts are sliced: use"
+            " parallel.expert_tp=1, which leaves experts whole"
+        )
     _check_ends(search, roles, has_experts)
     return RegionPlan(name, roles, experts, is_block=has_experts)
 
 
 def _check_ends(search: _Search, roles: Mapping[str, Role], has_experts: bool) -> None:
     """Note regions with only one kind of end: row layers put together what column layers take apart."""
-    kinds = {role.kind for role in roles.values()} - {"replicated", "norm", "sum"}
+    kinds = {role.kind for role in roles.values()} - {"replicated", "norm", "sum", "outside"}
     # Experts are both ends at once, so beside them one kind may stand alone (a shared expert's parts come in pairs anyway).
     if len(kinds) == 1 and not has_experts:
         for name, role in roles.items():
@@ -190,15 +246,24 @@ def _check_ends(search: _Search, roles: Mapping[str, Role], has_experts: bool) -
 
 
 def _role(search: _Search, name: str, has_experts: bool) -> Role | None:
+    """The role of a module: that of a module around it which is alike on all ranks, an indexer say, else its own."""
+    around = accumulate(name.split(".")[:-1], "{}.{}".format)
+    roles = [_own_role(search, each, has_experts=False) for each in around]
+    alike = [role for role in roles if role is not None and role.kind in ("replicated", "outside")]
+    return alike[0] if alike else _own_role(search, name, has_experts)
+
+
+def _own_role(search: _Search, name: str, has_experts: bool) -> Role | None:
     """Look a module's role up: in the user's plan, the table of the recurrent mixer that it is in, the family's corrections, the
     general table, for a plain weight in Hugging Face's own plan."""
     for pattern, text in search.user.items():
         if fnmatchcase(name, pattern):
             return parse_role(text)
-    leaf = name.rpartition(".")[2]
-    form = search.form_around(name)
+    leaf, form = name.rpartition(".")[2], search.form_around(name)
     if form is not None and leaf in MIXERS[form]:
         return parse_role(MIXERS[form][leaf])
+    # Named for the layer that it is the weight of (moshi).
+    leaf = name.removesuffix(".linear").rpartition(".")[2]
     # The same name means other things in some families, so theirs go first.
     choice = FAMILIES.get(search.config.model_type, {}).get(leaf)
     if choice is not None:
@@ -215,7 +280,7 @@ def _hinted_role(search: _Search, name: str) -> Role | None:
     """Hugging Face's plan, of plain layers only: it does not tell how heads lie."""
     # In an attention "colwise" is not enough: an interval of a packed projection would cut through heads.
     parent = search.model.get_submodule(name.rpartition(".")[0])
-    if any(hasattr(parent, word) for word in ("head_dim", "head_size", "num_heads")):
+    if any(hasattr(parent, word) for word in HEAD_WORDS):
         return None
     style = next((style for pattern, style in search.hints.items() if fnmatchcase(name, pattern)), "")
     return HINTS.get(style)
@@ -227,7 +292,7 @@ def _norm_role(search: _Search, name: str, norm: nn.Module) -> Role | None:
     parameters = dict(norm.named_parameters(recurse=False))
     parent = search.model.get_submodule(name.rpartition(".")[0])
     shape = tuple(next(iter(parameters.values())).shape)
-    head_dim = getattr(parent, "head_dim", getattr(parent, "head_size", None))
+    head_dim = next((getattr(parent, word) for word in HEAD_DIMS if hasattr(parent, word)), None)
     # One norm per head in a list (stablelm): their number would have to shrink with the heads.
     if isinstance(parent, nn.ModuleList):
         return None

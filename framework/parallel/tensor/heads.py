@@ -12,12 +12,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from framework.mesh.topology import Axis
 from framework.model import mixers
 from framework.model.mixers import find_mixers, form_of_mixer, linear_heads
-from framework.parallel.tensor.find_regions import RegionPlan
+from framework.parallel.tensor.find_regions import RegionPlan, holder
 from framework.parallel.tensor.partition import Counts
 from framework.parallel.tensor.regions import select_heads
 from framework.parallel.tensor.rules import (
     HEAD_BIASES,
     HEAD_BLOCKS,
+    HEAD_DIMS,
     HEAD_NUMBERS,
     HEAD_WIDTHS,
     KV_NUMBERS,
@@ -43,7 +44,7 @@ def count_heads(model: PreTrainedModel, plan: RegionPlan) -> Counts:
     config = model.config.get_text_config()
     heads, kv = config.num_attention_heads, count_kv_heads(config)
     for name in plan.roles:
-        head_dim = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
+        head_dim = getattr(model.get_submodule(holder(name)), "head_dim", None)
         # Layers may differ from one another and from the config in it: the weight is what is split.
         if name.endswith(".k_proj") and head_dim:
             kv = model.get_parameter(f"{name}.weight").shape[0] // head_dim
@@ -75,7 +76,7 @@ def divide_numbers(attention: Any, counts: Counts, tp: Axis) -> None:
     with something for every head."""
     # With fewer key-value heads than ranks each rank has one of every block, which others have as well.
     q_local, kv_local = counts.q // tp.size, counts.kv // min(tp.size, counts.kv // counts.blocks)
-    head_dim = getattr(attention, "head_dim", getattr(attention, "head_size", None))
+    head_dim = next((getattr(attention, word) for word in HEAD_DIMS if hasattr(attention, word)), None)
     for name, value in list(vars(attention).items()):
         if name in HEAD_NUMBERS:
             setattr(attention, name, q_local)
@@ -86,6 +87,9 @@ def divide_numbers(attention: Any, counts: Counts, tp: Axis) -> None:
         # The value decides: hidden_size may as well be the model's, which stays whole.
         elif name in HEAD_WIDTHS and head_dim is not None and value == counts.q * head_dim:
             setattr(attention, name, q_local * head_dim)
+        # Openai-gpt's, whose attention has no other word for its heads' width.
+        elif name == "split_size" and head_dim is None:
+            setattr(attention, name, value // counts.q * q_local)
         elif name in KV_WIDTHS:
             setattr(attention, name, value // counts.kv * kv_local)
         elif name in LINEAR_NUMBERS and counts.linear:

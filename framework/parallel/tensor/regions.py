@@ -207,6 +207,17 @@ def scatter(border: ShardedBorder, module: nn.Module, args: tuple[Any, ...], kwa
     return _on_input(border.scatter, args, kwargs)
 
 
+def scatter_argument(
+    border: ShardedBorder, name: str, position: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+):
+    """In front of every layer: what its argument has for each token becomes this rank's, [B, S, P] to [B, s, P]."""
+    if name in kwargs:
+        return args, kwargs | {name: None if kwargs[name] is None else border.scatter(kwargs[name])}
+    if len(args) > position and args[position] is not None:
+        return (*args[:position], border.scatter(args[position]), *args[position + 1 :]), kwargs
+    return args, kwargs
+
+
 def start_outside(rng: RngStreams, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """From the first layer on ranks hold different tokens."""
     rng.start_outside(args[0] if args else kwargs["hidden_states"])
@@ -218,9 +229,12 @@ def end_outside(rng: RngStreams, model: nn.Module, args: Any, output: Any) -> No
 
 
 def _on_input(change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]):
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+    x = args[0] if args else kwargs["hidden_states"]
+    changed = change(x)
+    # Wherever it is handed over: CTRL's attention is given it three times, as queries, keys and values.
+    return tuple(changed if each is x else each for each in args), {
+        name: changed if each is x else each for name, each in kwargs.items()
+    }
 
 
 def gather_behind(region: Region, border: ShardedBorder, module: nn.Module, args: Any, output: Any):

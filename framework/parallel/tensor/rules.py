@@ -6,7 +6,8 @@ A role is `column`, `row`, `replicated` or `norm` with the arrangement (`partiti
     row:ARRANGEMENT      Y = sum_r X_r W_r^T + b   W split along the inputs; b added once
     sum:ARRANGEMENT      the same, not where a region ends: every rank goes on with Y in its own way
     norm:ARRANGEMENT     a norm over features that are split; its weight is split with them
-    replicated           the same on all ranks
+    replicated           the same on all ranks, inside of a region
+    outside              the same on all ranks, token by token, outside of regions: of this rank's tokens where these are divided
 
 The language is the user's as well: `model.tp_plan` maps patterns of module names to roles.
 """
@@ -20,7 +21,7 @@ from transformers import PretrainedConfig
 from framework.model.mixers import CHANNEL_DELTA_RULE, CONVOLUTION, DELTA_RULE, STATE_OF_CHANNELS, STATE_OF_HEADS
 from framework.parallel.tensor.partition import ARRANGEMENTS
 
-KINDS = ("column", "row", "sum", "replicated", "norm")
+KINDS = ("column", "row", "sum", "replicated", "outside", "norm")
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,13 @@ ROLES: Mapping[str, str] = MappingProxyType({
     "query": "column:heads", "key": "column:kv_heads", "value": "column:kv_heads",
     "o_proj": "row", "out_proj": "row", "dense": "row", "c_proj": "row",
     "attn_sub_norm": "norm:heads",
+    # gates of an attention's output, one number for each head or for each of its features
+    "g_proj": "column:heads",
     # latent attention: the down-projections serve all heads
     "q_a_proj": "replicated", "q_a_layernorm": "replicated", "q_b_proj": "column:heads",
     "kv_a_proj_with_mqa": "replicated", "kv_a_layernorm": "replicated", "kv_b_proj": "column:heads",
+    # the choice of keys is the same for all heads
+    "indexer": "replicated", "k_rope_only_layernorm": "replicated",
     # mlp
     "gate_proj": "column", "up_proj": "column", "down_proj": "row",
     "w1": "column", "w3": "column", "w2": "row",
@@ -56,6 +61,10 @@ ROLES: Mapping[str, str] = MappingProxyType({
     "c_fc": "column",
     "dense_h_to_4h": "column", "dense_4h_to_h": "row",
     "ffn_sub_norm": "norm",
+    "Wi": "column:pair", "Wo": "row",
+    "act_fn": "replicated",
+    # gemma's inputs of every layer, few features
+    "per_layer_input_gate": "outside", "per_layer_projection": "outside", "altup": "outside", "laurel": "outside",
     # mixture of experts: the experts themselves are found by their attributes
     "gate": "replicated", "router": "replicated", "shared_expert_gate": "replicated",
 })  # fmt: skip
@@ -83,6 +92,21 @@ FAMILIES: Mapping[str, Mapping[str, Choice]] = MappingProxyType({
     "granitemoeshared": {"input_linear": "column:pair", "output_linear": "row"},
     "granitemoehybrid": {"input_linear": "column:pair", "output_linear": "row"},
     "apertus": {"act_fn": "replicated"},
+    # Its mlp keeps the largest of all its features.
+    "gemma3n_text": {"mlp": "outside"},
+    "openai-gpt": {"c_attn": "column:qkv"},
+    "gpt_neox_japanese": {"query_key_value": "column:per_head"},
+    "ctrl": {"Wq": "column:heads", "Wk": "column:heads", "Wv": "column:heads", "0": "column", "2": "row"},
+    "phi4_multimodal": {"qkv_proj": "column:qkv"},
+    # How the streams of a residual are mixed.
+    "hy_v4": {"attn_hc": "outside", "ffn_hc": "outside"},
+    "moshi": {"fc1": "column:pair"},
+    "dbrx": {"Wqkv": "column:qkv"},
+    # A norm of the mixture's output, which is in parts where experts are sliced.
+    "axk1": {"post_mlp_layernorm": "outside"},
+    "axk2": {"q_gate_proj": "column:heads"},
+    # A gate in front of a branch of the residual; the layer multiplies by it.
+    "gemma4_text": {"router": "outside"},
 })  # fmt: skip
 
 _KEYS, _VALUES, _CHANNELS = "column:linear_key_heads", "column:linear_value_heads", "column:linear_channels"
@@ -115,8 +139,11 @@ HEAD_BLOCKS: Mapping[str, int] = MappingProxyType({"codegen": 4, "diffllama": 2}
 # Parameters that stand in an attention or a mixture of experts itself: the arrangement of dim 0, None if replicated.
 PARAMETERS: Mapping[str, str | None] = MappingProxyType({
     "sinks": "heads",
+    "gate_bias": "heads",
     "lambda_q1": None, "lambda_k1": None, "lambda_q2": None, "lambda_k2": None,
     "expert_bias": None,
+    # Handed to the layer, which adds it.
+    "dense_bias": "outside",
     "dt_bias": "linear_value_heads", "A_log": "linear_value_heads", "D": "linear_value_heads",
 })  # fmt: skip
 
@@ -134,9 +161,14 @@ WEIGHT_BEFORE_CAST = frozenset({"olmo2", "olmo3", "olmo_hybrid"})
 HEAD_NUMBERS = frozenset({"num_heads", "num_attention_heads", "n_heads", "n_head"})
 KV_NUMBERS = frozenset({"num_key_value_heads", "num_kv_heads", "kv_heads"})
 # Widths of all heads together, divided if that is their value.
-HEAD_WIDTHS = frozenset({"embed_dim", "hidden_size", "split_size", "all_head_size"})
+HEAD_WIDTHS = frozenset({"embed_dim", "hidden_size", "split_size", "all_head_size", "d_model_size"})
+# Numbers that say how many features a head has.
+HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "dim_head")
 KV_WIDTHS = frozenset({"kv_dim"})
 LINEAR_NUMBERS = frozenset({"num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim", "qkv_dim"})
+
+# Arguments of layers with something for each token, [B, S, ...], beside hidden states: divided with them.
+TOKEN_ARGUMENTS = ("per_layer_input",)
 
 # Arguments of attentions with a bias for every head, [B * heads, ., .] or [B, heads, ., .]; beside them a mask may hold it, too.
 HEAD_BIASES = ("alibi", "position_bias")

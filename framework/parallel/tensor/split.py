@@ -4,6 +4,7 @@ Its weights become this rank's parts under the same names, and hooks put borders
 memory yet, nothing communicates here.
 """
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from framework.model.matmul import MatmulLinear
 from framework.model.units import find_last_module, find_layers
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor.borders import ShardedBorder, make_border
-from framework.parallel.tensor.find_regions import RegionPlan, find_regions
+from framework.parallel.tensor.find_regions import RegionPlan, find_regions, holder
 from framework.parallel.tensor.heads import count_heads, divide_numbers
 from framework.parallel.tensor.layers import ColumnLinear, RowLinear, SplitRMSNorm, look_up_locally
 from framework.parallel.tensor.partition import FEATURES, Counts, PartitionedDim, SplitParameters, partition
@@ -34,10 +35,11 @@ from framework.parallel.tensor.regions import (
     lend_bias,
     return_bias,
     scatter,
+    scatter_argument,
     start_outside,
 )
 from framework.parallel.tensor.rng import RngStreams, uses_rng_in_training
-from framework.parallel.tensor.rules import PARAMETERS, WEIGHT_BEFORE_CAST, Role
+from framework.parallel.tensor.rules import PARAMETERS, TOKEN_ARGUMENTS, WEIGHT_BEFORE_CAST, Role
 from framework.parallel.tensor.state_space import (
     StateColumn,
     SummedRowLinear,
@@ -46,6 +48,10 @@ from framework.parallel.tensor.state_space import (
 )
 
 NO_HEADS = Counts(1, 1)
+
+
+def _is_outside(parameter: str, modules: tuple[str, ...]) -> bool:
+    return parameter.startswith(modules) or PARAMETERS.get(parameter.rpartition(".")[2]) == "outside"
 
 
 def split_over_tp(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: StagePlan) -> dict[str, Layout]:
@@ -103,7 +109,7 @@ class _Splitter:
     def split_region(self, found: RegionPlan) -> None:
         """Split the modules of one region, and give it its borders."""
         region = Region(self.border, self.regathers, self.rng, found.name, differs=not found.is_block)
-        attentions = {name.rpartition(".")[0] for name, role in found.roles.items() if role.arrangement not in FEATURES}
+        attentions = {holder(name) for name, role in found.roles.items() if role.arrangement not in FEATURES}
         counts = self._count_heads(found) if attentions else NO_HEADS
         for name in attentions:
             attention = self.model.get_submodule(name)
@@ -122,7 +128,11 @@ class _Splitter:
         if found.is_block:
             entrance.register_forward_hook(partial(leave, region), with_kwargs=True)
         # Whatever else is inside computes alike on all ranks, from a gradient that is one rank's part.
-        self.parameters.replicate_rest(entrance.named_parameters(found.name), lambda name: True)
+        outside = tuple(f"{name}." for name, role in found.roles.items() if role.kind == "outside")
+        inside = (
+            (name, each) for name, each in entrance.named_parameters(found.name) if not _is_outside(name, outside)
+        )
+        self.parameters.replicate_rest(inside, lambda name: True)
 
     def _count_heads(self, found: RegionPlan) -> Counts:
         counts = count_heads(self.model, found)
@@ -248,7 +258,7 @@ class _Splitter:
         attention = self.model.get_submodule(name)
         for parameter, whole in list(attention.named_parameters(recurse=False)):
             arrangement = PARAMETERS[parameter]
-            if arrangement is not None:
+            if arrangement not in (None, "outside"):
                 # Dims of size 1 stand beside that of the heads in some.
                 dim = next((dim for dim, size in enumerate(whole.shape) if size > 1), 0)
                 found = self._partition(arrangement, dim, whole.shape[dim], counts)
@@ -273,15 +283,17 @@ class _Splitter:
         if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
             raise ModelError(f"{type(self.model).__name__}: parallel.tp needs an embedding and a linear head to split")
         rows = embedding.weight.shape[0]
-        if head.weight.shape[0] != rows:
-            raise ModelError(
-                f"the head has {head.weight.shape[0]} rows, the embedding {rows}: parallel.tp splits both alike"
-            )
         found = self._partition("", 0, rows, NO_HEADS)
         embedding.weight = self.parameters.take(f"{names[embedding]}.weight", embedding.weight, found)
         look_up_locally(embedding, *part(rows, self.tp.rank, self.tp.size), self.tp)
+        # The rows of images that an embedding may have beside the vocabulary are none of the head's (mllama).
+        found = self._partition("", 0, head.weight.shape[0], NO_HEADS)
         weight = self.parameters.take(f"{names[head]}.weight", head.weight, found)
         bias = None if head.bias is None else self.parameters.take(f"{names[head]}.bias", head.bias, found)
+        # BERT's heads have the bias under a name of their own, too.
+        for module in self.model.modules():
+            for name in [each for each, whole in module._parameters.items() if bias is not None and whole is head.bias]:
+                module._parameters[name] = bias
         region = Region(self.head_border, self.regathers)
         self._put(names[head], ColumnLinear(weight, bias, False, region, self.kv))
         return region
@@ -300,6 +312,12 @@ class _Splitter:
             return
         border = self.head_border
         assert isinstance(border, ShardedBorder), "tokens in parts come together at a border"
+        for layer in self.layers[1]:
+            for name in TOKEN_ARGUMENTS:
+                parameters = list(inspect.signature(layer.forward).parameters)
+                if name in parameters:
+                    hook = partial(scatter_argument, border, name, parameters.index(name))
+                    layer.register_forward_pre_hook(hook, with_kwargs=True)
         if self.plan.bounds.is_first:
             first = self.layers[1][0]
             first.register_forward_pre_hook(partial(scatter, border), with_kwargs=True)
