@@ -1,5 +1,5 @@
-"""Rounding of what travels as codes, by the table of `docs/zero.md` in plain torch: parameters that are gathered so, and gradients
-that leave their node so."""
+"""Rounding of what travels as codes, by the table of `docs/zero.md` in plain torch: parameters that are gathered so, and
+gradients that leave their node so."""
 
 from collections.abc import Mapping
 
