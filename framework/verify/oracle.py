@@ -23,11 +23,9 @@ from framework.recipe.schema import STOCK_ATTENTION, Adapter, Optim, Recipe
 from framework.verify.evidence import IGNORE, Evidence, NothingToCompare, TokenBatch, keep_double, perturb, separate
 from framework.verify.plain import (
     DTYPES,
-    PlainCodes,
     PlainLossScale,
     PlainMixtures,
     PlainMoments,
-    PlainReduction,
     decay_nothing,
     find_groups,
     has_no_master,
@@ -37,6 +35,7 @@ from framework.verify.plain import (
     round_master,
 )
 from framework.verify.plain_adapters import PlainAdapters
+from framework.verify.plain_codes import PlainCodes, PlainReduction
 from framework.verify.plain_lion import Noise, PlainLion, measure_noise
 from framework.verify.plain_muon import PlainMuon, find_matrices
 from framework.verify.plain_preferences import PROBE, AnswerBatch, compare_answers, score_answers

@@ -130,77 +130,6 @@ class PlainLossScale:
         return self._is_finite
 
 
-class PlainCodes:
-    """Rounding of numbers that travel as codes: the largest value of a block becomes the largest code, 127 of int8, 7 of int4, or
-    at most fp8's 448 by a scale that is a power of two.
-
-    Blocks are cut where ranks' shards are, so the oracle takes them from the layout. blocks: numbers of each tensor's elements by
-    name, equal within a block, -1 where an element does not travel so.
-    """
-
-    def __init__(self, kind: str, blocks: Mapping[str, Tensor]):
-        self._kind = kind
-        self._blocks = {name: each.flatten().long() for name, each in blocks.items() if (each >= 0).any()}
-        numbers = torch.cat([torch.empty(0, dtype=torch.int64), *self._blocks.values()])
-        self._inverse = numbers.unique(return_inverse=True)[1]
-
-    @torch.no_grad()
-    def round(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values as which those of the tensors that travel as codes arrive, by name."""
-        if not self._blocks:
-            return {}
-        values = torch.cat([tensors[name].detach().flatten() for name in self._blocks])
-        inverse, is_int = self._inverse.to(values.device), self._kind != "fp8"
-        largest = torch.zeros_like(values).scatter_reduce_(0, inverse, values.abs(), "amax").float()
-        scales = (largest / {"int8": 127.0, "int4": 7.0, "fp8": 448.0}[self._kind]).clamp(min=2.0**-126)
-        if not is_int:
-            exponent = _exponent(scales.double())
-            scales = _power(exponent + (_power(exponent) < scales.double())).float()
-        scales = scales[inverse]
-        codes = values * (1.0 / scales)
-        codes = codes.round() if is_int else codes.float().to(torch.float8_e4m3fn)
-        parts = (codes.float() * scales).to(values.dtype).split([len(each) for each in self._blocks.values()])
-        return {name: part.view_as(tensors[name]) for name, part in zip(self._blocks, parts, strict=True)}
-
-
-class PlainReduction:
-    """Sums of gradients that leave their node as codes (`zero.quantize_reduce`): each rank's is rounded, then each node's sum.
-
-    Microbatch i is that of rank i mod dp, and its gradients are summed at once unless ranks add up their own first. dp and nodes
-    are the recipe's. blocks: as those of `PlainCodes`.
-    """
-
-    def __init__(self, recipe: Recipe, blocks: Mapping[str, Tensor]):
-        launch, parallel, zero = recipe.launch, recipe.parallel, recipe.zero
-        self._codes = PlainCodes(zero.quantize_reduce, blocks)
-        self._dp = (launch.ranks or 1) // (parallel.tp * parallel.pp * parallel.cp)
-        self._on_node = self._dp * (launch.ranks_per_node or 1) // (launch.ranks or 1)
-        self._adds_first = zero.stage < 2 or zero.accumulate == "local"
-        self._terms: dict[tuple[int, int], dict[str, Tensor]] = {}
-
-    def add(self, number: int, name: str, gradient: Tensor) -> None:
-        """Take the gradient of a microbatch, the `number`-th of the step."""
-        turn, rank = (0 if self._adds_first else number // self._dp), number % self._dp
-        of_rank = self._terms.setdefault((turn, rank), {})
-        of_rank[name] = gradient + of_rank[name] if name in of_rank else gradient
-
-    def take(self) -> dict[str, Tensor]:
-        """The sums of the step by name, which ends."""
-        of_nodes: dict[tuple[int, int], dict[str, Tensor]] = {}
-        for (turn, rank), gradients in self._terms.items():
-            _add_to(of_nodes.setdefault((turn, rank // self._on_node), {}), self._codes.round(gradients))
-        total: dict[str, Tensor] = {}
-        for gradients in of_nodes.values():
-            _add_to(total, self._codes.round(gradients))
-        self._terms = {}
-        return total
-
-
-def _add_to(total: dict[str, Tensor], terms: Mapping[str, Tensor]) -> None:
-    for name, each in terms.items():
-        total[name] = total[name] + each if name in total else each
-
-
 def draw_words(numel: int, key: tuple[int | str, ...]) -> Tensor:
     """Random words of a parameter's elements in row-major order, int64 [numel] in [0, 2^32).
 
@@ -295,24 +224,24 @@ class PlainMoments:
 
 def _round_mantissa(values: Tensor, chance: Tensor, bits: int) -> Tensor:
     """Numbers of so many mantissa bits: the one below in magnitude, or the next if `chance` carries the value over it."""
-    spacing = _power(_exponent(values).clamp(min=LEAST_EXPONENT) - bits)
+    spacing = power_of_two(exponent_of(values).clamp(min=LEAST_EXPONENT) - bits)
     return values.sign() * (values.abs() / spacing + chance).floor() * spacing
 
 
 def _find_smallest(largest: Tensor, mantissa_bits: int, count: int) -> Tensor:
     """The smallest number of a block, by its largest: its fp32 bits begin with `base + 1`. count: magnitudes of a code."""
-    exponent = _exponent(largest).clamp(min=LEAST_EXPONENT - 1) - LEAST_EXPONENT + 1
+    exponent = exponent_of(largest).clamp(min=LEAST_EXPONENT - 1) - LEAST_EXPONENT + 1
     base = ((exponent + 1) * 2**mantissa_bits - count).clamp(min=0)
     return ((base + 1) << (23 - mantissa_bits)).int().view(torch.float32).double()
 
 
-def _exponent(values: Tensor) -> Tensor:
+def exponent_of(values: Tensor) -> Tensor:
     """floor(log2 |x|), int64; far below all of fp32's for 0."""
     exponent = torch.frexp(values).exponent.long() - 1
     return torch.where(values == 0, 2 * LEAST_EXPONENT, exponent)
 
 
-def _power(exponent: Tensor) -> Tensor:
+def power_of_two(exponent: Tensor) -> Tensor:
     """2^exponent in fp64, exact."""
     return ((exponent + 1023) << 52).view(torch.float64)
 

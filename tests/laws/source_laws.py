@@ -40,6 +40,7 @@ ORACLE = (
     "oracle",
     "plain",
     "plain_adapters",
+    "plain_codes",
     "plain_lion",
     "plain_muon",
     "plain_preferences",
