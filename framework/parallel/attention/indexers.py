@@ -14,7 +14,7 @@ It gives rows of keys, [B, C, k], to the attention function, which knows them as
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +38,10 @@ class GatheredKeys:
 
 
 def has_indexer(attention: nn.Module) -> bool:
-    """Whether an attention sees keys that an indexer has chosen, its own or that of a layer before."""
-    return hasattr(attention, "indexer")
+    """Whether an attention sees keys that an indexer has chosen, its own or that of a layer before. MiniMax's chooses blocks, and
+    takes no mask."""
+    indexer = getattr(attention, "indexer", None)
+    return hasattr(attention, "indexer") and (indexer is None or "attention_mask" in _parameters_of(indexer))
 
 
 def hook_indexer(attention: Any) -> None:
@@ -61,8 +63,12 @@ def _give_mask(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _give_keys(indexer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     # Its older name, before transformers 5.24.
-    known = inspect.signature(inspect.unwrap(indexer.forward)).parameters
-    return args, kwargs | {"cache" if "cache" in known else "past_key_values": indexer.context_hook_of_keys}
+    name = "cache" if "cache" in _parameters_of(indexer) else "past_key_values"
+    return args, kwargs | {name: indexer.context_hook_of_keys}
+
+
+def _parameters_of(indexer: Any) -> Collection[str]:
+    return inspect.signature(inspect.unwrap(indexer.forward)).parameters.keys()
 
 
 def find_visible(documents: Documents, rows: Tensor) -> Tensor:
