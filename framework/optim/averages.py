@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from framework.optim.update_clipping import ParameterPart
 from framework.optim.update_rules import FlatShard
 
 # The kind of its entries in checkpoints.
@@ -36,10 +37,10 @@ class WeightAverages:
             average = self._values[shard]
             average.lerp_(shard.value.to(average.dtype), (taken * (1 - self._decay)).to(average.dtype))
 
-    def restart(self, shards: Iterable[FlatShard]) -> None:
-        """Begin anew with the values that shards have now."""
-        for shard in shards:
-            self._values[shard].copy_(shard.value)
+    def restart(self, parts: Iterable[ParameterPart]) -> None:
+        """Begin anew with the values that these parameters have now."""
+        for part in parts:
+            self._values[part.shard][part.start : part.stop].copy_(part.value)
 
     @contextmanager
     def in_place_of_values(self) -> Iterator[None]:

@@ -56,14 +56,14 @@ class FlatOptimizer:
         # A rank whose stages are frozen, or all on the host, counts updates as the others do. fp64: its kernel reads no divisor.
         nothing = FlatShard((), *torch.zeros(2, 0, dtype=torch.float64, device=device))
         filled = [group for group in groups if group.shards] or [ShardGroup("nothing", (nothing,), 1.0, 0.0)]
-        self.shards = tuple(shard for group in filled for shard in group.shards)
+        self.shards = tuple(shard for group in groups for shard in group.shards)
         self._group_of = {shard: group for group in filled for shard in group.shards}
-        self._kernel_divides = all(shard.gradient.dtype == torch.float32 for shard in self.shards)
+        self._kernel_divides = all(shard.gradient.dtype == torch.float32 for shard in self._group_of)
         kinds = [
             StateKind(name, name not in self._rule.nonnegative, retained)
             for name, retained in self._rule.states(optim).items()
         ]
-        self.states = make_states(moments, kinds, self.shards, device, seed)
+        self.states = make_states(moments, kinds, tuple(self._group_of), device, seed)
         self._masters = Masters(self.states.chunks, device, seed)
         self._kernels = [self._make_kernel(optim, number, device) for number in range(len(self.states.chunks))]
 
@@ -91,7 +91,7 @@ class FlatOptimizer:
         """Divide the gradients by `divisor` and update at learning rate `lr`; no effect where `skip` (scalar) is 1. step: of the
         run, for which random bits are drawn."""
         if not self._kernel_divides:  # the kernels read their divisor as fp32, which would round fp64 gradients
-            torch._foreach_div_([shard.gradient for shard in self.shards], divisor)
+            torch._foreach_div_([shard.gradient for shard in self._group_of], divisor)
         found_inf, grad_scale = skip.float(), divisor.float()
         for number, (chunk, kernel) in enumerate(zip(self.states.chunks, self._kernels, strict=True)):
             self._masters.load(number)

@@ -30,6 +30,7 @@ from framework.recipe.keys import value_of
 from framework.recipe.schema import Data, Recipe
 from framework.train.spikes import SpikeState
 from framework.train.step import TrainingRun
+from framework.train.update import find_parts
 
 # A state that AdamW alone has.
 SECOND_MOMENT = "exp_avg_sq"
@@ -146,11 +147,10 @@ def begin_branch(
     if begins_anew:
         lacking[True] |= kept[True]
     missing = {id(each) for group in lacking.values() for parameter in group for each in states[parameter]}
-    has_averages = all(each.name in known for each in entries if each.name.startswith(f"{AVERAGE}/"))
     wanted = [
         each
         for each in entries
-        if id(each) not in missing and (has_averages or not each.name.startswith(f"{AVERAGE}/"))
+        if id(each) not in missing and (each.name in known or not each.name.startswith(f"{AVERAGE}/"))
     ]
     read = [_in_saved_dtype(each, known) for each in wanted]
     values = load(read)
@@ -162,8 +162,10 @@ def begin_branch(
     if begins_anew:
         state.num_updates = 0
     _take_loaded(run, state)
-    if run.optimizer.averages is not None and not all(all_gather_object(has_averages, world)):
-        run.optimizer.averages.restart(run.optimizer.shards)
+    if run.optimizer.averages is not None:
+        # Of parameters that were frozen, or of all.
+        new = [part for part in find_parts(run.shards) if f"{AVERAGE}/{part.name}" not in known]
+        run.optimizer.averages.restart(new)
     names = sorted(lacking[False] | lacking[True])
     if names and world.rank == 0:
         others = f" and {len(names) - 3} more" * (len(names) > 3)

@@ -1,6 +1,7 @@
 """Runs in stages: equal to the same stages done by hand as branches, also where a run is killed."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -9,12 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from framework.checkpoint.commit import newest_checkpoint
+from framework.checkpoint.commit import locate, newest_checkpoint
 from framework.checkpoint.load import Reader
+from framework.checkpoint.staging import Entry
 from framework.cli import main
 from framework.errors import EXIT_DONE, EXIT_USER
 from framework.launch.directory import RunDirectory
+from framework.mesh.layout import Layout
 from framework.recipe.compose import load_recipe
 from framework.track.jsonl import METRICS_FILE, read_records
 from tests import tiny_run
@@ -169,6 +173,31 @@ def test_twenty_kills_across_borders(place: Path, monkeypatch: pytest.MonkeyPatc
     assert main(["train", *words]) == EXIT_DONE
     assert weights(Path("runs/killed")) == weights(Path("runs/staged"))
     assert curve("killed") == curve("staged")
+
+
+def test_averages_of_the_rest_outlive_a_thaw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_run.write_corpus(tmp_path / "corpus")
+    stages = ("train.stages.cold={until_step: 2, model: {freeze: [embed]}}", "train.stages.warm.model.freeze=[]")
+    words = (*tiny_run.RECIPE, *stages, "train.steps=3", "train.ema=0.5", "checkpoint.every_steps=1", "optim.lr=0.1")
+    assert main(["train", *words, "run.id=thaw"]) == EXIT_DONE
+
+    def read(step: int, name: str) -> torch.Tensor:
+        found = locate(RunDirectory(Path("runs/thaw")).checkpoints, step)
+        assert found is not None
+        reader = Reader(found)
+        shape = tuple(reader.manifest.entries[name].shape)
+        data = torch.empty(math.prod(shape))
+        reader.fill([Entry(name, Layout(shape), data)])
+        return data
+
+    for name, before in (("model.norm.weight", "ema"), ("model.embed_tokens.weight", "weight")):
+        expected = read(2, f"{before}/{name}").lerp(read(3, f"weight/{name}"), 0.5)
+        assert torch.equal(read(3, f"ema/{name}"), expected)
+        assert (
+            not torch.equal(read(2, f"weight/{name}").lerp(read(3, f"weight/{name}"), 0.5), expected)
+            or before == "weight"
+        )
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,29 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
+import torch
 
-from framework.recipe.schema import LearningRateSchedule, Memory, Model, Muon, Optim, Parallel, Recipe, Train, Zero
+from framework.comm.connect import connect
+from framework.plan.plan import make_plan
+from framework.recipe.schema import (
+    LearningRateSchedule,
+    Memory,
+    Model,
+    Muon,
+    Offload,
+    Optim,
+    Parallel,
+    Recipe,
+    Train,
+    Zero,
+)
+from framework.train.build import build
+from framework.train.step import run_alone, train_step, validate_average
+from framework.train.validation import Validation
+from framework.verify.layout import share
 from tests.families import family
 from tests.grid import few_of
-from tests.ranks.parity import STEPS, Case, assert_equal, small_recipe
+from tests.ranks.parity import CPU, STEPS, Case, assert_equal, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 
 LAYOUTS: Mapping[str, tuple[int, Parallel, Zero, int]] = {
@@ -64,6 +82,34 @@ def test_averages(pool: RankPool, label: str, optim: str) -> None:
     name = "qwen3_moe" if "ep" in label else "gpt2"
     settings = Optim(name=optim, lr=1e-2, clip_norm=0.05, muon=Muon(dtype="master"))
     check(pool, name, label, train=AVERAGES, optim=settings)
+
+
+@pytest.mark.parametrize("offload", [Offload(), Offload(optimizer=1.0)])
+def test_an_average_is_validated_in_place_of_the_weights_which_stay(offload: Offload) -> None:
+    recipe = small_recipe("bf16", 1, 2, 12, zero=Zero(stage=3), parallel=Parallel())
+    recipe = replace(recipe, train=AVERAGES, memory=Memory(compile="never", offload=offload), optim=Optim(lr=0.1))
+    case = Case("llama", family("llama"), {"": recipe})
+    mesh = connect(topology_of(recipe, case.config), CPU)
+    run = build(make_plan(recipe, case.config), mesh)
+    averages, size = run.optimizer.averages, recipe.batch.sequences_per_microbatch
+    assert averages is not None
+    batches = [share(each, size, mesh) for each in case.batches()]
+    train_step(run, batches[0], 0, 0.1)
+    weights = [each.value.clone() for each in run.optimizer.shards]
+    found = validate_average(run, Validation(batches[1], 1)).mean
+    assert all(map(torch.equal, weights, [each.value for each in run.optimizer.shards]))
+    of_weights, expected = Validation(batches[1], 1), Validation(batches[1], 1)
+    run_alone(run, of_weights)
+    for each in run.optimizer.shards:
+        each.value.copy_(averages.of(each))
+    for buffer in run.buffers:
+        buffer.copy_master_to_params()
+    for stage in run.stages.values():
+        stage.parameters.invalidate()
+    run_alone(run, expected)
+    assert found == expected.means(mesh).mean != of_weights.means(mesh).mean
+    run.close()
+    mesh.close()
 
 
 @pytest.mark.parametrize("label", few_of(LAYOUTS, lambda label: label in ("zero 1, accumulation", "ep, tp")))
