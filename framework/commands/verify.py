@@ -30,11 +30,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--coordinates",
         type=Path,
         metavar="PNG",
-        help="of model.mup_base: whether outputs are as large at 1, 2, 4 ... times its widths, drawn to this file",
+        help="draw sizes of outputs by width (model.mup_base)",
     )
     parser.add_argument("--widths", type=int, default=5, metavar="N", help="with --coordinates: widths (default: 5)")
     parser.add_argument(
-        "--end-to-end", action="store_true", help="compare a whole run, from text to export, with a plain loop"
+        "--end-to-end", action="store_true", help="compare a whole run with a plain loop, text to export"
     )
 
 

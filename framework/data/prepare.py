@@ -156,12 +156,18 @@ def describe_rows(prepared: Prepared, recipe: Recipe) -> list[str]:
         count = stream.num_documents // (1 + stream.is_paired)
         line = f"rows     {source.name}: {count:,} {stream.noun} in {rows.num_rows:,} rows of {context} tokens, "
         lines.append(f"{line}{rows.fill:.1%} filled")
-        if count := count_overlong(stream, context):
-            done = "are left out" if overlong == "skip" else "lose their ends"
+        if long := count_overlong(stream, context):
+            done = "left out" if overlong == "skip" else "their ends cut off"
             lines.append(
-                f"note     {source.name}: {count:,} {stream.noun} are longer than batch.context={context} and {done}"
+                f"note     {source.name}: {long:,} of {count:,} {stream.noun}, longer than batch.context={context}: {done}"
                 f" (data.overlong={overlong})"
             )
+    held_out = [source.streams["validation"] for source in prepared.sources]
+    if recipe.data.validation > 0 and not any(Rows.of(each, context, overlong).num_rows for each in held_out):
+        raise DataError(
+            f"all that data.validation={recipe.data.validation} holds out is longer than batch.context={context}: a validation"
+            " would have no loss. Raise batch.context, or set data.validation=0 (and train.validate_every_steps=null)"
+        )
     return lines
 
 

@@ -83,7 +83,7 @@ def _count_places(starts: np.ndarray, stops: np.ndarray, together: int) -> np.nd
 
 def _list_pieces(stream: TokenStream, context: int, overlong: Overlong) -> tuple[np.ndarray, np.ndarray]:
     """(first token, behind the last) of each document or piece that fits into a row and has a label: [n] int64 each."""
-    stops = stream.read_ends()
+    together, stops = 1 + stream.is_paired, stream.read_ends()
     starts = np.concatenate([[0], stops[:-1]]).astype(np.int64)
     if stream.trained is None:
         counts = np.maximum(1, -(-(stops - starts - 1) // context))
@@ -91,10 +91,9 @@ def _list_pieces(stream: TokenStream, context: int, overlong: Overlong) -> tuple
         starts, stops = np.repeat(starts, counts) + number * context, np.repeat(stops, counts)
     elif overlong == "refuse" and (count := count_overlong(stream, context)):
         raise DataError(
-            f"{count:,} {stream.noun} are longer than batch.context={context}, and data.overlong=refuse. Raise batch.context, or"
-            " set data.overlong to skip or truncate"
+            f"{count:,} of {len(stops) // together:,} {stream.noun}, longer than batch.context={context}: refused"
+            " (data.overlong=refuse). Raise batch.context, or set data.overlong to skip or truncate"
         )
-    together = 1 + stream.is_paired
     fits = np.repeat(_count_places(starts, stops, together) <= context, together)
     fits |= (stream.trained is None) | (overlong == "truncate")
     stops = np.minimum(stops, starts + context + 1)

@@ -149,7 +149,7 @@ def _decide(chosen: Recipe, step: int, changes: RecipeChanges, is_open: bool, pr
         print(f"changed  {key}: {show(was)} -> {show(now)}")
     prepared = prepared or prepare(recipe)
     for stage in split_stages(recipe) if recipe.train.stages else ():
-        prepare(stage.recipe)
+        describe_rows(prepare(stage.recipe), stage.recipe)  # refuses rows that a stage has nothing for
     print("\n".join([summarize_data(prepared, recipe.data.validation), *describe_rows(prepared, recipe)]))
     if is_open:
         recipe = settle_tokens(recipe, prepared.tokenizer)
@@ -226,7 +226,8 @@ def summarize(recipe: Recipe, model_type: str) -> str:
         "model": f"{model_type}, {origin}",
         "data": f"{describe_blend(recipe.data)}, {count_tokens(recipe):,} tokens in {recipe.train.steps:,} steps",
         "batch": f"{derived.sequences_per_step} sequences of {derived.context} tokens = {derived.accumulation} x"
-        f" {derived.sequences_per_microbatch} on each of {derived.dp} data-parallel ranks",
+        f" {derived.sequences_per_microbatch} on "
+        + (f"each of {derived.dp} data-parallel ranks" if derived.dp != 1 else "the only data-parallel rank"),
         "layout": f"{derived.world} {'rank' if derived.world == 1 else 'ranks'}, {degrees}, zero {recipe.zero.stage}",
         "device": f"{recipe.launch.device}, {recipe.precision.compute}",
     }

@@ -33,7 +33,7 @@ def state_names(optim: Optim, group: str = "") -> tuple[str, ...]:
 
 
 def scale_decay(optim: Optim, decay: float, lr: float) -> float:
-    """A weight decay for a kernel that multiplies it by `lr`. No step of a schedule has the rate 0."""
+    """A weight decay for a kernel that multiplies it by `lr`. No step has the rate 0: see recipe/method_rules.py."""
     return decay * (decay_rate(optim, lr) / lr) if decay_rate(optim, lr) != lr else decay
 
 

@@ -27,9 +27,11 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_hours(hours: float) -> str:
-    """Days from two on, hours, or minutes below one."""
+    """Days from two on, hours, minutes below one, or seconds below a minute."""
     if hours >= 48:
         return f"{hours / 24:,.1f} days"
+    if hours * 60 < 1:
+        return show_seconds(hours * 3600)
     return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes"
 
 

@@ -31,7 +31,7 @@ def describe_derived(derived: Derived) -> str:
     microbatches = f"{d.accumulation} microbatch{'es' if d.accumulation != 1 else ''} of {d.sequences_per_microbatch}"
     length = f"{d.total_tokens // d.tokens_per_step:,} steps = {d.total_tokens:,} tokens"
     if d.epochs is not None:
-        length = f"{d.epochs:g} passes over the text: steps follow when the data is prepared"
+        length = f"{d.epochs:g} pass{'es' * (d.epochs != 1)} over the text: steps follow when the data is prepared"
     rows = (
         ("world", f"{d.world} rank{'s' if d.world != 1 else ''}: {axes}{experts}"),
         ("step", f"{d.sequences_per_step:,} sequences of {d.context:,} tokens = {d.tokens_per_step:,} tokens"),
@@ -90,10 +90,10 @@ def describe_sources(recipe: Recipe, origins: Mapping[str, str]) -> str:
 
 
 def describe_keys(word: str = "") -> str:
-    """Keys whose path or meaning contains `word`: default, legal values, meaning."""
-    found = [key for key in list_keys() if word.lower() in f"{key.path} {key.doc}".lower()]
+    """Keys whose path, meaning or legal values contain `word`: default, legal values, meaning."""
+    found = [key for key in list_keys() if word.lower() in f"{key.path} {key.doc} {key.legal}".lower()]
     if not found:
-        return f"no key has {word!r} in its name or meaning"
+        return f"no key has {word!r} in its name, meaning or values"
     rows = [("must be given" if key.default is MISSING else show(plain(key.default)), key) for key in found]
     return "\n".join(f"{key.path} = {default}\n    {key.doc}\n    {key.legal}" for default, key in rows)
 

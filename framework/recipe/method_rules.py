@@ -205,7 +205,10 @@ def moments(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, key, message, f"{key}=bf16; or optim=adamw")
 
 
-@rule(*("optim.clip_update", "optim.decay_follows", "memory.offload.optimizer", "precision.master"))
+@rule(
+    *("optim.clip_update", "optim.decay_follows", "optim.schedule", "train.steps", "train.epochs"),
+    *("memory.offload.optimizer", "precision.master"),
+)
 def updates(recipe: Recipe) -> Iterator[Problem]:
     optim, offload = recipe.optim, recipe.memory.offload.optimizer
     if optim.clip_update == 0.0:
@@ -220,6 +223,12 @@ def updates(recipe: Recipe) -> Iterator[Problem]:
     if optim.decay_follows == "peak" and optim.name == "sgd":
         message = "sgd's decay is a part of its gradient, so it follows the schedule"
         yield refuse(recipe, "optim.decay_follows", message, "schedule; or optim=adamw")
+    ends = optim.schedule.stop_step if optim.schedule.name != "constant" and optim.schedule.final_ratio == 0.0 else None
+    if optim.decay_follows == "peak" and ends is not None and recipe.train.epochs is None and ends < recipe.train.steps:
+        message = (
+            f"behind optim.schedule.stop_step={ends} the rate is 0, and kernels know decay as a multiple of the rate"
+        )
+        yield refuse(recipe, "optim.decay_follows", message, "schedule; or optim.schedule.final_ratio=0.01")
 
 
 @rule("optim.clip_norm")

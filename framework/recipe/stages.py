@@ -6,6 +6,7 @@ each, which knows nothing of stages: it is that of a branch (`run.start_from`) t
 key of it: then it is over the steps of the stage.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
@@ -127,7 +128,7 @@ def find_stage_problems(recipe: Recipe) -> Iterator[Problem]:
     for name, stage in recipe.train.stages.items():
         path = f"train.stages.{name}"
         was, wrong = apply_stage(was, stage)
-        found += [replace(each, key=f"{path}.{each.key}") for each in wrong]
+        found += [_in_stage(each, path, stage) for each in wrong]
         others = {each.key for each in wrong}
         for key, value in flatten(_parts(stage)).items():
             if key not in others and not any(fnmatch(key, pattern) for pattern in MAY_STATE):
@@ -174,6 +175,12 @@ def _place_schedule(schedule: LearningRateSchedule, stage: TrainStage, start: in
     if own and "stop_step" not in own:
         schedule = replace(schedule, stop_step=stop)
     return schedule
+
+
+def _in_stage(problem: Problem, path: str, stage: TrainStage) -> Problem:
+    """A mistake in a stage's values, with the stage's place before its key and before keys that its fix names."""
+    fix = re.sub(rf"\b({'|'.join(GROUPS)})(?=[.][a-z])", rf"{path}.\1", problem.fix)
+    return replace(problem, key=f"{path}.{problem.key}", fix=fix)
 
 
 def _sources_of(recipe: Recipe) -> list[str]:

@@ -65,10 +65,10 @@ class Console(Observer):
         """Measure the pace anew."""
         self._first = None
 
-    def close(self, exit_code: int) -> None:
+    def close(self, exit_code: int | None) -> None:
         if self._bar is not None:
             self._bar.close()
-        if self._run is not None:
+        if self._run is not None and exit_code is not None:
             self.say(_summary(self._run, self._last, self._last_validation, exit_code))
 
     def _remaining_s(self, report: StepReport) -> float:

@@ -84,7 +84,7 @@ class Jsonl(Observer):
         former, self._file = self._file, self._path.open("ab", buffering=0)
         former.close()
 
-    def close(self, exit_code: int) -> None:
+    def close(self, exit_code: int | None) -> None:
         if self._file is not None:
             self._write()
             os.fsync(self._file.fileno())

@@ -53,7 +53,7 @@ class Observers:
         for each in self._observers:
             self.contain(_name(each), partial(each.rewind, step))
 
-    def close(self, exit_code: int) -> None:
+    def close(self, exit_code: int | None) -> None:
         for each in reversed(self._observers):
             with suppress(LeaseLost):  # which the run ends with, and has said
                 self.contain(_name(each), partial(each.close, exit_code))

@@ -98,8 +98,8 @@ class Observer:
     def rewind(self, step: int) -> None:
         """The run goes back to the end of `step`: reports of later steps come again."""
 
-    def close(self, exit_code: int) -> None:
-        """The run ends."""
+    def close(self, exit_code: int | None) -> None:
+        """The run ends, or with None a stage of it, behind which others observe."""
 
 
 def save_run_info(run_dir: Path, run: RunInfo, lease: Lease | None = None) -> None:

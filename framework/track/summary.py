@@ -56,7 +56,9 @@ class Summary(Observer):
     def open(self, run: RunInfo) -> None:
         self._run = run
 
-    def close(self, exit_code: int) -> None:
+    def close(self, exit_code: int | None) -> None:
+        if exit_code is None:
+            return
         account, run = read_account(self._run_dir), self._run
         try:
             self._say(f"report: {', '.join(str(path) for path in write_report(self._run_dir, self._lease))}")

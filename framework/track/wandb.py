@@ -94,14 +94,14 @@ class WandbObserver(Observer):
         assert self._process is not None, "report before open"
         self._relay(self._process)
 
-    def close(self, exit_code: int) -> None:
+    def close(self, exit_code: int | None) -> None:
         process = self._process
         if process is None:
             return
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.stdin.write(f"{exit_code}\n".encode())
+            process.stdin.write(f"{EXIT_RESUME if exit_code is None else exit_code}\n".encode())
             process.stdin.close()
         except BrokenPipeError:
             pass  # the mirror has ended; why is relayed below

@@ -275,7 +275,7 @@ def train_stage(stage: RunStage, plan: Plan, prepared: Prepared, saves: Saves, g
         raise
     finally:
         saves.end()
-        observers.close(code if stage.is_last or code != EXIT_DONE else EXIT_RESUME)
+        observers.close(code if stage.is_last or code != EXIT_DONE else None)
         run.close()
     return code
 

@@ -38,7 +38,7 @@ from framework.model.load import load_config
 from framework.model.safetensors_files import fingerprint_files
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.data_schema import NONE
-from framework.recipe.schema import Adapter, Offload, Recipe
+from framework.recipe.schema import Adapter, Offload, Optim, Recipe
 from framework.train.build import build
 from framework.train.state import begin_from
 from framework.train.step import VALIDATION_MICROBATCHES, score, to_device
@@ -120,7 +120,8 @@ def _score_all(
 
 def freeze(plan: Plan, is_run: bool) -> Recipe:
     """The recipe of the reference, in the layout of the run: all is frozen but the smallest parameter, for a run has one that is
-    trained. is_run: its weights are a checkpoint's."""
+    trained. is_run: its weights are a checkpoint's. No optimizer updates it, and what the recipe's asks of trained parameters is
+    not asked of frozen ones."""
     recipe = plan.recipe
     sizes = {name: each.numel() for name, each in plan.whole.named_parameters() if not is_adapter(name)}
     smallest = min(sizes, key=lambda name: (sizes[name], name))
@@ -130,7 +131,8 @@ def freeze(plan: Plan, is_run: bool) -> Recipe:
         recipe.model, weights=weights, revision=revision, freeze=[rf"^(?!{re.escape(smallest)}$)"], router_bias_rate=0.0
     )
     offload = Offload(parameters=recipe.memory.offload.parameters)
-    return replace(recipe, model=model, adapter=Adapter(), memory=replace(recipe.memory, offload=offload))
+    train, memory = replace(recipe.train, ema=None), replace(recipe.memory, offload=offload)
+    return replace(recipe, model=model, adapter=Adapter(), optim=Optim(), train=train, memory=memory)
 
 
 def _write(path: Path, source: PreparedSource, words: Mapping[str, Any], values: list[np.ndarray]) -> None:

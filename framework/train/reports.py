@@ -246,7 +246,7 @@ def describe_run(recipe: Recipe, plan: Plan, prepared: Prepared, mesh: Mesh, run
         num_parameters_active=plan.size.active,
         flops_per_token=plan.flops_per_token,
         peak_flops=find_peak(device, recipe.cluster),
-        unigram_entropy=prepared.unigram_entropy,
+        unigram_entropy=None if recipe.loss.is_paired else prepared.unigram_entropy,  # of tokens, not of pairs
         sources=tuple(source.name for source in prepared.sources),
         has_experts=bool(plan.mixtures),
         commands={

@@ -336,8 +336,10 @@ def validate_average(run: TrainingRun, validation: Validation) -> ValidationLoss
     with averages.in_place_of_values():
         _publish(run)
         run_alone(run, validation)
+        # Read here: copies from a host's memory to the device must have ended before that memory changes again.
+        means = validation.means(run.mesh)
     _publish(run)
-    return validation.means(run.mesh)
+    return means
 
 
 def _publish(run: TrainingRun) -> None:

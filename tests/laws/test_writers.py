@@ -98,6 +98,7 @@ KNOWN = {
     "track/sample_ledger.py SampleLedger.begin": "makes the folder of the ledger's lines",
     "track/wandb.py WandbObserver.open": CHECKED,
     "train/profiler.py StepProfiler.close": CHECKED,
+    "train/reference.py _write": "beside the token store, whole and named by what it depends on: all starts write the same",
     "monitor/hang.py write_ranks": CHECKED,
     "monitor/watchdog.py Watchdog._keep_flight_records": CHECKED,
 }

@@ -24,10 +24,20 @@ from framework.model.hub import find_folder
 from framework.model.load import load_config
 from framework.plan.plan import make_plan
 from framework.recipe.data_schema import NONE, PROBE, WANTED
-from framework.recipe.schema import Adapter, LossSettings, Memory, Model, Parallel, Precision, Recipe, Zero
+from framework.recipe.schema import (
+    Adapter,
+    LossSettings,
+    Memory,
+    Model,
+    Parallel,
+    ParameterGroup,
+    Precision,
+    Recipe,
+    Zero,
+)
 from framework.train.build import build
 from framework.train.rank import _sequences
-from framework.train.reference import add_reference
+from framework.train.reference import add_reference, freeze
 from framework.train.step import score, train_step
 from framework.verify.compare import compare
 from framework.verify.evidence import TokenBatch, keep_double, make_batches
@@ -233,6 +243,16 @@ def test_stored_references_are_the_live_ones_to_the_bit(pool: RankPool, layout: 
     recipe, folder = start_of(tmp_path, whole)
     for equal in pool.run(whole.launch.ranks, compare_references, recipe, folder, timeout_s=300):
         assert all(equal), equal
+
+
+def test_a_reference_is_asked_nothing_of_trained_parameters() -> None:
+    recipe, config = recipe_of("base"), case_of(recipe_of("base")).config
+    groups = {"pairs": ParameterGroup("lora_A", 0.5)}
+    adapted = replace(recipe, optim=replace(recipe.optim, groups=groups), train=replace(recipe.train, ema=0.9))
+    clipped = replace(recipe_of("dpo"), optim=replace(recipe.optim, qk_clip=100.0))
+    for each in (adapted, clipped):
+        frozen = make_plan(freeze(make_plan(each, config), is_run=False), config)
+        assert len(frozen.groups) == 1
 
 
 def test_a_stored_reference_of_another_hash_is_refused(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ class TestHelp:
         _, out, _ = run("check", "--keys", "warm-up")
         assert out.startswith("optim.schedule.name")
         assert "model.family" not in out
+        assert "adapter.base = " in run("check", "--keys", "nf4")[1]
         assert "no key has 'xyzzy'" in run("check", "--keys", "xyzzy")[1]
 
 

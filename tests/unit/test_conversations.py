@@ -344,10 +344,10 @@ def test_prepare_shows_what_is_trained_and_what_is_too_long(tmp_path: Path, caps
     shown = capsys.readouterr().out
     assert "data.sources.s0, record 5 (a.jsonl)" in shown
     assert "<|im_start|>assistant\n[[Hello, 猫!<|im_end|>]]\n<|im_start|>user\nMore?" in shown
-    assert "1 conversations are longer than batch.context=1024 and are left out (data.overlong=skip)" in shown
+    assert "1 of 6 conversations, longer than batch.context=1024: left out (data.overlong=skip)" in shown
     with pytest.raises(DataError, match=r"--show 9: data.sources.s0 has fewer records"):
         prepare_command(recipe, workers=1, show=9)
-    with pytest.raises(DataError, match=r"batch.context=1024, and data.overlong=refuse"):
+    with pytest.raises(DataError, match=r"batch.context=1024: refused"):
         describe_rows(build(recipe), replace(recipe, data=replace(recipe.data, overlong="refuse")))
     # Told before a rank starts, which would find no row.
     with pytest.raises(DataError, match=r"data.sources.s0: each of its conversations is longer than batch.context=2"):

@@ -156,7 +156,7 @@ def test_long_conversations_are_left_out_cut_or_refused() -> None:
     rows = cut.pack(np.array([0, 0]), np.array([0, 1])).input_ids
     assert rows[0].tolist() == list(range(4, 12))
     with pytest.raises(
-        DataError, match=r"1 conversations are longer than batch.context=8, and data.overlong=refuse. Raise"
+        DataError, match=r"1 of 3 conversations, longer than batch.context=8: refused .data.overlong=refuse.. Raise"
     ):
         _ = Packer([stream], CONTEXT, "best_fit", EOS, "refuse").sizes
     prepared = open_prepared(make_stream([20, 30]))

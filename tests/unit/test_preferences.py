@@ -175,8 +175,17 @@ def test_pairs_longer_than_a_row_are_left_out_whole_or_refused() -> None:
     assert packed.pairs is not None
     assert count_overlong(stream, 10) == 2
     assert sorted(packed.pairs.numbers[packed.pairs.kinds != NONE].tolist()) == [0, 1, 6, 7]
-    with pytest.raises(DataError, match=r"2 pairs of answers are longer than batch.context=10"):
+    with pytest.raises(DataError, match=r"2 of 4 pairs of answers, longer than batch.context=10"):
         _ = Packer([stream], 10, "best_fit", 0, "refuse").sizes
+
+
+def test_a_validation_without_a_pair_that_fits_is_refused(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, make_pairs(30))
+    prepared = build(recipe)
+    (source,) = prepared.sources
+    long = replace(source, streams=source.streams | {"validation": make_stream([300, 300])})
+    with pytest.raises(DataError, match=r"all that data.validation=0.2 holds out is longer than batch.context=200"):
+        describe_rows(replace(prepared, sources=[long]), recipe)
 
 
 def test_the_loader_hands_out_pairs_and_their_slices(tmp_path: Path) -> None:

@@ -373,6 +373,11 @@ def test_offloads_that_cannot_be_are_refused(overrides, key, says):
         (["optim.clip_update=0"], "optim.clip_update", "trains nothing"),
         (["optim.clip_update=1", "memory.offload.optimizer=1"], "optim.clip_update", "unit after unit"),
         (["optim=sgd", "optim.decay_follows=peak"], "optim.decay_follows", "a part of its gradient"),
+        (
+            ["optim.decay_follows=peak", "optim.schedule.stop_step=25", "optim.schedule.final_ratio=0"],
+            "optim.decay_follows",
+            "the rate is 0",
+        ),
         (["optim.qk_clip=0"], "optim.qk_clip", "learns nothing"),
         (["optim=muon", "model.mup_base={hidden_size: 64}"], "model.mup_base", "adamw and lion"),
         (["model.freeze=['a(']"], "model.freeze", "not a regular expression"),

@@ -52,6 +52,10 @@ def test_the_remaining_time_follows_the_clock_not_the_step_time():
     ]  # 90 steps of 0.5 s; then 3 s per step, which includes validation and saving
 
 
+def test_a_stage_that_ends_is_not_the_end_of_the_run():
+    assert run_console(io.StringIO(), [report(1)], exit_code=None).splitlines()[-1].startswith("step 1/100 | ")
+
+
 def bars_of(text):
     return [bar.rstrip() for bar in text.split("summary")[0].split("\r") if "%|" in bar]
 
