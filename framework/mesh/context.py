@@ -14,7 +14,7 @@ Parts are filled up with padding at the END of the sequence. No token attends to
 no mask for padding. The later of a rank's two chunks has padding first, hence a rank's tokens are always in front of its padding.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from framework.recipe.derive import count_context_parts
@@ -93,7 +93,7 @@ class ContextSlices:
 
     def of_rank(self, rank: int) -> "ContextSlices":
         """The same sequence as another rank of `cp` holds it."""
-        return ContextSlices(self.context, self.ulysses, self.ring, rank)
+        return replace(self, rank=rank)
 
     def padded(self) -> "ContextSlices":
         """The slices of the sequence with its padding: of the same rows, all of them tokens."""

@@ -21,13 +21,14 @@ from torch._dynamo.utils import counters
 from framework.comm.connect import connect
 from framework.model.matmul import Matmul
 from framework.model.opaque_experts import OpaqueExperts
+from framework.parallel.parallelize import find_eager_layers
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Precision
 from framework.train.build import build
 from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
-from tests.families import build_config, family
+from tests.families import RECURRENT, build_config, family
 from tests.grid import few_of
 from tests.ranks.parity import CPU, small_recipe, topology_of
 
@@ -47,7 +48,8 @@ def train(
         recipe = replace(recipe, precision=Precision("fp8", "fp32", "fp32"))
     if packs:
         recipe = replace(recipe, data=replace(recipe.data, pack="documents"))
-    config = build_config(family(name), **(WIDTHS if name in ("llama", "gpt2") else {}))
+    found = next((each for each in RECURRENT if each.name == name), None) or family(name)
+    config = build_config(found, **(WIDTHS if name in ("llama", "gpt2") else {}))
     mesh = connect(topology_of(recipe, config), CPU)
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         run = build(make_plan(recipe, config), mesh)
@@ -124,6 +126,29 @@ def test_layers_of_several_graphs_that_keep_outputs_by_name_stay_eager(name: str
     _, expected, losses = train(name, "fp64", Memory(activation_checkpointing=policy, compile="never"), packs=True)
     _, gradients, found = train(name, "fp64", Memory(activation_checkpointing=policy, compile="always"), packs=True)
     assert bool(counters["stats"]) == (name == "gpt_oss")
+    assert not counters["graph_break"]
+    assert found == pytest.approx(losses, rel=1e-9)
+    for each, gradient in expected.items():
+        torch.testing.assert_close(gradients[each], gradient, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("policy", few_of([("full",), ("selective",)], lambda policy: policy == "full"))
+def test_layers_with_a_recurrent_mixer_stay_eager_and_others_are_compiled_once(policy: Any) -> None:
+    """The documents with which such a layer is called are of a microbatch: a graph would be of one."""
+    memory = Memory(activation_checkpointing=policy, compile="always")
+    _, expected, losses = train("qwen3_5_text", "fp64", replace(memory, compile="never"), packs=True)
+    _, gradients, found = train("qwen3_5_text", "fp64", memory, packs=True)
+    recipe = replace(small_recipe("fp64", 1, 2, 4), memory=memory)
+    stage = (
+        make_plan(recipe, build_config(next(each for each in RECURRENT if each.name == "qwen3_5_text")))
+        .of_rank(0)
+        .stages[0]
+    )
+    assert find_eager_layers(stage.model.model, stage.plan) == {
+        f"layers.{number}": "Qwen3_5GatedDeltaNet, a recurrent mixer" for number in (0, 2)
+    }
+    # All microbatches have other documents.
+    assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     assert found == pytest.approx(losses, rel=1e-9)
     for each, gradient in expected.items():

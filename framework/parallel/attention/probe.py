@@ -32,6 +32,7 @@ from framework.parallel.attention.block_attention import BlockAttention
 from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.hook import Attention, AttentionDropout, Hook, find_attentions, hook_attentions
 from framework.parallel.attention.recurrent import Pieces, hook_mixers
+from framework.parallel.attention.recurrent.pieces import ONE_RANK
 from framework.parallel.attention.visible_rows import Scores
 from framework.recipe.schema import Recipe
 
@@ -40,7 +41,6 @@ RANKS = 2
 LENGTHS = (5, 17, 6)
 # Of 105 families, those that pass differ by 3e-6 at most in fp32, the others by 4e-5 at least.
 LARGEST_DIFFERENCE = 1e-5
-ONE_RANK = Communicator(Axis("cp", 1, 0))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ exp(G_C - G_j) where j lies in another than the chunk's last token.
     features of a head's keys and values
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,40 @@ def apply_delta_rule(
     # [B, P, Hk, H / Hk, c, C, V], without the tokens that filled the last chunk.
     o = o.flatten(4, 5)[..., : v.shape[-2], :].permute(0, 1, 4, 2, 3, 5).flatten(3, 4)
     return pieces.join(o).to(query.dtype), None
+
+
+def apply_by(
+    function: Callable[..., tuple[Tensor, Tensor]],
+    pieces: Pieces,
+    *inputs: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """`apply_delta_rule` by flash-linear-attention's `chunk_gated_delta_rule` or `chunk_kda`.
+
+    [B | A] over pieces is a state of V + K features of values, those of A zeros; it gives [o_B | o_A], and o = o_B + o_A S_in.
+    """
+    sequences, (width, values) = len(inputs[0]), (inputs[1].shape[-1], inputs[2].shape[-1])
+    q, k, v, g, beta = (pieces.cut(x).flatten(0, 1) for x in (*inputs, g, beta))
+    runs, shape = pieces.runs(sequences, q.device), v.shape[:-1]
+    options = {name: others[name] for name in ("use_qk_l2norm_in_kernel",) if name in others}
+    if runs is not None:
+        q, k, v, g, beta = (x.flatten(0, 1)[None] for x in (q, k, v, g, beta))
+        # Also on the host: to know how many chunks there are it would wait for the device.
+        options |= {"cu_seqlens": runs[0], "cu_seqlens_cpu": runs[1]}
+    if not pieces.is_whole:
+        v = F.pad(v, (0, width))
+        first = F.pad(torch.eye(width, dtype=torch.float32, device=q.device), (values, 0)).expand(v.shape[2], -1, -1)
+        first = first.repeat(len(q), 1, 1, 1) if runs is None else first * runs[2][:, None, None, None]
+        options |= {"initial_state": first, "output_final_state": True}
+    o, final = function(q, k, v, g=g, beta=beta, **options)
+    o = o.reshape(*shape, -1).unflatten(0, (sequences, -1))
+    if not pieces.is_whole:
+        final = (final if runs is None else final[runs[3]]).unflatten(0, (sequences, -1))
+        before = pieces.states(final, _step, torch.zeros_like(final[:, 0, ..., :values]))
+        o = o[..., :values] + torch.einsum("bpnhk,bphkv->bpnhv", o[..., values:], before.to(o.dtype))
+    return pieces.join(o), None
 
 
 def _chunk(x: Tensor, chunk: int) -> Tensor:
@@ -148,7 +182,11 @@ def _scan_chunks(kept: Tensor, added: Tensor, pieces: Pieces) -> Tensor:
     states = torch.stack(found, dim=-3)
     if pieces.is_whole:
         return states
-    first = pieces.states(
-        state, lambda f, s: f[..., values:] @ s + f[..., :values], torch.zeros_like(state[:, 0, ..., :values])
-    )
+    first = pieces.states(state, _step, torch.zeros_like(state[:, 0, ..., :values]))
     return states[..., :values] + states[..., values:] @ first[..., None, :, :]
+
+
+def _step(of_piece: Tensor, state: Tensor) -> Tensor:
+    """The state [B, .., K, V] behind a piece of the map [B | A], [B, .., K, V + K]."""
+    values = state.shape[-1]
+    return of_piece[..., values:] @ state + of_piece[..., :values]

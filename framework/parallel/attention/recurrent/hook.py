@@ -30,6 +30,7 @@ from framework.model.units import find_layers
 from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.recurrent.convolution import convolve
 from framework.parallel.attention.recurrent.delta_rule import apply_delta_rule
+from framework.parallel.attention.recurrent.libraries import Libraries
 from framework.parallel.attention.recurrent.pieces import Pieces
 from framework.parallel.attention.recurrent.state_space import have_no_kernel, scan_channels, scan_heads
 
@@ -54,15 +55,19 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({
 })  # fmt: skip
 
 
-def hook_mixers(model: PreTrainedModel, pieces: Pieces) -> None:
-    """Have every recurrent mixer of the model compute on these pieces; without one nothing changes."""
-    mixers = dict(find_mixers(model))
+def hook_mixers(model: PreTrainedModel, pieces: Pieces, libraries: Libraries | None = None) -> None:
+    """Have every recurrent mixer of the model compute on these pieces; without one nothing changes. libraries: of kernels for
+    them."""
+    mixers, libraries = dict(find_mixers(model)), libraries or Libraries()
     found = find_layers(model)
     if not mixers or found is None:
         return
     for mixer in mixers.values():
         names = called_names(mixer)
-        call_by(mixer, {name: partial(each, pieces) for name, each in FUNCTIONS.items() if name in names})
+        call_by(
+            mixer,
+            {name: partial(libraries.compute, name, each, pieces) for name, each in FUNCTIONS.items() if name in names},
+        )
     notes = _Notes()
     model.register_forward_pre_hook(notes.read, with_kwargs=True)
     for layer in found[1]:

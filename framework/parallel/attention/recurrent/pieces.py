@@ -20,6 +20,7 @@ its document. A token sees those from there on.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -27,9 +28,14 @@ from torch import Tensor
 from framework.comm import duals
 from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange
+from framework.comm.transfer import upload
 from framework.mesh.context import ContextSlices
+from framework.mesh.topology import Axis
 from framework.model.opaque_map import apply_map
 from framework.parallel.attention.documents import Documents
+
+# Of who has whole sequences, outside of any layout.
+ONE_RANK = Communicator(Axis("cp", 1, 0))
 
 
 class Pieces:
@@ -78,6 +84,29 @@ class Pieces:
             return torch.stack([rows[:, start:stop] - start for start, stop in intervals], dim=1)
 
         return documents.keep(("starts", intervals, device), find)
+
+    def runs(self, sequences: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """Documents in the pieces of so many sequences, one behind the other as kernels for sequences of any length take them;
+        None where every sequence is one document.
+
+        Cumulative lengths [runs + 1] int32, on the device and on the host; whether each run's document began in front of its
+        piece, bool [runs]; the number of each piece's last run, [B P].
+        """
+        documents, intervals = self.documents, self.slices.intervals
+        if documents is None:
+            return None
+
+        def find() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            given = zip(*([runs for _, runs in documents.runs(each)] for each in intervals), strict=True)
+            pieces = [runs for sequence in given for runs in sequence] * (sequences // len(documents.starts))
+            ends = torch.tensor(
+                [0, *accumulate(run.stop - run.start for runs in pieces for run in runs)], dtype=torch.int32
+            )
+            goes_on = torch.tensor([run.first < run.start for runs in pieces for run in runs])
+            last = torch.tensor([*accumulate(map(len, pieces))]) - 1
+            return upload(ends, device), ends, upload(goes_on, device), upload(last, device)
+
+        return documents.keep(("runs", intervals, sequences, device), find)
 
     def window(self, x: Tensor, length: int) -> Tensor:
         """The last tokens of the piece before each, zeros in front of the first: x: [B, P, N, ...] -> [B, P, length, ...]. With
