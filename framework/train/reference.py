@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from transformers import PretrainedConfig
 
 from framework.checkpoint.index import encode_manifest, read_manifest
 from framework.comm.collectives import all_reduce
@@ -46,6 +47,8 @@ from framework.train.step import VALIDATION_MICROBATCHES, score, to_device
 # One pass over the rows of a split, as this rank reads them.
 ReadRows = Callable[[Split], Iterator[Microbatch]]
 Scores = dict[tuple[int, Split], np.ndarray]
+# Words of a config that change no number.
+NO_VALUES = ("_name_or_path", "transformers_version")
 
 
 def add_reference(plan: Plan, prepared: Prepared, mesh: Mesh, read_rows: ReadRows, begin: Callable[[], None]) -> None:
@@ -57,7 +60,7 @@ def add_reference(plan: Plan, prepared: Prepared, mesh: Mesh, read_rows: ReadRow
     if reference is None or reference == "base":
         return
     world = mesh.axis("world")
-    origin, words = broadcast_object(partial(_identify, plan.recipe, reference), world)
+    origin, words = broadcast_object(partial(identify, plan, reference), world)
     files = [source.folder / f"reference-{words['key']}" for source in prepared.sources]
     if not broadcast_object(lambda: all(path.exists() for path in files), world):
         scores = _score_all(plan, prepared, mesh, origin, read_rows, begin)
@@ -73,16 +76,24 @@ def add_reference(plan: Plan, prepared: Prepared, mesh: Mesh, read_rows: ReadRow
             source.streams[split].reference = values[split]
 
 
-def _identify(recipe: Recipe, reference: str) -> tuple[Origin | None, dict[str, Any]]:
+def identify(plan: Plan, reference: str) -> tuple[Origin | None, dict[str, Any]]:
     """The checkpoint that is the reference, None for a folder of weights; and all that its numbers depend on, with its key."""
-    origin = None if is_folder_of_weights(reference) else find_origin(reference)
+    recipe, origin = plan.recipe, None if is_folder_of_weights(reference) else find_origin(reference)
     if origin is None:
         weights = fingerprint_files(find_folder(reference))
     else:
         weights = xxhash.xxh3_128_hexdigest(encode_manifest(read_manifest(origin.checkpoint)).encode())
+    # Whole: a folder's config.json may change beside the same weights.
+    config = json.loads(_find_config(plan, origin).to_json_string())
     words = {"weights": weights, "precision": recipe.precision.compute, "context": recipe.batch.context}
-    words |= {"config": recipe.model.config, "overlong": recipe.data.overlong}
+    words |= {"config": {name: each for name, each in config.items() if name not in NO_VALUES}}
+    words |= {"overlong": recipe.data.overlong}
     return origin, words | {"key": xxhash.xxh3_64_hexdigest(json.dumps(words, sort_keys=True).encode())}
+
+
+def _find_config(plan: Plan, origin: Origin | None) -> PretrainedConfig:
+    """The reference's config: of a run's checkpoint that of the model which is trained, else its folder's."""
+    return plan.config if origin is not None else load_config(freeze(plan, is_run=False).model, find_folder)
 
 
 def _score_all(
@@ -90,7 +101,7 @@ def _score_all(
 ) -> Scores:
     """The log-probabilities of all documents by source and split, fp64 [documents], on all ranks."""
     recipe = freeze(plan, origin is not None)
-    frozen = make_plan(recipe, plan.config if origin else load_config(recipe.model, find_folder))
+    frozen = make_plan(recipe, _find_config(plan, origin))
     # One of the ranks that compute the same counts it.
     is_counted = all(mesh.axis(name).rank == 0 for name in ("tp", "cp"))
     totals: Scores = {}

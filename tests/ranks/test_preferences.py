@@ -37,7 +37,7 @@ from framework.recipe.schema import (
 )
 from framework.train.build import build
 from framework.train.rank import _sequences
-from framework.train.reference import add_reference, freeze
+from framework.train.reference import add_reference, freeze, identify
 from framework.train.step import score, train_step
 from framework.verify.compare import compare
 from framework.verify.evidence import TokenBatch, keep_double, make_batches
@@ -253,6 +253,17 @@ def test_a_reference_is_asked_nothing_of_trained_parameters() -> None:
     for each in (adapted, clipped):
         frozen = make_plan(freeze(make_plan(each, config), is_run=False), config)
         assert len(frozen.groups) == 1
+
+
+def test_a_reference_is_another_with_another_config(tmp_path: Path) -> None:
+    config = case_of(recipe_of("dpo")).config
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    recipe = recipe_of("dpo")
+    plan = make_plan(replace(recipe, loss=replace(recipe.loss, reference=str(tmp_path))), config)
+    before, again = (identify(plan, str(tmp_path))[1]["key"] for _ in range(2))
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace('"rms_norm_eps": ', '"rms_norm_eps": 1'))
+    assert before == again != identify(plan, str(tmp_path))[1]["key"]
 
 
 def test_a_stored_reference_of_another_hash_is_refused(tmp_path: Path) -> None:
