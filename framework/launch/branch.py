@@ -11,7 +11,7 @@ from pathlib import Path
 
 from framework.checkpoint.commit import list_checkpoints, locate, newest_checkpoint, open_checkpoint, step_of
 from framework.checkpoint.storage import Place
-from framework.errors import RecipeError, RunError
+from framework.errors import ModelError, RecipeError, RunError
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory, find_run
 from framework.launch.places import explain_errors
@@ -73,9 +73,13 @@ def settle_reference(reference: str) -> str:
     try:
         origin = find_origin(reference, "loss.reference")
     except RunError:
-        if find_run(reference.rpartition("@")[0] or reference).exists():
+        folder = find_run(reference.rpartition("@")[0] or reference)
+        if folder.exists():
             raise
-        return str(resolve_folder(reference, key="loss.reference"))
+        try:
+            return str(resolve_folder(reference, key="loss.reference"))
+        except ModelError as error:
+            raise ModelError(f"{error}. Nor is it a run: there is no folder {folder}") from error
     if load_recipe(origin.run.recipe).adapter.is_used:
         raise RunError(
             f"loss.reference={reference} has an adapter, whose checkpoints lack the model: set it to the folder that"

@@ -67,6 +67,8 @@ def explain_unknown(path: str, value: Any = None) -> str:
 def explain_place(path: str) -> str:
     """Advice on a known key in the wrong place of a file, which also explains everything below the name; else empty."""
     parts = path.split(".")
+    if parts[:2] == ["train", "stages"] and ".".join(parts[3:]) in list_paths():
+        return f"state {'.'.join(parts[3:])} outside of train.stages: it is the same in all stages of a run"
     if parts[0] == "experiment":
         return "an experiment's file begins with the line `# @package _global_`"
     if path in list_paths():

@@ -98,6 +98,7 @@ def test_a_schedule_has_bounds_of_its_own() -> None:
         ("optim.schedule.stop_step=10", "the warm-up is longer than the schedule, of 10 steps"),
         ("optim.schedule.start_step=600", "ends with step 500, before it begins"),
         ("train.stages.b.optim.schedule.warmup_steps=100", "within train.stages.b"),
+        ("train.stages.b.parallel.tp=2", "-> state parallel.tp outside of train.stages"),
         ("train.stages.b.batch.contxt=64", "did you mean train.stages.b.batch.context?"),
         ("train.stages.b.data.sources.web.weight=2", "-> train.stages.b.data.sources.web.path=..."),
     ],
