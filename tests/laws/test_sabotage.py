@@ -18,7 +18,7 @@ from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
 from framework.model import initial, stage
 from framework.model.initial import draw_unit, seed_for
-from framework.model.loss import TokenLoss, count_loss_tokens, token_loss
+from framework.model.loss import count_loss_tokens
 from framework.parallel.zero import gradients
 from framework.parallel.zero.buffers import GradientState, MainGradView, UnitBuffer
 from framework.recipe.schema import Zero
@@ -53,11 +53,17 @@ def count_tokens_of_the_rank() -> Any:
 
 def average_microbatches() -> Any:
     """Each microbatch's mean counts alike, however many of its tokens do (Hugging Face's Trainer until 2024)."""
+    whole = RankStage._part_of_loss
 
-    def mean(loss: TokenLoss, logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
-        return token_loss(logits, labels, count_loss_tokens(labels)) / (WORLD * ACCUMULATION)
+    def mean(stage: RankStage, microbatch: int, *output: Any) -> Tensor:
+        inputs = stage.inputs
+        own = count_loss_tokens(inputs.microbatches[microbatch].labels) * (WORLD * ACCUMULATION)
+        stage.start_step(replace(inputs, num_tokens=own))
+        loss = whole(stage, microbatch, *output)
+        stage.start_step(inputs)
+        return loss
 
-    return patch.object(TokenLoss, "__call__", mean)
+    return patch.object(RankStage, "_part_of_loss", mean)
 
 
 def balance_each_microbatch_fully() -> Any:
