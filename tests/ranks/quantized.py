@@ -34,6 +34,8 @@ def on_nodes(recipe: Recipe, ranks_per_node: int) -> Recipe:
 def run_quantized_oracle(case: Case, recipe: Recipe, layout: Evidence | None = None) -> Evidence:
     """The evidence of a case, whose recipe quantises gradients. layout: for the blocks of parameters that are codes as well."""
     plan = make_plan(recipe, case.config)
+    # Rounded here, by the messages of the plan, and not by the oracle's own words.
+    layout = None if layout is None else replace(layout, reduced={})
     oracle = Oracle(recipe, case.config, initial_weights(case.config, recipe.train.seed), torch.float64, CPU, layout)
     losses, norms, first = [], [], {}
     for step, batch in enumerate(case.batches()):
