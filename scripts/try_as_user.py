@@ -127,6 +127,8 @@ ACTIONS = (
     done("diff first second", "train.steps", "loss", trains=True),
     done("export first --to out", "exported", trains=True),
     refused("export first --merged --to merged", "has no adapter to merge", trains=True),
+    refused("export first --average --to average", "train.ema", trains=True),
+    refused(f"verify {QUICK} --coordinates widths.png --widths 2", "model.mup_base"),
 )  # fmt: skip
 
 

@@ -208,7 +208,7 @@ def test_averages_of_the_rest_outlive_a_thaw(tmp_path: Path, monkeypatch: pytest
         (["train.stages.decay.until_step=8"], "trained behind its last step 8"),
         (["train.stages.long.until_tokens=null"], "nothing says when it ends"),
         (["train.stages.long.until_share=0.5"], "stated twice"),
-        (["train.stages.long.batch.contexts=8"], "did you mean batch.context?"),
+        (["train.stages.long.batch.contexts=8"], "did you mean train.stages.long.batch.context?"),
         (["train.stages.long.model.family=gpt2"], "same in all stages"),
         (["train.stages.long.parallel.tp=2"], "unknown key"),
         (["train.stages.long.batch.sequences_per_step=0"], "train.stages.long.batch.sequences_per_step"),
