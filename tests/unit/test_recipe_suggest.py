@@ -27,7 +27,7 @@ def test_foreign_names_lead_to_ours():
         "tensor_model_parallel_size": "parallel.tp (Megatron",
         "lr_decay_style": "optim.schedule.name (Megatron",
         "--moe-token-dispatcher-type": "parallel.expert_hierarchical",
-        "moe_z_loss_coeff": "not in this version",
+        "moe_z_loss_coeff": "train.router_z_loss",
         "training.local_batch_size": "batch.sequences_per_microbatch (torchtitan",
         "parallelism.data_parallel_shard_degree": "zero.shard_within (torchtitan",
         "num_experts_per_tok": "model.config.num_experts_per_tok",
