@@ -160,12 +160,6 @@ class ModelShape:
         return len(self.kinds)
 
     @cached_property
-    def is_tied(self) -> bool:
-        """Whether embedding and head share their weight."""
-        head = getattr(self.whole.get_output_embeddings(), "weight", None)
-        return head is not None and head is getattr(self.whole.get_input_embeddings(), "weight", None)
-
-    @cached_property
     def size(self) -> ModelSize:
         """Numbers of parameters of the whole model."""
         return measure_model(self.whole)

@@ -239,16 +239,6 @@ CASES: dict[str, tuple[str, dict[str, Any], Adapter, dict[str, Any], dict[str, R
     ),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", few_of(CASES, lambda name: name == "lora"))
-def test_adapters_equal_peft(pool: RankPool, tmp_path: Path, name: str) -> None:
-    of_family, changes, adapter, keys, layouts = CASES[name]
-    if of_family == "gpt2":
-        adapter = replace(adapter, targets=keys["target_modules"])
-    start = make_start(tmp_path, of_family, adapter, changes, **keys)
-    assert_equals_peft(pool, tmp_path, start, layouts)
-
-
 QLORA = replace(LORA, base="nf4")
 # Rows that are no multiples of 64, which ranks of `tp` cut within a block: in the 4 bits of the whole weight all the same.
 CODED: dict[str, tuple[str, dict[str, Any], Adapter, dict[str, Any], dict[str, Recipe]]] = {
@@ -275,9 +265,12 @@ CODED: dict[str, tuple[str, dict[str, Any], Adapter, dict[str, Any], dict[str, R
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", few_of(CODED, lambda name: name == "nf4"))
-def test_adapters_beside_a_base_in_few_bits_equal_peft(pool: RankPool, tmp_path: Path, name: str) -> None:
-    of_family, changes, adapter, keys, layouts = CODED[name]
+BESIDE_PEFT = CASES | {f"base: {name}": each for name, each in CODED.items()}
+
+
+@pytest.mark.parametrize("name", few_of(BESIDE_PEFT, lambda name: name in ("lora", "base: nf4")))
+def test_adapters_equal_peft(pool: RankPool, tmp_path: Path, name: str) -> None:
+    of_family, changes, adapter, keys, layouts = BESIDE_PEFT[name]
     if of_family == "gpt2":
         adapter = replace(adapter, targets=keys["target_modules"])
     start = make_start(tmp_path, of_family, adapter, changes, **keys)

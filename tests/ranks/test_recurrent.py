@@ -1,7 +1,6 @@
 """Recurrent mixers whose sequences ranks divide, or whose heads: the training run of stock transformers in one process; what one
 token changes, and what is sent, is what the mathematics says."""
 
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -19,59 +18,15 @@ from framework.parallel.attention.recurrent import Pieces, hook_mixers
 from framework.plan.plan import make_plan
 from framework.plan.traffic import measure_traffic
 from framework.recipe.derive import context_degrees, has_tokens_everywhere
-from framework.recipe.schema import Memory, Parallel, Recipe, Zero
+from framework.recipe.schema import Parallel, Zero
 from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.layout import share
-from tests.families import RECURRENT, Family, build_config
+from tests.families import RECURRENT, build_config
 from tests.ranks.covering import cover_pairs
-from tests.ranks.parity import CPU, STAGE_0, Case, assert_equal, small_recipe, topology_of
+from tests.ranks.mixers import Way, find
+from tests.ranks.parity import CPU, assert_equal, topology_of
 from tests.ranks.pool import RankPool
-
-SEQUENCES = 12
-
-
-def find(name: str) -> Family:
-    return next(each for each in RECURRENT if each.name == name)
-
-
-@dataclass(frozen=True)
-class Way:
-    """A training run of a family and how it is laid out."""
-
-    family: str
-    cp: int = 1
-    method: Any = "ring"
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    sequence: bool = True
-    zero: Zero = STAGE_0
-    context: int = 13
-    packs: bool = False
-    count: int = 1
-    checkpointing: str = "none"
-
-    @property
-    def world(self) -> int:
-        return self.dp * self.cp * self.tp * self.pp
-
-    @property
-    def recipe(self) -> Recipe:
-        parallel = Parallel(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, sequence=self.sequence, context=self.method)
-        recipe = small_recipe("fp64", self.world, self.count, SEQUENCES, 0.05, self.zero, parallel)
-        return replace(
-            recipe,
-            batch=replace(recipe.batch, context=self.context),
-            data=replace(recipe.data, pack="documents" if self.packs else "concat"),
-            memory=Memory(compile="never", activation_checkpointing=self.checkpointing),  # type: ignore[arg-type]
-        )
-
-    @property
-    def case(self) -> Case:
-        return Case(str(self), find(self.family), {"": self.recipe})
-
 
 # Each mechanism once: pieces on two ranks and on four, by either method, documents that span them, recomputation.
 SHOWN = (
@@ -90,13 +45,13 @@ MORE = (
 
 
 def test_mixers_of_divided_sequences_and_heads_equal_one_process(pool: RankPool) -> None:
-    assert_equal(pool, 2, [way.case for way in SHOWN])
+    assert_equal(pool, 2, [way.case() for way in SHOWN])
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("name", [each.name for each in RECURRENT])
 def test_mixers_of_every_family_equal_one_process(pool: RankPool, name: str) -> None:
-    assert_equal(pool, 4, [way.case for way in MORE if way.family == name])
+    assert_equal(pool, 4, [way.case() for way in MORE if way.family == name])
 
 
 # (cp, dp, tp, pp, ep, sequence)
@@ -134,7 +89,7 @@ def eight():
 @pytest.mark.grid
 @pytest.mark.parametrize("part", range(9))
 def test_any_two_options_of_a_hybrid_mixture_equal_one_process(eight: RankPool, part: int) -> None:
-    assert_equal(eight, 8, [way.case for way in cover()[part::9]])
+    assert_equal(eight, 8, [way.case() for way in cover()[part::9]])
 
 
 LENGTH, STARTS, CHANGED = 21, (0, 4, 17), (3, 5, 10, 18)
@@ -203,7 +158,7 @@ def count_sent(rank: int, world: int, rendezvous: str, ways: list[Way]) -> list[
     """Body: bytes that a step sends over cp."""
     found = []
     for number, way in enumerate(ways):
-        case = way.case
+        case = way.case()
         mesh = connect(topology_of(way.recipe, case.config), CPU, f"{rendezvous}-{number}", rank)
         run = build(make_plan(way.recipe, case.config), mesh)
         microbatches = share(case.batches()[0], way.recipe.batch.sequences_per_microbatch, mesh)
@@ -220,5 +175,5 @@ def test_a_step_sends_what_was_planned(pool: RankPool) -> None:
         Way("qwen3_5_text", 2, "ulysses", context=32, packs=True, checkpointing="full"),
     ]
     for rank, found in enumerate(pool.run(2, count_sent, ways)):
-        plans = [make_plan(way.recipe, way.case.config) for way in ways]
+        plans = [make_plan(way.recipe, way.case().config) for way in ways]
         assert found == [measure_traffic(plan, rank)["cp"] for plan in plans]

@@ -1,7 +1,6 @@
 """State-space mixers, whatever ranks divide their heads or channels: the training run of stock transformers in one process."""
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -18,59 +17,20 @@ from framework.parallel.attention.recurrent.convolution import convolve
 from framework.parallel.attention.recurrent.pieces import Pieces
 from framework.parallel.attention.recurrent.state_space import scan_heads
 from framework.parallel.tensor import state_space
-from framework.recipe.schema import Memory, Parallel, Zero
-from tests.families import STATE_SPACES, Family
+from framework.recipe.schema import Zero
+from tests.families import STATE_SPACES
 from tests.grid import few_of
 from tests.ranks.covering import cover_pairs
-from tests.ranks.parity import CPU, STAGE_0, Case, assert_equal, small_recipe
+from tests.ranks.mixers import Way, find
+from tests.ranks.parity import CPU, assert_equal
 from tests.ranks.pool import RankPool
 from tests.ranks.tensor_parity import TensorCase, compare_cases
 
-SEQUENCES = 12
 NAMES = tuple(each.name for each in STATE_SPACES)
 
 
-def find(name: str) -> Family:
-    return next(each for each in STATE_SPACES if each.name == name)
-
-
-@dataclass(frozen=True)
-class Way:
-    """A training run of a family and how it is laid out."""
-
-    family: str
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    dp: int = 1
-    ep: int = 1
-    sequence: bool = True
-    method: Any = "ring"
-    zero: Zero = STAGE_0
-    context: int = 13
-    packs: bool = False
-    count: int = 1
-    checkpointing: str = "none"
-
-    @property
-    def world(self) -> int:
-        return self.dp * self.cp * self.tp * self.pp
-
-    @property
-    def case(self) -> Case:
-        parallel = Parallel(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, sequence=self.sequence, context=self.method)
-        recipe = small_recipe("fp64", self.world, self.count, SEQUENCES, None, self.zero, parallel)
-        recipe = replace(
-            recipe,
-            batch=replace(recipe.batch, context=self.context),
-            data=replace(recipe.data, pack="documents" if self.packs else "concat"),
-            memory=Memory(compile="never", activation_checkpointing=self.checkpointing),  # type: ignore[arg-type]
-        )
-        return Case(str(self), find(self.family), {"": recipe})
-
-
 def assert_ways_equal(pool: RankPool, *ways: Way) -> None:
-    assert_equal(pool, max(way.world for way in ways), [way.case for way in ways])
+    assert_equal(pool, max(way.world for way in ways), [way.case(clips=False) for way in ways])
 
 
 @pytest.mark.parametrize("name", few_of(NAMES, lambda name: name in ("granitemoehybrid", "jamba")))
