@@ -131,7 +131,7 @@ class Llama:
             shape.num_layers,
             text.num_attention_heads,
             shape.vocabulary,
-            shape.is_tied,
+            text.tie_word_embeddings,
             shape.size.total,
             shape.flops_per_token(context),
         )
