@@ -4,33 +4,40 @@ tp   enter and leave of a region are waited for (parallel/tensor/borders.py); as
      them. In backward the sum of a region's input gradient travels under the weight gradients of its column layers
      (regions.py), where a schedule does not leave these for later
 cp   a step of the ring travels under the attention to the block before it; Ulysses' exchange is waited for (docs/context.md)
-ep   rows are waited for, there and back; with parallel.expert_overlap tokens go in halves, of which one travels while the
-     other is computed; shared experts are computed while rows leave (parallel/experts/dispatch.py)
+ep   rows are waited for, there and back over both hops, between nodes and within them (token_hops.py); with
+     parallel.expert_overlap tokens go in halves, of which one travels while the other is computed; shared experts are computed
+     while rows leave (parallel/experts/dispatch.py)
 
 The order of axes decides who shares a node: a rank's number is ((pp * DP + dp) * CP + cp) * TP + tp, and nodes take ranks in
 order (mesh/topology.py, mesh/placement.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
+from operator import attrgetter
 
 from framework.plan.candidate import Candidate, topology_of
 from framework.plan.cluster import Group, place_group
 from framework.plan.operators import LayerOperators, UnitWork
 from framework.plan.profile import Rates
+from framework.plan.token_hops import HopBytes, TokenHops
 from framework.recipe.schema import Recipe
 
 # Axes over which messages travel.
 AXES = (
-    *("world", "pp", "tp", "ulysses", "ring", "ep"),
+    *("world", "pp", "tp", "ulysses", "ring", "ep", "ep_outer", "ep_inner"),
     *("shard", "replica", "expert_shard", "expert_replica", "secondary", "expert_secondary"),
 )
 Groups = Mapping[str, Group]
 
 
-def place_groups(c: Candidate, secondary_shard: int | str | None = None) -> Groups:
-    """The groups of a candidate, by the names of their axes. secondary_shard: as in the recipe's `zero`."""
-    topology = topology_of(c, secondary_shard=secondary_shard)
+def place_groups(
+    c: Candidate, secondary_shard: int | str | None = None, hierarchical: int | str | None = "node"
+) -> Groups:
+    """The groups of a candidate, by the names of their axes. secondary_shard: as in the recipe's `zero`; hierarchical: its
+    parallel.expert_hierarchical."""
+    topology = topology_of(c, secondary_shard=secondary_shard, hierarchical=hierarchical)
     return {axis: place_group(*topology.size_stride(axis), c.ranks_per_node, c.world) for axis in AXES}
 
 
@@ -133,21 +140,37 @@ class LayerMessages:
         c, layer, work, rates, profile = self.c, self.layer, self.work, self.rates, self.rates.profile
         if c.ep == 1 or layer.experts is None:
             return NOTHING
-        rows = profile.rows_sent * c.tokens * layer.experts.top_k / (1 if c.expert_tp == c.tp else c.tp)
-        once = rates.cluster.collective("all_to_all", rows * layer.hidden * rates.itemsize, self.groups["ep"])
+        tokens = c.tokens / (1 if c.expert_tp == c.tp else c.tp)
+        hops = TokenHops(
+            layer.experts.router,
+            self.groups["ep_outer"].size,
+            self.groups["ep_inner"].size,
+            layer.hidden,
+            rates.itemsize,
+        )
+        legs = [(hops.outer, self.groups["ep_outer"]), (hops.inner, self.groups["ep_inner"])]
+
+        def seconds(way: Callable[[HopBytes], Fraction]) -> float:
+            return sum(rates.cluster.collective("all_to_all", tokens * float(way(hop)), group) for hop, group in legs)
+
+        there, back, gradient = (seconds(attrgetter(name)) for name in ("there", "back", "gradient"))
         passes = 2 if c.checkpointing != "none" else 1
         if self.settings.parallel.expert_overlap:
             # The second half's way there and the first half's way back are under the other half's experts; the others are not.
-            there, _ = hide(once / 2, work.inside / 2 + work.shared)
-            back, _ = hide(once / 2, work.inside / 2)
-            forward = once + there + back
-            hidden = 2 * once - forward
-            return Exposure(forward, passes * forward, (1 + passes) * hidden)
-        there, hidden_there = hide(once, work.shared)
+            def halves(there: float, back: float) -> float:
+                late, _ = hide(there / 2, work.inside / 2 + work.shared)
+                late_back, _ = hide(back / 2, work.inside / 2)
+                return (there + back) / 2 + late + late_back
+
+            forward, backward = halves(there, back), halves(gradient, back)
+            hidden = passes * (there + back - forward) + gradient + back - backward
+            return Exposure(forward, (passes - 1) * forward + backward, hidden)
+        late_there, hidden_there = hide(there, work.shared)
         if not profile.hides_ep:
             # Backward has no shared experts left to compute under.
-            return Exposure(there + once, (passes - 1) * (there + once) + 2 * once, passes * hidden_there)
-        late, hidden = hide(there + once, profile.hides_ep * work.forward.total)
-        late_back, hidden_back = hide(2 * once, profile.hides_ep * work.backward)
-        again = (passes - 1) * (there + once)
+            forward = late_there + back
+            return Exposure(forward, (passes - 1) * forward + back + gradient, passes * hidden_there)
+        late, hidden = hide(late_there + back, profile.hides_ep * work.forward.total)
+        late_back, hidden_back = hide(back + gradient, profile.hides_ep * work.backward)
+        again = (passes - 1) * (late_there + back)
         return Exposure(late, late_back + again, hidden_there + hidden + hidden_back)

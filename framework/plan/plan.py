@@ -19,7 +19,7 @@ from framework.errors import RecipeError
 from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
-from framework.mesh.topology import Topology, count_node_neighbours
+from framework.mesh.topology import Topology
 from framework.model.adapters import add_adapters
 from framework.model.flops import (
     ModelSize,
@@ -330,13 +330,10 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
 
 def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:
     """The recipe's degrees as axes, with the nodes that they lie on."""
-    derived, inner = derive(recipe), recipe.parallel.expert_hierarchical
-    if inner == "node":
-        inner = count_node_neighbours(derived.ep, derived.expert_tp, derived.ranks_per_node)
+    derived = derive(recipe)
     kv = ranks_per_kv_head(config, derived.tp)
     return replace(
-        topology_of(planned_candidate(recipe), kv, recipe.zero.secondary_shard),
-        ep_inner=inner,
+        topology_of(planned_candidate(recipe), kv, recipe.zero.secondary_shard, recipe.parallel.expert_hierarchical),
         embedding_ranks=_find_embedding_ranks(recipe.pipeline, derived),
         ranks_per_node=derived.ranks_per_node,
         two_levels=_sums_in_two_levels(recipe),

@@ -85,8 +85,6 @@ class Profile:
     """Share of the weight gradients under which the sum of a region's input gradient travels."""
     hides_ep: float = 0.0
     """Share of a layer's computation, of another microbatch, under which rows travel."""
-    rows_sent: float = 1.0
-    """Bytes of rows that leave a rank over those of each expert's rows in the compute dtype."""
     hides_p2p: float = 1.0
     """Share of a message between stages that holds nobody up."""
     stolen: float = 0.0

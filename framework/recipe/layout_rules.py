@@ -153,7 +153,7 @@ def experts(recipe: Recipe) -> Iterator[Problem]:
             message = "with parallel.ep=1 no token is sent to an expert"
             yield from refuse_useless(recipe, f"parallel.{name}", message, "parallel.ep=2 or more")
     elif isinstance(inner, int) and parallel.ep % inner:
-        legal = ", ".join(map(str, divisors(parallel.ep)[1:]))
+        legal = ", ".join(map(str, divisors(parallel.ep)))
         message = f"does not divide the parallel.ep={parallel.ep} ranks that have different experts"
         yield refuse(recipe, "parallel.expert_hierarchical", message, f"one of {legal}; node; or null")
 

@@ -197,9 +197,9 @@ class Parallel:
     ep: int = key("expert-parallel degree: ranks that divide the experts of a mixture", 1, low=1)
     expert_overlap: bool = key("dispatch tokens in two chunks; one is sent while the other is computed", False)
     expert_hierarchical: int | Literal["node"] | None = key(
-        "dispatch tokens in two hops, first among so many neighbours of ep (node: those of a node), then between such groups",
-        None,
-        low=2,
+        "ranks of ep among which a token, sent once, is passed on: those of a node, so many neighbours, or null: to each expert",
+        "node",
+        low=1,
     )
     expert_tp: int | None = key(
         "ranks that slice each expert: 1 or parallel.tp; null: 1 with ep > 1 (whole experts), else parallel.tp",

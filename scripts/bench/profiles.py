@@ -46,14 +46,12 @@ MEGATRON = Profile(
 # NeMo AutoModel: FSDP2 with prefetching, transformers' models with Transformer Engine's optimizer and torch.compile.
 AUTOMODEL = replace(TORCHTITAN, name="AutoModel", optimizer_passes=1.0).fused()
 # DeepSeek's own framework, by its report: all-to-alls between nodes are hidden behind another microbatch's attention and experts
-# (DualPipe), with 20 of 132 multiprocessors set aside for them. A token goes to 4 nodes for 8 experts, once to each, and there
-# in fp8, back in bf16: 4/8 of the rows, 3/4 of the bytes.
+# (DualPipe), with 20 of 132 multiprocessors set aside for them.
 DEEPSEEK = replace(
     MEGATRON,
     name="DeepSeek",
     narrows_experts=True,
     hides_ep=1.0,
-    rows_sent=4 / 8 * 3 / 4,
     hides_tp=0.0,
     stolen=20 / 132,
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from framework.comm.connect import connect
 from framework.mesh.topology import Topology
 from framework.model.experts import Capacity
-from framework.parallel.experts.exchange import DispatchedRows, ExpertRoute
+from framework.parallel.experts.route import DispatchedRows, ExpertRoute
 from framework.parallel.experts.shared import SharedExperts
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Model, Parallel, Pipeline, Recipe, Zero
@@ -31,6 +31,7 @@ OPTIONS = {
     "overlap, tp": Parallel(ep=2, tp=2, expert_overlap=True),
     "overlap, slices": Parallel(ep=2, tp=2, expert_tp=2, expert_overlap=True),
     "two hops": Parallel(ep=4, expert_hierarchical=2),
+    "once to each rank": Parallel(ep=4, expert_hierarchical=1),
     "two hops, overlap, tp": Parallel(ep=4, tp=2, expert_hierarchical=2, expert_overlap=True),
 }
 
@@ -152,37 +153,44 @@ def test_shared_experts_are_computed_while_rows_travel(pool: RankPool) -> None:
     assert pool.run(2, record_order) == [["depart", "shared", "arrive"]] * 2
 
 
-def count_two_hops(rank: int, world: int, rendezvous: str) -> tuple[dict[str, int], dict[str, int], list[float]]:
-    """Body: bytes over each hop of rows that are spread evenly, and what comes back of them."""
-    mesh = connect(Topology(dp=4, ep=4, ep_inner=2), CPU, rendezvous, rank)
-    route = ExpertRoute([mesh.axis("ep_inner"), mesh.axis("ep_outer")])
-    keys = route.sort_keys(8, CPU)
-    assert keys is not None
-    ids = torch.arange(8).repeat(2)
-    order = keys[ids].argsort(stable=True)
-    counts = torch.full((8,), 2)
-    before = {name: dict(mesh.axis(name).traffic.bytes) for name in ("ep_inner", "ep_outer")}
-    (passage,) = route.plan([counts])
-    sizes = {name: mesh.axis(name).traffic.bytes["all_to_all"] for name in before}
-    journey = DispatchedRows(passage)
-    journey.depart(ids[order].unsqueeze(1).double() + 100 * rank)
-    arrived = journey.arrive()
-    # Each rank has the rows of its two experts from all four ranks, in the order of the experts.
-    assert torch.equal(arrived.flatten() % 100, (2 * rank + passage.ids).double())
-    journey.depart_back(arrived)
-    back = torch.empty(16, dtype=torch.float64)
-    back[order] = journey.arrive_back().flatten()
-    rows = {name: mesh.axis(name).traffic.bytes["all_to_all"] - sizes[name] for name in sizes}
+def cross_nodes(rank: int, world: int, rendezvous: str, indices: list[list[list[int]]]) -> dict[str, int]:
+    """Body: rows over each hop, of tokens whose hidden states are numbers, and what comes back of experts that add theirs.
+    indices: of each rank [T, 2], of 8 experts."""
+    mesh = connect(Topology(dp=4, ep=4, ep_inner=2, ranks_per_node=2), CPU, rendezvous, rank)
+    outer, inner = mesh.axis("ep_outer"), mesh.axis("ep_inner")
+    index = torch.tensor(indices[rank], dtype=torch.int64).view(-1, 2)
+    x = torch.arange(len(index), dtype=torch.float64).unsqueeze(1) + 100 * rank
+    weights = torch.linspace(1, 2, max(1, index.numel()), dtype=torch.float64)[: index.numel()].view(-1, 2)
+    (rows,) = ExpertRoute(outer, inner).plan([index], 8)
+    numbers = {name: mesh.axis(name).traffic.bytes["all_to_all"] for name in ("ep_outer", "ep_inner")}
+    rows.depart(x, index, weights)
+    rows.pass_on()
+    arrived = rows.arrive()
+    # Of each expert the rows in the order of ranks and tokens.
+    assert sorted(rows.plan.ids.tolist()) == rows.plan.ids.tolist()
+    rows.depart_back(arrived * 10 ** (2 * rank + rows.plan.ids).unsqueeze(1))
+    rows.cross_back()
+    found = rows.arrive_back()
+    sent = {name: mesh.axis(name).traffic.bytes["all_to_all"] - before for name, before in numbers.items()}
+    left = outer.traffic.bytes_leaving["all_to_all"], inner.traffic.bytes_leaving["all_to_all"]
     mesh.close()
-    assert torch.equal(back, ids.double() + 100 * rank)
-    return rows, sizes, back.tolist()
+    assert torch.equal(found, (x * 10**index * weights).sum(1, keepdim=True))
+    assert left == (numbers["ep_outer"] + sent["ep_outer"], 0)
+    # A node's numbers of rows and of pairs for its four experts; a rank's for its two.
+    assert numbers == {"ep_outer": 5 * 8, "ep_inner": 2 * 8}
+    return sent
 
 
-def test_two_hops_send_each_row_once_within_and_once_between_groups(pool: RankPool):
-    for rows, sizes, _ in pool.run(4, count_two_hops):
-        # There and back, half of 16 rows of 8 bytes leave over either hop; of the 8 counts, 4 of 8 bytes.
-        assert rows == {"ep_inner": 2 * 8 * 8, "ep_outer": 2 * 8 * 8}
-        assert sizes == {"ep_inner": 4 * 8, "ep_outer": 4 * 8}
+def test_a_token_crosses_once_for_each_node_however_many_of_its_experts_are_there(pool: RankPool):
+    """Experts 0 to 3 are on ranks 0 and 1, the first node's, the others on the second's."""
+    away, both, home = [[4, 7], [7, 4], [5, 6]], [[0, 4], [3, 7]], [[0, 3]]
+    found = pool.run(4, cross_nodes, [away + both + home, away, [], home])
+    row = 8  # bytes, beside it two weights of 8 bytes and two numbers of 4
+    there = row + 2 * 8 + 2 * 4
+    # Back go the sums for what has come: 5, 3 and, to rank 3, 1.
+    assert [each["ep_outer"] for each in found] == [5 * there, 3 * there + row, 5 * row, there + 3 * row]
+    # Within a node each pair is a row, there and back.
+    assert [each["ep_inner"] for each in found] == [3 * row, 3 * row, 7 * row, 7 * row]
 
 
 def find_dropped_plainly(index: Tensor, weights: Tensor, room: int, by_weight: bool) -> set[tuple[int, int]]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from framework.parallel.experts.exchange import combine, spread
+from framework.parallel.experts.rows import combine, spread
 
 TOKENS, TOP_K, WIDTH = 12, 3, 512
 
