@@ -12,16 +12,14 @@ The order of axes decides who shares a node: a rank's number is ((pp * DP + dp) 
 order (mesh/topology.py, mesh/placement.py).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
-from operator import attrgetter
 
 from framework.plan.candidate import Candidate, topology_of
 from framework.plan.cluster import Group, place_group
 from framework.plan.operators import LayerOperators, UnitWork
 from framework.plan.profile import Rates
-from framework.plan.token_hops import HopBytes, TokenHops
+from framework.plan.token_hops import TokenHops
 from framework.recipe.schema import Recipe
 
 # Axes over which messages travel.
@@ -141,36 +139,38 @@ class LayerMessages:
         if c.ep == 1 or layer.experts is None:
             return NOTHING
         tokens = c.tokens / (1 if c.expert_tp == c.tp else c.tp)
-        hops = TokenHops(
-            layer.experts.router,
-            self.groups["ep_outer"].size,
-            self.groups["ep_inner"].size,
-            layer.hidden,
-            rates.itemsize,
-        )
+        nodes, ranks = self.groups["ep_outer"].size, self.groups["ep_inner"].size
+        narrows = self.settings.parallel.expert_dispatch == "fp8"
+        hops = TokenHops(layer.experts.router, nodes, ranks, layer.hidden, rates.itemsize, narrows)
         legs = [(hops.outer, self.groups["ep_outer"]), (hops.inner, self.groups["ep_inner"])]
 
-        def seconds(way: Callable[[HopBytes], Fraction]) -> float:
-            return sum(rates.cluster.collective("all_to_all", tokens * float(way(hop)), group) for hop, group in legs)
+        def seconds(way: str) -> tuple[float, float]:
+            # The hop that departs first, and the other: on one node the outer one is nothing.
+            far, near = (
+                rates.cluster.collective("all_to_all", tokens * float(getattr(hop, way)), group) for hop, group in legs
+            )
+            return (far, near) if nodes > 1 else (near, far)
 
-        there, back, gradient = (seconds(attrgetter(name)) for name in ("there", "back", "gradient"))
+        there, back, gradient = map(seconds, ("there", "back", "gradient"))
         passes = 2 if c.checkpointing != "none" else 1
         if self.settings.parallel.expert_overlap:
-            # The second half's way there and the first half's way back are under the other half's experts; the others are not.
-            def halves(there: float, back: float) -> float:
-                late, _ = hide(there / 2, work.inside / 2 + work.shared)
-                late_back, _ = hide(back / 2, work.inside / 2)
-                return (there + back) / 2 + late + late_back
-
-            forward, backward = halves(there, back), halves(gradient, back)
-            hidden = passes * (there + back - forward) + gradient + back - backward
+            forward, backward = self._late_of_halves(there, back), self._late_of_halves(back, gradient)
+            hidden = passes * (sum((*there, *back)) - forward) + sum((*back, *gradient)) - backward
             return Exposure(forward, (passes - 1) * forward + backward, hidden)
-        late_there, hidden_there = hide(there, work.shared)
+        late_there, hidden_there = hide(there[0], work.shared)
+        forward, backward = late_there + there[1] + sum(back), sum((*back, *gradient))
         if not profile.hides_ep:
             # Backward has no shared experts left to compute under.
-            forward = late_there + back
-            return Exposure(forward, (passes - 1) * forward + back + gradient, passes * hidden_there)
-        late, hidden = hide(late_there + back, profile.hides_ep * work.forward.total)
-        late_back, hidden_back = hide(back + gradient, profile.hides_ep * work.backward)
-        again = (passes - 1) * (late_there + back)
-        return Exposure(late, late_back + again, hidden_there + hidden + hidden_back)
+            return Exposure(forward, (passes - 1) * forward + backward, passes * hidden_there)
+        late, hidden = hide(forward, profile.hides_ep * work.forward.total)
+        late_back, hidden_back = hide(backward, profile.hides_ep * work.backward)
+        return Exposure(late, late_back + (passes - 1) * forward, hidden_there + hidden + hidden_back)
+
+    def _late_of_halves(self, there: tuple[float, float], back: tuple[float, float]) -> float:
+        """Exposed seconds of a way there and back in halves. there, back: of the hop that departs first and of the other one."""
+        (far, near), (far_back, near_back) = ([each / 2 for each in way] for way in (there, back))
+        inside = self.work.inside / 2
+        # Both halves depart at once. The second one's first hop is under what the first half does within its node and in its
+        # experts; the first half's last hop under the second half's experts, and its way within the node.
+        first, second = hide(far, self.work.shared)[0], hide(far, near + inside)[0]
+        return first + second + 2 * (near + near_back) + hide(far_back, near_back + inside)[0] + far_back

@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import cache
 from math import comb
 
-from framework.parallel.experts.exchange import packed_bytes
+from framework.parallel.experts.exchange import ROW_CODEC, packed_bytes
 
 # Of an expert's number beside a row, and of a number of rows, which goes ahead.
 INDEX_BYTES, COUNT_BYTES = 4, 8
@@ -76,6 +76,13 @@ class TokenHops:
     ranks: int
     width: int
     itemsize: int
+    narrows: bool = False
+    """Whether rows go to experts as fp8 codes (parallel.expert_dispatch)."""
+
+    @property
+    def _row(self) -> int:
+        """Bytes of hidden states on their way to experts."""
+        return ROW_CODEC.message_bytes(self.width) if self.narrows else self.width * self.itemsize
 
     @property
     def outer(self) -> HopBytes:
@@ -86,7 +93,7 @@ class TokenHops:
         # Weights travel as they are multiplied, in fp32 or wider.
         weights, ids = self.router.top_k * max(self.itemsize, 4), self.router.top_k * INDEX_BYTES
         return HopBytes(
-            rows * packed_bytes([hidden, weights, ids]), rows * hidden, rows * packed_bytes([hidden, weights])
+            rows * packed_bytes([self._row, weights, ids]), rows * hidden, rows * packed_bytes([hidden, weights])
         )
 
     @property
@@ -95,7 +102,7 @@ class TokenHops:
         if self.ranks == 1:
             return HopBytes()
         rows = Fraction(self.router.top_k * self.width * self.itemsize)
-        return HopBytes(rows, rows, rows)
+        return HopBytes(Fraction(self.router.top_k * self._row), rows, rows)
 
     def sent(self, tokens: Fraction, forwards: int, parts: int) -> tuple[int, int]:
         """Bytes that a rank with so many tokens sends over the outer and the inner hop, numbers of rows included."""

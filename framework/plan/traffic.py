@@ -141,8 +141,9 @@ def sent_over_hops(plan: Plan, mixture: Mixture) -> tuple[int, int]:
     config, activations = plan.config.get_text_config(), plan.activations
     top_k, nodes, ranks = experts_per_token(config) or 1, *map(plan.topology.size, ("ep_outer", "ep_inner"))
     router = Router(mixture.num_experts, top_k, *expert_groups(config))
-    hops = TokenHops(router, nodes, ranks, activations.width, activations.itemsize)
-    parts = 2 if plan.recipe.parallel.expert_overlap else 1
+    parallel = plan.recipe.parallel
+    narrows, parts = parallel.expert_dispatch == "fp8", 2 if parallel.expert_overlap else 1
+    hops = TokenHops(router, nodes, ranks, activations.width, activations.itemsize, narrows)
     return hops.sent(Fraction(activations.rows_in_experts(top_k), top_k), forwards_of(plan, mixture), parts)
 
 

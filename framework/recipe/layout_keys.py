@@ -22,7 +22,7 @@ LAYOUT_KEYS = (
 )
 # Keys that are legal with some layouts only: kept there, else at their defaults.
 FOLLOWING_KEYS = (
-    *("parallel.overlap", "parallel.expert_overlap", "parallel.expert_hierarchical"),
+    *("parallel.overlap", "parallel.expert_overlap", "parallel.expert_hierarchical", "parallel.expert_dispatch"),
     *("pipeline.layers", "pipeline.table", "pipeline.fill_bubbles"),
     *(f"zero.{name}" for name in ("accumulate", "keep_gathered", "optimizer_within", "secondary_shard")),
     *(f"zero.{name}" for name in ("quantize_gather", "quantize_reduce", "quantize_min_elements")),

@@ -135,7 +135,7 @@ def context_attention(recipe: Recipe) -> Iterator[Problem]:
 
 
 @rule(
-    *(f"parallel.{name}" for name in ("ep", "expert_overlap", "expert_hierarchical")),
+    *(f"parallel.{name}" for name in ("ep", "expert_overlap", "expert_hierarchical", "expert_dispatch")),
     *(f"model.{name}" for name in ("experts", "expert_capacity", "expert_drop")),
 )
 def experts(recipe: Recipe) -> Iterator[Problem]:
@@ -149,7 +149,7 @@ def experts(recipe: Recipe) -> Iterator[Problem]:
         message = "without model.expert_capacity nothing is dropped"
         yield from refuse_useless(recipe, "model.expert_drop", message, "model.expert_capacity=1.25")
     if parallel.ep == 1:
-        for name in ("expert_overlap", "expert_hierarchical"):
+        for name in ("expert_overlap", "expert_hierarchical", "expert_dispatch"):
             message = "with parallel.ep=1 no token is sent to an expert"
             yield from refuse_useless(recipe, f"parallel.{name}", message, "parallel.ep=2 or more")
     elif isinstance(inner, int) and parallel.ep % inner:

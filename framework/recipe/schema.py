@@ -201,6 +201,10 @@ class Parallel:
         "node",
         low=1,
     )
+    expert_dispatch: Literal["bf16", "fp8"] = key(
+        "how rows travel to experts: bf16: in the compute dtype, fp8: as codes; results and gradients are not narrowed",
+        "bf16",
+    )
     expert_tp: int | None = key(
         "ranks that slice each expert: 1 or parallel.tp; null: 1 with ep > 1 (whole experts), else parallel.tp",
         None,

@@ -53,6 +53,7 @@ MIXTURE = Zero(stage=1)
 WAYS = {
     "to each expert": Parallel(ep=WORLD, expert_hierarchical=None),
     "once a node": Parallel(ep=WORLD),
+    "once a node, codes": Parallel(ep=WORLD, expert_dispatch="fp8"),
 }
 
 
@@ -103,13 +104,13 @@ def network(rate: float):
         yield
 
 
-def make_recipe(zero: Zero, parallel: Parallel, context: int) -> Recipe:
+def make_recipe(zero: Zero, parallel: Parallel, options: argparse.Namespace) -> Recipe:
     """In bf16, with all gradients reduced in bf16 where they are not coded."""
     if zero.quantize_gather != "none" or zero.quantize_reduce != "none":
         zero = replace(zero, quantize_min_elements=4096)
     return Recipe(
         train=Train(steps=100),
-        batch=Batch(sequences_per_step=WORLD, context=context),
+        batch=Batch(WORLD * options.microbatches, None, 1, options.context),
         memory=Memory(compile="never"),
         precision=Precision("bf16", "fp32", "bf16"),
         zero=zero,
@@ -135,10 +136,10 @@ def time_sides(rank: int, rendezvous: str, options: argparse.Namespace) -> None:
         )
         print("|---|---|---|---|---|---|")
     for number, (name, (zero, parallel)) in enumerate(sides.items()):
-        recipe = make_recipe(zero, parallel, options.context)
+        recipe = make_recipe(zero, parallel, options)
         mesh = connect(make_topology(recipe, config), torch.device("cpu"), f"{rendezvous}-{number}", rank)
         run = build(make_plan(recipe, config), mesh)
-        microbatches = share(make_batches(config, 1, WORLD, recipe.batch.context, 1)[0], 1, mesh)
+        microbatches = share(make_batches(config, 1, WORLD * options.microbatches, options.context, 1)[0], 1, mesh)
         seconds: dict[float, list[float]] = {FREE: [], rate: []}
         for turn in range(options.steps + 1):
             for speed, times in seconds.items():
@@ -177,6 +178,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--context", type=int, default=32)
+    parser.add_argument("--microbatches", type=int, default=1, help="of a rank and step: gradients are summed once")
     parser.add_argument("--tokens", action="store_true", help="a mixture of experts over both nodes")
     parser.add_argument("--top-k", type=int, default=MODEL["num_experts_per_tok"], help="experts of a token")
     options = parser.parse_args()

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP
 
 from framework.comm import duals
+from framework.comm.codec import BlockCodec
 from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
 from framework.parallel.experts import dispatch, exchange, route, rows
@@ -261,6 +262,40 @@ def weigh_by_another_row() -> AbstractContextManager[Any]:
     )
 
 
+def decode_by_scales_of_another_row() -> AbstractContextManager[Any]:
+    """Codes of a row are read with the scales of its neighbour."""
+    decode = BlockCodec.decode
+
+    def misread(self: BlockCodec, message: Tensor, out: Tensor) -> None:
+        message = message.clone()
+        scales, _ = self.split(message, out.shape[-1])
+        scales.copy_(scales.roll(1, 0))
+        decode(self, message, out)
+
+    return patch.object(BlockCodec, "decode", misread)
+
+
+def send_codes_alone_to_others() -> AbstractContextManager[Any]:
+    """A rank's own rows are not rounded, so that results depend on where an expert is."""
+    receive = RowExchange.receive
+
+    def keep(self: RowExchange) -> list[Tensor]:
+        own, to = sum(self.sent[: self.axis.rank]), sum(self.received[: self.axis.rank])
+        rows, *others = receive(self)
+        count = self.sent[self.axis.rank]
+        if self.codec is not None:
+            rows[to : to + count] = self.exact[own : own + count]
+        return [rows, *others]
+
+    send = RowExchange.send
+
+    def remember(self: RowExchange, columns: Sequence[Tensor]) -> None:
+        self.exact = columns[0].detach()
+        send(self, columns)
+
+    return patch.multiple(RowExchange, send=remember, receive=keep)
+
+
 def lose_the_gradient_of_weights() -> AbstractContextManager[Any]:
     """The gradient of weights that have crossed stays where it is, and routers learn from their own node alone."""
     receive = RowExchange.receive_gradients
@@ -287,6 +322,7 @@ QWEN2: dict[str, Any] = {"num_experts": 4, "mlp_only_layers": []}
 CASES = {
     "two ranks": case("mixtral", 2, Parallel(ep=2)),
     "two nodes": case("mixtral", 4, Parallel(ep=4, expert_hierarchical=2)),
+    "codes": case("mixtral", 4, Parallel(ep=4, expert_hierarchical=2, expert_dispatch="fp8")),
     "replicas of experts": case("mixtral", 4, Parallel(ep=2), Zero(stage=2, shard_within=2)),
     "replicated tokens": case("qwen2_moe", 1, Parallel(tp=2, ep=2, sequence=False), **QWEN2),
     "padded tokens": case("mixtral", 1, Parallel(tp=2, ep=2)),
@@ -309,6 +345,8 @@ SABOTAGES: tuple[tuple[Sabotage, str, str], ...] = (
     (weigh_on_both_sides, "two nodes", "loss"),
     (weigh_by_another_row, "two nodes", "loss"),
     (lose_the_gradient_of_weights, "two nodes", GRADIENT),
+    (decode_by_scales_of_another_row, "codes", GRADIENT),
+    (send_codes_alone_to_others, "codes", GRADIENT),
     (leave_replicas_of_experts_alone, "replicas of experts", GRADIENT),
     (count_one_group_in_the_norm, "replicas of experts", NORM),
     (count_each_group_in_the_norm, "replicas of experts", NORM),

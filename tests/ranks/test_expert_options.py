@@ -14,17 +14,19 @@ from framework.model.experts import Capacity
 from framework.parallel.experts.route import DispatchedRows, ExpertRoute
 from framework.parallel.experts.shared import SharedExperts
 from framework.plan.plan import make_plan
-from framework.recipe.schema import Memory, Model, Parallel, Pipeline, Recipe, Zero
+from framework.recipe.schema import Launch, Memory, Model, Parallel, Pipeline, Recipe, Zero
 from framework.verify.layout import run_layout
 from tests.families import family
 from tests.grid import few_of
-from tests.ranks.parity import Case, assert_equal, small_recipe
+from tests.ranks.parity import SEQUENCES, Case, assert_equal, run_cases, small_recipe, worst_error
 from tests.ranks.pool import RankPool
 from tests.ranks.test_expert_load import count_layouts
-from tests.ranks.test_experts import FOUR_LAYERS
+from tests.ranks.test_experts import FOUR_LAYERS, skew_routers
 
 CPU = torch.device("cpu")
 RECOMPUTES = Memory(activation_checkpointing="full", compile="never")
+# Two nodes of two ranks, or four of two.
+NODES = Launch(kind="slurm", ranks_per_node=2, device="cpu")
 COMPILED = {"": Memory(compile="always"), "recomputed": Memory(compile="always", activation_checkpointing="full")}
 OPTIONS = {
     "overlap": Parallel(ep=2, expert_overlap=True),
@@ -32,19 +34,62 @@ OPTIONS = {
     "overlap, slices": Parallel(ep=2, tp=2, expert_tp=2, expert_overlap=True),
     "two hops": Parallel(ep=4, expert_hierarchical=2),
     "once to each rank": Parallel(ep=4, expert_hierarchical=1),
+    "two hops of codes": Parallel(ep=4, expert_hierarchical=2, expert_dispatch="fp8"),
+    "codes, overlap, tp": Parallel(ep=2, tp=2, expert_overlap=True, expert_dispatch="fp8"),
     "two hops, overlap, tp": Parallel(ep=4, tp=2, expert_hierarchical=2, expert_overlap=True),
 }
 
 
-def recipes_of(parallels: dict[str, Parallel], world: int, **groups: Any) -> dict[str, Recipe]:
-    made = {name: small_recipe("fp64", world, 1, zero=Zero(stage=3), parallel=each) for name, each in parallels.items()}
+def recipes_of(
+    parallels: dict[str, Parallel], world: int, sequences: int = SEQUENCES, **groups: Any
+) -> dict[str, Recipe]:
+    made = {
+        name: small_recipe("fp64", world, 1, sequences, zero=Zero(stage=3), parallel=each)
+        for name, each in parallels.items()
+    }
     return {name: replace(recipe, **groups) for name, recipe in made.items()}
 
 
 def test_options_train_as_one_process(pool: RankPool):
     # It asks for its shared experts behind the routed ones; those that ask in front: test_shared_experts_in_front_...
-    shown = {name: OPTIONS[name] for name in ("two hops, overlap, tp",)}
-    assert_equal(pool, 4, [Case("deepseek_v3", family("deepseek_v3"), recipes_of(shown, 4))])
+    cases = [{"two hops, overlap, tp": OPTIONS["two hops, overlap, tp"]}, {"codes": OPTIONS["two hops of codes"]}]
+    name = "deepseek_v3"
+    assert_equal(
+        pool, 4, [Case(f"{name}, {label}", family(name), recipes_of(each, 4)) for each in cases for label in each]
+    )
+
+
+# What is added to the logits of eight experts: all to one of the last node's; none to the second node.
+SKEWED_NODES = {"all to one": {7: 9.0}, "a node without a token": {2: -9.0, 3: -9.0}}
+
+
+def run_on_nodes(rank: int, world: int, rendezvous: str, cases: list[Case], moved: dict[int, float]) -> Any:
+    """Body: `run_cases` with moved logits of qwen3_moe's routers, in the layouts and in the oracle."""
+    bias = tuple(moved.get(expert, 0.0) for expert in range(8))
+    with skew_routers(bias, range(8)):
+        return run_cases(rank, world, rendezvous, cases)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("dispatch", ["bf16", "fp8"])
+@pytest.mark.parametrize("moved", [{}, *SKEWED_NODES.values()], ids=["as it is", *SKEWED_NODES])
+def test_four_nodes_of_two_ranks_train_as_one_process(moved: dict[int, float], dispatch: str):
+    parallels = {
+        "ep over nodes": Parallel(ep=8, expert_dispatch=dispatch),  # type: ignore[arg-type]
+        "over tp": Parallel(ep=8, tp=2, expert_dispatch=dispatch),  # type: ignore[arg-type]
+        "over tp, tokens alike": Parallel(ep=8, tp=2, sequence=False, expert_dispatch=dispatch),  # type: ignore[arg-type]
+        "two nodes": Parallel(ep=4, expert_dispatch=dispatch, expert_overlap=True),  # type: ignore[arg-type]
+    }
+    layouts = recipes_of(parallels, 8, 16, launch=replace(NODES, ranks=8))
+    changes = {"num_experts": 8, "num_experts_per_tok": 1 if 7 in moved else 2, "mlp_only_layers": []}
+    case = Case("qwen3_moe", family("qwen3_moe"), layouts, changes)
+    eight = RankPool(8)
+    try:
+        rows = {label: each for of_rank in eight.run(8, run_on_nodes, [case], moved) for label, each in of_rank.items()}
+    finally:
+        eight.close()
+    assert len(rows) == len(layouts)
+    assert {label: worst_error(each) for label, each in rows.items() if worst_error(each) > case.tolerance} == {}
 
 
 @pytest.mark.grid
@@ -56,9 +101,10 @@ def test_shared_experts_in_front_of_recomputed_layers_train_as_one_process(pool:
 @pytest.mark.grid
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "llama4_text", "qwen2_moe", "ernie4_5_moe"])
 def test_options_of_other_families_train_as_one_process(pool: RankPool, name: str):
-    hops = {} if name in ("gpt_oss", "qwen2_moe") else {label: each for label, each in OPTIONS.items() if each.ep == 4}
-    overlaps = {label: each for label, each in OPTIONS.items() if each.ep == 2}
-    assert_equal(pool, 4, [Case(name, family(name), recipes_of(overlaps | hops, 4))])
+    fitting = {label: each for label, each in OPTIONS.items() if each.ep == 2 or name not in ("gpt_oss", "qwen2_moe")}
+    for dispatch in ("bf16", "fp8"):  # each has an oracle of its own, which rounds as ranks do
+        layouts = {label: each for label, each in fitting.items() if each.expert_dispatch == dispatch}
+        assert_equal(pool, 4, [Case(name, family(name), recipes_of(layouts, 4))])
 
 
 @pytest.mark.grid
