@@ -49,8 +49,8 @@ def resolve_folder(
     except LocalEntryNotFoundError as error:
         raise ModelError(
             f"{key}={_at(name_or_path, revision)} is no folder here, no snapshot of it is in the hub cache, and the hub"
-            f" cannot be reached: run `{_download(name_or_path, revision, files)}` where there is internet, or give the path of a local"
-            " folder"
+            f" cannot be reached: run `{_download(name_or_path, revision, files)}` where there is internet, or give the path of"
+            " a local folder"
         ) from error
     except HfHubHTTPError as error:
         raise ModelError(
