@@ -128,6 +128,7 @@ def test_a_branch_of_a_staged_run_goes_on_within_its_stage(place: Path, monkeypa
         assert weights(Path(f"runs/from-{step}")) == weights(Path("runs/staged"))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("layout", [["launch.ranks=2", "zero.stage=2"], ["launch.ranks=2", "parallel.tp=2"]])
 def test_a_resume_and_a_branch_in_another_layout(
     place: Path, monkeypatch: pytest.MonkeyPatch, layout: list[str]
