@@ -100,6 +100,7 @@ class Track:
     sample_ledger: bool = key(
         "write the samples of each step, with a hash of their tokens, to RUN/samples: some 30 bytes a sample", False
     )
+    noise_scale: bool = key("report the gradient noise scale, in tokens, from adamw's moments", False)
     wandb: Wandb = group(Wandb)
 
 

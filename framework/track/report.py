@@ -39,6 +39,7 @@ class StepReport:
     rewinds: int = 0
     skipped_samples: tuple[tuple[int, int], ...] = ()
     loss_scale: float | None = None
+    noise_scale_tokens: float | None = None
     preference: dict[str, float] = field(default_factory=dict)
     save_stall_s: float = 0.0
     failed_saves: int = 0

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
+from transformers.models.llama import LlamaConfig
 
 from framework.comm.connect import connect
 from framework.plan.plan import make_plan
