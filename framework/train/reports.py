@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +18,7 @@ from framework.comm.transfer import AsyncHostCopy
 from framework.comm.waits import ExposedWait
 from framework.data.prepared import Prepared
 from framework.data.tokenize import decode_start
+from framework.launch.order import describe_nodes, read_order
 from framework.launch.resume import name_run
 from framework.model.mixtures import read_loads
 from framework.monitor.goodput import Goodput
@@ -24,6 +26,7 @@ from framework.monitor.progress import name_coordinates
 from framework.monitor.stragglers import WINDOW, Stragglers
 from framework.monitor.watchdog import Watchdog
 from framework.optim.gradient_noise import estimate_noise_scale
+from framework.plan.forecast_plan import forecast_cut
 from framework.plan.plan import Plan
 from framework.recipe.environment import describe_public
 from framework.recipe.overrides import write_resume
@@ -269,6 +272,7 @@ def describe_run(recipe: Recipe, plan: Plan, prepared: Prepared, mesh: Mesh, run
         unigram_entropy=None if recipe.loss.is_paired else prepared.unigram_entropy,  # of tokens, not of pairs
         sources=tuple(source.name for source in prepared.sources),
         has_experts=bool(plan.mixtures),
+        nodes=tuple(describe_nodes(read_order(plan.derived), partial(forecast_cut, plan))) if mesh.rank == 0 else (),
         commands={
             "resume": write_resume(recipe.launch.kind, named),
             "export": shlex.join(["meshwright", "export", run, "--to", f"{run_id}-model"]),
