@@ -347,14 +347,17 @@ def _stock_model(
         model: Any = type(_build_blank(config)).from_pretrained(
             None, config=deepcopy(config), state_dict=values, dtype=dtype, **chosen
         )
-    if dtype == torch.float64:
-        # Behind its load from_pretrained computes some tables again, in fp32 (gptj's): these are of a model from its config.
+    stored = model.state_dict()
+    # Behind its load from_pretrained computes some tables again, in fp32 (gptj's); and what only a constructor sets has no
+    # values (apertus' activation). These are of a model from its config.
+    computed = [
+        name for name, _ in model.named_buffers() if name not in values and (name in stored or dtype == torch.float64)
+    ]
+    if computed:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             built = dict(AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype).named_buffers())
-            stored = model.state_dict()
-            for name, buffer in model.named_buffers():
-                if name not in stored:
-                    buffer.copy_(built[name])
+            for name in computed:
+                model.get_buffer(name).copy_(built[name])
     experts = recipe.model.experts
     if experts == "auto" and dtype == torch.float64:
         experts = "eager"  # there is no grouped matmul in fp64
