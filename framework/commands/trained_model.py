@@ -32,6 +32,7 @@ from framework.object_store import Place
 from framework.optim.averages import AVERAGE
 from framework.parallel.zero.row_codes import round_rows
 from framework.recipe.compose import load_recipe
+from framework.recipe.plugins import import_plugins
 from framework.recipe.schema import Model, Recipe
 from framework.recipe.stages import stage_of
 
@@ -189,6 +190,7 @@ class UnitReader:
 def _read_settings(directory: RunDirectory, checkpoint: Place) -> tuple[Recipe, Reader]:
     """The recipe of the checkpoint's stage, and the checkpoint, which says whether run and tokenizer are still its own."""
     recipe, reader = load_recipe(directory.recipe), Reader(checkpoint)
+    import_plugins(recipe.plugins)
     verify_identity(directory, recipe, reader.manifest.state)
     return stage_of(recipe, reader.manifest.step).recipe, reader
 

@@ -51,6 +51,7 @@ MAY_CHANGE = (
     ("checkpoint.*", "how often it saves; not checkpoint.root: that is noted in the run's folder"),
     ("track.*", "who watches"),
     ("data.root", "where the token stores lie; their fingerprints say what is in them"),
+    ("plugins", "where their code lies; run.json has the version of each at each launch"),
     ("run.*", "the directory, which names itself"),
 )
 ABSENT = "(not set)"

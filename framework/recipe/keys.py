@@ -37,10 +37,11 @@ class Key:
     default: Any  # dataclasses.MISSING: must be given
     low: float | None
     high: float | None
+    registry: str = ""
 
     @property
     def legal(self) -> str:
-        return legal_values(self.kind, self.low, self.high)
+        return legal_values(self.kind, self.low, self.high) + ", or a plugin's" * bool(self.registry)
 
 
 def list_keys(group: type = Recipe, path: str = "") -> Iterator[Key]:
@@ -55,7 +56,8 @@ def list_keys(group: type = Recipe, path: str = "") -> Iterator[Key]:
             yield from list_keys(named, join(where, NAME))
         else:
             default = field.default if field.default_factory is MISSING else field.default_factory()
-            yield Key(where, kind, field.metadata["doc"], default, field.metadata["low"], field.metadata["high"])
+            more = {name: field.metadata[name] for name in ("low", "high", "registry")}
+            yield Key(where, kind, field.metadata["doc"], default, **more)
 
 
 @cache

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,16 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from framework.recipe.schema import STOCK_ATTENTION, Adapter, Optim, Recipe
-from framework.verify.evidence import IGNORE, Evidence, NothingToCompare, TokenBatch, keep_double, perturb, separate
+from framework.verify.evidence import (
+    IGNORE,
+    Evidence,
+    NothingToCompare,
+    PluginForms,
+    TokenBatch,
+    keep_double,
+    perturb,
+    separate,
+)
 from framework.verify.plain import (
     DTYPES,
     PlainLossScale,
@@ -56,6 +66,7 @@ def run_oracle(
     dtype: torch.dtype,
     device: torch.device = CPU,
     layout: Evidence | None = None,
+    forms: PluginForms = PluginForms(),  # noqa: B008  (frozen)
 ) -> Evidence:
     """Train from `weights` on the batches, microbatch after microbatch in one process; forward and backward in `dtype`.
 
@@ -65,10 +76,11 @@ def run_oracle(
     Raises NothingToCompare where stock transformers does not build the model, or does not run it forward or backward.
     """
     layout = layout or Evidence((), (), {}, {})
-    oracle = Oracle(recipe, config, weights, dtype, device, layout)
+    oracle = Oracle(recipe, config, weights, dtype, device, layout, forms=forms)
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
-        oracle.set_rate(learning_rate(step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps))
+        plain = partial(learning_rate, schedule=recipe.optim.schedule, peak=recipe.optim.lr, steps=recipe.train.steps)
+        oracle.set_rate((forms.rate or plain)(step))
         losses.append(oracle.find_gradients(batch))
         norms.append(oracle.clip())
         if step == 0:
@@ -92,10 +104,11 @@ class Oracle:
         device: torch.device,
         layout: Evidence | None = None,
         narrows: bool = False,
+        forms: PluginForms = PluginForms(),  # noqa: B008  (frozen)
     ):
         """layout: for its blocks, where it has any. narrows: in fp64, let the model cast to fp32 where its code does."""
         layout = layout or Evidence((), (), {}, {})
-        self._recipe, self._dtype, self._narrows = recipe, dtype, narrows
+        self._recipe, self._dtype, self._narrows, self._forms = recipe, dtype, narrows, forms
         of_adapters = [name for name in weights if re.search(r"lora_(A|B|magnitude_vector)$", name)]
         widths: dict[str, tuple[float, float]] = {}
         if recipe.model.mup_base:
@@ -125,7 +138,7 @@ class Oracle:
             self.model.get_parameter(name).requires_grad_()
         self._in_bf16 = [name for name, kept in kept_in.items() if kept == torch.bfloat16]
         rates = {name: rate for name, (_, rate) in widths.items()}
-        self._optimizer = _stock_optimizer(recipe.optim, self.masters, config, recipe.adapter, rates)
+        self._optimizer = _stock_optimizer(recipe.optim, self.masters, config, recipe.adapter, rates, forms)
         self._stability = PlainStability(recipe, self.model)
         self._mixtures = PlainMixtures(self.model, recipe.model, recipe.batch.context)
         self._scale = PlainLossScale(recipe.precision)
@@ -255,7 +268,9 @@ class Oracle:
         first = 0
         for output, target in self._outputs(batch):
             logits = _widen(output.logits)
-            if batch.answers is None:
+            if self._forms.loss is not None:
+                losses = self._forms.loss(logits, target)
+            elif batch.answers is None:
                 losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORE, reduction="sum")
                 if self.model.training and self._recipe.train.z_loss:
                     normalizers = logits[target != IGNORE].exp().sum(-1).log()
@@ -397,6 +412,7 @@ def _stock_optimizer(
     config: PretrainedConfig,
     adapter: Adapter,
     rates: Mapping[str, float],
+    forms: PluginForms,
 ) -> torch.optim.Optimizer:
     blank = _build_blank(config)
     undecayed = decay_nothing(blank) | {name for name in masters if name.endswith("lora_magnitude_vector")}
@@ -410,6 +426,8 @@ def _stock_optimizer(
         }
         for name, lr_ratio, weight_decay in find_groups(trained, undecayed, optim, adapter)
     ]
+    if forms.optimizer is not None:
+        return forms.optimizer(groups)
     match optim.name:
         case "adamw":
             return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, foreach=False)
