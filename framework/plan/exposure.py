@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from framework.plan.candidate import Candidate, topology_of
 from framework.plan.cluster import Group, place_group
+from framework.plan.layer_widths import MixtureWidths
 from framework.plan.operators import LayerOperators, UnitWork
 from framework.plan.profile import Rates
 from framework.recipe.schema import Recipe
@@ -28,10 +29,11 @@ AXES = (
 Groups = Mapping[str, Group]
 
 
-def place_groups(c: Candidate, secondary_shard: int | str | None = None) -> Groups:
-    """The groups of a candidate, by the names of their axes. secondary_shard: as in the recipe's `zero`."""
+def place_groups(c: Candidate, secondary_shard: int | str | None = None, domain: int = 1) -> Groups:
+    """The groups of a candidate, by the names of their axes. secondary_shard: as in the recipe's `zero`; domain: devices that
+    NVLink joins, where they are more than a node's."""
     topology = topology_of(c, secondary_shard=secondary_shard)
-    return {axis: place_group(*topology.size_stride(axis), c.ranks_per_node, c.world) for axis in AXES}
+    return {axis: place_group(*topology.size_stride(axis), max(c.ranks_per_node, domain), c.world) for axis in AXES}
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,11 @@ def hide(seconds: float, behind: float) -> tuple[float, float]:
     """(exposed, hidden) seconds of a collective beside so much computation."""
     hidden = min(seconds, max(behind, 0.0))
     return seconds - hidden, hidden
+
+
+def count_met(top_k: int, groups: int) -> float:
+    """Groups of experts that a token meets in the mean, with equally many tokens for each expert."""
+    return groups * (1.0 - (1.0 - 1.0 / groups) ** top_k)
 
 
 @dataclass(frozen=True)
@@ -128,13 +135,28 @@ class LayerMessages:
         hidden += hidden_back + hidden * (is_again and not keeps_attention)
         return Exposure(exchange + late, exchange + late_back + again, hidden)
 
+    def _dispatch_s(self, tokens: float, experts: MixtureWidths) -> float:
+        """Seconds in which the rows of so many tokens travel to their experts. Deduplicated, a token crosses once to each node
+        that it has experts on, and there to each rank; both hops at the same time, the slower of which counts."""
+        rates, group = self.rates, self.groups["ep"]
+        cluster, top_k = rates.cluster, experts.top_k
+        width = experts.width * rates.itemsize * rates.profile.row_bytes
+        if not rates.profile.sends_once:
+            return cluster.collective("all_to_all", tokens * top_k * width, group)
+        near = Group(group.size // group.nodes, 1)
+        met = (
+            count_met(top_k, group.size) / group.nodes
+        )  # a node's ranks that have experts of a token, in the mean of nodes
+        within = cluster.collective("all_to_all", tokens * group.nodes * met * width, near)
+        crossing = tokens * count_met(top_k, group.nodes) * (group.nodes - 1) / group.nodes * width
+        return max(within, cluster.message(crossing, group)) if group.nodes > 1 else within
+
     def ep(self) -> Exposure:
         """Exposure of rows that travel to experts and back."""
-        c, layer, work, rates, profile = self.c, self.layer, self.work, self.rates, self.rates.profile
+        c, layer, work, profile = self.c, self.layer, self.work, self.rates.profile
         if c.ep == 1 or layer.experts is None:
             return NOTHING
-        rows = profile.rows_sent * c.tokens * layer.experts.top_k / (1 if c.expert_tp == c.tp else c.tp)
-        once = rates.cluster.collective("all_to_all", rows * layer.hidden * rates.itemsize, self.groups["ep"])
+        once = self._dispatch_s(c.tokens / (1 if c.expert_tp == c.tp else c.tp), layer.experts)
         passes = 2 if c.checkpointing != "none" else 1
         if self.settings.parallel.expert_overlap:
             # The second half's way there and the first half's way back are under the other half's experts; the others are not.

@@ -57,6 +57,8 @@ class MixtureWidths:
     inner: int
     has_gate: bool = True
     is_balanced: bool = False
+    width: int = 0
+    """Features of a row that an expert reads: hidden ones, or of a latent space."""
 
 
 def layer_widths(model: PreTrainedModel) -> LayerWidths | None:
@@ -117,4 +119,4 @@ def read_mixture(model: nn.Module, config: PretrainedConfig) -> MixtureWidths | 
     last = experts.get_parameter(form.last).shape
     inner = last[1] if form.is_transposed or form.is_expert_major else last[2]
     is_balanced = bool(getattr(config, "output_router_logits", False))
-    return MixtureWidths(count_experts(experts), top_k, inner, form.has_gate, is_balanced)
+    return MixtureWidths(count_experts(experts), top_k, inner, form.has_gate, is_balanced, last[1] * last[2] // inner)
