@@ -25,6 +25,7 @@ from framework.host import count_cores
 from framework.launch.order import NODES
 from framework.launch.task import claim_outcome, is_task
 from framework.output import keep_streams
+from framework.recipe.plugins import describe_plugins
 from framework.recipe.schema import Launch, Recipe
 
 _PACKAGE = Path(__file__).parents[1]
@@ -145,6 +146,8 @@ def take_fingerprint(recipe: Recipe) -> dict[str, str]:
     }
     if NODES in os.environ:
         found["nodes"] = xxhash.xxh3_64_hexdigest(os.environ[NODES].encode())
+    if recipe.plugins:
+        found["plugins"] = str(describe_plugins(recipe.plugins))
     if recipe.launch.device == "cuda":
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found

@@ -15,9 +15,9 @@ from typing import Any
 
 import jinja2
 
-from framework.checkpoint.storage import open_place
 from framework.launch.jobs import call
 from framework.mesh.placement import place
+from framework.object_store import open_place
 from framework.recipe.derive import Derived, can_move, derive, has_range, node_counts
 from framework.recipe.environment import names_in, shell_word
 from framework.recipe.overrides import write_resume

@@ -5,9 +5,12 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
 
-def key(doc: str, default: Any = MISSING, *, low: float | None = None, high: float | None = None) -> Any:
-    """A recipe key: its meaning, its default, and its closed range [low, high] if it is a number."""
-    metadata = {"doc": doc, "low": low, "high": high}
+def key(
+    doc: str, default: Any = MISSING, *, low: float | None = None, high: float | None = None, registry: str = ""
+) -> Any:
+    """A recipe key: its meaning, its default, and its closed range [low, high] if it is a number. registry: the kind of names
+    that plugins may add to its words."""
+    metadata = {"doc": doc, "low": low, "high": high, "registry": registry}
     if default is MISSING:
         return field(metadata=metadata)
     if isinstance(default, (dict, list)):

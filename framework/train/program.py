@@ -29,6 +29,7 @@ from framework.monitor.phases import START_UP, PhaseBar, Phases, RankObserver
 from framework.monitor.stop import StopRequest
 from framework.recipe.compose import load_recipe
 from framework.recipe.derive import at_nodes, derive
+from framework.recipe.plugins import import_plugins
 from framework.recipe.schema import Recipe
 
 # Ranks of a job's former start, killed with their node perhaps, may take so long to vanish.
@@ -74,6 +75,7 @@ def train_as_launched(run_dir: Path, lease: Lease | None) -> int:
 
             from framework.train.rank import train_rank
 
+            import_plugins(recipe.plugins)
         torch.set_num_threads(threads)
         if is_in_job:
             check_node(run_dir, recipe.launch.device, began_at)

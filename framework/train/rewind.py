@@ -17,11 +17,12 @@ import numpy as np
 from framework.checkpoint.commit import amend, has_whole, list_checkpoints, locate, retire_newer, step_of
 from framework.checkpoint.folder import report
 from framework.checkpoint.save import Saver
-from framework.checkpoint.storage import Place, checkpoints_of
+from framework.checkpoint.storage import checkpoints_of
 from framework.comm.objects import broadcast_object
 from framework.data.order import Skipped, add_skipped, index_samples
 from framework.errors import NumericsError
 from framework.lease import Lease
+from framework.object_store import Place
 from framework.train.loop import Loop, RewindDue
 from framework.train.state import RunState, restore
 

@@ -14,7 +14,6 @@ from framework.checkpoint.folder import report
 from framework.checkpoint.index import Manifest
 from framework.checkpoint.load import form_of, load_checkpoint, load_newest
 from framework.checkpoint.staging import Entry
-from framework.checkpoint.storage import Place
 from framework.comm.collectives import all_gather_object
 from framework.comm.objects import broadcast_object
 from framework.data.order import SampleOrder, index_samples
@@ -24,6 +23,7 @@ from framework.launch.identity import read_trained
 from framework.lease import Lease
 from framework.mesh.layout import Layout
 from framework.model.initial import persistent_buffers
+from framework.object_store import Place
 from framework.optim.averages import AVERAGE
 from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
 from framework.recipe.keys import value_of
