@@ -92,7 +92,10 @@ class Track:
         False,
     )
     timeline_step: int | None = key(
-        "step whose actions are drawn: RUN/timeline.json, a Chrome trace, and timeline.png; null: none", None, low=1
+        "step whose actions are drawn: RUN/timeline.json, a Chrome trace, and timeline.png; and whose units are timed, for"
+        " pipeline.layers: RUN/units.json; null: none",
+        None,
+        low=1,
     )
     profile_steps: tuple[int, int] | None = key(
         "first and last step that torch's profiler records: RUN/profile has a trace, and the history of GPU memory",

@@ -221,7 +221,11 @@ class Pipeline:
         registry="pipeline schedule",
     )
     virtual_stages: int | None = key("stages on each rank; null: 1, or 2 for interleaved, zbv, dualpipe_v", None, low=1)
-    layers: list[int] | None = key("layers of each stage; null: by cost, embedding and head included", None)
+    layers: list[int] | str | None = key(
+        "layers of each stage; a run that has measured its units (track.timeline_step): the fastest split by its times; null: by"
+        " FLOPs, embedding and head included",
+        None,
+    )
     table: str | None = key("CSV file with a schedule of your own: one line a rank, cells such as 0F0, 0B0", None)
     fill_bubbles: Literal["none", "validation"] = key(
         "work for idle ranks of a pipeline; validation: a validation runs in the step after its own", "none"
