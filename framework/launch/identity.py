@@ -52,6 +52,7 @@ MAY_CHANGE = (
     ("checkpoint.*", "how often it saves; not checkpoint.root: that is noted in the run's folder"),
     ("track.*", "who watches"),
     ("data.root", "where the token stores lie; their fingerprints say what is in them"),
+    ("data.cache_gb", "how much of them a node keeps"),
     ("run.*", "the directory, which names itself"),
 )
 ABSENT = "(not set)"
