@@ -113,10 +113,12 @@ def _convert(value: Any, kind: Any, limits: Limits) -> Any:
 
 
 def _choose_part(value: Any, parts: tuple[Any, ...]) -> Any:
-    """The part of a union of words, lists and numbers that fits the kind of this value; else the first that is not of words."""
+    """The part of a union of words, texts, lists and numbers that fits the kind of this value; else the first that is not of
+    words."""
     kinds = (Literal,) if isinstance(value, str) else (list, tuple) if isinstance(value, list | tuple) else (None,)
     others = [part for part in parts if typing.get_origin(part) is not Literal]
-    return next((part for part in parts if typing.get_origin(part) in kinds), others[0])
+    fitting = (part for part in parts if part is type(value) or typing.get_origin(part) in kinds)
+    return next(fitting, others[0])
 
 
 def _convert_scalar(value: Any, kind: Any, limits: Limits, legal: str) -> Any:
