@@ -22,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--average", action="store_true", help="with train.ema: the average of the weights, in their place"
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--best", action="store_true", help="with checkpoint.keep_best: the lowest validation loss")
+    which.add_argument("--best", action="store_true", help="with checkpoint.keep_best: the best")
     which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; else the newest")
 
 

@@ -48,6 +48,7 @@ TRIAL = {
     "checkpoint.interval": "null",
     "checkpoint.mtbf_hours": "null",
     "checkpoint.keep_best": "false",
+    "eval.tasks": "[]",
     "checkpoint.export_every_steps": "null",
     "track.every_steps": 1,
     "track.wandb.mode": "disabled",

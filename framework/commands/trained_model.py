@@ -60,7 +60,7 @@ def export_model(
     checkpoint is damaged.
     """
     directory = RunDirectory.open(run)
-    recipe, reader = _read_settings(directory, _choose_checkpoint(directory, best=best, step=step))
+    recipe, reader = read_settings(directory, choose_checkpoint(directory, best=best, step=step))
     if merged and not recipe.adapter.is_used:
         raise RunError(f"{run} has no adapter to merge (adapter.kind=none): export it without --merged")
     if averaged and not any(name.startswith(AVERAGED) for name in reader.manifest.entries):
@@ -84,7 +84,7 @@ def load_model(run: Path) -> tuple[PreTrainedModel, int]:
     Raises what `export_model` raises.
     """
     directory = RunDirectory.open(run)
-    recipe, reader = _read_settings(directory, _choose_checkpoint(directory))
+    recipe, reader = read_settings(directory, choose_checkpoint(directory))
     model = _plan_model(directory, recipe)
     ties, weights = tied_names(model), UnitReader(recipe, model, reader)
     # Rotary tables and masks are in no checkpoint.
@@ -99,7 +99,7 @@ def load_model(run: Path) -> tuple[PreTrainedModel, int]:
     return model, reader.manifest.step
 
 
-def _choose_checkpoint(directory: RunDirectory, *, best: bool = False, step: int | None = None) -> Place:
+def choose_checkpoint(directory: RunDirectory, *, best: bool = False, step: int | None = None) -> Place:
     """The newest whole checkpoint, the best, or that of a step."""
     root = directory.checkpoints
     if step is not None:
@@ -187,7 +187,7 @@ class UnitReader:
         return {name: values.clone() for name, _, values in read_weights(self._folder, self._model, wanted)}
 
 
-def _read_settings(directory: RunDirectory, checkpoint: Place) -> tuple[Recipe, Reader]:
+def read_settings(directory: RunDirectory, checkpoint: Place) -> tuple[Recipe, Reader]:
     """The recipe of the checkpoint's stage, and the checkpoint, which says whether run and tokenizer are still its own."""
     recipe, reader = load_recipe(directory.recipe), Reader(checkpoint)
     import_plugins(recipe.plugins)
@@ -231,7 +231,7 @@ def _load_config(directory: RunDirectory, settings: Model) -> PretrainedConfig:
 
 
 def find_best(run: RunDirectory, newest: Place) -> Place:
-    """The checkpoint with the lowest validation loss, as the newest one knows it. Raises RunError where none was kept as such."""
+    """The checkpoint of the best weights, as the newest one knows it. Raises RunError where none was kept as such."""
     step = Reader(newest).manifest.state.get("best_step")
     if step is None:
         raise RunError(

@@ -48,7 +48,15 @@ from framework.data.shard import (
 )
 from framework.data.show import show_record
 from framework.data.source import BAR_DELAY_S, SourceFile, get_files, list_files, summarize_left_out
-from framework.data.store import LEFT_OUT, STORE_VERSION, StoreMeta, choose_dtype, hold_lock, verify_small_files
+from framework.data.store import (
+    LEFT_OUT,
+    STORE_VERSION,
+    StoreMeta,
+    choose_dtype,
+    hold_lock,
+    verify_small_files,
+)
+from framework.data.tasks import keep_tasks
 from framework.data.tokenize import (
     TokenizerInfo,
     cut_at_spaces,
@@ -105,7 +113,9 @@ def prepare(recipe: Recipe, workers: int | None = None, progress: bool = True) -
                 f"data.root={root}: {error}. Set it to a folder that allows writing and file locks"
             ) from error
         raise
-    return open_found(find_prepared(recipe, places))
+    prepared = open_found(find_prepared(recipe, places))
+    keep_tasks(recipe.eval.tasks, prepared.tokenizer, recipe.batch.context)
+    return prepared
 
 
 def _is_whole(folder: Path, mends: bool = False) -> bool:

@@ -49,6 +49,7 @@ MAY_CHANGE = (
     ("launch.*", "where it runs"),
     ("cluster.*", "the machine of its forecasts"),
     ("checkpoint.*", "how often it saves; not checkpoint.root: that is noted in the run's folder"),
+    ("eval.*", "looks at the weights, does not change them"),
     ("track.*", "who watches"),
     ("data.root", "where the token stores lie; their fingerprints say what is in them"),
     ("plugins", "where their code lies; run.json has the version of each at each launch"),

@@ -253,9 +253,9 @@ def _go_on(recipe: Recipe, run_dir: Path, array: int | None) -> str:
 def _mounts(recipe: Recipe, run_dir: Path, here: Path) -> list[str]:
     """Folders that a container needs: the folder of the recipe's relative paths, runs, token stores, checkpoints."""
     folders = [here, run_dir.parent]
-    for place in (open_place(recipe.data.root), open_place(recipe.checkpoint.root or ".")):
-        if isinstance(place, Path):
-            folders.append((here / place.expanduser()).resolve())
+    for where in (open_place(recipe.data.root), open_place(recipe.checkpoint.root or ".")):
+        if isinstance(where, Path):
+            folders.append((here / where.expanduser()).resolve())
     outer = [
         folder for folder in dict.fromkeys(folders) if not any(folder.is_relative_to(o) for o in folders if o != folder)
     ]

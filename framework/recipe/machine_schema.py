@@ -69,8 +69,10 @@ class Checkpoint:
         None,
         low=1,
     )
-    keep_best: bool = key(
-        "save at the lowest validation loss so far, and keep that checkpoint beside the newest", False
+    keep_best: bool | str = key(
+        "save at the lowest validation loss so far, or at the best score of eval.tasks of that name (such as arc_easy/acc), and"
+        " keep that checkpoint beside the newest",
+        False,
     )
 
 

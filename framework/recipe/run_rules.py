@@ -211,13 +211,15 @@ def rewinds(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, "train.on_spike", message, "checkpoint.every_steps=100; or train.on_spike=skip")
 
 
-@rule("checkpoint.keep_best", "train.validate_every_steps", "pipeline.fill_bubbles")
+@rule("checkpoint.keep_best", "train.validate_every_steps", "eval.tasks", "pipeline.fill_bubbles")
 def best(recipe: Recipe) -> Iterator[Problem]:
-    key = "checkpoint.keep_best"
-    if recipe.checkpoint.keep_best and recipe.train.validate_every_steps is None:
+    key, by = "checkpoint.keep_best", recipe.checkpoint.keep_best
+    if isinstance(by, str) and not recipe.eval.tasks:
+        yield refuse(recipe, key, "nothing has that score: eval.tasks=[]", f"eval.tasks=[FOLDER]; or {key}=true")
+    elif by is True and recipe.train.validate_every_steps is None:
         message = "nothing says which is the best: train.validate_every_steps=null"
         yield refuse(recipe, key, message, f"{key}=false; or train.validate_every_steps=100")
-    elif recipe.checkpoint.keep_best and recipe.pipeline.fill_bubbles != "none":
+    elif by and recipe.pipeline.fill_bubbles != "none":
         message = "a validation in bubbles ends a step late, when its weights are no more"
         yield refuse(recipe, key, message, f"{key}=false; or pipeline.fill_bubbles=none")
 

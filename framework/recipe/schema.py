@@ -361,6 +361,19 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class Eval:
+    tasks: list[str] = key(
+        "files of tasks, or folders of them, that are scored during training (docs/evaluation.md)", []
+    )
+    every_steps: int | Literal["auto"] = key(
+        "steps between evaluations, the last step has one anyway; auto: as few as keep evaluations below 1% of the run's FLOPs",
+        "auto",
+        low=1,
+    )
+    limit: int | None = key("records of each task, the first ones; null: all", None, low=1)
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A training run: model, data, method and layout. Composed and checked once, then read by every rank."""
 
@@ -370,6 +383,7 @@ class Recipe:
     adapter: Adapter = group(Adapter)
     loss: LossSettings = group(LossSettings)
     data: Data = group(Data)
+    eval: Eval = group(Eval)
     parallel: Parallel = group(Parallel)
     pipeline: Pipeline = group(Pipeline)
     zero: Zero = group(Zero)

@@ -68,6 +68,7 @@ from framework.recipe.stages import RunStage, describe_stage, stage_after
 from framework.track.observers import Observers, open_observers
 from framework.track.sample_ledger import SampleLedger, next_start
 from framework.train.build import build
+from framework.train.evaluation import open_evaluation
 from framework.train.loop import Loop
 from framework.train.probe import probe
 from framework.train.profiler import StepProfiler
@@ -224,6 +225,7 @@ def train_stage(stage: RunStage, plan: Plan, prepared: Prepared, saves: Saves, g
     recipe, mesh, lease, watchdog = stage.recipe, saves.mesh, saves.lease, saves.watchdog
     run_dir, phases = lease.run, saves.phases
     resumes, start_from = saves.start.resumes, recipe.run.start_from
+    evaluation = open_evaluation(plan, prepared.tokenizer, mesh)
     phases.begin(Phase.BUILD)
     with explain_out_of_memory(plan, mesh.rank):
         read_rows = partial(validation_batches, prepared, seed=recipe.train.seed, **_sequences(plan, mesh))
@@ -263,7 +265,7 @@ def train_stage(stage: RunStage, plan: Plan, prepared: Prepared, saves: Saves, g
     loader = _open_loader(plan, prepared, mesh, state, [phases.observer.read_batch, samples.note])
     reporter = Reporter(run, plan, info, observers, saver, watchdog, goodput)
     policy = SavePolicy(recipe.checkpoint, recipe.train.steps, saver)
-    loop = Loop(run, state, plan, loader, policy, reporter, watchdog, stage.start)
+    loop = Loop(run, state, plan, loader, policy, reporter, watchdog, stage.start, evaluation)
     code = EXIT_FAILED
     try:
         with explain_out_of_memory(plan, mesh.rank), loader:
@@ -304,10 +306,13 @@ def _train_steps(
         loop.compare_replicas(is_saved=False)
         if step == recipe.track.timeline_step:
             _draw_timeline(plan, loop, lease, observers, clock)
-        if loop.must_validate() and loop.rewind_due is None:
-            if recipe.train.ema is not None:
+        validates, evaluates = loop.must_validate(), loop.must_evaluate()
+        if (validates or evaluates) and loop.rewind_due is None:
+            if recipe.train.ema is not None and validates:
                 loop.validate_average(Validation(_validation_batches(plan, prepared, mesh), len(prepared.sources)))
-            loop.begin_validation(Validation(_validation_batches(plan, prepared, mesh), len(prepared.sources)))
+            held_out = _validation_batches(plan, prepared, mesh) if validates else ()
+            questions = loop.evaluation.microbatches(plan, mesh) if evaluates else ()
+            loop.begin_validation(Validation(chain(held_out, questions), len(prepared.sources)))
             if loop.is_done or recipe.pipeline.fill_bubbles == "none":
                 loop.end_validation()
         if goal := loop.find_goal():

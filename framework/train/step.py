@@ -181,7 +181,7 @@ def train_step(
     losses, timed = _execute(run, inputs, clock)
     metrics = torch.stack([stage.metrics for stage in run.stages.values()]).sum(0)  # of the last stage alone
     counting.wait()
-    validation.add(losses[len(own) :], [run.objective.count(each.labels, each.pairs) for each in filling])
+    validation.add(filling, losses[len(own) :], run.objective.count)
     validation.num_free += len(filling)
     for stage in run.stages.values():
         stage.gradients.finish()
@@ -206,8 +206,8 @@ def train_step(
 def _execute(
     run: TrainingRun, inputs: StepInputs, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[list[Tensor], tuple[Timed, ...]]:
-    """Run the lowered schedule. Returns the losses by microbatch if this rank has the last stage, scalars: shares of the batch's
-    loss of microbatches to train on, sums over tokens of those of validation; and the actions with their times."""
+    """Run the lowered schedule. Returns the results by microbatch if this rank has the last stage: shares of the batch's loss,
+    scalars, of microbatches to train on, of those of validation what they ask for; and the actions with their times."""
     axis, num_trained = run.mesh.axis("pp"), len(inputs.seeds)
     lowered = run.pipeline.lowered(num_trained, len(inputs.microbatches) - num_trained)
     links = StageLinks(axis, lowered, run.activations)
@@ -281,8 +281,8 @@ def _missed_elements(run: TrainingRun, missed: Sequence[TrainedParameter], reach
 def run_alone(run: TrainingRun, validation: Validation) -> None:
     """Run what is left of a validation, forwards only."""
     while filling := _take(run, validation, VALIDATION_MICROBATCHES):
-        losses, _ = _execute(run, _without_training(run, filling))
-        validation.add(losses, [run.objective.count(each.labels, each.pairs) for each in filling])
+        results, _ = _execute(run, _without_training(run, filling))
+        validation.add(filling, results, run.objective.count)
 
 
 def score(run: TrainingRun, microbatches: Sequence[Microbatch], with_adapters: bool = True) -> list[Tensor]:
@@ -290,7 +290,7 @@ def score(run: TrainingRun, microbatches: Sequence[Microbatch], with_adapters: b
     the last stage. Collective. with_adapters: else of the frozen model under them."""
     for stage in run.stages.values():
         stage.adapters.is_on = with_adapters
-    found, _ = _execute(run, replace(_without_training(run, microbatches), is_scored=True))
+    found, _ = _execute(run, _without_training(run, [replace(each, asks="answers") for each in microbatches]))
     for stage in run.stages.values():
         stage.adapters.is_on = True
     return found
@@ -356,7 +356,9 @@ def _publish(run: TrainingRun) -> None:
 
 
 def _take(run: TrainingRun, validation: Validation, most: int) -> list[Microbatch]:
-    return _complete(run, to_device(run, validation.take(most)), is_step=False)
+    taken = to_device(run, validation.take(most))
+    num_losses = sum(each.asks == "loss" for each in taken)  # in front of those of an evaluation
+    return _complete(run, taken[:num_losses], is_step=False) + taken[num_losses:]
 
 
 def to_device(run: TrainingRun, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
