@@ -23,7 +23,7 @@ from framework.errors import RecipeError
 
 # Kinds of names, as fields of the schema refer to them (`key(..., registry=KIND)`).
 KINDS = (
-    *("optimizer", "loss", "reader", "tokenizer", "chat template", "schedule", "model", "context method"),
+    *("optimizer", "loss", "reader", "tokenizer", "chat template", "schedule", "tracker", "model", "context method"),
     "pipeline schedule",
 )
 # By kind the names that plugins have added, and of which plugin each is. They grow while plugins are imported, and never after.

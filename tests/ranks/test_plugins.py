@@ -34,6 +34,7 @@ ROWS = [
     ("fortunes", ("data.sources.files.format=fortunes",), ("data.sources.files.path=jokes",), 0),
     ("bytes_tokenizer", ("model.tokenizer=bytes",), ("~data.bpe_vocab",), 0),
     ("plain_chat", CHAT, (), 0),
+    ("curve", (), (), 0),
 ]
 
 
