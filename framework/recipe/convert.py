@@ -123,7 +123,9 @@ def _convert(value: Any, kind: Any, limits: Limits, added: tuple[str, ...] = ())
 
 
 def _choose_part(value: Any, parts: tuple[Any, ...]) -> Any:
-    """The part of a union of words, lists and numbers that fits the kind of this value; else the first that is not of words."""
+    """The part of a union of words, text, lists and numbers that fits the kind of this value; else the first not of words."""
+    if isinstance(value, str) and str in parts:
+        return str
     kinds = (Literal,) if isinstance(value, str) else (list, tuple) if isinstance(value, list | tuple) else (None,)
     others = [part for part in parts if typing.get_origin(part) is not Literal]
     return next((part for part in parts if typing.get_origin(part) in kinds), others[0])
@@ -136,7 +138,7 @@ def _convert_scalar(value: Any, kind: Any, limits: Limits, legal: str) -> Any:
         raise _Mistake(f"must be {legal}", _rewrite(value, kind))
     if kind is float and not math.isfinite(value):
         raise _Mistake(f"must be {legal}, and finite")
-    low, high = limits
+    low, high = (None, None) if kind is str else limits
     if (low is not None and value < low) or (high is not None and value > high):
         raise _Mistake(f"must be {legal}")
     return value

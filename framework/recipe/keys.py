@@ -4,6 +4,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache
 from operator import attrgetter
 from typing import Any, Literal
@@ -17,6 +18,13 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 # A search asks for defaults a thousand times.
 _DEFAULTS = Recipe()
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether a dotted path is that of a pattern: `*` is within a name, and at the end stands for names behind it too."""
+    names, wanted = path.split("."), pattern.split(".")
+    fits = len(names) == len(wanted) or (len(names) > len(wanted) and wanted[-1].endswith("*"))
+    return fits and all(map(fnmatchcase, names, wanted))
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,15 @@ def patterns(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(key, pattern, f"not a regular expression: {error}", fix)
 
 
+@rule("track.noise_scale", "optim.name", "memory.offload.home")
+def noise_scale(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.track.noise_scale and recipe.optim.name != "adamw":
+        yield refuse(recipe, "track.noise_scale", "it is found in adamw's first moments", "optim.name=adamw")
+    if recipe.track.noise_scale and recipe.memory.offload.home == "disk":
+        message = "it would read all states from the disk once more"
+        yield refuse(recipe, "track.noise_scale", message, "track.noise_scale=false")
+
+
 @rule("adapter", "model.freeze", "precision.compute", "memory.compile", "parallel.overlap", "model.router_bias_rate")
 def adapter(recipe: Recipe) -> Iterator[Problem]:
     own = recipe.adapter

@@ -118,6 +118,11 @@ class Oracle:
         weights = {name: weight * widths[name][0] if name in widths else weight for name, weight in weights.items()}
         stock = {name: weight for name, weight in weights.items() if name not in of_adapters}
         self.model = _stock_model(recipe, config, stock, dtype, device)
+        # By the names under which a stock model lists them; `_given`: as they were given, others of tied ones (camembert's head).
+        every = dict(self.model.named_parameters(remove_duplicate=False))
+        first = {parameter: name for name, parameter in self.model.named_parameters()}
+        self._given = {first[every[name]]: name for name in stock if name in every}
+        weights = {first[every[name]] if name in every else name: weight for name, weight in weights.items()}
         wide = torch.promote_types(dtype, torch.float32)
         # Without masters a weight is what the model computes with, from the beginning.
         kept_in = {name: each.dtype for name, each in self.model.named_parameters() if has_no_master(recipe.precision)}
@@ -188,12 +193,13 @@ class Oracle:
     def gradients(self) -> dict[str, Tensor]:
         """The masters' gradients by name, on the CPU; zeros where a parameter has none."""
         found = {name: torch.zeros_like(m) if m.grad is None else m.grad for name, m in self.masters.items()}
-        return {name: gradient.detach().to("cpu", copy=True) for name, gradient in found.items()}
+        return {self._given.get(name, name): gradient.detach().to("cpu", copy=True) for name, gradient in found.items()}
 
     def weights(self) -> dict[str, Tensor]:
         """The masters, and the correction biases of routers that are buffers, by name."""
         buffers = dict(self.model.named_buffers())
-        return self.masters | {name: buffers[name] for name in self._mixtures.names() if name in buffers}
+        masters = {self._given.get(name, name): master for name, master in self.masters.items()}
+        return masters | {name: buffers[name] for name in self._mixtures.names() if name in buffers}
 
     def update(self, batch: TokenBatch, layout: Mapping[str, Tensor], step: int) -> None:
         """Make one step of the optimizer and of routers' biases, if the gradients are finite. layout: its weights after this
@@ -359,17 +365,20 @@ def _stock_model(
     disable_progress_bar()
     with _telling_of_stock(config, dtype):
         values = {name: weight.clone() for name, weight in weights.items()}
-        model: Any = type(_build_blank(config)).from_pretrained(
-            None, config=deepcopy(config), state_dict=values, dtype=dtype, **chosen
-        )
-    if dtype == torch.float64:
-        # Behind its load from_pretrained computes some tables again, in fp32 (gptj's): these are of a model from its config.
+        # Of a checkpoint with towers the text model is built, of a config of its own.
+        blank = _build_blank(config)
+        model: Any = type(blank).from_pretrained(None, config=blank.config, state_dict=values, dtype=dtype, **chosen)
+    stored = model.state_dict()
+    # Behind its load from_pretrained computes some tables again, in fp32 (gptj's); and what only a constructor sets has no
+    # values (apertus' activation). These are of a model from its config.
+    computed = [
+        name for name, _ in model.named_buffers() if name not in values and (name in stored or dtype == torch.float64)
+    ]
+    if computed:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             built = dict(AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype).named_buffers())
-            stored = model.state_dict()
-            for name, buffer in model.named_buffers():
-                if name not in stored:
-                    buffer.copy_(built[name])
+            for name in computed:
+                model.get_buffer(name).copy_(built[name])
     experts = recipe.model.experts
     if experts == "auto" and dtype == torch.float64:
         experts = "eager"  # there is no grouped matmul in fp64

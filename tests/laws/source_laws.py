@@ -16,7 +16,7 @@ Law = Callable[["Source"], Iterator[Breach]]
 # Lowest first; rooms of one floor do not know each other.
 FLOORS = (
     ("errors", "files", "host", "imports", "output", "start"),
-    ("lease",),
+    ("lease", "object_store"),
     ("recipe",),
     ("mesh",),
     ("comm",),
