@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -101,6 +100,8 @@ def describe_plugins(plugins: Sequence[str]) -> dict[str, str]:
 
 
 def _version(plugin: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version  # of recipes with plugins alone
+
     try:
         return version(plugin.partition(".")[0])
     except (PackageNotFoundError, ValueError):
