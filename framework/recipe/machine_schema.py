@@ -86,6 +86,14 @@ class Wandb:
 
 
 @dataclass(frozen=True)
+class Mlflow:
+    uri: str | None = key(
+        "of MLflow's server or store, such as http://host:5000 or sqlite:///runs.db; null: no MLflow", None
+    )
+    experiment: str = key("experiment of MLflow", "meshwright")
+
+
+@dataclass(frozen=True)
 class Track:
     every_steps: int = key("steps between reports", 1, low=1)
     debug_collectives: bool = key(
@@ -110,6 +118,20 @@ class Track:
     )
     noise_scale: bool = key("report the gradient noise scale, in tokens, from adamw's moments", False)
     wandb: Wandb = group(Wandb)
+    tensorboard: bool = key("write RUN/tensorboard, for TensorBoard", False)
+    mlflow: Mlflow = group(Mlflow)
+    csv: bool = key("write RUN/metrics.csv", False)
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The trackers that a run has, by name."""
+        wanted = {
+            "wandb": self.wandb.mode != "disabled",
+            "tensorboard": self.tensorboard,
+            "mlflow": self.mlflow.uri is not None,
+            "csv": self.csv,
+        }
+        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
 
 @dataclass(frozen=True)

@@ -290,6 +290,14 @@ def profile(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, "track.profile_ranks", message, "track.profile_ranks=[0]")
 
 
+@rule("track.tensorboard", "track.mlflow", "track.wandb", "track.csv")
+def trackers(recipe: Recipe) -> Iterator[Problem]:
+    for name in recipe.track.trackers:
+        if name != "csv" and find_spec(name) is None:
+            key = f"track.{'mlflow.uri' if name == 'mlflow' else 'wandb.mode' if name == 'wandb' else name}"
+            yield refuse(recipe, key, f"the package {name} is not installed", f"`pip install {name}`; or leave it out")
+
+
 @rule("track.wandb")
 def wandb(recipe: Recipe) -> Iterator[Problem]:
     wandb = recipe.track.wandb
@@ -357,5 +365,5 @@ def _texts_in(value: Any) -> Iterator[str]:
 RUN_RULES = (
     *(family, *METHOD_RULES, sources, conversations, tokenizer, vocabulary, weights, validation),
     Rule(("run.root",), find_run_root_problems),
-    *(intervals, checkpoint_root, neighbors, rewinds, profile, best, names, wandb, texts),
+    *(intervals, checkpoint_root, neighbors, rewinds, profile, best, names, trackers, wandb, texts),
 )

@@ -17,6 +17,7 @@ from framework.recipe.machine_schema import (
     ClusterMeasured,
     Container,
     Launch,
+    Mlflow,
     Run,
     Track,
     Wandb,
@@ -27,7 +28,7 @@ from framework.recipe.optim_schema import LearningRateSchedule, Muon, Optim, Par
 
 __all__ = [
     "Checkpoint", "Cluster", "ClusterLink", "ClusterMatmul", "ClusterMeasured", "Container", "Data", "Launch",
-    "LearningRateSchedule", "LossSettings", "Muon", "Optim", "ParameterGroup", "Run", "Source", "Track", "Wandb",
+    "LearningRateSchedule", "LossSettings", "Mlflow", "Muon", "Optim", "ParameterGroup", "Run", "Source", "Track", "Wandb",
 ]  # fmt: skip
 
 

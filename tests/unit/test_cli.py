@@ -1,6 +1,5 @@
 """The program as a user meets it: outputs, exit codes, and how fast it answers."""
 
-import argparse
 import itertools
 import re
 import resource
@@ -13,6 +12,7 @@ import pytest
 
 from framework import cli
 from framework.commands import sweep
+from framework.commands.arguments import make_parser
 from framework.errors import EXIT_USER, MeshwrightError, NumericsError
 from framework.launch.resume import has_subject
 from framework.start import python_words
@@ -220,10 +220,9 @@ class TestCheck:
 
 def list_options(command):
     """The options of a command, by their names."""
-    parser = argparse.ArgumentParser()
+    parser = make_parser(command.name, "summary", command.composes)
     command.add_options(parser)
-    own = ["--recipes", "--help-recipe"] if command.composes else []
-    return {name for action in parser._actions for name in action.option_strings} | {*own, "--help", "-h"}
+    return {name for action in parser._actions for name in action.option_strings}
 
 
 def test_commands_and_options_that_texts_name_exist():
