@@ -139,6 +139,7 @@ class StageModel:
         self._leaving: Tensor | None = None
         self._seed: tuple[int | str, ...] | None = None
         self._shape = torch.Size()
+        model.register_forward_pre_hook(self._note_shape, with_kwargs=True)
         self._stand_ins = [module for module in model.modules() if isinstance(module, StandIn)]
         self._layers = layers = [unit.root for unit in units if unit.is_layer and bounds.owns(unit)]
         for unit in units:
@@ -165,7 +166,6 @@ class StageModel:
         None: nothing is seeded, which leaves the RNG streams as they are.
         """
         self._received, self._leaving, self._seed = received[0] if received else None, None, seed
-        self._shape = inputs["input_ids"].shape
         for stand_in in self._stand_ins:
             stand_in.move(inputs["input_ids"].device)
         self._reseed("embedding", 0)
@@ -179,6 +179,10 @@ class StageModel:
     def _reseed(self, unit: str, mask: int, *_: Any) -> None:
         if self._seed is not None:
             seed_rng(seed_for(*self._seed, unit) ^ mask)
+
+    def _note_shape(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # As the model gets it, which may be all tokens where this rank has some.
+        self._shape = kwargs["input_ids"].shape
 
     # Hooks on layers, because a layer's input and output are all that every family's code agrees on.
 

@@ -38,7 +38,7 @@ from framework.model.stage import StageBounds, copy_stage, refuse_following_star
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment
 from framework.optim.qk_rows import QkRows, find_qk_rows
-from framework.parallel.attention import find_stock_attention, refuse_undivided_context
+from framework.parallel.attention import find_stock_attention, find_whole, refuse_undivided_context
 from framework.parallel.experts.split import check_experts
 from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage, read_table
@@ -91,6 +91,8 @@ class Plan:
     logit_map: LogitMap | None
     # The reason why layers attend by transformers' attention; None: they attend by Meshwright's.
     stock_attention: str | None
+    # Classes of modules that get the tokens of all ranks of cp, because no attention of ours divides what they do.
+    whole_mixers: frozenset[str]
     # Rows of queries and keys, which QK-clip scales, by parameter.
     qk_rows: Mapping[str, QkRows]
 
@@ -251,6 +253,7 @@ class Plan:
             master_dtype=DTYPES.get(self.recipe.precision.master),
             device=device,
             owns_attention=self.stock_attention is None,
+            whole_mixers=self.whole_mixers,
             load_balancing=self.load_balancing,
             policies=policies,
         )
@@ -291,7 +294,8 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     whole = build_meta(config, recipe.model.attention, wide)
     add_adapters(whole, recipe.adapter)
     has_documents = recipe.data.isolates
-    if derived.cp > 1:
+    whole_mixers = find_whole(config, recipe) if derived.cp > 1 else frozenset()
+    if derived.cp > 1 and not whole_mixers:
         refuse_undivided_context(config, ContextSlices(derived.context, derived.ulysses, derived.ring), has_documents)
     check_experts(whole, derived.ep, recipe.model.expert_capacity, derived.expert_tp < derived.tp)
     units = tuple(find_units(whole))
@@ -306,6 +310,8 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     pipeline = plan_pipeline(recipe.pipeline, derived.pp, derived.accumulation, costs, recipe.zero)
     refuse_following_starts(config, whole, units, [each.start for each in pipeline.stages[1:]])
     stock_attention = None if derived.cp > 1 else find_stock_attention(config, recipe)
+    if whole_mixers:
+        stock_attention = f"{' and '.join(sorted(whole_mixers))} mix tokens, and get those of all ranks of cp"
     groups = tuple(group_parameters_of(recipe, whole, units))
     qk_rows = find_qk_rows(recipe, whole, units, {each.parameter for each in groups}, stock_attention)
     return Plan(
@@ -324,6 +330,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         mixtures,
         logit_map,
         stock_attention,
+        whole_mixers,
         qk_rows,
     )
 
