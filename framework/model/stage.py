@@ -122,7 +122,8 @@ class StageModel:
 
     units: those that the stage runs. seed_mask: exclusive-or'd into the seeds of its layers, on a rank whose layers hold other
     tokens than those of the other ranks. routers: the model's, if there is a load-balancing loss whose sums are passed on.
-    is_random: its layers take random numbers; else they are not seeded one by one.
+    is_random: its layers take random numbers; else they are not seeded one by one. streams: between a token's dims and its
+    features (`probe.find_streams`); between stages they are features, too.
     """
 
     def __init__(
@@ -133,8 +134,9 @@ class StageModel:
         seed_mask: int = 0,
         routers: Routers | None = None,
         is_random: bool = True,
+        streams: tuple[int, ...] = (),
     ):
-        self.model, self.bounds, self.routers = model, bounds, routers
+        self.model, self.bounds, self.routers, self._streams = model, bounds, routers, streams
         self._received: Tensor | None = None
         self._leaving: Tensor | None = None
         self._seed: tuple[int | str, ...] | None = None
@@ -157,7 +159,7 @@ class StageModel:
     ) -> tuple[Any, ...]:
         """Run the stage on one microbatch.
 
-        received: () on the first stage, else hidden states [B, T, D] in compute dtype, and with a load-balancing loss the
+        received: () on the first stage, else hidden states [B, T, streams D] in compute dtype, and with a load-balancing loss the
         routers' sums [2E + 1] (`LoadBalancingLoss`). inputs: of the model, at least input_ids [B, T] int64, whole on every stage.
         Returns the same for the next stage; on the last one the model's output with logits [B, T, V] takes the hidden states'
         place. Communicates only inside tensor-parallel layers.
@@ -173,6 +175,8 @@ class StageModel:
             self.routers.start()
         output = self.model(**inputs)
         leaving, self._received, self._leaving = self._leaving, None, None
+        if leaving is not None and self._streams:
+            leaving = leaving.flatten(2)
         sums = () if self.routers is None else (self.routers.end(*received[1:]),)
         return output if self.bounds.is_last else leaving, *sums
 
@@ -187,7 +191,10 @@ class StageModel:
     # Hooks on layers, because a layer's input and output are all that every family's code agrees on.
 
     def _inject(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return _replace_input(args, kwargs, self._received)
+        received = self._received
+        if received is not None and self._streams:
+            received = received.unflatten(-1, (*self._streams, -1))
+        return _replace_input(args, kwargs, received)
 
     def _take(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._leaving = output[0] if isinstance(output, tuple | list) else output
@@ -196,7 +203,7 @@ class StageModel:
         """Zeros for the model's code after the own layers, whose result is not used: of all tokens, as the final norm and the
         head may ask for, yet without memory."""
         assert self._leaving is not None, "a layer runs before those in front of it"
-        zeros = self._leaving.new_zeros(()).expand(*self._shape, self._leaving.shape[-1])
+        zeros = self._leaving.new_zeros(()).expand(*self._shape, *self._leaving.shape[2:])
         return _replace_input(args, kwargs, zeros)
 
 

@@ -8,7 +8,7 @@ It owns no memory and sends no byte; its model is on meta. What differs between 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil, floor, log10
+from math import ceil, floor, log10, prod
 from pathlib import Path
 
 import torch
@@ -32,7 +32,7 @@ from framework.model.load import build_meta
 from framework.model.logit_map import LogitMap
 from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.precision import DTYPES
-from framework.model.probe import find_layer_outputs, find_routers_loss
+from framework.model.probe import find_layer_outputs, find_routers_loss, find_streams
 from framework.model.routers import LoadBalancingLoss
 from framework.model.stage import StageBounds, copy_stage, refuse_following_starts, refuse_shared_layers
 from framework.model.units import Unit, find_units, tied_names
@@ -83,6 +83,8 @@ class Plan:
     pipeline: PipelinePlan
     # Of a layer, in a tuple; 0: a tensor alone. Known only where the model is cut into stages.
     num_outputs: int
+    # Of hidden states between layers, beside their features, where there are stages.
+    streams: tuple[int, ...]
     # The routers' auxiliary losses; None without one.
     load_balancing: LoadBalancingLoss | None
     # Mixtures of experts, in order.
@@ -100,6 +102,12 @@ class Plan:
     def compute_dtype(self) -> torch.dtype:
         """The dtype of forward and backward."""
         return DTYPES[self.recipe.precision.compute]
+
+    @property
+    def message_width(self) -> int:
+        """Features of a token that one stage sends to the next."""
+        width: int = self.config.get_text_config().hidden_size
+        return width * prod(self.streams)
 
     @cached_property
     def size(self) -> ModelSize:
@@ -254,6 +262,7 @@ class Plan:
             device=device,
             owns_attention=self.stock_attention is None,
             whole_mixers=self.whole_mixers,
+            streams=self.streams,
             load_balancing=self.load_balancing,
             policies=policies,
         )
@@ -326,6 +335,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         groups,
         pipeline,
         find_layer_outputs(config) if len(pipeline.stages) > 1 else 0,
+        find_streams(config) if len(pipeline.stages) > 1 else (),
         load_balancing,
         mixtures,
         logit_map,
