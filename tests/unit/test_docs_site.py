@@ -39,22 +39,37 @@ class Page(HTMLParser):
             self.paragraphs[-1] += data
 
 
+def build(*options: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", *options]
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> dict[Path, Page]:
     """Pages of a strict build, by their paths."""
     if not find_spec("material"):
         pytest.skip("mkdocs-material is not installed: pip install 'meshwright[docs]'")
     folder = tmp_path_factory.mktemp("site")
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
-    built = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stdout + built.stderr
+    built = build("--site-dir", str(folder))
+    assert built.returncode == 0, built.stderr
     return {path: Page(path.read_text(encoding="utf-8")) for path in folder.rglob("*.html")}
 
 
 def test_every_page_is_built(site):
     pages = {path.stem for path in site}
     assert pages >= {path.stem for path in (REPOSITORY / "docs").rglob("*.md")} | {"readme"}
+
+
+def test_a_broken_link_ends_the_build(site, tmp_path):
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "index.md").write_text("# One\n\n[a](nowhere.md) and [b](readme.md#nowhere)\n")
+    config = f"INHERIT: {REPOSITORY}/mkdocs.yml\ndocs_dir: pages\nsite_dir: site\nhooks: [{REPOSITORY}/scripts/docs_site.py]\n"
+    (tmp_path / "mkdocs.yml").write_text(config + "nav: [index.md, readme.md]\n")
+    built = build("--config-file", str(tmp_path / "mkdocs.yml"))
+    assert built.returncode == 1
+    assert "'nowhere.md'" in built.stderr
+    assert "'#nowhere'" in built.stderr
 
 
 def test_nothing_is_loaded_from_elsewhere(site):
