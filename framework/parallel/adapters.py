@@ -28,10 +28,10 @@ from framework.model.adapters import (
     holds_transposed,
     name_beside,
 )
+from framework.model.initial import seed_for
 from framework.model.low_rank import AdapterMatmul, AdapterSwitch, StackedAdapterMatmul
 from framework.model.matmul import GradView, Matmul, StackedMatmul
 from framework.parallel.stage_plan import StagePlan
-from framework.parallel.tensor.rng import rank_mask
 
 
 def place_adapters(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: StagePlan) -> Mapping[str, Layout]:
@@ -50,7 +50,7 @@ def place_adapters(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: 
             module.register_parameter(name.rpartition(".")[2], nn.Parameter(empty))
         if plan.recipe.adapter.dropout:
             is_cut = any(shard.axis == "tp" for shard in placed[name_beside(weight, A)].shards)
-            mask = rank_mask(plan.tokens.tp) if is_cut else 0
+            mask = seed_for("rank of an adapter's inputs", plan.tokens.tp.rank) if is_cut else 0
             module.add_module(DROPOUT, AdapterDropout(plan.recipe.adapter.dropout, mask))
     return placed
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from framework.comm.connect import Mesh
-from framework.comm.transfer import fetch
+from framework.comm.transfer import fetch, upload
 from framework.optim.averages import AVERAGE, WeightAverages
 from framework.optim.disk_ring import DiskStates, DiskTensor
 from framework.optim.groups import GroupAssignment
@@ -371,7 +371,7 @@ class StepOptimizer:
             assert isinstance(state, Tensor), "track.noise_scale is refused beside states on a disk"
             for part in owned.parts():
                 norm = torch.linalg.vector_norm(state[part.counted], dtype=torch.float64)
-                total += norm.square().to(device, non_blocking=True)
+                total += norm.square() if state.device == device else upload(norm.square(), device)
         return total
 
     @property

@@ -193,9 +193,7 @@ class Oracle:
     def gradients(self) -> dict[str, Tensor]:
         """The masters' gradients by name, on the CPU; zeros where a parameter has none."""
         found = {name: torch.zeros_like(m) if m.grad is None else m.grad for name, m in self.masters.items()}
-        return {
-            self._given.get(name, name): gradient.detach().to("cpu", copy=True) for name, gradient in found.items()
-        }
+        return {self._given.get(name, name): gradient.detach().to("cpu", copy=True) for name, gradient in found.items()}
 
     def weights(self) -> dict[str, Tensor]:
         """The masters, and the correction biases of routers that are buffers, by name."""
@@ -369,9 +367,7 @@ def _stock_model(
         values = {name: weight.clone() for name, weight in weights.items()}
         # Of a checkpoint with towers the text model is built, of a config of its own.
         blank = _build_blank(config)
-        model: Any = type(blank).from_pretrained(
-            None, config=blank.config, state_dict=values, dtype=dtype, **chosen
-        )
+        model: Any = type(blank).from_pretrained(None, config=blank.config, state_dict=values, dtype=dtype, **chosen)
     stored = model.state_dict()
     # Behind its load from_pretrained computes some tables again, in fp32 (gptj's); and what only a constructor sets has no
     # values (apertus' activation). These are of a model from its config.

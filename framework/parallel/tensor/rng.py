@@ -38,14 +38,14 @@ def uses_rng_in_training(model: PreTrainedModel) -> bool:
 
 def mask_of(tokens: TokenLayout) -> int:
     """The number with which a rank's seed of a layer is exclusive-or'd: 0 where all hold the same tokens, else the rank's own."""
-    return rank_mask(tokens.tp) if tokens.num_parts > 1 else 0
+    return _rank_mask(tokens.tp) if tokens.num_parts > 1 else 0
 
 
 class RngStreams:
     """The streams of one rank, all on the generator of the device that a tensor is on; no random number is ever sent."""
 
     def __init__(self, tokens: TokenLayout) -> None:
-        self._rank_mask, self._outside_mask = rank_mask(tokens.tp), mask_of(tokens)
+        self._rank_mask, self._outside_mask = _rank_mask(tokens.tp), mask_of(tokens)
         # State of the generator in front of the first layer; None before it, and wherever no microbatch is in the layers.
         self._before: tuple[torch.Generator, Tensor] | None = None
 
@@ -85,8 +85,7 @@ def torch_generator(x: Tensor) -> torch.Generator:
     return torch.cuda.default_generators[x.device.index] if x.is_cuda else torch.default_generator
 
 
-def rank_mask(tp: Axis) -> int:
-    """The number with which a seed is exclusive-or'd where each rank of `tp` draws for itself."""
+def _rank_mask(tp: Axis) -> int:
     return seed_for("tensor-parallel rank", tp.rank)
 
 
