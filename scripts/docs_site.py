@@ -1,7 +1,7 @@
 """Hooks of mkdocs (mkdocs.yml), by which docs/*.md are pages of GitHub's and of the site.
 
-README.md is a page of the site, as if it lay in docs/. A link to another file of the repository leads nowhere on the site: what it
-names stays. Pages that no section of `nav` lists stand in the last one.
+README.md is a page of the site, as if it lay in docs/. A link to another file of the repository leads nowhere on the site: its
+words stay. Pages that no section of `nav` lists stand in the last one.
 """
 
 import re
