@@ -27,7 +27,6 @@ from framework.mesh.context import ContextSlices  # noqa: E402
 from framework.mesh.layout import part  # noqa: E402
 from framework.mesh.topology import Topology  # noqa: E402
 from framework.model.load import load_config  # noqa: E402
-from framework.parallel.experts.dispatch import sort_pairs  # noqa: E402
 from framework.parallel.pipeline.draw import COLORS  # noqa: E402
 from framework.parallel.pipeline.schedules import SCHEDULES, make_schedule  # noqa: E402
 from framework.parallel.pipeline.simulate import peak_live, simulate, unit_costs  # noqa: E402
@@ -234,7 +233,7 @@ def experts() -> dict[str, Any]:
                 scores = torch.randn(tokens, experts, generator=generator)
                 scores[:, :2] += bias
                 index = scores.topk(chosen).indices
-                _, counts = sort_pairs(index, experts, None, None)
+                counts = index.flatten().bincount(minlength=experts)
                 ranks.append({"chosen": index.tolist(), "rows": counts.tolist()})
             owners = [
                 next(rank for rank in range(degree) if expert in range(*part(experts, rank, degree)))

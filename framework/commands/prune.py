@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     runs = [RunDirectory.open(find_run(name)) for name in arguments.runs] or list_runs(root)
     if not runs:
         raise RunError(f"there are no runs in {root}: give a run's folder")
-    total = sum(_prune(each, arguments.keep, arguments.yes) for each in runs)
+    total = sum(_prune(each, keep=arguments.keep, removes=arguments.yes) for each in runs)
     print(
         f"{show_bytes(total)} {'are' if arguments.yes else 'would be'} free"
         + " (--yes removes them)" * (not arguments.yes)
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _prune(run: RunDirectory, keep: int, removes: bool) -> int:
+def _prune(run: RunDirectory, *, keep: int, removes: bool) -> int:
     """Bytes of the run's old checkpoints; a run that runs or waits for its turn, or has no whole checkpoint, is left alone."""
     if run.find_holder() or any(state and state.state in WAITING_OR_RUNNING for _, state in find_jobs(run)):
         print(f"{run.path}: runs or is queued, left alone")
