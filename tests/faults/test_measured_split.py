@@ -10,7 +10,13 @@ from framework.errors import EXIT_DONE
 from framework.recipe.compose import load_recipe
 from tests.tiny_run import RECIPE, write_corpus
 
-COMMON = (*RECIPE, "optim.schedule.name=constant", "model.config.num_hidden_layers=5", "batch.sequences_per_step=8", "batch.sequences_per_microbatch=2")
+COMMON = (
+    *RECIPE,
+    "optim.schedule.name=constant",
+    "model.config.num_hidden_layers=5",
+    "batch.sequences_per_step=8",
+    "batch.sequences_per_microbatch=2",
+)
 PIPELINE = ("parallel.pp=2", "launch.ranks=2")
 
 
