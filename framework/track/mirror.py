@@ -225,6 +225,7 @@ def chart_values(record: dict[str, Any]) -> dict[str, float]:
     values = {key: value for key, value in record.items() if isinstance(value, (int, float)) and key != "unix_s"}
     values |= {f"preference/{name}": mean for name, mean in (record.get("preference") or {}).items()}
     values |= {f"validation_loss/{name}": loss for name, loss in (record.get("validation_losses") or {}).items()}
+    values |= {f"eval/{name}": score for name, score in (record.get("scores") or {}).items()}
     for axis, counts in record.get("traffic", {}).items():
         values |= {f"traffic/{axis}/{what}": count for what, count in counts.items()}
     values |= {f"stragglers/{name}": seconds for name, seconds in (record.get("stragglers") or {}).items()}

@@ -35,6 +35,7 @@ class StepReport:
     validation_losses: dict[str, float] = field(default_factory=dict)
     validation_free_fraction: float | None = None
     average_validation_loss: float | None = None  # of the average of the weights (train.ema)
+    scores: dict[str, float] = field(default_factory=dict)  # on tasks (eval.tasks), by TASK/NAME
     skipped_steps: int = 0
     spikes: int = 0
     loss_limit: float | None = None

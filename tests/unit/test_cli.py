@@ -229,7 +229,7 @@ def test_commands_and_options_that_texts_name_exist():
     """`meshwright COMMAND --option` in docs, messages and comments; a line of a block of code as well."""
     options = {command.name: list_options(command) for command in cli.COMMANDS}
     root = Path(cli.__file__).parents[1]
-    files = [root / "README.md", root / "docker" / "README.md"]
+    files = [root / "README.md"]
     for folder, pattern in (
         ("docs", "*.md"),
         ("framework", "*.py"),
@@ -325,7 +325,8 @@ class TestArguments:
             run("export", "some-run", "--to", str(tmp_path), *words)
             assert exported.pop() == (
                 Path("runs/some-run"),
-                {"to": tmp_path, "best": False, "step": None, "merged": False, "averaged": False} | named,
+                {"to": tmp_path, "best": False, "step": None, "merged": False, "averaged": False, "dtype": None}
+                | named,
             )
         code, _, err = run("export", "some-run", "--to", str(tmp_path), "--step", "7", "--best")
         assert (code, exported) == (EXIT_USER, [])
