@@ -33,7 +33,7 @@ ROWS = [
     ("eager_1f1b", ("parallel.pp=2", "pipeline.schedule=eager_1f1b"), ("launch.ranks=2",), 8),
     ("fortunes", ("data.sources.files.format=fortunes",), ("data.sources.files.path=jokes",), 0),
     ("bytes_tokenizer", ("model.tokenizer=bytes",), ("~data.bpe_vocab",), 0),
-    ("plain_chat", CHAT, (), 0),
+    ("plain_chat", CHAT, ("data.overlong=truncate", "batch.context=64"), 0),
     ("curve", (), (), 0),
 ]
 
