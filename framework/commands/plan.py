@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 DETAILS = MappingProxyType(
     {
-        "ranks": "memory and messages of each rank, and what it leaves to its host",
+        "ranks": "memory and messages of each rank",
         "layouts": "the units and parameters of a rank",
         "schedule": "the pipeline's stages and actions, and all schedules compared",
-        "options": "savings and cost of each option that lowers memory",
+        "options": "savings and cost of options that lower memory",
     }
 )
 
@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--loads",
         type=Path,
         metavar="RUN",
-        help="a run's folder: experts get as many tokens as it has recorded last, not equally many",
+        help="a run: experts get the tokens that it has recorded last",
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser, in one file")
     parser.add_argument(

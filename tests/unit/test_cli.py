@@ -21,7 +21,7 @@ from tests.grid import few_of
 
 COMMANDS = ["train", "check", "verify", "plan", "prepare", "generate", "export", "inspect"]
 
-NO_FILES = {"schedule_to": None, "html": None, "overwrite": False}
+NO_FILES = {"schedule_to": None, "html": None, "overwrite": False, "loads": None}
 
 
 @pytest.fixture
