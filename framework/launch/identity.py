@@ -49,9 +49,11 @@ MAY_CHANGE = (
     ("launch.*", "where it runs"),
     ("cluster.*", "the machine of its forecasts"),
     ("checkpoint.*", "how often it saves; not checkpoint.root: that is noted in the run's folder"),
+    ("eval.*", "looks at the weights, does not change them"),
     ("track.*", "who watches"),
     ("data.root", "where the token stores lie; their fingerprints say what is in them"),
     ("plugins", "where their code lies; run.json has the version of each at each launch"),
+    ("data.cache_gb", "how much of them a node keeps"),
     ("run.*", "the directory, which names itself"),
 )
 ABSENT = "(not set)"

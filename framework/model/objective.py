@@ -34,6 +34,9 @@ from framework.comm.duals import copy_to, reduce_from
 from framework.model.loss import IGNORE, Loss, count_loss_tokens
 from framework.recipe.data_schema import NONE, PROBE, UNWANTED, WANTED, LossSettings
 
+# Documents of a row that are added up together: their mask has so many elements for each token.
+PLACES_AT_ONCE = 64
+
 
 @dataclass(frozen=True)
 class Pairs:
@@ -85,13 +88,27 @@ class Statistics:
         """The answers of all pairs. All-reduces 2 B S numbers over `cp`, and as many in backward."""
         assert self.pairs is not None, "rows of pairs"
         log_p = -self.of_tokens()
-        places = torch.arange(self.pairs.kinds.shape[1], device=log_p.device)
-        # A mask and a sum, whose order is fixed: a scatter would add in any order on a GPU.
-        is_inside = self.pairs.places[:, None] == places[:, None]
-        own = torch.stack([log_p, (self.labels != IGNORE).to(log_p.dtype)])[:, :, None] * is_inside
-        # Each rank has its part of all answers, and its own copy of the loss of their sums: so backward sums as well.
-        sums = copy_to(reduce_from(own.sum(-1), self.cp), self.cp).unflatten(-1, (-1, 2))
+        # Each rank has its own copy of the loss of these sums: so backward sums as well.
+        sums = copy_to(self._sum_documents(log_p, self.labels != IGNORE), self.cp).unflatten(-1, (-1, 2))
         return Answers(sums[0], sums[1].detach().clamp(min=1), self.pairs)
+
+    def score_documents(self) -> Tensor:
+        """[2, B, S]: the log-probability of each document's labels, and how many of them are not the likeliest token. All-reduces
+        as many numbers over `cp`."""
+        log_p = -self.of_tokens()
+        return self._sum_documents(log_p, (self.labels != IGNORE) & (self.head.likeliest(self.logits) != self.labels))
+
+    def _sum_documents(self, *of_tokens: Tensor) -> Tensor:
+        """The sums over the tokens of each document, of which each rank of `cp` has a part: [n, B, S] of n x [B, T]."""
+        assert self.pairs is not None, "rows of documents"
+        values = torch.stack([each.to(of_tokens[0].dtype) for each in of_tokens])[:, :, None]
+        places = torch.arange(self.pairs.kinds.shape[1], device=values.device)
+        # A mask and a sum, whose order is fixed: a scatter would add in any order on a GPU. Some places at a time, for rows of
+        # thousands of documents.
+        sums = [
+            (values * (self.pairs.places[:, None] == some[:, None])).sum(-1) for some in places.split(PLACES_AT_ONCE)
+        ]
+        return reduce_from(torch.cat(sums, -1), self.cp)
 
 
 @dataclass(frozen=True)

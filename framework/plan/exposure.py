@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from framework.plan.candidate import Candidate, topology_of
 from framework.plan.cluster import Group, place_group
+from framework.plan.layer_widths import MixtureWidths
 from framework.plan.operators import LayerOperators, UnitWork
 from framework.plan.profile import Rates
 from framework.plan.token_hops import TokenHops
@@ -31,12 +32,12 @@ Groups = Mapping[str, Group]
 
 
 def place_groups(
-    c: Candidate, secondary_shard: int | str | None = None, hierarchical: int | str | None = "node"
+    c: Candidate, secondary_shard: int | str | None = None, hierarchical: int | str | None = "node", domain: int = 1
 ) -> Groups:
     """The groups of a candidate, by the names of their axes. secondary_shard: as in the recipe's `zero`; hierarchical: its
-    parallel.expert_hierarchical."""
+    parallel.expert_hierarchical; domain: devices that NVLink joins, where they are more than a node's."""
     topology = topology_of(c, secondary_shard=secondary_shard, hierarchical=hierarchical)
-    return {axis: place_group(*topology.size_stride(axis), c.ranks_per_node, c.world) for axis in AXES}
+    return {axis: place_group(*topology.size_stride(axis), max(c.ranks_per_node, domain), c.world) for axis in AXES}
 
 
 @dataclass(frozen=True)
@@ -133,25 +134,46 @@ class LayerMessages:
         hidden += hidden_back + hidden * (is_again and not keeps_attention)
         return Exposure(exchange + late, exchange + late_back + again, hidden)
 
+    def _travel(self, tokens: float, experts: MixtureWidths) -> tuple[tuple[float, float], ...]:
+        """Seconds of the rows of so many tokens on their way to experts, back, and of the gradient of what was sent: each of the
+        hop that departs first, and of the other one."""
+        cluster, itemsize, kind = self.rates.cluster, self.rates.itemsize, self.rates.profile.dispatch
+        if kind != "hops":
+            once = self._travel_at_once(tokens, experts, sends_once=kind == "once")
+            return ((once, 0.0),) * 3
+        outer, inner = self.groups["ep_outer"], self.groups["ep_inner"]
+        narrows = self.settings.parallel.expert_dispatch == "fp8"
+        hops = TokenHops(experts.router, outer.size, inner.size, experts.width, itemsize, narrows)
+
+        def seconds(way: str) -> tuple[float, float]:
+            far, near = (
+                cluster.collective("all_to_all", tokens * float(getattr(hop, way)), group)
+                for hop, group in ((hops.outer, outer), (hops.inner, inner))
+            )
+            # On one node the outer hop is nothing.
+            return (far, near) if outer.size > 1 else (near, far)
+
+        return tuple(seconds(way) for way in ("there", "back", "gradient"))
+
+    def _travel_at_once(self, tokens: float, experts: MixtureWidths, sends_once: bool) -> float:
+        """Seconds of one way by other systems: a row for each expert in one all-to-all; or, `sends_once`, a token once to each
+        node that it has experts on, and there to each rank, both at the same time, the slower of which counts."""
+        rates, group = self.rates, self.groups["ep"]
+        cluster, width = rates.cluster, experts.width * rates.itemsize * rates.profile.row_bytes
+        if not sends_once:
+            return cluster.collective("all_to_all", tokens * experts.top_k * width, group)
+        nodes, ranks = (count * float(experts.router.reach(count)) for count in (group.nodes, group.size))
+        within = cluster.collective("all_to_all", tokens * ranks * width, Group(group.size // group.nodes, 1))
+        crossing = tokens * nodes * (group.nodes - 1) / group.nodes * width
+        return max(within, cluster.message(crossing, group)) if group.nodes > 1 else within
+
     def ep(self) -> Exposure:
         """Exposure of rows that travel to experts and back."""
-        c, layer, work, rates, profile = self.c, self.layer, self.work, self.rates, self.rates.profile
+        c, layer, work, profile = self.c, self.layer, self.work, self.rates.profile
         if c.ep == 1 or layer.experts is None:
             return NOTHING
         tokens = c.tokens / (1 if c.expert_tp == c.tp else c.tp)
-        nodes, ranks = self.groups["ep_outer"].size, self.groups["ep_inner"].size
-        narrows = self.settings.parallel.expert_dispatch == "fp8"
-        hops = TokenHops(layer.experts.router, nodes, ranks, layer.hidden, rates.itemsize, narrows)
-        legs = [(hops.outer, self.groups["ep_outer"]), (hops.inner, self.groups["ep_inner"])]
-
-        def seconds(way: str) -> tuple[float, float]:
-            # The hop that departs first, and the other: on one node the outer one is nothing.
-            far, near = (
-                rates.cluster.collective("all_to_all", tokens * float(getattr(hop, way)), group) for hop, group in legs
-            )
-            return (far, near) if nodes > 1 else (near, far)
-
-        there, back, gradient = map(seconds, ("there", "back", "gradient"))
+        there, back, gradient = self._travel(tokens, layer.experts)
         passes = 2 if c.checkpointing != "none" else 1
         if self.settings.parallel.expert_overlap:
             forward, backward = self._late_of_halves(there, back), self._late_of_halves(back, gradient)

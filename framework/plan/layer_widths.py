@@ -61,6 +61,9 @@ class MixtureWidths:
     groups: tuple[int, int] = (1, 1)
     """Groups of experts, and those of them to which the router limits a token."""
 
+    width: int = 0
+    """Features of a row that an expert reads: hidden ones, or of a latent space."""
+
     @property
     def router(self) -> Router:
         """The choice of experts."""
@@ -125,4 +128,5 @@ def read_mixture(model: nn.Module, config: PretrainedConfig) -> MixtureWidths | 
     last = experts.get_parameter(form.last).shape
     inner = last[1] if form.is_transposed or form.is_expert_major else last[2]
     is_balanced = bool(getattr(config, "output_router_logits", False))
-    return MixtureWidths(count_experts(experts), top_k, inner, form.has_gate, is_balanced, expert_groups(config))
+    groups, width = expert_groups(config), last[1] * last[2] // inner
+    return MixtureWidths(count_experts(experts), top_k, inner, form.has_gate, is_balanced, groups, width)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from math import prod
 
 import torch
 from torch import nn
@@ -41,7 +42,7 @@ def measure_traffic(plan: Plan, rank: int) -> dict[str, int]:
     return _parameter_traffic(plan.of_rank(rank).buffers, accumulation, reduce_dtype, lambda _, sent: sent) | {
         "matrices": sum(num_bytes for each in matrices for num_bytes in each.bytes_sent.values()),
         "tp": activations.sent_per_layer * accumulation * len(layers),
-        "pp": activations.hidden_bytes * messages,
+        "pp": activations.hidden_bytes * prod(plan.streams) * messages,
         "cp": cp * accumulation,
         "ep": sum(expert_traffic(plan, each) for each in mixtures_of(plan, rank)) * accumulation,
     }

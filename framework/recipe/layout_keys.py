@@ -45,7 +45,7 @@ def let_rest_follow(recipe: Recipe, pinned: frozenset[str]) -> Recipe:
     recipe = _reset(recipe, {"pipeline.table"} - pinned)
     parallel, pipeline = recipe.parallel, recipe.pipeline
     unfit = set()
-    if pipeline.layers is not None and len(pipeline.layers) != parallel.pp * count_virtual_stages(pipeline):
+    if isinstance(pipeline.layers, list) and len(pipeline.layers) != parallel.pp * count_virtual_stages(pipeline):
         unfit.add("pipeline.layers")
     if isinstance(parallel.expert_hierarchical, int) and parallel.ep % parallel.expert_hierarchical:
         unfit.add("parallel.expert_hierarchical")

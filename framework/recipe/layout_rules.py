@@ -232,7 +232,7 @@ def stages(recipe: Recipe) -> Iterator[Problem]:
         message = f"pipeline.schedule={pipeline.schedule} has {legal} on each rank"
         fix = "pipeline.virtual_stages=null" + "; or pipeline.schedule=interleaved" * (legal == "1")
         yield Problem("pipeline.virtual_stages", virtual, message, fix)
-    elif pipeline.layers is not None and (len(pipeline.layers) != pp * virtual or min(pipeline.layers) < 1):
+    elif isinstance(pipeline.layers, list) and (len(pipeline.layers) != pp * virtual or min(pipeline.layers) < 1):
         message = f"needs a number of layers, at least 1, for each of pp * virtual_stages = {pp} * {virtual} stages"
         yield refuse(recipe, "pipeline.layers", message, "null, to cut by cost; or as many numbers")
     if pipeline.table is not None and pipeline.schedule != Pipeline().schedule:

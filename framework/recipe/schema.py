@@ -17,6 +17,7 @@ from framework.recipe.machine_schema import (
     ClusterMeasured,
     Container,
     Launch,
+    Mlflow,
     Run,
     Track,
     Wandb,
@@ -27,7 +28,7 @@ from framework.recipe.optim_schema import LearningRateSchedule, Muon, Optim, Par
 
 __all__ = [
     "Checkpoint", "Cluster", "ClusterLink", "ClusterMatmul", "ClusterMeasured", "Container", "Data", "Launch",
-    "LearningRateSchedule", "LossSettings", "Muon", "Optim", "ParameterGroup", "Run", "Source", "Track", "Wandb",
+    "LearningRateSchedule", "LossSettings", "Mlflow", "Muon", "Optim", "ParameterGroup", "Run", "Source", "Track", "Wandb",
 ]  # fmt: skip
 
 
@@ -221,7 +222,11 @@ class Pipeline:
         registry="pipeline schedule",
     )
     virtual_stages: int | None = key("stages on each rank; null: 1, or 2 for interleaved, zbv, dualpipe_v", None, low=1)
-    layers: list[int] | None = key("layers of each stage; null: by cost, embedding and head included", None)
+    layers: list[int] | str | None = key(
+        "layers of each stage; a run that has measured its units (track.timeline_step): the fastest split by its times; null: by"
+        " FLOPs, embedding and head included",
+        None,
+    )
     table: str | None = key("CSV file with a schedule of your own: one line a rank, cells such as 0F0, 0B0", None)
     fill_bubbles: Literal["none", "validation"] = key(
         "work for idle ranks of a pipeline; validation: a validation runs in the step after its own", "none"
@@ -357,6 +362,19 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class Eval:
+    tasks: list[str] = key(
+        "files of tasks, or folders of them, that are scored during training (docs/evaluation.md)", []
+    )
+    every_steps: int | Literal["auto"] = key(
+        "steps between evaluations, the last step has one anyway; auto: as few as keep evaluations below 1% of the run's FLOPs",
+        "auto",
+        low=1,
+    )
+    limit: int | None = key("records of each task, the first ones; null: all", None, low=1)
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A training run: model, data, method and layout. Composed and checked once, then read by every rank."""
 
@@ -366,6 +384,7 @@ class Recipe:
     adapter: Adapter = group(Adapter)
     loss: LossSettings = group(LossSettings)
     data: Data = group(Data)
+    eval: Eval = group(Eval)
     parallel: Parallel = group(Parallel)
     pipeline: Pipeline = group(Pipeline)
     zero: Zero = group(Zero)

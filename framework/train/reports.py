@@ -39,7 +39,7 @@ from framework.train.spikes import SpikeLimits
 from framework.train.state import RunState
 from framework.train.step import TrainingRun
 from framework.train.sums import StepValues
-from framework.train.validation import ValidationLoss
+from framework.train.validation import NOT_VALIDATED, Validated, ValidationLoss
 
 # The number of tokens at the data's beginning that make the prompt of a suggested command.
 PROMPT_TOKENS = 24
@@ -104,9 +104,7 @@ class Reporter:
         pending: PendingStep,
         values: StepValues,
         state: RunState,
-        validation_loss: ValidationLoss | None = None,
-        free_fraction: float | None = None,
-        average_loss: float | None = None,
+        validated: Validated = NOT_VALIDATED,
     ) -> None:
         """Report a step, with the validation of its weights if there was one. Collective.
 
@@ -121,10 +119,11 @@ class Reporter:
         if times:  # on rank 0
             self._find_stragglers(pending, times)
             validation = {
-                "validation_loss": None if validation_loss is None else validation_loss.mean,
-                "validation_losses": self._name_losses(validation_loss),
-                "validation_free_fraction": free_fraction,
-                "average_validation_loss": average_loss,
+                "validation_loss": None if validated.loss is None else validated.loss.mean,
+                "validation_losses": self._name_losses(validated.loss),
+                "validation_free_fraction": validated.free_fraction,
+                "average_validation_loss": validated.average,
+                "scores": dict(validated.scores),
             }
             noise = sum(each[-1] for each in numbers) if moment else None
             self.observers.report(

@@ -56,7 +56,8 @@ class RunState:
     loss_scale: float | None = None  # None: it never changes
     clean_steps: int = 0  # since it last did
     best_step: int | None = None  # with checkpoint.keep_best, where the validation loss was the lowest
-    best_validation_loss: float | None = None
+    best_validation_loss: float | None = None  # or a score, negated where more is better
+    best_by: str = "True"  # the value of checkpoint.keep_best that chose it
     spikes: SpikeState = field(default_factory=SpikeState)
     rewinds: int = 0
     # Global samples [first, stop) that rewinds have left out; the cursor counts the others (`index_samples`).

@@ -18,6 +18,8 @@ from framework.plan.profile import (
 # given: else one kernel for each operation of it, 20 passes over fp32 states where one kernel has 7.
 TORCHTITAN = Profile(
     "torchtitan",
+    dispatch="rows",
+    kernel="flash2",
     norm=Kernels(14, 7, 6),
     rope=Kernels(10, 6, 6),
     gather_copies=2.0,
@@ -34,7 +36,8 @@ TORCHTITAN_ASYNC = replace(TORCHTITAN, name="torchtitan, async TP", hides_tp=1.0
 # computation.
 MEGATRON = Profile(
     "Megatron-Core",
-    attention=1.6,
+    dispatch="rows",
+    kernel="cudnn",
     norm=FUSED_NORM,
     rope=FUSED_ROPE,
     activation=FUSED_ACTIVATION,
@@ -52,6 +55,8 @@ DEEPSEEK = replace(
     name="DeepSeek",
     narrows_experts=True,
     hides_ep=1.0,
+    dispatch="once",
+    row_bytes=3 / 4,
     hides_tp=0.0,
     stolen=20 / 132,
 )
