@@ -84,8 +84,12 @@ ROW_BLOCK = 256
 
 def round_rows_of_experts(model: PreTrainedModel) -> None:
     """Let experts read their rows as they arrive where these travel as fp8 codes. The gradient is that of the rounded rows."""
-    for path in find_experts(model):
-        model.get_submodule(path).register_forward_pre_hook(_round_rows)
+    known = find_experts(model)
+    for path, module in model.named_modules():
+        # llama4's are given rows alone, already scaled.
+        down = getattr(module, "down_proj", None)
+        if path in known or (isinstance(down, nn.Parameter) and down.ndim == 3):
+            module.register_forward_pre_hook(_round_rows)
 
 
 def _round_rows(experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

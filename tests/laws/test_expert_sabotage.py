@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP
 
 from framework.comm import duals
-from framework.comm.codec import BlockCodec
 from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
 from framework.parallel.experts import dispatch, exchange, route, rows
@@ -262,19 +261,6 @@ def weigh_by_another_row() -> AbstractContextManager[Any]:
     )
 
 
-def decode_by_scales_of_another_row() -> AbstractContextManager[Any]:
-    """Codes of a row are read with the scales of its neighbour."""
-    decode = BlockCodec.decode
-
-    def misread(self: BlockCodec, message: Tensor, out: Tensor) -> None:
-        message = message.clone()
-        scales, _ = self.split(message, out.shape[-1])
-        scales.copy_(scales.roll(1, 0))
-        decode(self, message, out)
-
-    return patch.object(BlockCodec, "decode", misread)
-
-
 def send_codes_alone_to_others() -> AbstractContextManager[Any]:
     """A rank's own rows are not rounded, so that results depend on where an expert is."""
     receive = RowExchange.receive
@@ -345,7 +331,6 @@ SABOTAGES: tuple[tuple[Sabotage, str, str], ...] = (
     (weigh_on_both_sides, "two nodes", "loss"),
     (weigh_by_another_row, "two nodes", "loss"),
     (lose_the_gradient_of_weights, "two nodes", GRADIENT),
-    (decode_by_scales_of_another_row, "codes", GRADIENT),
     (send_codes_alone_to_others, "codes", GRADIENT),
     (leave_replicas_of_experts_alone, "replicas of experts", GRADIENT),
     (count_one_group_in_the_norm, "replicas of experts", NORM),

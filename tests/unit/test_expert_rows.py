@@ -1,9 +1,19 @@
 """Tokens weighted by their experts, in the dtypes that models have."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 
-from framework.parallel.experts.exchange import ROW_CODEC
+from framework.comm.algorithms import Pending
+from framework.comm.codec import BlockCodec
+from framework.comm.communicator import Communicator
+from framework.mesh.topology import Axis
+from framework.parallel.experts import exchange
+from framework.parallel.experts.exchange import ROW_CODEC, RowExchange
 from framework.parallel.experts.rows import combine, spread
 
 TOKENS, TOP_K, WIDTH = 12, 3, 512
@@ -63,3 +73,32 @@ def test_a_row_that_has_been_rounded_arrives_as_it_is(dtype: torch.dtype) -> Non
     assert torch.equal(once, twice)
     assert ((once - x).abs() <= ROW_CODEC.error_bound(x)).all()
     assert not torch.equal(once, x)
+
+
+def send_to_itself(out: torch.Tensor, x: torch.Tensor, *_: Any) -> Pending:
+    out.copy_(x)
+    return Pending()
+
+
+def take_scales_of_another_row() -> AbstractContextManager[Any]:
+    """Codes of a row are read with the scales of its neighbour."""
+    decode = BlockCodec.decode
+
+    def misread(self: BlockCodec, message: torch.Tensor, out: torch.Tensor) -> None:
+        message = message.clone()
+        scales, _ = self.split(message, out.shape[-1])
+        scales.copy_(scales.roll(1, 0))
+        decode(self, message, out)
+
+    return patch.object(BlockCodec, "decode", misread)
+
+
+@pytest.mark.parametrize("bug", [nullcontext, take_scales_of_another_row])
+def test_rows_of_all_sizes_arrive_within_the_stated_error(bug: Callable[[], AbstractContextManager[Any]]) -> None:
+    x = torch.randn(16, 300, generator=torch.Generator().manual_seed(5)) * 2.0 ** torch.arange(16).unsqueeze(1)
+    weights, ids = torch.rand(16, 3), torch.arange(48, dtype=torch.int32).view(16, 3)
+    transfer = RowExchange(Communicator(Axis("ep", 2, 0)), [16, 0], [16, 0], ROW_CODEC)
+    with patch.object(exchange, "start_all_to_all", send_to_itself), bug():
+        rows, *beside = transfer.arrive(*transfer.depart(x, weights, ids))
+    assert all(torch.equal(each, given) for each, given in zip(beside, (weights, ids), strict=True))
+    assert bool(((rows - x).abs() <= ROW_CODEC.error_bound(x)).all()) == (bug is nullcontext)

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from framework.errors import RecipeError
 from framework.model.flops import measure_model
 from framework.model.load import build_meta
+from framework.plan.candidate import planned_candidate, topology_of
 from framework.plan.check import check_layout, most_bytes
 from framework.plan.page import describe_layouts, describe_ranks
 from framework.plan.text import show_bytes
@@ -18,6 +19,7 @@ from framework.plan.traffic import expert_traffic, measure_traffic, sent_over_ho
 from framework.recipe.clusters import read_shipped
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
+from framework.verify.prepare import VerifyOptions, shrink_recipe
 from tests.grid import few_of
 
 # Of a GPU of 80 GB that ranks may use, as the verdict has it; what the plan counts includes what is not in tensors.
@@ -149,3 +151,14 @@ def test_a_hybrid_of_state_spaces_is_planned_over_all_axes():
     plan = check_layout(compose(["model=nemotron3_nano", *cluster, *layout, *batch]).require())
     assert most_bytes(plan) < BYTES
     assert measure_traffic(plan, 0)["cp"] > 0
+
+
+@pytest.mark.parametrize(("dtype", "dispatch"), [("fp64", "fp8"), ("fp32", "bf16")])
+def test_verify_takes_the_two_hops_of_a_recipe_on_few_ranks(dtype: str, dispatch: str):
+    layout = ["launch=slurm", "launch.nodes=2", "parallel.ep=16", "parallel.expert_dispatch=fp8"]
+    recipe = compose(["experiment=qwen3_30b_a3b", *layout]).require()
+    small, reasons = shrink_recipe(recipe, ["x"], 256, VerifyOptions(dtype=dtype), 8)  # type: ignore[arg-type]
+    hops = topology_of(planned_candidate(small), hierarchical=small.parallel.expert_hierarchical)
+    assert min(hops.size("ep_outer"), small.parallel.ep) > 1
+    assert small.parallel.expert_dispatch == dispatch
+    assert {"parallel.expert_hierarchical", "parallel.expert_dispatch"} <= reasons.keys()

@@ -14,7 +14,8 @@ from framework.verify.compare import compare_initial
 from framework.verify.evidence import separate
 from framework.verify.layout import initial_weights
 from framework.verify.oracle import _stock_model
-from framework.verify.plain import _find_experts, draw_words
+from framework.verify.plain import draw_words
+from framework.verify.plain import find_experts as find_plain_experts
 from tests.families import FAMILIES, Family, build_config, family, is_kind
 from tests.grid import few_of
 from tests.ranks.parity import CPU, Case, run_cases, small_recipe, worst_error
@@ -80,7 +81,7 @@ def test_the_oracle_finds_every_module_of_experts(each: Family) -> None:
     """Also those whose arguments have other names (gpt_oss), else nothing would be dropped or counted there."""
     model = build_meta(build_config(each))
     ours = {name: count_experts(module) for name, module, form in find_experts(model) if not form.is_expert_major}
-    assert _find_experts(model) == ours
+    assert find_plain_experts(model) == ours
 
 
 def test_random_words_are_those_of_the_layout() -> None:
