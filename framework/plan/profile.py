@@ -5,6 +5,7 @@ another value of the same dataclass. `OURS` is read off this repository's execut
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from framework.plan.cluster import ClusterRates
 
@@ -92,8 +93,8 @@ class Profile:
     """Share of the weight gradients under which the sum of a region's input gradient travels."""
     hides_ep: float = 0.0
     """Share of a layer's computation, of another microbatch, under which rows travel."""
-    sends_once: bool = False
-    """Whether a token goes once to each rank that has experts of it, in place of once for each expert."""
+    dispatch: Literal["hops", "rows", "once"] = "hops"
+    """Ways of rows to experts: our two hops; a row for each expert; once to each rank that has experts of a token, as DeepEP."""
     row_bytes: float = 1.0
     """Bytes of a row that travels over those in the compute dtype."""
     row_passes: float = 4.0

@@ -312,7 +312,8 @@ class TimeModel:
     @remember("dp", "cp", "tp", "pp", "ep", "expert_tp", "ulysses", "zero", "shard", "ranks_per_node")
     def groups(self, c: Candidate) -> Groups:
         """The groups of a candidate's axes."""
-        return place_groups(c, self.settings.zero.secondary_shard, self.cluster.ranks_per_domain)
+        keys = self.settings.zero.secondary_shard, self.settings.parallel.expert_hierarchical
+        return place_groups(c, *keys, self.cluster.ranks_per_domain)
 
     def _document(self, context: int) -> int | None:
         """Tokens of a document, as `LayerTimes` has them. transformers' attention computes all pairs and masks."""

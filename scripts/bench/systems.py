@@ -131,7 +131,11 @@ def _foundry(cells: Mapping[str, str], cluster: ClusterRates, fitted: Fitted) ->
 def _automodel(cells: Mapping[str, str], cluster: ClusterRates, fitted: Fitted) -> System:
     # By examples/benchmark/configs: each block is recomputed (activation_checkpointing), but those of GPT-OSS.
     profile = replace(
-        AUTOMODEL, kernel="cudnn", sends_once="DeepEP" in cells["note"], row_passes=2.0, grouped=fitted.grouped
+        AUTOMODEL,
+        kernel="cudnn",
+        dispatch="once" if "DeepEP" in cells["note"] else "rows",
+        row_passes=2.0,
+        grouped=fitted.grouped,
     )
     return System(cluster, profile, _settings("bf16"), 3, "none" if "GPT-OSS" in cells["model"] else "full")
 
@@ -147,7 +151,7 @@ def _bridge(cells: Mapping[str, str], cluster: ClusterRates, fitted: Fitted) -> 
         cast=CASTS[narrow],
         mixture_s=1e-3 * share * fitted.mixture_ms,
         hides_ep=float(hides_dispatch(cells)),
-        sends_once=sends_once(cells),
+        dispatch="once" if sends_once(cells) else "rows",
         row_passes=2.0 if sends_once(cells) else 4.0,
         grouped=fitted.fused if graphs == "full" else fitted.grouped,
     )

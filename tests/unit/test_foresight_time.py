@@ -14,7 +14,7 @@ from framework.parallel.pipeline.simulate import Costs, simulate
 from framework.plan.bubble import Lengths, least_length
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import ClusterRates, Grid, Group, Link, LinkSpan, place_group
-from framework.plan.exposure import count_met, place_groups
+from framework.plan.exposure import place_groups
 from framework.plan.forecast import TimeForecast
 from framework.plan.forecast_plan import measure_imbalance
 from framework.plan.profile import SCAN_FLOPS, Kernels, Profile
@@ -375,17 +375,16 @@ def test_a_token_goes_once_to_each_node_and_rank_that_has_experts_of_it() -> Non
     cluster = replace(machine(ranks_per_node=2), links={kind: Link(0.0, spans) for kind in KINDS})  # type: ignore[misc]
     spread = replace(ONE, dp=8, ep=8, expert_tp=1, shard=8, zero=1, ranks_per_node=2)
     once, rows = (
-        forecast_time(mixture(), spread, DEFAULT, cluster, replace(BARE, sends_once=each)).parts["ep"]
-        for each in (True, False)
+        forecast_time(mixture(), spread, DEFAULT, cluster, replace(BARE, dispatch=each)).parts["ep"]
+        for each in ("once", "rows")
     )
-    # Two experts of a token are on 4 (1 - (3/4)^2) nodes of four, 3/4 of them others; as rows, 7/8 of both are another's.
+    # Two of eight experts leave a node that has two of them out with 15 of 28; 3/4 of nodes are others. As rows, 7/8 of both are.
     row, passes = T * 64 * 2, 2 * 4
-    assert count_met(2, 4) == pytest.approx(1.75)
-    assert once == pytest.approx(passes * 1.75 * 3 / 4 * row / far)
+    assert once == pytest.approx(passes * 4 * 13 / 28 * 3 / 4 * row / far)
     assert rows == pytest.approx(passes * 2 * 7 / 8 * row / far)
     local = replace(spread, dp=2, ep=2, shard=2)
-    inside = forecast_time(mixture(), local, DEFAULT, cluster, replace(BARE, sends_once=True)).parts["ep"]
-    assert inside == pytest.approx(passes * count_met(2, 2) / 2 * row / near)
+    inside = forecast_time(mixture(), local, DEFAULT, cluster, replace(BARE, dispatch="once")).parts["ep"]
+    assert inside == pytest.approx(passes * 2 * 22 / 28 / 2 * row / near)
 
 
 def test_uneven_experts_are_waited_for() -> None:
