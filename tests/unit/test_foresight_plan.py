@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from framework.cli import main
+from framework.errors import RecipeError
 from framework.plan.advice import describe_verdict
 from framework.plan.candidate import Candidate
 from framework.plan.check import check_layout
@@ -21,6 +22,7 @@ from framework.plan.target import resolve_target
 from framework.plan.time import TimeModel
 from framework.recipe.compose import compose, compose_for_nodes
 from framework.recipe.schema import Recipe
+from framework.track.summary import read_loads
 from tests.families import build_config, family
 
 TINY = ("model=tiny_llama", "data=python_stdlib", "cluster=h100_ib", "batch.sequences_per_step=8")
@@ -146,3 +148,15 @@ def test_a_plan_says_whether_layers_are_compiled_and_whose_attention_they_have(
     lines = {line.split()[0]: line for line in describe_run(make_plan(recipe, build_config(family("llama"))))}
     assert told[0] in lines["layers"]
     assert told[1] in lines["attention"]
+
+
+def test_recorded_loads_of_experts_slow_the_step(tmp_path: Path) -> None:
+    recipe = compose([*TINY, "launch.ranks=2", "launch.device=cuda", "parallel.ep=2"], []).require()
+    plan = make_plan(recipe, build_config(family("qwen3_moe")))
+    even, uneven = (forecast_plan(plan, {"0": loads}) for loads in ([1, 1, 1, 1, 1, 1], [3, 3, 3, 1, 1, 1]))
+    assert (even.imbalance, uneven.imbalance) == (1.0, 1.5)
+    assert even.forecast.time.parts["imbalance"] == 0 < uneven.forecast.time.parts["imbalance"]
+    with pytest.raises(RecipeError, match=r"has no expert_loads\.jsonl"):
+        read_loads(tmp_path)
+    (tmp_path / "expert_loads.jsonl").write_text(json.dumps({"step": 1, "expert_loads": {"0": [3, 3, 1, 1]}}) + "\n")
+    assert read_loads(tmp_path) == {"0": [3, 3, 1, 1]}
