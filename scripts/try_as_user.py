@@ -127,6 +127,9 @@ ACTIONS = (
     done("status second", "not running", r"saved +step", "meshwright train run.id=second", trains=True),
     done("diff first second", "train.steps", "loss", trains=True),
     done("export first --to out", "exported", trains=True),
+    done("export first --dtype bf16 --to narrow", "exported", trains=True),
+    done("prune first --keep 1", "would be free", trains=True),
+    done("prune --yes", "are free", trains=True),
     refused("export first --merged --to merged", "has no adapter to merge", trains=True),
     refused("export first --average --to average", "train.ema", trains=True),
     refused(f"verify {QUICK} --coordinates widths.png --widths 2", "model.mup_base"),
@@ -135,7 +138,7 @@ ACTIONS = (
 
 def make_place(place: Path) -> None:
     """Texts, in a folder and in a field of another name, and a folder of weights without a tokenizer."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

@@ -73,7 +73,8 @@ def _read_environment(run: RunDirectory) -> dict[str, Any]:
 
 
 def _compare_curves(first: RunDirectory, second: RunDirectory) -> Iterator[tuple[str, ...]]:
-    """Loss and validation loss at steps that both have, spread over them, and the last of all; then tokens/s."""
+    """Loss and validation loss at steps that both have, spread over them, and the last of all; the last scores on tasks; then
+    tokens/s."""
     curves = [_read_curve(run) for run in (first, second)]
     common = sorted(curves[0].keys() & curves[1].keys())
     if not common:
@@ -84,6 +85,11 @@ def _compare_curves(first: RunDirectory, second: RunDirectory) -> Iterator[tuple
         yield f"{step:,}", *_numbers(*(curve[step].get("loss", float("nan")) for curve in curves))
     for step in spread(validated, CURVE_ROWS // 2):
         yield f"{step:,} validation", *_numbers(*(curve[step]["validation_loss"] for curve in curves))
+    scored = [step for step in common if all(curve[step].get("scores") for curve in curves)]
+    for step in scored[-1:]:
+        first_scores, second_scores = (curve[step]["scores"] for curve in curves)
+        for name in (name for name in first_scores if name in second_scores):
+            yield f"{step:,} {name}", *_numbers(first_scores[name], second_scores[name])
     known = [
         [each["tokens_per_s"] for each in curve.values() if not math.isnan(each["tokens_per_s"])] for curve in curves
     ]

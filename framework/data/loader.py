@@ -177,16 +177,30 @@ def validation_batches(
     """
     packer = open_packer(prepared, split, context, pack, overlong, seed)
     source, sample = _list_samples(packer.sizes, limit)
-    ahead = max(1, min(TOKENS_ASKED_AHEAD // context, SAMPLES_ASKED_AHEAD) // sequences_per_microbatch)
     for number in range(len(packer.streams)):
         own = sample[source == number]
-        missing = -len(own) % (dp_size * sequences_per_microbatch)
-        rounds = np.append(own, np.full(missing, NO_SAMPLE)).reshape(-1, dp_size, sequences_per_microbatch)
-        for index, each in enumerate(rounds[:, dp_rank]):
-            for row in rounds[index + ahead if index else 0 : index + ahead + 1, dp_rank]:
-                packer.ask(np.full_like(row, number), row)
-            rows = replace(packer.pack(np.full_like(each, number), each), source=number)
-            yield cut_context(rows, slices or ContextSlices(context))
+        yield from batch_rows(packer, own, sequences_per_microbatch, dp_rank, dp_size, slices, number)
+
+
+def batch_rows(
+    packer: Packer,
+    samples: np.ndarray,
+    size: int,
+    dp_rank: int,
+    dp_size: int,
+    slices: ContextSlices | None = None,
+    source: int = 0,
+) -> Iterator[Microbatch]:
+    """Samples of a source, each on one of the dp ranks, in microbatches of `size`, as many on every rank: the last ones are
+    filled up with rows without labels."""
+    missing = -len(samples) % (dp_size * size)
+    rounds = np.append(samples, np.full(missing, NO_SAMPLE)).reshape(-1, dp_size, size)[:, dp_rank]
+    ahead = max(1, min(TOKENS_ASKED_AHEAD // packer.context, SAMPLES_ASKED_AHEAD) // size)
+    for index, each in enumerate(rounds):
+        for row in rounds[index + ahead if index else 0 : index + ahead + 1]:
+            packer.ask(np.full_like(row, source), row)
+        rows = replace(packer.pack(np.full_like(each, source), each), source=source)
+        yield cut_context(rows, slices or ContextSlices(packer.context))
 
 
 def _list_samples(sizes: list[int], limit: int | None) -> tuple[np.ndarray, np.ndarray]:

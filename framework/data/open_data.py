@@ -1,6 +1,7 @@
 """The prepared data of a run, opened on every rank, and whether it fits the model."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from transformers import PretrainedConfig
 
@@ -52,6 +53,13 @@ def find_sequence_problems(recipe: Recipe, config: PretrainedConfig) -> Iterator
         )
         fix = "data.pack=alone" if recipe.data.has_conversations else "data.pack=concat"
         yield Problem("data.pack", recipe.data.packing, message, fix)
+
+
+def keeps_any_documents_apart(recipe: Recipe, config: PretrainedConfig) -> bool:
+    """Whether documents of a row are exact in the model that this recipe lays out, also if its own rows have no documents."""
+    packed = replace(recipe, data=replace(recipe.data, pack="documents"))
+    is_ours = recipe.parallel.cp > 1 or find_stock_attention(config, recipe) is None
+    return find_stock_attention(config, packed) is None if is_ours else keeps_documents_apart(config)
 
 
 def _keeps_documents_apart(recipe: Recipe, config: PretrainedConfig) -> bool:

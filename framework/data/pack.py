@@ -42,6 +42,7 @@ NO_SAMPLE = -1
 # Modes whose rows are of whole documents.
 WHOLE = ("best_fit", "alone")
 Mode = Literal["concat", "documents", "best_fit", "alone"]
+Asked = Literal["loss", "answers", "documents"]
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,17 @@ class Microbatch:
     documents: Documents | None = None
     """The documents of whole sequences, of which attention keeps inside; None where each sequence is one."""
     pairs: Pairs | None = None
-    """The documents that are answers to compare; None where none are."""
+    """The documents that are answers to compare, or scored; None where none are."""
+    asks: Asked = "loss"
+    """The result of a forward that does not train: the sum of the losses; [b, S] of `Answers.log_p`; [2, b, S] of
+    `Statistics.score_documents`."""
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Microbatch":
         """Apply `change` to every tensor, each of b rows."""
         positions = None if self.position_ids is None else change(self.position_ids)
         pairs = None if self.pairs is None else self.pairs.map(change)
-        return Microbatch(change(self.input_ids), change(self.labels), positions, self.source, self.documents, pairs)
+        ids, labels = change(self.input_ids), change(self.labels)
+        return replace(self, input_ids=ids, labels=labels, position_ids=positions, pairs=pairs)
 
     def select(self, first: int, stop: int) -> "Microbatch":
         """The sequences first .. stop - 1, contiguous views."""
@@ -88,6 +93,7 @@ class Packer:
     eos_id: int
     overlong: Overlong = "skip"
     keys: Sequence[int] = ()
+    asks: Asked = "loss"
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -122,9 +128,10 @@ class Packer:
                 self._fill_row(self.streams[stream], self._rows[stream], number, *places)
             else:
                 self._fill(self.streams[stream], number, *places)
-        pairs = self._list_pairs(source, sample) if any(stream.is_paired for stream in self.streams) else None
+        has_pairs = self.asks != "loss" or any(stream.is_paired for stream in self.streams)
+        pairs = self._list_pairs(source, sample) if has_pairs else None
         positions = self._count_positions(starts)
-        return Microbatch(torch.from_numpy(input_ids), torch.from_numpy(labels), positions, pairs=pairs)
+        return Microbatch(torch.from_numpy(input_ids), torch.from_numpy(labels), positions, pairs=pairs, asks=self.asks)
 
     def ask(self, source: np.ndarray, sample: np.ndarray) -> None:
         """Start to fetch what these samples are packed of, as in `pack`, and do not wait."""
@@ -233,14 +240,14 @@ def cut_context(rows: Microbatch, slices: ContextSlices) -> Microbatch:
     assert rows.input_ids.shape[1] == context, f"sequences of {rows.input_ids.shape[1]} tokens, not of {context}"
     row = torch.arange(context + slices.padding).expand(len(rows.input_ids), -1)
     positions = row if given is None else _count_on(given, slices.padding)
-    return Microbatch(
-        slices.cut(rows.input_ids, 0),
-        slices.cut(rows.labels, IGNORE),
+    return replace(
+        rows,
+        input_ids=slices.cut(rows.input_ids, 0),
+        labels=slices.cut(rows.labels, IGNORE),
         # A table of positions has no row for those beyond the context.
-        slices.padded().cut(positions.clamp(max=context - 1), 0),
-        rows.source,
-        documents,
-        None if rows.pairs is None else replace(rows.pairs, places=slices.cut(rows.pairs.places, 0)),
+        position_ids=slices.padded().cut(positions.clamp(max=context - 1), 0),
+        documents=documents,
+        pairs=None if rows.pairs is None else replace(rows.pairs, places=slices.cut(rows.pairs.places, 0)),
     )
 
 

@@ -50,7 +50,15 @@ from framework.data.shard import (
 )
 from framework.data.show import show_record
 from framework.data.source import BAR_DELAY_S, SourceFile, get_files, list_files, summarize_left_out
-from framework.data.store import LEFT_OUT, STORE_VERSION, StoreMeta, choose_dtype, hold_lock, verify_small_files
+from framework.data.store import (
+    LEFT_OUT,
+    STORE_VERSION,
+    StoreMeta,
+    choose_dtype,
+    hold_lock,
+    verify_small_files,
+)
+from framework.data.tasks import keep_tasks
 from framework.data.tokenize import (
     TokenizerInfo,
     cut_at_spaces,
@@ -95,9 +103,8 @@ def prepare(recipe: Recipe, workers: int | None = None, progress: bool = True) -
             untokenized = [place for place in absent if not is_tokenized(place.folder)]
             if untokenized:
                 _build(recipe, places, untokenized, workers or count_cores(), progress)
-            for place in absent:
-                if not place.source.is_imported:
-                    join_store(place.folder, progress)
+            for place in (each for each in absent if not each.source.is_imported):
+                join_store(place.folder, progress)
             for folder in folders:
                 data_root.push(folder)
     except OSError as error:
@@ -108,7 +115,9 @@ def prepare(recipe: Recipe, workers: int | None = None, progress: bool = True) -
                 f"data.root={root}: {error}. Set it to a folder that allows writing and file locks"
             ) from error
         raise
-    return open_found(find_prepared(recipe, places))
+    prepared = open_found(find_prepared(recipe, places))
+    keep_tasks(recipe.eval.tasks, prepared.tokenizer, recipe.batch.context)
+    return prepared
 
 
 def _is_whole(folder: Path, mends: bool = False) -> bool:
@@ -264,6 +273,7 @@ def _build(recipe: Recipe, places: DataPlaces, absent: Sequence[StorePlace], wor
             threshold=_initial_threshold(recipe),
             validation=recipe.data.validation,
             max_bad_records=recipe.data.bad_records,
+            plugins=tuple(recipe.plugins),
         )
         shards = enumerate(plan_shards(files, progress))
         jobs = [make_job(shard=shard, spans=tuple(spans)) for shard, spans in shards]

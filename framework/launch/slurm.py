@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 
 from framework.launch.jobs import call
+from framework.mesh.placement import place
 from framework.object_store import is_url, open_place
 from framework.recipe.derive import Derived, can_move, derive, has_range, node_counts
 from framework.recipe.environment import names_in, shell_word
@@ -66,6 +67,8 @@ def render(
             template=template,
             options=_options(recipe, derived, run_dir.name, log, here, array, counts),
             moves=moves,
+            orders=bool(place(derived).units),
+            nodes=derived.nodes,
             counts=counts,
             spares=launch.spares,
             ranks_per_node=derived.ranks_per_node,
@@ -204,6 +207,8 @@ def _options(
         ("partition", launch.partition),
         ("account", launch.account),
         ("qos", launch.qos),
+        ("segment", launch.segment),
+        ("switches", launch.switches),
         ("time", launch.time),
         ("signal", f"B:USR1@{launch.signal_seconds_before_end}"),
         ("chdir", here),
@@ -212,6 +217,7 @@ def _options(
     ]
     return [f"--{name}={_sbatch_word(str(value))}" for name, value in pairs if value is not None] + [
         "--requeue",
+        *(["--exclusive"] if launch.exclusive else []),
         *(["--no-kill"] if can_move(recipe) else []),
         *launch.sbatch,
     ]
@@ -247,9 +253,9 @@ def _go_on(recipe: Recipe, run_dir: Path, array: int | None) -> str:
 def _mounts(recipe: Recipe, run_dir: Path, here: Path) -> list[str]:
     """Folders that a container needs: the folder of the recipe's relative paths, runs, token stores, checkpoints."""
     folders = [here, run_dir.parent]
-    for place in (open_place(recipe.data.root), open_place(recipe.checkpoint.root or ".")):
-        if isinstance(place, Path):
-            folders.append((here / place.expanduser()).resolve())
+    for where in (open_place(recipe.data.root), open_place(recipe.checkpoint.root or ".")):
+        if isinstance(where, Path):
+            folders.append((here / where.expanduser()).resolve())
     outer = [
         folder for folder in dict.fromkeys(folders) if not any(folder.is_relative_to(o) for o in folders if o != folder)
     ]

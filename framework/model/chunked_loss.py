@@ -25,7 +25,18 @@ from transformers import PreTrainedModel
 from framework.comm.communicator import Communicator
 from framework.mesh.layout import part
 from framework.model.logit_map import LogitMap
-from framework.model.loss import IGNORE, LocalSums, Loss, TokenLoss, chunk_size, find_kernel, is_fused, softmax_scale
+from framework.model.loss import (
+    IGNORE,
+    LocalSums,
+    Loss,
+    TokenLoss,
+    choose_likeliest,
+    chunk_size,
+    find_kernel,
+    find_largest,
+    is_fused,
+    softmax_scale,
+)
 from framework.model.matmul import GradView, InputCall, Matmul, MatmulLinear
 
 
@@ -67,12 +78,14 @@ class ChunkedLoss:
         self._labels: Tensor | None = None
         self._z_loss = 0.0
         self._losses: Tensor | None = None
+        self.largest: list[tuple[Tensor, Tensor]] | None = None  # of each chunk, where the forward is to find them
         head.forward = self._compute  # type: ignore[method-assign, assignment]
         head.register_forward_hook(self._keep)
 
-    def expect(self, labels: Tensor, z_loss: float = 0.0) -> None:
-        """Set the labels [B, T] of the next forward, and the weight of its z-loss."""
+    def expect(self, labels: Tensor, z_loss: float = 0.0, finds_likeliest: bool = False) -> None:
+        """Set the labels [B, T] of the next forward, the weight of its z-loss, and whether `likeliest` will be asked for."""
         self._labels, self._z_loss = labels, z_loss
+        self.largest = [] if finds_likeliest else None
 
     def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor, z_loss: float = 0.0) -> Tensor:
         """The loss of the last forward, a scalar in at least fp32.  logits: [B, T, 0], of an empty vocabulary."""
@@ -84,6 +97,13 @@ class ChunkedLoss:
         assert losses is not None, "the model did not call its head"
         assert not logits.numel(), f"logits {tuple(logits.shape)} that the head did not give"
         return losses.view(labels.shape)
+
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """The likeliest next token of each of the last forward, [B, T]. logits: [B, T, 0]."""
+        assert self.largest, "the forward was not to find them"
+        largest, ids = (torch.cat(parts) for parts in zip(*self.largest, strict=True))
+        self.largest = None
+        return choose_likeliest(largest, ids, self.axis).view(logits.shape[:-1])
 
     def chunks(self, rows: Tensor) -> Iterator[slice]:
         """The tokens of `rows`, [N, D], one chunk after another."""
@@ -136,6 +156,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for chunk in loss.chunks(rows):
             logits = loss.map(loss.matmul.forward(rows[chunk], bias))
             find_kernel(logits).read(logits, labels[chunk], loss.start, sums.of(chunk))
+            if loss.largest is not None:
+                loss.largest.append(find_largest(logits, loss.start))
         log_sum, losses = sums.combine(loss.axis, z_loss)
         ctx.z_loss, ctx.loss, ctx.call, ctx.regathers = z_loss, loss, call, kept is not None
         ctx.save_for_backward(x if kept is None else kept, bias, labels, log_sum)

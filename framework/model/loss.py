@@ -112,11 +112,14 @@ class _WholeCrossEntropy(torch.autograd.Function):
 class Loss(Protocol):
     """The loss of a stage with a head: call `expect` before the model's forward, and the loss with the logits that it returns."""
 
-    def expect(self, labels: Tensor, z_loss: float = 0.0) -> None:
-        """Set the labels [B, T] of the next forward, and the weight of its z-loss."""
+    def expect(self, labels: Tensor, z_loss: float = 0.0, finds_likeliest: bool = False) -> None:
+        """Set the labels [B, T] of the next forward, the weight of its z-loss, and whether `likeliest` will be asked for."""
 
     def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor, z_loss: float = 0.0) -> Tensor:
         """`token_loss` of this microbatch, with its z-loss."""
+
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """The likeliest next token of each, the first of equal ones: [B, T] int64."""
 
     def of_tokens(self, logits: Tensor, labels: Tensor) -> Tensor:
         """-log p of each label, 0 without one: [B, T] in at least fp32."""
@@ -133,7 +136,7 @@ class TokenLoss:
     axis: Communicator
     vocabulary: int
 
-    def expect(self, labels: Tensor, z_loss: float = 0.0) -> None:
+    def expect(self, labels: Tensor, z_loss: float = 0.0, finds_likeliest: bool = False) -> None:
         """Nothing to set: the loss is computed after the model's forward."""
 
     def __call__(self, logits: Tensor, labels: Tensor, num_tokens: Tensor, z_loss: float = 0.0) -> Tensor:
@@ -149,6 +152,28 @@ class TokenLoss:
         flat, kernel = logits.flatten(0, -2), find_kernel(logits)
         losses: Tensor = _CrossEntropy.apply(flat, labels.flatten(), start, self.axis, kernel, z_loss)
         return losses.view(labels.shape)
+
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """The likeliest next token of each, [B, T]. Over `axis` 2 numbers for each token are all-reduced."""
+        start, _ = part(self.vocabulary, self.axis.rank, self.axis.size)
+        return choose_likeliest(*find_largest(logits, start), self.axis)
+
+
+def find_largest(logits: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """The largest logit of a rank's part of the vocabulary, in at least fp32, and the first id that has it: [...] each.
+    logits: [..., V/tp]; start: the part's first id."""
+    largest, index = logits.max(-1)
+    return largest.to(torch.promote_types(largest.dtype, torch.float32)), index + start
+
+
+def choose_likeliest(largest: Tensor, ids: Tensor, axis: Communicator) -> Tensor:
+    """The id of the largest logit of the whole vocabulary, the first of equal ones, as argmax has it in one process.
+    largest, ids: of `find_largest` on each rank of `axis`."""
+    most, ids = largest.clone(), ids.clone()
+    all_reduce(most, axis, "max")
+    ids[largest != most] = torch.iinfo(ids.dtype).max
+    all_reduce(ids, axis, "min")
+    return ids
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -24,7 +24,6 @@ Shapes: B rows, T tokens of them on this rank, S places for documents in a row, 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +33,9 @@ from framework.comm.communicator import Communicator
 from framework.comm.duals import copy_to, reduce_from
 from framework.model.loss import IGNORE, Loss, count_loss_tokens
 from framework.recipe.data_schema import NONE, PROBE, UNWANTED, WANTED, LossSettings
+
+# Documents of a row that are added up together: their mask has so many elements for each token.
+PLACES_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -77,18 +79,36 @@ class Statistics:
         """-log p of all labels, and their z-loss, summed: a scalar."""
         return self.head(self.logits, self.labels, self.labels.new_ones(()), self.z_loss)
 
+    def of_tokens(self) -> Tensor:
+        """-log p of each label, 0 without one: [B, T] in at least fp32."""
+        return self.head.of_tokens(self.logits, self.labels)
+
     @cached_property
     def answers(self) -> "Answers":
         """The answers of all pairs. All-reduces 2 B S numbers over `cp`, and as many in backward."""
         assert self.pairs is not None, "rows of pairs"
-        log_p = -self.head.of_tokens(self.logits, self.labels)
-        places = torch.arange(self.pairs.kinds.shape[1], device=log_p.device)
-        # A mask and a sum, whose order is fixed: a scatter would add in any order on a GPU.
-        is_inside = self.pairs.places[:, None] == places[:, None]
-        own = torch.stack([log_p, (self.labels != IGNORE).to(log_p.dtype)])[:, :, None] * is_inside
-        # Each rank has its part of all answers, and its own copy of the loss of their sums: so backward sums as well.
-        sums = copy_to(reduce_from(own.sum(-1), self.cp), self.cp).unflatten(-1, (-1, 2))
+        log_p = -self.of_tokens()
+        # Each rank has its own copy of the loss of these sums: so backward sums as well.
+        sums = copy_to(self._sum_documents(log_p, self.labels != IGNORE), self.cp).unflatten(-1, (-1, 2))
         return Answers(sums[0], sums[1].detach().clamp(min=1), self.pairs)
+
+    def score_documents(self) -> Tensor:
+        """[2, B, S]: the log-probability of each document's labels, and how many of them are not the likeliest token. All-reduces
+        as many numbers over `cp`."""
+        log_p = -self.of_tokens()
+        return self._sum_documents(log_p, (self.labels != IGNORE) & (self.head.likeliest(self.logits) != self.labels))
+
+    def _sum_documents(self, *of_tokens: Tensor) -> Tensor:
+        """The sums over the tokens of each document, of which each rank of `cp` has a part: [n, B, S] of n x [B, T]."""
+        assert self.pairs is not None, "rows of documents"
+        values = torch.stack([each.to(of_tokens[0].dtype) for each in of_tokens])[:, :, None]
+        places = torch.arange(self.pairs.kinds.shape[1], device=values.device)
+        # A mask and a sum, whose order is fixed: a scatter would add in any order on a GPU. Some places at a time, for rows of
+        # thousands of documents.
+        sums = [
+            (values * (self.pairs.places[:, None] == some[:, None])).sum(-1) for some in places.split(PLACES_AT_ONCE)
+        ]
+        return reduce_from(torch.cat(sums, -1), self.cp)
 
 
 @dataclass(frozen=True)
@@ -137,7 +157,7 @@ def _next_token(statistics: Statistics, settings: LossSettings) -> Terms:
     return Terms(statistics.sum_losses())
 
 
-def _count_tokens(labels: Tensor, pairs: Pairs | None) -> Tensor:
+def count_tokens(labels: Tensor, pairs: Pairs | None) -> Tensor:
     return count_loss_tokens(labels)
 
 
@@ -213,13 +233,11 @@ def _preference(comparison: Comparison, *more: str) -> Objective:
     return Objective(compute, _count_pairs, ("reward_chosen", "reward_rejected", "reward_accuracy", *more))
 
 
-LOSSES: Mapping[str, Objective] = MappingProxyType(
-    {
-        "next_token": Objective(_next_token, _count_tokens),
-        "dpo": _preference(_dpo, "kl"),
-        "ipo": _preference(_ipo, "kl"),
-        "simpo": _preference(_simpo),
-        "orpo": _preference(_orpo),
-        "kto": _preference(_kto, "kl"),
-    }
-)
+LOSSES: dict[str, Objective] = {
+    "next_token": Objective(_next_token, count_tokens),
+    "dpo": _preference(_dpo, "kl"),
+    "ipo": _preference(_ipo, "kl"),
+    "simpo": _preference(_simpo),
+    "orpo": _preference(_orpo),
+    "kto": _preference(_kto, "kl"),
+}

@@ -14,6 +14,7 @@ from framework.recipe.derive import count_nodes, count_ranks
 from framework.recipe.environment import hide_secrets, looks_secret
 from framework.recipe.keys import flatten
 from framework.recipe.method_rules import METHOD_RULES
+from framework.recipe.plugins import added_names
 from framework.recipe.problem import COUNTED, DEGREES, Problem, Rule, refuse, refuse_useless, rule
 from framework.recipe.schema import Recipe, Source
 from framework.recipe.suggest import nearest
@@ -43,9 +44,10 @@ def family(recipe: Recipe) -> Iterator[Problem]:
     """A family that transformers does not have. Silent where weights or a config file state the model, and where the lists cannot
     be read: building the model then refuses it."""
     family, strings = recipe.model.family, read_strings()
-    if recipe.model.weights or recipe.model.config_file or family in strings or not strings >= OLD:
+    added = added_names("model")
+    if recipe.model.weights or recipe.model.config_file or family in (*strings, *added) or not strings >= OLD:
         return
-    near = nearest(family.lower(), list_families(), NEAR)
+    near = nearest(family.lower(), [*list_families(), *added], NEAR)
     fix = "a model_type, as the config.json of a model on the hub says it"
     if near:
         fix = f"did you mean {' or '.join(f'model.family={name}' for name in near)}?"
@@ -228,13 +230,15 @@ def rewinds(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, "train.on_spike", message, "checkpoint.every_steps=100; or train.on_spike=skip")
 
 
-@rule("checkpoint.keep_best", "train.validate_every_steps", "pipeline.fill_bubbles")
+@rule("checkpoint.keep_best", "train.validate_every_steps", "eval.tasks", "pipeline.fill_bubbles")
 def best(recipe: Recipe) -> Iterator[Problem]:
-    key = "checkpoint.keep_best"
-    if recipe.checkpoint.keep_best and recipe.train.validate_every_steps is None:
+    key, by = "checkpoint.keep_best", recipe.checkpoint.keep_best
+    if isinstance(by, str) and not recipe.eval.tasks:
+        yield refuse(recipe, key, "nothing has that score: eval.tasks=[]", f"eval.tasks=[FOLDER]; or {key}=true")
+    elif by is True and recipe.train.validate_every_steps is None:
         message = "nothing says which is the best: train.validate_every_steps=null"
         yield refuse(recipe, key, message, f"{key}=false; or train.validate_every_steps=100")
-    elif recipe.checkpoint.keep_best and recipe.pipeline.fill_bubbles != "none":
+    elif by and recipe.pipeline.fill_bubbles != "none":
         message = "a validation in bubbles ends a step late, when its weights are no more"
         yield refuse(recipe, key, message, f"{key}=false; or pipeline.fill_bubbles=none")
 
@@ -303,6 +307,14 @@ def profile(recipe: Recipe) -> Iterator[Problem]:
     if not ranks or any(rank >= world for rank in ranks):
         message = f"of {world} ranks, which have the numbers 0 to {world - 1}, these record nothing"
         yield refuse(recipe, "track.profile_ranks", message, "track.profile_ranks=[0]")
+
+
+@rule("track.tensorboard", "track.mlflow", "track.wandb", "track.csv")
+def trackers(recipe: Recipe) -> Iterator[Problem]:
+    for name in recipe.track.trackers:
+        if name != "csv" and find_spec(name) is None:
+            key = f"track.{'mlflow.uri' if name == 'mlflow' else 'wandb.mode' if name == 'wandb' else name}"
+            yield refuse(recipe, key, f"the package {name} is not installed", f"`pip install {name}`; or leave it out")
 
 
 @rule("track.wandb")
@@ -383,5 +395,5 @@ RUN_RULES = (
         validation,
     ),
     Rule(("run.root",), find_run_root_problems),
-    *(intervals, checkpoint_root, neighbors, rewinds, profile, best, names, wandb, texts),
+    *(intervals, checkpoint_root, neighbors, rewinds, profile, best, names, trackers, wandb, texts),
 )

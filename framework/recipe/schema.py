@@ -17,6 +17,7 @@ from framework.recipe.machine_schema import (
     ClusterMeasured,
     Container,
     Launch,
+    Mlflow,
     Run,
     Track,
     Wandb,
@@ -27,7 +28,7 @@ from framework.recipe.optim_schema import LearningRateSchedule, Muon, Optim, Par
 
 __all__ = [
     "Checkpoint", "Cluster", "ClusterLink", "ClusterMatmul", "ClusterMeasured", "Container", "Data", "Launch",
-    "LearningRateSchedule", "LossSettings", "Muon", "Optim", "ParameterGroup", "Run", "Source", "Track", "Wandb",
+    "LearningRateSchedule", "LossSettings", "Mlflow", "Muon", "Optim", "ParameterGroup", "Run", "Source", "Track", "Wandb",
 ]  # fmt: skip
 
 
@@ -193,13 +194,18 @@ class Parallel:
         " values; [u, r]: u ranks by ulysses within r by ring, u * r = cp",
         "ring",
         low=1,
+        registry="context method",
     )
     ep: int = key("expert-parallel degree: ranks that divide the experts of a mixture", 1, low=1)
     expert_overlap: bool = key("dispatch tokens in two chunks; one is sent while the other is computed", False)
     expert_hierarchical: int | Literal["node"] | None = key(
-        "dispatch tokens in two hops, first among so many neighbours of ep (node: those of a node), then between such groups",
-        None,
-        low=2,
+        "ranks of ep among which a token, sent once, is passed on: those of a node, so many neighbours, or null: to each expert",
+        "node",
+        low=1,
+    )
+    expert_dispatch: Literal["bf16", "fp8"] = key(
+        "how rows travel to experts: bf16: in the compute dtype, fp8: as codes; results and gradients are not narrowed",
+        "bf16",
     )
     expert_tp: int | None = key(
         "ranks that slice each expert: 1 or parallel.tp; null: 1 with ep > 1 (whole experts), else parallel.tp",
@@ -211,10 +217,16 @@ class Parallel:
 @dataclass(frozen=True)
 class Pipeline:
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"] = key(
-        "order of forwards and backwards; zb_h1, zbv and dualpipe_v split backwards to fill the bubble", "1f1b"
+        "order of forwards and backwards; zb_h1, zbv and dualpipe_v split backwards to fill the bubble",
+        "1f1b",
+        registry="pipeline schedule",
     )
     virtual_stages: int | None = key("stages on each rank; null: 1, or 2 for interleaved, zbv, dualpipe_v", None, low=1)
-    layers: list[int] | None = key("layers of each stage; null: by cost, embedding and head included", None)
+    layers: list[int] | str | None = key(
+        "layers of each stage; a run that has measured its units (track.timeline_step): the fastest split by its times; null: by"
+        " FLOPs, embedding and head included",
+        None,
+    )
     table: str | None = key("CSV file with a schedule of your own: one line a rank, cells such as 0F0, 0B0", None)
     fill_bubbles: Literal["none", "validation"] = key(
         "work for idle ranks of a pipeline; validation: a validation runs in the step after its own", "none"
@@ -350,6 +362,19 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class Eval:
+    tasks: list[str] = key(
+        "files of tasks, or folders of them, that are scored during training (docs/evaluation.md)", []
+    )
+    every_steps: int | Literal["auto"] = key(
+        "steps between evaluations, the last step has one anyway; auto: as few as keep evaluations below 1% of the run's FLOPs",
+        "auto",
+        low=1,
+    )
+    limit: int | None = key("records of each task, the first ones; null: all", None, low=1)
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A training run: model, data, method and layout. Composed and checked once, then read by every rank."""
 
@@ -359,6 +384,7 @@ class Recipe:
     adapter: Adapter = group(Adapter)
     loss: LossSettings = group(LossSettings)
     data: Data = group(Data)
+    eval: Eval = group(Eval)
     parallel: Parallel = group(Parallel)
     pipeline: Pipeline = group(Pipeline)
     zero: Zero = group(Zero)
@@ -370,3 +396,7 @@ class Recipe:
     launch: Launch = group(Launch)
     cluster: Cluster = group(Cluster)
     run: Run = group(Run)
+    plugins: list[str] = key(
+        "packages whose names recipes may use (docs/extend.md); a folder or file by --plugins on the command line alone",
+        [],
+    )

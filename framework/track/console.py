@@ -4,7 +4,7 @@ in the same order in both, of which a bar has as many as fit. Ends with a summar
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TextIO
 
@@ -28,10 +28,12 @@ class Console(Observer):
         self._first: tuple[int, float] | None = None  # step and clock of the first report: later steps are all warm
         self._last: StepReport | None = None
         self._last_validation: StepReport | None = None
+        self._last_scores: dict[str, float] = {}
 
     def open(self, run: RunInfo) -> None:
         self._run = run
-        self.say(_headline(run))
+        for line in (_headline(run), *run.nodes):
+            self.say(line)
         if self._stream.isatty():
             self._bar = tqdm(
                 total=run.total_steps,
@@ -46,6 +48,7 @@ class Console(Observer):
         self._last = report
         if report.validation_loss is not None:
             self._last_validation = report
+        self._last_scores = report.scores or self._last_scores
         fields = format_fields(report, self._remaining_s(report))
         if self._bar is not None:
             total = self._run.total_steps
@@ -69,7 +72,7 @@ class Console(Observer):
         if self._bar is not None:
             self._bar.close()
         if self._run is not None and exit_code is not None:
-            self.say(_summary(self._run, self._last, self._last_validation, exit_code))
+            self.say(_summary(self._run, self._last, self._last_validation, self._last_scores, exit_code))
 
     def _remaining_s(self, report: StepReport) -> float:
         """The time left at the mean pace since the first report, which includes validation and saving; at first the step's
@@ -97,6 +100,10 @@ def format_fields(report: StepReport, remaining_s: float) -> list[str]:
         )
     if report.average_validation_loss is not None:
         fields.append(f"of the average {report.average_validation_loss:.4f}")
+    tasks: dict[str, str] = {}
+    for name, score in report.scores.items():
+        tasks.setdefault(name.rpartition("/")[0], f"{name} {score:.4g}")
+    fields += tasks.values()  # the first score of each
     if "reward_accuracy" in report.preference:
         fields.append(f"accuracy {report.preference['reward_accuracy']:.1%}")
     if report.mfu is not None:
@@ -149,7 +156,9 @@ def _headline(run: RunInfo) -> str:
     return f"run {run.run_id}: {size}, {run.total_steps} steps of {format_count(run.tokens_per_step)} tokens, {where}{start}"
 
 
-def _summary(run: RunInfo, last: StepReport | None, validated: StepReport | None, exit_code: int) -> str:
+def _summary(
+    run: RunInfo, last: StepReport | None, validated: StepReport | None, scores: Mapping[str, float], exit_code: int
+) -> str:
     endings = {EXIT_DONE: "done", EXIT_RESUME: "stopped and saved"}
     ending = endings.get(exit_code, f"ended with exit code {exit_code}")
     if last is None:
@@ -162,6 +171,7 @@ def _summary(run: RunInfo, last: StepReport | None, validated: StepReport | None
         entropy = f"  (unigram entropy {run.unigram_entropy:.4f})" if run.unigram_entropy is not None else ""
         lines.append(f"  validation loss  {validated.validation_loss:.4f}{entropy}")
         lines += [f"    of {name:<12} {loss:.4f}" for name, loss in validated.validation_losses.items()]
+    lines += [f"  {name:<22} {score:.4g}" for name, score in scores.items()]
     lines.append(f"  throughput       {format_count(last.tokens_per_s)} tokens/s")
     if last.mfu is not None:
         lines.append(f"  mfu              {last.mfu:.1%}")

@@ -10,6 +10,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from framework.errors import RecipeError
 from framework.lease import Lease
 from framework.track.console import format_count, format_duration
 from framework.track.goodput import GOODPUT_FILE, Account, TimePart, describe_goodput, name_of, price_of, read_account
@@ -78,6 +79,7 @@ class Curves:
     load: dict[str, list[int]] = field(default_factory=dict)  # tokens of each expert in the last reports, by layer
     last: dict[str, Any] = field(default_factory=dict)  # the last record
     by_source: dict[str, float] = field(default_factory=dict)  # of the last validation
+    scores: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # (step, score) of tasks, by name
 
     def __getitem__(self, name: str) -> list[Any]:
         return self.columns[name]
@@ -106,16 +108,19 @@ def collect_curves(records: Iterable[dict[str, Any]]) -> Curves:
     """Columns of the records; one pass, so that only the columns are held."""
     columns: dict[str, list[Any]] = {name: [] for name in _CURVES}
     validation, last, by_source, imbalance = [], {}, {}, []
+    scores: dict[str, list[tuple[int, float]]] = {}
     for record in records:
         for name, column in columns.items():
             column.append(record[name])
         if record["validation_loss"] is not None:
             validation.append((record["step"], record["validation_loss"]))
             by_source = record.get("validation_losses", {})  # a run may have begun before there was such a field
+        for name, score in record.get("scores", {}).items():
+            scores.setdefault(name, []).append((record["step"], score))
         if record.get("expert_imbalance_max") is not None:
             imbalance.append((record["step"], record["expert_imbalance_mean"], record["expert_imbalance_max"]))
         last = record
-    return Curves(columns, validation, imbalance, last=last, by_source=by_source)
+    return Curves(columns, validation, imbalance, last=last, by_source=by_source, scores=scores)
 
 
 def add_loads(records: Iterable[dict[str, Any]]) -> dict[str, list[int]]:
@@ -125,6 +130,13 @@ def add_loads(records: Iterable[dict[str, Any]]) -> dict[str, list[int]]:
         for layer, load in record["expert_loads"].items():
             sums[layer] = [a + b for a, b in zip(sums.get(layer, [0] * len(load)), load, strict=True)]
     return sums
+
+
+def read_loads(run_dir: Path) -> dict[str, list[int]]:
+    """The tokens of each expert in the last records of a run, by layer. RecipeError where it has recorded none."""
+    if not (run_dir / LOADS_FILE).exists():
+        raise RecipeError(f"--loads {run_dir}: has no {LOADS_FILE}: give the folder of a run of a mixture of experts")
+    return add_loads(read_records(run_dir / LOADS_FILE, LAST_LOADS))
 
 
 def describe(run: RunInfo, curves: Curves, run_dir: Path, account: Account | None = None) -> str:
@@ -272,6 +284,9 @@ def _results(run: RunInfo, curves: Curves) -> list[str]:
         best_step, best = min(curves.validation, key=lambda pair: pair[1])
         rows.append(("validation loss", f"{loss:.4f} at step {step}; lowest {best:.4f} at step {best_step}"))
     rows += [(f"  of {name}", f"{loss:.4f} in the last validation") for name, loss in curves.by_source.items()]
+    for name, pairs in curves.scores.items():
+        (step, score), (first, began) = pairs[-1], pairs[0]
+        rows.append((name, f"{score:.4f} at step {step}" + f"; {began:.4f} at step {first}" * (len(pairs) > 1)))
     if run.unigram_entropy is not None:
         rows.append(("unigram entropy", f"{run.unigram_entropy:.4f}, the loss of knowing token frequencies only"))
     if curves.last["skipped_steps"]:

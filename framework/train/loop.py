@@ -13,10 +13,12 @@ from framework.data.loader import Loader
 from framework.errors import NumericsError
 from framework.monitor.phases import Phase
 from framework.monitor.watchdog import Watchdog
+from framework.optim.gradient_noise import FIRST_MOMENT
 from framework.optim.groups import learning_rate
 from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.replicas import Hashed
 from framework.plan.plan import Plan
+from framework.train.evaluation import NO_EVALUATION, Evaluation
 from framework.train.replicas import check_replicas
 from framework.train.reports import PendingStep, Reporter, StepTimes
 from framework.train.save_policy import SavePolicy
@@ -24,7 +26,7 @@ from framework.train.spikes import NO_LIMITS
 from framework.train.state import RunState
 from framework.train.step import TrainingRun, run_alone, train_step, validate_average
 from framework.train.sums import Flags, StepValues
-from framework.train.validation import Validation, ValidationLoss
+from framework.train.validation import NOT_VALIDATED, Validated, Validation
 
 # A run that has skipped so many steps in a row does not recover by itself.
 SKIPPED_STEPS_LIMIT = 20
@@ -58,12 +60,14 @@ class Loop:
         reporter: Reporter,
         watchdog: Watchdog,
         first_step: int = 0,
+        evaluation: Evaluation = NO_EVALUATION,
     ):
         self.run, self.state, self.recipe = run, state, plan.recipe
         self.first_step = first_step
         self.timed: tuple[Timed, ...] = ()
+        self.clock = time.perf_counter  # of `timed`
         self.rewind_due: RewindDue | None = None
-        self.policy = policy
+        self.policy, self.evaluation = policy, evaluation
         self._loader, self._reporter, self._watchdog = loader, reporter, watchdog
         self._phases, self._goodput = watchdog.progress.phases, reporter.goodput
         self._derived = plan.derived
@@ -104,6 +108,10 @@ class Loop:
     def must_validate(self) -> bool:
         """Whether the weights are to be validated now."""
         return self._is_validated(self.state.step)
+
+    def must_evaluate(self) -> bool:
+        """Whether they are to be scored on tasks now."""
+        return self.evaluation.is_due(self.state.step)
 
     def go_back_to(self, state: RunState) -> None:
         """Go on from an older state, with which the run has been filled, and forget all that came after it."""
@@ -181,10 +189,14 @@ class Loop:
             is_reported,
             limits,
             self._is_compared(state.step + 1),
+            self.clock,
         )
         self._hashed = result.hashed
         sums = result.copy_to_host()
         loads = AsyncHostCopy(result.loads.flatten()) if is_reported and result.loads is not None else None
+        squared_moment: AsyncHostCopy | None = None
+        if is_reported and recipe.track.noise_scale:
+            squared_moment = AsyncHostCopy(self.run.optimizer.squared_norm(FIRST_MOMENT, self.run.mesh.device)[None])
         self._report_validation()
         state.step += 1
         state.samples += self._derived.sequences_per_step
@@ -205,18 +217,32 @@ class Loop:
         self._read()
         seconds, exposed = time.perf_counter() - started, self.run.exposed_communication.take()
         self._unread = PendingStep(
-            sums, state.step, state.samples, state.tokens, lr, limits, seconds, times, exposed, waits, traffic, loads
+            sums,
+            state.step,
+            state.samples,
+            state.tokens,
+            lr,
+            limits,
+            seconds,
+            times,
+            exposed,
+            waits,
+            traffic,
+            loads,
+            squared_moment,
         )
 
     def _report_validation(self) -> None:
         """Report a validation that has run, with the step whose weights it used."""
         if self._validation is not None:
-            loss = self._validation.means(self.run.mesh)
+            mesh = self.run.mesh
+            loss = self._validation.means(mesh) if self._validation.has_losses else None
+            scores = self.evaluation.judge(self._validation, mesh) if self._validation.has_documents else {}
             fills = self.recipe.pipeline.fill_bubbles != "none"
             free, self._validation = self._validation.free_fraction if fills else None, None
-            self.policy.note_best(self.state, loss.mean, self.run.mesh.axis("world"))
+            self.policy.note_best(self.state, None if loss is None else loss.mean, scores, mesh.axis("world"))
             self._conclude()
-            self._report(loss, free)
+            self._report(Validated(loss, free, scores))
 
     def _read(self) -> None:
         """Conclude the step that was sent last, and report it unless the validation of its weights is still to come."""
@@ -266,19 +292,20 @@ class Loop:
             self.rewind_due = RewindDue(spikes.first_persistent, pending.step, pending.samples)
         return is_spike and self._skips_spikes
 
-    def _report(self, validation_loss: ValidationLoss | None = None, free_fraction: float | None = None) -> None:
+    def _report(self, validated: Validated = NOT_VALIDATED) -> None:
         """Report the step that was concluded last, if that is due and still to be done."""
         unreported, self._unreported = self._unreported, None
         if unreported is not None and self._is_reported(unreported[0].step):
             average, self._average_loss = (
-                (None, self._average_loss) if validation_loss is None else (self._average_loss, None)
+                (None, self._average_loss) if validated.loss is None else (self._average_loss, None)
             )
-            self._reporter.report(*unreported, self.state, validation_loss, free_fraction, average)
+            self._reporter.report(*unreported, self.state, replace(validated, average=average))
 
     def _is_reported(self, step: int) -> bool:
         """Whether the step is reported. Known before it, so that the step itself finds what only reports need."""
         every = self.recipe.track.every_steps
-        return step % every == 0 or self._is_validated(step) or step == self.recipe.train.steps
+        is_watched = self._is_validated(step) or self.evaluation.is_due(step)
+        return step % every == 0 or is_watched or step == self.recipe.train.steps
 
     def _is_compared(self, step: int) -> bool:
         every = self.recipe.train.divergence_check_steps

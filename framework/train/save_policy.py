@@ -2,11 +2,13 @@
 
 import math
 import time
+from collections.abc import Mapping
 from functools import partial
 
 from framework.checkpoint.save import Goal, Saver, find_interval_s
 from framework.comm.communicator import Communicator
 from framework.comm.objects import broadcast_object
+from framework.data.tasks import is_better_low
 from framework.recipe.schema import Checkpoint
 from framework.train.state import RunState
 from framework.train.sums import Flags
@@ -50,13 +52,18 @@ class SavePolicy:
             return find_interval_s(3600 * rules.mtbf_hours, saver.started, saver.disk_stalled_s, saver.longest_s)
         return math.inf if rules.every_minutes is None else 60 * rules.every_minutes
 
-    def note_best(self, state: RunState, loss: float, world: Communicator) -> None:
-        """With checkpoint.keep_best, save these weights if their validation loss is the lowest so far. Rank 0 decides, so that no
-        rounding of a loss makes ranks disagree on a save, which is collective."""
-        if self.rules.keep_best:
-            self._is_best = broadcast_object(partial(is_best, loss, state.best_validation_loss), world)
+    def note_best(self, state: RunState, loss: float | None, scores: Mapping[str, float], world: Communicator) -> None:
+        """With checkpoint.keep_best, save these weights if their validation loss is the lowest so far, or their score the best.
+        Rank 0 decides, so that no rounding of a loss makes ranks disagree on a save, which is collective. loss, scores: found
+        now."""
+        by = self.rules.keep_best
+        if isinstance(by, str):
+            loss = None if by not in scores else scores[by] if is_better_low(by) else -scores[by]
+        if by and loss is not None:
+            former = state.best_validation_loss if state.best_by == str(by) else None
+            self._is_best = broadcast_object(partial(is_best, loss, former), world)
             if self._is_best:
-                state.best_step, state.best_validation_loss = state.step, loss
+                state.best_step, state.best_validation_loss, state.best_by = state.step, loss, str(by)
 
     def end_save(self, step: int, goal: Goal) -> None:
         """A save of the step has begun: start the clock of `checkpoint.every_minutes` anew."""

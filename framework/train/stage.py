@@ -30,7 +30,6 @@ class StepInputs:
     num_microbatches: int  # of the whole batch, over which load-balancing losses are averaged
     loss_scale: Tensor  # scalar of the loss's dtype: the gradient of the loss from which backward starts
     counting: Pending = field(default_factory=Pending)
-    is_scored: bool = False  # what is validated gives the log-probabilities of answers, not losses
 
 
 class RankStage:
@@ -69,15 +68,17 @@ class RankStage:
         return (self._part_of_loss(microbatch, *outputs),) if self.model.bounds.is_last else outputs
 
     def validate(self, microbatch: int, received: Tensors) -> Tensors:
-        """Forward without dropout: hidden states [B, T, D], or on the last stage the sum of the microbatch's losses, a scalar,
-        or the log-probabilities of its answers, [B, S]."""
+        """Forward without dropout: hidden states [B, T, D], or on the last stage the result that the microbatch asks for."""
         self._set_dropout(is_on=False)
         outputs = self._compute(microbatch, received, None)
         if not self.model.bounds.is_last:
             return outputs
         statistics = self._find_statistics(microbatch, outputs[0])
-        if self.inputs.is_scored:
-            return (statistics.answers.log_p.flatten(1),)
+        match self.inputs.microbatches[microbatch].asks:
+            case "answers":
+                return (statistics.answers.log_p.flatten(1),)
+            case "documents":
+                return (statistics.score_documents(),)
         return (self._objective.compute(statistics, self._settings).loss,)
 
     def backward(self, outputs: Sequence[GradientEdge], gradients: Tensors, is_last: bool) -> None:
@@ -110,7 +111,7 @@ class RankStage:
     def _compute(self, microbatch: int, received: Tensors, seed: tuple[int | str, ...] | None) -> tuple[Any, ...]:
         inputs = self.inputs.microbatches[microbatch]
         # A validation, which has no seed, is of the loss per token alone.
-        self._loss.expect(inputs.labels, self._z_loss if seed is not None else 0.0)
+        self._loss.expect(inputs.labels, self._z_loss if seed is not None else 0.0, inputs.asks == "documents")
         # No mask else: with one, stock attention would ignore packed positions.
         packed = {} if inputs.position_ids is None else {"position_ids": inputs.position_ids}
         if inputs.documents is not None and self._owns_attention:

@@ -28,6 +28,7 @@ from framework.optim.averages import AVERAGE
 from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
 from framework.recipe.keys import value_of
 from framework.recipe.schema import Data, Recipe
+from framework.recipe.stages import tokens_per_step
 from framework.train.spikes import SpikeState
 from framework.train.step import TrainingRun
 from framework.train.update import find_parts
@@ -55,7 +56,8 @@ class RunState:
     loss_scale: float | None = None  # None: it never changes
     clean_steps: int = 0  # since it last did
     best_step: int | None = None  # with checkpoint.keep_best, where the validation loss was the lowest
-    best_validation_loss: float | None = None
+    best_validation_loss: float | None = None  # or a score, negated where more is better
+    best_by: str = "True"  # the value of checkpoint.keep_best that chose it
     spikes: SpikeState = field(default_factory=SpikeState)
     rewinds: int = 0
     # Global samples [first, stop) that rewinds have left out; the cursor counts the others (`index_samples`).
@@ -172,9 +174,14 @@ def begin_branch(
         of = f"{state.run_id}@{state.step}"
         report(f"moments begin at zero, as {of} lacks them or some: {', '.join(names[:3])}{others}")
     is_same_order = all(value_of(trained, key) == value_of(recipe, key) for key in ORDER_KEYS)
-    if state.data != data or not is_same_order:
+    is_same_data = state.data == data and is_same_order
+    if not is_same_data:
         state.read = count_read(state, trained.data, recipe) if is_same_order else {}
         state.samples, state.skipped_samples = 0, []
+        # Losses of other samples: none of them is the best so far, and none says what a spike is.
+        state.best_step = state.best_validation_loss = None
+    if not is_same_data or tokens_per_step(trained.batch) != tokens_per_step(recipe.batch):  # a norm is of a batch
+        state.spikes = SpikeState(count=state.spikes.count)
     state.data = data
     if state.run_id != run_id:
         state.run_id, state.recipe, state.tokenizer = run_id, {}, ""

@@ -1,7 +1,8 @@
 """One training step: forward and backward of all microbatches by the schedule, gradient norm, update. Axes of size 1 take the
 same path."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -148,12 +149,14 @@ def train_step(
     is_reported: bool = False,
     limits: SpikeLimits = NO_LIMITS,
     is_compared: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> StepResult:
     """Forward, backward, reduce, clip, update. Collective over the world.
 
     microbatches: this rank's share of the batch, equally many on all ranks. flags: requests of this rank to all of them. The loss
     is of the whole batch, the norm that of its gradient before clipping. is_reported: count the load of experts. limits: above
-    them nothing is updated; equal on all ranks. is_compared: hash parameters, for `check_replicas` behind the step.
+    them nothing is updated; equal on all ranks. is_compared: hash parameters, for `check_replicas` behind the step. clock:
+    of the actions' times.
 
     The framework does not wait for the device here, but for `parallel.ep`: once per layer and forward the host must know how many
     rows it receives. Where attention is left to transformers, its masks wait to know whether positions restart.
@@ -175,10 +178,10 @@ def train_step(
     # Ranks of `cp` have slices of the same microbatches: other random numbers, but no more of them.
     num_microbatches = len(own) * run.mesh.axis("dp").size
     inputs = StepInputs([*own, *filling], seeds, num_tokens, num_microbatches, scale, counting)
-    losses, timed = _execute(run, inputs)
+    losses, timed = _execute(run, inputs, clock)
     metrics = torch.stack([stage.metrics for stage in run.stages.values()]).sum(0)  # of the last stage alone
     counting.wait()
-    validation.add(losses[len(own) :], [run.objective.count(each.labels, each.pairs) for each in filling])
+    validation.add(filling, losses[len(own) :], run.objective.count)
     validation.num_free += len(filling)
     for stage in run.stages.values():
         stage.gradients.finish()
@@ -200,15 +203,17 @@ def train_step(
     return StepResult(sums, timed, loads, hashed)
 
 
-def _execute(run: TrainingRun, inputs: StepInputs) -> tuple[list[Tensor], tuple[Timed, ...]]:
-    """Run the lowered schedule. Returns the losses by microbatch if this rank has the last stage, scalars: shares of the batch's
-    loss of microbatches to train on, sums over tokens of those of validation; and the actions with their times."""
+def _execute(
+    run: TrainingRun, inputs: StepInputs, clock: Callable[[], float] = time.perf_counter
+) -> tuple[list[Tensor], tuple[Timed, ...]]:
+    """Run the lowered schedule. Returns the results by microbatch if this rank has the last stage: shares of the batch's loss,
+    scalars, of microbatches to train on, of those of validation what they ask for; and the actions with their times."""
     axis, num_trained = run.mesh.axis("pp"), len(inputs.seeds)
     lowered = run.pipeline.lowered(num_trained, len(inputs.microbatches) - num_trained)
     links = StageLinks(axis, lowered, run.activations)
     for stage in run.stages.values():
         stage.start_step(inputs)
-    losses, timed = execute(lowered, axis.rank, run.stages, links)
+    losses, timed = execute(lowered, axis.rank, run.stages, links, clock)
     return [losses[index] for index in sorted(losses)], tuple(timed)
 
 
@@ -276,8 +281,8 @@ def _missed_elements(run: TrainingRun, missed: Sequence[TrainedParameter], reach
 def run_alone(run: TrainingRun, validation: Validation) -> None:
     """Run what is left of a validation, forwards only."""
     while filling := _take(run, validation, VALIDATION_MICROBATCHES):
-        losses, _ = _execute(run, _without_training(run, filling))
-        validation.add(losses, [run.objective.count(each.labels, each.pairs) for each in filling])
+        results, _ = _execute(run, _without_training(run, filling))
+        validation.add(filling, results, run.objective.count)
 
 
 def score(run: TrainingRun, microbatches: Sequence[Microbatch], with_adapters: bool = True) -> list[Tensor]:
@@ -285,7 +290,7 @@ def score(run: TrainingRun, microbatches: Sequence[Microbatch], with_adapters: b
     the last stage. Collective. with_adapters: else of the frozen model under them."""
     for stage in run.stages.values():
         stage.adapters.is_on = with_adapters
-    found, _ = _execute(run, replace(_without_training(run, microbatches), is_scored=True))
+    found, _ = _execute(run, _without_training(run, [replace(each, asks="answers") for each in microbatches]))
     for stage in run.stages.values():
         stage.adapters.is_on = True
     return found
@@ -351,7 +356,9 @@ def _publish(run: TrainingRun) -> None:
 
 
 def _take(run: TrainingRun, validation: Validation, most: int) -> list[Microbatch]:
-    return _complete(run, to_device(run, validation.take(most)), is_step=False)
+    taken = to_device(run, validation.take(most))
+    num_losses = sum(each.asks == "loss" for each in taken)  # in front of those of an evaluation
+    return _complete(run, taken[:num_losses], is_step=False) + taken[num_losses:]
 
 
 def to_device(run: TrainingRun, microbatches: Sequence[Microbatch]) -> list[Microbatch]:

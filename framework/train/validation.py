@@ -1,15 +1,18 @@
 """A validation: one pass over its microbatches on the weights of one moment, in the bubbles of a training step or by itself."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from framework.comm.collectives import all_reduce
 from framework.comm.connect import Mesh
 from framework.data.pack import Microbatch
+from framework.model.objective import Pairs
+from framework.recipe.data_schema import NONE
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,23 @@ class ValidationLoss:
     by_source: tuple[float | None, ...]
 
 
+@dataclass(frozen=True)
+class Validated:
+    """All that was found about one step's weights. loss: None where there was no validation. free_fraction: share of the
+    microbatches that ran in bubbles. scores: on tasks, by TASK/NAME. average: validation loss of the average of the weights."""
+
+    loss: ValidationLoss | None = None
+    free_fraction: float | None = None
+    scores: Mapping[str, float] = field(default_factory=dict)
+    average: float | None = None
+
+
+NOT_VALIDATED = Validated()
+
+
 class Validation:
-    """Hands out microbatches and collects their losses; every rank has the same number of them.
+    """Hands out microbatches and collects their losses; every rank has the same number of them. Microbatches of an evaluation,
+    whose documents are scored, come behind those with losses.
 
     The losses are added up in their order at the end, so it does not matter which of them ran where. num_sources: of the
     microbatches, by `Microbatch.source`. num_taken: microbatches so far. num_free: microbatches that ran in bubbles.
@@ -33,21 +51,46 @@ class Validation:
         self._sources: list[int] = []
         self._losses: list[Tensor] = []
         self._num_tokens: list[Tensor] = []
+        self._documents: list[Pairs] = []
+        self._scores: list[Tensor] = []
         self.num_taken = self.num_free = 0
 
     def take(self, most: int) -> list[Microbatch]:
         """The next ones; none at the end."""
         taken = list(islice(self._waiting, most))
         self.num_taken += len(taken)
-        self._sources += [each.source for each in taken]
+        for each in taken:
+            if each.asks == "loss":
+                self._sources.append(each.source)
+            else:
+                assert each.pairs is not None, "rows of documents"
+                self._documents.append(each.pairs)
         return taken
 
-    def add(self, losses: Sequence[Tensor], counts: Iterable[Tensor]) -> None:
-        """Add the losses of microbatches, scalars, sums over the tokens of each, none on a rank without the last stage; and the
-        numbers of these tokens."""
-        self._losses += losses
-        if losses:
-            self._num_tokens += counts
+    def add(
+        self,
+        microbatches: Sequence[Microbatch],
+        results: Sequence[Tensor],
+        count: Callable[[Tensor, Pairs | None], Tensor],
+    ) -> None:
+        """Add the results of microbatches: losses, sums over the units that `count` counts, or scores of documents, [2, b, S].
+        None on a rank without the last stage."""
+        for each, result in zip(microbatches, results, strict=bool(results)):
+            if each.asks == "loss":
+                self._losses.append(result)
+                self._num_tokens.append(count(each.labels, each.pairs))
+            else:
+                self._scores.append(result)
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether any microbatch had a loss: the same answer on all ranks."""
+        return bool(self._sources)
+
+    @property
+    def has_documents(self) -> bool:
+        """The same of documents to score."""
+        return bool(self._documents)
 
     def means(self, mesh: Mesh) -> ValidationLoss:
         """The mean losses per token over all ranks' microbatches, of all sources and of each; collective."""
@@ -61,6 +104,18 @@ class Validation:
         losses, num_tokens = sums.tolist()
         by_source = [loss / count if count else None for loss, count in zip(losses, num_tokens, strict=True)]
         return ValidationLoss(sum(losses) / max(sum(num_tokens), 1.0), tuple(by_source))
+
+    def score_documents(self, mesh: Mesh, num_documents: int) -> np.ndarray:
+        """The log-probability of each document of an evaluation, and how many of its labels are not the likeliest token: fp64
+        [2, num_documents], on all ranks; collective. 0 for a document that no row has."""
+        found = np.zeros((2, num_documents))
+        for documents, scores in zip(self._documents, self._scores, strict=bool(self._scores)):
+            is_there = (documents.kinds != NONE).numpy()
+            found[:, documents.numbers.numpy()[is_there]] = scores.to(torch.float64).cpu().numpy()[:, is_there]
+        sums = torch.from_numpy(found).to(mesh.device)
+        for name in ("dp", "pp"):  # ranks of cp have sums over its tokens
+            all_reduce(sums, mesh.axis(name), label="scores of documents")
+        return sums.cpu().numpy()
 
     @property
     def free_fraction(self) -> float:

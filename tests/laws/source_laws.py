@@ -25,6 +25,7 @@ FLOORS = (
     ("optim", "data"),
     ("plan",),
     ("checkpoint", "track"),
+    ("extend",),
     ("monitor",),
     ("faults", "launch"),
     ("train",),

@@ -22,7 +22,7 @@ def test_losses_of_sources_are_means_over_their_own_tokens():
     validation = Validation(held_out, num_sources=3)
     losses = iter(torch.tensor([8.0, 6.0, 5.0]))
     while taken := validation.take(2):
-        validation.add([next(losses) for _ in taken], [count_loss_tokens(each.labels) for each in taken])
+        validation.add(taken, [next(losses) for _ in taken], lambda labels, pairs: count_loss_tokens(labels))
     mesh = connect(Topology(), torch.device("cpu"))
     found = validation.means(mesh)
     assert found.mean == pytest.approx(19 / 7)

@@ -1,0 +1,184 @@
+"""`meshwright evaluate`: a run's checkpoint, or a folder for `from_pretrained`, scored on tasks on ranks of this machine."""
+
+import argparse
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from framework.commands.arguments import at_least
+from framework.errors import EXIT_DONE, RecipeError
+from framework.files import write_json
+from framework.host import count_cores
+from framework.imports import loading_libraries
+from framework.launch.directory import RunDirectory, find_run
+from framework.output import align
+from framework.recipe.compose import compose, save_recipe
+from framework.recipe.derive import derive
+from framework.recipe.layout_keys import with_layout_of
+from framework.recipe.schema import Batch, Checkpoint, Eval, Launch, Recipe, Train
+
+if TYPE_CHECKING:
+    from framework.launch.branch import Origin
+
+TRAINED_BY_RANKS = "framework.train.evaluation"
+# Tokens of a row where no recipe says it, unless the model has fewer positions.
+FOLDER_CONTEXT = 2048
+# Of a step, which there is none of: many degrees divide it.
+SEQUENCES = 960
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("run", metavar="RUN", nargs="?", help="a run's id or folder, or an exported folder")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="OVERRIDE",
+        help="a layout, such as parallel.tp=2, and batch.context (default: one rank)",
+    )
+    parser.add_argument(
+        "--tasks",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="a file or folder of tasks; repeatable; else eval.tasks",
+    )
+    parser.add_argument("--limit", type=at_least(1), metavar="N", help="the first N records of each task")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the scores to a file")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--best", action="store_true", help="with checkpoint.keep_best: the best checkpoint")
+    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; else the newest")
+    parser.add_argument(
+        "--import",
+        dest="names",
+        action="append",
+        metavar="TASK",
+        help="write a task of lm-evaluation-harness as DIR/TASK.jsonl; repeatable (needs meshwright[eval], and its data set)",
+    )
+    parser.add_argument("--to", type=Path, default=Path("tasks"), metavar="DIR", help="with --import (default: tasks)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print a table of scores."""
+    if arguments.names:
+        from framework.commands.import_tasks import import_tasks
+
+        return import_tasks(arguments.names, folder=arguments.to)
+    if arguments.run is None:
+        raise RecipeError("nothing to evaluate: name a run or an exported folder")
+    with tempfile.TemporaryDirectory(prefix="meshwright-evaluate-") as place:
+        scores, sizes, what = evaluate_command(arguments, Path(place))
+    print("\n".join(render(scores, sizes)))
+    if arguments.json is not None:
+        write_json(arguments.json, {**what, "records": sizes, "scores": scores})
+    return EXIT_DONE
+
+
+def evaluate_command(
+    arguments: argparse.Namespace, place: Path
+) -> tuple[dict[str, float], dict[str, int], dict[str, Any]]:
+    """Scores by TASK/NAME, records by task, and what was evaluated. place: a folder for what is needed meanwhile."""
+    with loading_libraries():
+        from framework.commands.trained_model import choose_checkpoint, read_settings
+        from framework.data.tasks import keep_tasks
+        from framework.data.tokenize import load_tokenizer, save_tokenizer
+        from framework.launch.branch import Origin
+        from framework.launch.settle import settle
+        from framework.model.load import load_config
+        from framework.verify.pool import RankFailed, RankPool
+
+    path, tokenizer, origin = find_run(arguments.run), place / "tokenizer", None
+    if (path / "config.json").is_file():
+        positions = getattr(load_config(replace(Recipe().model, weights=str(path))), "max_position_embeddings", None)
+        context = min(FOLDER_CONTEXT, positions or FOLDER_CONTEXT)
+        words = [f"model.weights={json.dumps(str(path.absolute()))}", f"batch.context={context}"]
+        known = compose(words).require()
+        save_tokenizer(load_tokenizer(str(path)), tokenizer)
+    else:
+        directory = RunDirectory.open(path)
+        checkpoint = choose_checkpoint(directory, best=arguments.best, step=arguments.step)
+        known, reader = read_settings(directory, checkpoint)
+        origin = Origin(directory, checkpoint)
+        shutil.copytree(directory.tokenizer, tokenizer)
+        print(f"step     {reader.manifest.step:,} of {path}")
+    recipe = settle(choose_layout(known, arguments, place))
+    keep_tasks(
+        recipe.eval.tasks, tokenizer, recipe.batch.context
+    )  # refuses what cannot be understood, before ranks start
+    world = derive(recipe).world
+    with closing(RankPool(world, TRAINED_BY_RANKS)) as pool:
+        try:
+            pool.start(world, evaluate_rank, recipe, origin, tokenizer)
+            scores, sizes = pool.collect(None)[0]
+        except RankFailed as error:
+            raise error.explanation or error from None
+    of = {"run": str(path), "step": None if origin is None else origin.step, "context": recipe.batch.context}
+    return scores, sizes, of
+
+
+def choose_layout(known: Recipe, arguments: argparse.Namespace, place: Path) -> Recipe:
+    """The recipe of the model in one rank, or in the layout of the command line; of its keys only those that forwards need."""
+    device = known.launch.device if known.launch.kind == "local" else "auto"
+    alone = replace(
+        with_layout_of(known, Recipe()),
+        launch=Launch(ranks=None, device=device),
+        batch=Batch(sequences_per_step=SEQUENCES, context=known.batch.context),
+        checkpoint=Checkpoint(),
+        train=Train(steps=known.train.steps, seed=known.train.seed),
+        eval=Eval(arguments.tasks or known.eval.tasks, limit=arguments.limit),
+    )
+    base = place / "recipe.yaml"
+    save_recipe(alone, base)
+    recipe = compose(arguments.overrides, base=base).require()
+    if not recipe.eval.tasks:
+        raise RecipeError("nothing to score: give --tasks PATH, a file or folder of tasks (docs/evaluation.md)")
+    return recipe
+
+
+def evaluate_rank(
+    rank: int, world: int, rendezvous: str, recipe: Recipe, origin: "Origin | None", tokenizer: Path
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Body of a rank: the scores, and the number of records of each task."""
+    import torch
+
+    from framework.comm.connect import connect
+    from framework.model.hub import find_folder
+    from framework.model.load import load_config
+    from framework.plan.plan import make_plan
+    from framework.train.build import build
+    from framework.train.evaluation import evaluate, open_evaluation
+    from framework.train.reference import freeze
+    from framework.train.state import begin_from
+    from framework.verify.layout import choose_rank_device
+
+    torch.set_num_threads(max(1, count_cores() // world))
+    config = load_config(recipe.model, find_folder)
+    plan = make_plan(recipe, config)
+    if not recipe.adapter.is_used:  # no optimizer states for what is not trained
+        plan = make_plan(freeze(plan, is_run=True), config)
+    device, backend = choose_rank_device(recipe.launch.device, rank, world)
+    mesh = connect(plan.topology, device, rendezvous, rank, backend=backend)
+    evaluation = open_evaluation(plan, tokenizer, mesh)
+    with closing(build(plan, mesh, resumes=origin is not None)) as run:
+        if origin is not None:
+            begin_from(run, "evaluation", origin, "", plan.recipe)
+        scores = evaluate(run, plan, evaluation)
+    mesh.close()
+    return scores, {task.name: task.num_records for task in evaluation.tasks}
+
+
+def render(scores: Mapping[str, float], sizes: Mapping[str, int]) -> Iterator[str]:
+    """A table of scores, with the standard error of those that are shares."""
+    rows: list[Sequence[str]] = [("task", "records", "score", "value", "error")]
+    for name, value in scores.items():
+        task, _, score = name.rpartition("/")
+        count = sizes[task]
+        error = f"{math.sqrt(value * (1 - value) / (count - 1)):.4f}" if "acc" in score and count > 1 else ""
+        rows.append((task, f"{count:,}", score, f"{value:.4f}", error))
+    yield from align(rows)
