@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 from tqdm import tqdm
 
-from framework.data.shard import SplitReport, shard_path
+from framework.data.shard import ShardReport, SplitReport, shard_path
 from framework.data.source import BAR_DELAY_S
 from framework.data.store import (
     COUNTS_FILE,
@@ -108,6 +108,20 @@ class JoinPlan:
 def is_tokenized(folder: Path) -> bool:
     """Whether a store is complete, or can be completed without its source."""
     return any((folder / name).exists() for name in ("store.json", "shards.json"))
+
+
+def count_needed_bytes(folder: Path, source_bytes: int) -> int:
+    """Bytes of disk that the rest of a store may take, estimated from what has been written so far."""
+    if StoreMeta.read(folder):
+        return 0
+    if plan := JoinPlan.read(folder):
+        return plan.count_missing_bytes(folder)
+    reports = [ShardReport.read(path) for path in folder.glob("[0-9]*.json")]
+    done_bytes = sum(report.num_source_bytes for report in reports if report)
+    written_bytes = sum(path.stat().st_size for path in folder.glob("*.tokens"))
+    # Before the first shard is done: 3.4 bytes of text in a token of 2 bytes.
+    ratio = written_bytes / done_bytes if done_bytes else 0.6
+    return int(ratio * (source_bytes - done_bytes))
 
 
 def join_store(folder: Path, progress: bool = False) -> None:

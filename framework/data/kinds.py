@@ -19,7 +19,14 @@ import pyarrow
 
 from framework.errors import DataError
 
-Kind = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow"]
+Kind = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow", "megatron", "datatrove", "mds", "ids"]
+# Files of token ids, which are known by their ending only where the recipe states the format.
+ENDINGS_OF_IDS = {
+    "megatron": (".bin",),
+    "datatrove": (".ds",),
+    "mds": (".mds",),
+    "ids": (".parquet", ".pq", ".arrow", ".feather"),
+}
 KIND_OF_ENDING: dict[str, Kind] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",

@@ -21,7 +21,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from framework.data.join import JoinPlan, is_tokenized, join_store
+from framework.data.importing import import_store
+from framework.data.join import JoinPlan, count_needed_bytes, is_tokenized, join_store
 from framework.data.prepared import (
     DataPlaces,
     Prepared,
@@ -39,6 +40,7 @@ from framework.data.shard import (
     BadRecord,
     ShardJob,
     ShardReport,
+    SplitReport,
     check_bad_records,
     fingerprint_shards,
     read_texts,
@@ -101,7 +103,7 @@ def prepare(recipe: Recipe, workers: int | None = None, progress: bool = True) -
             untokenized = [place for place in absent if not is_tokenized(place.folder)]
             if untokenized:
                 _build(recipe, places, untokenized, workers or count_cores(), progress)
-            for place in absent:
+            for place in (each for each in absent if not each.source.is_imported):
                 join_store(place.folder, progress)
             for folder in folders:
                 data_root.push(folder)
@@ -235,27 +237,13 @@ def _describe_files(prepared: Prepared) -> list[str]:
 
 
 def _explain_full_disk(error: OSError, root: Path, places: DataPlaces) -> str:
-    needed_bytes = sum(_count_needed_bytes(place) for place in places.stores)
+    sizes = [(place.folder, sum(file.num_bytes for file in place.files or ())) for place in places.stores]
+    needed_bytes = sum(count_needed_bytes(*each) for each in sizes)
     return (
         f"{error.filename}: {error.strerror}. About {needed_bytes:,} more bytes are needed for the token stores and "
         f"{shutil.disk_usage(root).free:,} are free under data.root={root}. Make room or set another data.root, and run the "
         f"same command again: finished shards are kept"
     )
-
-
-def _count_needed_bytes(place: StorePlace) -> int:
-    """Bytes of disk that the rest of a store may take, estimated from what has been written so far."""
-    if StoreMeta.read(place.folder):
-        return 0
-    if plan := JoinPlan.read(place.folder):
-        return plan.count_missing_bytes(place.folder)
-    source_bytes = sum(file.num_bytes for file in place.files or ())
-    reports = [ShardReport.read(path) for path in place.folder.glob("[0-9]*.json")]
-    done_bytes = sum(report.num_source_bytes for report in reports if report)
-    written_bytes = sum(path.stat().st_size for path in place.folder.glob("*.tokens"))
-    # Before the first shard is done: 3.4 bytes of text in a token of 2 bytes.
-    ratio = written_bytes / done_bytes if done_bytes else 0.6
-    return int(ratio * (source_bytes - done_bytes))
 
 
 def _build(recipe: Recipe, places: DataPlaces, absent: Sequence[StorePlace], workers: int, progress: bool) -> None:
@@ -266,6 +254,11 @@ def _build(recipe: Recipe, places: DataPlaces, absent: Sequence[StorePlace], wor
     for place in absent:
         files = _get_files(place)
         place.folder.mkdir(exist_ok=True)
+        if place.source.is_imported:
+            make_meta = partial(_make_meta, recipe, place, len(files), folder.name, tokenizer)
+            words = place.source.field, tokenizer.vocab_size, _initial_threshold(recipe)
+            import_store(place.folder, files, *words, make_meta, progress)
+            continue
         make_job = partial(
             ShardJob,
             source=place.name,
@@ -370,17 +363,37 @@ def _finish(
     if left_out := list_files(place.name, place.source).left_out:
         write_json(place.folder / LEFT_OUT, left_out)
     splits = [report.splits for report in reports]
+    meta = replace(
+        _make_meta(recipe, place, len(files), tokenizer_folder, tokenizer, splits, threshold),
+        num_bad_records=len(bad_records),
+        num_source_bytes=sum(report.num_source_bytes for report in reports),
+    )
+    JoinPlan(meta, [[file.name, file.num_bytes, file.mtime_ns] for file in files], splits).write(place.folder)
+
+
+def _make_meta(
+    recipe: Recipe,
+    place: StorePlace,
+    num_files: int,
+    tokenizer_folder: str,
+    tokenizer: TokenizerInfo,
+    splits: Sequence[dict[str, SplitReport]],
+    threshold: int,
+) -> StoreMeta:
+    """The meta of a store without bad records. splits: of each shard."""
     source = {"path": place.source.path, "format": place.source.format, "field": place.source.field}
+    if place.source.is_imported:
+        source["imported"] = place.source.format
     if place.source.conversation is not None:
         source["chat_template"] = hash_file(place.folder.parent / tokenizer_folder / "chat_template.jinja")
     if place.source.messages is not None:
         source |= {"messages": place.source.messages, "train_on": recipe.data.train_on}
     if place.form is not None:
         source |= {"pairs": str(place.source.pairs), "form": place.form}
-    meta = StoreMeta(
+    return StoreMeta(
         version=STORE_VERSION,
         source=source,
-        num_files=len(files),
+        num_files=num_files,
         tokenizer_folder=tokenizer_folder,
         tokenizer_hash=tokenizer.hash,
         vocab_size=tokenizer.vocab_size,
@@ -388,11 +401,10 @@ def _finish(
         dtype=choose_dtype(tokenizer.vocab_size).name,
         threshold=threshold,
         splits=sum_splits(splits),
-        num_bad_records=len(bad_records),
-        num_source_bytes=sum(report.num_source_bytes for report in reports),
+        num_bad_records=0,
+        num_source_bytes=0,
         fingerprint=fingerprint_shards(splits, tokenizer.hash),
     )
-    JoinPlan(meta, [[file.name, file.num_bytes, file.mtime_ns] for file in files], splits).write(place.folder)
 
 
 def _keep_tokenizer(recipe: Recipe, places: DataPlaces, progress: bool) -> tuple[Path, TokenizerInfo]:

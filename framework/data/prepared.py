@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from framework.data.formats import open_ids
 from framework.data.kinds import strip_compression
 from framework.data.pairs import Form
 from framework.data.remote import Root
@@ -74,6 +75,8 @@ class PreparedSource:
     folder: Path
     meta: StoreMeta
     streams: dict[Split, TokenStream] = field(default_factory=dict)
+    files: tuple[SourceFile, ...] = ()
+    """The files of ids, of an imported source."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +272,12 @@ def _check_source(place: StorePlace, meta: StoreMeta, recipe: Recipe) -> Prepare
             f"data.sources.{place.name}.path={place.source.path}: no text to train on was found in "
             f"{meta.num_files} files. Set another path, or data.sources.{place.name}.weight=0 to leave the source out"
         )
-    return PreparedSource(place.name, place.source.weight, place.folder, meta)
+    files = place.files if meta.is_imported else ()
+    if files is None:
+        raise DataError(
+            f"data.sources.{place.name}.path={place.source.path}: its ids are read there, and its files are gone"
+        )
+    return PreparedSource(place.name, place.source.weight, place.folder, meta, files=files)
 
 
 def open_found(found: Prepared) -> Prepared:
@@ -285,7 +293,8 @@ def open_found(found: Prepared) -> Prepared:
         for source in found.sources:
             folder = source.folder if reader is None else root.folder / source.folder.name
             root.pull(folder.name)
-            streams = {split: open_stream(folder, source.meta, split, reader) for split in SPLITS}
+            ids = [open_ids(file, source.meta.source["field"], source.meta.vocab_size) for file in source.files]
+            streams = {split: open_stream(folder, source.meta, split, reader, ids) for split in SPLITS}
             sources.append(replace(source, folder=folder, streams=streams))
     tokenizer = found.tokenizer if reader is None else root.folder / found.tokenizer.name
     return replace(found, sources=tuple(sources), tokenizer=tokenizer)

@@ -21,6 +21,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from framework.data.kinds import (
+    ENDINGS_OF_IDS,
     HEAD_BYTES,
     Kind,
     describe_head,
@@ -340,6 +341,8 @@ class FoundFiles:
 
     def _find_kind(self, path: PurePath) -> Kind | None:
         """The kind by the ending, or the stated format for an ending that the recipe names or that is absent (part-00000)."""
+        if self._format in ENDINGS_OF_IDS:
+            return state_kind(path, self._format) if path.suffix in ENDINGS_OF_IDS[self._format] else None
         kind = kind_of(path)
         is_named = bool(path.suffix) and self._pattern.name.endswith(path.suffix)
         is_bare = not strip_compression(path).suffix.rstrip("0123456789.") and path.name[0] not in "._"

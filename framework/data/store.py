@@ -3,6 +3,8 @@
     <root>/<source>-<settings key>-<files key>/
         train.tokens                      uint16 (uint32 above 65536 entries), each document closed by the end-of-sequence id
         train.ends                        int64: end of each document, in tokens from the start of train.tokens
+        train.numbers                     of token ids that are read where they lie (formats.py), in place of train.tokens: int64,
+                                          the number of each document among those of all files
         train.trained                     of conversations: uint8, 1 for each token of train.tokens that is trained; of answers
                                           to compare the kind of answer (`pairs.py`)
         validation.tokens  .ends ...      the same of the held-out documents; a split without documents has no files
@@ -35,6 +37,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import xxhash
 
+from framework.data.formats import IdFile, ImportedTokens
 from framework.errors import DamagedStore, DataError
 from framework.files import write_atomically, write_json
 
@@ -180,9 +183,12 @@ class StoreMeta:
 
     def list_files(self) -> dict[str, tuple[np.dtype, int]]:
         """(dtype, number of elements) of each file with block hashes, in the order of the hashes."""
-        files = {}
+        files: dict[str, tuple[np.dtype, int]] = {}
         for split in SPLITS:
-            files[f"{split}.tokens"] = np.dtype(self.dtype), self.splits[split].num_tokens
+            if self.is_imported:
+                files[f"{split}.numbers"] = ENDS_DTYPE, self.splits[split].num_documents
+            else:
+                files[f"{split}.tokens"] = np.dtype(self.dtype), self.splits[split].num_tokens
             files[f"{split}.ends"] = ENDS_DTYPE, self.splits[split].num_documents
             if self.is_masked:
                 files[f"{split}.trained"] = TRAINED_DTYPE, self.splits[split].num_tokens
@@ -192,6 +198,11 @@ class StoreMeta:
         """The same of a split, by the files' endings."""
         files = self.list_files().items()
         return {name.partition(".")[2]: file for name, file in files if name.startswith(f"{split}.")}
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether the ids are in the source's own files."""
+        return "imported" in self.source
 
     @property
     def is_masked(self) -> bool:
@@ -313,20 +324,28 @@ def map_stream(folder: Path, meta: StoreMeta, split: Split) -> TokenStream:
     return TokenStream(mapped["tokens"], mapped["ends"], trained=mapped.get("trained"), is_paired=meta.is_paired)
 
 
-def open_stream(folder: Path, meta: StoreMeta, split: Split, reader: Opener | None = None) -> TokenStream:
-    """Open a split, verified block by block as it is read: mapped into memory, or its tokens by `reader`. DamagedStore if a file
-    is missing or of the wrong size."""
+def open_stream(
+    folder: Path, meta: StoreMeta, split: Split, reader: Opener | None = None, ids: Sequence[IdFile] = ()
+) -> TokenStream:
+    """Open a split, verified block by block as it is read: mapped into memory, or its tokens by `reader`, or those of its files
+    `ids` if it is imported. DamagedStore if a file is missing or of the wrong size."""
     if not meta.splits[split].num_tokens:
-        return map_stream(folder, meta, split)
+        trained = np.empty(0, TRAINED_DTYPE) if meta.is_masked else None
+        return TokenStream(np.empty(0, meta.dtype), np.empty(0, ENDS_DTYPE), trained=trained, is_paired=meta.is_paired)
     hashes = map_hashes(folder, meta)
     opened: dict[str, Any] = {}
     for kind, file in meta.list_kinds(split).items():
         path = folder / f"{split}.{kind}"
-        if reader is None or kind == "ends":
+        if reader is None or kind not in ("tokens", "trained"):
             opened[kind] = map_file(path, *file)
             opened[f"verify_{kind}"] = _make_verifier(path, opened[kind], hashes)
         else:
             opened[kind] = reader.open(folder.name, path.name, file, hashes[path.name])
+    if meta.is_imported:
+        numbers, verify = opened.pop("numbers"), opened.pop("verify_numbers")
+        verify(0, len(numbers))
+        opened["verify_ends"](0, len(numbers))
+        opened["tokens"] = ImportedTokens(ids, opened["ends"], numbers, np.dtype(meta.dtype))
     return TokenStream(**opened, is_paired=meta.is_paired)
 
 

@@ -41,8 +41,13 @@ class Source:
         "file, folder or glob (jsonl, json, csv, parquet, arrow, txt, py ...), hub dataset, `python-stdlib` or `python-help`"
     )
     weight: float = key("relative share of the tokens; 0 leaves the source out", 1.0, low=0.0)
-    format: Literal["auto", "jsonl", "csv", "tsv", "parquet", "arrow", "text", "hub"] = key(
-        "format of the file; auto: by its ending", "auto", registry="reader"
+    format: Literal[
+        "auto", "jsonl", "csv", "tsv", "parquet", "arrow", "text", "hub", "megatron", "datatrove", "mds", "ids"
+    ] = key(
+        "format of the file; auto: by its ending. Of token ids, read where they lie: megatron (.bin and .idx), datatrove (.ds),"
+        " mds, and ids: parquet or arrow with lists in field",
+        "auto",
+        registry="reader",
     )
     field: str = key("the field of a record that holds the text", "text")
     messages: str | None = key(
@@ -53,6 +58,11 @@ class Source:
         " prompt and label",
         None,
     )
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether it has token ids, which are read where they lie."""
+        return self.format in ("megatron", "datatrove", "mds", "ids")
 
     @property
     def conversation(self) -> str | None:

@@ -130,6 +130,25 @@ def conversations(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("data.chat_template", None, message, "data.chat_template=chatml, or a file with a template")
 
 
+@rule("data.sources", "data.root", "data.bpe_vocab")
+def imported_sources(recipe: Recipe) -> Iterator[Problem]:
+    for name, source in recipe.data.sources.items():
+        if not source.is_imported:
+            continue
+        key = f"data.sources.{name}"
+        if source.conversation is not None:
+            message = f"{key}.format={source.format} has token ids, of which none is known to be an assistant's"
+            yield Problem(f"{key}.format", source.format, message, f"leave out {key}.messages and {key}.pairs")
+        if recipe.data.bpe_vocab is not None:
+            message = f"{key} has the ids of another tokenizer"
+            yield refuse(
+                recipe, "data.bpe_vocab", message, "data.bpe_vocab=null model.tokenizer=the one that made the ids"
+            )
+        if is_url(recipe.data.root):
+            message = f"{key} is read where it lies, beside which a node needs what was found about it"
+            yield refuse(recipe, "data.root", message, "a folder that all nodes see")
+
+
 @rule("data.root", "data.cache_gb", "loss.reference")
 def token_stores(recipe: Recipe) -> Iterator[Problem]:
     if not is_url(recipe.data.root):
@@ -363,7 +382,18 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 RUN_RULES = (
-    *(family, *METHOD_RULES, sources, conversations, tokenizer, vocabulary, weights, validation),
+    *(
+        family,
+        *METHOD_RULES,
+        sources,
+        imported_sources,
+        conversations,
+        token_stores,
+        tokenizer,
+        vocabulary,
+        weights,
+        validation,
+    ),
     Rule(("run.root",), find_run_root_problems),
     *(intervals, checkpoint_root, neighbors, rewinds, profile, best, names, trackers, wandb, texts),
 )

@@ -1,0 +1,92 @@
+"""Importing: a store of a source whose ids are read where they lie (formats.py).
+
+Everything is read once: to check every id, and to choose the documents that are held out, by a hash of their ids. The store keeps
+where each document ends and which one it is, 16 bytes a document, and no tokens. Stopped, it begins again.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from tqdm import tqdm
+
+from framework.data.formats import IdFile, open_ids
+from framework.data.shard import SplitReport
+from framework.data.source import BAR_DELAY_S, SourceFile
+from framework.data.store import (
+    COUNTS_FILE,
+    ENDS_DTYPE,
+    SPLITS,
+    StoreMeta,
+    hash_blocks,
+    map_file,
+    write_checksums,
+)
+from framework.errors import DataError
+from framework.files import write_atomically
+
+# The meta of a store from what each split has and the threshold of held-out documents.
+MakeMeta = Callable[[Sequence[dict[str, SplitReport]], int], StoreMeta]
+
+
+def import_store(
+    folder: Path,
+    files: Sequence[SourceFile],
+    field: str,
+    vocab_size: int,
+    threshold: int,
+    make_meta: MakeMeta,
+    progress: bool,
+) -> None:
+    """Write the store of imported files. threshold: below it a hash is held out. DataError for ids without tokens."""
+    opened = [open_ids(file, field, vocab_size) for file in files]
+    hashes, lengths = array("Q"), array("q")
+    documents = _read_documents(files, opened, vocab_size)
+    total = sum(ids.num_documents for ids in opened)
+    for ids in tqdm(documents, "read ids", total, unit=" documents", delay=BAR_DELAY_S, disable=not progress):
+        hashes.append(xxhash.xxh3_64_intdigest(ids.astype("<u4").tobytes()))
+        lengths.append(len(ids))
+    hash_of, length_of = np.array(hashes, np.uint64), np.array(lengths, np.int64)
+    # Where there are two different documents, there is one on each side.
+    lowest, highest = (int(hash_of.min()), int(hash_of.max())) if total else (0, 0)
+    threshold = min(max(threshold, lowest + 1), highest) if threshold and lowest < highest else 0
+    is_held_out = hash_of < np.uint64(threshold)
+    splits: dict[str, SplitReport] = {}
+    counts = np.zeros(vocab_size, np.int64)
+    for split in SPLITS:
+        numbers = np.flatnonzero((length_of > 0) & (is_held_out == (split == "validation"))).astype(ENDS_DTYPE)
+        ends = np.cumsum(length_of[numbers], dtype=ENDS_DTYPE)
+        if len(ends):
+            _write(folder / f"{split}.ends", ends)
+            _write(folder / f"{split}.numbers", numbers)
+            checksum = xxhash.xxh3_128_hexdigest(hash_of[numbers].tobytes() + ends.tobytes())
+            splits[split] = SplitReport(len(ends), int(ends[-1]), checksum)
+    for number, ids in enumerate(_read_documents(files, opened, vocab_size) if "validation" in splits else ()):
+        if is_held_out[number]:
+            counts += np.bincount(ids, minlength=vocab_size)
+    meta = make_meta([splits], threshold)
+    _write(folder / COUNTS_FILE, counts)
+    mapped = (map_file(folder / name, *file) for name, file in meta.list_files().items())
+    write_checksums(folder, meta, [hash for values in mapped for hash in hash_blocks(values)])
+    meta.write(folder)
+
+
+def _read_documents(files: Sequence[SourceFile], opened: Sequence[IdFile], vocab_size: int) -> Iterator[np.ndarray]:
+    """The ids of all documents in order, checked. DataError for an id without a token."""
+    for file, ids in zip(files, opened, strict=True):
+        for number in range(ids.num_documents):
+            found = ids.read(number)
+            if len(found) and not 0 <= int(found.min()) <= int(found.max()) < vocab_size:
+                raise DataError(
+                    f"{file.path}, document {number + 1}: ids from {int(found.min())} to {int(found.max())}, and model.tokenizer"
+                    f" has {vocab_size} entries. Set model.tokenizer to the one that made these ids"
+                )
+            yield found
+
+
+def _write(path: Path, values: "np.ndarray[Any, Any]") -> None:
+    with write_atomically(path) as file:
+        file.write(values.tobytes())
