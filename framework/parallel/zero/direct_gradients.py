@@ -30,7 +30,8 @@ class _DirectLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, tick: Tensor, bias: Tensor | None, matmul: Matmul) -> Tensor:
         ctx.matmul = matmul = matmul.begin(x)
         matmul.save(ctx, x)
-        return matmul.compute(matmul.forward, x, bias)
+        # No view, which a model could not write to in place (roc_bert's embedding).
+        return matmul.compute(matmul.forward, x, bias).detach()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
