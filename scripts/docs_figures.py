@@ -27,7 +27,6 @@ from framework.mesh.context import ContextSlices  # noqa: E402
 from framework.mesh.layout import part  # noqa: E402
 from framework.mesh.topology import Topology  # noqa: E402
 from framework.model.load import load_config  # noqa: E402
-from framework.parallel.experts.dispatch import sort_pairs  # noqa: E402
 from framework.parallel.pipeline.draw import COLORS  # noqa: E402
 from framework.parallel.pipeline.schedules import SCHEDULES, make_schedule  # noqa: E402
 from framework.parallel.pipeline.simulate import peak_live, simulate, unit_costs  # noqa: E402
@@ -223,7 +222,7 @@ def mesh() -> dict[str, Any]:
 
 
 def experts() -> dict[str, Any]:
-    """What each rank's router chooses, and how many rows go to each expert: by the function that sorts a run's rows."""
+    """The experts that each rank's router chooses, how many rows go to each, and the rank that has it."""
     experts, chosen, tokens = 8, 2, 6
     found: dict[str, Any] = {}
     for words, bias in (("even", 0.0), ("some experts are popular", 2.2)):
@@ -234,8 +233,7 @@ def experts() -> dict[str, Any]:
                 scores = torch.randn(tokens, experts, generator=generator)
                 scores[:, :2] += bias
                 index = scores.topk(chosen).indices
-                _, counts = sort_pairs(index, experts, None, None)
-                ranks.append({"chosen": index.tolist(), "rows": counts.tolist()})
+                ranks.append({"chosen": index.tolist(), "rows": index.flatten().bincount(minlength=experts).tolist()})
             owners = [
                 next(rank for rank in range(degree) if expert in range(*part(experts, rank, degree)))
                 for expert in range(experts)

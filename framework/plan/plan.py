@@ -19,7 +19,7 @@ from framework.errors import RecipeError
 from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
-from framework.mesh.topology import Topology, count_node_neighbours
+from framework.mesh.topology import Topology
 from framework.model.adapters import add_adapters
 from framework.model.flops import (
     ModelSize,
@@ -40,6 +40,7 @@ from framework.optim.groups import GroupAssignment
 from framework.optim.qk_rows import QkRows, find_qk_rows
 from framework.parallel.attention import find_stock_attention, refuse_undivided_context
 from framework.parallel.experts.split import check_experts
+from framework.parallel.pipeline.measured import read_unit_times
 from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage, read_table
 from framework.parallel.stage_plan import StagePlan
@@ -303,7 +304,10 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     if derived.pp > 1:
         refuse_shared_layers(config, units, ties)
     costs = unit_flops(whole, units, derived.context)
-    pipeline = plan_pipeline(recipe.pipeline, derived.pp, derived.accumulation, costs, recipe.zero)
+    named, times = recipe.pipeline.layers, None
+    if isinstance(named, str):
+        times = read_unit_times(named, config.model_type, measure_model(whole).total, [unit.name for unit in units])
+    pipeline = plan_pipeline(recipe.pipeline, derived.pp, derived.accumulation, costs, recipe.zero, times)
     refuse_following_starts(config, whole, units, [each.start for each in pipeline.stages[1:]])
     stock_attention = None if derived.cp > 1 else find_stock_attention(config, recipe)
     groups = tuple(group_parameters_of(recipe, whole, units))
@@ -330,13 +334,10 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
 
 def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:
     """The recipe's degrees as axes, with the nodes that they lie on."""
-    derived, inner = derive(recipe), recipe.parallel.expert_hierarchical
-    if inner == "node":
-        inner = count_node_neighbours(derived.ep, derived.expert_tp, derived.ranks_per_node)
+    derived = derive(recipe)
     kv = ranks_per_kv_head(config, derived.tp)
     return replace(
-        topology_of(planned_candidate(recipe), kv, recipe.zero.secondary_shard),
-        ep_inner=inner,
+        topology_of(planned_candidate(recipe), kv, recipe.zero.secondary_shard, recipe.parallel.expert_hierarchical),
         embedding_ranks=_find_embedding_ranks(recipe.pipeline, derived),
         ranks_per_node=derived.ranks_per_node,
         two_levels=_sums_in_two_levels(recipe),

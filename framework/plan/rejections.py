@@ -40,7 +40,7 @@ FIELDS_OF_KEYS: dict[str, tuple[str, ...]] = {
     "parallel.context": ("cp", "ulysses", "is_gather"),
     "parallel.expert_tp": ("ep", "tp", "expert_tp"),
     **dict.fromkeys(("parallel.sequence", "parallel.overlap", "memory.gathered_inputs"), ("sequence", "tp")),
-    **dict.fromkeys(("parallel.expert_overlap", "parallel.expert_hierarchical"), ("ep",)),
+    **{f"parallel.expert_{name}": ("ep",) for name in ("overlap", "hierarchical", "dispatch")},
     **dict.fromkeys(("pipeline.schedule", "pipeline.virtual_stages"), ("schedule", "virtual")),
     "pipeline.layers": ("pp", "schedule", "virtual"),
     "pipeline.table": (),

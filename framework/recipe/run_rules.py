@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from framework.object_store import is_url
 from framework.output import CONTROLS, in_a_line
 from framework.recipe.derive import count_nodes, count_ranks
 from framework.recipe.environment import hide_secrets, looks_secret
@@ -127,6 +128,16 @@ def conversations(recipe: Recipe) -> Iterator[Problem]:
     if data.bpe_vocab is not None and data.chat_template is None:
         message = "a tokenizer that is trained on the data has no chat template"
         yield Problem("data.chat_template", None, message, "data.chat_template=chatml, or a file with a template")
+
+
+@rule("data.root", "data.cache_gb", "loss.reference")
+def token_stores(recipe: Recipe) -> Iterator[Problem]:
+    if not is_url(recipe.data.root):
+        message = f"data.root={recipe.data.root} is a folder, whose files are read where they are"
+        yield from refuse_useless(recipe, "data.cache_gb", message, "data.root=s3://bucket/path")
+    elif recipe.loss.reference not in (None, "base"):
+        message = f"its numbers are kept beside the tokens, and data.root={recipe.data.root} is in an object store"
+        yield refuse(recipe, "loss.reference", message, "data.root=a folder that all nodes see; or loss.reference=base")
 
 
 @rule("data.bpe_vocab", "model.tokenizer", "model.weights")
