@@ -222,7 +222,7 @@ def mesh() -> dict[str, Any]:
 
 
 def experts() -> dict[str, Any]:
-    """What each rank's router chooses, and how many rows go to each expert: by the function that sorts a run's rows."""
+    """The experts that each rank's router chooses, how many rows go to each, and the rank that has it."""
     experts, chosen, tokens = 8, 2, 6
     found: dict[str, Any] = {}
     for words, bias in (("even", 0.0), ("some experts are popular", 2.2)):
