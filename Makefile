@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Without compiling every module of torch and transformers, which takes longer than a short run: a run imports few of them.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: install develop train test tests test-slurm test-grid test-oldest try lint clean
+.PHONY: install develop train test tests test-slurm test-grid test-oldest try lint docs clean
 
 # Stamps of their own: training does not wait for what only tests and benches import, and these install all of it at once.
 install: .venv/compiled
@@ -89,6 +89,10 @@ test-oldest: $(OLDEST)/installed
 # Each option of each command, typed as a new user does, with what must be seen; ARGS=--all: also those that train or take long.
 try: install
 	$(BIN)/python scripts/try_as_user.py $(ARGS)
+
+# docs/ as a site in build/site, which opens from the disk: build/site/index.html. A broken link ends it.
+docs: develop
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -20,6 +20,7 @@
 set -euo pipefail
 
 place=${MESHWRIGHT_CLUSTER:-$HOME/.meshwright_cluster}
+switches=${MESHWRIGHT_CLUSTER_SWITCHES:-0}       # leaf switches of a tree, over which nodes are dealt in turn; 0: no topology
 first_port=${MESHWRIGHT_CLUSTER_PORT:-27800}     # the controller's; node i listens i above it
 export SLURM_CONF=$place/slurm.conf
 
@@ -87,6 +88,14 @@ CONF
     echo "NodeName=n$i Name=gpu File=$place/gpu/[0-7]" >> "$place/gres.conf"
     echo "127.0.0.1 n$i" >> "$place/hosts"
   done
+  if [ "$switches" -gt 0 ]; then
+    echo TopologyPlugin=topology/tree >> "$SLURM_CONF"
+    : > "$place/topology.conf"
+    for ((i = 1; i <= switches; i++)); do
+      echo "SwitchName=leaf$i Nodes=$(seq -s , -f n%.0f "$i" "$switches" "$1")" >> "$place/topology.conf"
+    done
+    echo "SwitchName=root Switches=$(seq -s , -f leaf%.0f "$switches")" >> "$place/topology.conf"
+  fi
   cat >> "$SLURM_CONF" <<CONF
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF

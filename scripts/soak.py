@@ -553,7 +553,7 @@ def finish(soak: Soak) -> int:
     return step_of(newest)
 
 
-def compare(desk: Desk, steps: int, parity: float = 0.0) -> list[str]:
+def compare(desk: "SoakDesk", steps: int, parity: float = 0.0) -> list[str]:
     """Train as many steps without a fault, and say in what the two runs differ. parity: what losses, and all elements of a weight
     together, may differ by, as a share; 0: by no bit."""
     dtype = ["precision=fp64"] if parity else []
@@ -561,8 +561,10 @@ def compare(desk: Desk, steps: int, parity: float = 0.0) -> list[str]:
     problems = []
     curves = [{r["step"]: r["loss"] for r in read_records(desk.folder(run) / METRICS_FILE)} for run in (RUN, REFERENCE)]
     missing = [step for step in range(1, steps + 1) if any(step not in curve for curve in curves)]
-    losses = {step: tuple(torch.tensor([curve[step]]) for curve in curves) for step in curves[0] if step in curves[1]}
-    others = sorted([*missing, *(step for step, pair in losses.items() if not is_equal(*pair, parity))])
+    losses = {step: [torch.tensor([curve[step]]) for curve in curves] for step in curves[0] if step in curves[1]}
+    others = sorted(
+        [*missing, *(step for step, (found, expected) in losses.items() if not is_equal(found, expected, parity))]
+    )
     if others:
         problems.append(f"{len(others):,} of {steps:,} losses differ or are missing, the first of step {others[0]:,}")
     weights = [desk.weights(run) for run in (RUN, REFERENCE)]

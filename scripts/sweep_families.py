@@ -91,6 +91,9 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "flex_olmo": {"num_experts": 8},
     "gemma4_text": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 704},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8, "moe_topk": 2},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
 }
 

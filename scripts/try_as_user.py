@@ -135,7 +135,7 @@ ACTIONS = (
 
 def make_place(place: Path) -> None:
     """Texts, in a folder and in a field of another name, and a folder of weights without a tokenizer."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

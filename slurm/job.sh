@@ -194,8 +194,25 @@ trap : TERM                         # scancel or preemption: the ranks get it to
 {% include "elastic.sh" %}
 
 {% endif %}
+{% if orders %}
+# Groups of tp or ep need several nodes each: ranks take them in an order by which a group's nodes lie together, from what
+# SLURM says on each node of where it is. Without an answer of every node they keep SLURM's order.
+ask_nodes() {
+  local count={{ '"${#nodes[@]}"' if moves else nodes }}
+  # shellcheck disable=SC2016    # the nodes expand them
+  MESHWRIGHT_NODES=$(timeout --kill-after=1 60 srun --overlap --quiet --job-name=ask --export=ALL \
+    --nodes="$count" --ntasks="$count" --ntasks-per-node=1 --cpus-per-task=1 {{ '--nodelist="$node_list" ' if moves }}bash -c \
+    'echo "$SLURM_NODEID $SLURMD_NODENAME ${SLURM_TOPOLOGY_ADDR:--} ${SLURM_TOPOLOGY_ADDR_PATTERN:--}"' \
+    < /dev/null | paste -sd ';')
+  export MESHWRIGHT_NODES
+}
+
+{% endif %}
 start_ranks() {
   rm -f "$outcome"
+{% if orders %}
+  ask_nodes
+{% endif %}
   # Below the ports that the kernel hands out, and nobody answers there. If it is taken meanwhile, the ranks fail and are
   # started again with another one.
   MASTER_PORT=$((20000 + RANDOM % 12000))

@@ -13,6 +13,7 @@ from framework.model.fp8 import E4M3, E5M2
 from framework.optim import triton_bits
 from framework.optim.low_bit import BLOCK, SIGNED, UNSIGNED
 from framework.optim.stochastic_rounding import FACTORS, SHIFTS
+from framework.parallel.zero import triton_rows
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FP8 = {E4M3: "*fp8e4nv", E5M2: "*fp8e5"}
@@ -32,8 +33,9 @@ def main() -> None:
     block, warps = {"BLOCK": triton_loss.BLOCK}, triton_loss.NUM_WARPS
     sums = dict.fromkeys(("maxima", "sums", "targets"), "*fp32")
     compile_for_hopper(triton_loss._read_row, rows | sums, {"VOCABULARY": 128_256, **block}, warps)
-    given = {"log_sums": "*fp32", "weights": "*fp32", "out": "*bf16"}
-    compile_for_hopper(triton_loss._differentiate_block, rows | given, block, warps)
+    given = dict.fromkeys(("log_sums", "weights", "scales"), "*fp32") | {"out": "*bf16"}
+    for has_scales in (True, False):
+        compile_for_hopper(triton_loss._differentiate_block, rows | given, {"HAS_SCALES": has_scales, **block}, warps)
     for by_row in (True, False):
         sizes = {"BY_ROW": by_row, **triton_fp8.TILE}
         compile_for_hopper(triton_fp8._find_largest, {"x": "*bf16", "largest": "*i32"}, sizes, triton_fp8.NUM_WARPS)
@@ -59,6 +61,9 @@ def main() -> None:
         codes = {"KIND": codec_kind, "BLOCK": 256}
         compile_for_hopper(triton_codec._encode, {"x": "*bf16", "message": "*u8"}, codes | {"LARGEST": 127.0})
         compile_for_hopper(triton_codec._decode_sum, {"messages": "*u8", "out": "*bf16"}, codes)
+    rows = {"table": "*fp32", "codes": "*u8", "scales": "*fp32", "columns": "*i64", "out": "*bf16"}
+    for is_nf4 in (True, False):
+        compile_for_hopper(triton_rows._decode_rows, rows, {"IS_NF4": is_nf4, "ELEMENTS": triton_rows.ELEMENTS})
 
 
 if __name__ == "__main__":

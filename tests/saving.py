@@ -9,9 +9,9 @@ from framework.checkpoint.commit import Retention, locate
 from framework.checkpoint.folder import Fault, no_fault
 from framework.checkpoint.save import CPU, Saver
 from framework.checkpoint.staging import Entry
-from framework.checkpoint.storage import Place
 from framework.comm.communicator import Communicator
 from framework.comm.objects import broadcast_object
+from framework.object_store import Place
 
 
 def save_checkpoint(

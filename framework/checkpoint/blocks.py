@@ -21,8 +21,9 @@ from weakref import finalize
 import numpy as np
 import xxhash
 
-from framework.checkpoint.storage import ObjectPath, ObjectReader, Place, read
+from framework.checkpoint.storage import ObjectReader
 from framework.errors import CheckpointError
+from framework.object_store import ObjectPath, Place, read
 
 HASH = np.dtype("<u8")
 

@@ -54,9 +54,9 @@ from framework.checkpoint.index import (
     verify_sizes,
 )
 from framework.checkpoint.object_folder import ObjectFolder
-from framework.checkpoint.storage import ObjectPath, Place, error_text, read, retry, storage_error
 from framework.errors import CheckpointError, StorageError
 from framework.lease import Lease
+from framework.object_store import ObjectPath, Place, error_text, read, retry, storage_error
 
 T = TypeVar("T")
 Folder = LocalFolder | ObjectFolder

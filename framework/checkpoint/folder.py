@@ -23,10 +23,10 @@ from typing import Self
 import numpy as np
 
 from framework.checkpoint.index import MANIFEST
-from framework.checkpoint.storage import Place, read, retry
 from framework.errors import CheckpointError, LeaseLost, MeshwrightError
 from framework.files import create_file, sync
 from framework.lease import Lease, discard
+from framework.object_store import Place, read, retry
 
 Fault = Callable[[str], None]
 

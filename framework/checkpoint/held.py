@@ -50,11 +50,12 @@ from framework.checkpoint.neighbors import (
 )
 from framework.checkpoint.node_memory import HeldName, NodeMemory
 from framework.checkpoint.staging import Entry
-from framework.checkpoint.storage import Place, checkpoints_of, read, retry, storage_error
+from framework.checkpoint.storage import checkpoints_of
 from framework.comm.communicator import Communicator
 from framework.comm.objects import broadcast_object, gather_object, share_errors
 from framework.errors import CheckpointError, StorageError
 from framework.lease import Lease
+from framework.object_store import Place, read, retry, storage_error
 
 LINEAGE_FILE = "lineage.json"
 # The most generations in a record: steps of starts before the last 32 are not held any more.

@@ -32,10 +32,11 @@ import numpy as np
 import xxhash
 
 from framework.checkpoint.blocks import BlockCache, BlockFile, DamagedCheckpoint
-from framework.checkpoint.storage import Place, read, sizes_in
+from framework.checkpoint.storage import sizes_in
 from framework.errors import CheckpointError
 from framework.mesh.box import Box
 from framework.mesh.layout import Layout, Shard
+from framework.object_store import Place, read
 
 FORMAT = 2
 MANIFEST = "manifest.json"

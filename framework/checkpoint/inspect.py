@@ -19,9 +19,10 @@ from framework.checkpoint.index import (
     verify_sizes,
 )
 from framework.checkpoint.load import BUFFER_BYTES
-from framework.checkpoint.storage import Place, checkpoints_of
+from framework.checkpoint.storage import checkpoints_of
 from framework.data.store import inspect_store
 from framework.errors import EXIT_DONE, EXIT_USER, CheckpointError
+from framework.object_store import Place
 
 # Characters shown of a value, and values shown of a group, such as the recipe's.
 LONGEST = 64

@@ -26,12 +26,12 @@ from framework.checkpoint.commit import (
 )
 from framework.checkpoint.index import DamagedCheckpoint, Index, Manifest, SavedBox
 from framework.checkpoint.staging import Entry, dtype_name
-from framework.checkpoint.storage import Place
 from framework.comm.communicator import Communicator
 from framework.comm.objects import broadcast_object, share_errors
 from framework.errors import CheckpointError, StorageError
 from framework.lease import Lease
 from framework.mesh.box import Box
+from framework.object_store import Place
 
 # Small enough that a block is still in the processor's cache when it is copied: 64 MiB cost twice the time.
 BUFFER_BYTES = 8 << 20

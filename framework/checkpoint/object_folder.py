@@ -25,14 +25,14 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from framework.checkpoint.folder import BAD, REWOUND, Fault, reported
 from framework.checkpoint.index import MANIFEST
-from framework.checkpoint.storage import KEY, ObjectPath, Place, as_os_errors, read, retry
+from framework.checkpoint.storage import KEY
 from framework.errors import CheckpointError, MeshwrightError
 from framework.lease import Lease
+from framework.object_store import ObjectPath, Place, Upload, read, retry
 
 RECORD = re.compile(r"\.epoch-(\d+)\.json")
 STEP = re.compile(r"step-(\d+)(?:\.(\d+))?")
@@ -101,7 +101,7 @@ class ObjectFolder:
         unfinished.remove_all()
         return unfinished
 
-    def create(self, path: Place, num_bytes: int) -> "Upload":
+    def create(self, path: Place, num_bytes: int) -> Upload:
         return Upload(_remote(path), num_bytes)
 
     def write(self, path: Place, data: bytes) -> None:
@@ -196,35 +196,6 @@ class ObjectFolder:
             return self._newest_record(self._names())
         except ValueError as error:
             raise CheckpointError(f"{path} is no record of a start: {error}") from error
-
-
-class Upload:
-    """A new object, which appears as a whole when it is synced, and not at all after an error."""
-
-    def __init__(self, path: ObjectPath, num_bytes: int) -> None:
-        self._file = path.create(num_bytes)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            return
-        # Closing the file, as the garbage collector does, would put what was written so far.
-        with suppress(Exception), as_os_errors():
-            self._file.discard()
-        with suppress(AttributeError):
-            self._file.closed = True
-
-    def write(self, view: memoryview) -> None:
-        with as_os_errors():
-            self._file.write(view)
-
-    def sync(self) -> None:
-        with as_os_errors():
-            self._file.close()
 
 
 def _remote(path: Place) -> ObjectPath:

@@ -56,13 +56,13 @@ from framework.checkpoint.index import (
 )
 from framework.checkpoint.save_plan import IndexPlan, SavePlan, owned_entries, plan_save
 from framework.checkpoint.staging import Entry, StagedFile, StagingMemory
-from framework.checkpoint.storage import Place, retry
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.comm.objects import broadcast_object, gather_object, share_errors
 from framework.comm.transfer import Arrival, Moment
 from framework.errors import LeaseLost, MeshwrightError
 from framework.lease import Lease
+from framework.object_store import Place, retry
 
 T = TypeVar("T")
 

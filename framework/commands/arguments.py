@@ -73,6 +73,14 @@ def make_parser(name: str, summary: str, composes: bool) -> Parser:
             metavar="DIR",
             help="a folder of your own recipes, which come first; repeatable",
         )
+        parser.add_argument(
+            "--plugins",
+            action="append",
+            default=[],
+            metavar="PLUGIN",
+            help="a package, folder or file (docs/extend.md)",
+        )
+        parser.add_argument("--no-plugins", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -82,11 +90,23 @@ def parse(parser: Parser, words: Sequence[str], composes: bool) -> argparse.Name
     if composes and arguments.help_recipe:
         print(_explain_overrides(arguments.recipes))
         parser.exit()
+    if composes:
+        arguments.overrides += [write_override_of(plugin) for plugin in arguments.plugins]
+        arguments.overrides += ["plugins=null"] * arguments.no_plugins
     if unknown and not composes:
         parser.error(f"there is no option {' '.join(unknown)}")
     if unknown:
         raise RecipeError(_explain_flags(_join_values(words, unknown), parser.format_help(), arguments.recipes))
     return arguments
+
+
+def write_override_of(plugin: str) -> str:
+    """The override that adds a plugin. A path is absolute: ranks have another working folder."""
+    from framework.recipe.overrides import PLUGINS, write_override
+    from framework.recipe.plugins import is_path
+
+    path = Path(plugin).expanduser()
+    return write_override(PLUGINS, str(path.absolute()) if is_path(plugin) or path.exists() else plugin)
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

@@ -12,13 +12,13 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 
-from framework.checkpoint.storage import is_url
 from framework.commands.arguments import compose_recipe
 from framework.errors import EXIT_DONE, EXIT_USER, MeshwrightError, RecipeError
 from framework.host import count_cores
 from framework.imports import loading_libraries
-from framework.launch.jobs import partitions, reach
+from framework.launch.jobs import find_option_problems, partitions, reach
 from framework.launch.places import refuse_unreachable, refuse_unwritable
+from framework.object_store import is_url
 from framework.optim.disk_file import refuse_folder
 from framework.recipe.clusters import find_cluster
 from framework.recipe.schema import Recipe
@@ -187,6 +187,8 @@ def _slurm(recipe: Recipe) -> DoctorLine:
         fix = "is SLURM_CONF right, is slurmctld running? scripts/local_cluster.sh start starts one on this machine"
         # Its tools without a controller are on many a workstation, which a run of this machine does not ask.
         return DoctorLine("slurm", f"not reachable: {why_not.splitlines()[0]}", fix, recipe.launch.kind == "slurm")
+    if recipe.launch.kind == "slurm" and (problem := next(find_option_problems(recipe.launch), None)) is not None:
+        return DoctorLine("slurm", f"{problem.key}={problem.value} {problem.message}", problem.fix)
     return DoctorLine("slurm", partitions())
 
 

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,11 +33,12 @@ from framework.faults.plan import (
 )
 from framework.launch.directory import RunDirectory, find_run
 from framework.launch.jobs import find_jobs, has_ended, is_running, read_history
+from framework.launch.order import NODES, find_rank
 from framework.launch.places import explain_errors
 from framework.launch.slurm import RANK_PROGRAM
 from framework.mesh.placement import place
 from framework.recipe.compose import load_recipe
-from framework.recipe.derive import derive
+from framework.recipe.derive import at_nodes, derive
 from framework.recipe.schema import Recipe
 from framework.start import python_words, slurm_environment
 from framework.track.jsonl import METRICS_FILE, read_records
@@ -215,8 +216,17 @@ def find_ranks(run_dir: Path) -> dict[int, int]:
                 continue
             variables = dict(re.findall(rb"(\w+)=([^\0]*)", (process / "environ").read_bytes()))
             if (rank := variables.get(b"RANK", variables.get(b"SLURM_PROCID"))) is not None:
-                found[int(rank)] = int(process.name)
+                found[_rank_of(run_dir, int(rank), variables)] = int(process.name)
     return found
+
+
+def _rank_of(run_dir: Path, launched: int, variables: Mapping[bytes, bytes]) -> int:
+    """The rank of a process by the number with which it was launched, and its environment."""
+    answers, nodes = variables.get(NODES.encode()), variables.get(b"SLURM_STEP_NUM_NODES")
+    if answers is None or nodes is None:
+        return launched
+    recipe = at_nodes(load_recipe(RunDirectory(run_dir).recipe), int(nodes))
+    return find_rank(derive(recipe), launched, {NODES: answers.decode()})
 
 
 def _corrupt(run: RunDirectory, fault: Fault) -> int:

@@ -2,8 +2,8 @@
 
 import argparse
 
-from framework.checkpoint.storage import is_url, open_place
 from framework.launch.directory import find_run
+from framework.object_store import is_url, open_place
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

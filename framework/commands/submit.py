@@ -20,7 +20,7 @@ from framework.files import PRIVATE, write_file
 from framework.launch.directory import RunDirectory
 from framework.launch.elastic import legal_counts, plan_counts
 from framework.launch.identity import describe_identity
-from framework.launch.jobs import WAITING_OR_RUNNING, find_job, require_sbatch, submit_script
+from framework.launch.jobs import WAITING_OR_RUNNING, find_job, find_option_problems, require_sbatch, submit_script
 from framework.launch.parts import (
     RunPart,
     begin,
@@ -141,7 +141,7 @@ def check_machine(recipe: Recipe, dry_run: bool) -> None:
     if recipe.launch.kind != "slurm":
         raise RecipeError("launch.kind=local has nothing to submit: choose launch=slurm, or `meshwright train`")
     container = recipe.launch.container
-    problems = list(find_script_problems(recipe, Path.cwd()))
+    problems = [*find_script_problems(recipe, Path.cwd()), *find_option_problems(recipe.launch)]
     if (
         container.kind != "none"
         and container.image

@@ -13,7 +13,6 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from framework.checkpoint.commit import list_checkpoints, locate, newest_checkpoint, step_of
 from framework.checkpoint.load import Reader
 from framework.checkpoint.staging import Entry
-from framework.checkpoint.storage import Place
 from framework.data.chat import Chat
 from framework.data.tokenize import INFO_FILE, hash_file, load_tokenizer
 from framework.errors import RunError
@@ -29,9 +28,11 @@ from framework.model.load import build_meta, load_config
 from framework.model.peft_folder import write_adapter
 from framework.model.units import Unit, find_units, set_parameter, tied_names
 from framework.model.weights import read_weights, write_weights, writing_folder
+from framework.object_store import Place
 from framework.optim.averages import AVERAGE
 from framework.parallel.zero.row_codes import round_rows
 from framework.recipe.compose import load_recipe
+from framework.recipe.plugins import import_plugins
 from framework.recipe.schema import Model, Recipe
 from framework.recipe.stages import stage_of
 
@@ -189,6 +190,7 @@ class UnitReader:
 def read_settings(directory: RunDirectory, checkpoint: Place) -> tuple[Recipe, Reader]:
     """The recipe of the checkpoint's stage, and the checkpoint, which says whether run and tokenizer are still its own."""
     recipe, reader = load_recipe(directory.recipe), Reader(checkpoint)
+    import_plugins(recipe.plugins)
     verify_identity(directory, recipe, reader.manifest.state)
     return stage_of(recipe, reader.manifest.step).recipe, reader
 

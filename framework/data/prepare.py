@@ -285,6 +285,7 @@ def _build(recipe: Recipe, places: DataPlaces, absent: Sequence[StorePlace], wor
             threshold=_initial_threshold(recipe),
             validation=recipe.data.validation,
             max_bad_records=recipe.data.bad_records,
+            plugins=tuple(recipe.plugins),
         )
         shards = enumerate(plan_shards(files, progress))
         jobs = [make_job(shard=shard, spans=tuple(spans)) for shard, spans in shards]

@@ -33,6 +33,7 @@ from framework.data.store import (
 )
 from framework.data.tokenize import INFO_FILE, hash_template, read_info
 from framework.errors import DataError, StorageError
+from framework.recipe.plugins import hash_owner
 from framework.recipe.schema import Data, Recipe, Source
 
 # Raise it when equal conversations give other tokens.
@@ -130,6 +131,8 @@ def locate(recipe: Recipe, progress: bool = False) -> DataPlaces:
 def _describe_source(source: Source) -> dict[str, Any]:
     """The properties of a source that its tokens depend on; its weight is not one."""
     words = {"path": source.path, "format": source.format, "field": source.field, "version": TOKENS_VERSION}
+    if reader := hash_owner("reader", source.format):
+        words["reader"] = reader
     # Without conversations names stay as they were before there were any.
     if source.conversation is not None:
         words |= {"messages" if source.messages else "pairs": source.conversation, "chat_version": CHAT_VERSION}
@@ -144,6 +147,8 @@ def _describe_tokenizer(
     template = {} if data.chat_template is None else {"chat_template": hash_template(data.chat_template)}
     if name:
         patterns = TOKENIZER_FILES + ("chat_template*",) * data.has_conversations
+        if code := hash_owner("tokenizer", name):
+            return {"tokenizer": name, "code": code, **template}, [()]
         return {"tokenizer": name, **template}, [_list_tokenizer_files(Path(name).expanduser(), patterns)]
     if recipe.data.bpe_vocab is None:
         raise DataError(

@@ -19,7 +19,7 @@ import lzma
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count, groupby
@@ -52,6 +52,8 @@ JSON_BLANKS = re.compile(r"[ \t\n\r]*")
 # Finds where a value ends, also one that `json` refuses for an integer of more digits than Python converts.
 LENIENT_JSON = json.JSONDecoder(parse_int=float)
 DIALECTS = {"csv": csv.excel, "tsv": csv.excel_tab}
+# Formats of plugins, by name: of a file's path, its records as mappings, or as texts.
+READERS: dict[str, Callable[[Path], Iterable[Any]]] = {}
 # What libraries raise for a truncated, corrupt or unreadable file.
 DAMAGE = (pyarrow.ArrowException, zlib.error, lzma.LZMAError, EOFError, OSError)
 
@@ -89,7 +91,7 @@ def plan_shards(files: Iterable[SourceFile], progress: bool = False) -> list[lis
 def _cut_file(file: SourceFile, span_bytes: int) -> Iterator[FileSpan]:
     if file.kind == "json" and not _is_array(file):
         file = replace(file, kind="jsonl")
-    if file.kind in ("json", "csv", "tsv") or strip_compression(file.path) != file.path:
+    if file.kind in ("json", "csv", "tsv", *READERS) or strip_compression(file.path) != file.path:
         yield FileSpan(file, 0, WHOLE, file.num_bytes)
         return
     if file.kind in ("parquet", "arrow"):
@@ -183,7 +185,7 @@ def read_records(span: FileSpan, field: str, beside: Sequence[str] | None = None
     }
     num_read = 0
     try:
-        for record in readers[span.file.kind]():
+        for record in readers.get(span.file.kind, lambda: _read_added(span, asked))():
             num_read = record.index + 1
             yield record
     except DAMAGE as error:
@@ -318,6 +320,11 @@ def _read_json(span: FileSpan, asked: Asked) -> Iterator[Record]:
             index, position = index + 1, _skip_blanks(text, position + 1)
     if text[position + 1 :].strip():
         raise _broken_array(span.file, index, "text behind the ] of the array")
+
+
+def _read_added(span: FileSpan, asked: Asked) -> Iterator[Record]:
+    for index, value in enumerate(READERS[span.file.kind](span.file.path)):
+        yield _take_field(index, {asked.field: value} if isinstance(value, str) else value, asked)
 
 
 def _skip_blanks(text: str, position: int) -> int:

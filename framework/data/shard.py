@@ -55,6 +55,7 @@ from framework.data.store import (
 from framework.data.tokenize import TokenizerInfo
 from framework.errors import DataError
 from framework.files import unfinished_path, write_atomically, write_json
+from framework.recipe.plugins import import_plugins
 
 # Descriptors in the parent: both ends of a worker's life (`multiprocessing` keeps two pipes), and what else is open.
 DESCRIPTORS_PER_WORKER = 2
@@ -215,6 +216,8 @@ class ShardJob:
     """data.validation."""
     max_bad_records: int
     """data.bad_records."""
+    plugins: tuple[str, ...] = ()
+    """Plugins of the recipe, whose formats a worker reads."""
 
     @property
     def num_bytes(self) -> int:
@@ -223,6 +226,7 @@ class ShardJob:
 
 def tokenize_shard(job: ShardJob) -> ShardReport:
     """Write a shard and its report. DataError as soon as it alone has more than `max_bad_records`."""
+    import_plugins(job.plugins)
     clear_shard(job.folder, job.shard)
     dtype = choose_dtype(job.tokenizer.vocab_size)
     hashes: list[int] = []

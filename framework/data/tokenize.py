@@ -45,6 +45,10 @@ AGREEING_TOKENS = 64
 
 Encode = Callable[[str], np.ndarray]
 
+# Of plugins, by name: what makes a fast tokenizer of transformers, and the text of a template.
+TOKENIZERS: dict[str, Callable[[], Any]] = {}
+CHAT_TEMPLATES: dict[str, str] = {}
+
 
 @dataclass(frozen=True)
 class TokenizerInfo:
@@ -64,6 +68,8 @@ def load_tokenizer(name: str, revision: str | None = None, key: str = "model.tok
 
     DataError if there is none, ModelError if there is neither such a folder nor a hub that answers.
     """
+    if name in TOKENIZERS:
+        return TOKENIZERS[name]()
     from transformers import AutoTokenizer  # two seconds, and the workers do not need it
 
     from framework.model.hub import TOKENIZER_FILES, resolve_folder
@@ -89,6 +95,8 @@ def _has_tokenizer_files(folder: Path) -> bool:
 
 def read_template(name: str) -> str | None:
     """The text of the template that `data.chat_template` names, a file or one that Meshwright ships; None if it is neither."""
+    if name in CHAT_TEMPLATES:
+        return CHAT_TEMPLATES[name]
     for path in (Path(name).expanduser(), TEMPLATES / f"{name}.jinja"):
         if path.is_file():
             return path.read_text(encoding="utf-8")

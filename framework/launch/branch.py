@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from framework.checkpoint.commit import list_checkpoints, locate, newest_checkpoint, open_checkpoint, step_of
-from framework.checkpoint.storage import Place
 from framework.errors import ModelError, RecipeError, RunError
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory, find_run
 from framework.launch.places import explain_errors
 from framework.lease import Lease
+from framework.object_store import Place
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import Composition, compose, load_recipe
 from framework.recipe.files import search_path

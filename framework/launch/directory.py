@@ -25,12 +25,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TextIO
 
-from framework.checkpoint.storage import CHECKPOINTS, Place, checkpoints_of
+from framework.checkpoint.storage import CHECKPOINTS, checkpoints_of
 from framework.errors import LeaseLost, RunError, RunInUse
 from framework.launch.places import explain_errors
 from framework.launch.record import begin_anew, first_record, now, read_record, write_record
 from framework.lease import Holder, Lease, read_lease, take
 from framework.monitor.stop import SAVE_FILE, STOP_FILE
+from framework.object_store import Place
 from framework.recipe.schema import Run
 
 # SLURM says that the holder has ended, and its lock is still held: after this time the run is taken from it.

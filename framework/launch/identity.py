@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from framework.launch.places import explain_errors
 from framework.lease import Lease
 from framework.recipe.compose import load_recipe
 from framework.recipe.convert import to_recipe
-from framework.recipe.keys import NAME, flatten, list_keys, nest, plain
+from framework.recipe.keys import NAME, flatten, list_keys, matches, nest, plain
 from framework.recipe.problem import show
 from framework.recipe.schema import Recipe
 from framework.recipe.stages import stage_of
@@ -53,6 +52,7 @@ MAY_CHANGE = (
     ("eval.*", "looks at the weights, does not change them"),
     ("track.*", "who watches"),
     ("data.root", "where the token stores lie; their fingerprints say what is in them"),
+    ("plugins", "where their code lies; run.json has the version of each at each launch"),
     ("run.*", "the directory, which names itself"),
 )
 ABSENT = "(not set)"
@@ -64,13 +64,13 @@ Values = Mapping[str, Any]
 
 def may_change(key: str) -> bool:
     """Whether a resume may set another value of a key."""
-    return key != KEY and any(fnmatch(key, pattern) for pattern, _ in MAY_CHANGE)
+    return key != KEY and any(matches(key, pattern) for pattern, _ in MAY_CHANGE)
 
 
 def values_of(recipe: Recipe) -> dict[str, Any]:
     """Values of a recipe by key, in the form in which they are recorded."""
     values = flatten(plain(asdict(recipe)))
-    return {key: each for key, each in values.items() if not any(fnmatch(key, pattern) for pattern in UNRECORDED)}
+    return {key: each for key, each in values.items() if not any(matches(key, pattern) for pattern in UNRECORDED)}
 
 
 def fixed(values: Values) -> dict[str, Any]:
@@ -190,5 +190,5 @@ def keep_tokenizer(run: RunDirectory, lease: Lease, tokenizer: Path) -> None:
 
 
 def _is_default(key: str, value: Any) -> bool:
-    is_known = (fnmatch(key, each.path.replace(NAME, "*")) and plain(each.default) == value for each in list_keys())
+    is_known = (matches(key, each.path.replace(NAME, "*")) and plain(each.default) == value for each in list_keys())
     return value == {} or any(is_known)

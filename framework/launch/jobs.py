@@ -5,11 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from framework.errors import RunError
 from framework.launch.directory import RunDirectory
+from framework.recipe.problem import Problem
+from framework.recipe.schema import Launch
 from framework.start import slurm_environment
 
 # States in which a job may still train.
@@ -66,6 +69,23 @@ def require_sbatch() -> None:
             "there is no sbatch on the path: submit on a login node of your cluster. To try it on this machine:"
             " scripts/local_cluster.sh (docs/slurm.md); to train here without SLURM: launch=local"
         )
+
+
+# Options that SLURM has learnt in a version, by the key that asks for them.
+OPTION_VERSIONS = {"launch.segment": (23, 11)}
+
+
+def find_option_problems(launch: Launch) -> Iterator[Problem]:
+    """Keys that ask for options of sbatch which this machine's SLURM does not have; none where nobody says its version."""
+    found = (
+        re.search(r"slurm\S* (\d+)\.(\d+)", call(["sbatch", "--version"]).stdout) if shutil.which("sbatch") else None
+    )
+    here = tuple(map(int, found.groups())) if found else max(OPTION_VERSIONS.values())
+    for key, version in OPTION_VERSIONS.items():
+        value = getattr(launch, key.removeprefix("launch."))
+        if value is not None and here < version:
+            message = f"needs SLURM {version[0]}.{version[1]:02} or later, and here is {here[0]}.{here[1]:02}"
+            yield Problem(key, value, message, f"{key}=null; launch.switches=1 for a tree topology")
 
 
 def find_job(job_id: str) -> JobState | None:

@@ -28,6 +28,7 @@ from framework.optim.disk_file import refuse_folder
 from framework.recipe.compose import load_recipe, save_recipe
 from framework.recipe.derive import derive
 from framework.recipe.describe import describe_blend
+from framework.recipe.plugins import describe_plugins
 from framework.recipe.problem import show
 from framework.recipe.schema import Recipe
 from framework.recipe.stages import count_tokens, describe_stage, split_stages
@@ -99,6 +100,8 @@ class RunPart:
     def note(self, run: RunDirectory, lease: Lease, overrides: list[str], **more: Any) -> None:
         """Add the launch to run.json; the tokenizer stays what it was when the run was begun."""
         identity = describe_identity(run, self.recipe)
+        if self.recipe.plugins:
+            more["plugins"] = describe_plugins(self.recipe.plugins)
         if self.recipe.run.start_from is not None:
             more["start_from"] = self.recipe.run.start_from
         if self.tokenizer is None:
@@ -239,6 +242,8 @@ def summarize(recipe: Recipe, model_type: str) -> str:
         )
     if (recipe.launch.device, recipe.precision.compute) == ("cpu", "fp8"):
         lines["device"] += " emulated, as CPUs have none: the same numbers, slower than bf16"
+    if recipe.plugins:
+        lines["plugins"] = ", ".join(f"{name} ({code})" for name, code in describe_plugins(recipe.plugins).items())
     if recipe.launch.kind == "slurm":
         lines["nodes"] = place(derived).describe()
         lines |= {"experts": advice} if (advice := place(derived).advise_experts()) else {}

@@ -6,18 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from framework.checkpoint.storage import (
-    CHECKPOINTS,
-    KEY,
-    LASTING,
-    POINTER,
-    ObjectPath,
-    find_probe_error,
-    open_place,
-    storage_error,
-)
+from framework.checkpoint.storage import CHECKPOINTS, KEY, POINTER, find_probe_error
 from framework.errors import RunError
 from framework.files import PRIVATE, write_file
+from framework.object_store import LASTING, ObjectPath, open_place, storage_error
 
 RUN_ROOT = "run.root"
 # Errors of a file system without file locks.

@@ -22,8 +22,10 @@ import xxhash
 import framework
 from framework.errors import EXIT_FAILED, HungError, MeshwrightError
 from framework.host import count_cores
+from framework.launch.order import NODES
 from framework.launch.task import claim_outcome, is_task
 from framework.output import keep_streams
+from framework.recipe.plugins import describe_plugins
 from framework.recipe.schema import Launch, Recipe
 
 _PACKAGE = Path(__file__).parents[1]
@@ -142,6 +144,10 @@ def take_fingerprint(recipe: Recipe) -> dict[str, str]:
         "device": recipe.launch.device,
         "compute": recipe.precision.compute,
     }
+    if NODES in os.environ:
+        found["nodes"] = xxhash.xxh3_64_hexdigest(os.environ[NODES].encode())
+    if recipe.plugins:
+        found["plugins"] = str(describe_plugins(recipe.plugins))
     if recipe.launch.device == "cuda":
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found

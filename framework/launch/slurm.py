@@ -15,8 +15,9 @@ from typing import Any
 
 import jinja2
 
-from framework.checkpoint.storage import open_place
 from framework.launch.jobs import call
+from framework.mesh.placement import place
+from framework.object_store import open_place
 from framework.recipe.derive import Derived, can_move, derive, has_range, node_counts
 from framework.recipe.environment import names_in, shell_word
 from framework.recipe.overrides import write_resume
@@ -66,6 +67,8 @@ def render(
             template=template,
             options=_options(recipe, derived, run_dir.name, log, here, array, counts),
             moves=moves,
+            orders=bool(place(derived).units),
+            nodes=derived.nodes,
             counts=counts,
             spares=launch.spares,
             ranks_per_node=derived.ranks_per_node,
@@ -203,6 +206,8 @@ def _options(
         ("partition", launch.partition),
         ("account", launch.account),
         ("qos", launch.qos),
+        ("segment", launch.segment),
+        ("switches", launch.switches),
         ("time", launch.time),
         ("signal", f"B:USR1@{launch.signal_seconds_before_end}"),
         ("chdir", here),
@@ -211,6 +216,7 @@ def _options(
     ]
     return [f"--{name}={_sbatch_word(str(value))}" for name, value in pairs if value is not None] + [
         "--requeue",
+        *(["--exclusive"] if launch.exclusive else []),
         *(["--no-kill"] if can_move(recipe) else []),
         *launch.sbatch,
     ]

@@ -9,6 +9,7 @@ from pathlib import Path
 from framework.errors import LeaseLost, NodeError, TopologyError
 from framework.launch.directory import HolderState, describe_self
 from framework.launch.jobs import WAITING_OR_RUNNING, find_job, read_history
+from framework.launch.order import find_rank
 from framework.lease import Holder, read_lease
 from framework.mesh.placement import place
 from framework.monitor.goodput import Job
@@ -28,13 +29,16 @@ def count_nodes() -> int:
     return int(os.environ["SLURM_STEP_NUM_NODES"])
 
 
-def adopt_task() -> None:
-    """Set the variables of torch's launchers from those of SLURM. Where torchrun started the rank, it has done so."""
+def adopt_task(derived: Derived) -> None:
+    """Set the variables of torch's launchers from those of SLURM, where torchrun has not done so; the rank by the order of the
+    nodes. Raises TopologyError where SLURM's numbers are not those of the plan."""
     if "RANK" not in os.environ:
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
         os.environ["LOCAL_WORLD_SIZE"] = os.environ["SLURM_NTASKS_PER_NODE"]
+    check_place(derived)
+    os.environ["RANK"] = str(find_rank(derived, int(os.environ["RANK"])))
 
 
 def describe_start() -> Holder:
@@ -69,7 +73,7 @@ def refuse_stale(run_dir: Path, began_at: int) -> None:
 
 
 def check_place(derived: Derived) -> None:
-    """Raises TopologyError when this rank is not on the node that the plan gives it."""
+    """Raises TopologyError when SLURM has not numbered this rank's node as the plan does, before nodes are ordered anew."""
     placement, rank = place(derived), int(os.environ["RANK"])
     node, nodes = int(os.environ["SLURM_NODEID"]), int(os.environ["SLURM_STEP_NUM_NODES"])
     if (node, nodes) != (placement.node(rank), placement.num_nodes):

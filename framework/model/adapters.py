@@ -81,7 +81,15 @@ def add_adapters(model: PreTrainedModel, adapter: Adapter) -> None:
             empty = torch.empty(shape, dtype=module.get_parameter(own_name).dtype, device="meta")
             module.register_parameter(name_beside(f".{own_name}", part)[1:], nn.Parameter(empty))
         if adapter.dropout:
-            module.add_module(DROPOUT, nn.Dropout(adapter.dropout))
+            module.add_module(DROPOUT, AdapterDropout(adapter.dropout))
+
+
+class AdapterDropout(nn.Dropout):
+    """Dropout in front of A. mask: the number with which its seed is exclusive-or'd, not 0 where ranks hold other inputs."""
+
+    def __init__(self, p: float, mask: int = 0) -> None:
+        super().__init__(p)
+        self.mask = mask
 
 
 def _sizes(module: nn.Module, weight: str) -> tuple[tuple[int, ...], tuple[int, int]]:

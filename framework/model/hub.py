@@ -49,8 +49,8 @@ def resolve_folder(
     except LocalEntryNotFoundError as error:
         raise ModelError(
             f"{key}={_at(name_or_path, revision)} is no folder here, no snapshot of it is in the hub cache, and the hub"
-            f" cannot be reached: run `{_download(name_or_path, revision)}` where there is internet, or give the path of a local"
-            " folder"
+            f" cannot be reached: run `{_download(name_or_path, revision, files)}` where there is internet, or give the path of"
+            " a local folder"
         ) from error
     except HfHubHTTPError as error:
         raise ModelError(
@@ -156,8 +156,10 @@ def _at(name: str, revision: str | None) -> str:
     return name if revision is None else f"{name} at {revision}"
 
 
-def _download(name: str, revision: str | None) -> str:
-    return f"hf download {name}" + (f" --revision {revision}" if revision else "")
+def _download(name: str, revision: str | None, files: Sequence[str] = FILES) -> str:
+    """The command that fetches a model, or of it the one file that is asked for."""
+    only = f" {CONFIG}" if tuple(files) == (CONFIG,) else ""
+    return f"hf download {name}{only}" + (f" --revision {revision}" if revision else "")
 
 
 def keep_files(weights: Path, folder: Path) -> None:

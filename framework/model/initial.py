@@ -12,6 +12,7 @@ buffers and parameters without memory.
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -84,6 +85,10 @@ def draw_unit(model: PreTrainedModel, unit: Unit, seed: int, device: torch.devic
             module._parameters[own_name] = parameter
     unwritten = [name for name, value in values.items() if bool(value.isnan().any())]
     if unwritten:
+        constants = find_constants(model.config)
+        values |= {name: constants[star(name)].to(device) for name in unwritten if star(name) in constants}
+        unwritten = [name for name in unwritten if star(name) not in constants]
+    if unwritten:
         raise ModelError(
             f"{model.config.model_type} models cannot start from random weights: transformers has no initialiser for"
             f" {', '.join(unwritten)}. Set model.weights, or choose another model.family"
@@ -91,6 +96,23 @@ def draw_unit(model: PreTrainedModel, unit: Unit, seed: int, device: torch.devic
     values |= draw_adapters(model, unit, seed, device)
     add_magnitudes(model, values, unit.parameters)
     return values
+
+
+def find_constants(config: PretrainedConfig) -> dict[str, Tensor]:
+    """Values of one number that constructors give to parameters whatever the seed (apertus' activation), of a small copy: fp32,
+    by name with a star for numbers."""
+    copies = []
+    for seed in (0, 1):
+        with torch.random.fork_rng(devices=[]):
+            seed_rng(seed)
+            copies.append(AutoModelForCausalLM.from_config(shrink(config), dtype=torch.float32))
+    pairs = zip(copies[0].named_parameters(), copies[1].parameters(), strict=True)
+    return {star(name): one.detach().float() for (name, one), other in pairs if one.numel() == 1 and one.equal(other)}
+
+
+def star(name: str) -> str:
+    """A parameter's name with a star for each number: what one layer has, all have."""
+    return re.sub(r"(?<=[.])[0-9]+(?=[.])", "*", name)
 
 
 def draw_adapters(model: nn.Module, unit: Unit, seed: int, device: torch.device) -> dict[str, Tensor]:

@@ -88,7 +88,7 @@ class AdapterMatmul(Matmul):
         if dropout is not None and dropout.training:
             # Drawn where forward is, so that a layer that is computed again finds the same ones.
             # On the host, whose stream is seeded as the device's, so that nobody waits for it.
-            passage._seed, passage._dropped_share = int(torch.randint(2**62, ())), dropout.p
+            passage._seed, passage._dropped_share = int(torch.randint(2**62, ())) ^ dropout.mask, dropout.p
         return passage
 
     def forward(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

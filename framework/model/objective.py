@@ -24,7 +24,6 @@ Shapes: B rows, T tokens of them on this rank, S places for documents in a row, 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -80,11 +79,15 @@ class Statistics:
         """-log p of all labels, and their z-loss, summed: a scalar."""
         return self.head(self.logits, self.labels, self.labels.new_ones(()), self.z_loss)
 
+    def of_tokens(self) -> Tensor:
+        """-log p of each label, 0 without one: [B, T] in at least fp32."""
+        return self.head.of_tokens(self.logits, self.labels)
+
     @cached_property
     def answers(self) -> "Answers":
         """The answers of all pairs. All-reduces 2 B S numbers over `cp`, and as many in backward."""
         assert self.pairs is not None, "rows of pairs"
-        log_p = -self.head.of_tokens(self.logits, self.labels)
+        log_p = -self.of_tokens()
         # Each rank has its own copy of the loss of these sums: so backward sums as well.
         sums = copy_to(self._sum_documents(log_p, self.labels != IGNORE), self.cp).unflatten(-1, (-1, 2))
         return Answers(sums[0], sums[1].detach().clamp(min=1), self.pairs)
@@ -92,7 +95,7 @@ class Statistics:
     def score_documents(self) -> Tensor:
         """[2, B, S]: the log-probability of each document's labels, and how many of them are not the likeliest token. All-reduces
         as many numbers over `cp`."""
-        log_p = -self.head.of_tokens(self.logits, self.labels)
+        log_p = -self.of_tokens()
         return self._sum_documents(log_p, (self.labels != IGNORE) & (self.head.likeliest(self.logits) != self.labels))
 
     def _sum_documents(self, *of_tokens: Tensor) -> Tensor:
@@ -154,7 +157,7 @@ def _next_token(statistics: Statistics, settings: LossSettings) -> Terms:
     return Terms(statistics.sum_losses())
 
 
-def _count_tokens(labels: Tensor, pairs: Pairs | None) -> Tensor:
+def count_tokens(labels: Tensor, pairs: Pairs | None) -> Tensor:
     return count_loss_tokens(labels)
 
 
@@ -230,13 +233,11 @@ def _preference(comparison: Comparison, *more: str) -> Objective:
     return Objective(compute, _count_pairs, ("reward_chosen", "reward_rejected", "reward_accuracy", *more))
 
 
-LOSSES: Mapping[str, Objective] = MappingProxyType(
-    {
-        "next_token": Objective(_next_token, _count_tokens),
-        "dpo": _preference(_dpo, "kl"),
-        "ipo": _preference(_ipo, "kl"),
-        "simpo": _preference(_simpo),
-        "orpo": _preference(_orpo),
-        "kto": _preference(_kto, "kl"),
-    }
-)
+LOSSES: dict[str, Objective] = {
+    "next_token": Objective(_next_token, count_tokens),
+    "dpo": _preference(_dpo, "kl"),
+    "ipo": _preference(_ipo, "kl"),
+    "simpo": _preference(_simpo),
+    "orpo": _preference(_orpo),
+    "kto": _preference(_kto, "kl"),
+}

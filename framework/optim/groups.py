@@ -17,7 +17,7 @@ Both ends are open in the same way: neither the first nor the last step of a run
 import difflib
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -178,6 +178,14 @@ def _near(pattern: str, names: list[str], count: int = 3) -> list[str]:
     return sorted(shapes_of_names, key=likeness, reverse=True)[:count]
 
 
+# By the name of a schedule, from the share of the way between warm-up and end that is done, the share of the way between the
+# last rate and the peak.
+SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+}
+
+
 def learning_rate(step: int, schedule: LearningRateSchedule, peak: float, total_steps: int) -> float:
     """The rate used by the optimizer step of 0-based index `step`; beyond the schedule's end it stays at its last value.
     total_steps: of the run, with which a schedule ends that does not state its end."""
@@ -190,13 +198,11 @@ def learning_rate(step: int, schedule: LearningRateSchedule, peak: float, total_
     match schedule.name:
         case "constant":
             return peak
-        case "linear":
-            shape = 1 - _progress(step, warmup_steps, num_steps)
-        case "cosine":
-            shape = (1 + math.cos(math.pi * _progress(step, warmup_steps, num_steps))) / 2
         case "wsd":
             progress = _progress(step, wsd_decay_start(schedule, num_steps), num_steps)
             shape = _decay(progress, schedule.decay_shape, schedule.final_ratio)
+        case _:
+            shape = SHAPES[schedule.name](_progress(step, warmup_steps, num_steps))
     return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * shape)
 
 

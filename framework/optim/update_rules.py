@@ -136,6 +136,40 @@ class MovingAverage(torch.optim.Optimizer):
         return None
 
 
+# (value, gradient, states by name, learning rate, weight decay, settings) -> value and states after an update: a pure function of
+# single elements, each tensor [n] in the master dtype.
+ElementRule = Callable[[Tensor, Tensor, dict[str, Tensor], float, float, Optim], tuple[Tensor, dict[str, Tensor]]]
+
+
+class ElementOptimizer(torch.optim.Optimizer):
+    """The optimizer of an `ElementRule`. `grad_scale` and `found_inf` as of `Lion`: the rule knows of neither."""
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(self, params: Iterable[Any], rule: ElementRule, optim: Optim):
+        super().__init__(params, {"lr": optim.lr, "weight_decay": 0.0})
+        self._rule, self._optim, self._names = rule, optim, tuple(OPTIMIZERS[optim.name].states(optim))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            for param in (each for each in group["params"] if each.grad is not None):
+                gradient, states = param.grad, self.state[param]
+                if self.grad_scale is not None:
+                    gradient.div_(self.grad_scale)
+                for name in self._names:
+                    states.setdefault(name, torch.zeros_like(param))
+                old = {name: states[name] for name in self._names}
+                value, new = self._rule(param, gradient, old, group["lr"], group["weight_decay"], self._optim)
+                for tensor, updated in ((param, value), *((old[name], new[name]) for name in self._names)):
+                    # Chosen on the device, so the host never asks whether the step is skipped.
+                    is_skipped = None if self.found_inf is None else self.found_inf > 0
+                    tensor.copy_(updated if is_skipped is None else torch.where(is_skipped, tensor, updated))
+        return None
+
+
 # By the name of an optimizer; of Muon the elementwise part (`muon.py`). torch's own with its fused kernels, each over all tensors
 # of a parameter group.
 OPTIMIZERS: dict[str, UpdateRule] = {

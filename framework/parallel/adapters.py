@@ -17,7 +17,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from framework.mesh.layout import Layout
-from framework.model.adapters import DROPOUT, MAGNITUDE, A, B, find_adapted, has_adapter, holds_transposed, name_beside
+from framework.model.adapters import (
+    DROPOUT,
+    MAGNITUDE,
+    A,
+    AdapterDropout,
+    B,
+    find_adapted,
+    has_adapter,
+    holds_transposed,
+    name_beside,
+)
+from framework.model.initial import seed_for
 from framework.model.low_rank import AdapterMatmul, AdapterSwitch, StackedAdapterMatmul
 from framework.model.matmul import GradView, Matmul, StackedMatmul
 from framework.parallel.stage_plan import StagePlan
@@ -38,7 +49,9 @@ def place_adapters(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: 
             empty = torch.empty(layout.shape_local, dtype=module.get_parameter(own_name).dtype, device="meta")
             module.register_parameter(name.rpartition(".")[2], nn.Parameter(empty))
         if plan.recipe.adapter.dropout:
-            module.add_module(DROPOUT, nn.Dropout(plan.recipe.adapter.dropout))
+            is_cut = any(shard.axis == "tp" for shard in placed[name_beside(weight, A)].shards)
+            mask = seed_for("rank of an adapter's inputs", plan.tokens.tp.rank) if is_cut else 0
+            module.add_module(DROPOUT, AdapterDropout(plan.recipe.adapter.dropout, mask))
     return placed
 
 

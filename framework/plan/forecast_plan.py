@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from framework.mesh.placement import BLOCK_AXES
 from framework.parallel.parallelize import find_eager_layers
 from framework.parallel.pipeline.simulate import Costs
 from framework.plan.candidate import Candidate, method_of
@@ -77,6 +78,15 @@ def forecast_plan(plan: Plan) -> PlanForecast:
         )
     methods = _compare_methods(plan, times, candidate)
     return PlanForecast(plan, cluster, candidate, forecast, costs, tuple(cautions), methods)
+
+
+def forecast_cut(plan: Plan, num_nodes: int) -> tuple[float, float]:
+    """(seconds of a step, seconds of it that messages of tp and ep take between nodes beyond what they would within one).
+    num_nodes: of such a group."""
+    times = TimeModel(plan.shape, plan.recipe, ClusterRates.from_recipe(plan.recipe))
+    apart = times.forecast(plan.candidate)
+    near = times.forecast(plan.candidate.changed({"ranks_per_node": num_nodes * plan.derived.ranks_per_node}))
+    return apart.step_s, sum(apart.parts.get(axis, 0.0) - near.parts.get(axis, 0.0) for axis in BLOCK_AXES)
 
 
 def _doubt_compilation(plan: Plan) -> Iterator[str]:

@@ -30,8 +30,8 @@ from framework.recipe.schema import Recipe, Zero
 # Bytes of a gradient as codes, their scales included; and from how many on a backend adds it up itself.
 CODE_BYTES = {kind: codec.message_bytes(codec.block) / codec.block for kind, codec in REDUCE_CODECS.items()}
 WIDE_BYTES = 4.0
-# Bytes that decoding one number reads and writes: of a message, by one kernel; of frozen rows, by torch's operations.
-DECODED_BYTES, DECODED_ROW_BYTES = 3.0, 30.0
+# Bytes that decoding one number reads and writes, by one kernel.
+DECODED_BYTES = 3.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Sharding:
         copied = self._copies_s(units, self.parameter_bytes, self.profile.gather_copies, groups)
         if self.keeps_codes:  # also where nothing is sent
             elements = sum(each.count * (each.dense + each.experts) for each in units)
-            copied += elements * DECODED_ROW_BYTES / self.cluster.memory_rate
+            copied += elements * DECODED_BYTES / self.cluster.memory_rate
         elif self.zero.quantize_gather != "none":  # codes are read, and two bytes written for each
             copied += self._copies_s(units, DECODED_BYTES, 1.0, groups)
         # From the second time in a step on units come from the second copy, if there is one.
@@ -231,7 +231,12 @@ def _join_layers(layer: ShardedUnit, n: int, count: int) -> ShardedUnit:
 
 # --- the update, saves and failures
 
-MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 2}  # muon: of what adamw updates; one fewer of matrices
+MOMENTS: dict[str, int] = {
+    "adamw": 2,
+    "lion": 1,
+    "sgd": 1,
+    "muon": 2,
+}  # muon: of what adamw updates; one fewer of matrices
 MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0}
 # A run that says nothing of saves is taken to save so often, where failures are counted.
 ASSUMED_INTERVAL_S = 3600.0

@@ -25,7 +25,8 @@ from framework.recipe.files import compose_files, search_path
 from framework.recipe.keys import flatten, join
 from framework.recipe.layout_keys import LAYOUT_KEYS
 from framework.recipe.origins import origin_of
-from framework.recipe.overrides import apply_values, expand_sweep, parse_overrides
+from framework.recipe.overrides import PLUGINS, apply_values, expand_sweep, parse_overrides
+from framework.recipe.plugins import import_plugins, is_path
 from framework.recipe.problem import COMMAND_LINE, Problem, label_of, render_problems
 from framework.recipe.saved import LAYOUT, apply_part, load_recipe, read_base, save_recipe
 from framework.recipe.schema import Recipe
@@ -78,18 +79,46 @@ def compose(overrides: Iterable[str], recipe_dirs: Sequence[Path] = (), base: Pa
     if base is None:
         drop_unchosen_model(tree, origins, folders, [choice.key_or_group for choice in command.choices])
     plain, unresolved = resolve(tree, origins)
+    unwanted = settle_plugins(plain, command.plugins, origins, is_saved=base is not None)
     ambiguous = let_statements_win(plain, origins)
     recipe, wrong = to_recipe(plain, origins)
     failed = {problem.key for problem in unresolved}
     # A key is not missing if its interpolation failed, nor if the files could not be read and it may well be in them.
     wrong = [problem for problem in wrong if not (problem.missing and (unread or problem.key in failed))]
-    problems = [*command.problems, *unread, *misplaced, *unresolved, *wrong, *ambiguous]
+    problems = [*command.problems, *unread, *misplaced, *unresolved, *unwanted, *wrong, *ambiguous]
     if not (command.problems or unread):  # a rule that fails while a recipe is left out would blame the wrong key
         if not problems:
             recipe = let_microbatch_follow(recipe, origins)
         problems += check_recipe(recipe, origins, broken=[problem.key for problem in problems])
     origins = {key: origin_of(origins, key) for key in flatten(asdict(recipe))}
     return Composition(None if problems else recipe, recipe, problems, origins)
+
+
+def settle_plugins(
+    plain: dict[str, Any], typed: Sequence[Any], origins: dict[str, str], is_saved: bool
+) -> list[Problem]:
+    """Add the command line's plugins to those of the files, and import all; a problem where one may or can not be. is_saved: the
+    recipe is of a run, whose folders the command line has given."""
+    stated = plain.get(PLUGINS) or []
+    added = [each for each in typed if each is not None]
+    if not (stated or added) or not all(isinstance(each, str) for each in [*stated, *added]):
+        return []  # converting the recipe explains other values
+    found = plain[PLUGINS] = list(dict.fromkeys([*stated, *added]))
+    if added:
+        origins[PLUGINS] = COMMAND_LINE
+    origin, paths = origin_of(origins, PLUGINS), [each for each in stated if is_path(each) and not is_saved]
+    if None in typed:
+        return [
+            Problem(PLUGINS, found, "none may be imported: --no-plugins", "leave the key out, or the option", origin)
+        ]
+    if paths:
+        message = f"{paths[0]} is no package's name, and recipes do not say where code lies"
+        return [Problem(PLUGINS, found, message, f"leave it out of the file, and add --plugins {paths[0]}", origin)]
+    try:
+        import_plugins(found)
+    except RecipeError as error:
+        return [Problem(PLUGINS, found, str(error), "mend the plugin, or leave it out", origin)]
+    return []
 
 
 def resolve(tree: DictConfig, origins: Mapping[str, str]) -> tuple[dict[str, Any], list[Problem]]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 
 from framework.recipe.keys import is_union, join, legal_values, named_group, split_optional
 from framework.recipe.origins import origin_of
+from framework.recipe.plugins import added_names, are_imported
 from framework.recipe.problem import Problem, show
 from framework.recipe.schema import Recipe
 from framework.recipe.suggest import explain_place, explain_unknown, explain_value, nearest
@@ -24,7 +25,9 @@ Limits = tuple[float | None, float | None]  # the closed range of a number, or o
 def to_recipe(tree: Mapping[str, Any], origins: Mapping[str, str]) -> tuple[Recipe, list[Problem]]:
     """Convert a tree to a recipe, and list all its problems. Where a value cannot be read the recipe keeps the schema's
     default, so that the other keys can still be checked; with problems it is a draft and must not be run."""
-    conversion = _Conversion(origins)
+    plugins = tree.get("plugins")
+    is_open = isinstance(plugins, list) and not are_imported([each for each in plugins if isinstance(each, str)])
+    conversion = _Conversion(origins, is_open)
     recipe = conversion.group(tree, Recipe, "")
     return cast(Recipe, recipe), conversion.problems
 
@@ -41,6 +44,8 @@ class _Mistake(Exception):
 @dataclass
 class _Conversion:
     origins: Mapping[str, str]
+    # Whether there are plugins which are not imported here: their names were checked by the launcher.
+    is_open: bool
     problems: list[Problem] = field(default_factory=list)
 
     def group(self, tree: Any, kind: type, path: str) -> Any:
@@ -72,7 +77,10 @@ class _Conversion:
             values[f.name] = {name: element for name, element in elements.items() if element is not None}
         else:
             try:
-                values[f.name] = _convert(value, kind, (f.metadata["low"], f.metadata["high"]))
+                registry = f.metadata["registry"]
+                is_added = isinstance(value, str) and (value in added_names(registry) or (self.is_open and registry))
+                limits = f.metadata["low"], f.metadata["high"]
+                values[f.name] = value if is_added else _convert(value, kind, limits, added_names(registry))
             except _Mistake as mistake:
                 fix = explain_value(where, value) or mistake.fix or f"{where}=..." * (value == MANDATORY)
                 self._report(where, value, mistake.message, fix)
@@ -90,7 +98,8 @@ class _Conversion:
         self.problems.append(Problem(key, value, message, fix, origin_of(self.origins, key)))
 
 
-def _convert(value: Any, kind: Any, limits: Limits) -> Any:
+def _convert(value: Any, kind: Any, limits: Limits, added: tuple[str, ...] = ()) -> Any:
+    """The value as its type has it. added: names of plugins beside the words of a Literal."""
     inner, optional = split_optional(kind)
     if value is None and optional:
         return None
@@ -103,8 +112,9 @@ def _convert(value: Any, kind: Any, limits: Limits) -> Any:
     if origin is Literal:
         if value in parts:
             return value
-        guess = nearest(str(value), parts)
-        raise _Mistake(f"must be {legal}", f"did you mean {guess[0]}?" if guess else "")
+        guess = nearest(str(value), (*parts, *added))
+        others = ", or of a plugin: " + ", ".join(added) if added else ""
+        raise _Mistake(f"must be {legal}{others}", f"did you mean {guess[0]}?" if guess else "")
     if origin in (list, tuple):
         return _convert_sequence(value, origin, parts, limits, legal)
     if origin is dict:
@@ -113,12 +123,12 @@ def _convert(value: Any, kind: Any, limits: Limits) -> Any:
 
 
 def _choose_part(value: Any, parts: tuple[Any, ...]) -> Any:
-    """The part of a union of words, texts, lists and numbers that fits the kind of this value; else the first that is not of
-    words."""
+    """The part of a union of words, text, lists and numbers that fits the kind of this value; else the first not of words."""
+    if isinstance(value, str) and str in parts:
+        return str
     kinds = (Literal,) if isinstance(value, str) else (list, tuple) if isinstance(value, list | tuple) else (None,)
     others = [part for part in parts if typing.get_origin(part) is not Literal]
-    fitting = (part for part in parts if part is type(value) or typing.get_origin(part) in kinds)
-    return next(fitting, others[0])
+    return next((part for part in parts if typing.get_origin(part) in kinds), others[0])
 
 
 def _convert_scalar(value: Any, kind: Any, limits: Limits, legal: str) -> Any:
@@ -128,7 +138,7 @@ def _convert_scalar(value: Any, kind: Any, limits: Limits, legal: str) -> Any:
         raise _Mistake(f"must be {legal}", _rewrite(value, kind))
     if kind is float and not math.isfinite(value):
         raise _Mistake(f"must be {legal}, and finite")
-    low, high = limits
+    low, high = (None, None) if kind is str else limits
     if (low is not None and value < low) or (high is not None and value > high):
         raise _Mistake(f"must be {legal}")
     return value

@@ -7,6 +7,7 @@ from framework.recipe.machine_schema import key
 
 # Kinds of documents in rows of pairs: none; an answer that is wanted, or is not; and of kto, an answer to another prompt.
 NONE, WANTED, UNWANTED, PROBE = range(4)
+PREFERENCES = ("dpo", "ipo", "orpo", "simpo", "kto")
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,7 @@ class LossSettings:
     name: Literal["next_token", "dpo", "ipo", "orpo", "simpo", "kto"] = key(
         "what is minimised: next_token, or a loss of preferences over data.sources.NAME.pairs (docs/finetuning.md)",
         "next_token",
+        registry="loss",
     )
     beta: float = key("of preferences, the scale of rewards; orpo: the weight of its odds ratio", 0.1, low=0.0)
     margin: float = key("simpo: gamma, by how much the reward of the chosen answer is to be larger", 0.5, low=0.0)
@@ -26,7 +28,7 @@ class LossSettings:
     @property
     def is_paired(self) -> bool:
         """Whether it compares answers, of sources of pairs."""
-        return self.name != "next_token"
+        return self.name in PREFERENCES
 
     @property
     def needs_reference(self) -> bool:
@@ -40,7 +42,7 @@ class Source:
     )
     weight: float = key("relative share of the tokens; 0 leaves the source out", 1.0, low=0.0)
     format: Literal["auto", "jsonl", "csv", "tsv", "parquet", "arrow", "text", "hub"] = key(
-        "format of the file; auto: by its ending", "auto"
+        "format of the file; auto: by its ending", "auto", registry="reader"
     )
     field: str = key("the field of a record that holds the text", "text")
     messages: str | None = key(

@@ -18,6 +18,8 @@ from framework.recipe.problem import Problem, render_problems
 from framework.recipe.schema import Batch, Launch, Parallel, Pipeline, Recipe
 
 # Schedules that split a backward in two, the second half of which is weights' gradients alone.
+# Schedules with more stages than one on each rank, and how many unless the recipe says; the first takes any number from 2 on.
+VIRTUAL_STAGES: dict[str, int] = {"interleaved": 2, "zbv": 2, "dualpipe_v": 2}
 SPLIT_BACKWARDS = ("zb_h1", "zbv", "dualpipe_v")
 
 
@@ -231,7 +233,7 @@ def count_virtual_stages(pipeline: Pipeline) -> int:
     """Stages on each rank."""
     if pipeline.virtual_stages is not None:
         return pipeline.virtual_stages
-    return 2 if pipeline.schedule in ("interleaved", "zbv", "dualpipe_v") else 1
+    return VIRTUAL_STAGES.get(pipeline.schedule, 1)
 
 
 def find_world_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -4,6 +4,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache
 from operator import attrgetter
 from typing import Any, Literal
@@ -19,6 +20,13 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _DEFAULTS = Recipe()
 
 
+def matches(path: str, pattern: str) -> bool:
+    """Whether a dotted path is that of a pattern: `*` is within a name, and at the end stands for names behind it too."""
+    names, wanted = path.split("."), pattern.split(".")
+    fits = len(names) == len(wanted) or (len(names) > len(wanted) and wanted[-1].endswith("*"))
+    return fits and all(map(fnmatchcase, names, wanted))
+
+
 @dataclass(frozen=True)
 class Key:
     """One key of the recipe that holds a value (a group of keys is no key)."""
@@ -29,10 +37,11 @@ class Key:
     default: Any  # dataclasses.MISSING: must be given
     low: float | None
     high: float | None
+    registry: str = ""
 
     @property
     def legal(self) -> str:
-        return legal_values(self.kind, self.low, self.high)
+        return legal_values(self.kind, self.low, self.high) + ", or a plugin's" * bool(self.registry)
 
 
 def list_keys(group: type = Recipe, path: str = "") -> Iterator[Key]:
@@ -47,7 +56,8 @@ def list_keys(group: type = Recipe, path: str = "") -> Iterator[Key]:
             yield from list_keys(named, join(where, NAME))
         else:
             default = field.default if field.default_factory is MISSING else field.default_factory()
-            yield Key(where, kind, field.metadata["doc"], default, field.metadata["low"], field.metadata["high"])
+            more = {name: field.metadata[name] for name in ("low", "high", "registry")}
+            yield Key(where, kind, field.metadata["doc"], default, **more)
 
 
 @cache

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from framework.recipe.clusters import find_cluster_problems
 from framework.recipe.deadlines import MARGIN, count_job_seconds, seconds_of
+from framework.recipe.derive import node_counts
 from framework.recipe.environment import is_secret, names_in, secret_in
-from framework.recipe.problem import Problem, Rule, refuse, rule
+from framework.recipe.problem import COUNTED, DEGREES, Problem, Rule, refuse, rule
 from framework.recipe.schema import Recipe
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -18,6 +19,7 @@ _OWN_OPTIONS = {
     "--ntasks-per-node": "launch.ranks_per_node", "--partition": "launch.partition", "--account": "launch.account",
     "--qos": "launch.qos", "--gres": "launch.gres", "--cpus-per-task": "launch.cpus_per_rank",
     "--mem": "launch.memory_per_rank_gb", "--signal": "launch.signal_seconds_before_end", "--output": "run.root",
+    "--segment": "launch.segment", "--switches": "launch.switches",
 }  # fmt: skip
 _SHORT_OPTIONS = {
     "-J": "--job-name", "-N": "--nodes", "-n": "--ntasks", "-t": "--time", "-p": "--partition", "-A": "--account",
@@ -66,13 +68,30 @@ def options(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(key, option, "a quote is not closed", "write a quote that is meant as such as \\'")
             continue
         if not words or not words[0].startswith("-"):
-            yield Problem(key, option, "not an option of sbatch", "such as --exclusive or --constraint=a100")
+            yield Problem(key, option, "not an option of sbatch", "such as --constraint=a100")
             continue
         names = [word.partition("=")[0] for word in words]
         names = [name if name.startswith("--") else _SHORT_OPTIONS.get(name[:2], name) for name in names]
         if own := next((name for name in names if name in _OWN_OPTIONS), None):
             yield Problem(key, option, "has a key of its own", f"set {_OWN_OPTIONS[own]}")
         yield from _find_secret(key, option)
+
+
+@rule("launch.segment", "launch.switches", "launch.spares", *COUNTED, *DEGREES)
+def topology(recipe: Recipe) -> Iterator[Problem]:
+    """SLURM refuses other numbers of nodes than whole segments, and what it cannot read as switches."""
+    launch, switches = recipe.launch, str(recipe.launch.switches or 1)
+    if launch.kind != "slurm":
+        return
+    asked = sorted({count + launch.spares for count in node_counts(recipe)})
+    if launch.segment and (odd := [count for count in asked if count % launch.segment]):
+        message = f"a job of {odd[0]} nodes is not whole segments of {launch.segment}"
+        fits = [each for each in range(1, odd[0] + 1) if all(count % each == 0 for count in asked)]
+        yield refuse(recipe, "launch.segment", message, f"launch.segment={' or '.join(map(str, fits))}; or null")
+    count, at, wait = switches.partition("@")
+    if not count.isdecimal() or int(count) < 1 or (at and seconds_of(wait) is None):
+        message = "not a number of switches, with a time after an @"
+        yield refuse(recipe, "launch.switches", message, "launch.switches=1; or launch.switches=1@60, in minutes")
 
 
 @rule("launch.environment")
@@ -145,6 +164,7 @@ LAUNCH_RULES = (
     time,
     container,
     options,
+    topology,
     environment,
     set_up,
     mounts,

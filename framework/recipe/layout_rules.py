@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import count, islice
 
 from framework.recipe.derive import (
+    VIRTUAL_STAGES,
     context_degrees,
     count_dp,
     count_nodes,
@@ -226,7 +227,7 @@ def sequence(recipe: Recipe) -> Iterator[Problem]:
 @rule("parallel.pp", *(f"pipeline.{name}" for name in ("schedule", "virtual_stages", "layers", "table")))
 def stages(recipe: Recipe) -> Iterator[Problem]:
     pipeline, pp, virtual = recipe.pipeline, recipe.parallel.pp, count_virtual_stages(recipe.pipeline)
-    legal = {"interleaved": "2 or more", "zbv": "2", "dualpipe_v": "2"}.get(pipeline.schedule, "1")
+    legal = "2 or more" if pipeline.schedule == "interleaved" else str(VIRTUAL_STAGES.get(pipeline.schedule, 1))
     if pipeline.table is None and (virtual < 2 if legal == "2 or more" else str(virtual) != legal):
         message = f"pipeline.schedule={pipeline.schedule} has {legal} on each rank"
         fix = "pipeline.virtual_stages=null" + "; or pipeline.schedule=interleaved" * (legal == "1")

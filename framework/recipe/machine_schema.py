@@ -5,9 +5,12 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
 
-def key(doc: str, default: Any = MISSING, *, low: float | None = None, high: float | None = None) -> Any:
-    """A recipe key: its meaning, its default, and its closed range [low, high] if it is a number."""
-    metadata = {"doc": doc, "low": low, "high": high}
+def key(
+    doc: str, default: Any = MISSING, *, low: float | None = None, high: float | None = None, registry: str = ""
+) -> Any:
+    """A recipe key: its meaning, its default, and its closed range [low, high] if it is a number. registry: the kind of names
+    that plugins may add to its words."""
+    metadata = {"doc": doc, "low": low, "high": high, "registry": registry}
     if default is MISSING:
         return field(metadata=metadata)
     if isinstance(default, (dict, list)):
@@ -102,6 +105,7 @@ class Track:
     sample_ledger: bool = key(
         "write the samples of each step, with a hash of their tokens, to RUN/samples: some 30 bytes a sample", False
     )
+    noise_scale: bool = key("report the gradient noise scale, in tokens, from adamw's moments", False)
     wandb: Wandb = group(Wandb)
 
 
@@ -138,7 +142,18 @@ class Launch:
         "slurm: CPUs of a rank; null: 8 with a GPU, else the cluster's default", None, low=1
     )
     memory_per_rank_gb: float | None = key("slurm: host memory of a rank, in GB; null: the default", None, low=0.1)
-    sbatch: list[str] = key("slurm: more options of sbatch, such as --exclusive or --constraint=nvlink", [])
+    exclusive: bool = key("slurm: no other job on the nodes", False)
+    segment: int | None = key(
+        "slurm: nodes of a segment, which lies in one block (NVLink domain) of a block topology; SLURM 23.11 or later",
+        None,
+        low=1,
+    )
+    switches: int | str | None = key(
+        "slurm: leaf switches of a tree topology at the most, and how long to wait for that: 2, or 2@60 in minutes",
+        None,
+        low=1,
+    )
+    sbatch: list[str] = key("slurm: more options of sbatch, such as --constraint=nvlink or --reservation=mine", [])
     set_up: list[str] = key("slurm: shell lines before the ranks start, such as module load cuda", [])
     environment: dict[str, Any] = key(
         "variables of the ranks, such as NCCL_SOCKET_IFNAME; a secret by reference: ${oc.env:HF_TOKEN}", {}

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from framework.recipe.keys import default_of
+from framework.recipe.plugins import added_names
 from framework.recipe.problem import Problem, refuse, refuse_useless, rule
 from framework.recipe.schema import Recipe
 
@@ -18,6 +19,15 @@ def patterns(recipe: Recipe) -> Iterator[Problem]:
         except re.error as error:
             fix = "escape . [ ( with a backslash where they are meant as such"
             yield Problem(key, pattern, f"not a regular expression: {error}", fix)
+
+
+@rule("track.noise_scale", "optim.name", "memory.offload.home")
+def noise_scale(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.track.noise_scale and recipe.optim.name != "adamw":
+        yield refuse(recipe, "track.noise_scale", "it is found in adamw's first moments", "optim.name=adamw")
+    if recipe.track.noise_scale and recipe.memory.offload.home == "disk":
+        message = "it would read all states from the disk once more"
+        yield refuse(recipe, "track.noise_scale", message, "track.noise_scale=false")
 
 
 @rule("adapter", "model.freeze", "precision.compute", "memory.compile", "parallel.overlap", "model.router_bias_rate")
@@ -61,13 +71,16 @@ def adapter(recipe: Recipe) -> Iterator[Problem]:
 def preferences(recipe: Recipe) -> Iterator[Problem]:
     loss, read = recipe.loss, {name: each for name, each in recipe.data.sources.items() if each.weight}
     if not loss.is_paired:
-        for name in ("beta", "reference"):
-            yield from refuse_useless(recipe, f"loss.{name}", "next_token compares no answers", "loss=dpo")
+        for name in ("beta", "reference") if loss.name == "next_token" else ("reference",):
+            yield from refuse_useless(recipe, f"loss.{name}", f"{loss.name} compares no answers", "loss=dpo")
         for name in (name for name, each in read.items() if each.pairs is not None):
-            message = f"data.sources.{name}.pairs are answers to compare, and next_token learns texts"
+            message = f"data.sources.{name}.pairs are answers to compare, and {loss.name} learns texts"
             yield refuse(recipe, "loss.name", message, f"loss=dpo; or data.sources.{name}.messages=FIELD in its place")
-    if loss.name != "simpo":
+    if loss.name not in ("simpo", *added_names("loss")):
         yield from refuse_useless(recipe, "loss.margin", f"{loss.name} has no margin", "loss=simpo")
+    if recipe.train.z_loss and loss.name != "next_token":
+        message = f"loss={loss.name} is made of tokens' probabilities alone"
+        yield refuse(recipe, "train.z_loss", message, "train.z_loss=0")
     if not loss.is_paired:
         return
     for name in (name for name, each in read.items() if each.pairs is None):
@@ -76,9 +89,6 @@ def preferences(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(key, None, message, f"{key}={field} in place of its field or messages; or loss=next_token")
     if loss.beta == 0.0:
         yield refuse(recipe, "loss.beta", "nothing would be learnt: it has to be above 0", "loss.beta=0.1")
-    if recipe.train.z_loss:
-        message = f"loss={loss.name} is made of tokens' probabilities alone"
-        yield refuse(recipe, "train.z_loss", message, "train.z_loss=0")
     yield from _reference(recipe)
     if recipe.data.packing != "best_fit" and recipe.data.has_conversations:
         message = "both answers of a pair stand in one row, and do not see each other"
@@ -156,7 +166,7 @@ def optimizer(recipe: Recipe) -> Iterator[Problem]:
     optim = recipe.optim
     owned_by = {"betas": ("adamw", "lion", "muon"), "eps": ("adamw", "muon"), "momentum": ("sgd", "muon")}
     for name, owners in (owned_by | {f"muon.{each}": ("muon",) for each in ("steps", "dtype", "scale")}).items():
-        if optim.name not in owners:
+        if optim.name not in (*owners, *added_names("optimizer")):
             message = f"{optim.name} has no {name}, so it would do nothing"
             yield from refuse_useless(recipe, f"optim.{name}", message, f"optim={' or optim='.join(owners)}")
     if any(beta >= 1.0 for beta in optim.betas):
@@ -197,6 +207,9 @@ def moments(recipe: Recipe) -> Iterator[Problem]:
     if moments != "fp32" and optim.name == "sgd" and optim.momentum == 0.0:
         message = "sgd with optim.momentum=0 has no moments, so it would do nothing"
         yield refuse(recipe, key, message, f"leave it out (~{key}); or optim.momentum=0.9")
+    elif moments != "fp32" and optim.name in added_names("optimizer"):
+        message = "how moments of a plugin's optimizer may be rounded is not known"
+        yield refuse(recipe, key, message, f"leave it out (~{key}), which is fp32")
     elif moments == "int8" and optim.name == "lion":
         message = (
             "lion updates by a sign, as far for a small moment as for a large one, and of small ones int8 keeps the least: where"

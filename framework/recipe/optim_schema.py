@@ -8,7 +8,7 @@ from framework.recipe.machine_schema import group, key
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    name: Literal["constant", "linear", "cosine", "wsd"] = key("shape after the warm-up", "cosine")
+    name: Literal["constant", "linear", "cosine", "wsd"] = key("shape after the warm-up", "cosine", registry="schedule")
     warmup_steps: int = key("steps of linear warm-up from 0", 0, low=0)
     decay_steps: int | None = key("wsd: steps of the final decay; null: a tenth of the schedule", None, low=1)
     decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] = key(
@@ -44,7 +44,7 @@ class Muon:
 @dataclass(frozen=True)
 class Optim:
     name: Literal["adamw", "lion", "sgd", "muon"] = key(
-        "the optimizer; muon: of matrices of layers, adamw for the rest", "adamw"
+        "the optimizer; muon: of matrices of layers, adamw for the rest", "adamw", registry="optimizer"
     )
     lr: float = key("peak learning rate", 3.0e-4, low=0.0)
     betas: tuple[float, float] = key("moments of adamw and lion", (0.9, 0.95), low=0.0, high=1.0)

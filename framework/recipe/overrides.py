@@ -31,6 +31,8 @@ from framework.recipe.saved import CLUSTER, ENDINGS, LAYOUT
 from framework.recipe.schema import Run
 from framework.recipe.suggest import explain_unknown, nearest
 
+PLUGINS = "plugins"
+
 
 @dataclass(frozen=True)
 class CommandLine:
@@ -41,6 +43,8 @@ class CommandLine:
     values: list[Override] = field(default_factory=list)
     # (layout or cluster, its file) of `layout=FILE` and `cluster=FILE.yaml`.
     parts: list[tuple[str, Path]] = field(default_factory=list)
+    # Plugins that it adds to those of the files; None: no recipe may have any.
+    plugins: list[Any] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -57,6 +61,9 @@ def parse_overrides(overrides: Iterable[str], folders: Sequence[Path]) -> Comman
             continue
         if part := _find_part(override, folders):
             command.parts.append(part)
+        elif override.key_or_group == PLUGINS and not override.is_sweep_override() and not override.is_delete():
+            value = override.value()
+            command.plugins.extend(value if isinstance(value, list) else [value])
         elif problem := _explain_form(override, folders):
             command.problems.append(problem)
         elif is_choice(override, folders):

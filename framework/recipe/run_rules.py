@@ -13,6 +13,7 @@ from framework.recipe.derive import count_nodes, count_ranks
 from framework.recipe.environment import hide_secrets, looks_secret
 from framework.recipe.keys import flatten
 from framework.recipe.method_rules import METHOD_RULES
+from framework.recipe.plugins import added_names
 from framework.recipe.problem import COUNTED, DEGREES, Problem, Rule, refuse, refuse_useless, rule
 from framework.recipe.schema import Recipe, Source
 from framework.recipe.suggest import nearest
@@ -42,9 +43,10 @@ def family(recipe: Recipe) -> Iterator[Problem]:
     """A family that transformers does not have. Silent where weights or a config file state the model, and where the lists cannot
     be read: building the model then refuses it."""
     family, strings = recipe.model.family, read_strings()
-    if recipe.model.weights or recipe.model.config_file or family in strings or not strings >= OLD:
+    added = added_names("model")
+    if recipe.model.weights or recipe.model.config_file or family in (*strings, *added) or not strings >= OLD:
         return
-    near = nearest(family.lower(), list_families(), NEAR)
+    near = nearest(family.lower(), [*list_families(), *added], NEAR)
     fix = "a model_type, as the config.json of a model on the hub says it"
     if near:
         fix = f"did you mean {' or '.join(f'model.family={name}' for name in near)}?"

@@ -193,6 +193,7 @@ class Parallel:
         " values; [u, r]: u ranks by ulysses within r by ring, u * r = cp",
         "ring",
         low=1,
+        registry="context method",
     )
     ep: int = key("expert-parallel degree: ranks that divide the experts of a mixture", 1, low=1)
     expert_overlap: bool = key("dispatch tokens in two chunks; one is sent while the other is computed", False)
@@ -211,7 +212,9 @@ class Parallel:
 @dataclass(frozen=True)
 class Pipeline:
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"] = key(
-        "order of forwards and backwards; zb_h1, zbv and dualpipe_v split backwards to fill the bubble", "1f1b"
+        "order of forwards and backwards; zb_h1, zbv and dualpipe_v split backwards to fill the bubble",
+        "1f1b",
+        registry="pipeline schedule",
     )
     virtual_stages: int | None = key("stages on each rank; null: 1, or 2 for interleaved, zbv, dualpipe_v", None, low=1)
     layers: list[int] | None = key("layers of each stage; null: by cost, embedding and head included", None)
@@ -384,3 +387,7 @@ class Recipe:
     launch: Launch = group(Launch)
     cluster: Cluster = group(Cluster)
     run: Run = group(Run)
+    plugins: list[str] = key(
+        "packages whose names recipes may use (docs/extend.md); a folder or file by --plugins on the command line alone",
+        [],
+    )

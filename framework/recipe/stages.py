@@ -9,12 +9,11 @@ key of it: then it is over the steps of the stage.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatch
 from typing import Any
 
 from framework.recipe.convert import to_recipe
 from framework.recipe.derive import count_sequences
-from framework.recipe.keys import flatten
+from framework.recipe.keys import flatten, matches
 from framework.recipe.problem import Problem
 from framework.recipe.schema import Batch, LearningRateSchedule, Recipe, TrainStage
 
@@ -131,7 +130,7 @@ def find_stage_problems(recipe: Recipe) -> Iterator[Problem]:
         found += [_in_stage(each, path, stage) for each in wrong]
         others = {each.key for each in wrong}
         for key, value in flatten(_parts(stage)).items():
-            if key not in others and not any(fnmatch(key, pattern) for pattern in MAY_STATE):
+            if key not in others and not any(matches(key, pattern) for pattern in MAY_STATE):
                 fix = f"state {key} outside of train.stages"
                 found.append(Problem(f"{path}.{key}", value, "is the same in all stages of a run", fix))
         if recipe.data.bpe_vocab is not None and not wrong and _sources_of(was) != _sources_of(recipe):

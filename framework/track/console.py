@@ -32,7 +32,8 @@ class Console(Observer):
 
     def open(self, run: RunInfo) -> None:
         self._run = run
-        self.say(_headline(run))
+        for line in (_headline(run), *run.nodes):
+            self.say(line)
         if self._stream.isatty():
             self._bar = tqdm(
                 total=run.total_steps,

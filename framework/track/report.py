@@ -40,6 +40,7 @@ class StepReport:
     rewinds: int = 0
     skipped_samples: tuple[tuple[int, int], ...] = ()
     loss_scale: float | None = None
+    noise_scale_tokens: float | None = None
     preference: dict[str, float] = field(default_factory=dict)
     save_stall_s: float = 0.0
     failed_saves: int = 0
@@ -79,6 +80,7 @@ class RunInfo:
     unigram_entropy: float | None = None  # nats per token
     sources: tuple[str, ...] = ()  # names of the data's sources
     has_experts: bool = False
+    nodes: tuple[str, ...] = ()  # lines on where they lie, where their order matters
     commands: dict[str, str] = field(default_factory=dict)  # command lines that a user may want next, by purpose
 
     def next_commands(self, is_done: bool, is_saved: bool) -> dict[str, str]:

@@ -13,6 +13,7 @@ from framework.data.loader import Loader
 from framework.errors import NumericsError
 from framework.monitor.phases import Phase
 from framework.monitor.watchdog import Watchdog
+from framework.optim.gradient_noise import FIRST_MOMENT
 from framework.optim.groups import learning_rate
 from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.replicas import Hashed
@@ -191,6 +192,9 @@ class Loop:
         self._hashed = result.hashed
         sums = result.copy_to_host()
         loads = AsyncHostCopy(result.loads.flatten()) if is_reported and result.loads is not None else None
+        squared_moment: AsyncHostCopy | None = None
+        if is_reported and recipe.track.noise_scale:
+            squared_moment = AsyncHostCopy(self.run.optimizer.squared_norm(FIRST_MOMENT, self.run.mesh.device)[None])
         self._report_validation()
         state.step += 1
         state.samples += self._derived.sequences_per_step
@@ -211,7 +215,19 @@ class Loop:
         self._read()
         seconds, exposed = time.perf_counter() - started, self.run.exposed_communication.take()
         self._unread = PendingStep(
-            sums, state.step, state.samples, state.tokens, lr, limits, seconds, times, exposed, waits, traffic, loads
+            sums,
+            state.step,
+            state.samples,
+            state.tokens,
+            lr,
+            limits,
+            seconds,
+            times,
+            exposed,
+            waits,
+            traffic,
+            loads,
+            squared_moment,
         )
 
     def _report_validation(self) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from framework.checkpoint.commit import list_checkpoints
 from framework.checkpoint.staging import free_bytes
-from framework.checkpoint.storage import ObjectPath, checkpoints_of
+from framework.checkpoint.storage import checkpoints_of
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh, node_name, ranks_per_node
@@ -34,6 +34,7 @@ from framework.comm.objects import broadcast_object, gather_object
 from framework.errors import NodeError, RunError
 from framework.launch.task import is_task, leave_out
 from framework.lease import Lease
+from framework.object_store import ObjectPath
 from framework.plan.cluster import ClusterRates
 from framework.plan.plan import Plan
 from framework.plan.text import show_bytes

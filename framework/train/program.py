@@ -23,12 +23,13 @@ from framework.launch.process import (
     run_process,
     take_fingerprint,
 )
-from framework.launch.task import adopt_task, check_node, check_place, count_nodes, describe_start, is_task, judge
+from framework.launch.task import adopt_task, check_node, count_nodes, describe_start, is_task, judge
 from framework.lease import Lease, read_lease
 from framework.monitor.phases import START_UP, PhaseBar, Phases, RankObserver
 from framework.monitor.stop import StopRequest
 from framework.recipe.compose import load_recipe
 from framework.recipe.derive import at_nodes, derive
+from framework.recipe.plugins import import_plugins
 from framework.recipe.schema import Recipe
 
 # Ranks of a job's former start, killed with their node perhaps, may take so long to vanish.
@@ -57,6 +58,8 @@ def train_as_launched(run_dir: Path, lease: Lease | None) -> int:
     if is_in_job:
         recipe = at_nodes(recipe, count_nodes())
     derived, stop = derive(recipe), None
+    if is_in_job:
+        adopt_task(derived)
     threads = limit_threads(recipe.launch, derived.ranks_per_node)
     if may_use_gpus(recipe.launch):
         prepare_gpu_rank()
@@ -67,13 +70,12 @@ def train_as_launched(run_dir: Path, lease: Lease | None) -> int:
         phases = Phases(_observe(recipe, run_dir), bar.begin)
         if is_in_job:  # requests to stop count from now on: a time limit may be near while the ranks still connect
             stop = stack.enter_context(StopRequest())
-            adopt_task()
-            check_place(derived)
         with loading_libraries():
             import torch
 
             from framework.train.rank import train_rank
 
+            import_plugins(recipe.plugins)
         torch.set_num_threads(threads)
         if is_in_job:
             check_node(run_dir, recipe.launch.device, began_at)

@@ -3,6 +3,8 @@
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -16,12 +18,15 @@ from framework.comm.transfer import AsyncHostCopy
 from framework.comm.waits import ExposedWait
 from framework.data.prepared import Prepared
 from framework.data.tokenize import decode_start
+from framework.launch.order import describe_nodes, read_order
 from framework.launch.resume import name_run
 from framework.model.mixtures import read_loads
 from framework.monitor.goodput import Goodput
 from framework.monitor.progress import name_coordinates
 from framework.monitor.stragglers import WINDOW, Stragglers
 from framework.monitor.watchdog import Watchdog
+from framework.optim.gradient_noise import estimate_noise_scale
+from framework.plan.forecast_plan import forecast_cut
 from framework.plan.plan import Plan
 from framework.recipe.environment import describe_public
 from framework.recipe.overrides import write_resume
@@ -67,6 +72,7 @@ class PendingStep:
     waits: list[ExposedWait]  # of a GPU, for whatever comes from other ranks
     traffic: dict[str, dict[str, int]]
     loads: AsyncHostCopy | None  # of experts, flat
+    squared_moment: AsyncHostCopy | None  # of this rank, after the step
 
 
 class Reporter:
@@ -107,7 +113,9 @@ class Reporter:
         numbers for each rank.
         """
         own = find_device_times(pending, self._run.mesh.device)
-        times = [StepTimes(*each) for each in gather_numbers(own, self._run.mesh.axis("world"))]
+        moment = pending.squared_moment.values() if pending.squared_moment is not None else []
+        numbers = gather_numbers([*own, *moment], self._run.mesh.axis("world"))
+        times = [StepTimes(*each[: len(own)]) for each in numbers]
         if times:  # on rank 0
             self._find_stragglers(pending, times)
             validation = {
@@ -117,7 +125,12 @@ class Reporter:
                 "average_validation_loss": validated.average,
                 "scores": dict(validated.scores),
             }
-            self.observers.report(self._describe(pending, values, state, times, **validation))
+            noise = sum(each[-1] for each in numbers) if moment else None
+            self.observers.report(
+                self._describe(
+                    pending, values, state, times, **validation, **self._describe_noise(pending, state, noise)
+                )
+            )
 
     def _describe(
         self, pending: PendingStep, values: StepValues, state: RunState, times: Sequence[StepTimes], **more: Any
@@ -162,6 +175,16 @@ class Reporter:
         if {"reward_chosen", "reward_rejected"} <= found.keys():
             found["reward_margin"] = found["reward_chosen"] - found["reward_rejected"]
         return found
+
+    def _describe_noise(self, pending: PendingStep, state: RunState, squared_moment: float | None) -> dict[str, Any]:
+        """The gradient noise scale after the step, by name; none where it is not asked for."""
+        if squared_moment is None:
+            return {}
+        optim, updates = self._plan.recipe.optim, pending.step - state.skipped_steps
+        largest = inf if optim.clip_norm is None else optim.clip_norm
+        norms = [min(norm, largest) for step, _, norm in state.spikes.seen if step <= pending.step]
+        scale = estimate_noise_scale(norms, squared_moment, optim.betas[0], updates)
+        return {"noise_scale_tokens": None if scale is None else scale * self._plan.derived.tokens_per_step}
 
     def _find_stragglers(self, pending: PendingStep, times: Sequence[StepTimes]) -> None:
         """Print which ranks have become slow, or are so no longer."""
@@ -248,6 +271,7 @@ def describe_run(recipe: Recipe, plan: Plan, prepared: Prepared, mesh: Mesh, run
         unigram_entropy=None if recipe.loss.is_paired else prepared.unigram_entropy,  # of tokens, not of pairs
         sources=tuple(source.name for source in prepared.sources),
         has_experts=bool(plan.mixtures),
+        nodes=tuple(describe_nodes(read_order(plan.derived), partial(forecast_cut, plan))) if mesh.rank == 0 else (),
         commands={
             "resume": write_resume(recipe.launch.kind, named),
             "export": shlex.join(["meshwright", "export", run, "--to", f"{run_id}-model"]),

@@ -17,11 +17,12 @@ import numpy as np
 from framework.checkpoint.commit import amend, has_whole, list_checkpoints, locate, retire_newer, step_of
 from framework.checkpoint.folder import report
 from framework.checkpoint.save import Saver
-from framework.checkpoint.storage import Place, checkpoints_of
+from framework.checkpoint.storage import checkpoints_of
 from framework.comm.objects import broadcast_object
 from framework.data.order import Skipped, add_skipped, index_samples
 from framework.errors import NumericsError
 from framework.lease import Lease
+from framework.object_store import Place
 from framework.train.loop import Loop, RewindDue
 from framework.train.state import RunState, restore
 
@@ -40,6 +41,9 @@ def rewind(loop: Loop, saver: Saver, lease: Lease) -> None:
     loop.run.optimizer.wait_for_readers()
     broadcast_object(partial(_retire, lease, root, due, spiked.rewinds, loop), world)
     state = restore(loop.run, root, lease=lease)
+    if loop.first_step and state.step <= loop.first_step:
+        # Newer ones are damaged. The next start begins with this one, in its own stage.
+        raise NumericsError(_explain(due, *_over_border(loop.first_step)))
     best = state.best_step
     if best is not None and not broadcast_object(
         lambda: locate(root, best) is not None, world
@@ -60,23 +64,29 @@ def leave_out(skipped: Skipped, first: int, stop: int) -> list[list[int]]:
 
 def _retire(lease: Lease, root: Place, due: RewindDue, done: int, loop: Loop) -> None:
     """On rank 0."""
-    most, begun = loop.recipe.train.max_rewinds, loop.first_step
-    what = f"spikes persist since step {due.first_spike:,}, as seen at step {due.step:,}, and the run does not go back"
-    way_out = (
-        "Look at the losses and norms above and at the data of these steps. To go on: lower optim.lr in a new run,"
-        " train.on_spike=log or skip, or"
-    )
+    most, begun, oldest = loop.recipe.train.max_rewinds, loop.first_step, due.first_spike - MARGIN
     if done >= most:
-        raise NumericsError(f"{what} a further time: train.max_rewinds={most}. {way_out} more train.max_rewinds")
-    if not has_whole(root, due.first_spike - MARGIN):
-        raise NumericsError(
-            f"{what}: {root} has no checkpoint of step {due.first_spike - MARGIN:,} or before, {MARGIN} steps before the first of"
-            f" them. {way_out} a larger checkpoint.keep"
-        )
-    if begun and not any(begun < step_of(each) <= due.first_spike - MARGIN for each in list_checkpoints(root)):
-        raise NumericsError(f"{what} over the border of a stage, at step {begun:,}. {way_out} a later border")
+        raise NumericsError(_explain(due, " a further time", f"train.max_rewinds={most}", "more train.max_rewinds"))
+    if not has_whole(root, oldest):
+        why = f"{root} has no checkpoint of step {oldest:,} or before, {MARGIN} steps before the first of them"
+        raise NumericsError(_explain(due, "", why, "a larger checkpoint.keep"))
+    if begun and not any(begun < step_of(each) <= oldest for each in list_checkpoints(root)):
+        raise NumericsError(_explain(due, *_over_border(begun)))
     for path in retire_newer(root, lease, due.first_spike - MARGIN):
         report(f"checkpoint of a step behind a rewind is now called {path}")
+
+
+def _over_border(step: int) -> tuple[str, str, str]:
+    return " over the border of a stage", f"step {step:,} ends the stage before", "a later border"
+
+
+def _explain(due: RewindDue, how: str, why: str, way_out: str) -> str:
+    """The message of a run that does not go back. how: it would have to; way_out: the change of the recipe that helps."""
+    return (
+        f"spikes persist since step {due.first_spike:,}, as seen at step {due.step:,}, and the run does not go back{how}:"
+        f" {why}. Look at the losses and norms above and at the data of these steps. To go on: lower optim.lr in a new run,"
+        f" train.on_spike=log or skip, or {way_out}"
+    )
 
 
 def _record(lease: Lease, root: Place, state: RunState, due: RewindDue) -> None:

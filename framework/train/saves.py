@@ -22,7 +22,7 @@ from framework.checkpoint.neighbors import CopyKeeper, Neighbours, meet_neighbou
 from framework.checkpoint.node_memory import NO_BIRTH, memory_of
 from framework.checkpoint.save import Goal, Saver
 from framework.checkpoint.staging import Entry, StagingMemory
-from framework.checkpoint.storage import Place, checkpoints_of
+from framework.checkpoint.storage import checkpoints_of
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh, node_name, ranks_per_node
 from framework.comm.objects import broadcast_object
@@ -32,6 +32,7 @@ from framework.lease import Lease
 from framework.monitor.hang import SAVES
 from framework.monitor.phases import Phase, Phases
 from framework.monitor.watchdog import Watchdog
+from framework.object_store import Place
 from framework.recipe.schema import Checkpoint, Recipe
 from framework.train.loop import Loop
 from framework.train.rewind import rewind

@@ -14,7 +14,6 @@ from framework.checkpoint.folder import report
 from framework.checkpoint.index import Manifest
 from framework.checkpoint.load import form_of, load_checkpoint, load_newest
 from framework.checkpoint.staging import Entry
-from framework.checkpoint.storage import Place
 from framework.comm.collectives import all_gather_object
 from framework.comm.objects import broadcast_object
 from framework.data.order import SampleOrder, index_samples
@@ -24,10 +23,12 @@ from framework.launch.identity import read_trained
 from framework.lease import Lease
 from framework.mesh.layout import Layout
 from framework.model.initial import persistent_buffers
+from framework.object_store import Place
 from framework.optim.averages import AVERAGE
 from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
 from framework.recipe.keys import value_of
 from framework.recipe.schema import Data, Recipe
+from framework.recipe.stages import tokens_per_step
 from framework.train.spikes import SpikeState
 from framework.train.step import TrainingRun
 from framework.train.update import find_parts
@@ -173,9 +174,14 @@ def begin_branch(
         of = f"{state.run_id}@{state.step}"
         report(f"moments begin at zero, as {of} lacks them or some: {', '.join(names[:3])}{others}")
     is_same_order = all(value_of(trained, key) == value_of(recipe, key) for key in ORDER_KEYS)
-    if state.data != data or not is_same_order:
+    is_same_data = state.data == data and is_same_order
+    if not is_same_data:
         state.read = count_read(state, trained.data, recipe) if is_same_order else {}
         state.samples, state.skipped_samples = 0, []
+        # Losses of other samples: none of them is the best so far, and none says what a spike is.
+        state.best_step = state.best_validation_loss = None
+    if not is_same_data or tokens_per_step(trained.batch) != tokens_per_step(recipe.batch):  # a norm is of a batch
+        state.spikes = SpikeState(count=state.spikes.count)
     state.data = data
     if state.run_id != run_id:
         state.run_id, state.recipe, state.tokenizer = run_id, {}, ""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from framework.comm.connect import Mesh
-from framework.comm.transfer import fetch
+from framework.comm.transfer import fetch, upload
 from framework.optim.averages import AVERAGE, WeightAverages
 from framework.optim.disk_ring import DiskStates, DiskTensor
 from framework.optim.groups import GroupAssignment
@@ -304,7 +304,7 @@ class StepOptimizer:
             stored = [buffer for buffer in trained if buffer.stored is not None]
             owned = [each for each in shards if each.buffer.stored is not None]
             self.parts.append(DiskOptimizer(recipe.optim, disk, stored, owned, group_shards(owned, assignments)))
-        self.name, self._qk_clip = recipe.optim.name, qk_clip
+        self.name, self._qk_clip, self._owned = recipe.optim.name, qk_clip, tuple(shards)
         names = {each.key: state_names(recipe.optim, each.key) for each in assignments}
         kept = [AVERAGE] if self.averages is not None else []
         self.state_names = (*dict.fromkeys(name for each in names.values() for name in each), *kept)
@@ -361,6 +361,18 @@ class StepOptimizer:
         if name == AVERAGE and self.averages is not None:
             return self.averages.of(shard)
         return self._part_of[shard].state(shard, name)
+
+    def squared_norm(self, name: str, device: torch.device) -> Tensor:
+        """This rank's share of the squared norm of a state that is in memory: a scalar in fp64 on `device`. Over all ranks every
+        element is counted once."""
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for owned in self._owned:
+            state = self.state(owned.shard, name)
+            assert isinstance(state, Tensor), "track.noise_scale is refused beside states on a disk"
+            for part in owned.parts():
+                norm = torch.linalg.vector_norm(state[part.counted], dtype=torch.float64)
+                total += norm.square() if state.device == device else upload(norm.square(), device)
+        return total
 
     @property
     def num_updates(self) -> int:

@@ -2,6 +2,7 @@
 batches, perturbed values, and fp64 models that stay in fp64."""
 
 import hashlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,6 +117,18 @@ def perturb(values: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
 def _seed_for(*parts: int | str) -> int:
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class PluginForms:
+    """The plain forms of names that plugins have added, None of all others: only the plugin knows them, so both sides ask it. The
+    oracle does so for whole parameters and all of a microbatch's logits."""
+
+    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None
+    # (logits [B, T, V], labels [B, T]) -> the sum of the losses.
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    # The learning rate of a step, counted from 0.
+    rate: Callable[[int], float] | None = None
 
 
 CASTS = (Tensor.to, Tensor.type, Tensor.type_as)

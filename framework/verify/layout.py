@@ -27,6 +27,7 @@ from framework.optim.states import LowBitStates
 from framework.parallel.zero.plan_buffers import BufferDtypes
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.derive import derive
+from framework.recipe.plugins import import_plugins
 from framework.recipe.schema import Adapter, Recipe
 from framework.train.build import build
 from framework.train.step import TrainingRun, train_step
@@ -242,6 +243,7 @@ def run_rank(
     """Body of a pool's rank: run the recipe's layout. Rank 0 returns the evidence."""
     torch.set_num_threads(1)
     set_verbosity_error()
+    import_plugins(recipe.plugins)
     plan = make_plan(recipe, config)
     device, backend = choose_rank_device(recipe.launch.device, rank, world)
     compute_exactly(device)

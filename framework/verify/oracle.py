@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,16 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from framework.recipe.schema import STOCK_ATTENTION, Adapter, Optim, Recipe
-from framework.verify.evidence import IGNORE, Evidence, NothingToCompare, TokenBatch, keep_double, perturb, separate
+from framework.verify.evidence import (
+    IGNORE,
+    Evidence,
+    NothingToCompare,
+    PluginForms,
+    TokenBatch,
+    keep_double,
+    perturb,
+    separate,
+)
 from framework.verify.plain import (
     DTYPES,
     PlainLossScale,
@@ -56,6 +66,7 @@ def run_oracle(
     dtype: torch.dtype,
     device: torch.device = CPU,
     layout: Evidence | None = None,
+    forms: PluginForms = PluginForms(),  # noqa: B008  (frozen)
 ) -> Evidence:
     """Train from `weights` on the batches, microbatch after microbatch in one process; forward and backward in `dtype`.
 
@@ -65,10 +76,11 @@ def run_oracle(
     Raises NothingToCompare where stock transformers does not build the model, or does not run it forward or backward.
     """
     layout = layout or Evidence((), (), {}, {})
-    oracle = Oracle(recipe, config, weights, dtype, device, layout)
+    oracle = Oracle(recipe, config, weights, dtype, device, layout, forms=forms)
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
-        oracle.set_rate(learning_rate(step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps))
+        plain = partial(learning_rate, schedule=recipe.optim.schedule, peak=recipe.optim.lr, steps=recipe.train.steps)
+        oracle.set_rate((forms.rate or plain)(step))
         losses.append(oracle.find_gradients(batch))
         norms.append(oracle.clip())
         if step == 0:
@@ -92,10 +104,11 @@ class Oracle:
         device: torch.device,
         layout: Evidence | None = None,
         narrows: bool = False,
+        forms: PluginForms = PluginForms(),  # noqa: B008  (frozen)
     ):
         """layout: for its blocks, where it has any. narrows: in fp64, let the model cast to fp32 where its code does."""
         layout = layout or Evidence((), (), {}, {})
-        self._recipe, self._dtype, self._narrows = recipe, dtype, narrows
+        self._recipe, self._dtype, self._narrows, self._forms = recipe, dtype, narrows, forms
         of_adapters = [name for name in weights if re.search(r"lora_(A|B|magnitude_vector)$", name)]
         widths: dict[str, tuple[float, float]] = {}
         if recipe.model.mup_base:
@@ -105,6 +118,11 @@ class Oracle:
         weights = {name: weight * widths[name][0] if name in widths else weight for name, weight in weights.items()}
         stock = {name: weight for name, weight in weights.items() if name not in of_adapters}
         self.model = _stock_model(recipe, config, stock, dtype, device)
+        # By the names under which a stock model lists them; `_given`: as they were given, others of tied ones (camembert's head).
+        every = dict(self.model.named_parameters(remove_duplicate=False))
+        first = {parameter: name for name, parameter in self.model.named_parameters()}
+        self._given = {first[every[name]]: name for name in stock if name in every}
+        weights = {first[every[name]] if name in every else name: weight for name, weight in weights.items()}
         wide = torch.promote_types(dtype, torch.float32)
         # Without masters a weight is what the model computes with, from the beginning.
         kept_in = {name: each.dtype for name, each in self.model.named_parameters() if has_no_master(recipe.precision)}
@@ -120,7 +138,7 @@ class Oracle:
             self.model.get_parameter(name).requires_grad_()
         self._in_bf16 = [name for name, kept in kept_in.items() if kept == torch.bfloat16]
         rates = {name: rate for name, (_, rate) in widths.items()}
-        self._optimizer = _stock_optimizer(recipe.optim, self.masters, config, recipe.adapter, rates)
+        self._optimizer = _stock_optimizer(recipe.optim, self.masters, config, recipe.adapter, rates, forms)
         self._stability = PlainStability(recipe, self.model)
         self._mixtures = PlainMixtures(self.model, recipe.model, recipe.batch.context)
         self._scale = PlainLossScale(recipe.precision)
@@ -175,12 +193,13 @@ class Oracle:
     def gradients(self) -> dict[str, Tensor]:
         """The masters' gradients by name, on the CPU; zeros where a parameter has none."""
         found = {name: torch.zeros_like(m) if m.grad is None else m.grad for name, m in self.masters.items()}
-        return {name: gradient.detach().to("cpu", copy=True) for name, gradient in found.items()}
+        return {self._given.get(name, name): gradient.detach().to("cpu", copy=True) for name, gradient in found.items()}
 
     def weights(self) -> dict[str, Tensor]:
         """The masters, and the correction biases of routers that are buffers, by name."""
         buffers = dict(self.model.named_buffers())
-        return self.masters | {name: buffers[name] for name in self._mixtures.names() if name in buffers}
+        masters = {self._given.get(name, name): master for name, master in self.masters.items()}
+        return masters | {name: buffers[name] for name in self._mixtures.names() if name in buffers}
 
     def update(self, batch: TokenBatch, layout: Mapping[str, Tensor], step: int) -> None:
         """Make one step of the optimizer and of routers' biases, if the gradients are finite. layout: its weights after this
@@ -247,7 +266,9 @@ class Oracle:
         first = 0
         for output, target in self._outputs(batch):
             logits = _widen(output.logits)
-            if batch.answers is None:
+            if self._forms.loss is not None:
+                losses = self._forms.loss(logits, target)
+            elif batch.answers is None:
                 losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORE, reduction="sum")
                 if self.model.training and self._recipe.train.z_loss:
                     normalizers = logits[target != IGNORE].exp().sum(-1).log()
@@ -344,17 +365,20 @@ def _stock_model(
     disable_progress_bar()
     with _telling_of_stock(config, dtype):
         values = {name: weight.clone() for name, weight in weights.items()}
-        model: Any = type(_build_blank(config)).from_pretrained(
-            None, config=deepcopy(config), state_dict=values, dtype=dtype, **chosen
-        )
-    if dtype == torch.float64:
-        # Behind its load from_pretrained computes some tables again, in fp32 (gptj's): these are of a model from its config.
+        # Of a checkpoint with towers the text model is built, of a config of its own.
+        blank = _build_blank(config)
+        model: Any = type(blank).from_pretrained(None, config=blank.config, state_dict=values, dtype=dtype, **chosen)
+    stored = model.state_dict()
+    # Behind its load from_pretrained computes some tables again, in fp32 (gptj's); and what only a constructor sets has no
+    # values (apertus' activation). These are of a model from its config.
+    computed = [
+        name for name, _ in model.named_buffers() if name not in values and (name in stored or dtype == torch.float64)
+    ]
+    if computed:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             built = dict(AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype).named_buffers())
-            stored = model.state_dict()
-            for name, buffer in model.named_buffers():
-                if name not in stored:
-                    buffer.copy_(built[name])
+            for name in computed:
+                model.get_buffer(name).copy_(built[name])
     experts = recipe.model.experts
     if experts == "auto" and dtype == torch.float64:
         experts = "eager"  # there is no grouped matmul in fp64
@@ -384,6 +408,7 @@ def _stock_optimizer(
     config: PretrainedConfig,
     adapter: Adapter,
     rates: Mapping[str, float],
+    forms: PluginForms,
 ) -> torch.optim.Optimizer:
     blank = _build_blank(config)
     undecayed = decay_nothing(blank) | {name for name in masters if name.endswith("lora_magnitude_vector")}
@@ -397,6 +422,8 @@ def _stock_optimizer(
         }
         for name, lr_ratio, weight_decay in find_groups(trained, undecayed, optim, adapter)
     ]
+    if forms.optimizer is not None:
+        return forms.optimizer(groups)
     match optim.name:
         case "adamw":
             return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, foreach=False)

@@ -3,14 +3,25 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from transformers import PretrainedConfig
 
+from framework.comm.communicator import Communicator
+from framework.mesh.topology import Axis
+from framework.model.loss import Loss
+from framework.model.objective import LOSSES, Statistics
 from framework.model.precision import DTYPES
+from framework.optim.groups import learning_rate
+from framework.optim.update_rules import OPTIMIZERS
 from framework.recipe.derive import derive
-from framework.recipe.schema import Precision, Recipe
-from framework.verify.evidence import Evidence, perturb
+from framework.recipe.plugins import added_names
+from framework.recipe.schema import LossSettings, Precision, Recipe
+from framework.verify.evidence import IGNORE, Evidence, PluginForms, perturb
 from framework.verify.layout import initial_weights, is_followed, make_run_batches, run_rank
 from framework.verify.oracle import run_oracle
 from framework.verify.pool import RankFailed, RankPool
@@ -26,6 +37,32 @@ PRECISIONS = {
 }
 # What ranks need, imported once for all of them.
 PRELOAD = run_rank.__module__
+
+
+def find_forms(recipe: Recipe) -> PluginForms:
+    """The forms of the recipe's optimizer, loss and schedule that plugins have added."""
+    optim, forms = recipe.optim, PluginForms()
+    if optim.name in added_names("optimizer"):
+        forms = replace(forms, optimizer=partial(OPTIMIZERS[optim.name].make, optim))
+    if recipe.loss.name in added_names("loss"):
+        forms = replace(forms, loss=partial(_sum_losses, recipe.loss))
+    if optim.schedule.name in added_names("schedule"):
+        steps = recipe.train.steps
+        forms = replace(forms, rate=lambda step: learning_rate(step, optim.schedule, optim.lr, steps))
+    return forms
+
+
+def _sum_losses(settings: LossSettings, logits: Tensor, labels: Tensor) -> Tensor:
+    statistics = Statistics(cast(Loss, _WholeHead()), logits, labels, None, Communicator(Axis("cp", 1, 0)))
+    return LOSSES[settings.name].compute(statistics, settings).loss
+
+
+class _WholeHead:
+    """A head whose logits are all here, as far as a plugin's loss asks it."""
+
+    def of_tokens(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """-log p of each label: [B, T]."""
+        return F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none")
 
 
 @dataclass(frozen=True)
@@ -80,7 +117,9 @@ class Sides:
             wide = torch.promote_types(dtype, torch.float32)
             weights = {name: perturb(weight.to(wide), dtype, seed) for name, weight in weights.items()}
         batches = make_run_batches(self.recipe, self.config, self.num_steps)
-        return run_oracle(self.recipe, self.config, weights, batches, dtype, self.device, layout)
+        return run_oracle(
+            self.recipe, self.config, weights, batches, dtype, self.device, layout, find_forms(self.recipe)
+        )
 
     @property
     def device(self) -> torch.device:

@@ -28,7 +28,7 @@ from time import perf_counter, sleep
 import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import LlamaConfig
+from transformers.models.llama import LlamaConfig
 
 from framework.comm.connect import connect
 from framework.comm.transfer import CopyPair

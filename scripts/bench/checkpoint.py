@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
-from transformers import LlamaConfig
+from transformers.models.llama import LlamaConfig
 
 from framework.checkpoint.commit import Retention
 from framework.checkpoint.load import load_newest

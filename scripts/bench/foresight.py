@@ -26,7 +26,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig
+from transformers.models.llama import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

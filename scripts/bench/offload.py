@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers.models.llama import LlamaConfig
 
 from framework.comm.connect import connect
 from framework.plan.plan import make_plan

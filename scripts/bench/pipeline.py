@@ -40,7 +40,7 @@ from interleave import (
 )
 from torch import Tensor, nn
 from torch.distributed import pipelining
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from framework.comm.connect import Mesh
 from framework.data.loader import Microbatch

@@ -5,6 +5,7 @@
 Shapes are those of a layer of Llama 3.1 8B at 8,192 tokens: T tokens, D width, I of the MLP, V words.
 """
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -136,7 +137,10 @@ def time_varlen(*heads: Tensor) -> float:
 
     ends = torch.arange(0, T + 1, 512, dtype=torch.int32, device=DEVICE)
     flat = [x.detach()[0].transpose(0, 1).contiguous() for x in heads]
-    return time_ms(lambda: varlen_attn(*flat, ends, ends, 512, 512, is_causal=True), 5)
+    # A causal window, which torch 2.10 still called a flag.
+    is_named = "is_causal" in inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = {"is_causal": True} if is_named else {"window_size": (-1, 0)}
+    return time_ms(lambda: varlen_attn(*flat, ends, ends, 512, 512, **causal), 5)
 
 
 def measure_norms(rows: Rows) -> None:
@@ -211,8 +215,8 @@ def measure_fp8(rows: Rows) -> None:
 
         rows.attempt(f"fp8, a factor of {T} x {D}, {form}", partial(time_ms, cast), "ms")
         rows.attempt(f"fp8, a factor and its transpose, {form}", partial(time_ms, cast_both), "ms")
-    factors = [CASTS.on(DEVICE).cast(each, each.abs().amax().float(), E4M3) for each in (x, weight)]
-    multiply = partial(multiply_factors, *factors, torch.bfloat16, is_fast=True)
+    left, right = (CASTS.on(DEVICE).cast(each, each.abs().amax().float(), E4M3) for each in (x, weight))
+    multiply = partial(multiply_factors, left, right, torch.bfloat16, is_fast=True)
     rows.attempt("fp8, matmul of factors, forward", partial(rate, 2.0 * T * D * I, multiply), "TFLOP/s")
 
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from rows import Rows
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers.models.llama import LlamaConfig
 
 from framework.comm import algorithms, collectives, connect
 from framework.comm.connect import Mesh, launched_place

@@ -9,8 +9,8 @@ import torch
 from framework.checkpoint.commit import folder_of, list_checkpoints, locate, step_of
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.staging import Entry
-from framework.checkpoint.storage import ObjectPath
 from framework.mesh.layout import Layout
+from framework.object_store import ObjectPath
 from tests.faults.meshwright import losses, run_meshwright
 from tests.faults.saving_ranks import EVERY, NUMEL, STEPS, Death, state_at
 from tests.faults.test_async_saves import ALONE, check_death, deaths, run_ranks

@@ -16,7 +16,7 @@ Law = Callable[["Source"], Iterator[Breach]]
 # Lowest first; rooms of one floor do not know each other.
 FLOORS = (
     ("errors", "files", "host", "imports", "output", "start"),
-    ("lease",),
+    ("lease", "object_store"),
     ("recipe",),
     ("mesh",),
     ("comm",),
@@ -25,6 +25,7 @@ FLOORS = (
     ("optim", "data"),
     ("plan",),
     ("checkpoint", "track"),
+    ("extend",),
     ("monitor",),
     ("faults", "launch"),
     ("train",),

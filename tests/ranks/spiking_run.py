@@ -111,7 +111,8 @@ def train_body(
             stack.enter_context(each())
         plan, message = make_plan(recipe, load_config(recipe.model)), ""
         try:
-            code = train.train_connected(plan, prepare(recipe), mesh, Lease(run_dir), watchdog)
+            staged = recipe if recipe.train.stages else None
+            code = train.train_connected(plan, prepare(recipe), mesh, Lease(run_dir), watchdog, whole=staged)
         except (MeshwrightError, Killed) as error:
             code, message = getattr(error, "exit_code", -9), str(error)
     mesh.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from framework.checkpoint import storage
+from framework import object_store
 from framework.checkpoint.load import Reader, load_checkpoint, load_newest
 from framework.checkpoint.staging import Entry
 from framework.comm.connect import connect
@@ -72,7 +72,7 @@ def failing_body(rank, world, rendezvous, root, how):
     """The second rank's file system fails, or spoils what it reads; the first rank's does not."""
     mesh = connect_world(rank, world, rendezvous)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "PAUSES_S", (0.0,) * 4)
+        patch.setattr(object_store, "PAUSES_S", (0.0,) * 4)
         plain = os.preadv
 
         def read(number, into, start):

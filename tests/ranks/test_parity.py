@@ -20,8 +20,6 @@ SHOWN = (("gpt2", 1), ("llama", 2), ("mixtral", 2), ("qwen3", 3), ("gpt2", 4))
 FEW = (("gpt2", 1), ("mixtral", 2), ("qwen3", 3))  # of these `make test` has
 # Stock code that has no fp64: xglm puts fp64's lowest number into an fp32 tensor.
 WITHOUT_FP64 = ("xglm",)
-# Parameters that the family's own initialiser does not set, so that it cannot train from scratch on meta.
-WITHOUT_INITIALISER = ("apertus",)
 # (precision, clip_norm, tied). fp64 sees every error of logic; fp32 is to show that its rounding stays in bounds.
 WAYS = [*product(("fp64",), (None, 0.05), (True, False)), ("fp32", 0.05, True), ("fp32", None, False)]
 # With the seed of the others a gradient of one bias nearly cancels in step 3, untied: 1.35e-5 in fp32, within 1e-9 in fp64.
@@ -75,9 +73,7 @@ def recipe_of(name: str, precision: str, world: int, accumulation: int, clip_nor
 
 @pytest.mark.grid
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(
-    "each", [each for each in FAMILIES if each.name not in WITHOUT_INITIALISER], ids=attrgetter("name")
-)
+@pytest.mark.parametrize("each", FAMILIES, ids=attrgetter("name"))
 def test_every_family_equals_one_process(pool: RankPool, each: Family, world: int) -> None:
     precisions = ("fp32",) if each.name in WITHOUT_FP64 else ("fp64", "fp32")[:world]
     recipes = {name: small_recipe(name, world, accumulation=2, sequences=8, clip_norm=0.05) for name in precisions}

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from framework.checkpoint import storage
+from framework import object_store
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.staging import Entry
 from framework.comm.connect import connect
@@ -31,7 +31,7 @@ from tests.grid import few_of
 from tests.saving import save_checkpoint
 
 NUMEL = 5_000
-NO_PAUSES = (0.0,) * len(storage.PAUSES_S)
+NO_PAUSES = (0.0,) * len(object_store.PAUSES_S)
 CPU = torch.device("cpu")
 
 
@@ -48,7 +48,7 @@ def save_body(rank, world, rendezvous, root, fault=None):
     save(step=1, entries=[half(rank, world, 1)], state={"step": 1})
     faults = {"fault": fault} if fault and rank == 1 else {}
     code = EXIT_DONE
-    with patch.object(storage, "PAUSES_S", NO_PAUSES):
+    with patch.object(object_store, "PAUSES_S", NO_PAUSES):
         try:
             save(step=2, entries=[half(rank, world, 2)], state={"step": 2}, **faults)
         except MeshwrightError as error:
@@ -107,7 +107,7 @@ def load_body(rank, world, rendezvous, root, trouble, *args):
     mesh = connect(Topology(dp=world), CPU, rendezvous, rank, timeout_s=60)
     filled = half(rank, world, 0)
     with ExitStack() as troubles:
-        troubles.enter_context(patch.object(storage, "PAUSES_S", NO_PAUSES))
+        troubles.enter_context(patch.object(object_store, "PAUSES_S", NO_PAUSES))
         if rank == 1:
             troubles.enter_context(trouble(*args))
         try:

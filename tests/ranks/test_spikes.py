@@ -35,6 +35,7 @@ from tests.ranks.spiking_run import (
     train_body,
     trained_samples,
 )
+from tests.unit.test_checksums import flip
 
 NOTHING = (0, 0)
 TARGET = 50  # the newest checkpoint that is MARGIN steps older than the first spike
@@ -190,6 +191,20 @@ def test_a_run_that_cannot_go_back_ends_with_88_and_says_why(
     assert ended.code == EXIT_NUMERICS
     assert why in ended.message
     assert step_of(list_checkpoints(run_dir / "checkpoints")[0]) == FIRST_BAD - 1
+
+
+@pytest.mark.grid
+def test_a_rewind_past_damaged_checkpoints_does_not_go_over_a_border(pool: RankPool, place: Path) -> None:
+    run_dir = folder(place, "border")
+    stages = ("train.stages.first.until_step=45", "train.stages.second.optim.lr=0.002")
+    recipe = compose_run(place, "train.on_spike=rewind", *stages)
+    (ended,) = pool.run(1, train_body, replace(recipe, train=replace(recipe.train, steps=60)), run_dir)
+    assert ended.code == EXIT_DONE
+    [damaged] = [each for each in list_checkpoints(run_dir / "checkpoints") if step_of(each) == TARGET]
+    flip(max((each for each in damaged.rglob("*") if each.is_file()), key=lambda file: file.stat().st_size), -100)
+    (ended,) = pool.run(1, train_body, recipe, run_dir)
+    assert ended.code == EXIT_NUMERICS
+    assert "over the border of a stage: step 45 ends the stage before" in ended.message
 
 
 # --- a checkpoint whose values are finite, and whose losses are not

@@ -5,6 +5,8 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -22,22 +24,30 @@ def why_not() -> str | None:
 
 @pytest.fixture(scope="session")
 def desk(tmp_path_factory) -> Iterator[Desk]:
+    with open_desk(tmp_path_factory.mktemp("desk"), NODES) as found:
+        yield found
+
+
+@contextmanager
+def open_desk(place: Path, num_nodes: int, **variables: str) -> Iterator[Desk]:
+    """A cluster of its own, and its desk. variables: of scripts/local_cluster.sh."""
     if os.environ.get("REQUIRE_SLURM", "0") in ("", "0"):
         pytest.skip("REQUIRE_SLURM=1 runs these on a cluster of this machine")
     reason = why_not()
     if reason is not None:
         pytest.fail(f"REQUIRE_SLURM is set, but {reason}")
-    place = tmp_path_factory.mktemp("desk")
     write_corpus(place / "corpus")
     home = tempfile.mkdtemp(prefix="mw-slurm-", dir="/tmp")  # a socket's path is short
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patch.setenv("MESHWRIGHT_CLUSTER", home)
-        patch.setenv("MESHWRIGHT_CLUSTER_PORT", str(free_ports(NODES + 1)))
+        patch.setenv("MESHWRIGHT_CLUSTER_PORT", str(free_ports(num_nodes + 1)))
         patch.setenv("PYTHONPATH", str(REPOSITORY))
         patch.setenv("SLURM_CONF", f"{home}/slurm.conf")
         patch.setenv("OMP_NUM_THREADS", "1")
-        call(str(SCRIPT), "start", str(NODES))
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        call(str(SCRIPT), "start", str(num_nodes))
         try:
             yield Desk(place, dict(os.environ))
         finally:

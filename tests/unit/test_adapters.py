@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from framework.commands import trained_model
 from framework.commands.trained_model import UnitReader
 from framework.errors import ModelError
-from framework.model.adapters import DROPOUT, A, B, add_adapters, find_targets, is_adapter, merge_all
+from framework.model.adapters import DROPOUT, A, AdapterDropout, B, add_adapters, find_targets, is_adapter, merge_all
 from framework.model.generate import load_folder
 from framework.model.hub import find_base, fingerprint_base
 from framework.model.initial import draw_unit
@@ -219,7 +219,7 @@ def test_dropout_is_of_the_low_rank_path_in_forward_and_backward() -> None:
     layer: Any = nn.Linear(6, 5, dtype=torch.float64)
     for name, shape in ((A, (2, 6)), (B, (5, 2))):
         layer.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=torch.float64)))
-    layer.add_module(DROPOUT, nn.Dropout(0.4))
+    layer.add_module(DROPOUT, AdapterDropout(0.4))
     views: Any = {part: Sum(layer.get_parameter(part)) for part in (A, B)}
     matmul = AdapterMatmul(Matmul(layer, False), layer, 1.5, views, AdapterSwitch())
     x, dy = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True), torch.randn(3, 4, 5, dtype=torch.float64)
@@ -240,6 +240,22 @@ def test_dropout_is_of_the_low_rank_path_in_forward_and_backward() -> None:
     assert torch.allclose(views[B].total, b.grad)
     layer.eval()
     assert torch.equal(matmul.begin(x)._dropped(x), x)
+
+
+def test_ranks_that_hold_other_inputs_of_an_adapter_drop_others() -> None:
+    recipe = small_recipe("fp32", 2)
+    recipe = replace(recipe, adapter=replace(LORA, dropout=0.1), parallel=replace(recipe.parallel, tp=2))
+    plan = make_plan(recipe, build_config(family("llama")))
+    masks = [
+        {name: module.mask for name, module in stage.model.model.named_modules() if isinstance(module, AdapterDropout)}
+        for rank in (0, 1)
+        for stage in plan.of_rank(rank).stages
+    ]
+    assert len(masks) == 2
+    equal = {name for name, mask in masks[0].items() if mask == masks[1][name] == 0}
+    others = {name for name, mask in masks[0].items() if mask != masks[1][name]}
+    assert {name.split(".")[-2] for name in equal} == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+    assert {name.split(".")[-2] for name in others} == {"o_proj", "down_proj"}
 
 
 def test_a_rank_holds_its_share_of_the_frozen_model_and_the_adapters_states() -> None:

@@ -111,6 +111,11 @@ def test_choice_does_not_undo_what_may_change(run):
     assert recipe.train.steps == 900
 
 
+def test_a_source_called_memory_is_no_memory():
+    assert may_change("train.stages.long.memory.activation_checkpointing")
+    assert not may_change("train.stages.long.data.sources.memory.weight")
+
+
 def test_every_pattern_of_what_may_change_names_a_key():
     keys = [key.path for key in list_keys()]
     for pattern, _ in MAY_CHANGE:

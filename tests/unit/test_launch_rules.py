@@ -44,7 +44,7 @@ def test_an_unquoted_time_is_explained(tmp_path):
         (["launch.nodes=1", 'launch.time="2:00"'], "launch.time", "launch.signal_seconds_before_end=60"),
         (["launch.nodes=1", "launch.container.kind=pyxis"], "launch.container.image", "launch.container.image="),
         (["launch.nodes=1", "launch.sbatch=['--time=1:00']"], "launch.sbatch", "launch.time"),
-        (["launch.nodes=1", "launch.sbatch=[exclusive]"], "launch.sbatch", "--exclusive"),
+        (["launch.nodes=1", "launch.sbatch=[exclusive]"], "launch.sbatch", "--constraint"),
         (["launch.nodes=1", "launch.environment={A-B: 1}"], "launch.environment.A-B", "NCCL_DEBUG"),
     ],
 )

@@ -32,8 +32,6 @@ from tests.ranks.parity import CPU, small_recipe, worst_error
 
 # One longer than a sliding window of 5, one not longer than it.
 LENGTHS = (5, 9, 3)
-# Has no initialiser of its own.
-SKIPPED = ("apertus",)
 PLAIN = small_recipe("fp64", world=1)
 RECIPE = replace(PLAIN, batch=replace(PLAIN.batch, context=sum(LENGTHS)), data=replace(PLAIN.data, pack="documents"))
 
@@ -99,9 +97,7 @@ def test_a_model_that_runs_on_more_than_token_ids_is_refused(family: str) -> Non
         keeps_documents_apart(AutoConfig.for_model(family, pad_token_id=None))
 
 
-@pytest.mark.parametrize(
-    "family", few_of((each for each in FAMILIES if each.name not in SKIPPED), is_kind), ids=attrgetter("name")
-)
+@pytest.mark.parametrize("family", few_of(FAMILIES, is_kind), ids=attrgetter("name"))
 def test_packed_documents_train_as_alone_where_they_are_said_to_stay_apart(family: Family) -> None:
     documents = draw_documents()
     error = worst_error(compare(train_once(family, [pack(documents)]), train_once(family, documents)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from framework.checkpoint import storage
+from framework import object_store
 from framework.checkpoint.commit import (
     SAVE_POINTS,
     Retention,
@@ -24,14 +24,15 @@ from framework.checkpoint.load import Reader, load_checkpoint, load_newest
 from framework.checkpoint.object_folder import ObjectFolder
 from framework.checkpoint.save import CPU, Saver
 from framework.checkpoint.staging import Entry, StagingMemory
-from framework.checkpoint.storage import ObjectPath, checkpoints_of, find_probe_error, open_place
+from framework.checkpoint.storage import checkpoints_of, find_probe_error
 from framework.comm.communicator import Communicator
-from framework.errors import CheckpointError, LeaseLost, StorageError
+from framework.errors import CheckpointError, LeaseLost, RecipeError, StorageError
 from framework.launch.directory import RunDirectory
 from framework.launch.places import place_checkpoints, refuse_unreachable
 from framework.lease import Holder, take
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Axis
+from framework.object_store import ObjectPath, open_place
 
 ALONE = Communicator(Axis("world", 1, 0))
 NUMEL = 700_000  # of fp32: pages of the reader, and blocks of the file, in several
@@ -44,7 +45,7 @@ class Died(BaseException):
 
 @pytest.fixture(autouse=True)
 def store(monkeypatch):
-    monkeypatch.setattr(storage, "PAUSES_S", (0.0,) * 4)
+    monkeypatch.setattr(object_store, "PAUSES_S", (0.0,) * 4)
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
     return MemoryFileSystem.store
@@ -298,7 +299,7 @@ def test_a_place_is_probed_and_an_unknown_one_is_explained(root, store, monkeypa
     before = dict(store)
     refuse_unreachable("memory://bucket/runs")
     assert store == before
-    with pytest.raises(CheckpointError, match=r"checkpoint\.root: nope://b/\S+ cannot be opened: Protocol not known"):
+    with pytest.raises(RecipeError, match=r"checkpoint\.root: nope://b/\S+ cannot be opened: Protocol not known"):
         refuse_unreachable("nope://b")
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", lambda *args, **more: (_ for _ in ()).throw(PermissionError()))
     assert "PermissionError" in find_probe_error(root)

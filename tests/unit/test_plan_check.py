@@ -63,8 +63,8 @@ MISTAKES = {
         ("parallel.ep=2: llama has no stacked experts", "leave the key out"),
     ),
     "a family without initial values": (
-        (*SMALL, "model.family=apertus", f"model.config={SIZES}"),
-        ("apertus models cannot start from random weights", "act_fn.alpha_p", "Set model.weights"),
+        (*SMALL, "model.family=openai-gpt", "model.config={vocab_size:300,n_embd:32,n_layer:2,n_head:2}"),
+        ("openai-gpt models cannot start from random weights", "attn.c_attn.weight", "Set model.weights"),
     ),
     "widths that grouped matmuls do not take": (
         ("model.family=mixtral", "model.config.intermediate_size=50"),

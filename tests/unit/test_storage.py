@@ -4,9 +4,9 @@ import errno
 
 import pytest
 
-from framework.checkpoint import storage
-from framework.checkpoint.storage import retry
+from framework import object_store
 from framework.errors import EXIT_FAILED, StorageError
+from framework.object_store import retry
 
 
 def failing(times, number):
@@ -26,7 +26,7 @@ def failing(times, number):
 def test_work_that_fails_for_a_moment_is_done_again_after_growing_pauses(tmp_path, capsys, number):
     pauses = []
     assert retry(failing(3, number), "read", tmp_path, pauses.append) == 4
-    assert pauses == sorted(pauses) == list(storage.PAUSES_S[:3])
+    assert pauses == sorted(pauses) == list(object_store.PAUSES_S[:3])
     assert f"cannot read {tmp_path}: {errno.errorcode[number]}, said the file system" in capsys.readouterr().err
 
 
@@ -36,7 +36,7 @@ def test_an_error_that_stays_is_a_storage_error_that_is_tried_again_by_the_job(t
         retry(failing(99, errno.EIO), "read", tmp_path, pauses.append)
     assert caught.value.exit_code == EXIT_FAILED
     assert str(tmp_path) in str(caught.value)
-    assert pauses == list(storage.PAUSES_S)
+    assert pauses == list(object_store.PAUSES_S)
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EACCES])

@@ -32,12 +32,13 @@ from framework.optim.optimizers import FlatOptimizer, state_names
 from framework.optim.states import MomentsDtype
 from framework.optim.stochastic_rounding import WORD_BITS
 from framework.optim.update_rules import FlatShard, ShardGroup
+from framework.parallel.zero.row_codes import ROWS
 from framework.plan.plan import unconnected
 from framework.recipe.schema import Optim
 from tests.interpreted_triton import DEVICE, FOLDER, fused_kernels, interpreted_triton
 
 ONE_RANK = unconnected(Topology(), 0)["tp"]
-ALL = [LOSS, CASTS, BITS, CODES]
+ALL = [LOSS, CASTS, BITS, CODES, ROWS]
 EACH = pytest.mark.parametrize("kernels", ALL, ids=lambda each: each.name)
 
 
@@ -402,7 +403,7 @@ def test_kernels_compile_for_a_hopper() -> None:
     environment["PYTHONPATH"] = path
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 20, done.stdout
+    assert len(done.stdout.splitlines()) == 23, done.stdout
 
 
 # --- codes of messages

@@ -19,8 +19,6 @@ from tests.families import FAMILIES, Family, build_config, family, is_kind
 from tests.grid import few_of
 from tests.ranks.parity import CPU, Case, run_cases, small_recipe, worst_error
 
-BORN = [each for each in FAMILIES if each.name != "apertus"]  # which has no initialiser
-
 
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])
 @pytest.mark.parametrize(("warmup", "decay", "final"), [(0, None, 0.0), (3, 4, 0.1), (7, 2, 0.5), (1, 40, 0.0)])
@@ -31,7 +29,7 @@ def test_learning_rates_are_those_of_the_definitions(name: str, warmup: int, dec
         assert ours == pytest.approx(theirs, rel=1e-12, abs=1e-18), step
 
 
-@pytest.mark.parametrize("each", few_of(BORN, is_kind), ids=lambda each: each.name)
+@pytest.mark.parametrize("each", few_of(FAMILIES, is_kind), ids=lambda each: each.name)
 def test_groups_and_what_stays_in_fp32_are_those_of_stock(each: Family) -> None:
     """Norms by their classes and by their names; fp32 by `from_pretrained` and by the family's patterns."""
     config = build_config(each)
@@ -77,7 +75,7 @@ def test_a_norm_that_does_not_begin_at_one_is_seen() -> None:
 MIXTURES = ("deepseek_v3", "qwen3_next", "mixtral", "gpt_oss", "llama4_text")
 
 
-@pytest.mark.parametrize("each", few_of(BORN, lambda each: each.name in MIXTURES), ids=lambda each: each.name)
+@pytest.mark.parametrize("each", few_of(FAMILIES, lambda each: each.name in MIXTURES), ids=lambda each: each.name)
 def test_the_oracle_finds_every_module_of_experts(each: Family) -> None:
     """Also those whose arguments have other names (gpt_oss), else nothing would be dropped or counted there."""
     model = build_meta(build_config(each))
@@ -101,7 +99,7 @@ def test_packed_documents_are_rows_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "each", few_of(BORN, lambda each: each.name in ("gemma", "gemma2")), ids=lambda each: each.name
+    "each", few_of(FAMILIES, lambda each: each.name in ("gemma", "gemma2")), ids=lambda each: each.name
 )
 def test_every_family_is_verified_in_fp64(each: Family, tmp_path) -> None:
     """gemma's scale of its embedding is no number of fp32: rounded to it, gradients are off by 1e-8."""

@@ -16,7 +16,7 @@ ranks' K/V are sent once more in backward.
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,12 +35,11 @@ from framework.parallel.attention.kernels import Result
 from framework.parallel.attention.key_values import Contribution, HeadGroup, KeyValues, Portion
 from framework.parallel.attention.logit_maxima import HeadMaxima
 from framework.parallel.attention.merge import ChunkSums, MergedOutput, sinks_gradient
-from framework.parallel.attention.ring import Gather, Ring
+from framework.parallel.attention.ring import Gather, Ring, Transport
 from framework.parallel.attention.ulysses import HeadExchange
 from framework.parallel.attention.visible_rows import Scores
 
-Transport = Ring | Gather
-
+# Plugins add to it.
 TRANSPORTS: dict[str, Callable[[Communicator], Transport]] = {"ring": Ring, "gather": Gather}
 
 
@@ -53,7 +52,7 @@ class ContextAttention:
         slices: ContextSlices,
         ulysses: Communicator,
         ring: Communicator,
-        method: Literal["ring", "gather"],
+        method: str,
         block: BlockAttention,
     ):
         assert (ulysses.size, ring.size) == (slices.ulysses, slices.ring), f"{ulysses.size} x {ring.size} for {slices}"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from framework.errors import ModelError, TopologyError
 from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
 from framework.model.load import layer_configs
-from framework.parallel.attention.attention import ContextAttention
+from framework.parallel.attention.attention import TRANSPORTS, ContextAttention
 from framework.parallel.attention.block_attention import BlockAttention
 from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.indexers import has_indexer, hook_indexer
@@ -83,7 +83,8 @@ def split_context(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: S
     ulysses, ring, slices = plan.axes["ulysses"], plan.axes["ring"], plan.tokens.slices
     assert slices is not None, "tokens of a rank of cp without their rows"
     refuse_uneven_heads(layer_configs(model.config), plan.recipe.parallel)
-    method: Literal["ring", "gather"] = "gather" if plan.recipe.parallel.context == "gather" else "ring"
+    chosen = plan.recipe.parallel.context
+    method = chosen if isinstance(chosen, str) and chosen in TRANSPORTS else "ring"
     # On one rank `ulysses` and `ring` have size 1: nothing is exchanged, nothing is sent, and there is one block.
     # One of each for all layers: kernels are compared once, and what documents are cut into is found once.
     block, whole = BlockAttention(), Documents(((0,),), slices.context + slices.padding)

@@ -78,6 +78,16 @@ class Differentiates(Protocol):
         """All has been added."""
 
 
+class Transport(Protocol):
+    """A way in which the keys and values of other ranks come to this one."""
+
+    def forward(self, own: KeyValues, route: RingRoute, work: Attends) -> None:
+        """Have `work` attend to the K/V of all ranks of the route."""
+
+    def backward(self, own: KeyValues, route: RingRoute, work: Differentiates) -> None:
+        """Have `work` differentiate by the K/V of all ranks of the route, and add what all ranks give to this one's."""
+
+
 class Ring:
     """Passes keys and values on along an axis; on one rank there is nothing to pass."""
 

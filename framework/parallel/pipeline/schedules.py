@@ -204,7 +204,7 @@ class ScheduleSpec:
     is_v: bool = False
 
 
-SCHEDULES = {
+SCHEDULES: dict[str, ScheduleSpec] = {
     "gpipe": ScheduleSpec(gpipe),
     "1f1b": ScheduleSpec(one_forward_one_backward),
     "interleaved": ScheduleSpec(interleaved, virtual_stages=None),

@@ -19,12 +19,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from framework.comm.fused import Fused
 from framework.comm.transfer import fetch, upload
 from framework.mesh.box import Box, interval_to_boxes
 from framework.mesh.layout import Layout
@@ -33,8 +34,6 @@ RowKind = Literal["nf4", "fp8"]
 BLOCK = 64
 BITS = {"nf4": 4, "fp8": 8}
 _SCALE_BYTES = 4
-# Numbers that are decoded at a time: what that takes beside them, 20 bytes each, is counted in no plan.
-_CHUNK = 2**21
 # Kinds by the names that layouts have for them.
 ROW_CODES: dict[str, RowKind] = {"nf4 rows": "nf4", "fp8 rows": "fp8"}
 NF4 = (
@@ -83,6 +82,51 @@ def widen(box: Box, shape: tuple[int, ...]) -> Box:
     first, last = box.offsets[-1], box.offsets[-1] + box.sizes[-1]
     start, stop = first - first % BLOCK, min(last + -last % BLOCK, shape[-1])
     return Box((*box.offsets[:-1], start), (*box.sizes[:-1], stop - start))
+
+
+class TorchRows:
+    """Numbers of codes by torch's operations. chunk: how many at a time, for what that takes beside them, 20 bytes each, is
+    counted in no plan."""
+
+    chunk = 2**21
+
+    def decode(self, table: Tensor, codes: Tensor, here: int, scales: Tensor, columns: Tensor, out: Tensor) -> None:
+        """Write the numbers of codes from place `here` on.
+
+        table: [16] for nf4, whose places are of half a byte, or [256]; scales: [R, S], of each row; columns: [w], the number of
+        each column's scale, of which the first column has the first; out: [R, w], floating.
+        """
+        if len(table) == len(NF4):
+            # Both numbers of a byte at once.
+            pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], 1)
+            words = codes[here // 2 : (here + out.numel() + 1) // 2]
+            numbers = pairs.index_select(0, words.int()).view(-1)[here % 2 : here % 2 + out.numel()]
+        else:
+            numbers = table.index_select(0, codes[here : here + out.numel()].int())
+        out.copy_(numbers.view(out.shape) * scales.index_select(1, columns - columns[0]))
+
+
+def _load_triton() -> Any:
+    from framework.parallel.zero.triton_rows import TritonRows
+
+    return TritonRows()
+
+
+def _compute_example(kernel: TorchRows, device: torch.device) -> list[Tensor]:
+    """Rows of blocks that are cut short in front and behind, from an odd place on, in fp32 and bf16."""
+    generator, found = torch.Generator().manual_seed(0), []
+    codes = torch.randint(0, 127, (4_096,), dtype=torch.uint8, generator=generator).to(device)
+    scales = torch.rand(7, 4, generator=generator).to(device)
+    columns = (torch.arange(200, device=device) + 30) // BLOCK + 5
+    for kind in get_args(RowKind):
+        for dtype in (torch.float32, torch.bfloat16):
+            out = torch.empty(7, 200, dtype=dtype, device=device)
+            kernel.decode(table_of(kind).to(device), codes, 3, scales, columns, out)
+            found.append(out)
+    return found
+
+
+ROWS = Fused("frozen weights in few bits", TorchRows(), _load_triton, _compute_example, is_exact=True)
 
 
 @dataclass(frozen=True)
@@ -195,31 +239,24 @@ class RowCodec:
 
     def _decode(self, message: Tensor, start: int, out: Tensor, columns: list[Tensor]) -> None:
         table, scales, codes = self._split(message)
-        if self.kind == "nf4":
-            # Both numbers of a byte at once.
-            table = torch.stack([table.repeat(16), table.repeat_interleave(16)], 1)
+        kernel = ROWS.on(out.device)
         for rows, of_column in zip(self.rows, columns, strict=True):
-            for first, box in self._pieces(rows, start):
+            for first, box in self._pieces(rows, start, kernel.chunk):
                 (height, width), column = box.sizes, box.offsets[1]
                 here = first - start
-                if self.kind == "nf4":
-                    pairs = codes[here // 2 : (here + box.numel + 1) // 2]
-                    numbers = table.index_select(0, pairs.int()).view(-1)[here % 2 : here % 2 + box.numel]
-                else:
-                    numbers = table.index_select(0, codes[here : here + box.numel].int())
                 low = rows.scale_at(first)
                 count = rows.scale_at(first + width - 1) - low + 1
                 low -= self._scale_at(start)
                 of_rows = scales[low : low + height * count].view(height, count)
-                within = of_column[column : column + width]
-                numbers = numbers.view(height, width) * of_rows.index_select(1, within - within[0])
-                out[here : here + box.numel].view(height, width).copy_(numbers)
+                places = of_column[column : column + width]
+                kernel.decode(table, codes, here, of_rows, places, out[here : here + box.numel].view(height, width))
 
-    def _pieces(self, rows: CodedRows, start: int) -> Iterator[tuple[int, Box]]:
-        """Parts of some rows that a message has, of one row or of several whole ones: the place of each, and its box."""
+    def _pieces(self, rows: CodedRows, start: int, chunk: int) -> Iterator[tuple[int, Box]]:
+        """Parts of some rows that a message has, of one row or of several whole ones of about `chunk` numbers: the place of each,
+        and its box."""
         low, high = (min(max(each, rows.start), rows.stop) - rows.start for each in (start, start + self.numel))
         for box in interval_to_boxes((rows.height, rows.width), low, high):
-            step = max(1, _CHUNK // rows.width)
+            step = max(1, chunk // rows.width)
             for row in range(box.offsets[0], box.offsets[0] + box.sizes[0], step):
                 count = min(step, box.offsets[0] + box.sizes[0] - row)
                 place = rows.start + row * rows.width + box.offsets[1]

@@ -1,6 +1,7 @@
-"""A step with an adapter beside a step of all parameters, in the same layout on the same data.
+"""A step of other methods beside a step of AdamW on all parameters, in the same layout on the same data.
 
-    python scripts/bench/adapters.py
+    python scripts/bench/methods.py                                            LoRA
+    python scripts/bench/methods.py --method muon --layouts zero_1 --sequences 32 --layers 2      Muon
 
 CPU seconds of a rank in one step (forward, backward, reduction, update), median over the steps of each form, on two gloo ranks of
 one thread each. CPU seconds and not those of the clock: other programs on the machine do not lengthen them.
@@ -13,11 +14,23 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
+from transformers.models.llama import LlamaConfig
 
 from framework.comm.connect import connect
 from framework.plan.plan import make_plan
-from framework.recipe.schema import Adapter, Batch, Launch, Memory, Parallel, Precision, Recipe, Train, Zero
+from framework.recipe.schema import (
+    Adapter,
+    Batch,
+    Launch,
+    Memory,
+    Muon,
+    Optim,
+    Parallel,
+    Precision,
+    Recipe,
+    Train,
+    Zero,
+)
 from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.evidence import make_batches
@@ -25,22 +38,23 @@ from framework.verify.layout import share
 from framework.verify.pool import RankPool
 
 CPU = torch.device("cpu")
-SEQUENCES, CONTEXT = 2, 256
+CONTEXT = 256
 
 
-def make_forms(rank: int, layout: str) -> dict[str, Recipe]:
-    """The recipes that are compared."""
+def make_forms(method: str, rank: int, layout: str, sequences: int) -> dict[str, Recipe]:
+    """The recipes that are compared. sequences: of a step."""
     full = Recipe(
         train=Train(steps=100, seed=5),
-        batch=Batch(sequences_per_step=SEQUENCES, sequences_per_microbatch=1, context=CONTEXT),
+        batch=Batch(sequences_per_step=sequences, sequences_per_microbatch=max(1, sequences // 8), context=CONTEXT),
         memory=Memory(compile="never"),
         precision=Precision("fp32", "fp32", "fp32"),
         parallel=Parallel(tp=2 if layout == "tp" else 1),
-        zero=Zero(stage=3 if layout == "zero_3" else 0),
+        zero=Zero(stage=0 if layout == "tp" else int(layout.removeprefix("zero_"))),
         launch=Launch(ranks=2, device="cpu"),
     )
-    lora = replace(full, adapter=Adapter("lora", rank, 2.0 * rank))
-    return {"full": full, "lora": lora}
+    if method == "lora":
+        return {"full": full, "lora": replace(full, adapter=Adapter("lora", rank, 2.0 * rank))}
+    return {"full": full, "muon": replace(full, optim=Optim(name="muon", momentum=0.95, muon=Muon(dtype="master")))}
 
 
 def measure(
@@ -52,7 +66,8 @@ def measure(
     mesh = connect(plans["full"].topology, CPU, rendezvous, rank)
     runs = {name: build(plan, mesh) for name, plan in plans.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for step, batch in enumerate(make_batches(config, steps + 1, SEQUENCES, CONTEXT, 3)):
+    batches = make_batches(config, steps + 1, forms["full"].batch.sequences_per_step or 1, CONTEXT, 3)
+    for step, batch in enumerate(batches):
         for name, run in runs.items():
             microbatches = share(batch, forms[name].batch.sequences_per_microbatch, mesh)
             start = time.process_time()
@@ -68,7 +83,9 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--method", choices=["lora", "muon"], default="lora")
+    parser.add_argument("--rank", type=int, default=8, help="of the adapter")
+    parser.add_argument("--sequences", type=int, default=2, help=f"of {CONTEXT} tokens, in a step")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--layouts", nargs="+", default=["zero_0", "zero_3", "tp"])
     options = parser.parse_args()
@@ -82,7 +99,8 @@ def main() -> None:
     )
     pool = RankPool(2, measure.__module__)
     for layout in options.layouts:
-        found = pool.run(2, measure, make_forms(options.rank, layout), config, options.steps, timeout_s=1800)[0]
+        forms = make_forms(options.method, options.rank, layout, options.sequences)
+        found = pool.run(2, measure, forms, config, options.steps, timeout_s=1800)[0]
         shares = ", ".join(f"{name} {value:.2f} s ({value / found['full']:.2f})" for name, value in found.items())
         print(f"{layout:7} {shares}", flush=True)
     pool.close()

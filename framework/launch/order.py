@@ -1,0 +1,116 @@
+"""The order in which the nodes of an allocation take ranks: decided once for each start, before ranks connect.
+
+SLURM orders the nodes of a step by their place in its configuration. Where a group of tp or ep needs several nodes, these are to
+share a block: an NVLink domain, else a leaf switch. The job's script asks every node where it lies and gives all answers to all
+ranks in one variable, from which each computes the same order. The first node stays first: with rank 0 it holds the store at
+MASTER_ADDR.
+
+    SLURM_TOPOLOGY_ADDR             rack3.n7      root.leaf2.n7             n7
+    SLURM_TOPOLOGY_ADDR_PATTERN     block.node    switch.switch.node        node
+    block                           rack3         root.leaf2                by the name: what comes before its last number
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+from framework.mesh.placement import BLOCK_AXES, Placement, place
+from framework.recipe.derive import Derived
+
+# The script's answers, one for each node in SLURM's order, separated by `;`: number, name, address, pattern.
+NODES = "MESHWRIGHT_NODES"
+# The part of a node's address, by its pattern, that says what connects it with its neighbours.
+BLOCK_KINDS = ("block", "switch")
+# Blocks shown in the run's header.
+SHOWN = 8
+
+
+@dataclass(frozen=True)
+class NodeOrder:
+    """names, blocks: of each node in SLURM's order. source: what the blocks are."""
+
+    placement: Placement
+    names: tuple[str, ...]
+    blocks: tuple[str, ...]
+    source: str
+
+    @cached_property
+    def nodes(self) -> tuple[int, ...]:
+        """The node that takes ranks at each place, by its number of SLURM's."""
+        return self.placement.order_nodes(self.blocks)
+
+    @cached_property
+    def cut(self) -> dict[str, int]:
+        """Groups that lie in more than one block, by axis; axes without such are left out."""
+        counts = {axis: self.placement.count_cut(axis, self.blocks, self.nodes) for axis in BLOCK_AXES}
+        return {axis: count for axis, count in counts.items() if count}
+
+    def rank_of(self, launched: int) -> int:
+        """The rank of a process, by the number that SLURM or torchrun has given it."""
+        node, local = divmod(launched, self.placement.ranks_per_node)
+        return self.nodes.index(node) * self.placement.ranks_per_node + local
+
+    def describe(self) -> str:
+        """A line for the run's header: the nodes of each block in the order of their ranks."""
+        runs = [(block, list(nodes)) for block, nodes in groupby(self.nodes, key=lambda node: self.blocks[node])]
+        shown = [f"{block}: {' '.join(self.names[node] for node in nodes)}" for block, nodes in runs[:SHOWN]]
+        more = [f"and {len(runs) - SHOWN} more"] if len(runs) > SHOWN else []
+        moved = "reordered" if self.nodes != tuple(range(len(self.nodes))) else "SLURM's order"
+        return f"nodes by {self.source}, {moved}: {'; '.join([*shown, *more])}"
+
+    def describe_cut(self) -> str:
+        """The groups that lie in more than one block; empty where there are none."""
+        topology = self.placement.topology
+        words = [
+            f"{count} of {topology.world // topology.size(axis)} {axis} groups" for axis, count in self.cut.items()
+        ]
+        return f"{' and '.join(words)} lie in more than one {self.source}" if words else ""
+
+
+def read_order(derived: Derived, variables: Mapping[str, str] | None = None) -> NodeOrder | None:
+    """The order that the script's answers mean; None where it has not asked, or not all nodes have answered: ranks then keep
+    SLURM's numbers. variables: the environment of another rank than this process."""
+    placement = place(derived)
+    text = (os.environ if variables is None else variables).get(NODES, "")
+    answers = [answer.split() for answer in text.split(";")]
+    if len(answers) != placement.num_nodes or any(len(each) != 4 for each in answers):
+        return None
+    _, names, addresses, patterns = zip(*sorted(answers, key=lambda each: int(each[0])), strict=True)
+    kinds = [pattern.split(".")[-2:-1] for pattern in patterns]
+    known = next((kind for kind in BLOCK_KINDS if [kind] in kinds), None)
+    if known is None:
+        return NodeOrder(placement, names, _blocks_by_name(names), "name")
+    # A node outside of the topology is a block of its own.
+    pairs = zip(addresses, kinds, strict=True)
+    blocks = tuple(address.rpartition(".")[0] if kind == [known] else address for address, kind in pairs)
+    return NodeOrder(placement, names, blocks, known)
+
+
+def find_rank(derived: Derived, launched: int, variables: Mapping[str, str] | None = None) -> int:
+    """The rank of a process by the number with which it was launched. variables: as of `read_order`."""
+    order = read_order(derived, variables)
+    return launched if order is None else order.rank_of(launched)
+
+
+def _blocks_by_name(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Names without their last numbers, as racks have them (r3n7); one block for all where that joins no two nodes."""
+    blocks = tuple(name.rstrip("0123456789") for name in names)
+    return blocks if max(Counter(blocks).values()) > 1 else ("",) * len(names)
+
+
+def describe_nodes(order: NodeOrder | None, forecast: Callable[[int], tuple[float, float]]) -> Iterator[str]:
+    """Lines of the run's header. forecast: by the plan, of a number of nodes on which groups lie, the seconds of a step and those
+    that it loses by their lying apart."""
+    if order is None:
+        return
+    yield order.describe()
+    if order.cut:
+        unit = order.placement.units[0]
+        step_s, lost_s = forecast(unit)
+        yield (
+            f"WARNING: {order.describe_cut()}: by the plan {lost_s:.3g} s of a step's {step_s:.3g} s are due to that."
+            f" launch.segment={unit} asks SLURM for nodes that lie together (docs/slurm.md)"
+        )

@@ -1,0 +1,125 @@
+"""Plugins: packages of the user's that put names into Meshwright's registries by the decorators of `framework/extend.py`.
+
+`plugins: [my_package]` names installed packages. A folder or a file of Python comes from the command line alone
+(`--plugins PATH`), so that a recipe that somebody else has written never says where code lies. Nothing else is imported: no
+entry points are searched, no folder is.
+
+The launcher imports them before the recipe is checked, each rank before it plans, and commands that need the model. Commands that
+only read a run's recipe import nothing, and take names that they do not know as what the launcher has checked.
+"""
+
+import hashlib
+import importlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from framework.errors import RecipeError
+
+# Kinds of names, as fields of the schema refer to them (`key(..., registry=KIND)`).
+KINDS = (
+    *("optimizer", "loss", "reader", "tokenizer", "chat template", "schedule", "model", "context method"),
+    "pipeline schedule",
+)
+# By kind the names that plugins have added, and of which plugin each is. They grow while plugins are imported, and never after.
+ADDED: Mapping[str, dict[str, str]] = MappingProxyType({kind: {} for kind in KINDS})
+# The plugin that is being imported; empty for the code of a script.
+IMPORTING: ContextVar[str] = ContextVar("IMPORTING", default="")
+
+
+def add(kind: str, registry: dict[str, Any], name: str, value: Any) -> None:
+    """Put a name into a registry. Raises RecipeError where it is taken, unless the same plugin has added it before."""
+    owner, owners = IMPORTING.get(), ADDED[kind]
+    if name in registry and owners.get(name) != owner:
+        whose = f"the plugin {owners[name]}" if owners.get(name) else "Meshwright"
+        raise RecipeError(f"the {kind} {name} is {whose}'s already: give yours another name")
+    registry[name], owners[name] = value, owner
+
+
+def added_names(kind: str) -> tuple[str, ...]:
+    """The names of a kind that plugins have added."""
+    return tuple(ADDED.get(kind, ()))
+
+
+def is_path(plugin: str) -> bool:
+    """Whether a plugin is given by its place, not by the name of a package."""
+    return not all(part.isidentifier() for part in plugin.split("."))
+
+
+def modules_of(plugin: str) -> list[str]:
+    """Names of the modules that are imported for a plugin: a package; of a folder that is none, each of its files."""
+    path = Path(plugin)
+    if not is_path(plugin):
+        return [plugin]
+    if path.is_dir() and not (path / "__init__.py").is_file():
+        return [file.stem for file in sorted(path.glob("*.py"))]
+    return [path.stem]
+
+
+def import_plugins(plugins: Sequence[str]) -> None:
+    """Import plugins that are not imported yet. Raises RecipeError that names the one that fails."""
+    for plugin in plugins:
+        with _naming(plugin):
+            path = Path(plugin)
+            folder = path if path.is_dir() and not (path / "__init__.py").is_file() else path.parent
+            if is_path(plugin) and not path.exists():
+                raise RecipeError("there is no such folder or file")
+            # Last: nothing in the folder hides a library. Processes of `multiprocessing` get this search path.
+            if is_path(plugin) and str(folder) not in sys.path:
+                sys.path.append(str(folder))
+            for name in modules_of(plugin):
+                found = importlib.import_module(name).__file__ or ""
+                if is_path(plugin) and folder not in Path(found).parents:
+                    raise RecipeError(f"another module is called {name} already, of {found}: give yours another name")
+
+
+@contextmanager
+def _naming(plugin: str) -> Iterator[None]:
+    token = IMPORTING.set(plugin)
+    try:
+        yield
+    except Exception as error:  # a plugin may raise anything
+        why = str(error) if isinstance(error, RecipeError) else f"{type(error).__name__}: {error}"
+        raise RecipeError(f"the plugin {plugin} cannot be imported: {why}") from error
+    finally:
+        IMPORTING.reset(token)
+
+
+def are_imported(plugins: Sequence[str]) -> bool:
+    """Whether all plugins are imported here, so that a name which is in no registry is none."""
+    return all(name in sys.modules for plugin in plugins for name in modules_of(plugin))
+
+
+def describe_plugins(plugins: Sequence[str]) -> dict[str, str]:
+    """The version of each plugin, where it is an installed package, and a hash of its Python files."""
+    return {plugin: " ".join(filter(None, (_version(plugin), hash_plugin(plugin)))) for plugin in plugins}
+
+
+def _version(plugin: str) -> str:
+    try:
+        return version(plugin.partition(".")[0])
+    except (PackageNotFoundError, ValueError):
+        return ""
+
+
+def hash_plugin(plugin: str) -> str:
+    """A hash of a plugin's Python files; empty for one that is not imported."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in modules_of(plugin):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is None:
+            return ""
+        for each in sorted(Path(file).parent.rglob("*.py")) if Path(file).stem == "__init__" else [Path(file)]:
+            digest.update(each.read_bytes())
+    return digest.hexdigest()
+
+
+def hash_owner(kind: str, name: str) -> str:
+    """The hash of the plugin that has added a name; empty for a name of Meshwright's own."""
+    owner = ADDED[kind].get(name, "")
+    return hash_plugin(owner) if owner else ""
