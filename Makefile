@@ -92,7 +92,7 @@ try: install
 
 # docs/ as a site in build/site, which opens from the disk: build/site/index.html. A broken link ends it.
 docs: develop
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -63,6 +63,7 @@ COMMANDS = (
     Command("generate", "continue a text with a trained model"),
     Command("evaluate", "score a run or an exported folder on tasks, in any layout", works=True, runs_once=True),
     Command("export", "write a run's model as a folder that from_pretrained loads", works=True, runs_once=True),
+    Command("prune", "remove old checkpoints of runs that do not run", works=True),
     Command("inspect", "list the content of a checkpoint or a token store, every byte verified"),
 )
 

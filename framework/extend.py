@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from framework.parallel.attention.ring import Transport
     from framework.parallel.pipeline.schedules import Writer
     from framework.recipe.schema import LossSettings
+    from framework.track.report import Tracker
 
 F = TypeVar("F", bound=Callable[..., Any])
 Decorator = Callable[[F], F]
@@ -122,6 +123,13 @@ def pipeline_schedule(
         return write
 
     return register
+
+
+def tracker(name: str) -> "Callable[[type[Tracker]], type[Tracker]]":
+    """Add a `Tracker` (track/report.py): every run with the plugin has it, in a process of its own that imports the plugin."""
+    from framework.track.trackers import TRACKERS
+
+    return _register("tracker", TRACKERS, name)
 
 
 def _register(kind: str, registry: dict[str, Any], name: str) -> Callable[[Any], Any]:

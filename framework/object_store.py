@@ -96,6 +96,14 @@ class ObjectPath:
     """The run whose checkpoints lie there, if known."""
     key: str = field(default="checkpoint.root", compare=False)
     """The recipe's key for the URL."""
+    shared: Any = field(default=None, compare=False, repr=False)
+    """The opened store, of `share`."""
+
+    def share(self) -> "ObjectPath":
+        """This path, and those made of it, with one opened store for all threads of this process. fsspec opens one for each
+        thread, which takes S3's library a second of CPU."""
+        with self._open() as (store, _):
+            return replace(self, shared=store)
 
     def __truediv__(self, name: str) -> "ObjectPath":
         return replace(self, url=f"{self.url}/{name}")
@@ -167,6 +175,10 @@ class ObjectPath:
     @contextmanager
     def _open(self) -> Iterator[tuple[Any, str]]:
         """The store and the key in it, for a block whose errors become OSErrors."""
+        if self.shared is not None:
+            with as_os_errors():
+                yield self.shared, self.shared._strip_protocol(self.url)
+            return
         import fsspec  # only runs with checkpoints or data in a store need it
 
         try:

@@ -355,7 +355,7 @@ class Soak:
 
     def mirrors(self) -> list[int]:
         """The processes that send this run's metrics to wandb."""
-        return self.desk._find(lambda words: b"framework.track.wandb" in words and str(self.run).encode() in words)
+        return self.desk._find(lambda words: b"framework.track.mirror" in words and str(self.run).encode() in words)
 
     def submit_again(self, words: list[str], variables: dict[str, str]) -> None:
         """Stop the run, unless that is done, and queue it with other words, in an environment that has more variables."""

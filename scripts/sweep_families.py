@@ -180,15 +180,24 @@ def examine_layouts(families: list[str], layouts: list[str], results: Path) -> N
         oracles: dict[str, Evidence] = {}
         for name in missing:
             found = examine_layout(model_type, TABLE_LAYOUTS[name], pool, oracles)
-            if name == "tp":
-                for more in FALLBACKS:
-                    if found.startswith("refused") and any(each in found for each in more.split()):
-                        again = examine_layout(model_type, [*TABLE_LAYOUTS[name], *more.split()], pool, oracles)
-                        found = again if again.startswith("refused") else f"{again}, {more}"
+            for more in find_fallbacks(found):
+                again = examine_layout(model_type, [*TABLE_LAYOUTS[name], *more.split()], pool, oracles)
+                if not again.startswith("refused"):
+                    found = f"{again}, {more}"
+                    break
             with results.open("a") as file:
                 file.write(json.dumps([model_type, name, found, time.strftime("%Y-%m-%d")]) + "\n")
             print(f"{model_type:24s} {name:8s} {found[:240]}", flush=True)
     pool.close()
+
+
+def find_fallbacks(found: str) -> list[str]:
+    """What a refusal says that would do."""
+    if not found.startswith("refused"):
+        return []
+    starts = re.findall(r"stages begin at any of \[(\d+)", found)
+    layers = [f"pipeline.layers=[{start},{behind}]" for start in starts for behind in (2, 3)]
+    return layers + [more for more in FALLBACKS if any(each in found for each in more.split())]
 
 
 def examine_layout(model_type: str, layout: list[str], pool: RankPool, oracles: dict[str, Evidence]) -> str:

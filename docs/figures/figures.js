@@ -111,19 +111,6 @@
       };
     }
 
-    // Several that are on or off. Returns a function that gives the names of those that are on.
-    switches(title, names, on = []) {
-      const group = html("fieldset", { "data-choice": title }, html("legend", {}, title));
-      const boxes = names.map((name) => {
-        const box = html("input", { type: "checkbox", value: name, onchange: () => this.redraw() });
-        box.checked = on.includes(name);
-        group.append(html("label", {}, box, html("span", {}, name)));
-        return box;
-      });
-      this.controls.append(group);
-      return () => boxes.filter((each) => each.checked).map((each) => each.value);
-    }
-
     // A button that moves a slider through all of its values, from the first.
     player(slider, values, title = "play") {
       let timer;
@@ -156,7 +143,7 @@
       let left = x;
       let line = y;
       for (const [color, words] of items) {
-        const wide = 24 + words.length * 6.7;
+        const wide = 24 + words.length * 7.2;
         if (left + wide > this.width && left > x) {
           left = x;
           line += 18;

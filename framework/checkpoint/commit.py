@@ -237,12 +237,17 @@ def retain(
     """
     folder = folder_of(root)
     with reported("the new checkpoint is safe, but an old one cannot be removed"):
-        # Damaged ones are not counted: `keep` damaged ones would let the only whole one go.
-        whole = [path for path in list_checkpoints(root) if find_damage(path) is None]
-        old = [path for path in whole[retention.keep :] if not retention.keeps(step_of(path))]
-        for path in (each for each in old if step_of(each) != best_step):
+        for path in find_old(root, retention, best_step):
             folder.remove(lease, path, fault)
     folder.tidy(lease)
+
+
+def find_old(root: Place, retention: Retention, best_step: int | None = None) -> list[Place]:
+    """The whole checkpoints that `retain` removes, newest first."""
+    # Damaged ones are not counted: `keep` damaged ones would let the only whole one go.
+    whole = [path for path in list_checkpoints(root) if find_damage(path) is None]
+    old = [path for path in whole[retention.keep :] if not retention.keeps(step_of(path))]
+    return [path for path in old if step_of(path) != best_step]
 
 
 def set_aside(path: Place, lease: Lease, suffix: str = BAD) -> Place:

@@ -20,7 +20,7 @@ from framework.checkpoint.index import (
 )
 from framework.checkpoint.load import BUFFER_BYTES
 from framework.checkpoint.storage import checkpoints_of
-from framework.data.store import inspect_store
+from framework.data.inspect import inspect_store
 from framework.errors import EXIT_DONE, EXIT_USER, CheckpointError
 from framework.object_store import Place
 

@@ -71,7 +71,7 @@ def make_parser(name: str, summary: str, composes: bool) -> Parser:
             default=[],
             type=Path,
             metavar="DIR",
-            help="a folder of your own recipes, which come first; repeatable",
+            help="a folder of your own recipes; repeatable",
         )
         parser.add_argument(
             "--plugins",

@@ -102,7 +102,7 @@ def examine(recipe: Recipe) -> Iterator[DoctorLine]:
     yield _place("run root", recipe.run.root, lambda: refuse_unwritable(Path(recipe.run.root)))
     if checkpoints is not None:
         yield _place("checkpoints", checkpoints, lambda: refuse_unreachable(checkpoints))
-    yield _place("token stores", recipe.data.root, lambda: refuse_unwritable(Path(recipe.data.root), "data.root"))
+    yield _place("token stores", recipe.data.root, lambda: refuse_unreachable(recipe.data.root, "data.root"))
     yield _wandb(recipe)
 
 

@@ -21,6 +21,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--average", action="store_true", help="with train.ema: the average of the weights, in their place"
     )
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="the dtype of the weights; else the one that was trained"
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--best", action="store_true", help="with checkpoint.keep_best: the best")
     which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; else the newest")
@@ -32,6 +35,6 @@ def run(arguments: argparse.Namespace) -> int:
     with loading_libraries():
         from framework.commands.trained_model import export_model
 
-    which = {"best": arguments.best, "step": arguments.step, "averaged": arguments.average}
+    which = {"best": arguments.best, "step": arguments.step, "averaged": arguments.average, "dtype": arguments.dtype}
     export_model(path, to=arguments.to, merged=arguments.merged, **which)
     return EXIT_DONE

@@ -33,6 +33,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     for name, words in DETAILS.items():
         parser.add_argument(f"--{name}", action="store_true", help=f"also print {words}")
+    parser.add_argument(
+        "--loads",
+        type=Path,
+        metavar="RUN",
+        help="a run's folder: experts get as many tokens as it has recorded last, not equally many",
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser, in one file")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace files that no plan or search has written, too"
@@ -56,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         schedule_to=arguments.schedule_to,
         html=arguments.html,
         overwrite=arguments.overwrite,
+        loads=arguments.loads,
     )
 
 
@@ -66,10 +73,12 @@ def print_plan(
     schedule_to: Path | None = None,
     html: Path | None = None,
     overwrite: bool = False,
+    loads: Path | None = None,
 ) -> int:
     """Print what a recipe will hold, take and cost, and write the files. Raises what the recipe or the model has wrong.
 
-    details: of `DETAILS`; overwrite: replace a page's file that is not ours."""
+    details: of `DETAILS`; overwrite: replace a page's file that is not ours; loads: folder of a run that has recorded those of
+    experts."""
     with loading_libraries():
         from framework.plan.advice import find_changes
         from framework.plan.check import check_stages, check_weights
@@ -79,13 +88,15 @@ def print_plan(
         from framework.plan.plan_stages import join_stages, plan_within
         from framework.plan.plan_text import describe_plan
         from framework.recipe.stages import split_stages
+        from framework.track.summary import read_loads
 
     if html is not None:
         require_page(html, overwrite)
     first, *plans = check_stages(recipe)
     check_weights(first)
     stages = split_stages(recipe)
-    forecasts = [forecast_plan(plan_within(*each)) for each in zip(stages, plans or [first], strict=True)]
+    recorded = None if loads is None else read_loads(loads)
+    forecasts = [forecast_plan(plan_within(*each), recorded) for each in zip(stages, plans or [first], strict=True)]
     found, table = join_stages(stages, forecasts)
     plan, changes = found.plan, find_changes(found)
     for line in (*table, *describe_plan(found, changes), *_describe_details(plan, details)):

@@ -222,7 +222,13 @@ def try_layouts(question: "Question", options: argparse.Namespace) -> int:
             print_table(question, result, options)
         folder = RunDirectory.create(Path(recipe.run.root), None, f"{recipe.run.name}-tried").path
         chosen = choose_tried(result, wanted=options.try_best)
-        trial = TRIAL | {"train.steps": options.try_steps, "launch.kind": recipe.launch.kind, "run.root": folder}
+        steps = options.try_steps
+        trial = TRIAL | {
+            "train.steps": steps,
+            "track.timeline_step": steps,
+            "launch.kind": recipe.launch.kind,
+            "run.root": folder,
+        }
         overrides = [
             *_without_layout(options.overrides),
             *(f"{key}={value}" for key, value in trial.items()),
@@ -301,11 +307,24 @@ def _rank_again(question: "Question", options: argparse.Namespace, folder: Path)
         print(f"\n{'predicted s':>11}  {'measured s':>10}  layout")
         for each in layouts:
             print(f"{each['predicted_s']:>11.4g}  {each['measured_s']:>10.4g}  {each['layout']}")
-        print(f"{describe_factors(factors)}\ncluster={file}\n")
+        print("\n".join([f"{describe_factors(factors)}\ncluster={file}", *_describe_splits(folder), ""]))
     again = replace(question, cluster=ClusterRates.from_recipe(replace(recipe, cluster=group)))
     found = {"folder": str(folder), "cluster": str(file), "factors": factors, "layouts": layouts}
     show(again, find(again), options, {"tried": found})
     return EXIT_DONE
+
+
+def _describe_splits(folder: Path) -> Iterator[str]:
+    """A line for each tried pipeline: its split by the times of its units, and what that would gain."""
+    from framework.model.load import load_config
+    from framework.parallel.pipeline.measured import UNITS_FILE
+    from framework.plan.plan import make_plan
+
+    for measured in sorted(folder.glob(f"*/{UNITS_FILE}")):
+        recipe = load_recipe(measured.parent / "recipe.yaml")
+        if recipe.parallel.pp > 1:
+            recipe = replace(recipe, pipeline=replace(recipe.pipeline, layers=str(measured.parent)))
+            yield f"pipeline.layers={measured.parent}: {make_plan(recipe, load_config(recipe.model)).pipeline.gain}"
 
 
 def _read_measured(folder: Path) -> Iterator[tuple[Any, float]]:

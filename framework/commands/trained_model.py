@@ -26,6 +26,7 @@ from framework.model.hub import CONFIG, find_base, list_processors, read_generat
 from framework.model.initial import build_buffers, draw_unit, persistent_buffers, set_buffers
 from framework.model.load import build_meta, load_config
 from framework.model.peft_folder import write_adapter
+from framework.model.precision import DTYPES
 from framework.model.units import Unit, find_units, set_parameter, tied_names
 from framework.model.weights import read_weights, write_weights, writing_folder
 from framework.object_store import Place
@@ -49,13 +50,15 @@ def export_model(
     name: Path | None = None,
     merged: bool = False,
     averaged: bool = False,
+    dtype: str | None = None,
 ) -> None:
     """Write the newest checkpoint of `run`, or the best, or that of a step, to the folder `to`, with its tokenizer. Needs memory
     for one unit.
 
-    Weights keep the dtype in which the optimizer updated them, so nothing is lost. Of a run with an adapter the folder has that
-    alone, in PEFT's format, or, merged, the whole model in the dtype of its pretrained weights. The folder appears whole or not
-    at all. averaged: the average of the weights (train.ema) in their place. name: the name of `to` afterwards, if it is renamed.
+    Weights keep the dtype in which the optimizer updated them, so nothing is lost, unless `dtype`, a key of DTYPES, names
+    another. Of a run with an adapter the folder has that alone, in PEFT's format, or, merged, the whole model in the dtype of its
+    pretrained weights. The folder appears whole or not at all. averaged: the average of the weights (train.ema) in their place.
+    name: the name of `to` afterwards, if it is renamed.
     Raises RunError when the run has no such checkpoint, ModelError when `to` has content already, CheckpointError when the
     checkpoint is damaged.
     """
@@ -65,6 +68,8 @@ def export_model(
         raise RunError(f"{run} has no adapter to merge (adapter.kind=none): export it without --merged")
     if averaged and not any(name.startswith(AVERAGED) for name in reader.manifest.entries):
         raise RunError(f"{run} has no average of its weights (train.ema=null): export it without --average")
+    if dtype is not None and recipe.adapter.is_used and not merged:
+        raise RunError(f"{run} has an adapter, which keeps the dtype of its training: --dtype goes with --merged")
     kind = AVERAGED if averaged else TRAINED
     model = _plan_model(directory, recipe)
     tokenizer = [path for path in sorted(directory.tokenizer.iterdir()) if path.name != INFO_FILE]
@@ -72,7 +77,8 @@ def export_model(
         _export_adapter(to, model, recipe, reader, tokenizer, kind)
     else:
         units = UnitReader(recipe, model, reader, kind)
-        write_weights(to, model, units.read_all(), units.dtype, [*tokenizer, *list_processors(directory.pretrained)])
+        kept = units.dtype if dtype is None else DTYPES[dtype]
+        write_weights(to, model, units.read_all(), kept, [*tokenizer, *list_processors(directory.pretrained)])
     template = directory.tokenizer / "chat_template.jinja"
     chat = f", with the chat template {hash_file(template)[:16]}" if template.is_file() else ""
     print(f"exported step {reader.manifest.step:,} of {run} to {name or to}{chat}")

@@ -27,6 +27,10 @@ from framework.mesh.context import ContextSlices
 # tokens (about 1 MB).
 STEPS_READ_AT_ONCE = 32
 TOKENS_READ_AT_ONCE = 1 << 15
+# Of tokens in an object store: at least this many are asked for before they are read, and at most this many samples. Some seconds
+# of training, in which a failed request is repeated.
+TOKENS_ASKED_AHEAD = 1 << 18
+SAMPLES_ASKED_AHEAD = 512
 HOST = torch.device("cpu")
 # Called with the cursor of each step that is handed out, its samples [n] and their rows, in one order.
 Hear = Callable[[int, np.ndarray, list[Microbatch]], None]
@@ -69,6 +73,9 @@ class Loader:
         steps = np.arange(max(1, min(STEPS_READ_AT_ONCE, TOKENS_READ_AT_ONCE // (len(offsets) * context))))
         self._offsets = steps[:, None] * self.sequences_per_step + offsets  # [steps read at once, samples of this rank]
         self._read_steps: dict[int, list[Microbatch]] = {}  # by cursor
+        ahead = min(TOKENS_ASKED_AHEAD // context, SAMPLES_ASKED_AHEAD) // len(offsets) - len(steps)
+        self._steps_ahead = max(len(steps), ahead)  # behind those that are read at once
+        self._asked = 0  # the cursor behind the last step that was asked for
         self._device = device
         self._thread = ThreadPoolExecutor(1, "loader", choose_current, (device,))
         self._ahead: tuple[int, Future[dict[int, list[Microbatch]]]] | None = None
@@ -80,7 +87,7 @@ class Loader:
         """Leave out samples [first, stop) of each interval from now on, in place of those left out before."""
         if self._ahead is not None:
             self._ahead[1].result()  # it reads what `_skipped` says
-        self._skipped, self._read_steps, self._ahead = skipped, {}, None
+        self._skipped, self._read_steps, self._ahead, self._asked = skipped, {}, None, 0
 
     def batch(self, cursor: int) -> list[Microbatch]:
         """This rank's microbatches of the step whose first global sample is `cursor`. The steps after it are read in the
@@ -100,12 +107,25 @@ class Loader:
     def _read(self, cursor: int) -> dict[int, list[Microbatch]]:
         """The step at `cursor` and, if steps are small, those after it."""
         source, sample = self._order.locate(index_samples(cursor + self._offsets.reshape(-1), self._skipped))
+        self._packer.ask(source, sample)
+        self._ask(cursor)
         rows = cut_context(self._packer.pack(source, sample), self._slices)
         # Pinned here, in the background, rather than when the step is about to begin. Views of pinned rows are pinned.
         microbatches = split_rows(rows.map(partial(pin, device=self._device)), self._b)
         per_step = len(microbatches) // len(self._offsets)
         cursors = cursor + np.arange(len(self._offsets)) * self.sequences_per_step
         return {int(at): microbatches[n * per_step : (n + 1) * per_step] for n, at in enumerate(cursors)}
+
+    def _ask(self, cursor: int) -> None:
+        """Have the streams fetch the steps behind those that are read at `cursor`, unless all is mapped into memory."""
+        if all(stream.is_mapped for stream in self._packer.streams):
+            return
+        first, per_step = cursor + len(self._offsets) * self.sequences_per_step, self.sequences_per_step
+        stop = first + self._steps_ahead * per_step
+        begin = self._asked if first <= self._asked <= stop else first
+        for step in range(begin, stop, per_step):
+            self._packer.ask(*self._order.locate(index_samples(step + self._offsets[0], self._skipped)))
+        self._asked = stop
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
@@ -174,8 +194,11 @@ def batch_rows(
     """Samples of a source, each on one of the dp ranks, in microbatches of `size`, as many on every rank: the last ones are
     filled up with rows without labels."""
     missing = -len(samples) % (dp_size * size)
-    rounds = np.append(samples, np.full(missing, NO_SAMPLE)).reshape(-1, dp_size, size)
-    for each in rounds[:, dp_rank]:
+    rounds = np.append(samples, np.full(missing, NO_SAMPLE)).reshape(-1, dp_size, size)[:, dp_rank]
+    ahead = max(1, min(TOKENS_ASKED_AHEAD // packer.context, SAMPLES_ASKED_AHEAD) // size)
+    for index, each in enumerate(rounds):
+        for row in rounds[index + ahead if index else 0 : index + ahead + 1]:
+            packer.ask(np.full_like(row, source), row)
         rows = replace(packer.pack(np.full_like(each, source), each), source=source)
         yield cut_context(rows, slices or ContextSlices(packer.context))
 

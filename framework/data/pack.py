@@ -21,7 +21,7 @@ Context parallelism cuts whole sequences once, after packing (`cut_context`). La
 no rank looks beyond its slices for them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
@@ -115,6 +115,7 @@ class Packer:
 
         source, sample: [n] int64 -> tensors of [n, T].
         """
+        self.ask(source, sample)
         shape = (len(sample), self.context)
         input_ids = np.full(shape, self.eos_id, dtype=np.int64)
         labels = np.full(shape, IGNORE, dtype=np.int64)
@@ -132,6 +133,24 @@ class Packer:
         positions = self._count_positions(starts)
         return Microbatch(torch.from_numpy(input_ids), torch.from_numpy(labels), positions, pairs=pairs, asks=self.asks)
 
+    def ask(self, source: np.ndarray, sample: np.ndarray) -> None:
+        """Start to fetch what these samples are packed of, as in `pack`, and do not wait."""
+        for number, each in zip(source.tolist(), sample.tolist(), strict=True):
+            stream = self.streams[number]
+            if each != NO_SAMPLE and not stream.is_mapped:
+                for start, stop in self._list_ranges(number, each):
+                    stream.ask(start, stop)
+
+    def _list_ranges(self, source: int, sample: int) -> Iterator[tuple[int, int]]:
+        """The tokens [start, stop) of which a sample is packed."""
+        if self.mode in WHOLE:
+            rows = self._rows[source]
+            pieces = slice(int(rows.first[sample]), int(rows.first[sample + 1]))
+            yield from zip(rows.starts[pieces].tolist(), rows.stops[pieces].tolist(), strict=True)
+        else:
+            start = sample * self.context
+            yield start, min(start + self.context + 1, self.streams[source].num_tokens)
+
     @cached_property
     def _most_documents(self) -> int:
         """Documents of the fullest row; at least those of a pair."""
@@ -148,10 +167,10 @@ class Packer:
             stream, rows = self.streams[number], self._rows[number]
             pieces = slice(int(rows.first[sampled]), int(rows.first[sampled + 1]))
             starts, stops = rows.starts[pieces], rows.stops[pieces]
-            assert stream.trained is not None, "answers have kinds"
             filled = np.repeat(np.arange(len(starts)), stops - starts - 1)
             places[row, : len(filled)] = filled
-            kinds[row, : len(starts)] = stream.trained[stops - 1]
+            for piece, stop in enumerate(stops.tolist()):
+                kinds[row, piece : piece + 1] = stream.read_trained(stop - 1, stop)
             numbers[row, : len(starts)] = np.searchsorted(stream.ends, starts, side="right")
             if stream.reference is not None:
                 reference[row, : len(starts)] = stream.reference[numbers[row, : len(starts)]]

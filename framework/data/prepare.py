@@ -7,14 +7,13 @@ than a few files open, however many shards there are.
 """
 
 import errno
-import fcntl
 import json
 import os
 import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from framework.data.prepared import (
     open_found,
 )
 from framework.data.records import plan_shards
+from framework.data.remote import Root
 from framework.data.rows import Rows, count_overlong, refuse_no_rows
 from framework.data.shard import (
     LARGEST_SHARE,
@@ -48,7 +48,14 @@ from framework.data.shard import (
 )
 from framework.data.show import show_record
 from framework.data.source import BAR_DELAY_S, SourceFile, get_files, list_files, summarize_left_out
-from framework.data.store import STORE_VERSION, StoreMeta, choose_dtype, open_without_links, verify_small_files
+from framework.data.store import (
+    LEFT_OUT,
+    STORE_VERSION,
+    StoreMeta,
+    choose_dtype,
+    hold_lock,
+    verify_small_files,
+)
 from framework.data.tasks import keep_tasks
 from framework.data.tokenize import (
     TokenizerInfo,
@@ -70,8 +77,6 @@ from framework.recipe.schema import Recipe
 MARKER = re.compile(r"<\|\w+\|>")
 # A note is printed if more than this many times more or less tokens are held out than asked for.
 UNEVEN = 3.0
-# In a store: name of a file that was found beside the source's files -> why it was not read.
-LEFT_OUT = "left_out.json"
 
 
 def prepare(recipe: Recipe, workers: int | None = None, progress: bool = True) -> Prepared:
@@ -82,21 +87,24 @@ def prepare(recipe: Recipe, workers: int | None = None, progress: bool = True) -
     waits for the first. DataError for what the user can put right, a full disk included.
     """
     places = locate(recipe, progress)
-    root = Path(recipe.data.root)
+    data_root, root = Root.of(recipe.data), Root.of(recipe.data).folder
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"data.root={root}: no folder can be made there ({error.strerror}). Set another one") from error
     try:
         with ExitStack() as stack:
-            for folder in sorted(place.folder for place in places.stores if not _is_whole(place.folder)):
-                stack.enter_context(_lock(folder, progress))
+            folders = {place.folder for place in places.stores}
+            for folder in sorted(each for each in folders if not _is_whole(each) or data_root.is_pending(each)):
+                stack.enter_context(hold_lock(folder, progress))
             absent = [place for place in places.stores if not _is_whole(place.folder, mends=True)]
             untokenized = [place for place in absent if not is_tokenized(place.folder)]
             if untokenized:
                 _build(recipe, places, untokenized, workers or count_cores(), progress)
             for place in absent:
                 join_store(place.folder, progress)
+            for folder in folders:
+                data_root.push(folder)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DataError(_explain_full_disk(error, root, places)) from error
@@ -224,19 +232,6 @@ def _describe_files(prepared: Prepared) -> list[str]:
         count = source.meta.num_files
         lines.append(f"{source.name}: read from {count:,} file{'s' * (count != 1)}{more}")
     return lines
-
-
-@contextmanager
-def _lock(folder: Path, progress: bool) -> Iterator[None]:
-    """Hold the lock under which one process at a time builds a store. The kernel releases it however the process ends."""
-    with open(open_without_links(folder.with_name(f".{folder.name}.lock")), "r+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if progress:
-                print(f"waiting for another process that prepares {folder}", file=sys.stderr)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _explain_full_disk(error: OSError, root: Path, places: DataPlaces) -> str:
@@ -403,7 +398,7 @@ def _finish(
 def _keep_tokenizer(recipe: Recipe, places: DataPlaces, progress: bool) -> tuple[Path, TokenizerInfo]:
     """The tokenizer's folder beside the stores, made unless it is there."""
     assert places.tokenizer is not None, "files are gone, so there is a complete store and nothing to build"
-    with _lock(places.tokenizer, progress):
+    with hold_lock(places.tokenizer, progress):
         info = read_info(places.tokenizer)
         if info is None:
             info = save_tokenizer(_make_tokenizer(recipe, places, progress), places.tokenizer)

@@ -11,15 +11,16 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from framework.data.join import is_tokenized
 from framework.data.kinds import strip_compression
 from framework.data.pairs import Form
+from framework.data.remote import Root
 from framework.data.source import SourceFile, SourceMissing, list_files
 from framework.data.store import (
     COUNTS_FILE,
@@ -92,10 +93,13 @@ class Prepared:
     """Nats per token: -sum p ln p of the token frequencies p of the validation split itself, all sources together; None without
     one. No predictor that ignores context has a lower loss there, not even one that knows p. So a lower validation loss shows
     that context is used."""
+    root: Root = field(default_factory=partial(Root, "tokens"))
+    """`data.root`, below which folders of other nodes have other names."""
 
 
 def locate(recipe: Recipe, progress: bool = False) -> DataPlaces:
-    """Name the folders of a recipe's data; no data is read. progress: bars on stderr.
+    """Name the folders of a recipe's data, and bring the small files of stores in an object store to this node; no tokens are
+    read. progress: bars on stderr.
 
     DataError if a source is missing and no complete store of it is left.
     """
@@ -111,7 +115,7 @@ def locate(recipe: Recipe, progress: bool = False) -> DataPlaces:
             files[name] = None
             missing = missing or error
     tokenizer_words, tokenizer_files = _describe_tokenizer(recipe, sources, list(files.values()))
-    places = []
+    places, root = [], Root.of(recipe.data)
     for name, source in sources.items():
         words = {"tokenizer": tokenizer_words, "validation": recipe.data.validation, **_describe_source(source)}
         form: Form | None = None
@@ -121,10 +125,13 @@ def locate(recipe: Recipe, progress: bool = False) -> DataPlaces:
             form = words["form"] = "label" if recipe.loss.name == "kto" else "pair"
         stem = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}-{_key(words)}"
         files_key = _key_files([files[name], *tokenizer_files])
-        folder = Path(recipe.data.root) / f"{stem}-{files_key}" if files_key else _find_only(recipe, stem, missing)
+        folder = root.folder / f"{stem}-{files_key}" if files_key else _find_only(root, stem, missing)
+        root.pull(folder.name)
         places.append(StorePlace(name, source, files[name], folder, form))
     tokenizer_key = _key_files(tokenizer_files)
-    tokenizer = Path(recipe.data.root) / f"tokenizer-{_key(tokenizer_words)}-{tokenizer_key}"
+    tokenizer = root.folder / f"tokenizer-{_key(tokenizer_words)}-{tokenizer_key}"
+    if tokenizer_key:
+        root.pull_tokenizer(tokenizer.name)
     return DataPlaces(tuple(places), tokenizer if tokenizer_key else None)
 
 
@@ -189,9 +196,9 @@ def _identify(file: SourceFile) -> list[Any]:
     return [file.name, file.num_bytes, file.mtime_ns, *([] if is_old else [file.kind])]
 
 
-def _find_only(recipe: Recipe, stem: str, missing: DataError | None) -> Path:
+def _find_only(root: Root, stem: str, missing: DataError | None) -> Path:
     """The only store of this stem that is complete, or can be completed without its files."""
-    complete = sorted(folder for folder in Path(recipe.data.root).glob(f"{stem}-*") if is_tokenized(folder))
+    complete = root.list(stem)
     if len(complete) == 1:
         return complete[0]
     assert missing is not None, "a store is searched for only where files are gone"
@@ -209,13 +216,13 @@ def find_prepared(recipe: Recipe, places: DataPlaces | None = None) -> Prepared:
 
     DataError, naming the command, if a store is not there; StorageError if the file system fails.
     """
-    root = Path(recipe.data.root)
+    root = Root.of(recipe.data)
     with _explain_errors():
         metas = [(place, StoreMeta.read(place.folder)) for place in (places or locate(recipe)).stores]
         for place, meta in metas:
             if meta is not None:
                 verify_small_files(place.folder, meta)
-        absent = [place for place, meta in metas if meta is None]
+        absent = [place for place, meta in metas if meta is None or root.is_pending(place.folder)]
         if absent:
             names = ", ".join(f"data.sources.{place.name} (expected in {place.folder})" for place in absent)
             raise DataError(
@@ -223,7 +230,7 @@ def find_prepared(recipe: Recipe, places: DataPlaces | None = None) -> Prepared:
             )
         sources = tuple(_check_source(place, meta, recipe) for place, meta in metas if meta is not None)
         first = sources[0].meta
-        tokenizer = root / first.tokenizer_folder
+        tokenizer = root.folder / first.tokenizer_folder
         info = read_info(tokenizer)
         known = {(each.meta.tokenizer_hash, each.meta.vocab_size, each.meta.eos_id) for each in sources}
         if info is None or known != {(info.hash, info.vocab_size, info.eos_id)}:
@@ -246,6 +253,7 @@ def find_prepared(recipe: Recipe, places: DataPlaces | None = None) -> Prepared:
         eos_id=first.eos_id,
         fingerprint=xxhash.xxh3_128_hexdigest(json.dumps(identity).encode()),
         unigram_entropy=compute_entropy(np.sum(counts, axis=0)),
+        root=root,
     )
 
 
@@ -265,16 +273,22 @@ def _check_source(place: StorePlace, meta: StoreMeta, recipe: Recipe) -> Prepare
 
 
 def open_found(found: Prepared) -> Prepared:
-    """Map the tokens into memory: per source at most five files are opened, and nothing else is looked at.
+    """Map the tokens into memory: per source at most five files are opened, and nothing else is looked at. Of tokens in an object
+    store the small files are brought to this node.
 
     DataError if a file is missing or has the wrong size, StorageError if it cannot be opened (EMFILE, EIO, ESTALE).
     """
+    root = found.root
     with _explain_errors():
-        sources = tuple(
-            replace(source, streams={split: open_stream(source.folder, source.meta, split) for split in SPLITS})
-            for source in found.sources
-        )
-    return replace(found, sources=sources)
+        reader = root.open()
+        sources = []
+        for source in found.sources:
+            folder = source.folder if reader is None else root.folder / source.folder.name
+            root.pull(folder.name)
+            streams = {split: open_stream(folder, source.meta, split, reader) for split in SPLITS}
+            sources.append(replace(source, folder=folder, streams=streams))
+    tokenizer = found.tokenizer if reader is None else root.folder / found.tokenizer.name
+    return replace(found, sources=tuple(sources), tokenizer=tokenizer)
 
 
 @contextmanager

@@ -22,18 +22,20 @@ count: equal input gives equal bytes.
 """
 
 import errno
+import fcntl
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import xxhash
 
-from framework.errors import EXIT_DONE, EXIT_USER, DamagedStore, DataError
+from framework.errors import DamagedStore, DataError
 from framework.files import write_atomically, write_json
 
 # Raise it when equal text gives other tokens, splits or shards: all stores are then prepared anew, under other names.
@@ -46,6 +48,8 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 ENDS_DTYPE = np.dtype(np.int64)
 TRAINED_DTYPE = np.dtype(np.uint8)
 COUNTS_FILE = "validation.counts"
+# Name of a file that was found beside the source's files -> why it was not read.
+LEFT_OUT = "left_out.json"
 CHECKSUMS_FILE = "checksums"
 HASH_DTYPE = np.dtype("<u8")
 SEAL_BYTES = 16
@@ -71,6 +75,20 @@ def open_without_links(path: Path) -> int:
                 f"{path}: a link, through which nothing is written. Remove it, or set another data.root"
             ) from error
         raise
+
+
+@contextmanager
+def hold_lock(folder: Path, is_told: bool = True) -> Iterator[None]:
+    """Hold the lock under which one process of a node at a time makes a folder. The kernel releases it however the process
+    ends."""
+    with open(open_without_links(folder.with_name(f".{folder.name}.lock")), "r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if is_told:
+                print(f"waiting for another process that prepares {folder}", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager
@@ -103,7 +121,7 @@ def explain_damage(found: str) -> str:
     )
 
 
-def damaged_size(path: Path, expected_bytes: int, num_bytes: int | None) -> DamagedStore:
+def damaged_size(path: object, expected_bytes: int, num_bytes: int | None) -> DamagedStore:
     """The error for a file whose size is not what store.json implies. num_bytes: None if the file is missing."""
     found = "missing" if num_bytes is None else f"{num_bytes} bytes"
     return DamagedStore(explain_damage(f"{path}: {found}, but store.json says {expected_bytes} bytes"))
@@ -170,6 +188,11 @@ class StoreMeta:
                 files[f"{split}.trained"] = TRAINED_DTYPE, self.splits[split].num_tokens
         return files
 
+    def list_kinds(self, split: Split) -> dict[str, tuple[np.dtype, int]]:
+        """The same of a split, by the files' endings."""
+        files = self.list_files().items()
+        return {name.partition(".")[2]: file for name, file in files if name.startswith(f"{split}.")}
+
     @property
     def is_masked(self) -> bool:
         """Whether only some tokens are trained, those of assistants in conversations."""
@@ -181,22 +204,41 @@ class StoreMeta:
         return "pairs" in self.source
 
 
+class Elements(Protocol):
+    """The elements of a file that is not mapped into memory. Slices are verified copies."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: slice) -> np.ndarray: ...
+
+    def ask(self, start: int, stop: int) -> object:
+        """Start to fetch elements [start, stop), and do not wait."""
+
+
+class Opener(Protocol):
+    """Opens the files of stores whose folders here lack the tokens."""
+
+    def open(self, store: str, name: str, file: tuple[np.dtype, int], hashes: np.ndarray) -> Elements:
+        """The file `name` of a store. file: dtype and number of elements; hashes: of its blocks."""
+
+
 class TokenStream:
     """One split of one store as a single sequence of tokens.
 
-    tokens: [n] uint16 or uint32, a view of the file's memory map; ends: [documents] int64, ascending, the last is n; trained:
-    [n] uint8, above 0 for each token that is trained, None where all are. is_paired: each two documents are answers to compare.
-    reference: [documents] fp64, their log-probabilities under a reference; None until they are known, or not needed.
-    verify_tokens, verify_ends, verify_trained: raise DamagedStore if elements [start, stop) are not what was written.
+    tokens: [n] uint16 or uint32, a view of the file's memory map, or the elements of a file elsewhere; ends: [documents] int64,
+    ascending, the last is n; trained: [n] uint8, above 0 for each token that is trained, None where all are. is_paired: each two
+    documents are answers to compare. reference: [documents] fp64, their log-probabilities under a reference; None until they are
+    known, or not needed. verify_tokens, verify_ends, verify_trained: raise DamagedStore if elements [start, stop) are not what
+    was written.
     """
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: "np.ndarray | Elements",
         ends: np.ndarray,
         verify_tokens: Callable[[int, int], None] = lambda start, stop: None,
         verify_ends: Callable[[int, int], None] = lambda start, stop: None,
-        trained: np.ndarray | None = None,
+        trained: "np.ndarray | Elements | None" = None,
         verify_trained: Callable[[int, int], None] = lambda start, stop: None,
         is_paired: bool = False,
     ) -> None:
@@ -205,6 +247,17 @@ class TokenStream:
         self.is_paired = is_paired
         self.reference: np.ndarray | None = None
         self._verify_tokens, self._verify_ends, self._verify_trained = verify_tokens, verify_ends, verify_trained
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether all of it is in memory, or comes there by itself."""
+        return isinstance(self.tokens, np.ndarray)
+
+    def ask(self, start: int, stop: int) -> None:
+        """Start to fetch tokens [start, stop), unless they are mapped, and do not wait."""
+        for each in (self.tokens, self.trained):
+            if each is not None and not isinstance(each, np.ndarray):
+                each.ask(start, stop)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) as stored: a view."""
@@ -256,26 +309,25 @@ def _lies_between(ends: np.ndarray, index: int, value: int) -> bool:
 
 def map_stream(folder: Path, meta: StoreMeta, split: Split) -> TokenStream:
     """Map a split into memory, unverified. DamagedStore if a file is missing or of the wrong size."""
-    files = meta.list_files()
-    kinds = [name.removeprefix(f"{split}.") for name in files if name.startswith(f"{split}.")]
-    mapped = {kind: map_file(folder / f"{split}.{kind}", *files[f"{split}.{kind}"]) for kind in kinds}
+    mapped = {kind: map_file(folder / f"{split}.{kind}", *file) for kind, file in meta.list_kinds(split).items()}
     return TokenStream(mapped["tokens"], mapped["ends"], trained=mapped.get("trained"), is_paired=meta.is_paired)
 
 
-def open_stream(folder: Path, meta: StoreMeta, split: Split) -> TokenStream:
-    """Map a split into memory, verified block by block as it is read. DamagedStore if a file is missing or of the wrong size."""
-    stream = map_stream(folder, meta, split)
-    if not stream.num_tokens:
-        return stream
-    hashes = _map_hashes(folder, meta)
-    mapped = {"tokens": stream.tokens, "ends": stream.ends, "trained": stream.trained}
-    verify = {
-        kind: _make_verifier(folder / f"{split}.{kind}", values, hashes)
-        for kind, values in mapped.items()
-        if values is not None
-    }
-    whole: Any = {"trained": stream.trained, "verify_trained": verify["trained"]} if "trained" in verify else {}
-    return TokenStream(stream.tokens, stream.ends, verify["tokens"], verify["ends"], **whole, is_paired=meta.is_paired)
+def open_stream(folder: Path, meta: StoreMeta, split: Split, reader: Opener | None = None) -> TokenStream:
+    """Open a split, verified block by block as it is read: mapped into memory, or its tokens by `reader`. DamagedStore if a file
+    is missing or of the wrong size."""
+    if not meta.splits[split].num_tokens:
+        return map_stream(folder, meta, split)
+    hashes = map_hashes(folder, meta)
+    opened: dict[str, Any] = {}
+    for kind, file in meta.list_kinds(split).items():
+        path = folder / f"{split}.{kind}"
+        if reader is None or kind == "ends":
+            opened[kind] = map_file(path, *file)
+            opened[f"verify_{kind}"] = _make_verifier(path, opened[kind], hashes)
+        else:
+            opened[kind] = reader.open(folder.name, path.name, file, hashes[path.name])
+    return TokenStream(**opened, is_paired=meta.is_paired)
 
 
 def map_file(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
@@ -342,7 +394,7 @@ def _count_blocks(dtype: np.dtype, length: int) -> int:
     return -(-length * dtype.itemsize // BLOCK_BYTES)
 
 
-def _map_hashes(folder: Path, meta: StoreMeta) -> dict[str, np.ndarray]:
+def map_hashes(folder: Path, meta: StoreMeta) -> dict[str, np.ndarray]:
     """The hashes of each file's blocks. A flipped bit in a hash shows as a block that does not match it."""
     counts = {name: _count_blocks(*file) for name, file in meta.list_files().items()}
     num_bytes = sum(counts.values()) * HASH_DTYPE.itemsize
@@ -363,48 +415,15 @@ def _make_verifier(path: Path, values: np.ndarray, hashes: dict[str, np.ndarray]
         if not is_verified[first : last + 1].all():
             for block in first + np.flatnonzero(~is_verified[first : last + 1]):
                 if hash_block(data[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]) != expected[block]:
-                    raise DamagedStore(_describe_block(path, int(block)))
+                    raise DamagedStore(describe_block(path, int(block)))
                 is_verified[block] = True
 
     return verify
 
 
-def _describe_block(path: Path, block: int) -> str:
+def describe_block(path: object, block: int) -> str:
     first = block * BLOCK_BYTES
     return explain_damage(
         f"{path}: bytes {first:,} to {first + BLOCK_BYTES:,} (block {block:,}) are not as they were written: their checksum in"
         f" {CHECKSUMS_FILE} does not fit, so they would be other text"
     )
-
-
-def find_damage(folder: Path, meta: StoreMeta) -> Iterator[str]:
-    """Read every byte of a store, and yield a message for each damaged file or block."""
-    try:
-        verify_small_files(folder, meta)
-        hashes = _map_hashes(folder, meta)
-    except DamagedStore as error:
-        yield str(error)
-        return
-    for name, file in meta.list_files().items():
-        try:
-            found = hash_blocks(map_file(folder / name, *file))
-        except DamagedStore as error:
-            yield str(error)
-            continue
-        damaged = [block for block, hash in enumerate(found) if hash != hashes[name][block]]
-        yield from (_describe_block(folder / name, block) for block in damaged)
-
-
-def inspect_store(folder: Path) -> int:
-    """Print what a token store holds and verify every byte (`meshwright inspect`). Returns 0, or 86 if something is damaged."""
-    meta = StoreMeta.read(folder)
-    assert meta is not None, f"{folder} has a store.json"
-    print(f"store         {folder}\nsource        {meta.source['path']}, {meta.num_files} files")
-    for split, size in meta.splits.items():
-        print(f"{split:<13} {size.num_documents:,} documents, {size.num_tokens:,} tokens")
-    damages = list(find_damage(folder, meta))
-    for damage in damages:
-        print(f"DAMAGED       {damage}")
-    if not damages:
-        print("verified      every checksum fits")
-    return EXIT_USER if damages else EXIT_DONE

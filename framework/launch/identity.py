@@ -53,6 +53,7 @@ MAY_CHANGE = (
     ("track.*", "who watches"),
     ("data.root", "where the token stores lie; their fingerprints say what is in them"),
     ("plugins", "where their code lies; run.json has the version of each at each launch"),
+    ("data.cache_gb", "how much of them a node keeps"),
     ("run.*", "the directory, which names itself"),
 )
 ABSENT = "(not set)"

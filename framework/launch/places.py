@@ -35,14 +35,14 @@ def place_checkpoints(run: Path, root: str | None) -> None:
             link.symlink_to(target)
 
 
-def refuse_unreachable(root: str | None) -> None:
-    """Raises RunError where checkpoint.root cannot be written to: it tries, and leaves nothing."""
-    place = None if root is None else open_place(root)
+def refuse_unreachable(root: str | None, key: str = KEY) -> None:
+    """Raises RunError where `root`, which `key` of the recipe says, cannot be written to: it tries, and leaves nothing."""
+    place = None if root is None else open_place(root, key=key)
     if isinstance(place, Path):
-        refuse_unwritable(place.expanduser(), KEY)
+        refuse_unwritable(place.expanduser(), key)
     elif place is not None and (problem := find_probe_error(place)) is not None:
         raise RunError(
-            f"{KEY}={root}: an object cannot be written there, read and removed ({problem}). Is the bucket there, are the"
+            f"{key}={root}: an object cannot be written there, read and removed ({problem}). Is the bucket there, are the"
             " credentials and the endpoint in the environment or in fsspec's configuration? docs/checkpoint.md"
         )
 

@@ -28,7 +28,7 @@ from framework.recipe.environment import fill
 from framework.recipe.keys import TOKEN_IDS
 from framework.recipe.layout_rules import find_offload_to_device
 from framework.recipe.problem import COMMAND_LINE, render_problems
-from framework.recipe.schema import Launch, Memory, Model, Recipe
+from framework.recipe.schema import Launch, Memory, Model, Pipeline, Recipe
 from framework.recipe.stages import settle_borders
 
 
@@ -54,7 +54,19 @@ def settle(recipe: Recipe) -> Recipe:
     loss = recipe.loss
     if loss.reference is not None:
         loss = replace(loss, reference=settle_reference(loss.reference))
-    return replace(recipe, precision=resolve_precision(recipe.precision, launch), model=model, loss=loss)
+    recipe = replace(recipe, precision=resolve_precision(recipe.precision, launch), model=model, loss=loss)
+    return replace(recipe, pipeline=_settle_layers(recipe)) if isinstance(recipe.pipeline.layers, str) else recipe
+
+
+def _settle_layers(recipe: Recipe) -> Pipeline:
+    """`pipeline` with the layers of each stage in place of the run whose times they follow from: it may change, or go."""
+    from framework.model.load import load_config
+    from framework.plan.plan import make_plan
+
+    pipeline = make_plan(recipe, load_config(recipe.model)).pipeline
+    if pipeline.gain:
+        print(f"split    {pipeline.gain}")
+    return replace(recipe.pipeline, layers=[each.stop - each.start for each in pipeline.stages])
 
 
 def refuse_offload_to_device(recipe: Recipe) -> None:

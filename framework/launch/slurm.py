@@ -17,7 +17,7 @@ import jinja2
 
 from framework.launch.jobs import call
 from framework.mesh.placement import place
-from framework.object_store import open_place
+from framework.object_store import is_url, open_place
 from framework.recipe.derive import Derived, can_move, derive, has_range, node_counts
 from framework.recipe.environment import names_in, shell_word
 from framework.recipe.overrides import write_resume
@@ -116,7 +116,8 @@ def _find_folder_problems(recipe: Recipe, here: Path) -> Iterator[Problem]:
     is split at colons. In a container: see `_UNFIT_TO_MOUNT`.
     """
     kind = recipe.launch.container.kind
-    for key, folder in (("run.root", here / recipe.run.root), ("data.root", here / recipe.data.root), ("chdir", here)):
+    stores = [] if is_url(recipe.data.root) else [("data.root", here / recipe.data.root)]
+    for key, folder in (("run.root", here / recipe.run.root), *stores, ("chdir", here)):
         unfit = _CONTROL + r"\\:" * (key == "run.root") + _UNFIT_TO_MOUNT[kind]
         if found := re.search(f"[{unfit}]", str(folder)):
             message = f"the job would not find {str(folder)!r}: a {found[0]!r} in a path does not get through"
@@ -251,10 +252,10 @@ def _go_on(recipe: Recipe, run_dir: Path, array: int | None) -> str:
 
 def _mounts(recipe: Recipe, run_dir: Path, here: Path) -> list[str]:
     """Folders that a container needs: the folder of the recipe's relative paths, runs, token stores, checkpoints."""
-    folders = [here, run_dir.parent, (here / recipe.data.root).resolve()]
-    checkpoints = open_place(recipe.checkpoint.root or ".")
-    if isinstance(checkpoints, Path):
-        folders.append((here / checkpoints.expanduser()).resolve())
+    folders = [here, run_dir.parent]
+    for where in (open_place(recipe.data.root), open_place(recipe.checkpoint.root or ".")):
+        if isinstance(where, Path):
+            folders.append((here / where.expanduser()).resolve())
     outer = [
         folder for folder in dict.fromkeys(folders) if not any(folder.is_relative_to(o) for o in folders if o != folder)
     ]

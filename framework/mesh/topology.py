@@ -19,8 +19,8 @@ Experts divide the dp x cp x tp ranks of a stage in a way of their own, from the
 
     expert_tp       who holds slices of the same experts: all of `tp`, or one rank where experts are whole
     ep              who holds different experts
-    ep_inner        the inner part of `ep`, among whom tokens go first where they go in two hops; all of `ep` where not
-    ep_outer        what is left of `ep` after ep_inner
+    ep_inner        the inner part of `ep`, those of a node: among whom tokens are passed on that have come to one of them
+    ep_outer        what is left of `ep` after ep_inner: between nodes, over which a token goes once to each
     expert_batch    what is left: who shares the gradients of the same experts
     expert_shard    the inner part of `expert_batch`: who holds the ZeRO shards of the same experts
     expert_replica  what is left of `expert_batch` after expert_shard: who holds equal shards
@@ -243,6 +243,14 @@ def count_expert_shards(shard: int, tp: int, ep: int, expert_tp: int, batch: int
 def count_node_neighbours(size: int, stride: int, ranks_per_node: int) -> int:
     """Neighbours along an axis of so many ranks, `stride` apart, who are on one node, as far as nodes divide it."""
     return max(each for each in _divisors(size) if each == 1 or ranks_per_node % (each * stride) == 0)
+
+
+def count_passing(hierarchical: int | str | None, ep: int, expert_tp: int, ranks_per_node: int, world: int) -> int:
+    """The degree `ep_inner` that parallel.expert_hierarchical means: neighbours among whom tokens are passed on. None: all of ep,
+    to whom tokens go directly; so do they where the number does not divide ep."""
+    if hierarchical == "node":
+        return count_node_neighbours(ep, expert_tp, ranks_per_node) if world > ranks_per_node else ep
+    return hierarchical if isinstance(hierarchical, int) and ep % hierarchical == 0 else ep
 
 
 def shards_within_node(world: int, batch: int, tp: int, ranks_per_node: int, num_nodes: int) -> int:

@@ -163,3 +163,9 @@ def experts_per_token(config: PretrainedConfig) -> int | None:
     """The number of experts that a token is sent to; None for a dense model."""
     counts = (getattr(config, key, None) for key in EXPERTS_PER_TOKEN)
     return next((count for count in counts if count), None)
+
+
+def expert_groups(config: PretrainedConfig) -> tuple[int, int]:
+    """(groups of experts, those of them to which a token is limited); (1, 1) where its router knows none."""
+    groups, kept = getattr(config, "n_group", None) or 1, getattr(config, "topk_group", None) or 1
+    return (groups, kept) if kept < groups else (1, 1)

@@ -93,6 +93,23 @@ def find_layer_outputs(config: PretrainedConfig) -> int:
     return counts[0]
 
 
+def find_streams(config: PretrainedConfig) -> tuple[int, ...]:
+    """Dims that hidden states have between their tokens and their features, [B, T, *streams, D]: the streams of
+    hyper-connections. Raises ModelError for a family whose layers hand on another form of them."""
+    shapes: list[torch.Size] = []
+    with small_copy(config) as whole:
+        layer = next(unit for unit in find_units(whole) if unit.is_layer)
+        whole.get_submodule(layer.root).register_forward_hook(partial(_note_shape, shapes))
+        whole(input_ids=draw_tokens(whole, 2, 6))
+    if shapes[0][:2] != (2, 6) or len(shapes[0]) < 3:
+        raise refuse_split(config, f"its layers hand on hidden states of another form, {[*shapes[0]]} of [2, 6] tokens")
+    return tuple(shapes[0][2:-1])
+
+
+def _note_shape(shapes: list[torch.Size], layer: nn.Module, args: Any, output: Any) -> None:
+    shapes.append((output[0] if isinstance(output, tuple | list) else output).shape)
+
+
 def _note_outputs(counts: list[int], layer: nn.Module, args: Any, output: Any) -> None:
     counts.append(len(output) if isinstance(output, tuple | list) else 0)
 
@@ -100,11 +117,11 @@ def _note_outputs(counts: list[int], layer: nn.Module, args: Any, output: Any) -
 def _run_in_stages(
     whole: PreTrainedModel, units: Sequence[Unit], num_layers: int, num_outputs: int, tokens: Tensor
 ) -> Tensor:
-    hidden: tuple[Any, ...] = ()
+    hidden, streams = tuple[Any, ...](), find_streams(whole.config)
     for bounds in split_stages((1, num_layers - 1)):
         part = copy_stage(whole, units, bounds, num_outputs)
         hollow_out(part, units, bounds, torch.float32)
-        hidden = StageModel(part, units, bounds)(hidden, input_ids=tokens)
+        hidden = StageModel(part, units, bounds, streams=streams)(hidden, input_ids=tokens)
     return hidden[0].logits
 
 

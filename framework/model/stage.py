@@ -122,7 +122,8 @@ class StageModel:
 
     units: those that the stage runs. seed_mask: exclusive-or'd into the seeds of its layers, on a rank whose layers hold other
     tokens than those of the other ranks. routers: the model's, if there is a load-balancing loss whose sums are passed on.
-    is_random: its layers take random numbers; else they are not seeded one by one.
+    is_random: its layers take random numbers; else they are not seeded one by one. streams: between a token's dims and its
+    features (`probe.find_streams`); between stages they are features, too.
     """
 
     def __init__(
@@ -133,12 +134,14 @@ class StageModel:
         seed_mask: int = 0,
         routers: Routers | None = None,
         is_random: bool = True,
+        streams: tuple[int, ...] = (),
     ):
-        self.model, self.bounds, self.routers = model, bounds, routers
+        self.model, self.bounds, self.routers, self._streams = model, bounds, routers, streams
         self._received: Tensor | None = None
         self._leaving: Tensor | None = None
         self._seed: tuple[int | str, ...] | None = None
         self._shape = torch.Size()
+        model.register_forward_pre_hook(self._note_shape, with_kwargs=True)
         self._stand_ins = [module for module in model.modules() if isinstance(module, StandIn)]
         self._layers = layers = [unit.root for unit in units if unit.is_layer and bounds.owns(unit)]
         for unit in units:
@@ -156,7 +159,7 @@ class StageModel:
     ) -> tuple[Any, ...]:
         """Run the stage on one microbatch.
 
-        received: () on the first stage, else hidden states [B, T, D] in compute dtype, and with a load-balancing loss the
+        received: () on the first stage, else hidden states [B, T, streams D] in compute dtype, and with a load-balancing loss the
         routers' sums [2E + 1] (`LoadBalancingLoss`). inputs: of the model, at least input_ids [B, T] int64, whole on every stage.
         Returns the same for the next stage; on the last one the model's output with logits [B, T, V] takes the hidden states'
         place. Communicates only inside tensor-parallel layers.
@@ -165,7 +168,6 @@ class StageModel:
         None: nothing is seeded, which leaves the RNG streams as they are.
         """
         self._received, self._leaving, self._seed = received[0] if received else None, None, seed
-        self._shape = inputs["input_ids"].shape
         for stand_in in self._stand_ins:
             stand_in.move(inputs["input_ids"].device)
         self._reseed("embedding", 0)
@@ -173,6 +175,8 @@ class StageModel:
             self.routers.start()
         output = self.model(**inputs)
         leaving, self._received, self._leaving = self._leaving, None, None
+        if leaving is not None and self._streams:
+            leaving = leaving.flatten(2)
         sums = () if self.routers is None else (self.routers.end(*received[1:]),)
         return output if self.bounds.is_last else leaving, *sums
 
@@ -180,10 +184,17 @@ class StageModel:
         if self._seed is not None:
             seed_rng(seed_for(*self._seed, unit) ^ mask)
 
+    def _note_shape(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # As the model gets it, which may be all tokens where this rank has some.
+        self._shape = kwargs["input_ids"].shape
+
     # Hooks on layers, because a layer's input and output are all that every family's code agrees on.
 
     def _inject(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return _replace_input(args, kwargs, self._received)
+        received = self._received
+        if received is not None and self._streams:
+            received = received.unflatten(-1, (*self._streams, -1))
+        return _replace_input(args, kwargs, received)
 
     def _take(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._leaving = output[0] if isinstance(output, tuple | list) else output
@@ -192,7 +203,7 @@ class StageModel:
         """Zeros for the model's code after the own layers, whose result is not used: of all tokens, as the final norm and the
         head may ask for, yet without memory."""
         assert self._leaving is not None, "a layer runs before those in front of it"
-        zeros = self._leaving.new_zeros(()).expand(*self._shape, self._leaving.shape[-1])
+        zeros = self._leaving.new_zeros(()).expand(*self._shape, *self._leaving.shape[2:])
         return _replace_input(args, kwargs, zeros)
 
 

@@ -37,6 +37,10 @@ class StagePlan:
     device: torch.device
     owns_attention: bool = False
     """Whether layers attend by Meshwright's attention, not by transformers'."""
+    whole_mixers: frozenset[str] = frozenset()
+    """Classes of modules that get the tokens of all ranks of `cp`; none where our attention divides them."""
+    streams: tuple[int, ...] = ()
+    """Of hidden states, between a token and its features."""
     load_balancing: LoadBalancingLoss | None = None
     policies: Mapping[str, Policy] = field(default_factory=dict)
     """Activation-checkpointing policy by the unit of a layer."""

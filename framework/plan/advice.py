@@ -207,7 +207,7 @@ def _try(found: PlanForecast, rules: ModelRules, settings: Sequence[Setting]) ->
         candidate = candidate_of(recipe)
         if rules.refuse(candidate):
             return None
-        times = TimeModel(found.plan.shape, recipe, found.cluster)
+        times = TimeModel(found.plan.shape, recipe, found.cluster, imbalance=found.imbalance)
         memory = times.memory.forecast(candidate, found.cluster)
         if not memory.fits:
             return None

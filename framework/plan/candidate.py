@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 from framework.errors import RecipeError
-from framework.mesh.topology import Topology, count_expert_shards, shards_within_node
+from framework.mesh.topology import Topology, count_expert_shards, count_passing, shards_within_node
 from framework.recipe.derive import (
     SPLIT_BACKWARDS,
     Derived,
@@ -226,8 +226,11 @@ def method_of(candidate: Candidate) -> Any:
     return "gather" if candidate.is_gather else "ring"
 
 
-def topology_of(c: Candidate, kv: int = 1, secondary_shard: int | str | None = None) -> Topology:
-    """The axes of a layout. kv: ranks of tp with the same key-value heads; secondary_shard: as in the recipe's `zero`."""
+def topology_of(
+    c: Candidate, kv: int = 1, secondary_shard: int | str | None = None, hierarchical: int | str | None = None
+) -> Topology:
+    """The axes of a layout. kv: ranks of tp with the same key-value heads; secondary_shard: as in the recipe's `zero`;
+    hierarchical: its parallel.expert_hierarchical."""
 
     def count_of_experts(shard: int) -> int:
         return count_expert_shards(shard, c.tp, c.ep, c.expert_tp, c.batch)
@@ -239,6 +242,7 @@ def topology_of(c: Candidate, kv: int = 1, secondary_shard: int | str | None = N
     return Topology(
         **{name: getattr(c, name) for name in names},
         kv=kv,
+        ep_inner=count_passing(hierarchical, c.ep, c.expert_tp, c.ranks_per_node, c.world),
         expert_shard=expert_shard,
         secondary=secondary,
         expert_secondary=expert_secondary if expert_secondary < expert_shard else 1,

@@ -33,9 +33,11 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 # Kinds whose ring crosses a node's network once for all ranks of the node; in the others each rank sends its own bytes.
 RINGS = ("all_reduce", "all_gather", "reduce_scatter")
-ITEMSIZE = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+ITEMSIZE = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "mxfp8": 1, "nvfp4": 0.5625}
 # The dtypes whose rate stands in for one that a file does not have, the first that it has.
 ALIKE = {
+    "nvfp4": ("mxfp8", "fp8", "bf16", "fp16", "tf32", "fp32"),
+    "mxfp8": ("fp8", "bf16", "fp16", "tf32", "fp32"),
     "fp8": ("bf16", "fp16", "tf32", "fp32"),
     "bf16": ("fp16", "tf32", "fp32"),
     "fp16": ("bf16", "tf32", "fp32"),
@@ -174,7 +176,10 @@ class ClusterRates:
     gradients: Mapping[str, Grid] = field(default_factory=dict)
     """The same of weight gradients."""
     attention_curves: Mapping[str, tuple[Grid, Grid]] = field(default_factory=dict)
-    """Measured shares of attention in forward and backward by dtype, on a grid of context and features of a head."""
+    """FLOP/s of attention in forward and backward on a grid of context and features of a head: by kernel those of bf16, and by
+    dtype those of the kernel that was measured."""
+    ranks_per_domain: int = 0
+    """Devices that NVLink joins where they are more than a node's; links then count such domains in place of nodes."""
     memory_curve: Grid | None = None
     """Measured rates of passes over memory, by bytes."""
     is_assumed: bool = False
@@ -188,7 +193,9 @@ class ClusterRates:
         ranks = ceil(count_ranks(recipe) / count_nodes(recipe))
         if whole.device == "cpu":
             whole = replace(
-                whole, ranks_per_node=ranks, memory_bytes=whole.memory_bytes * whole.ranks_per_node // ranks
+                whole,
+                ranks_per_node=ranks,
+                memory_bytes=whole.memory_bytes * whole.ranks_per_node // ranks,
             )
         if launch.kind == "slurm" and launch.memory_per_rank_gb is not None:
             asked = int(launch.memory_per_rank_gb * 1e9) * ranks
@@ -222,10 +229,14 @@ class ClusterRates:
             ramp=group.ramp,
             softmax_rate=1e9 * (group.softmax_g_per_s or 0.0),
             attention_curves={
-                dtype: _read_attention(each.attention, each.peak_tflops * 1e12)
-                for dtype, each in group.matmul.items()
-                if each.attention
+                name: _read_attention(rows)
+                for name, rows in (
+                    *group.attention.items(),
+                    *((dtype, each.attention) for dtype, each in group.matmul.items()),
+                )
+                if rows
             },
+            ranks_per_domain=group.devices_per_domain or 0,
             memory_curve=_read_curve(group.memory_measured),
             is_assumed=is_assumed,
         )
@@ -261,15 +272,25 @@ class ClusterRates:
         return seconds if grid is None else seconds * exp(grid.at(rows, inner, columns))
 
     def attention_seconds(
-        self, flops: float, dtype: str = "bf16", *, backward: bool = False, shape: tuple[int, int] | None = None
+        self,
+        flops: float,
+        dtype: str = "bf16",
+        *,
+        backward: bool = False,
+        shape: tuple[int, int] | None = None,
+        kernel: str = "",
     ) -> float:
         """Seconds of attention's matmuls of so many FLOPs: of the pairs that its mask leaves, two matmuls in forward and five in
-        backward. shape: tokens of a sequence and features of a head, which a measured rate depends on."""
-        share = self.attention_backward_share if backward else self.attention_share
-        curves = self.attention_curves.get(self._known_dtype(dtype))
+        backward. shape: tokens of a sequence and features of a head, which a kernel's rate depends on. kernel: where the file
+        knows it; else the one that was measured, else a share of the peak."""
+        known = self._known_dtype(dtype)
+        curves = self.attention_curves.get(kernel if known in ("bf16", "fp16") else "") or self.attention_curves.get(
+            known
+        )
         if curves is not None and shape is not None:
-            share = curves[backward].at(*shape)
-        return flops / (share * self._peak(dtype)) + self.overhead_s
+            return flops / curves[backward].at(*shape) + self.overhead_s
+        share = self.attention_backward_share if backward else self.attention_share
+        return flops / (share * self.peak_flops[known]) + self.overhead_s
 
     def softmax_seconds(self, logits: float) -> float:
         """Seconds of the logarithms of so many logits' softmax, where exponentials rather than memory say how long; else 0."""
@@ -327,13 +348,11 @@ class ClusterRates:
             * (tile_rows * tile_columns / share)
             for tile_rows, tile_columns, share in self._tiles
         )
-        compute_s = 2.0 * least * self.processors * (inner + self.ramp) / rate
+        # Filling and emptying take as long whatever the dtype: with faster multiplication as many more columns.
+        ramp = self.ramp * rate / self.matmul_rate[self._known_dtype("bf16")]
+        compute_s = 2.0 * least * self.processors * (inner + ramp) / rate
         num_bytes = ITEMSIZE[dtype] * (rows * inner + inner * columns + rows * columns)
         return self.overhead_s + max(compute_s, num_bytes / self.memory_rate)
-
-    def _peak(self, dtype: str) -> float:
-        """FLOP/s of a dtype, or of one that multiplies alike."""
-        return self.peak_flops[self._known_dtype(dtype)]
 
     def _known_dtype(self, dtype: str) -> str:
         """The dtype whose rate counts: of those that a file has, the one that multiplies most like it."""
@@ -346,7 +365,7 @@ class ClusterRates:
         inside, between = link.at(1), link.at(nodes)
         rate = between.rate if nodes > 1 else inside.rate
         if nodes > 1 and kind in RINGS:
-            rate *= min(1.0, near / self.ranks_per_node)
+            rate *= min(1.0, near / max(self.ranks_per_node, self.ranks_per_domain))
         if nodes > 1 and near > 1:
             rate = min(rate, inside.rate)
         return link.latency_s(kind, ranks, nodes), _passed_share(kind, ranks) / rate
@@ -368,7 +387,8 @@ def _read_link(kind: Collective, group: ClusterRecipe) -> Link:
     link = Link(each.start_us * 1e-6, spans)
     if each.measured_mb is not None:
         size = each.measured_mb * 1e6
-        spans = tuple(_without_latency(kind, link, span, size, group.devices_per_node) for span in spans)
+        near = group.devices_per_domain or group.devices_per_node
+        spans = tuple(_without_latency(kind, link, span, size, near) for span in spans)
         link = replace(link, spans=spans)
     if each.measured:
         link = replace(link, correction=_compare_link(kind, link, max(2, group.devices_per_node), each.measured))
@@ -405,9 +425,9 @@ def _read_curve(measured: Sequence[Sequence[float]]) -> Grid | None:
     return Grid((tuple(log(1e6 * size) for size, _ in measured),), tuple(1e9 * rate for _, rate in measured))
 
 
-def _read_attention(measured: Sequence[Sequence[float]], peak: float) -> tuple[Grid, Grid]:
-    """Shares of the peak by context and features of a head, in forward and in backward."""
+def _read_attention(measured: Sequence[Sequence[float]]) -> tuple[Grid, Grid]:
+    """FLOP/s by context and features of a head, in forward and in backward."""
     rows = sorted(map(tuple, measured))
     axes = tuple(tuple(sorted({log(row[axis]) for row in rows})) for axis in range(2))
-    forward, backward = (tuple(1e12 * row[column] / peak for row in rows) for column in (2, 3))
+    forward, backward = (tuple(1e12 * row[column] for row in rows) for column in (2, 3))
     return Grid(axes, forward), Grid(axes, backward)

@@ -21,7 +21,7 @@ from framework.recipe.schema import Cluster, ClusterLink, ClusterMatmul
 
 # Each kind of parts, and the rates that it is of.
 KINDS: Mapping[str, tuple[str, ...]] = {
-    "computation": ("matmuls", "attention", "recomputation", "bubble"),
+    "computation": ("matmuls", "attention", "recomputation", "imbalance", "bubble"),
     "memory": ("elementwise", "optimizer"),
     "links": ("tp", "cp", "ep", "pp", "gathers", "reductions", "contention"),
     "host": ("offload", "checkpoint", "host"),
@@ -57,6 +57,10 @@ def correct(group: Cluster, factors: Mapping[str, float], name: str) -> Cluster:
         group,
         name=name,
         matmul={dtype: _slower_matmul(each, compute) for dtype, each in group.matmul.items()},
+        attention={
+            kernel: [[*row[:2], row[2] / compute, row[3] / compute] for row in rows]
+            for kernel, rows in group.attention.items()
+        },
         attention_share=min(1.0, group.attention_share / compute),
         attention_backward_share=min(1.0, group.attention_backward_share / compute),
         memory_gb_per_s=group.memory_gb_per_s / memory,

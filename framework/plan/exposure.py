@@ -4,8 +4,9 @@ tp   enter and leave of a region are waited for (parallel/tensor/borders.py); as
      them. In backward the sum of a region's input gradient travels under the weight gradients of its column layers
      (regions.py), where a schedule does not leave these for later
 cp   a step of the ring travels under the attention to the block before it; Ulysses' exchange is waited for (docs/context.md)
-ep   rows are waited for, there and back; with parallel.expert_overlap tokens go in halves, of which one travels while the
-     other is computed; shared experts are computed while rows leave (parallel/experts/dispatch.py)
+ep   rows are waited for, there and back over both hops, between nodes and within them (token_hops.py); with
+     parallel.expert_overlap tokens go in halves, of which one travels while the other is computed; shared experts are computed
+     while rows leave (parallel/experts/dispatch.py)
 
 The order of axes decides who shares a node: a rank's number is ((pp * DP + dp) * CP + cp) * TP + tp, and nodes take ranks in
 order (mesh/topology.py, mesh/placement.py).
@@ -16,22 +17,27 @@ from dataclasses import dataclass
 
 from framework.plan.candidate import Candidate, topology_of
 from framework.plan.cluster import Group, place_group
+from framework.plan.layer_widths import MixtureWidths
 from framework.plan.operators import LayerOperators, UnitWork
 from framework.plan.profile import Rates
+from framework.plan.token_hops import TokenHops
 from framework.recipe.schema import Recipe
 
 # Axes over which messages travel.
 AXES = (
-    *("world", "pp", "tp", "ulysses", "ring", "ep"),
+    *("world", "pp", "tp", "ulysses", "ring", "ep", "ep_outer", "ep_inner"),
     *("shard", "replica", "expert_shard", "expert_replica", "secondary", "expert_secondary"),
 )
 Groups = Mapping[str, Group]
 
 
-def place_groups(c: Candidate, secondary_shard: int | str | None = None) -> Groups:
-    """The groups of a candidate, by the names of their axes. secondary_shard: as in the recipe's `zero`."""
-    topology = topology_of(c, secondary_shard=secondary_shard)
-    return {axis: place_group(*topology.size_stride(axis), c.ranks_per_node, c.world) for axis in AXES}
+def place_groups(
+    c: Candidate, secondary_shard: int | str | None = None, hierarchical: int | str | None = "node", domain: int = 1
+) -> Groups:
+    """The groups of a candidate, by the names of their axes. secondary_shard: as in the recipe's `zero`; hierarchical: its
+    parallel.expert_hierarchical; domain: devices that NVLink joins, where they are more than a node's."""
+    topology = topology_of(c, secondary_shard=secondary_shard, hierarchical=hierarchical)
+    return {axis: place_group(*topology.size_stride(axis), max(c.ranks_per_node, domain), c.world) for axis in AXES}
 
 
 @dataclass(frozen=True)
@@ -128,26 +134,65 @@ class LayerMessages:
         hidden += hidden_back + hidden * (is_again and not keeps_attention)
         return Exposure(exchange + late, exchange + late_back + again, hidden)
 
+    def _travel(self, tokens: float, experts: MixtureWidths) -> tuple[tuple[float, float], ...]:
+        """Seconds of the rows of so many tokens on their way to experts, back, and of the gradient of what was sent: each of the
+        hop that departs first, and of the other one."""
+        cluster, itemsize, kind = self.rates.cluster, self.rates.itemsize, self.rates.profile.dispatch
+        if kind != "hops":
+            once = self._travel_at_once(tokens, experts, sends_once=kind == "once")
+            return ((once, 0.0),) * 3
+        outer, inner = self.groups["ep_outer"], self.groups["ep_inner"]
+        narrows = self.settings.parallel.expert_dispatch == "fp8"
+        hops = TokenHops(experts.router, outer.size, inner.size, experts.width, itemsize, narrows)
+
+        def seconds(way: str) -> tuple[float, float]:
+            far, near = (
+                cluster.collective("all_to_all", tokens * float(getattr(hop, way)), group)
+                for hop, group in ((hops.outer, outer), (hops.inner, inner))
+            )
+            # On one node the outer hop is nothing.
+            return (far, near) if outer.size > 1 else (near, far)
+
+        return tuple(seconds(way) for way in ("there", "back", "gradient"))
+
+    def _travel_at_once(self, tokens: float, experts: MixtureWidths, sends_once: bool) -> float:
+        """Seconds of one way by other systems: a row for each expert in one all-to-all; or, `sends_once`, a token once to each
+        node that it has experts on, and there to each rank, both at the same time, the slower of which counts."""
+        rates, group = self.rates, self.groups["ep"]
+        cluster, width = rates.cluster, experts.width * rates.itemsize * rates.profile.row_bytes
+        if not sends_once:
+            return cluster.collective("all_to_all", tokens * experts.top_k * width, group)
+        nodes, ranks = (count * float(experts.router.reach(count)) for count in (group.nodes, group.size))
+        within = cluster.collective("all_to_all", tokens * ranks * width, Group(group.size // group.nodes, 1))
+        crossing = tokens * nodes * (group.nodes - 1) / group.nodes * width
+        return max(within, cluster.message(crossing, group)) if group.nodes > 1 else within
+
     def ep(self) -> Exposure:
         """Exposure of rows that travel to experts and back."""
-        c, layer, work, rates, profile = self.c, self.layer, self.work, self.rates, self.rates.profile
+        c, layer, work, profile = self.c, self.layer, self.work, self.rates.profile
         if c.ep == 1 or layer.experts is None:
             return NOTHING
-        rows = profile.rows_sent * c.tokens * layer.experts.top_k / (1 if c.expert_tp == c.tp else c.tp)
-        once = rates.cluster.collective("all_to_all", rows * layer.hidden * rates.itemsize, self.groups["ep"])
+        tokens = c.tokens / (1 if c.expert_tp == c.tp else c.tp)
+        there, back, gradient = self._travel(tokens, layer.experts)
         passes = 2 if c.checkpointing != "none" else 1
         if self.settings.parallel.expert_overlap:
-            # The second half's way there and the first half's way back are under the other half's experts; the others are not.
-            there, _ = hide(once / 2, work.inside / 2 + work.shared)
-            back, _ = hide(once / 2, work.inside / 2)
-            forward = once + there + back
-            hidden = 2 * once - forward
-            return Exposure(forward, passes * forward, (1 + passes) * hidden)
-        there, hidden_there = hide(once, work.shared)
+            forward, backward = self._late_of_halves(there, back), self._late_of_halves(back, gradient)
+            hidden = passes * (sum((*there, *back)) - forward) + sum((*back, *gradient)) - backward
+            return Exposure(forward, (passes - 1) * forward + backward, hidden)
+        late_there, hidden_there = hide(there[0], work.shared)
+        forward, backward = late_there + there[1] + sum(back), sum((*back, *gradient))
         if not profile.hides_ep:
             # Backward has no shared experts left to compute under.
-            return Exposure(there + once, (passes - 1) * (there + once) + 2 * once, passes * hidden_there)
-        late, hidden = hide(there + once, profile.hides_ep * work.forward.total)
-        late_back, hidden_back = hide(2 * once, profile.hides_ep * work.backward)
-        again = (passes - 1) * (there + once)
-        return Exposure(late, late_back + again, hidden_there + hidden + hidden_back)
+            return Exposure(forward, (passes - 1) * forward + backward, passes * hidden_there)
+        late, hidden = hide(forward, profile.hides_ep * work.forward.total)
+        late_back, hidden_back = hide(backward, profile.hides_ep * work.backward)
+        return Exposure(late, late_back + (passes - 1) * forward, hidden_there + hidden + hidden_back)
+
+    def _late_of_halves(self, there: tuple[float, float], back: tuple[float, float]) -> float:
+        """Exposed seconds of a way there and back in halves. there, back: of the hop that departs first and of the other one."""
+        (far, near), (far_back, near_back) = ([each / 2 for each in way] for way in (there, back))
+        inside = self.work.inside / 2
+        # Both halves depart at once. The second one's first hop is under what the first half does within its node and in its
+        # experts; the first half's last hop under the second half's experts, and its way within the node.
+        first, second = hide(far, self.work.shared)[0], hide(far, near + inside)[0]
+        return first + second + 2 * (near + near_back) + hide(far_back, near_back + inside)[0] + far_back

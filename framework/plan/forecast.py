@@ -103,7 +103,8 @@ class TimeForecast:
     """Seconds of a step, of the rank that takes longest.
 
     parts: what adds up to `step_s`: matmuls, attention, elementwise, recomputation, tp, cp, ep and pp that nothing hides,
-    bubble, gathers and reductions that nothing hides, contention, optimizer, offload, checkpoint, host (`plan/time.py`).
+    bubble, gathers and reductions that nothing hides, contention, imbalance of experts, optimizer, offload, checkpoint, host
+    (`plan/time.py`).
     hidden: seconds of communication behind computation, by axis. mfu: useful FLOPs over what the devices could do, by
     `model/flops.py`: the same for every layout. goodput: share of the time that failures leave. hours, cost: of all of
     train.steps, failures included; cost in the cluster's currency. estimated: share of the layers' FLOPs whose matmuls are not

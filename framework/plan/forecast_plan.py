@@ -1,8 +1,9 @@
 """Forecasts of a plan: for the layout that the recipe states, those by which a search ranks layouts."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from framework.mesh.placement import BLOCK_AXES
 from framework.parallel.parallelize import find_eager_layers
@@ -35,7 +36,7 @@ BY_DATA_SHEETS = (
 class PlanForecast:
     """A plan with its forecasts. costs: seconds of each stage's actions with one microbatch.
     cautions: what of the recipe the step time does not have. context_methods: with cp > 1 the step
-    seconds of each value of parallel.context that the heads allow, the fastest first."""
+    seconds of each value of parallel.context that the heads allow, the fastest first. imbalance: as of `TimeModel`."""
 
     plan: Plan
     cluster: ClusterRates
@@ -44,10 +45,22 @@ class PlanForecast:
     costs: Costs
     cautions: tuple[str, ...] = ()
     context_methods: tuple[tuple[str, float], ...] = ()
+    imbalance: float = 1.0
 
 
-def forecast_plan(plan: Plan) -> PlanForecast:
-    """Forecast a plan on the recipe's cluster."""
+def measure_imbalance(loads: Mapping[str, Sequence[int]], ep: int) -> float:
+    """Rows of the fullest rank's experts over the mean rank's, in the mean of layers: ranks wait for one another in each of them.
+    loads: tokens of each expert, by layer; a rank has E / ep experts that follow one another."""
+    ratios = []
+    for tokens in loads.values():
+        own = len(tokens) // ep
+        ranks = [sum(tokens[first : first + own]) for first in range(0, len(tokens), own)]
+        ratios += [max(ranks) * len(ranks) / sum(ranks)] if sum(ranks) else []
+    return fmean(ratios) if ratios else 1.0
+
+
+def forecast_plan(plan: Plan, loads: Mapping[str, Sequence[int]] | None = None) -> PlanForecast:
+    """Forecast a plan on the recipe's cluster. loads: of experts, as a run has recorded them; None: all equal."""
     refuse_crowded_nodes(plan.recipe)
     cluster, cautions = ClusterRates.from_recipe(plan.recipe), []
     shape, candidate = plan.shape, plan.candidate
@@ -59,7 +72,8 @@ def forecast_plan(plan: Plan) -> PlanForecast:
             cautions.append(
                 f"the step time is that of activation checkpointing {candidate.checkpointing} for all layers"
             )
-    times = TimeModel(shape, plan.recipe, cluster)
+    imbalance = measure_imbalance(loads or {}, candidate.ep)
+    times = TimeModel(shape, plan.recipe, cluster, imbalance=imbalance)
     forecast, costs = Forecast(memory, times.forecast(candidate)), times.costs(candidate)
     if plan.recipe.pipeline.table is not None:
         cautions.append("the step time is that of pipeline.schedule=1f1b, not of pipeline.table")
@@ -77,7 +91,7 @@ def forecast_plan(plan: Plan) -> PlanForecast:
             " recipes/cluster; `meshwright doctor --measure` describes this machine"
         )
     methods = _compare_methods(plan, times, candidate)
-    return PlanForecast(plan, cluster, candidate, forecast, costs, tuple(cautions), methods)
+    return PlanForecast(plan, cluster, candidate, forecast, costs, tuple(cautions), methods, imbalance)
 
 
 def forecast_cut(plan: Plan, num_nodes: int) -> tuple[float, float]:

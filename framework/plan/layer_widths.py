@@ -6,9 +6,10 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.model.experts import count_experts, find_experts
-from framework.model.flops import attention_masks, experts_per_token
+from framework.model.flops import attention_masks, expert_groups, experts_per_token
 from framework.model.units import find_layers
 from framework.parallel.attention import find_stock_attention
+from framework.plan.token_hops import Router
 from framework.recipe.schema import Recipe
 
 # Names of model.attention by which layers of that form compute with torch's SDPA.
@@ -57,6 +58,16 @@ class MixtureWidths:
     inner: int
     has_gate: bool = True
     is_balanced: bool = False
+    groups: tuple[int, int] = (1, 1)
+    """Groups of experts, and those of them to which the router limits a token."""
+
+    width: int = 0
+    """Features of a row that an expert reads: hidden ones, or of a latent space."""
+
+    @property
+    def router(self) -> Router:
+        """The choice of experts."""
+        return Router(self.experts, self.top_k, *self.groups)
 
 
 def layer_widths(model: PreTrainedModel) -> LayerWidths | None:
@@ -117,4 +128,5 @@ def read_mixture(model: nn.Module, config: PretrainedConfig) -> MixtureWidths | 
     last = experts.get_parameter(form.last).shape
     inner = last[1] if form.is_transposed or form.is_expert_major else last[2]
     is_balanced = bool(getattr(config, "output_router_logits", False))
-    return MixtureWidths(count_experts(experts), top_k, inner, form.has_gate, is_balanced)
+    groups, width = expert_groups(config), last[1] * last[2] // inner
+    return MixtureWidths(count_experts(experts), top_k, inner, form.has_gate, is_balanced, groups, width)

@@ -152,10 +152,9 @@ class Pipelines:
             return self.pipeline.stages
         layers = self.recipe.pipeline.layers
         # Of layouts that have other numbers of stages `let_rest_follow` leaves the recipe's out.
-        is_stated = layers is not None and len(layers) == each.pp * each.virtual
-        return self.shape.stages(
-            each.pp, each.schedule, each.virtual, each.context, tuple(layers) if layers and is_stated else None
-        )
+        fits = isinstance(layers, list) and len(layers) == each.pp * each.virtual
+        stated = tuple(layers) if isinstance(layers, list) and fits else None
+        return self.shape.stages(each.pp, each.schedule, each.virtual, each.context, stated)
 
     @remember(*PLACES)
     def of_ranks(self, each: Candidate) -> list[list[StageBounds]]:

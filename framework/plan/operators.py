@@ -21,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.model.adapters import is_adapter
 from framework.model.flops import flops_per_token, unit_flops
+from framework.model.mixers import find_mixers
 from framework.model.units import Unit
 from framework.parallel.tensor.rules import FAMILIES, ROLES
 from framework.plan.candidate import Candidate, remember
@@ -61,7 +62,7 @@ class Linear:
 class LayerOperators:
     """A decoder layer. attention: of one rank of tp=1. norms: over hidden states. rotated: features of queries and keys that rope
     turns. activated: features between the mlp's matmuls. flops: of a token's forward, by `model.flops`; known: of its
-    operators."""
+    operators; is_recurrent: the rest is the scan of a recurrent mixer."""
 
     hidden: int
     linears: tuple[Linear, ...]
@@ -72,6 +73,7 @@ class LayerOperators:
     activated: int
     flops: float
     known: float
+    is_recurrent: bool = False
 
     @property
     def estimated(self) -> float:
@@ -142,7 +144,7 @@ def _read_layer(
     if attention is not None:
         known += 2.0 * attention.heads * (attention.key_dim + attention.value_dim) * attention.reach
     if mixture is not None:
-        known += 2.0 * mixture.top_k * (3 if mixture.has_gate else 2) * hidden * mixture.inner
+        known += 2.0 * mixture.top_k * (3 if mixture.has_gate else 2) * mixture.width * mixture.inner
     norms = sum("Norm" in type(each).__name__ and _width(each) == hidden for each in layer.modules())
     inner = [each.inner for each in linears if each.split == "rows"]
     # The first row layer is attention's output; what the others read has been activated.
@@ -158,6 +160,7 @@ def _read_layer(
         sum(inner[1 if attention is not None else 0 :]),
         flops,
         known,
+        any(True for _ in find_mixers(layer)),
     )
 
 
@@ -211,7 +214,8 @@ class UnitWork:
     """A unit's seconds for one microbatch on a rank. again: what activation checkpointing computes once more in backward.
 
     What hides messages. column: weight gradients of column layers; column_forward, row_forward: those layers' matmuls in forward,
-    and the row layers'; inside: experts' matmuls in forward; shared: those of shared experts."""
+    and the row layers'; inside: experts' matmuls in forward; shared: those of shared experts. uneven: of the matmuls what
+    the mean rank's experts do not have."""
 
     forward: Work
     input: Work
@@ -222,6 +226,7 @@ class UnitWork:
     row_forward: float = 0.0
     inside: float = 0.0
     shared: float = 0.0
+    uneven: float = 0.0
 
     @cached_property
     def total(self) -> float:
@@ -269,14 +274,17 @@ class LayerTimes:
         shape = max(1, self.operators.context // c.ring), layer.attention.key_dim if layer.attention is not None else 1
         experts, expert_gradient, routed = self._experts(layer, c)
         rest = layer.estimated * layer.flops * tokens / c.tp
-        if rest:
+        if rest and not layer.is_recurrent:
             # A square matmul of as many FLOPs: nobody knows its shape.
             side = round((rest / 2) ** (1 / 3)) or 1
             matmuls[""] = gradients[""] = rates.matmul(side, side, side)
         spent = rates.attention(attention, shape) if attention else 0.0
+        scanned = rest if layer.is_recurrent else 0.0
+        spent += rates.scan(scanned) if scanned else 0.0
         elementwise = partial(self._elementwise, layer, c, outside)
         forward = Work(sum(matmuls.values()) + experts, spent, elementwise(1.0) + routed)
         backward_s = rates.attention(profile.attention_backward * attention, shape, backward=True) if attention else 0.0
+        backward_s += rates.scan(scanned, backward=True) if scanned else 0.0
         passes = profile.backward_passes
         inputs = Work(forward.matmuls, backward_s, elementwise(passes) + routed * passes)
         weights = Work(sum(gradients.values()) + expert_gradient)
@@ -290,6 +298,7 @@ class LayerTimes:
             column_forward=sum(map(matmuls.__getitem__, columns)),
             row_forward=sum(matmuls[each.name] for each in layer.linears if each.split == "rows"),
             inside=experts,
+            uneven=(2 * experts + expert_gradient) * (1 - 1 / profile.imbalance) * (c.ep > 1),
             shared=sum(matmuls[each.name] for each in layer.linears if each.is_shared),
         )
 
@@ -320,16 +329,17 @@ class LayerTimes:
         mixture, rates = layer.experts, self.rates
         if mixture is None:
             return 0.0, 0.0, 0.0
-        rows = self.rows(layer, c)
+        rows = self.rows(layer, c) * (rates.profile.imbalance if c.ep > 1 else 1.0)
         local, inner = max(1, mixture.experts // c.ep), -(-mixture.inner // c.expert_tp)
         first = inner * (2 if mixture.has_gate else 1)
         each, adds, narrow = rows / local, c.adds, rates.profile.narrows_experts
-        sizes = (layer.hidden, first), (inner, layer.hidden)
-        forward = local * sum(rates.matmul(each, *size, narrow) for size in sizes)
-        weight = local * sum(self._weight_gradient(each, *size, adds, narrow) for size in sizes)
+        sizes = (mixture.width, first), (inner, mixture.width)
+        times = local / rates.profile.grouped
+        forward = times * sum(rates.matmul(each, *size, narrow) for size in sizes)
+        weight = times * sum(self._weight_gradient(each, *size, adds, narrow) for size in sizes)
         activated = rates.elementwise(rows * inner, rates.profile.activation)
         # Spread to rows, sorted on arrival, sorted back, summed by token: each reads and writes all rows.
-        sorted_s = 4 * rates.moved(2 * rows * layer.hidden * rates.itemsize)
+        sorted_s = rates.profile.row_passes * rates.moved(2 * rows * mixture.width * rates.itemsize)
         # One launch for all experts of a rank: kernels are grouped.
         launches = 2 * (local - 1) * rates.cluster.overhead_s
         return forward - launches, max(0.0, weight - launches), activated + sorted_s

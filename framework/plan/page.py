@@ -202,7 +202,7 @@ def _describe_bytes(plan: Plan, ranks: Sequence[int]) -> Iterator[str]:
     yield from _table([_sizes(measure_traffic(plan, rank)) for rank in ranks])
     if plan.derived.nodes > 1:
         yield ""
-        yield "bytes of parameters and gradients that leave its node in a step"
+        yield "bytes of parameters, gradients and tokens on their way to experts that leave its node in a step"
         yield from _table([_sizes(measure_leaving(plan, rank)) for rank in ranks])
 
 

@@ -8,7 +8,7 @@ It owns no memory and sends no byte; its model is on meta. What differs between 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil, floor, log10
+from math import ceil, floor, log10, prod
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from framework.errors import RecipeError
 from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
-from framework.mesh.topology import Topology, count_node_neighbours
+from framework.mesh.topology import Topology
 from framework.model.adapters import add_adapters
 from framework.model.flops import (
     ModelSize,
@@ -32,14 +32,15 @@ from framework.model.load import build_meta
 from framework.model.logit_map import LogitMap
 from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.precision import DTYPES
-from framework.model.probe import find_layer_outputs, find_routers_loss
+from framework.model.probe import find_layer_outputs, find_routers_loss, find_streams
 from framework.model.routers import LoadBalancingLoss
 from framework.model.stage import StageBounds, copy_stage, refuse_following_starts, refuse_shared_layers
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment
 from framework.optim.qk_rows import QkRows, find_qk_rows
-from framework.parallel.attention import find_stock_attention, refuse_undivided_context
+from framework.parallel.attention import find_stock_attention, find_whole, refuse_undivided_context
 from framework.parallel.experts.split import check_experts
+from framework.parallel.pipeline.measured import read_unit_times
 from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage, read_table
 from framework.parallel.stage_plan import StagePlan
@@ -83,6 +84,8 @@ class Plan:
     pipeline: PipelinePlan
     # Of a layer, in a tuple; 0: a tensor alone. Known only where the model is cut into stages.
     num_outputs: int
+    # Of hidden states between layers, beside their features, where there are stages.
+    streams: tuple[int, ...]
     # The routers' auxiliary losses; None without one.
     load_balancing: LoadBalancingLoss | None
     # Mixtures of experts, in order.
@@ -91,6 +94,8 @@ class Plan:
     logit_map: LogitMap | None
     # The reason why layers attend by transformers' attention; None: they attend by Meshwright's.
     stock_attention: str | None
+    # Classes of modules that get the tokens of all ranks of cp, because no attention of ours divides what they do.
+    whole_mixers: frozenset[str]
     # Rows of queries and keys, which QK-clip scales, by parameter.
     qk_rows: Mapping[str, QkRows]
 
@@ -98,6 +103,12 @@ class Plan:
     def compute_dtype(self) -> torch.dtype:
         """The dtype of forward and backward."""
         return DTYPES[self.recipe.precision.compute]
+
+    @property
+    def message_width(self) -> int:
+        """Features of a token that one stage sends to the next."""
+        width: int = self.config.get_text_config().hidden_size
+        return width * prod(self.streams)
 
     @cached_property
     def size(self) -> ModelSize:
@@ -251,6 +262,8 @@ class Plan:
             master_dtype=DTYPES.get(self.recipe.precision.master),
             device=device,
             owns_attention=self.stock_attention is None,
+            whole_mixers=self.whole_mixers,
+            streams=self.streams,
             load_balancing=self.load_balancing,
             policies=policies,
         )
@@ -291,7 +304,8 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     whole = build_meta(config, recipe.model.attention, wide)
     add_adapters(whole, recipe.adapter)
     has_documents = recipe.data.isolates
-    if derived.cp > 1:
+    whole_mixers = find_whole(config, recipe) if derived.cp > 1 else frozenset()
+    if derived.cp > 1 and not whole_mixers:
         refuse_undivided_context(config, ContextSlices(derived.context, derived.ulysses, derived.ring), has_documents)
     check_experts(whole, derived.ep, recipe.model.expert_capacity, derived.expert_tp < derived.tp)
     units = tuple(find_units(whole))
@@ -303,9 +317,14 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     if derived.pp > 1:
         refuse_shared_layers(config, units, ties)
     costs = unit_flops(whole, units, derived.context)
-    pipeline = plan_pipeline(recipe.pipeline, derived.pp, derived.accumulation, costs, recipe.zero)
+    named, times = recipe.pipeline.layers, None
+    if isinstance(named, str):
+        times = read_unit_times(named, config.model_type, measure_model(whole).total, [unit.name for unit in units])
+    pipeline = plan_pipeline(recipe.pipeline, derived.pp, derived.accumulation, costs, recipe.zero, times)
     refuse_following_starts(config, whole, units, [each.start for each in pipeline.stages[1:]])
     stock_attention = None if derived.cp > 1 else find_stock_attention(config, recipe)
+    if whole_mixers:
+        stock_attention = f"{' and '.join(sorted(whole_mixers))} mix tokens, and get those of all ranks of cp"
     groups = tuple(group_parameters_of(recipe, whole, units))
     qk_rows = find_qk_rows(recipe, whole, units, {each.parameter for each in groups}, stock_attention)
     return Plan(
@@ -320,23 +339,22 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         groups,
         pipeline,
         find_layer_outputs(config) if len(pipeline.stages) > 1 else 0,
+        find_streams(config) if len(pipeline.stages) > 1 else (),
         load_balancing,
         mixtures,
         logit_map,
         stock_attention,
+        whole_mixers,
         qk_rows,
     )
 
 
 def make_topology(recipe: Recipe, config: PretrainedConfig) -> Topology:
     """The recipe's degrees as axes, with the nodes that they lie on."""
-    derived, inner = derive(recipe), recipe.parallel.expert_hierarchical
-    if inner == "node":
-        inner = count_node_neighbours(derived.ep, derived.expert_tp, derived.ranks_per_node)
+    derived = derive(recipe)
     kv = ranks_per_kv_head(config, derived.tp)
     return replace(
-        topology_of(planned_candidate(recipe), kv, recipe.zero.secondary_shard),
-        ep_inner=inner,
+        topology_of(planned_candidate(recipe), kv, recipe.zero.secondary_shard, recipe.parallel.expert_hierarchical),
         embedding_ranks=_find_embedding_ranks(recipe.pipeline, derived),
         ranks_per_node=derived.ranks_per_node,
         two_levels=_sums_in_two_levels(recipe),

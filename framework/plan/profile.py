@@ -5,6 +5,7 @@ another value of the same dataclass. `OURS` is read off this repository's execut
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from framework.plan.cluster import ClusterRates
 
@@ -50,8 +51,9 @@ class Profile:
 
     name: str
     matmul: float = 1.0
-    """Share of the cluster's rate that matmuls reach inside a step (clocks, layouts of factors); `attention` likewise."""
-    attention: float = 1.0
+    """Share of the cluster's rate that matmuls reach inside a step (clocks, layouts of factors)."""
+    kernel: str = ""
+    """Attention's kernel in the cluster's file: flash1, flash2, flash3, cudnn; "": what the file states for all."""
     attention_backward: float = 2.5
     """FLOPs of attention's backward over its forward's: five matmuls for two."""
     attends_half: bool = True
@@ -65,6 +67,12 @@ class Profile:
     loss_gradient: Kernels = EAGER_LOSS
     cast: Kernels = EAGER_CAST
     """Kernels that cast each factor of an fp8 matmul."""
+    casts_once: bool = False
+    """Whether a tensor is cast once for all its matmuls, and weights are kept narrow between microbatches."""
+    narrow: str = "fp8"
+    """The dtype of matmuls where the recipe says fp8: fp8, mxfp8, nvfp4."""
+    grouped: float = 1.0
+    """Share of a matmul's rate that grouped matmuls of experts reach."""
     narrows_experts: bool = False
     """Whether experts are multiplied in fp8 as linear layers are."""
     backward_passes: float = 2.0
@@ -85,8 +93,17 @@ class Profile:
     """Share of the weight gradients under which the sum of a region's input gradient travels."""
     hides_ep: float = 0.0
     """Share of a layer's computation, of another microbatch, under which rows travel."""
-    rows_sent: float = 1.0
-    """Bytes of rows that leave a rank over those of each expert's rows in the compute dtype."""
+    dispatch: Literal["hops", "rows", "once"] = "hops"
+    """Ways of rows to experts: our two hops; a row for each expert; once to each rank that has experts of a token, as DeepEP."""
+    row_bytes: float = 1.0
+    """Bytes of a row that travels over those in the compute dtype."""
+    row_passes: float = 4.0
+    """Passes that read and write all rows: spread, sorted on arrival, sorted back, summed by token."""
+    imbalance: float = 1.0
+    """Rows of the fullest rank's experts over the mean rank's."""
+    layer_s: float = 0.0
+    """Host time to launch a layer's forward; its backward takes twice as long. `mixture_s`: of one with experts."""
+    mixture_s: float = 0.0
     hides_p2p: float = 1.0
     """Share of a message between stages that holds nobody up."""
     stolen: float = 0.0
@@ -109,6 +126,11 @@ OURS = Profile("meshwright", stolen=NCCL_STOLEN)
 OURS_ON_GPUS = replace(OURS, loss=FUSED_LOSS, loss_gradient=FUSED_LOSS_GRADIENT, cast=FUSED_CAST)
 
 
+# A scan in chunks of states of 64 takes as long as FlashAttention-2 over 2,048 tokens (Dao and Gu 2024, Mamba-2, section 9.3): a
+# FLOP of the one (33,000 of a token and head of 64) as long as eight of the other (262,000).
+SCAN_FLOPS, SCAN_SHAPE = 8.0, (2048, 64)
+
+
 @dataclass(frozen=True)
 class Rates:
     """Seconds of kernels on a cluster, by a profile. dtype: of the matmuls; itemsize: of an activation."""
@@ -129,25 +151,40 @@ class Rates:
         factors; else in bf16 then."""
         if rows <= 0:
             return 0.0
-        dtype = self.dtype if narrow or self.dtype != "fp8" else "bf16"
+        dtype, is_narrow = self._choose(narrow)
         seconds = self.cluster.matmul_seconds(max(1, round(rows)), inner, columns, dtype) / self.profile.matmul
-        casts = self.elementwise(inner * (rows + columns), self.profile.cast) if dtype == "fp8" else 0.0
-        return seconds + casts
+        cast = inner * (rows + (0 if self.profile.casts_once else columns))
+        return seconds + (self.elementwise(cast, self.profile.cast) if is_narrow else 0.0)
 
     def gradient(self, rows: float, inner: int, columns: int, added_bytes: float, narrow: bool) -> float:
         """Seconds of the weight gradient of so many tokens, which moves `added_bytes` to be added. narrow: as of `matmul`."""
         if rows <= 0:
             return 0.0
-        dtype = self.dtype if narrow or self.dtype != "fp8" else "bf16"
+        dtype, is_narrow = self._choose(narrow)
         seconds = self.cluster.gradient_seconds(max(1, round(rows)), inner, columns, added_bytes, dtype)
-        casts = self.elementwise(rows * (inner + columns), self.profile.cast) if dtype == "fp8" else 0.0
-        return seconds / self.profile.matmul + casts
+        is_cast = is_narrow and not self.profile.casts_once
+        return seconds / self.profile.matmul + (
+            self.elementwise(rows * (inner + columns), self.profile.cast) if is_cast else 0.0
+        )
+
+    def _choose(self, narrow: bool) -> tuple[str, bool]:
+        """(the dtype of a matmul, whether its factors are cast to it)."""
+        if self.dtype != "fp8":
+            return self.dtype, False
+        return (self.profile.narrow, True) if narrow else ("bf16", False)
 
     def attention(self, flops: float, shape: tuple[int, int], *, backward: bool = False) -> float:
         """Seconds of so many FLOPs in an attention's kernel. shape: tokens of a sequence, features of a head."""
         dtype = "bf16" if self.dtype == "fp8" else self.dtype
-        seconds = self.cluster.attention_seconds(flops, dtype, backward=backward, shape=shape)
-        return seconds / self.profile.attention
+        return self.cluster.attention_seconds(flops, dtype, backward=backward, shape=shape, kernel=self.profile.kernel)
+
+    def scan(self, flops: float, *, backward: bool = False) -> float:
+        """Seconds of so many FLOPs of a recurrent mixer, in chunks."""
+        times = SCAN_FLOPS * (self.profile.attention_backward if backward else 1.0)
+        dtype = "bf16" if self.dtype == "fp8" else self.dtype
+        return self.cluster.attention_seconds(
+            times * flops, dtype, backward=backward, shape=SCAN_SHAPE, kernel="flash2"
+        )
 
     def elementwise(self, elements: float, kernels: Kernels, times: float = 1.0) -> float:
         """Seconds of an operation's kernels over so many elements, which move equally much each. times: backward's bytes over

@@ -16,7 +16,7 @@ from framework.mesh.context import ContextSlices
 from framework.model.load import layer_configs
 from framework.model.probe import find_layer_outputs
 from framework.model.stage import StageBounds, refuse_shared_layers
-from framework.parallel.attention import probe_causes, refuse_undivided_context, refuse_uneven_heads
+from framework.parallel.attention import find_whole, probe_causes, refuse_undivided_context, refuse_uneven_heads
 from framework.parallel.experts.split import check_experts
 from framework.parallel.pipeline.pipeline import refuse_few_layers
 from framework.plan.candidate import Candidate, method_of, recipe_of, remember
@@ -40,7 +40,7 @@ FIELDS_OF_KEYS: dict[str, tuple[str, ...]] = {
     "parallel.context": ("cp", "ulysses", "is_gather"),
     "parallel.expert_tp": ("ep", "tp", "expert_tp"),
     **dict.fromkeys(("parallel.sequence", "parallel.overlap", "memory.gathered_inputs"), ("sequence", "tp")),
-    **dict.fromkeys(("parallel.expert_overlap", "parallel.expert_hierarchical"), ("ep",)),
+    **{f"parallel.expert_{name}": ("ep",) for name in ("overlap", "hierarchical", "dispatch")},
     **dict.fromkeys(("pipeline.schedule", "pipeline.virtual_stages"), ("schedule", "virtual")),
     "pipeline.layers": ("pp", "schedule", "virtual"),
     "pipeline.table": (),
@@ -111,7 +111,8 @@ class ModelRules:
         if c.cp > 1:
             config, packs = self.shape.config, self.shape.recipe.data.isolates
             refuse_uneven_heads(layer_configs(config), Parallel(tp=c.tp, cp=c.cp, context=[c.ulysses, c.ring]))
-            refuse_undivided_context(config, ContextSlices(c.context, c.ulysses, c.ring), packs, self._causes)
+            if not find_whole(config, self.shape.recipe):
+                refuse_undivided_context(config, ContextSlices(c.context, c.ulysses, c.ring), packs, self._causes)
 
     @cached_property
     def _layer_outputs(self) -> int:

@@ -5,6 +5,7 @@
     pp                                                messages between stages that hold a rank up
     gathers, reductions                               ZeRO's, beyond the computation beside them       sharding.py
     contention                                        computation slowed by messages that run beside it
+    imbalance                                         waiting for the rank whose experts have most rows    operators.py
     bubble                                            waiting of the slowest rank in the pipeline      bubble.py
     optimizer, offload, checkpoint                    update and norm, states that travel, saves       sharding.py
     host                                              launching kernels
@@ -45,7 +46,7 @@ from framework.recipe.schema import Recipe
 
 PARTS = (
     *("matmuls", "attention", "elementwise", "recomputation", "tp", "cp", "ep", "pp", "gathers", "reductions"),
-    *("contention", "bubble", "optimizer", "offload", "checkpoint", "host"),
+    *("contention", "imbalance", "bubble", "optimizer", "offload", "checkpoint", "host"),
 )
 # Fields of a candidate that the seconds of a layer depend on: how ranks divide it, and what they compute of a microbatch.
 DIVISION = ("tp", "ep", "expert_tp", "cp", "ulysses", "is_gather", "sequence", "ranks_per_node")
@@ -67,11 +68,13 @@ class StageForm:
 @dataclass(frozen=True)
 class UnitTime:
     """A unit for one microbatch. exposures: of its messages, by axis. grouped: share of its forwards that run a second time to
-    bring back the input of another layer (activation checkpointing by groups)."""
+    bring back the input of another layer (activation checkpointing by groups). launched: seconds in which the host launches a
+    forward, which cannot take less; a backward takes the host twice as long."""
 
     work: UnitWork
     exposures: Mapping[str, Exposure] = field(default_factory=dict)
     grouped: float = 0.0
+    launched: float = 0.0
 
     @cached_property
     def again(self) -> Work:
@@ -81,18 +84,32 @@ class UnitTime:
     @cached_property
     def forward(self) -> float:
         """Seconds of its forward."""
-        return self.work.forward.total + sum(each.forward for each in self.exposures.values())
+        return max(self._forward, self.launched)
+
+    @property
+    def _forward(self) -> float:
+        return self.work.forward.total + sum([each.forward for each in self.exposures.values()])
 
     @cached_property
     def input(self) -> float:
         """Seconds of its input gradient, recomputation included."""
-        messages = sum(each.backward + self.grouped * each.forward for each in self.exposures.values())
+        return max(self._input, 2 * self.launched - self.work.weight.total)
+
+    @property
+    def _input(self) -> float:
+        messages = sum([each.backward + self.grouped * each.forward for each in self.exposures.values()])
         return self.work.input.total + self.again.total + messages
+
+    @property
+    def late(self) -> float:
+        """Seconds in which the device waits for the host."""
+        return self.forward - self._forward + self.input - self._input
 
     @property
     def seconds(self) -> float:
         """Seconds of forward and backward where no group of layers is computed again."""
-        return self.work.total + sum([each.forward + each.backward for each in self.exposures.values()])
+        whole = self.work.total + sum([each.forward + each.backward for each in self.exposures.values()])
+        return max(whole, 3 * self.launched)
 
 
 @dataclass
@@ -127,10 +144,12 @@ class StageTime:
         self.weight += count * work.weight.total
         computed = work.forward + work.input + work.weight
         for name, seconds in (
-            ("matmuls", computed.matmuls),
+            ("matmuls", computed.matmuls - work.uneven),
+            ("imbalance", work.uneven),
             ("attention", computed.attention),
             ("elementwise", computed.elementwise),
             ("recomputation", again.total),
+            ("host", unit.late),
             *((axis, each.forward * (1 + unit.grouped) + each.backward) for axis, each in unit.exposures.items()),
         ):
             self.parts[name] = self.parts.get(name, 0.0) + count * seconds
@@ -159,15 +178,22 @@ class PipelineTimes:
 
 
 class TimeModel:
-    """Step-time forecasts of one model with one recipe's choices on one cluster. profile: of the implementation, by default ours.
-    For one thread."""
+    """Step-time forecasts of one model with one recipe's choices on one cluster. profile: of the implementation, by default ours;
+    imbalance: rows of the fullest rank's experts over the mean rank's. For one thread."""
 
-    def __init__(self, shape: ModelShape, settings: Recipe, cluster: ClusterRates, profile: Profile | None = None):
+    def __init__(
+        self,
+        shape: ModelShape,
+        settings: Recipe,
+        cluster: ClusterRates,
+        profile: Profile | None = None,
+        imbalance: float = 1.0,
+    ):
         compute = settings.precision.compute
         dtype = "bf16" if compute == "auto" else compute
         itemsize = {"fp32": 4, "fp64": 8}.get(dtype, 2)
         self.shape, self.settings, self.cluster = shape, settings, cluster
-        self.profile = profile or (OURS_ON_GPUS if is_fused(settings.launch.device, itemsize) else OURS)
+        self.profile = replace(profile or self._own_profile(itemsize), imbalance=imbalance)
         if compiles(settings):
             self.profile = self.profile.fused()
         self.rates = Rates(cluster, self.profile, dtype, itemsize)
@@ -182,6 +208,14 @@ class TimeModel:
         self.update = Update(settings, cluster, self.profile, itemsize, shape.matrices, shape.hidden)
         self.memory = MemoryModel.of(shape, settings)
         self._lengths = Lengths()
+
+    def _own_profile(self, itemsize: int) -> Profile:
+        """Ours. Rows of documents are one packed call, which cuDNN's kernel does not take; nor is it transformers' first."""
+        settings = self.settings
+        if not is_fused(settings.launch.device, itemsize):
+            return OURS
+        is_stock = settings.parallel.cp == 1 and find_stock_attention(self.shape.config, settings) is not None
+        return replace(OURS_ON_GPUS, kernel="flash2" if is_stock or settings.data.isolates else "cudnn")
 
     def forecast(self, candidate: Candidate) -> TimeForecast:
         """The step time of a candidate that the model and the recipe allow."""
@@ -278,7 +312,8 @@ class TimeModel:
     @remember("dp", "cp", "tp", "pp", "ep", "expert_tp", "ulysses", "zero", "shard", "ranks_per_node")
     def groups(self, c: Candidate) -> Groups:
         """The groups of a candidate's axes."""
-        return place_groups(c, self.settings.zero.secondary_shard)
+        keys = self.settings.zero.secondary_shard, self.settings.parallel.expert_hierarchical
+        return place_groups(c, *keys, self.cluster.ranks_per_domain)
 
     def _document(self, context: int) -> int | None:
         """Tokens of a document, as `LayerTimes` has them. transformers' attention computes all pairs and masks."""
@@ -325,7 +360,7 @@ class TimeModel:
             "reductions": sharding.reductions,
             "pp": 2 * waits,
             "contention": slowed,
-            "host": host_s,
+            "host": units.parts.get("host", 0.0) + host_s,
         }
         once = {
             "gathers": sharding.gathers_once,
@@ -369,7 +404,8 @@ class TimeModel:
         found = {"tp": messages.tp(), "cp": messages.cp(), "ep": messages.ep()}
         if c.offloads_activations:
             found["offload"] = self._offload(work, c)
-        return UnitTime(work, {axis: each for axis, each in found.items() if each is not NOTHING}, grouped)
+        launched = self.profile.layer_s if layer.experts is None else self.profile.mixture_s
+        return UnitTime(work, {axis: each for axis, each in found.items() if each is not NOTHING}, grouped, launched)
 
     def _offload(self, work: UnitWork, c: Candidate) -> Exposure:
         """Exposure of a layer's activations: to the host under the next layer's forward, back under its backward."""

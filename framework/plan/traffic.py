@@ -1,13 +1,15 @@
 """Bytes that a rank of a plan sends in a step, in closed form (docs: zero, tensor, context, experts)."""
 
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from math import prod
 
 import torch
 from torch import nn
 
 from framework.comm.communicator import Communicator
 from framework.mesh.context import ContextSlices
-from framework.model.flops import experts_per_token
+from framework.model.flops import expert_groups, experts_per_token
 from framework.model.kept_outputs import ATTENTION
 from framework.model.mixers import count_channels, count_map, find_mixers
 from framework.model.mixtures import Mixture
@@ -18,10 +20,9 @@ from framework.parallel.zero.plan_buffers import BufferDtypes, BufferPlan
 from framework.plan.context import ContextCost, MixerCost, Passes, attention_shapes
 from framework.plan.plan import Plan, unconnected
 from framework.plan.policies import count_forwards, spell
+from framework.plan.token_hops import Router, TokenHops
 
 META = torch.device("meta")
-# The number of rows for an expert, which travels ahead of the rows.
-COUNT_BYTES = torch.int64.itemsize
 
 
 def measure_traffic(plan: Plan, rank: int) -> dict[str, int]:
@@ -41,16 +42,23 @@ def measure_traffic(plan: Plan, rank: int) -> dict[str, int]:
     return _parameter_traffic(plan.of_rank(rank).buffers, accumulation, reduce_dtype, lambda _, sent: sent) | {
         "matrices": sum(num_bytes for each in matrices for num_bytes in each.bytes_sent.values()),
         "tp": activations.sent_per_layer * accumulation * len(layers),
-        "pp": activations.hidden_bytes * messages,
+        "pp": activations.hidden_bytes * prod(plan.streams) * messages,
         "cp": cp * accumulation,
         "ep": sum(expert_traffic(plan, each) for each in mixtures_of(plan, rank)) * accumulation,
     }
 
 
 def measure_leaving(plan: Plan, rank: int) -> dict[str, int]:
-    """Bytes of parameters and gradients that the rank sends to other nodes in a step; those of `measure_traffic`."""
+    """Bytes of parameters, gradients and tokens on their way to experts that the rank sends to other nodes in a step; those of
+    `measure_traffic`."""
     buffers, reduce_dtype = plan.of_rank(rank).buffers, DTYPES[plan.recipe.precision.reduce]
-    return _parameter_traffic(buffers, plan.derived.accumulation, reduce_dtype, Communicator.least_leaving)
+    found = _parameter_traffic(buffers, plan.derived.accumulation, reduce_dtype, Communicator.least_leaving)
+    axes = unconnected(plan.topology, rank)
+    for mixture in mixtures_of(plan, rank):
+        hops = zip(("ep_outer", "ep_inner"), sent_over_hops(plan, mixture), strict=True)
+        leaving = sum(axes[name].most_leaving(num_bytes) for name, num_bytes in hops)
+        found["ep"] = found.get("ep", 0) + leaving * plan.derived.accumulation
+    return found
 
 
 def _parameter_traffic(
@@ -119,20 +127,25 @@ def mixer_costs(plan: Plan, rank: int) -> Iterator[tuple[int, MixerCost]]:
 
 
 def expert_traffic(plan: Plan, mixture: Mixture) -> int:
-    """Bytes that a rank sends over `ep` for one mixture and one microbatch, with equally many tokens for each expert.
+    """Bytes that a rank sends over `ep` for one mixture and one microbatch, over both hops."""
+    return sum(sent_over_hops(plan, mixture))
 
-    With P bytes of the pairs of a token and an expert that the rank routes (tokens x top-k x hidden), of n ranks (n-1)/n of the
-    rows are another's. They travel there and back in forward, their gradients in backward: 4 (n-1)/n P, half as much again with
-    recomputation; the numbers of rows for each expert go ahead of them in each forward. With parallel.expert_hierarchical
-    there are two hops, among the ranks of a group and among groups. Ranks of `tp` that have whole experts route a part of the
-    tokens each; those that slice experts all route the same.
+
+def sent_over_hops(plan: Plan, mixture: Mixture) -> tuple[int, int]:
+    """Bytes that a rank sends between nodes and within its own for one mixture and one microbatch, with equally many tokens for
+    each expert, and for each choice of experts that its router can make.
+
+    Rows travel there and back in forward, their gradients in backward, half as much again with recomputation; numbers of rows go
+    ahead of them in each forward (`TokenHops`). Ranks of `tp` that have whole experts route a part of the tokens each; those that
+    slice experts all route the same.
     """
-    activations, forwards = plan.activations, forwards_of(plan, mixture)
-    num_rows = activations.rows_in_experts(experts_per_token(plan.config.get_text_config()) or 1)
-    counts = mixture.num_experts * (2 if plan.recipe.parallel.expert_overlap else 1)
-    row_bytes = activations.width * activations.itemsize
-    sent = 2 * (forwards + 1) * num_rows * row_bytes + forwards * counts * COUNT_BYTES
-    return sum(sent * (ranks - 1) // ranks for ranks in map(plan.topology.size, ("ep_inner", "ep_outer")))
+    config, activations = plan.config.get_text_config(), plan.activations
+    top_k, nodes, ranks = experts_per_token(config) or 1, *map(plan.topology.size, ("ep_outer", "ep_inner"))
+    router = Router(mixture.num_experts, top_k, *expert_groups(config))
+    parallel = plan.recipe.parallel
+    narrows, parts = parallel.expert_dispatch == "fp8", 2 if parallel.expert_overlap else 1
+    hops = TokenHops(router, nodes, ranks, activations.width, activations.itemsize, narrows)
+    return hops.sent(Fraction(activations.rows_in_experts(top_k), top_k), forwards_of(plan, mixture), parts)
 
 
 def forwards_of(plan: Plan, mixture: Mixture) -> int:

@@ -18,10 +18,22 @@ from framework.recipe.problem import Problem, render_problems, shipped_recipes
 from framework.recipe.schema import Cluster, Launch, Recipe
 
 # The file of a GPU by a part of its name in launch.gres, such as gpu:h100; and of GPUs that nothing names.
-BY_GPU = {"A100": "a100_ib", "H100": "h100_ib", "H200": "h200_ib", "B200": "b200_ib"}
+BY_GPU = {
+    **{
+        "A100": "a100_ib",
+        "H100": "h100_ib",
+        "H200": "h200_ib",
+        "H800": "h800_ib",
+        "B200": "b200_ib",
+        "B300": "b300_ib",
+    },
+    **{"GB200": "gb200_nvl72", "GB300": "gb300_nvl72", "MI300X": "mi300x_roce"},
+}
 ASSUMED = "h100_ib"
 OF_CPUS = "laptop"
-DTYPES = ("fp8", "bf16", "fp16", "tf32", "fp32", "fp64")
+DTYPES = ("nvfp4", "mxfp8", "fp8", "bf16", "fp16", "tf32", "fp32", "fp64")
+ATTENTION = ("flash1", "flash2", "flash3", "cudnn")
+HEADS = "context, features of a head, TFLOP/s in forward, TFLOP/s in backward"
 MEASURE_ANEW = "measure anew: meshwright doctor --measure"
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
@@ -142,8 +154,11 @@ def _find_matmul_problems(cluster: Cluster) -> Iterator[Problem]:
         columns = "rows, inner, columns, TFLOP/s"
         for name in ("measured", "gradient"):
             yield from _find_table_problems(f"cluster.matmul.{dtype}.{name}", getattr(matmul, name), columns, 3)
-        columns = "context, features of a head, TFLOP/s in forward, TFLOP/s in backward"
-        yield from _find_table_problems(f"cluster.matmul.{dtype}.attention", matmul.attention, columns, 2)
+        yield from _find_table_problems(f"cluster.matmul.{dtype}.attention", matmul.attention, HEADS, 2)
+    for kernel in cluster.attention.keys() - set(ATTENTION):
+        yield Problem(f"cluster.attention.{kernel}", None, "no such kernel", f"one of {', '.join(ATTENTION)}")
+    for kernel, rates in cluster.attention.items():
+        yield from _find_table_problems(f"cluster.attention.{kernel}", rates, HEADS, 2)
     yield from _find_table_problems("cluster.memory_measured", cluster.memory_measured, "10^6 bytes, 10^9 bytes/s", 1)
 
 

@@ -79,7 +79,8 @@ def compose(overrides: Iterable[str], recipe_dirs: Sequence[Path] = (), base: Pa
     if base is None:
         drop_unchosen_model(tree, origins, folders, [choice.key_or_group for choice in command.choices])
     plain, unresolved = resolve(tree, origins)
-    unwanted = settle_plugins(plain, command.plugins, origins, is_saved=base is not None)
+    is_own = base is not None and origin_of(origins, PLUGINS).startswith(label_of(base))
+    unwanted = settle_plugins(plain, command.plugins, origins, may_have_paths=is_own)
     ambiguous = let_statements_win(plain, origins)
     recipe, wrong = to_recipe(plain, origins)
     failed = {problem.key for problem in unresolved}
@@ -95,10 +96,10 @@ def compose(overrides: Iterable[str], recipe_dirs: Sequence[Path] = (), base: Pa
 
 
 def settle_plugins(
-    plain: dict[str, Any], typed: Sequence[Any], origins: dict[str, str], is_saved: bool
+    plain: dict[str, Any], typed: Sequence[Any], origins: dict[str, str], may_have_paths: bool
 ) -> list[Problem]:
-    """Add the command line's plugins to those of the files, and import all; a problem where one may or can not be. is_saved: the
-    recipe is of a run, whose folders the command line has given."""
+    """Add the command line's plugins to those of the files, and import all; a problem where one may or can not be.
+    may_have_paths: the files' are of a run's recipe, whose paths a command line has given."""
     stated = plain.get(PLUGINS) or []
     added = [each for each in typed if each is not None]
     if not (stated or added) or not all(isinstance(each, str) for each in [*stated, *added]):
@@ -106,7 +107,7 @@ def settle_plugins(
     found = plain[PLUGINS] = list(dict.fromkeys([*stated, *added]))
     if added:
         origins[PLUGINS] = COMMAND_LINE
-    origin, paths = origin_of(origins, PLUGINS), [each for each in stated if is_path(each) and not is_saved]
+    origin, paths = origin_of(origins, PLUGINS), [each for each in stated if is_path(each) and not may_have_paths]
     if None in typed:
         return [
             Problem(PLUGINS, found, "none may be imported: --no-plugins", "leave the key out, or the option", origin)

@@ -63,7 +63,12 @@ class Source:
 @dataclass(frozen=True)
 class Data:
     sources: dict[str, Source] = key("named sources, blended by weight", {})
-    root: str = key("folder of the token stores; each store is named by its fingerprint", "tokens")
+    root: str = key(
+        "folder of the token stores, or the URL of one in an object store (s3://bucket/path); each store is named by its"
+        " fingerprint",
+        "tokens",
+    )
+    cache_gb: float = key("with a URL as root, GiB of each node's disk for blocks of tokens", 8.0, low=0.001)
     bpe_vocab: int | None = key("entries of a byte-level BPE to train where there is no tokenizer", None, low=260)
     bpe_text_bytes: int = key(
         "bytes of text that the BPE is trained on, spread evenly over the sources", 64 << 20, low=1

@@ -22,7 +22,7 @@ LAYOUT_KEYS = (
 )
 # Keys that are legal with some layouts only: kept there, else at their defaults.
 FOLLOWING_KEYS = (
-    *("parallel.overlap", "parallel.expert_overlap", "parallel.expert_hierarchical"),
+    *("parallel.overlap", "parallel.expert_overlap", "parallel.expert_hierarchical", "parallel.expert_dispatch"),
     *("pipeline.layers", "pipeline.table", "pipeline.fill_bubbles"),
     *(f"zero.{name}" for name in ("accumulate", "keep_gathered", "optimizer_within", "secondary_shard")),
     *(f"zero.{name}" for name in ("quantize_gather", "quantize_reduce", "quantize_min_elements")),
@@ -45,7 +45,7 @@ def let_rest_follow(recipe: Recipe, pinned: frozenset[str]) -> Recipe:
     recipe = _reset(recipe, {"pipeline.table"} - pinned)
     parallel, pipeline = recipe.parallel, recipe.pipeline
     unfit = set()
-    if pipeline.layers is not None and len(pipeline.layers) != parallel.pp * count_virtual_stages(pipeline):
+    if isinstance(pipeline.layers, list) and len(pipeline.layers) != parallel.pp * count_virtual_stages(pipeline):
         unfit.add("pipeline.layers")
     if isinstance(parallel.expert_hierarchical, int) and parallel.ep % parallel.expert_hierarchical:
         unfit.add("parallel.expert_hierarchical")

@@ -136,7 +136,7 @@ def context_attention(recipe: Recipe) -> Iterator[Problem]:
 
 
 @rule(
-    *(f"parallel.{name}" for name in ("ep", "expert_overlap", "expert_hierarchical")),
+    *(f"parallel.{name}" for name in ("ep", "expert_overlap", "expert_hierarchical", "expert_dispatch")),
     *(f"model.{name}" for name in ("experts", "expert_capacity", "expert_drop")),
 )
 def experts(recipe: Recipe) -> Iterator[Problem]:
@@ -150,11 +150,11 @@ def experts(recipe: Recipe) -> Iterator[Problem]:
         message = "without model.expert_capacity nothing is dropped"
         yield from refuse_useless(recipe, "model.expert_drop", message, "model.expert_capacity=1.25")
     if parallel.ep == 1:
-        for name in ("expert_overlap", "expert_hierarchical"):
+        for name in ("expert_overlap", "expert_hierarchical", "expert_dispatch"):
             message = "with parallel.ep=1 no token is sent to an expert"
             yield from refuse_useless(recipe, f"parallel.{name}", message, "parallel.ep=2 or more")
     elif isinstance(inner, int) and parallel.ep % inner:
-        legal = ", ".join(map(str, divisors(parallel.ep)[1:]))
+        legal = ", ".join(map(str, divisors(parallel.ep)))
         message = f"does not divide the parallel.ep={parallel.ep} ranks that have different experts"
         yield refuse(recipe, "parallel.expert_hierarchical", message, f"one of {legal}; node; or null")
 
@@ -232,7 +232,7 @@ def stages(recipe: Recipe) -> Iterator[Problem]:
         message = f"pipeline.schedule={pipeline.schedule} has {legal} on each rank"
         fix = "pipeline.virtual_stages=null" + "; or pipeline.schedule=interleaved" * (legal == "1")
         yield Problem("pipeline.virtual_stages", virtual, message, fix)
-    elif pipeline.layers is not None and (len(pipeline.layers) != pp * virtual or min(pipeline.layers) < 1):
+    elif isinstance(pipeline.layers, list) and (len(pipeline.layers) != pp * virtual or min(pipeline.layers) < 1):
         message = f"needs a number of layers, at least 1, for each of pp * virtual_stages = {pp} * {virtual} stages"
         yield refuse(recipe, "pipeline.layers", message, "null, to cut by cost; or as many numbers")
     if pipeline.table is not None and pipeline.schedule != Pipeline().schedule:

@@ -86,6 +86,14 @@ class Wandb:
 
 
 @dataclass(frozen=True)
+class Mlflow:
+    uri: str | None = key(
+        "of MLflow's server or store, such as http://host:5000 or sqlite:///runs.db; null: no MLflow", None
+    )
+    experiment: str = key("experiment of MLflow", "meshwright")
+
+
+@dataclass(frozen=True)
 class Track:
     every_steps: int = key("steps between reports", 1, low=1)
     debug_collectives: bool = key(
@@ -94,7 +102,10 @@ class Track:
         False,
     )
     timeline_step: int | None = key(
-        "step whose actions are drawn: RUN/timeline.json, a Chrome trace, and timeline.png; null: none", None, low=1
+        "step whose actions are drawn: RUN/timeline.json, a Chrome trace, and timeline.png; and whose units are timed, for"
+        " pipeline.layers: RUN/units.json; null: none",
+        None,
+        low=1,
     )
     profile_steps: tuple[int, int] | None = key(
         "first and last step that torch's profiler records: RUN/profile has a trace, and the history of GPU memory",
@@ -107,6 +118,20 @@ class Track:
     )
     noise_scale: bool = key("report the gradient noise scale, in tokens, from adamw's moments", False)
     wandb: Wandb = group(Wandb)
+    tensorboard: bool = key("write RUN/tensorboard, for TensorBoard", False)
+    mlflow: Mlflow = group(Mlflow)
+    csv: bool = key("write RUN/metrics.csv", False)
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The trackers that a run has, by name."""
+        wanted = {
+            "wandb": self.wandb.mode != "disabled",
+            "tensorboard": self.tensorboard,
+            "mlflow": self.mlflow.uri is not None,
+            "csv": self.csv,
+        }
+        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
 
 @dataclass(frozen=True)
@@ -239,10 +264,19 @@ class Cluster:
         "host memory of a node, in GB of 2^30 bytes; null: as much as its devices have together", None, low=1e-3
     )
     node_disk_gb: float | None = key("room on a node's own disks, in GB of 2^30 bytes; null: unknown", None, low=1e-3)
-    matmul: dict[str, ClusterMatmul] = key("by dtype: fp8, bf16, fp16, tf32, fp32, fp64", {})
+    devices_per_domain: int | None = key(
+        "devices that NVLink joins, where they are more than a node's; null: the node's. `nodes` of links then counts domains",
+        None,
+        low=1,
+    )
+    matmul: dict[str, ClusterMatmul] = key("by dtype: nvfp4, mxfp8, fp8, bf16, fp16, tf32, fp32, fp64", {})
     processors: int = key("tiles of a matmul that a device computes at the same time", 1, low=1)
     tile: tuple[int, int] = key("rows and columns of a matmul that a processor computes at a time", (1, 1), low=1)
     ramp: int = key("start and end of a tile, in columns of a matmul's first factor that take as long", 0, low=0)
+    attention: dict[str, list[list[float]]] = key(
+        "by kernel: flash1, flash2, flash3, cudnn: [context, features of a head, TFLOP/s in forward, in backward] on a grid",
+        {},
+    )
     attention_share: float = key("share of the peak that attention reaches in forward", 0.35, low=1e-6, high=1.0)
     attention_backward_share: float = key(
         "share of the peak that attention reaches in backward", 0.35, low=1e-6, high=1.0

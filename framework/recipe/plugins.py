@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +22,7 @@ from framework.errors import RecipeError
 
 # Kinds of names, as fields of the schema refer to them (`key(..., registry=KIND)`).
 KINDS = (
-    *("optimizer", "loss", "reader", "tokenizer", "chat template", "schedule", "model", "context method"),
+    *("optimizer", "loss", "reader", "tokenizer", "chat template", "schedule", "tracker", "model", "context method"),
     "pipeline schedule",
 )
 # By kind the names that plugins have added, and of which plugin each is. They grow while plugins are imported, and never after.
@@ -101,6 +100,8 @@ def describe_plugins(plugins: Sequence[str]) -> dict[str, str]:
 
 
 def _version(plugin: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version  # of recipes with plugins alone
+
     try:
         return version(plugin.partition(".")[0])
     except (PackageNotFoundError, ValueError):

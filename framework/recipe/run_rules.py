@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from framework.object_store import is_url
 from framework.output import CONTROLS, in_a_line
 from framework.recipe.derive import count_nodes, count_ranks
 from framework.recipe.environment import hide_secrets, looks_secret
@@ -127,6 +128,16 @@ def conversations(recipe: Recipe) -> Iterator[Problem]:
     if data.bpe_vocab is not None and data.chat_template is None:
         message = "a tokenizer that is trained on the data has no chat template"
         yield Problem("data.chat_template", None, message, "data.chat_template=chatml, or a file with a template")
+
+
+@rule("data.root", "data.cache_gb", "loss.reference")
+def token_stores(recipe: Recipe) -> Iterator[Problem]:
+    if not is_url(recipe.data.root):
+        message = f"data.root={recipe.data.root} is a folder, whose files are read where they are"
+        yield from refuse_useless(recipe, "data.cache_gb", message, "data.root=s3://bucket/path")
+    elif recipe.loss.reference not in (None, "base"):
+        message = f"its numbers are kept beside the tokens, and data.root={recipe.data.root} is in an object store"
+        yield refuse(recipe, "loss.reference", message, "data.root=a folder that all nodes see; or loss.reference=base")
 
 
 @rule("data.bpe_vocab", "model.tokenizer", "model.weights")
@@ -279,6 +290,14 @@ def profile(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, "track.profile_ranks", message, "track.profile_ranks=[0]")
 
 
+@rule("track.tensorboard", "track.mlflow", "track.wandb", "track.csv")
+def trackers(recipe: Recipe) -> Iterator[Problem]:
+    for name in recipe.track.trackers:
+        if name != "csv" and find_spec(name) is None:
+            key = f"track.{'mlflow.uri' if name == 'mlflow' else 'wandb.mode' if name == 'wandb' else name}"
+            yield refuse(recipe, key, f"the package {name} is not installed", f"`pip install {name}`; or leave it out")
+
+
 @rule("track.wandb")
 def wandb(recipe: Recipe) -> Iterator[Problem]:
     wandb = recipe.track.wandb
@@ -346,5 +365,5 @@ def _texts_in(value: Any) -> Iterator[str]:
 RUN_RULES = (
     *(family, *METHOD_RULES, sources, conversations, tokenizer, vocabulary, weights, validation),
     Rule(("run.root",), find_run_root_problems),
-    *(intervals, checkpoint_root, neighbors, rewinds, profile, best, names, wandb, texts),
+    *(intervals, checkpoint_root, neighbors, rewinds, profile, best, names, trackers, wandb, texts),
 )

@@ -17,6 +17,7 @@ from framework.recipe.machine_schema import (
     ClusterMeasured,
     Container,
     Launch,
+    Mlflow,
     Run,
     Track,
     Wandb,
@@ -27,7 +28,7 @@ from framework.recipe.optim_schema import LearningRateSchedule, Muon, Optim, Par
 
 __all__ = [
     "Checkpoint", "Cluster", "ClusterLink", "ClusterMatmul", "ClusterMeasured", "Container", "Data", "Launch",
-    "LearningRateSchedule", "LossSettings", "Muon", "Optim", "ParameterGroup", "Run", "Source", "Track", "Wandb",
+    "LearningRateSchedule", "LossSettings", "Mlflow", "Muon", "Optim", "ParameterGroup", "Run", "Source", "Track", "Wandb",
 ]  # fmt: skip
 
 
@@ -198,9 +199,13 @@ class Parallel:
     ep: int = key("expert-parallel degree: ranks that divide the experts of a mixture", 1, low=1)
     expert_overlap: bool = key("dispatch tokens in two chunks; one is sent while the other is computed", False)
     expert_hierarchical: int | Literal["node"] | None = key(
-        "dispatch tokens in two hops, first among so many neighbours of ep (node: those of a node), then between such groups",
-        None,
-        low=2,
+        "ranks of ep among which a token, sent once, is passed on: those of a node, so many neighbours, or null: to each expert",
+        "node",
+        low=1,
+    )
+    expert_dispatch: Literal["bf16", "fp8"] = key(
+        "how rows travel to experts: bf16: in the compute dtype, fp8: as codes; results and gradients are not narrowed",
+        "bf16",
     )
     expert_tp: int | None = key(
         "ranks that slice each expert: 1 or parallel.tp; null: 1 with ep > 1 (whole experts), else parallel.tp",
@@ -217,7 +222,11 @@ class Pipeline:
         registry="pipeline schedule",
     )
     virtual_stages: int | None = key("stages on each rank; null: 1, or 2 for interleaved, zbv, dualpipe_v", None, low=1)
-    layers: list[int] | None = key("layers of each stage; null: by cost, embedding and head included", None)
+    layers: list[int] | str | None = key(
+        "layers of each stage; a run that has measured its units (track.timeline_step): the fastest split by its times; null: by"
+        " FLOPs, embedding and head included",
+        None,
+    )
     table: str | None = key("CSV file with a schedule of your own: one line a rank, cells such as 0F0, 0B0", None)
     fill_bubbles: Literal["none", "validation"] = key(
         "work for idle ranks of a pipeline; validation: a validation runs in the step after its own", "none"

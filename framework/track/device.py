@@ -17,7 +17,9 @@ _STATUS = Path("/proc/self/status")
 # Dense bf16 tensor-core peak of one device, FLOP/s, by a part of the name that the driver reports; the first match counts.
 # From the makers' data sheets, halved where they state the figure "with sparsity". SXM unless the name says otherwise.
 PEAK_BF16_FLOPS = (
+    ("GB300", 2500e12),
     ("GB200", 2500e12),
+    ("B300", 2250e12),
     ("B200", 2250e12),
     ("GH200", 989.4e12),
     ("H200 NVL", 835e12),

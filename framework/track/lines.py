@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
@@ -48,3 +49,15 @@ def parse_line(line: str) -> dict[str, Any] | None:
         value = json.loads(line)
         return value if isinstance(value, dict) else None
     return None
+
+
+def say(line: str) -> None:
+    """Print a line to the training process, which may be gone: its records are sent all the same."""
+    with suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), f"{line}\n".encode())
+
+
+def in_a_line(error: Exception) -> str:
+    """The first line of an error's message, behind its type."""
+    first, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first}"

@@ -1,4 +1,5 @@
-"""Contain the failures of a run's observers: no observer stops training. A new tracker is an entry of `open_observers`."""
+"""Contain the failures of a run's observers: no observer stops training. A new tracker is an entry
+of TRACKERS in `mirror.py`."""
 
 import logging
 from collections import Counter
@@ -9,12 +10,13 @@ from pathlib import Path
 
 from framework.errors import LeaseLost
 from framework.lease import Lease
+from framework.recipe.plugins import ADDED
 from framework.recipe.schema import Recipe
 from framework.track.console import Console
 from framework.track.jsonl import LOADS_FILE, Jsonl, loads_of
+from framework.track.mirror import Mirror
 from framework.track.report import Observer, RunInfo, StepReport, save_run_info
 from framework.track.summary import Summary
-from framework.track.wandb import WandbObserver
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +79,7 @@ class Observers:
 
 
 def _name(observer: Observer) -> str:
-    return type(observer).__name__.lower()
+    return observer.name if isinstance(observer, Mirror) else type(observer).__name__.lower()
 
 
 def open_observers(
@@ -91,8 +93,11 @@ def open_observers(
     observers: list[Observer] = [console, metrics]
     if run.has_experts:
         observers.append(Jsonl(run_dir, file=LOADS_FILE, record_of=loads_of, lease=lease))
-    if recipe.track.wandb.mode != "disabled":
-        observers.append(WandbObserver(run_dir, console.say, lease=lease))
+    mirrors: list[Mirror] = []
+    added = [name for name, plugin in ADDED["tracker"].items() if plugin in recipe.plugins]
+    for name in (*recipe.track.trackers, *added):
+        mirrors.append(Mirror(name, run_dir, console.say, lease=lease, beside=mirrors))
+    observers += mirrors
     observers.append(Summary(run_dir, console.say, lease))
     save_run_info(run_dir, run, lease)
     opened = Observers(observers, lease=lease)

@@ -2,6 +2,7 @@
 docs/metrics.md defines each metric: unit, where it is measured, over which ranks."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from framework.lease import Lease
 
 RUN_INFO_FILE = "run_info.json"
+# The tag of a curve whose last steps the run has taken back, and a part of the name of the next one.
+TAG_OF_REWOUND = "rewound"
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,29 @@ class Observer:
 
     def close(self, exit_code: int | None) -> None:
         """The run ends, or with None a stage of it, behind which others observe."""
+
+
+class Tracker:
+    """One curve of a run in a tracker; after a rewind another begins. Methods may raise, wait and hang."""
+
+    def open(self, info: RunInfo, run_dir: Path, name: str) -> int:
+        """Begin the curve, or go on with it; the newest step that it has. name: of the curve, the run's id or made of it."""
+        raise NotImplementedError
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the values of a step, which comes once."""
+        raise NotImplementedError
+
+    def save(self, file: Path) -> None:
+        """Take a file of the run: its recipe, or at the end its report. By default it stays where it is."""
+
+    def close(self, exit_code: int, is_rewound: bool = False) -> None:
+        """End the curve. exit_code: 0 as well for a run that is to be resumed."""
+
+    @staticmethod
+    def advise(run_dir: Path) -> str:
+        """Words on how the rest gets there after a tracker that did not end in time."""
+        return ""
 
 
 def save_run_info(run_dir: Path, run: RunInfo, lease: Lease | None = None) -> None:

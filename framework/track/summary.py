@@ -10,6 +10,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from framework.errors import RecipeError
 from framework.lease import Lease
 from framework.track.console import format_count, format_duration
 from framework.track.goodput import GOODPUT_FILE, Account, TimePart, describe_goodput, name_of, price_of, read_account
@@ -129,6 +130,13 @@ def add_loads(records: Iterable[dict[str, Any]]) -> dict[str, list[int]]:
         for layer, load in record["expert_loads"].items():
             sums[layer] = [a + b for a, b in zip(sums.get(layer, [0] * len(load)), load, strict=True)]
     return sums
+
+
+def read_loads(run_dir: Path) -> dict[str, list[int]]:
+    """The tokens of each expert in the last records of a run, by layer. RecipeError where it has recorded none."""
+    if not (run_dir / LOADS_FILE).exists():
+        raise RecipeError(f"--loads {run_dir}: has no {LOADS_FILE}: give the folder of a run of a mixture of experts")
+    return add_loads(read_records(run_dir / LOADS_FILE, LAST_LOADS))
 
 
 def describe(run: RunInfo, curves: Curves, run_dir: Path, account: Account | None = None) -> str:

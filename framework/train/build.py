@@ -133,7 +133,7 @@ def assemble(
         parameter_index={each.parameter: index for index, each in enumerate(plan.groups)},
         activations=ActivationSpec(
             tokens,
-            plan.config.get_text_config().hidden_size,
+            plan.message_width,
             0 if auxiliary is None else auxiliary.num_sums,
             plan.compute_dtype,
             mesh.device,

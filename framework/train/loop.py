@@ -65,6 +65,7 @@ class Loop:
         self.run, self.state, self.recipe = run, state, plan.recipe
         self.first_step = first_step
         self.timed: tuple[Timed, ...] = ()
+        self.clock = time.perf_counter  # of `timed`
         self.rewind_due: RewindDue | None = None
         self.policy, self.evaluation = policy, evaluation
         self._loader, self._reporter, self._watchdog = loader, reporter, watchdog
@@ -188,6 +189,7 @@ class Loop:
             is_reported,
             limits,
             self._is_compared(state.step + 1),
+            self.clock,
         )
         self._hashed = result.hashed
         sums = result.copy_to_host()

@@ -9,6 +9,7 @@ there for these steps only.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,11 @@ class StepProfiler:
             axis.names_ranges = is_on
         for hook in self._hooks:
             hook.remove()
-        modules = _find_modules(self._run, self._units) if is_on else []
+        modules = find_modules(self._run, self._units) if is_on else []
         self._hooks = [hook for name, module in modules for hook in UnitRanges(name, module).handles]
 
 
-def _find_modules(run: TrainingRun, units: Sequence[Unit]) -> list[tuple[str, nn.Module]]:
+def find_modules(run: TrainingRun, units: Sequence[Unit]) -> list[tuple[str, nn.Module]]:
     """(unit, module) of this rank's stages: a layer as a whole, elsewhere the modules that hold its parameters."""
     owned = (
         (stage.model.model, unit) for stage in run.stages.values() for unit in units if stage.model.bounds.owns(unit)
@@ -105,11 +106,14 @@ def _find_modules(run: TrainingRun, units: Sequence[Unit]) -> list[tuple[str, nn
 class UnitRanges:
     """Hooks that name the forward of a module, and its backward: from the gradient of its output to that of its input.
 
-    The ranges are opened and closed by one thread each: autograd has its own on GPUs."""
+    make: a context for each of them, of its name. They are opened and closed by one thread each: autograd has its own on GPUs."""
 
-    def __init__(self, name: str, module: nn.Module):
-        self._name = name
+    def __init__(
+        self, name: str, module: nn.Module, make: Callable[[str], AbstractContextManager[Any]] = record_function
+    ):
+        self._name, self._make = name, make
         self._open: dict[str, Any] = {}
+        self._has_end = False
         self.handles = (
             module.register_forward_pre_hook(self.before_forward, with_kwargs=True),
             module.register_forward_hook(self.after_forward, always_call=True),
@@ -117,19 +121,21 @@ class UnitRanges:
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._begin("forward")
-        for tensor in (*args, *kwargs.values()):
-            if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
-                tensor.register_hook(lambda gradient: self._end("backward"))
+        inputs = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.requires_grad]
+        self._has_end = bool(inputs) and torch.is_grad_enabled()
+        for tensor in inputs if self._has_end else ():
+            tensor.register_hook(lambda gradient: self._end("backward"))
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._end("forward")
         first = output[0] if isinstance(output, tuple) else output
-        if isinstance(first, Tensor) and first.requires_grad and torch.is_grad_enabled():
+        # Without a gradient of an input, as of token ids, nothing would end the backward's range.
+        if isinstance(first, Tensor) and first.requires_grad and self._has_end:
             first.register_hook(lambda gradient: self._begin("backward"))
 
     def _begin(self, what: str) -> None:
         self._end(what)  # of a call that an error has left
-        self._open[what] = record_function(f"{what} of {self._name}")
+        self._open[what] = self._make(f"{what} of {self._name}")
         self._open[what].__enter__()
 
     def _end(self, what: str) -> None:

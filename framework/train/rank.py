@@ -56,6 +56,7 @@ from framework.monitor.watchdog import Watchdog
 from framework.optim.disk_file import refuse_folder
 from framework.parallel.fp8_layers import emulates_fp8
 from framework.parallel.pipeline.draw import save_timeline
+from framework.parallel.pipeline.measured import UNITS_FILE, encode_unit_times
 from framework.parallel.pipeline.simulate import Timeline
 from framework.plan.advice import explain_out_of_memory
 from framework.plan.check import check_host_memory
@@ -76,6 +77,7 @@ from framework.train.reports import Reporter, describe_run
 from framework.train.save_policy import SavePolicy
 from framework.train.saves import Saves
 from framework.train.state import RunState, begin_from
+from framework.train.unit_times import UnitClock
 from framework.train.validation import Validation
 
 # In debug mode a rank that starts no collective for so long while others wait is taken for lost.
@@ -296,12 +298,14 @@ def _train_steps(
     """Train to the last step, or until the run is asked to stop; validate, save and go back behind the steps that call for it."""
     recipe, run = plan.recipe, loop.run
     profiler = StepProfiler(run, plan.units, recipe.track, lease, print)
+    clock = UnitClock(run, plan.units, recipe.track.timeline_step)
+    loop.clock = clock.begin_step(loop.state.step + 1)
     observers.contain("profile", partial(profiler.begin_step, loop.state.step + 1))
     saves.phases.observer.begin_step(loop.state.step + 1, run)
     for step in loop.steps():
         loop.compare_replicas(is_saved=False)
         if step == recipe.track.timeline_step:
-            _draw_timeline(plan, loop, lease, observers)
+            _draw_timeline(plan, loop, lease, observers, clock)
         validates, evaluates = loop.must_validate(), loop.must_evaluate()
         if (validates or evaluates) and loop.rewind_due is None:
             if recipe.train.ema is not None and validates:
@@ -317,6 +321,7 @@ def _train_steps(
         if saves.rewind_if_due(loop):
             _begin_samples(samples, plan, mesh, lease.run, loop.state.samples)
         following = loop.state.step + 1  # of an older step, if the run has gone back
+        loop.clock = clock.begin_step(following)
         observers.contain("profile", partial(profiler.begin_step, following))
         if not loop.is_done:
             saves.phases.observer.begin_step(following, run)
@@ -383,9 +388,13 @@ def _sequences(plan: Plan, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def _draw_timeline(plan: Plan, loop: Loop, lease: Lease, observers: Observers) -> None:
-    """Draw the last step's actions of this rank's pipeline; rank 0 draws its own pipeline."""
-    timeline = Timeline(tuple(all_gather_object(loop.timed, loop.run.mesh.axis("pp"))))
+def _draw_timeline(plan: Plan, loop: Loop, lease: Lease, observers: Observers, clock: UnitClock) -> None:
+    """Draw the last step's actions of this rank's pipeline, and write the times of its units; rank 0 does so for its own."""
+    axis = loop.run.mesh.axis("pp")
+    timeline = Timeline(tuple(all_gather_object(loop.timed, axis)))
+    units = dict(chain(*(each.items() for each in all_gather_object(clock.measure(loop.timed), axis))))
     if loop.run.mesh.rank == 0:
         simulated = loop.run.pipeline.simulated(plan.derived.accumulation, timeline)
+        encoded = encode_unit_times(plan.config.model_type, plan.size.total, units)
+        observers.contain("unit times", partial(lease.write, lease.run / UNITS_FILE, encoded))
         observers.contain("timeline", partial(save_timeline, lease, plan.title, simulated, timeline))

@@ -1,7 +1,8 @@
 """One training step: forward and backward of all microbatches by the schedule, gradient norm, update. Axes of size 1 take the
 same path."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -148,12 +149,14 @@ def train_step(
     is_reported: bool = False,
     limits: SpikeLimits = NO_LIMITS,
     is_compared: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> StepResult:
     """Forward, backward, reduce, clip, update. Collective over the world.
 
     microbatches: this rank's share of the batch, equally many on all ranks. flags: requests of this rank to all of them. The loss
     is of the whole batch, the norm that of its gradient before clipping. is_reported: count the load of experts. limits: above
-    them nothing is updated; equal on all ranks. is_compared: hash parameters, for `check_replicas` behind the step.
+    them nothing is updated; equal on all ranks. is_compared: hash parameters, for `check_replicas` behind the step. clock:
+    of the actions' times.
 
     The framework does not wait for the device here, but for `parallel.ep`: once per layer and forward the host must know how many
     rows it receives. Where attention is left to transformers, its masks wait to know whether positions restart.
@@ -175,7 +178,7 @@ def train_step(
     # Ranks of `cp` have slices of the same microbatches: other random numbers, but no more of them.
     num_microbatches = len(own) * run.mesh.axis("dp").size
     inputs = StepInputs([*own, *filling], seeds, num_tokens, num_microbatches, scale, counting)
-    losses, timed = _execute(run, inputs)
+    losses, timed = _execute(run, inputs, clock)
     metrics = torch.stack([stage.metrics for stage in run.stages.values()]).sum(0)  # of the last stage alone
     counting.wait()
     validation.add(filling, losses[len(own) :], run.objective.count)
@@ -200,7 +203,9 @@ def train_step(
     return StepResult(sums, timed, loads, hashed)
 
 
-def _execute(run: TrainingRun, inputs: StepInputs) -> tuple[list[Tensor], tuple[Timed, ...]]:
+def _execute(
+    run: TrainingRun, inputs: StepInputs, clock: Callable[[], float] = time.perf_counter
+) -> tuple[list[Tensor], tuple[Timed, ...]]:
     """Run the lowered schedule. Returns the results by microbatch if this rank has the last stage: shares of the batch's loss,
     scalars, of microbatches to train on, of those of validation what they ask for; and the actions with their times."""
     axis, num_trained = run.mesh.axis("pp"), len(inputs.seeds)
@@ -208,7 +213,7 @@ def _execute(run: TrainingRun, inputs: StepInputs) -> tuple[list[Tensor], tuple[
     links = StageLinks(axis, lowered, run.activations)
     for stage in run.stages.values():
         stage.start_step(inputs)
-    losses, timed = execute(lowered, axis.rank, run.stages, links)
+    losses, timed = execute(lowered, axis.rank, run.stages, links, clock)
     return [losses[index] for index in sorted(losses)], tuple(timed)
 
 

@@ -31,11 +31,11 @@ from framework.recipe.keys import flatten, plain
 from framework.recipe.overrides import write_value
 from framework.recipe.schema import Checkpoint, Data, Launch, Memory, Parallel, Pipeline, Recipe, Run, Source, Zero
 from framework.verify.compare import ErrorRow, exceeds, measure_numbers, measure_tensors, render, worst
-from framework.verify.evidence import NothingToCompare
+from framework.verify.evidence import NothingToCompare, PluginForms
 from framework.verify.plain import CORRECTION_BIASES
 from framework.verify.prepare import LEAST_EPS, VerifyOptions, prepare
 from framework.verify.reference import TrainingCurve, run_reference
-from framework.verify.sides import Sides
+from framework.verify.sides import Sides, find_forms
 
 # Runs one command line of `meshwright`, without the word itself, to its exit code.
 Command = Callable[[Sequence[str]], int]
@@ -119,6 +119,8 @@ def compare(found: TrainingCurve, expected: TrainingCurve, moments: str = "fp32"
 
 def refuse(recipe: Recipe) -> None:
     """Raise RecipeError for what a reference that does not know the layout cannot repeat."""
+    if find_forms(recipe) != PluginForms():
+        raise RecipeError("the reference of --end-to-end knows no rule of a plugin: `verify` without it compares them")
     for key, is_blocked in (
         ("precision.moments=int8", recipe.precision.moments == "int8"),
         (f"zero.quantize_gather={recipe.zero.quantize_gather}", recipe.zero.quantize_gather != "none"),

@@ -45,7 +45,7 @@ from framework.verify.plain import (
     round_master,
 )
 from framework.verify.plain_adapters import PlainAdapters
-from framework.verify.plain_codes import PlainCodes, PlainReduction
+from framework.verify.plain_codes import PlainCodes, PlainReduction, round_rows_of_experts
 from framework.verify.plain_lion import Noise, PlainLion, measure_noise
 from framework.verify.plain_muon import PlainMuon, find_matrices
 from framework.verify.plain_preferences import PROBE, AnswerBatch, compare_answers, score_answers
@@ -141,6 +141,8 @@ class Oracle:
         self._optimizer = _stock_optimizer(recipe.optim, self.masters, config, recipe.adapter, rates, forms)
         self._stability = PlainStability(recipe, self.model)
         self._mixtures = PlainMixtures(self.model, recipe.model, recipe.batch.context)
+        if recipe.parallel.expert_dispatch == "fp8":
+            round_rows_of_experts(self.model)
         self._scale = PlainLossScale(recipe.precision)
         trained = [name for name, each in self.masters.items() if each.requires_grad and recipe.train.ema is not None]
         self.averages = {name: self.masters[name].detach().clone() for name in trained}

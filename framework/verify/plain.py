@@ -305,7 +305,7 @@ class PlainMixtures:
     def __init__(self, model: PreTrainedModel, settings: Model, context: int):
         self._settings, self._context = settings, context
         self.real: Tensor | None = None
-        self._experts = _find_experts(model)
+        self._experts = find_experts(model)
         self._biases = {bias: path for path in self._experts if (bias := _find_bias(model, path))}
         self._loads: dict[str, Tensor] = {}
         for bias, path in self._biases.items():
@@ -373,8 +373,8 @@ class PlainMixtures:
         return dropped
 
 
-def _find_experts(model: nn.Module) -> dict[str, int]:
-    """Paths of modules that are called with tokens, their experts and weights; with the number of experts of each."""
+def find_experts(model: nn.Module) -> dict[str, int]:
+    """Paths of the modules that are called with tokens, their experts and weights; with the number of experts of each."""
     return {
         path: _count_experts(module)
         for path, module in model.named_modules()

@@ -1,13 +1,15 @@
-"""Rounding of what travels as codes, by the table of `docs/zero.md` in plain torch: parameters that are gathered so, and
-gradients that leave their node so."""
+"""Rounding of what travels as codes, by the table of `docs/zero.md` in plain torch: parameters that are gathered so, gradients
+that leave their node so, and rows on their way to experts."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from framework.recipe.schema import Recipe
-from framework.verify.plain import exponent_of, power_of_two
+from framework.verify.plain import exponent_of, find_experts, power_of_two
 
 
 class PlainCodes:
@@ -74,6 +76,24 @@ class PlainReduction:
             _add_to(total, self._codes.round(gradients))
         self._terms = {}
         return total
+
+
+# Numbers of a row with one scale.
+ROW_BLOCK = 256
+
+
+def round_rows_of_experts(model: PreTrainedModel) -> None:
+    """Let experts read their rows as they arrive where these travel as fp8 codes. The gradient is that of the rounded rows."""
+    for path in find_experts(model):
+        model.get_submodule(path).register_forward_pre_hook(_round_rows)
+
+
+def _round_rows(experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    hidden = args[0]
+    rows, width = hidden.shape
+    blocks = torch.arange(rows).unsqueeze(1) * (width // ROW_BLOCK + 1) + torch.arange(width) // ROW_BLOCK
+    rounded = PlainCodes("fp8", {"": blocks}).round({"": hidden})[""]
+    return hidden + (rounded - hidden).detach(), *args[1:]
 
 
 def _add_to(total: dict[str, Tensor], terms: Mapping[str, Tensor]) -> None:

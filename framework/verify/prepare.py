@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 
 from framework.data.open_data import find_sequence_problems
 from framework.errors import RecipeError, TopologyError
+from framework.mesh.topology import count_passing
 from framework.model.experts import count_experts, find_experts
 from framework.model.load import build_meta, layer_configs, load_config, load_config_file
 from framework.model.precision import DTYPES, compute_dtype
@@ -28,7 +29,7 @@ from framework.model.shrink import MIN_LAYERS, shrink
 from framework.parallel.attention.hook import refuse_uneven_heads
 from framework.parallel.fp8_layers import require_torchao
 from framework.plan.policies import keep_chunked_loss
-from framework.recipe.derive import context_degrees, count_expert_slices, count_virtual_stages, derive
+from framework.recipe.derive import Derived, context_degrees, count_expert_slices, count_virtual_stages, derive
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Batch, LearningRateSchedule, Model, Optim, Parallel, Recipe, Zero
 from framework.verify.left_out import ChangedValue, find_changes, find_config_changes, find_dropout, find_lots
@@ -165,7 +166,7 @@ def shrink_recipe(
         train=replace(recipe.train, steps=options.steps),
         batch=batch,
         model=model,
-        parallel=_lower_ulysses(_lower_ep(recipe.parallel, dp, ep), heads),
+        parallel=_lower_ulysses(_send_tokens(_lower_ep(recipe.parallel, dp, ep), derived, dtype), heads),
         pipeline=replace(recipe.pipeline, layers=None),
         zero=zero,
         memory=replace(recipe.memory, compile="never"),
@@ -180,6 +181,8 @@ def shrink_recipe(
         "precision.loss_scale": "that of --dtype",
         "parallel.dp": "--ranks sets another number",
         "parallel.ep": "what few ranks and the small model's experts take",
+        "parallel.expert_hierarchical": "as if nodes were smaller, so that tokens take two hops here, too",
+        "parallel.expert_dispatch": "a sum in another order would round to another code: --dtype fp64 compares it",
         "parallel.context": "the small model has fewer heads",
         "pipeline.layers": "by cost instead, the small model has fewer layers",
         "memory.compile": "it would take longer than all the rest",
@@ -204,6 +207,19 @@ def _lower_ep(parallel: Parallel, dp: int, ep: int) -> Parallel:
     return replace(
         parallel, dp=dp, ep=ep, expert_tp=count_expert_slices(parallel) if ep < parallel.ep else parallel.expert_tp
     )
+
+
+def _send_tokens(parallel: Parallel, derived: Derived, dtype: str) -> Parallel:
+    """Two hops where the recipe has them, and rows that travel as codes where the oracle can round as ranks do. parallel: of few
+    ranks; derived: of the recipe."""
+    places = derived.ep, derived.expert_tp, derived.ranks_per_node, derived.world
+    inner, ep = parallel.expert_hierarchical, parallel.ep
+    if ep > 1 and count_passing(inner, *places) < derived.ep:
+        inner = 2 if ep > 2 and ep % 2 == 0 else 1
+    elif isinstance(inner, int):
+        inner = "node"
+    dispatch = parallel.expert_dispatch if dtype == "fp64" and ep > 1 else "bf16"
+    return replace(parallel, expert_hierarchical=inner, expert_dispatch=dispatch)
 
 
 def _lower_ulysses(parallel: Parallel, heads: int) -> Parallel:

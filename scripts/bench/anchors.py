@@ -17,7 +17,7 @@ from profiles import AUTOMODEL, DEEPSEEK, MEGATRON, TORCHTITAN, TORCHTITAN_ASYNC
 from transformers import AutoConfig, PretrainedConfig
 
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import ClusterRates
+from framework.plan.cluster import ClusterRates, Grid
 from framework.plan.forecast import TimeForecast
 from framework.plan.profile import Profile
 from framework.plan.shape import DEFAULT, ModelShape, make_shape
@@ -30,30 +30,23 @@ H100 = ClusterRates.from_group(read_shipped("h100_ib"))
 # limit of 500 W in place of 700. Power goes with the clock and the square of the voltage, and near its limit the voltage with
 # the clock's root at least: the clock falls by the square root of the power.
 CLOCK_AT_500W = (500 / 700) ** 0.5
+
+
+def slower(rates: Grid) -> Grid:
+    """Rates at that clock."""
+    return replace(rates, values=tuple(CLOCK_AT_500W * each for each in rates.values))
+
+
 GRAND_TETON = replace(
     H100,
     name="h100_500w",
     memory_rate=2.4e12 * H100.memory_rate / 3.35e12,
     matmul_rate={dtype: rate * CLOCK_AT_500W for dtype, rate in H100.matmul_rate.items()},
-    attention_share=H100.attention_share * CLOCK_AT_500W,
-    attention_backward_share=H100.attention_backward_share * CLOCK_AT_500W,
+    attention_curves={
+        kernel: (slower(forward), slower(backward)) for kernel, (forward, backward) in H100.attention_curves.items()
+    },
 )
-# An H800's NVLinks carry 160 GB/s one way (DeepSeek-V3's report, section 3.2), an H100's 450.
-NVLINK_OF_H800 = 160 / 450
-
-
-def h800() -> ClusterRates:
-    """DeepSeek's nodes: H100s whose NVLinks are slower."""
-    links = {
-        kind: replace(
-            link,
-            spans=tuple(
-                replace(span, rate=span.rate * NVLINK_OF_H800) if span.nodes == 1 else span for span in link.spans
-            ),
-        )
-        for kind, link in H100.links.items()
-    }
-    return replace(H100, name="h800", links=links)
+H800 = ClusterRates.from_group(read_shipped("h800_ib"))
 
 
 def llama(layers: int, hidden: int, inner: int, heads: int) -> PretrainedConfig:
@@ -251,7 +244,7 @@ def others() -> list[Anchor]:
             "DeepSeek-V3",
             per_gpu,
             v3,
-            h800(),
+            H800,
             DEEPSEEK,
             FP8,
             "microbatch 1; DualPipeV for DualPipe; no second token; parts of a layer that they recompute left out",

@@ -1,6 +1,8 @@
-"""Seconds of a step between "nodes" of this machine whose network has a rate: does ZeRO++ save what its bytes say?
+"""Seconds of a step between "nodes" of this machine whose network has a rate: do ZeRO++, and tokens that cross once for each
+node, save what their bytes say?
 
-    python scripts/bench/nodes.py [--rate-mb 2] [--steps 5] [--hidden 256]
+    python scripts/bench/nodes.py [--rate-mb 2] [--steps 5] [--hidden 256]         ZeRO++ on a dense model
+    python scripts/bench/nodes.py --tokens [--top-k 2] [--context 256]             the Qwen3-MoE of expert.py, ep over both nodes
 
 Four gloo ranks are two nodes of two. A message from the other node lands in a rank when its adapter has carried it: one message
 after the other, so many bytes a second; within a node nothing is slowed. Steps with and without the network take turns. Printed
@@ -19,14 +21,17 @@ from unittest.mock import patch
 
 import torch
 import torch.multiprocessing
-from transformers import AutoConfig
+from expert import FAMILY, MODEL
+from transformers import AutoConfig, PretrainedConfig
 
 from framework.comm import ledger
-from framework.comm.collectives import all_reduce, barrier
+from framework.comm.algorithms import Pending
+from framework.comm.collectives import all_reduce, barrier, start_all_to_all
 from framework.comm.communicator import Communicator, Message
 from framework.comm.connect import connect
+from framework.parallel.experts import exchange, route
 from framework.plan.plan import make_plan, make_topology
-from framework.recipe.schema import Batch, Launch, Memory, Precision, Recipe, Train, Zero
+from framework.recipe.schema import Batch, Launch, Memory, Parallel, Precision, Recipe, Train, Zero
 from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.evidence import make_batches
@@ -41,6 +46,14 @@ SIDES = {
     "hpZ": replace(EXACT, secondary_shard="node"),
     "qwZ": replace(EXACT, quantize_gather="int8"),
     "all three": replace(EXACT, quantize_gather="int8", secondary_shard="node", quantize_reduce="int4"),
+}
+
+
+MIXTURE = Zero(stage=1)
+WAYS = {
+    "to each expert": Parallel(ep=WORLD, expert_hierarchical=None),
+    "once a node": Parallel(ep=WORLD),
+    "once a node, codes": Parallel(ep=WORLD, expert_dispatch="fp8"),
 }
 
 
@@ -59,7 +72,7 @@ class Adapter:
 class Slowed:
     """A message whose wait lasts until the adapter has carried it."""
 
-    def __init__(self, message: Message, at: float):
+    def __init__(self, message: Message | Pending, at: float):
         self._message, self._at = message, at
 
     def wait(self) -> None:
@@ -76,41 +89,59 @@ def network(rate: float):
         message = receive(axis, x, source, tag)
         return message if axis.is_on_node(source) else Slowed(message, adapter.carry(x.nbytes))
 
-    with patch.object(Communicator, "receive", receive_slowly):
+    def exchange_slowly(out: torch.Tensor, x: torch.Tensor, axis: Communicator, *given: Any) -> Pending:
+        pending = start_all_to_all(out, x, axis, *given)
+        counts = given[0] if given else [len(out) // axis.size] * axis.size
+        rows = sum(count for source, count in enumerate(counts) if not axis.is_on_node(source))
+        slowed = Slowed(pending, adapter.carry(rows * out.nbytes // max(1, len(out))))
+        return Pending([slowed]) if rows else pending
+
+    with (
+        patch.object(Communicator, "receive", receive_slowly),
+        patch.object(exchange, "start_all_to_all", exchange_slowly),
+        patch.object(route, "all_to_all", lambda *given: exchange_slowly(*given).wait()),
+    ):
         yield
 
 
-def make_recipe(zero: Zero) -> Recipe:
+def make_recipe(zero: Zero, parallel: Parallel, options: argparse.Namespace) -> Recipe:
     """In bf16, with all gradients reduced in bf16 where they are not coded."""
     if zero.quantize_gather != "none" or zero.quantize_reduce != "none":
         zero = replace(zero, quantize_min_elements=4096)
     return Recipe(
         train=Train(steps=100),
-        batch=Batch(sequences_per_step=WORLD, context=32),
+        batch=Batch(WORLD * options.microbatches, None, 1, options.context),
         memory=Memory(compile="never"),
         precision=Precision("bf16", "fp32", "bf16"),
         zero=zero,
+        parallel=parallel,
         launch=Launch(kind="slurm", ranks=WORLD, ranks_per_node=ON_NODE, device="cpu"),
     )
 
 
-def time_sides(rank: int, rendezvous: str, rate: float, steps: int, hidden: int) -> None:
+def time_sides(rank: int, rendezvous: str, options: argparse.Namespace) -> None:
     """Print a line per layout, from rank 0."""
     torch.set_num_threads(1)
-    config = AutoConfig.for_model(
-        "llama", vocab_size=512, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4, use_cache=False,
-    )  # fmt: skip
+    rate, sides, config = (
+        1e6 * options.rate_mb,
+        {name: (zero, Parallel()) for name, zero in SIDES.items()},
+        llama(options.hidden),
+    )
+    if options.tokens:
+        sides = {name: (MIXTURE, parallel) for name, parallel in WAYS.items()}
+        config = AutoConfig.for_model(FAMILY, **(MODEL | {"num_experts_per_tok": options.top_k}), use_cache=False)
     if rank == 0:
-        print(f"| {rate / 1e6:g} MB/s between nodes | MB that leave | s by bytes | s free | s | s more than free |")
+        print(
+            f"| {options.rate_mb:g} MB/s between nodes | MB that leave | s by bytes | s free | s | s more than free |"
+        )
         print("|---|---|---|---|---|---|")
-    for number, (name, zero) in enumerate(SIDES.items()):
-        recipe = make_recipe(zero)
+    for number, (name, (zero, parallel)) in enumerate(sides.items()):
+        recipe = make_recipe(zero, parallel, options)
         mesh = connect(make_topology(recipe, config), torch.device("cpu"), f"{rendezvous}-{number}", rank)
         run = build(make_plan(recipe, config), mesh)
-        microbatches = share(make_batches(config, 1, WORLD, recipe.batch.context, 1)[0], 1, mesh)
+        microbatches = share(make_batches(config, 1, WORLD * options.microbatches, options.context, 1)[0], 1, mesh)
         seconds: dict[float, list[float]] = {FREE: [], rate: []}
-        for turn in range(steps + 1):
+        for turn in range(options.steps + 1):
             for speed, times in seconds.items():
                 before = ledger.snapshot(mesh, between_nodes=True)
                 barrier(mesh.axis("world"))
@@ -121,14 +152,22 @@ def time_sides(rank: int, rendezvous: str, rate: float, steps: int, hidden: int)
                 all_reduce(took, mesh.axis("world"), "max")
                 if turn:
                     times.append(took.item())
-        away = ledger.difference(ledger.snapshot(mesh, between_nodes=True), before)["shard"]
-        sent = sum(num_bytes for _, num_bytes in away.values())
+        away = ledger.difference(ledger.snapshot(mesh, between_nodes=True), before)
+        sent = sum(num_bytes for axis, each in away.items() if axis != "world" for _, num_bytes in each.values())
         if rank == 0:
             free, slow = (statistics.median(times) for times in seconds.values())
             row = f"{sent / 1e6:.2f} | {sent / rate:.2f} | {free:.2f} | {slow:.2f} | {slow - free:.2f}"
             print(f"| {name} | {row} |", flush=True)
         run.close()
         mesh.close()
+
+
+def llama(hidden: int) -> PretrainedConfig:
+    """A dense model of four layers."""
+    return AutoConfig.for_model(
+        "llama", vocab_size=512, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, use_cache=False,
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -138,11 +177,14 @@ def main() -> None:
     parser.add_argument("--rate-mb", type=float, default=2.0)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--context", type=int, default=32)
+    parser.add_argument("--microbatches", type=int, default=1, help="of a rank and step: gradients are summed once")
+    parser.add_argument("--tokens", action="store_true", help="a mixture of experts over both nodes")
+    parser.add_argument("--top-k", type=int, default=MODEL["num_experts_per_tok"], help="experts of a token")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = Path(folder, "rendezvous").as_uri()
-        arguments = (rendezvous, 1e6 * options.rate_mb, options.steps, options.hidden)
-        torch.multiprocessing.spawn(time_sides, arguments, nprocs=WORLD)
+        torch.multiprocessing.spawn(time_sides, (rendezvous, options), nprocs=WORLD)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from framework.plan.profile import (
 # given: else one kernel for each operation of it, 20 passes over fp32 states where one kernel has 7.
 TORCHTITAN = Profile(
     "torchtitan",
+    dispatch="rows",
+    kernel="flash2",
     norm=Kernels(14, 7, 6),
     rope=Kernels(10, 6, 6),
     gather_copies=2.0,
@@ -34,7 +36,8 @@ TORCHTITAN_ASYNC = replace(TORCHTITAN, name="torchtitan, async TP", hides_tp=1.0
 # computation.
 MEGATRON = Profile(
     "Megatron-Core",
-    attention=1.6,
+    dispatch="rows",
+    kernel="cudnn",
     norm=FUSED_NORM,
     rope=FUSED_ROPE,
     activation=FUSED_ACTIVATION,
@@ -46,14 +49,14 @@ MEGATRON = Profile(
 # NeMo AutoModel: FSDP2 with prefetching, transformers' models with Transformer Engine's optimizer and torch.compile.
 AUTOMODEL = replace(TORCHTITAN, name="AutoModel", optimizer_passes=1.0).fused()
 # DeepSeek's own framework, by its report: all-to-alls between nodes are hidden behind another microbatch's attention and experts
-# (DualPipe), with 20 of 132 multiprocessors set aside for them. A token goes to 4 nodes for 8 experts, once to each, and there
-# in fp8, back in bf16: 4/8 of the rows, 3/4 of the bytes.
+# (DualPipe), with 20 of 132 multiprocessors set aside for them.
 DEEPSEEK = replace(
     MEGATRON,
     name="DeepSeek",
     narrows_experts=True,
     hides_ep=1.0,
-    rows_sent=4 / 8 * 3 / 4,
+    dispatch="once",
+    row_bytes=3 / 4,
     hides_tp=0.0,
     stolen=20 / 132,
 )

@@ -34,7 +34,7 @@ from framework.model.experts import form_of
 from framework.model.matmul import RowGroups, accumulate_stacked_matmul, matmul_into
 from framework.model.routers import RoutedTokens
 from framework.parallel.experts.dispatch import ExpertDispatch, LocalExperts
-from framework.parallel.experts.exchange import ExpertRoute
+from framework.parallel.experts.route import ExpertRoute
 
 # Experts, rows of all of them, features in, features out.
 SHAPES = ((4, 256, 512, 1408), (8, 256, 512, 1408), (4, 2048, 512, 1408), (16, 2048, 1024, 1024), (64, 512, 512, 512))
@@ -160,7 +160,7 @@ def module_ways(dtype: torch.dtype, experts: int, top_k: int, tokens: int, hidde
     local = LocalExperts(modules["ours"], form, keeps_tokens=False)
     for matmul in local.matmuls:
         matmul.write_gradient_to(GradView(modules["ours"].get_parameter(matmul.name)))
-    modules["ours"].forward = ExpertDispatch(local, experts, ExpertRoute([alone]), RoutedTokens.of_one_rank())  # type: ignore[assignment]
+    modules["ours"].forward = ExpertDispatch(local, experts, ExpertRoute(alone, alone), RoutedTokens.of_one_rank())  # type: ignore[assignment]
 
     def both(module: torch.nn.Module) -> None:
         module(hidden_states, scores.indices, weights).backward(dout)

@@ -151,10 +151,17 @@ class Tab:
         self.ask("0")  # what has happened until now has been said
         return [event for event in self._browser.events if event.get("sessionId") == self._session]
 
-    def picture(self, file: Path) -> None:
-        """The whole page as a PNG."""
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+    def picture(self, file: Path, selector: str = "html") -> None:
+        """An element of the page as a PNG; without one the whole page."""
+        box = self.ask(f"document.querySelector({json.dumps(selector)}).getBoundingClientRect().toJSON()")
+        scroll_x, scroll_y = self.ask("[scrollX, scrollY]")
+        clip = {
+            "x": box["x"] + scroll_x,
+            "y": box["y"] + scroll_y,
+            "width": box["width"],
+            "height": box["height"],
+            "scale": 1,
+        }
         file.write_bytes(b64decode(self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)["data"]))
 
     def close(self) -> None:

@@ -16,11 +16,13 @@ from torch import Tensor
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP
 
 from framework.comm import duals
+from framework.comm.codec import BlockCodec
 from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
-from framework.parallel.experts import dispatch, exchange
+from framework.parallel.experts import dispatch, exchange, route, rows
 from framework.parallel.experts.dispatch import ExpertDispatch
-from framework.parallel.experts.exchange import DispatchedRows, ExpertRoute
+from framework.parallel.experts.exchange import RowExchange
+from framework.parallel.experts.route import DispatchedRows, ExpertRoute
 from framework.parallel.zero import gradients
 from framework.parallel.zero.buffers import GradientState, MainGradView, UnitBuffer
 from framework.recipe.schema import Parallel, Zero
@@ -38,7 +40,7 @@ TOLERANCE = 1e-9
 VISIBLE = 1e-4
 ACCUMULATION = 2
 
-ROUTE, COMBINE, SCATTER = ExpertDispatch._route, exchange.combine, duals.scatter
+ROUTE, COMBINE, SPREAD, SCATTER = ExpertDispatch._route, route.combine, route.spread, duals.scatter
 
 
 # --- gradients
@@ -54,21 +56,26 @@ def scale_by_the_ranks_that_share() -> AbstractContextManager[Any]:
 
 def keep_the_input_gradient_of_own_experts() -> AbstractContextManager[Any]:
     """What experts of other ranks say about a token's hidden state is lost: the loss was 1.6 instead of 1.4. Automodel 1260."""
-    depart = DispatchedRows.depart
+    pass_on = DispatchedRows.pass_on
 
-    def lose(self: DispatchedRows, rows: Tensor) -> None:
-        hop = self.plan.hops[0]
-        first = sum(hop.sent[: hop.axis.rank])
-        is_own = torch.zeros(len(rows), 1, dtype=torch.bool)
-        is_own[first : first + hop.sent[hop.axis.rank]] = True
-        depart(self, torch.where(is_own, rows, rows.detach()))
+    def lose(self: DispatchedRows) -> None:
+        transfer = self._there[1]
+        first = sum(transfer.sent[: transfer.axis.rank])
+        is_own = torch.zeros(sum(transfer.sent), 1, dtype=torch.bool)
+        is_own[first : first + transfer.sent[transfer.axis.rank]] = True
+        with patch.object(route, "spread", lambda *given: _detach_others(SPREAD(*given), is_own)):
+            pass_on(self)
 
-    return patch.object(DispatchedRows, "depart", lose)
+    return patch.object(DispatchedRows, "pass_on", lose)
+
+
+def _detach_others(rows: Tensor, is_own: Tensor) -> Tensor:
+    return torch.where(is_own, rows, rows.detach())
 
 
 def detach_the_weights() -> AbstractContextManager[Any]:
     """The weights of a token's experts leave autograd's graph, and routers learn nothing: Automodel 2995."""
-    return patch.object(dispatch, "combine", lambda y, weights, order: COMBINE(y, weights.detach(), order))
+    return patch.object(route, "combine", lambda y, weights, order: COMBINE(y, weights.detach(), order))
 
 
 def send_every_copy() -> AbstractContextManager[Any]:
@@ -81,7 +88,7 @@ def send_every_copy() -> AbstractContextManager[Any]:
 
 def _is_own(self: ExpertDispatch, index: Tensor) -> Tensor:
     """[T, k] bool: pairs whose expert this rank holds."""
-    (ep,) = self.route.hops
+    ep = self.route.inner
     return index // (self.num_experts // ep.size) == ep.rank
 
 
@@ -189,22 +196,18 @@ def weigh_twice() -> AbstractContextManager[Any]:
     def combine(y: Tensor, weights: Tensor, order: Tensor) -> Tensor:
         return COMBINE(y * weights.flatten()[order].unsqueeze(-1), weights, order)
 
-    return patch.object(dispatch, "combine", combine)
+    return patch.object(route, "combine", combine)
 
 
 def pair_weights_with_other_experts() -> AbstractContextManager[Any]:
     """A token's weights and its experts are numbered in two ways: transformers 45473."""
-    return patch.object(dispatch, "combine", lambda y, weights, order: COMBINE(y, weights.flip(-1), order))
+    return patch.object(route, "combine", lambda y, weights, order: COMBINE(y, weights.flip(-1), order))
 
 
 def leave_memory_as_it_was() -> AbstractContextManager[Any]:
     """Rows that no expert has written hold whatever the memory held: transformers 48205."""
 
-    def unsort(sorted_rows: Tensor, order: Tensor, num_tokens: int, top_k: int) -> Tensor:
-        pairs = sorted_rows.new_full((num_tokens * top_k, sorted_rows.shape[1]), torch.nan)
-        return pairs.index_copy_(0, order, sorted_rows).view(num_tokens, top_k, -1)
-
-    return patch.object(exchange, "_unsort", unsort)
+    return patch.object(rows, "_add_row_of_zeros", lambda y: torch.cat([y, y.new_full((1, y.shape[1]), torch.nan)]))
 
 
 def divide_features_for_rows() -> AbstractContextManager[Any]:
@@ -221,11 +224,86 @@ def mix_up_counts() -> AbstractContextManager[Any]:
     """A sender's numbers of rows are read in another order of this rank's experts."""
     plan_part = ExpertRoute._plan_part
 
-    def mixed(self: ExpertRoute, part: int, parts: int, numbers: Any, by_hop: Any, groups: list[int]) -> Any:
-        others = [(sent, received.flip(3)) for sent, received in numbers]
-        return plan_part(self, part, parts, others, by_hop, groups[::-1])
+    def mixed(self: ExpertRoute, hops: Any, places: Any, received: Tensor, groups: list[int], on_node: int) -> Any:
+        return plan_part(self, hops, places, received.flip(1), groups[::-1], on_node)
 
     return patch.object(ExpertRoute, "_plan_part", mixed)
+
+
+def count_a_duplicate_twice() -> AbstractContextManager[Any]:
+    """A row that stands for two experts of a node is added up once for each of them."""
+    combine = DispatchedRows._combine
+
+    def twice(self: DispatchedRows) -> Tensor:
+        weights, order = self._weighted
+        experts = torch.bincount(order // weights.shape[1], minlength=len(weights))
+        return combine(self) * experts.unsqueeze(1)
+
+    return patch.object(DispatchedRows, "_combine", twice)
+
+
+def weigh_on_both_sides() -> AbstractContextManager[Any]:
+    """The sender weights a node's sum, which that node has weighted."""
+    depart, arrive_back = DispatchedRows.depart, DispatchedRows.arrive_back
+
+    def keep(self: DispatchedRows, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        self.given = weights
+        depart(self, x, ids, weights)
+
+    both = {"depart": keep, "arrive_back": lambda self: arrive_back(self) * self.given[:, :1]}
+    return patch.multiple(DispatchedRows, **both)
+
+
+def weigh_by_another_row() -> AbstractContextManager[Any]:
+    """Beside a row stand the weights of its neighbour."""
+    pack = exchange._pack
+    return patch.object(
+        exchange, "_pack", lambda columns: pack([each.roll(int(number == 1), 0) for number, each in enumerate(columns)])
+    )
+
+
+def decode_by_scales_of_another_row() -> AbstractContextManager[Any]:
+    """Codes of a row are read with the scales of its neighbour."""
+    decode = BlockCodec.decode
+
+    def misread(self: BlockCodec, message: Tensor, out: Tensor) -> None:
+        message = message.clone()
+        scales, _ = self.split(message, out.shape[-1])
+        scales.copy_(scales.roll(1, 0))
+        decode(self, message, out)
+
+    return patch.object(BlockCodec, "decode", misread)
+
+
+def send_codes_alone_to_others() -> AbstractContextManager[Any]:
+    """A rank's own rows are not rounded, so that results depend on where an expert is."""
+    receive = RowExchange.receive
+
+    def keep(self: RowExchange) -> list[Tensor]:
+        own, to = sum(self.sent[: self.axis.rank]), sum(self.received[: self.axis.rank])
+        rows, *others = receive(self)
+        count = self.sent[self.axis.rank]
+        if self.codec is not None:
+            rows[to : to + count] = self.exact[own : own + count]
+        return [rows, *others]
+
+    send = RowExchange.send
+
+    def remember(self: RowExchange, columns: Sequence[Tensor]) -> None:
+        self.exact = columns[0].detach()
+        send(self, columns)
+
+    return patch.multiple(RowExchange, send=remember, receive=keep)
+
+
+def lose_the_gradient_of_weights() -> AbstractContextManager[Any]:
+    """The gradient of weights that have crossed stays where it is, and routers learn from their own node alone."""
+    receive = RowExchange.receive_gradients
+    return patch.object(
+        RowExchange,
+        "receive_gradients",
+        lambda self: [each if number != 1 or each is None else 0 * each for number, each in enumerate(receive(self))],
+    )
 
 
 def count_the_shared_expert_on_every_rank() -> AbstractContextManager[Any]:
@@ -243,6 +321,8 @@ def case(name: str, dp: int, parallel: Parallel, zero: Zero = Zero(stage=0), **c
 QWEN2: dict[str, Any] = {"num_experts": 4, "mlp_only_layers": []}
 CASES = {
     "two ranks": case("mixtral", 2, Parallel(ep=2)),
+    "two nodes": case("mixtral", 4, Parallel(ep=4, expert_hierarchical=2)),
+    "codes": case("mixtral", 4, Parallel(ep=4, expert_hierarchical=2, expert_dispatch="fp8")),
     "replicas of experts": case("mixtral", 4, Parallel(ep=2), Zero(stage=2, shard_within=2)),
     "replicated tokens": case("qwen2_moe", 1, Parallel(tp=2, ep=2, sequence=False), **QWEN2),
     "padded tokens": case("mixtral", 1, Parallel(tp=2, ep=2)),
@@ -261,6 +341,12 @@ SABOTAGES: tuple[tuple[Sabotage, str, str], ...] = (
     (weigh_twice, "two ranks", "loss"),
     (pair_weights_with_other_experts, "two ranks", "loss"),
     (mix_up_counts, "two ranks", "loss"),
+    (count_a_duplicate_twice, "two nodes", "loss"),
+    (weigh_on_both_sides, "two nodes", "loss"),
+    (weigh_by_another_row, "two nodes", "loss"),
+    (lose_the_gradient_of_weights, "two nodes", GRADIENT),
+    (decode_by_scales_of_another_row, "codes", GRADIENT),
+    (send_codes_alone_to_others, "codes", GRADIENT),
     (leave_replicas_of_experts_alone, "replicas of experts", GRADIENT),
     (count_one_group_in_the_norm, "replicas of experts", NORM),
     (count_each_group_in_the_norm, "replicas of experts", NORM),

@@ -11,7 +11,7 @@ from pathlib import Path
 import framework
 
 PACKAGE = Path(framework.__file__).parent
-ROOMS = ("checkpoint", "track", "monitor", "faults", "train", "launch", "commands", "lease.py")
+ROOMS = ("object_store.py", "checkpoint", "track", "monitor", "faults", "train", "launch", "commands", "lease.py")
 WRITES = {
     "create_file", "write_file", "write_json", "write_atomically",
     "write_text", "write_bytes", "touch", "mkdir", "makedirs", "rename", "replace", "unlink", "rmdir", "rmtree", "copytree",
@@ -46,10 +46,10 @@ KNOWN = {
     "checkpoint/object_folder.py ObjectFolder.remove": EPOCH,
     "checkpoint/object_folder.py ObjectFolder.rename": EPOCH,
     "checkpoint/object_folder.py ObjectFolder.write": EPOCH,
-    "checkpoint/storage.py ObjectPath.create": "the few ways to change a store; who calls them stands here as well",
-    "checkpoint/storage.py ObjectPath.remove_all": "the few ways to change a store; who calls them stands here as well",
-    "checkpoint/storage.py ObjectPath.unlink": "the few ways to change a store; who calls them stands here as well",
-    "checkpoint/storage.py ObjectPath.write_bytes": "the few ways to change a store; who calls them stands here as well",
+    "object_store.py ObjectPath.create": "the few ways to change a store; who calls them stands here as well",
+    "object_store.py ObjectPath.remove_all": "the few ways to change a store; who calls them stands here as well",
+    "object_store.py ObjectPath.unlink": "the few ways to change a store; who calls them stands here as well",
+    "object_store.py ObjectPath.write_bytes": "the few ways to change a store; who calls them stands here as well",
     "checkpoint/storage.py find_probe_error": OUTSIDE,
     "checkpoint/held.py HeldSteps._load": MEMORY,
     "checkpoint/held.py _keep_head": MEMORY,
@@ -99,7 +99,9 @@ KNOWN = {
     "track/jsonl.py truncate": IN_WORKPLACE,
     "track/lines.py Lines.__init__": "goodput checks before each note; a newer start's cursor cuts the ledger's lines off",
     "track/sample_ledger.py SampleLedger.begin": "makes the folder of the ledger's lines",
-    "track/wandb.py WandbObserver.open": CHECKED,
+    "track/mirror.py Mirror.open": CHECKED,
+    "track/trackers.py Csv.log": "a mirror checks before it sends; a newer start writes the file anew",
+    "track/trackers.py TensorBoard.open": "as `Csv.log`",
     "train/profiler.py StepProfiler.close": CHECKED,
     "train/reference.py _write": "beside the token store, whole and named by what it depends on: all starts write the same",
     "monitor/hang.py write_ranks": CHECKED,

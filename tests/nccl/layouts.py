@@ -149,6 +149,7 @@ LAYOUTS = {
     "ep 2": Layout(2, family="mixtral", parallel=Parallel(ep=2)),
     "ep 2, overlap": Layout(2, family="mixtral", parallel=Parallel(ep=2, expert_overlap=True)),
     "ep 2, dp 4, zero 3": Layout(4, family="mixtral", parallel=Parallel(ep=2), zero=Z3),
+    "ep 4 over nodes, overlap": Layout(4, family="mixtral", parallel=Parallel(ep=4, expert_overlap=True), on_node=2),
     "ep 2, tp 2": Layout(2, family="deepseek_v3", parallel=Parallel(ep=2, tp=2)),
     "pp 2": Layout(2, 3, parallel=Parallel(pp=2)),
     "pp 3": Layout(3, 3, parallel=Parallel(pp=3)),

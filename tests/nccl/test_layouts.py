@@ -75,6 +75,12 @@ def test_a_layout_equals_one_rank(name: str, serial: bool) -> None:
     assert find_error(LAYOUTS[name], serial) < TOLERANCE
 
 
+def test_rows_of_experts_that_travel_as_codes_train_as_one_rank_but_for_rounding() -> None:
+    whole = LAYOUTS["ep 4 over nodes, overlap"]
+    coded = replace(whole, parallel=replace(whole.parallel, expert_dispatch="fp8"))
+    assert TOLERANCE < find_error(coded) < 1e-2
+
+
 @pytest.mark.parametrize("name", few_of(FROZEN, lambda name: name in SHOWN_FROZEN))
 def test_a_frozen_layout_equals_one_rank(name: str) -> None:
     assert find_error(FROZEN[name]) < TOLERANCE

@@ -1,17 +1,17 @@
-"""Training runs of families with recurrent mixers, each in a layout."""
+"""Training runs of families, with recurrent mixers above all, each in a layout."""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
 from framework.recipe.schema import Memory, Parallel, Recipe, Zero
-from tests.families import RECURRENT, STATE_SPACES, Family
+from tests.families import FAMILIES, RECURRENT, STATE_SPACES, Family
 from tests.ranks.parity import STAGE_0, Case, small_recipe
 
 SEQUENCES = 12
 
 
 def find(name: str) -> Family:
-    return next(each for each in (*RECURRENT, *STATE_SPACES) if each.name == name)
+    return next(each for each in (*RECURRENT, *STATE_SPACES, *FAMILIES) if each.name == name)
 
 
 @dataclass(frozen=True)

@@ -11,39 +11,85 @@ from torch import Tensor
 from framework.comm.connect import connect
 from framework.mesh.topology import Topology
 from framework.model.experts import Capacity
-from framework.parallel.experts.exchange import DispatchedRows, ExpertRoute
+from framework.parallel.experts.route import DispatchedRows, ExpertRoute
 from framework.parallel.experts.shared import SharedExperts
 from framework.plan.plan import make_plan
-from framework.recipe.schema import Memory, Model, Parallel, Pipeline, Recipe, Zero
+from framework.recipe.schema import Launch, Memory, Model, Parallel, Pipeline, Recipe, Zero
 from framework.verify.layout import run_layout
 from tests.families import family
 from tests.grid import few_of
-from tests.ranks.parity import Case, assert_equal, small_recipe
+from tests.ranks.parity import SEQUENCES, Case, assert_equal, run_cases, small_recipe, worst_error
 from tests.ranks.pool import RankPool
 from tests.ranks.test_expert_load import count_layouts
-from tests.ranks.test_experts import FOUR_LAYERS
+from tests.ranks.test_experts import FOUR_LAYERS, skew_routers
 
 CPU = torch.device("cpu")
 RECOMPUTES = Memory(activation_checkpointing="full", compile="never")
+# Two nodes of two ranks, or four of two.
+NODES = Launch(kind="slurm", ranks_per_node=2, device="cpu")
 COMPILED = {"": Memory(compile="always"), "recomputed": Memory(compile="always", activation_checkpointing="full")}
 OPTIONS = {
     "overlap": Parallel(ep=2, expert_overlap=True),
     "overlap, tp": Parallel(ep=2, tp=2, expert_overlap=True),
     "overlap, slices": Parallel(ep=2, tp=2, expert_tp=2, expert_overlap=True),
     "two hops": Parallel(ep=4, expert_hierarchical=2),
+    "once to each rank": Parallel(ep=4, expert_hierarchical=1),
+    "two hops of codes": Parallel(ep=4, expert_hierarchical=2, expert_dispatch="fp8"),
+    "codes, overlap, tp": Parallel(ep=2, tp=2, expert_overlap=True, expert_dispatch="fp8"),
     "two hops, overlap, tp": Parallel(ep=4, tp=2, expert_hierarchical=2, expert_overlap=True),
 }
 
 
-def recipes_of(parallels: dict[str, Parallel], world: int, **groups: Any) -> dict[str, Recipe]:
-    made = {name: small_recipe("fp64", world, 1, zero=Zero(stage=3), parallel=each) for name, each in parallels.items()}
+def recipes_of(
+    parallels: dict[str, Parallel], world: int, sequences: int = SEQUENCES, **groups: Any
+) -> dict[str, Recipe]:
+    made = {
+        name: small_recipe("fp64", world, 1, sequences, zero=Zero(stage=3), parallel=each)
+        for name, each in parallels.items()
+    }
     return {name: replace(recipe, **groups) for name, recipe in made.items()}
 
 
 def test_options_train_as_one_process(pool: RankPool):
     # It asks for its shared experts behind the routed ones; those that ask in front: test_shared_experts_in_front_...
-    shown = {name: OPTIONS[name] for name in ("two hops, overlap, tp",)}
-    assert_equal(pool, 4, [Case("deepseek_v3", family("deepseek_v3"), recipes_of(shown, 4))])
+    cases = [{"two hops, overlap, tp": OPTIONS["two hops, overlap, tp"]}, {"codes": OPTIONS["two hops of codes"]}]
+    name = "deepseek_v3"
+    assert_equal(
+        pool, 4, [Case(f"{name}, {label}", family(name), recipes_of(each, 4)) for each in cases for label in each]
+    )
+
+
+# What is added to the logits of eight experts: all to one of the last node's; none to the second node.
+SKEWED_NODES = {"all to one": {7: 9.0}, "a node without a token": {2: -9.0, 3: -9.0}}
+
+
+def run_on_nodes(rank: int, world: int, rendezvous: str, cases: list[Case], moved: dict[int, float]) -> Any:
+    """Body: `run_cases` with moved logits of qwen3_moe's routers, in the layouts and in the oracle."""
+    bias = tuple(moved.get(expert, 0.0) for expert in range(8))
+    with skew_routers(bias, range(8)):
+        return run_cases(rank, world, rendezvous, cases)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("dispatch", ["bf16", "fp8"])
+@pytest.mark.parametrize("moved", [{}, *SKEWED_NODES.values()], ids=["as it is", *SKEWED_NODES])
+def test_four_nodes_of_two_ranks_train_as_one_process(moved: dict[int, float], dispatch: str):
+    parallels = {
+        "ep over nodes": Parallel(ep=8, expert_dispatch=dispatch),  # type: ignore[arg-type]
+        "over tp": Parallel(ep=8, tp=2, expert_dispatch=dispatch),  # type: ignore[arg-type]
+        "over tp, tokens alike": Parallel(ep=8, tp=2, sequence=False, expert_dispatch=dispatch),  # type: ignore[arg-type]
+        "two nodes": Parallel(ep=4, expert_dispatch=dispatch, expert_overlap=True),  # type: ignore[arg-type]
+    }
+    layouts = recipes_of(parallels, 8, 16, launch=replace(NODES, ranks=8))
+    changes = {"num_experts": 8, "num_experts_per_tok": 1 if 7 in moved else 2, "mlp_only_layers": []}
+    case = Case("qwen3_moe", family("qwen3_moe"), layouts, changes)
+    eight = RankPool(8)
+    try:
+        rows = {label: each for of_rank in eight.run(8, run_on_nodes, [case], moved) for label, each in of_rank.items()}
+    finally:
+        eight.close()
+    assert len(rows) == len(layouts)
+    assert {label: worst_error(each) for label, each in rows.items() if worst_error(each) > case.tolerance} == {}
 
 
 @pytest.mark.grid
@@ -55,9 +101,10 @@ def test_shared_experts_in_front_of_recomputed_layers_train_as_one_process(pool:
 @pytest.mark.grid
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "llama4_text", "qwen2_moe", "ernie4_5_moe"])
 def test_options_of_other_families_train_as_one_process(pool: RankPool, name: str):
-    hops = {} if name in ("gpt_oss", "qwen2_moe") else {label: each for label, each in OPTIONS.items() if each.ep == 4}
-    overlaps = {label: each for label, each in OPTIONS.items() if each.ep == 2}
-    assert_equal(pool, 4, [Case(name, family(name), recipes_of(overlaps | hops, 4))])
+    fitting = {label: each for label, each in OPTIONS.items() if each.ep == 2 or name not in ("gpt_oss", "qwen2_moe")}
+    for dispatch in ("bf16", "fp8"):  # each has an oracle of its own, which rounds as ranks do
+        layouts = {label: each for label, each in fitting.items() if each.expert_dispatch == dispatch}
+        assert_equal(pool, 4, [Case(name, family(name), recipes_of(layouts, 4))])
 
 
 @pytest.mark.grid
@@ -152,37 +199,44 @@ def test_shared_experts_are_computed_while_rows_travel(pool: RankPool) -> None:
     assert pool.run(2, record_order) == [["depart", "shared", "arrive"]] * 2
 
 
-def count_two_hops(rank: int, world: int, rendezvous: str) -> tuple[dict[str, int], dict[str, int], list[float]]:
-    """Body: bytes over each hop of rows that are spread evenly, and what comes back of them."""
-    mesh = connect(Topology(dp=4, ep=4, ep_inner=2), CPU, rendezvous, rank)
-    route = ExpertRoute([mesh.axis("ep_inner"), mesh.axis("ep_outer")])
-    keys = route.sort_keys(8, CPU)
-    assert keys is not None
-    ids = torch.arange(8).repeat(2)
-    order = keys[ids].argsort(stable=True)
-    counts = torch.full((8,), 2)
-    before = {name: dict(mesh.axis(name).traffic.bytes) for name in ("ep_inner", "ep_outer")}
-    (passage,) = route.plan([counts])
-    sizes = {name: mesh.axis(name).traffic.bytes["all_to_all"] for name in before}
-    journey = DispatchedRows(passage)
-    journey.depart(ids[order].unsqueeze(1).double() + 100 * rank)
-    arrived = journey.arrive()
-    # Each rank has the rows of its two experts from all four ranks, in the order of the experts.
-    assert torch.equal(arrived.flatten() % 100, (2 * rank + passage.ids).double())
-    journey.depart_back(arrived)
-    back = torch.empty(16, dtype=torch.float64)
-    back[order] = journey.arrive_back().flatten()
-    rows = {name: mesh.axis(name).traffic.bytes["all_to_all"] - sizes[name] for name in sizes}
+def cross_nodes(rank: int, world: int, rendezvous: str, indices: list[list[list[int]]]) -> dict[str, int]:
+    """Body: rows over each hop, of tokens whose hidden states are numbers, and what comes back of experts that add theirs.
+    indices: of each rank [T, 2], of 8 experts."""
+    mesh = connect(Topology(dp=4, ep=4, ep_inner=2, ranks_per_node=2), CPU, rendezvous, rank)
+    outer, inner = mesh.axis("ep_outer"), mesh.axis("ep_inner")
+    index = torch.tensor(indices[rank], dtype=torch.int64).view(-1, 2)
+    x = torch.arange(len(index), dtype=torch.float64).unsqueeze(1) + 100 * rank
+    weights = torch.linspace(1, 2, max(1, index.numel()), dtype=torch.float64)[: index.numel()].view(-1, 2)
+    (rows,) = ExpertRoute(outer, inner).plan([index], 8)
+    numbers = {name: mesh.axis(name).traffic.bytes["all_to_all"] for name in ("ep_outer", "ep_inner")}
+    rows.depart(x, index, weights)
+    rows.pass_on()
+    arrived = rows.arrive()
+    # Of each expert the rows in the order of ranks and tokens.
+    assert sorted(rows.plan.ids.tolist()) == rows.plan.ids.tolist()
+    rows.depart_back(arrived * 10 ** (2 * rank + rows.plan.ids).unsqueeze(1))
+    rows.cross_back()
+    found = rows.arrive_back()
+    sent = {name: mesh.axis(name).traffic.bytes["all_to_all"] - before for name, before in numbers.items()}
+    left = outer.traffic.bytes_leaving["all_to_all"], inner.traffic.bytes_leaving["all_to_all"]
     mesh.close()
-    assert torch.equal(back, ids.double() + 100 * rank)
-    return rows, sizes, back.tolist()
+    assert torch.equal(found, (x * 10**index * weights).sum(1, keepdim=True))
+    assert left == (numbers["ep_outer"] + sent["ep_outer"], 0)
+    # A node's numbers of rows and of pairs for its four experts; a rank's for its two.
+    assert numbers == {"ep_outer": 5 * 8, "ep_inner": 2 * 8}
+    return sent
 
 
-def test_two_hops_send_each_row_once_within_and_once_between_groups(pool: RankPool):
-    for rows, sizes, _ in pool.run(4, count_two_hops):
-        # There and back, half of 16 rows of 8 bytes leave over either hop; of the 8 counts, 4 of 8 bytes.
-        assert rows == {"ep_inner": 2 * 8 * 8, "ep_outer": 2 * 8 * 8}
-        assert sizes == {"ep_inner": 4 * 8, "ep_outer": 4 * 8}
+def test_a_token_crosses_once_for_each_node_however_many_of_its_experts_are_there(pool: RankPool):
+    """Experts 0 to 3 are on ranks 0 and 1, the first node's, the others on the second's."""
+    away, both, home = [[4, 7], [7, 4], [5, 6]], [[0, 4], [3, 7]], [[0, 3]]
+    found = pool.run(4, cross_nodes, [away + both + home, away, [], home])
+    row = 8  # bytes, beside it two weights of 8 bytes and two numbers of 4
+    there = row + 2 * 8 + 2 * 4
+    # Back go the sums for what has come: 5, 3 and, to rank 3, 1.
+    assert [each["ep_outer"] for each in found] == [5 * there, 3 * there + row, 5 * row, there + 3 * row]
+    # Within a node each pair is a row, there and back.
+    assert [each["ep_inner"] for each in found] == [3 * row, 3 * row, 7 * row, 7 * row]
 
 
 def find_dropped_plainly(index: Tensor, weights: Tensor, room: int, by_weight: bool) -> set[tuple[int, int]]:

@@ -23,6 +23,7 @@ from framework.comm import ledger
 from framework.comm.connect import connect
 from framework.model.routers import RoutedTokens
 from framework.plan.plan import make_plan
+from framework.plan.traffic import measure_leaving, sent_over_hops
 from framework.recipe.derive import derive
 from framework.recipe.schema import Memory, Parallel, Recipe
 from framework.train.build import build
@@ -32,6 +33,7 @@ from tests.families import family
 from tests.grid import few_of
 from tests.ranks.parity import CONTEXT, CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
+from tests.ranks.quantized import on_nodes
 
 SEQUENCES = 16
 NUM_EXPERTS, TOP_K, HIDDEN = 4, 2, 32
@@ -127,6 +129,68 @@ def test_bytes_of_an_even_step_are_those_of_theory(pool: RankPool, labels: tuple
     for label, recipe in layouts.items():
         found = {rank: by_rank[rank][label] for rank in range(derive(recipe).world)}
         assert found == {rank: expect_volume(recipe, rank) for rank in found}, label
+
+
+# --- two hops
+
+
+def route_by_each_choice() -> AbstractContextManager[Any]:
+    """Routers of qwen3_moe give tokens every choice of experts in turn; weights are theirs."""
+
+    def forward(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(hidden_states.reshape(-1, router.hidden_dim), router.weight)
+        choices = torch.combinations(torch.arange(router.num_experts), router.top_k)
+        index = choices[torch.arange(len(logits)) % len(choices)]
+        return logits, logits.softmax(-1).gather(1, index), index
+
+    return patch.object(Qwen3MoeTopKRouter, "forward", forward)
+
+
+def measure_hops(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, list[int]]:
+    """Body: for each layout the bytes over the outer and the inner hop in one step, and those that left the node."""
+    found = {}
+    for number, (label, recipe) in enumerate(case.layouts.items()):
+        mesh = connect(topology_of(recipe, case.config), CPU, f"{rendezvous}-{number}", rank)
+        with route_by_each_choice():
+            run = build(make_plan(recipe, case.config), mesh)
+            train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
+        traffic = [mesh.axis(name).traffic for name in ("ep_outer", "ep_inner")]
+        leaving = sum(each.bytes_leaving["all_to_all"] for each in traffic)
+        found[label] = [*(each.bytes["all_to_all"] for each in traffic), leaving]
+        mesh.close()
+    return found
+
+
+# Two nodes of two ranks, each with two of four experts: of the six choices of two experts five have one on the other node.
+HOPS = {
+    "fp32, recomputed": layout("fp32", 4, 1, Parallel(ep=4), recomputes=True),
+    "bf16, in halves": layout("bf16", 4, 1, Parallel(ep=4, expert_overlap=True)),
+    "codes": layout("bf16", 4, 1, Parallel(ep=4, expert_dispatch="fp8")),
+}
+
+
+def expect_crossing(recipe: Recipe) -> int:
+    """Bytes of a rank between nodes in one step."""
+    forwards = 2 if recipe.memory.activation_checkpointing == "full" else 1
+    parts = 2 if recipe.parallel.expert_overlap else 1
+    row = HIDDEN * ITEM_BYTES[recipe.precision.compute]
+    # A scale, the codes, and what fills them up to 8 bytes. Beside each row weights in fp32 and numbers of experts, in backward
+    # the gradient of weights.
+    there = 4 + HIDDEN + 4 if recipe.parallel.expert_dispatch == "fp8" else row
+    legs = forwards * (there + 16 + row) + row + row + 8
+    return LAYERS * (36 * 5 // 6 * legs + forwards * parts * 8 * (1 + 2))
+
+
+def test_bytes_between_nodes_are_those_of_theory_and_of_the_plan(pool: RankPool) -> None:
+    layouts = {label: on_nodes(recipe, 2) for label, recipe in HOPS.items()}
+    case = Case("", family("qwen3_moe"), layouts, CHANGES)
+    by_rank = pool.run(4, measure_hops, case)
+    for label, recipe in layouts.items():
+        plan = make_plan(recipe, case.config)
+        crossing = expect_crossing(recipe)
+        planned = [LAYERS * each for each in sent_over_hops(plan, plan.mixtures[0])]
+        assert planned[0] == crossing == measure_leaving(plan, 0)["ep"], label
+        assert [found[label] for found in by_rank] == [[*planned, crossing]] * 4, label
 
 
 # --- sabotage

@@ -22,6 +22,7 @@ from framework.mesh.topology import Topology
 from framework.parallel.pipeline.actions import Action, ActionKind
 from framework.parallel.pipeline.execute import ActivationSpec, StageLinks
 from framework.parallel.pipeline.lower import lower
+from framework.parallel.pipeline.measured import UNITS_FILE, encode_unit_times
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Timed, needs, unit_costs
 from framework.plan.plan import make_plan
@@ -267,3 +268,19 @@ def test_ranks_do_what_was_simulated_and_keep_no_more_microbatches(pool: RankPoo
         assert len({of_rank[label].validation for of_rank in by_rank}) == 1
     assert [of_rank["1f1b"].peak_live for of_rank in by_rank] == [4, 3, 2, 1]
     assert [of_rank["gpipe"].peak_live for of_rank in by_rank] == [7, 7, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "split"),
+    [("llama", "1f1b", [1, 3]), pytest.param("deepseek_v3", "zbv", [1, 1, 1, 1], marks=pytest.mark.grid)],
+)
+def test_stages_split_by_measured_times_equal_one_process(pool: RankPool, tmp_path, name, schedule, split) -> None:
+    """Times that no FLOPs would tell: the first layer is as slow as all others together."""
+    recipe = recipe_of(2, schedule, 4, "fp64")
+    recipe = replace(recipe, pipeline=replace(recipe.pipeline, layers=str(tmp_path)))
+    case = case_of(name, {"measured": recipe})
+    plan = make_plan(replace(recipe, pipeline=Pipeline()), case.config)
+    units = {unit.name: (3.0, 6.0) if unit.name == "layers.0" else (1.0, 2.0) for unit in plan.units}
+    (tmp_path / UNITS_FILE).write_bytes(encode_unit_times(plan.config.model_type, plan.size.total, units))
+    assert [each.stop - each.start for each in make_plan(recipe, case.config).pipeline.stages] == split
+    assert_equal(pool, 2, [case])

@@ -34,6 +34,7 @@ ROWS = [
     ("fortunes", ("data.sources.files.format=fortunes",), ("data.sources.files.path=jokes",), 0),
     ("bytes_tokenizer", ("model.tokenizer=bytes",), ("~data.bpe_vocab",), 0),
     ("plain_chat", CHAT, (), 0),
+    ("curve", (), (), 0),
 ]
 
 
@@ -161,3 +162,11 @@ def test_each_kind_has_an_example() -> None:
     import_plugins([plugin_of(row[0]) for row in ROWS])
     assert {row[0] for row in ROWS} == {file.stem for file in EXAMPLES.glob("*.py")}
     assert [kind for kind, names in ADDED.items() if not names] == []
+
+
+def test_a_layouts_file_does_not_say_where_code_lies_either(tmp_path: Path) -> None:
+    saved = write(tmp_path / "recipe.yaml", f"plugins: [{plugin_of('nesterov')}]\noptim: {{name: nesterov}}\n")
+    assert "plugins" not in {each.key for each in compose([], base=Path(saved)).problems}
+    layout = write(tmp_path / "mine.yaml", f"# @package _global_\nplugins: [{plugin_of('focal')}]\n")
+    (problem,) = [each for each in compose([f"layout={layout}"], base=Path(saved)).problems if each.key == "plugins"]
+    assert "recipes do not say where code lies" in problem.message

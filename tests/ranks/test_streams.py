@@ -1,31 +1,55 @@
-"""Long messages of bytes: of unequal lengths, among several ranks at once, in segments."""
+"""Layers between which a token has several streams of hidden states (hyper-connections): pipeline stages hand on all."""
 
-import torch
+from dataclasses import replace
+
+import pytest
+from transformers import CONFIG_MAPPING
 
 from framework.comm.connect import connect
-from framework.comm.p2p import pass_bytes
-from framework.mesh.topology import Topology
+from framework.model.probe import find_streams
+from framework.model.shrink import shrink
+from framework.plan.plan import make_plan
+from framework.plan.traffic import measure_traffic
+from framework.train.build import build
+from framework.train.step import train_step
+from framework.verify.layout import share
+from tests.families import Family, build_config, family
+from tests.ranks.mixers import Way
+from tests.ranks.parity import CPU, Case, assert_equal, topology_of
+from tests.ranks.pool import RankPool
+
+pytestmark = pytest.mark.skipif("deepseek_v4" not in CONFIG_MAPPING, reason="this transformers has no deepseek_v4")
 
 
-def message(source, to, number):
-    """uint8 [n], with n of its own; some are empty."""
-    size = (source * 37 + to * 11 + number * 5) % 90
-    return torch.arange(size).add(source * 7 + number).to(torch.uint8)
+def make_case() -> Case:
+    values = shrink(CONFIG_MAPPING["deepseek_v4"](), 4).to_dict()
+    way = Way("llama", pp=2, count=3, context=32)
+    return Case("streams", Family("deepseek_v4", values), {"pp": way.recipe})
 
 
-def body(rank, world, rendezvous, segment_bytes):
-    """Two messages from every rank to every other: all that came, and the bytes that were counted."""
-    axis = connect(Topology(dp=world), torch.device("cpu"), rendezvous, rank, timeout_s=60).axis("world")
-    others = [other for other in range(world) if other != rank]
-    sends = [(message(rank, to, number), to) for to in others for number in range(2)]
-    places = [
-        (torch.zeros_like(message(source, rank, number)), source, number) for source in others for number in range(2)
-    ]
-    pass_bytes(sends, [(place, source) for place, source, _ in places], axis, segment_bytes)
-    right = all(torch.equal(place, message(source, rank, number)) for place, source, number in places)
-    return right, axis.traffic.bytes["send bytes"] == sum(len(data) for data, _ in sends)
+def test_streams_are_found() -> None:
+    assert find_streams(build_config(family("llama"))) == ()
+    assert find_streams(make_case().config) == (4,)
 
 
-def test_all_bytes_come_whatever_the_segments(pool):
-    for segment_bytes in (16, 1 << 20):
-        assert pool.run(3, body, segment_bytes) == [(True, True)] * 3
+@pytest.mark.grid
+def test_stages_of_several_streams_equal_one_process(pool: RankPool) -> None:
+    assert_equal(pool, 2, [make_case()])
+
+
+def count_sent(rank: int, world: int, rendezvous: str, case: Case) -> tuple[int, int]:
+    """Body: bytes that a step sends over pp, and those of the plan."""
+    (recipe,) = case.layouts.values()
+    recipe = replace(recipe, optim=replace(recipe.optim, clip_norm=None))
+    mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
+    plan = make_plan(recipe, case.config)
+    train_step(build(plan, mesh), share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh), 0, 1e-3)
+    found = sum(mesh.axis("pp").traffic.bytes.values())
+    mesh.close()
+    return found, measure_traffic(plan, rank)["pp"]
+
+
+@pytest.mark.grid
+def test_their_bytes_are_planned(pool: RankPool) -> None:
+    for found, planned in pool.run(2, count_sent, make_case()):
+        assert found == planned > 0

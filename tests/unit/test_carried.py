@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from framework.cli import main
@@ -81,6 +82,10 @@ def test_an_export_has_what_the_folder_has(folder: Path, tmp_path: Path, monkeyp
     assert "<|im_end|>" in AutoTokenizer.from_pretrained("out").all_special_tokens
     assert read_json("preprocessor_config.json") == {"size": 3}
     out.save_pretrained("again")
+    assert main(["export", "runs/tuned", "--to", "narrow", "--dtype", "bf16"]) == EXIT_DONE
+    narrow = AutoModelForCausalLM.from_pretrained("narrow", dtype="auto").state_dict()
+    assert all(torch.equal(narrow[name], each.to(torch.bfloat16)) for name, each in out.state_dict().items())
+    assert {each.dtype for each in narrow.values()} == {torch.bfloat16}
     model, _ = load_model(tmp_path / "runs" / "tuned")
     assert model.generation_config.eos_token_id == [3, 4, end]
 

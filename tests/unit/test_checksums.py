@@ -9,10 +9,11 @@ import pytest
 
 from framework.checkpoint.inspect import inspect_command
 from framework.data import store as store_module
+from framework.data.inspect import find_damage
 from framework.data.pack import Packer
 from framework.data.prepare import prepare
 from framework.data.prepared import Prepared, find_prepared, open_found
-from framework.data.store import BLOCK_BYTES, CHECKSUMS_FILE, StoreMeta, find_damage, open_stream
+from framework.data.store import BLOCK_BYTES, CHECKSUMS_FILE, StoreMeta, open_stream
 from framework.errors import EXIT_DONE, EXIT_USER, DamagedStore, DataError
 from framework.recipe.schema import Recipe
 from tests.unit.test_data_prepare import build, make_recipe, make_texts, read_tree, write_jsonl

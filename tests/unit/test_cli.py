@@ -1,6 +1,5 @@
 """The program as a user meets it: outputs, exit codes, and how fast it answers."""
 
-import argparse
 import itertools
 import re
 import resource
@@ -13,6 +12,7 @@ import pytest
 
 from framework import cli
 from framework.commands import sweep
+from framework.commands.arguments import make_parser
 from framework.errors import EXIT_USER, MeshwrightError, NumericsError
 from framework.launch.resume import has_subject
 from framework.start import python_words
@@ -220,17 +220,16 @@ class TestCheck:
 
 def list_options(command):
     """The options of a command, by their names."""
-    parser = argparse.ArgumentParser()
+    parser = make_parser(command.name, "summary", command.composes)
     command.add_options(parser)
-    own = ["--recipes", "--help-recipe"] if command.composes else []
-    return {name for action in parser._actions for name in action.option_strings} | {*own, "--help", "-h"}
+    return {name for action in parser._actions for name in action.option_strings}
 
 
 def test_commands_and_options_that_texts_name_exist():
     """`meshwright COMMAND --option` in docs, messages and comments; a line of a block of code as well."""
     options = {command.name: list_options(command) for command in cli.COMMANDS}
     root = Path(cli.__file__).parents[1]
-    files = [root / "README.md", root / "docker" / "README.md"]
+    files = [root / "README.md"]
     for folder, pattern in (
         ("docs", "*.md"),
         ("framework", "*.py"),
@@ -326,7 +325,8 @@ class TestArguments:
             run("export", "some-run", "--to", str(tmp_path), *words)
             assert exported.pop() == (
                 Path("runs/some-run"),
-                {"to": tmp_path, "best": False, "step": None, "merged": False, "averaged": False} | named,
+                {"to": tmp_path, "best": False, "step": None, "merged": False, "averaged": False, "dtype": None}
+                | named,
             )
         code, _, err = run("export", "some-run", "--to", str(tmp_path), "--step", "7", "--best")
         assert (code, exported) == (EXIT_USER, [])

@@ -14,7 +14,10 @@ from framework.recipe.schema import Cluster as Described
 from framework.recipe.schema import Launch, Recipe
 from framework.track.device import PEAK_BF16_FLOPS, find_peak, peak_flops
 
-SHIPPED = ("h100_ib", "h100_efa", "h200_ib", "a100_ib", "b200_ib", "laptop")
+SHIPPED = (
+    *("h100_ib", "h100_efa", "h200_ib", "h800_ib", "a100_ib", "b200_ib", "b300_ib", "gb200_nvl72", "gb300_nvl72"),
+    *("mi300x_roce", "laptop"),
+)
 # Published with the issue: bus bandwidth in GB/s at 256 MB, of eight GPUs on each node.
 EFA_NODES = (1, 2, 4, 8, 16, 32, 64)
 EFA = {
@@ -145,7 +148,7 @@ def test_an_unknown_cluster_and_numbers_out_of_range_are_said_on_the_command_lin
         return {each.key: f"{each.message} {each.fix}" for each in found}
 
     unknown = problems("cluster=h100")
-    assert "did you mean cluster=h100_ib? there are: a100_ib, b200_ib, h100_efa" in unknown["cluster"]
+    assert "did you mean cluster=h100_ib? there are: a100_ib, b200_ib, b300_ib, gb200_nvl72" in unknown["cluster"]
     assert "doctor --measure FILE" in problems("cluster=none.yaml")["cluster"]
     wrong = problems(
         *(

@@ -16,11 +16,11 @@ from transformers import AutoTokenizer
 from framework.commands.generate import generate_command
 from framework.data.chat import Chat
 from framework.data.conversation import read_conversation
+from framework.data.inspect import inspect_store
 from framework.data.open_data import find_sequence_problems
 from framework.data.prepare import describe_rows, prepare, prepare_command
 from framework.data.prepared import Prepared, find_prepared
 from framework.data.shard import SplitWriter
-from framework.data.store import inspect_store
 from framework.errors import DataError
 from framework.model.generate import generate
 from framework.plan.check import check_layout, most_bytes

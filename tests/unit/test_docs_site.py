@@ -15,12 +15,32 @@ REPOSITORY = Path(__file__).parents[2]
 LOADING = {("script", "src"), ("link", "href"), ("img", "src"), ("iframe", "src"), ("source", "src")}
 
 
+# What newcomers ask, the page that answers, and what the answer has to have.
+QUESTIONS = [
+    ("How do I begin?", "readme", r"make train"),
+    ("My 8B model does not fit on 8 GPUs. What do I change first?", "fit", r"optimizer, master.*zero\.stage=1"),
+    ("What does stage 3 send that stage 1 does not?", "zero", r"2k \(n-1\)/n P_c"),
+    ("How many microbatches keep a pipeline from idling?", "pipeline", r"\(P - 1\) / \(M \+ P - 1\)"),
+    ("Are eight GPUs the same run as one?", "data_parallel", r"dp x accumulation x sequences_per_microbatch"),
+    ("Which parallelism may cross nodes?", "mesh", r"across nodes"),
+    ("How long may a batch hide ZeRO-3's messages?", "choosing", r"T > F / B"),
+    ("How do I train on 128k tokens?", "context", r"llama3_1_8b_128k"),
+    ("May a run go on with fewer GPUs?", "readme", r"on fewer ranks: the same run"),
+    ("What happens when a node dies at night?", "slurm", r"a node is lost"),
+    ("Which exit codes mean: run it again?", "hosts", r"85.*run the same command again"),
+    ("What is a microbatch?", "words", r"microbatch.*computes at once"),
+    ("How do I train on my conversations?", "finetuning", r"data\.sources\.\w+\.messages|sft_qwen3_0_6b"),
+    ("How fast would my own machine be?", "foresight", r"doctor --measure"),
+]
+
+
 class Page(HTMLParser):
     """Files that a page loads, and the text of its paragraphs."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.loads: list[str] = []
+        self.words: list[str] = []
         self.paragraphs: list[str] = []
         self._is_inside = False
         self.feed(text)
@@ -35,8 +55,15 @@ class Page(HTMLParser):
         self._is_inside = self._is_inside and tag != "p"
 
     def handle_data(self, data: str) -> None:
+        self.words.append(data)
         if self._is_inside:
             self.paragraphs[-1] += data
+
+
+def build(*options: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", *options]
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +72,25 @@ def site(tmp_path_factory) -> dict[Path, Page]:
     if not find_spec("material"):
         pytest.skip("mkdocs-material is not installed: pip install 'meshwright[docs]'")
     folder = tmp_path_factory.mktemp("site")
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
-    built = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stdout + built.stderr
+    built = build("--site-dir", str(folder))
+    assert built.returncode == 0, built.stderr
     return {path: Page(path.read_text(encoding="utf-8")) for path in folder.rglob("*.html")}
 
 
 def test_every_page_is_built(site):
     pages = {path.stem for path in site}
     assert pages >= {path.stem for path in (REPOSITORY / "docs").rglob("*.md")} | {"readme"}
+
+
+def test_a_broken_link_ends_the_build(site, tmp_path):
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "index.md").write_text("# One\n\n[a](nowhere.md) and [b](readme.md#nowhere)\n")
+    config = f"INHERIT: {REPOSITORY}/mkdocs.yml\ndocs_dir: pages\nsite_dir: site\nhooks: [{REPOSITORY}/scripts/docs_site.py]\n"
+    (tmp_path / "mkdocs.yml").write_text(config + "nav: [index.md, readme.md]\n")
+    built = build("--config-file", str(tmp_path / "mkdocs.yml"))
+    assert built.returncode == 1
+    assert "'nowhere.md'" in built.stderr
+    assert "'#nowhere'" in built.stderr
 
 
 def test_nothing_is_loaded_from_elsewhere(site):
@@ -66,6 +102,12 @@ def test_nothing_is_loaded_from_elsewhere(site):
             assert file.startswith("/") or not file or (path.parent / file).is_file(), (
                 f"{path.name} loads {url}, which is not there"
             )
+
+
+@pytest.mark.parametrize(("question", "page", "answer"), QUESTIONS)
+def test_a_newcomers_question_is_answered(site, question, page, answer):
+    words = next(" ".join("".join(each.words).split()) for path, each in site.items() if path.stem == page)
+    assert re.search(answer, words), f"{question} {page}.md should say"
 
 
 def test_lists_and_tables_are_what_they_are_on_github(site):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from framework.parallel.experts.exchange import combine, spread
+from framework.parallel.experts.exchange import ROW_CODEC
+from framework.parallel.experts.rows import combine, spread
 
 TOKENS, TOP_K, WIDTH = 12, 3, 512
 
@@ -47,3 +48,18 @@ def test_a_rank_without_a_token_spreads_and_combines_nothing() -> None:
     combine(spread(x, order, 2), weights, order).sum().backward()
     assert x.grad is not None
     assert x.grad.shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_row_that_has_been_rounded_arrives_as_it_is(dtype: torch.dtype) -> None:
+    """So two hops round as one does. Numbers of all sizes, one in a block of zeros, and the two beside a power of two."""
+    generator = torch.Generator().manual_seed(4)
+    x = (torch.randn(64, 700, generator=generator) * 10 ** torch.linspace(-20, 20, 64).unsqueeze(1)).to(dtype)
+    x[0], x[1, :256], x[2, :3] = 0, 0, torch.tensor([224.0, 223.9, 225.0])
+    x[1, 5] = 3.0
+    once, twice = torch.empty_like(x), torch.empty_like(x)
+    ROW_CODEC.decode(ROW_CODEC.encode(x), once)
+    ROW_CODEC.decode(ROW_CODEC.encode(once), twice)
+    assert torch.equal(once, twice)
+    assert ((once - x).abs() <= ROW_CODEC.error_bound(x)).all()
+    assert not torch.equal(once, x)

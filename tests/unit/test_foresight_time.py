@@ -1,7 +1,7 @@
 """The seconds of a step: sums by hand on machines whose rates are round numbers, and what must hold of any layout."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from math import log
 from random import Random
 from typing import Any
@@ -13,10 +13,11 @@ from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Costs, simulate
 from framework.plan.bubble import Lengths, least_length
 from framework.plan.candidate import Candidate
-from framework.plan.cluster import ClusterRates, Grid, Link, LinkSpan, place_group
+from framework.plan.cluster import ClusterRates, Grid, Group, Link, LinkSpan, place_group
 from framework.plan.exposure import place_groups
 from framework.plan.forecast import TimeForecast
-from framework.plan.profile import Kernels, Profile
+from framework.plan.forecast_plan import measure_imbalance
+from framework.plan.profile import SCAN_FLOPS, Kernels, Profile
 from framework.plan.shape import DEFAULT, ModelShape, make_shape
 from framework.plan.sharding import expected_goodput
 from framework.plan.time import PARTS, TimeModel
@@ -50,7 +51,7 @@ def machine(rate: float = HUGE, ranks_per_node: int = 8, **changes: Any) -> Clus
         "failures_per_device_hour": 0.0,
     }
     values |= dict.fromkeys(("memory_rate", "host_rate", "disk_rate"), HUGE)
-    values |= {"overhead_s": 0.0, "processors": 1, "tile": (1, 1), "ramp": 0}
+    values |= {"overhead_s": 0.0, "processors": 1, "tile": (1, 1), "ramp": 0, "attention_curves": {}}
     shipped = ClusterRates.from_group(read_shipped("h100_ib"))
     return replace(shipped, ranks_per_node=ranks_per_node, links=links, **(values | changes))
 
@@ -361,7 +362,70 @@ def test_a_model_of_another_form_is_told_by_its_flops() -> None:
     assert forecast.step_s > 0
     assert 0.0 <= forecast.estimated < 1.0
     flops = 3 * T * sum(found.flops(128)[unit.name] for unit in found.units if unit.name != "embedding") / TFLOPS
-    assert forecast.parts["matmuls"] == pytest.approx(flops, rel=0.1)
+    # The scan is as slow as eight times its FLOPs in attention, whose backward is 2.5 forwards.
+    scanned = forecast.parts["attention"] / (SCAN_FLOPS * 3.5)
+    assert scanned > 0
+    assert forecast.parts["matmuls"] + 3 * scanned == pytest.approx(flops, rel=0.1)
+
+
+def test_a_token_goes_once_to_each_node_and_rank_that_has_experts_of_it() -> None:
+    """Four nodes of two ranks; the slower of both hops counts."""
+    far, near = 1e9, 1e10
+    spans = (LinkSpan(1, near, 0.0), LinkSpan(2, far, 0.0))
+    cluster = replace(machine(ranks_per_node=2), links={kind: Link(0.0, spans) for kind in KINDS})  # type: ignore[misc]
+    spread = replace(ONE, dp=8, ep=8, expert_tp=1, shard=8, zero=1, ranks_per_node=2)
+    once, rows = (
+        forecast_time(mixture(), spread, DEFAULT, cluster, replace(BARE, dispatch=each)).parts["ep"]
+        for each in ("once", "rows")
+    )
+    # Two of eight experts leave a node that has two of them out with 15 of 28; 3/4 of nodes are others. As rows, 7/8 of both are.
+    row, passes = T * 64 * 2, 2 * 4
+    assert once == pytest.approx(passes * 4 * 13 / 28 * 3 / 4 * row / far)
+    assert rows == pytest.approx(passes * 2 * 7 / 8 * row / far)
+    local = replace(spread, dp=2, ep=2, shard=2)
+    inside = forecast_time(mixture(), local, DEFAULT, cluster, replace(BARE, dispatch="once")).parts["ep"]
+    assert inside == pytest.approx(passes * 2 * 22 / 28 / 2 * row / near)
+
+
+def test_uneven_experts_are_waited_for() -> None:
+    spread = replace(ONE, dp=4, ep=4, expert_tp=1, shard=4, zero=1)
+    even, uneven = (TimeModel(mixture(), DEFAULT, machine(), BARE, each).forecast(spread) for each in (1.0, 1.5))
+    experts = 2 * 2 * 3 * 64 * 96
+    assert even.parts["imbalance"] == 0.0
+    assert uneven.parts["matmuls"] == pytest.approx(even.parts["matmuls"])
+    assert uneven.parts["imbalance"] == pytest.approx(0.5 * 3 * 2 * T * experts / TFLOPS, rel=0.02)
+    # Two layers of four experts on two ranks: 30 rows of 40, and 20 of 40.
+    assert measure_imbalance({"layers.0": [20, 10, 5, 5], "layers.1": [10, 10, 10, 10]}, 2) == pytest.approx(1.25)
+    assert measure_imbalance({}, 2) == measure_imbalance({"layers.0": [0, 0]}, 2) == 1.0
+
+
+def test_a_layer_takes_no_less_than_its_launches() -> None:
+    free = of(ONE)
+    bound = of(ONE, replace(BARE, layer_s=1.0))
+    layers = 4 * 3 * 1.0
+    computed = free.step_s - 3 * 2 * T * HEAD / TFLOPS
+    assert bound.parts["host"] == pytest.approx(layers - computed)
+    assert bound.step_s == pytest.approx(free.step_s + layers - computed)
+
+
+def test_a_kernels_table_gives_attentions_rate_by_context_and_head() -> None:
+    table = {"flash2": [[512, 64, 100, 50], [2048, 64, 200, 100]], "cudnn": [[512, 64, 400, 300]]}
+    cluster = ClusterRates.from_group(replace(read_shipped("h100_ib"), attention=table, overhead_us=0.0))
+    for kernel, context, rate, back in (("flash2", 512, 100, 50), ("flash2", 1024, 150, 75), ("cudnn", 9999, 400, 300)):
+        seconds = partial(cluster.attention_seconds, 1e12, shape=(context, 64), kernel=kernel)
+        assert seconds() == pytest.approx(1 / rate)
+        assert seconds(backward=True) == pytest.approx(1 / back)
+    # A kernel that the file does not have is as fast as it says of all.
+    assert cluster.attention_seconds(1e12, shape=(512, 64), kernel="flash3") == pytest.approx(1 / (0.35 * 989.4))
+
+
+def test_ranks_of_a_domain_are_neighbours_whatever_their_node() -> None:
+    wide = ClusterRates.from_group(read_shipped("gb200_nvl72"))
+    candidate = replace(ONE, dp=4, tp=8, pp=8, ranks_per_node=4)
+    assert place_groups(candidate)["tp"].nodes == 2
+    groups = TimeModel(shape(), DEFAULT, wide).groups(candidate)
+    assert (groups["tp"].nodes, groups["pp"].nodes) == (1, 4)
+    assert wide.collective("all_gather", 1e9, groups["tp"]) < wide.collective("all_gather", 1e9, Group(8, 2)) / 3
 
 
 def test_axes_lie_where_the_mesh_puts_them() -> None:

@@ -1,6 +1,9 @@
 """Experiments with mixtures of experts: sizes as published, and a layout that fits GPUs of 80 GB on every number of nodes that
 their files promise."""
 
+from itertools import combinations
+from math import comb
+
 import pytest
 from transformers import AutoConfig
 
@@ -10,7 +13,8 @@ from framework.model.load import build_meta
 from framework.plan.check import check_layout, most_bytes
 from framework.plan.page import describe_layouts, describe_ranks
 from framework.plan.text import show_bytes
-from framework.plan.traffic import expert_traffic, measure_traffic
+from framework.plan.token_hops import Router, TokenHops
+from framework.plan.traffic import expert_traffic, measure_traffic, sent_over_hops
 from framework.recipe.clusters import read_shipped
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
@@ -97,11 +101,39 @@ def test_ranks_of_tp_that_have_whole_experts_send_a_part_of_the_tokens_each(expe
     assert expert_traffic(plan, plan.mixtures[0]) == (4 * rows * 2048 * 2 + 128 * 8) * 3 // 4
 
 
-def test_two_hops_send_rows_twice_and_of_two_parts_twice_as_many_numbers():
+def test_two_hops_send_a_token_once_to_each_node():
     layout = ("parallel.expert_hierarchical=2", "parallel.expert_overlap=true", "memory=none")
     plan = check_layout(compose(["experiment=qwen3_30b_a3b", *layout]).require())
-    rows, numbers = 4 * 4096 * 8 * 2048 * 2, 2 * 128 * 8
-    assert expert_traffic(plan, plan.mixtures[0]) == (rows + numbers) // 2 + (rows + numbers) * 3 // 4
+    # Four nodes of two ranks. Of 128 experts 8 are chosen, none of 32 with this probability:
+    missed = comb(96, 8) / comb(128, 8)
+    hidden, beside, gradient = 2048 * 2, 8 * (4 + 4), 8 * 4
+    crossing = 4096 * 3 * (1 - missed) * (4 * hidden + beside + gradient) + 2 * 3 * (1 + 32) * 8
+    within = 4096 * 8 // 2 * 4 * hidden + 2 * 16 * 8
+    assert sent_over_hops(plan, plan.mixtures[0]) == (int(crossing), within)
+
+
+def choose_by_hand(router: Router, nodes: int) -> float:
+    """The share of choices that reach the first node, of all that the router can make, groups first."""
+    size, own = router.experts // router.groups, range(router.experts // nodes)
+    reached = [
+        any(expert in own for expert in chosen)
+        for groups in combinations(range(router.groups), router.kept)
+        for chosen in combinations([group * size + each for group in groups for each in range(size)], router.top_k)
+    ]
+    return sum(reached) / len(reached)
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 8])
+@pytest.mark.parametrize("router", [Router(8, 3), Router(8, 2, 4, 2), Router(16, 3, 4, 2), Router(16, 2, 2, 1)])
+def test_the_share_of_tokens_that_reach_a_node_is_that_of_all_choices(router: Router, nodes: int):
+    assert float(router.reach(nodes)) == pytest.approx(choose_by_hand(router, nodes))
+
+
+def test_top_8_over_4_nodes_sends_less_than_half_of_what_pairs_would():
+    hops = TokenHops(Router(128, 8), 4, 8, 4096, 2)
+    assert float(hops.outer.all_of(2)) < 0.5 * 8 * 6 * 4096 * 2
+    # DeepSeek's limit to 4 of 8 groups of experts, each on a node of its own.
+    assert 8 * Router(256, 8, 8, 4).reach(8) < 4 < 8 * Router(256, 8).reach(8)
 
 
 def test_too_few_ranks_for_the_stages_are_refused():

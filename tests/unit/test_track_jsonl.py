@@ -9,8 +9,8 @@ import pytest
 
 from framework.lease import Lease
 from framework.track.jsonl import METRICS_FILE, Jsonl, decode, read_records, truncate
+from framework.track.mirror import NewRecords
 from framework.track.report import RunInfo, StepReport, load_run_info, save_run_info
-from framework.track.wandb import NewRecords
 
 RUN = RunInfo("r", {}, total_steps=10)
 

@@ -23,8 +23,9 @@ from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
 from framework.track.jsonl import Jsonl
+from framework.track.mirror import CLOSE_TIMEOUT_S, MAX_RANKS_CHARTED, POLL_S, Mirror, chart_values
 from framework.track.report import RunInfo, StepReport, save_run_info
-from framework.track.wandb import CLOSE_TIMEOUT_S, MAX_RANKS_CHARTED, POLL_S, WandbObserver, chart_values, write_sync
+from framework.track.wandb import write_sync
 from tests.grid import few_of
 
 # Of some hundred reports: a page of memory that is not there, a lock of the kernel's.
@@ -53,6 +54,7 @@ class Run:
     def log(self, values, step, commit):
         {log}
         note("log", step, values["step"], values["loss"])
+    def save(self, path, base_path, policy): note("save", path)
     def finish(self, exit_code): note("finish", exit_code)
 """
 
@@ -74,12 +76,12 @@ def num_waits():
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
-def train(run_dir, steps, info, exit_code=0, close_timeout_s=30.0, cuts=None, kind=WandbObserver):
+def train(run_dir, steps, info, exit_code=0, close_timeout_s=30.0, cuts=None, kind=Mirror):
     """Report each step as training would; returns (what was said, how often a report waited, close in seconds). cuts: before a
     step, go back to one that was done, and train those between again."""
     said: list[str] = []
     save_run_info(run_dir, info)
-    jsonl, wandb = Jsonl(run_dir), kind(run_dir, said.append, close_timeout_s)
+    jsonl, wandb = Jsonl(run_dir), kind("wandb", run_dir, said.append, close_timeout_s)
     jsonl.open(info)
     wandb.open(info)
     waits = 0
@@ -189,7 +191,7 @@ def begin_to_be_mirrored(run_dir, steps, mode="online"):
 
 def mirror_until(run_dir, condition, then=lambda: None):
     """A mirror from its start until wandb was asked for what is waited for, and `then`, to its end."""
-    wandb = WandbObserver(run_dir, print, CLOSE_TIMEOUT_S)
+    wandb = Mirror("wandb", run_dir, print, CLOSE_TIMEOUT_S)
     wandb.open(run_info())
     wait_until(condition)
     then()
@@ -341,7 +343,7 @@ def test_the_mirror_of_a_killed_run_sends_all_that_was_written_and_ends_by_itsel
         from tests.unit.test_track_wandb import *
         run_dir = Path(sys.argv[1])
         save_run_info(run_dir, run_info("online"))
-        jsonl, wandb = Jsonl(run_dir), WandbObserver(run_dir, print)
+        jsonl, wandb = Jsonl(run_dir), Mirror("wandb", run_dir, print)
         jsonl.open(run_info("online")); wandb.open(run_info("online"))
         for step in range(1, 8): jsonl.report(report(step))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -487,7 +489,7 @@ def test_offline_segments_join_to_one_curve_where_wandb_was_killed(tmp_path, mon
     """What it was given and had not written yet is not there; the steps behind the checkpoint are, and are trained again."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     save_run_info(tmp_path, run_info("offline"))
-    jsonl, wandb = Jsonl(tmp_path), WandbObserver(tmp_path, print)
+    jsonl, wandb = Jsonl(tmp_path), Mirror("wandb", tmp_path, print)
     jsonl.open(run_info("offline"))
     wandb.open(run_info("offline"))
     for step in range(1, 1501):
@@ -514,7 +516,7 @@ def wait_for_file(folder, pattern, more_than_bytes):
     raise AssertionError(f"{pattern} has not grown in {folder}")
 
 
-class Waiting(WandbObserver):
+class Waiting(Mirror):
     """Sabotage: asks the mirror, if only for a moment, at each report."""
 
     def report(self, report):
@@ -535,10 +537,10 @@ def test_a_mirror_that_hangs_ends_some_time_after_its_training_process_was_kille
         import sys
         from pathlib import Path
         from framework.lease import Lease
-        from framework.track import wandb
-        wandb.ALONE_S = 0.5
+        from framework.track import mirror
+        mirror.ALONE_S = 0.5
         run = Path({str(fake_wandb.run_dir)!r})
-        sys.exit(wandb.main(run, Lease(run)))
+        sys.exit(mirror.main("wandb", run, Lease(run)))
     """
     save_run_info(fake_wandb.run_dir, run_info("online"))
     mirror = subprocess.Popen(
@@ -595,7 +597,7 @@ def test_the_mirror_of_a_start_that_was_held_for_dead_sends_and_finishes_nothing
     run_dir, info = fake_wandb.run_dir, run_info("online")
     lease = take(run_dir, Holder("n1", 1, "then"))
     save_run_info(run_dir, info, lease)
-    jsonl, wandb = Jsonl(run_dir, lease=lease), WandbObserver(run_dir, print, lease=lease)
+    jsonl, wandb = Jsonl(run_dir, lease=lease), Mirror("wandb", run_dir, print, lease=lease)
     jsonl.open(info)
     wandb.open(info)
     jsonl.report(report(1))

@@ -13,12 +13,13 @@ from framework.parallel.attention.hook import (
     split_context,
     watch_logits,
 )
-from framework.parallel.attention.probe import find_stock_attention, probe_causes, refuse_undivided_context
+from framework.parallel.attention.probe import find_stock_attention, find_whole, probe_causes, refuse_undivided_context
 
 __all__ = [
     "Documents",
     "find_context_attentions",
     "find_stock_attention",
+    "find_whole",
     "is_operator",
     "probe_causes",
     "refuse_undivided_context",

@@ -8,8 +8,8 @@ those that the model is told, and our attention function computes what the famil
 sinks, biases). Neither signature nor config tells which families pass; one that fails would train on without a word.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -29,11 +29,13 @@ from framework.model.probe import draw_tokens, small_copy
 from framework.model.shrink import shrink
 from framework.parallel.attention.attention import ContextAttention
 from framework.parallel.attention.block_attention import BlockAttention
+from framework.parallel.attention.causes import Cause, attend_to_nothing, find_dropout, find_uneven_rope, read_dropouts
 from framework.parallel.attention.documents import Documents
-from framework.parallel.attention.hook import Attention, AttentionDropout, Hook, find_attentions, hook_attentions
+from framework.parallel.attention.hook import Attention, Hook, find_attentions, hook_attentions
 from framework.parallel.attention.recurrent import Pieces, hook_mixers
 from framework.parallel.attention.recurrent.pieces import ONE_RANK
 from framework.parallel.attention.visible_rows import Scores
+from framework.parallel.attention.whole_tokens import WholeTokens, find_whole_mixers, hook_whole
 from framework.recipe.schema import Recipe
 
 RANKS = 2
@@ -41,14 +43,6 @@ RANKS = 2
 LENGTHS = (5, 17, 6)
 # Of 105 families, those that pass differ by 3e-6 at most in fp32, the others by 4e-5 at least.
 LARGEST_DIFFERENCE = 1e-5
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Why a model is refused. fix: what to set, if anything but cp would do."""
-
-    what: str
-    fix: str | None = None
 
 
 def refuse_undivided_context(
@@ -60,7 +54,7 @@ def refuse_undivided_context(
     found of the model; None: it is asked here.
     """
     causes = probe_causes(config, has_documents) if known is None else known
-    cause = next(chain(_find_uneven_rope(config.get_text_config(), slices, has_documents), causes), None)
+    cause = next(chain(find_uneven_rope(config.get_text_config(), slices, has_documents), causes), None)
     if cause is not None:
         fix = "Use" if cause.fix is None else f"Set {cause.fix}, or use"
         raise ModelError(
@@ -78,7 +72,7 @@ def find_stock_attention(config: PretrainedConfig, recipe: Recipe) -> str | None
         # Noted on a config by whoever builds a model of it; the small copy is in fp32 anyway.
         small.dtype = small.get_text_config().dtype = None
         # A small copy drops nothing, whatever its model does.
-        text = f"{small.to_json_string()} {_read_dropouts(config)}"
+        text = f"{small.to_json_string()} {read_dropouts(config)}"
         return _find_difference(_Asked(text, recipe.data.isolates, config))
     except ModelError as error:
         return str(error)
@@ -111,7 +105,7 @@ def _find_difference(asked: _Asked) -> str | None:
             return f"a small one does not run on token ids and positions alone ({error})"
     if not _is_close(found, expected):
         return "its attention is not only causal, windowed, soft-capped or biased by sinks"
-    return next((cause.what for cause in _find_dropout(asked.config)), None)
+    return next((cause.what for cause in find_dropout(asked.config)), None)
 
 
 def probe_causes(config: PretrainedConfig, has_documents: bool) -> list[Cause]:
@@ -123,7 +117,33 @@ def probe_causes(config: PretrainedConfig, has_documents: bool) -> list[Cause]:
             what = next(_Probe(model).find_causes(lengths), None)
         if what is not None:
             return [Cause(what)]
-    return _find_dropout(config)
+    return find_dropout(config)
+
+
+def find_whole(config: PretrainedConfig, recipe: Recipe) -> frozenset[str]:
+    """Classes of the modules that mix tokens, of a model whose small copy computes on ranks as in one process where these get the
+    tokens of all ranks; none where our attention divides them, or where neither is exact."""
+    small = shrink(config)
+    small.dtype = small.get_text_config().dtype = None
+    return _find_whole(_Asked(f"{small.to_json_string()} {read_dropouts(config)}", recipe.data.isolates, config))
+
+
+@cache
+def _find_whole(asked: _Asked) -> frozenset[str]:
+    if not probe_causes(asked.config, asked.has_documents) or any(
+        "att" in each for each in read_dropouts(asked.config)
+    ):
+        return frozenset()
+    rows = _Rows(LENGTHS if asked.has_documents else (sum(LENGTHS),))
+    with small_copy(asked.config) as model:
+        _fill_zeros(model)
+        probe, tokens = _Probe(model), draw_tokens(model, 1, rows.total)
+        try:
+            expected, mixers = probe.run_stock(tokens, rows), find_whole_mixers(model, tokens)
+            is_exact = bool(mixers) and _is_close(probe.run_whole(tokens, rows, mixers), expected)
+        except (ModelError, *FORWARD_ERRORS):
+            return frozenset()
+    return frozenset(mixers) if is_exact else frozenset()
 
 
 class _Probe:
@@ -206,6 +226,13 @@ class _Probe:
         logits: Tensor = self.model(input_ids=tokens, attention_mask=rows.mask(tokens), **self._positions(rows)).logits
         return logits
 
+    def run_whole(self, tokens: Tensor, rows: "_Rows", mixers: Collection[str]) -> Tensor:
+        """Logits [1, T, V] of a model that has the hidden states of each rank in a row of its own, but within mixers."""
+        join = rows.join
+        ways = WholeTokens(rows.slices[0].tokens_local, join, rows.divide, join)
+        hook_whole(self.model, mixers, replace(ways, gather=lambda x: x if x.shape[1] == rows.total else join(x)), True)
+        return rows.join(self.model(input_ids=tokens, **self._positions(rows)).logits)
+
     def _explain(self, tokens: Tensor, rows: "_Rows", expected: Sequence[Tensor]) -> str:
         mixing = self._find_mixing(tokens)
         if mixing is not None:
@@ -220,7 +247,7 @@ class _Probe:
         """The first module that mixes tokens although attention does not: where one token changes, and others with it."""
         rows = torch.arange(tokens.shape[1])
         whole = Documents(((0,),), len(rows))
-        hook_attentions(self.model, lambda: Hook(_attend_to_nothing, lambda device: rows, whole))
+        hook_attentions(self.model, lambda: Hook(attend_to_nothing, lambda device: rows, whole))
         hook_mixers(self.model, _TokensAlone(ContextSlices(len(rows)), ONE_RANK))
         # Attention gives zeros and mixers see one token, so a change of token 0 may reach another token only through some other
         # module.
@@ -314,10 +341,6 @@ class _TokensAlone(Pieces):
         return torch.arange(self.slices.context, device=device)[None, None]
 
 
-def _attend_to_nothing(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    return v.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
-
-
 def _fill_zeros(model: PreTrainedModel) -> None:
     """Give values to parameters that are zero at the start, such as sinks and biases: they would not show."""
     for parameter in model.parameters():
@@ -383,61 +406,3 @@ def _is_alike(one: Tensor, other: Tensor) -> bool:
     if not one.is_floating_point():
         return torch.equal(one, other)
     return not one.numel() or torch.allclose(one, other, rtol=LARGEST_DIFFERENCE, atol=1e-6, equal_nan=True)
-
-
-def _find_uneven_rope(config: PretrainedConfig, slices: ContextSlices, has_documents: bool) -> Iterator[Cause]:
-    """Ropes that choose between two tables by the largest position that they are told, which ranks are told differently."""
-    if (original := _original_positions(config)) is None or slices.context <= original:
-        return
-    last = [min(each.intervals[-1][1], slices.context) for each in map(slices.of_rank, range(slices.ranks))]
-    if has_documents or min(last) <= original:
-        told = "its documents have" if has_documents else "a rank has"
-        what = (
-            f"its longrope has one table for up to {original} positions, another for more, and where"
-            f" batch.context={slices.context} is more, {told} fewer (longest on a rank: {min(last)})"
-        )
-        yield Cause(what, f"batch.context={original}")
-
-
-def _original_positions(config: PretrainedConfig) -> int | None:
-    """The positions up to which the config's longrope, if it has one, takes its table for short sequences."""
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in (ropes, *ropes.values()):
-        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
-            return int(rope["original_max_position_embeddings"])
-    return None
-
-
-def _find_dropout(config: PretrainedConfig) -> list[Cause]:
-    """The dropout of attention, if the config asks for any."""
-    dropouts = _read_dropouts(config)
-    if not dropouts:
-        # A family that drops nothing by its config drops nothing.
-        return []
-    with small_copy(config, **dropouts) as model:
-        model.train()
-        hook_attentions(model, lambda: Hook(_attend_to_nothing, lambda device: torch.arange(2), Documents(((0,),), 2)))
-        try:
-            model(input_ids=torch.zeros(1, 2, dtype=torch.int64))
-        except AttentionDropout as error:
-            named = [path for path in dropouts if "att" in path] or list(dropouts)
-            fix = " and ".join(f"model.config.{path}=0" for path in named)
-            return [Cause(f"{error}, and which ones would differ with how a sequence is divided", fix)]
-        except FORWARD_ERRORS:
-            pass  # in training some draw what a small copy lacks; in evaluation it ran
-    return []
-
-
-def _read_dropouts(config: PretrainedConfig) -> dict[str, float]:
-    """Dropouts that the config asks for, by dotted names."""
-    found = ((path, value) for path, value in _walk(config) if "drop" in path)
-    return {path: value for path, value in found if isinstance(value, int | float) and value > 0}
-
-
-def _walk(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
-    """The config's values by dotted names."""
-    for name, value in vars(config).items():
-        if isinstance(value, PretrainedConfig):
-            yield from ((f"{name}.{inner}", each) for inner, each in _walk(value))
-        else:
-            yield name, value

@@ -1,10 +1,11 @@
 """Dispatch: what a rank's experts module computes where experts are on several ranks.
 
-    route       which (token, expert) pairs this rank sends, sorted by the rank that has the expert
-    depart      the numbers of rows, then the rows, to the experts' ranks              all-to-all, uneven
+    plan        the numbers of rows for nodes, ranks and experts                        all-to-all, even
+    depart      each token to the nodes of its experts, from there to their ranks       all-to-all, uneven, over either hop
     compute     two stacked matmuls on the rows in the order of this rank's experts
-    return      the results to the tokens' ranks                                       all-to-all, uneven
-    combine     each token's sum over its experts, weighted by the sender: weights never travel, nor do their gradients
+    return      the results to the node's rank, which weights and adds them; the node's sums to the tokens' ranks
+
+`route` has the hops; on one node the first is the identity, and the sender of rows weights what comes back.
 
 Every rank takes part in every step however few rows it has: ranks wait for one another in forward and in backward.
 
@@ -30,7 +31,7 @@ from framework.model.kept_outputs import EXPERTS, KeepsOutputs, KeptOutputs
 from framework.model.matmul import GradView, RowGroups, StackedMatmul
 from framework.model.opaque_experts import OpaqueExperts
 from framework.model.routers import RoutedTokens
-from framework.parallel.experts.exchange import DispatchedRows, ExpertRoute, combine, spread
+from framework.parallel.experts.route import ExpertRoute
 from framework.parallel.experts.shared import SharedExperts
 
 
@@ -61,25 +62,6 @@ class LocalExperts:
         bias = getattr(self.experts, f"{name}_bias", None)
         # Indexed, not selected: on a GPU the gradient of that adds rows in a fixed order, and in more than their own dtype.
         return y if bias is None else y + bias[ids]
-
-
-def sort_pairs(
-    index: Tensor, num_experts: int, is_left_out: Tensor | None, keys: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The pairs that a rank sends, in the order of the first hop: [T * k] int64, as `order` in `exchange`; and the rows for each
-    expert of the layer, [E] int64. Both on the device: what is not sent stands behind, until the host knows how many are sent.
-
-    index: [T, k], experts of each token; is_left_out: [T, k] bool, pairs that are not sent, None: all are. keys: see
-    `ExpertRoute.sort_keys`.
-    """
-    ids = index.flatten()
-    if is_left_out is not None:
-        # Sorted behind all experts, where nobody reads them.
-        ids = ids.masked_fill(is_left_out.flatten(), num_experts)
-    # One place more than experts: for pairs that are not sent. Not bincount: on a GPU it waits for the largest id.
-    counts = ids.new_zeros(num_experts + 1).scatter_add_(0, ids, torch.ones_like(ids))[:num_experts]
-    # Stable: pairs of one expert stay in the order of tokens, on every rank and in every recomputation.
-    return (ids if keys is None else keys[ids]).argsort(stable=True), counts
 
 
 class ExpertDispatch:
@@ -166,26 +148,22 @@ class ExpertDispatch:
     def _route(self, hidden: Tensor, index: Tensor, weights: Tensor, left_out: Tensor | None) -> Tensor:
         """Send rows to their experts and combine the outputs. hidden: [T, H] -> [T, H]; index, weights: [T, k]; left_out: [T, k]
         bool, pairs that are sent to nobody; None: there are none."""
-        keys = self.route.sort_keys(self.num_experts, index.device)
-        left = [None] * self.num_parts if left_out is None else left_out.tensor_split(self.num_parts)
-        indices = index.tensor_split(self.num_parts)
-        pairs = [sort_pairs(i, self.num_experts, out, keys) for i, out in zip(indices, left, strict=True)]
-        plans = self.route.plan([counts for _, counts in pairs])
-        journeys = [DispatchedRows(plan) for plan in plans]
-        # Only the pairs that are sent: their number is known now.
-        orders = [order[: plan.num_sent] for (order, _), plan in zip(pairs, plans, strict=True)]
-        for rows, x, order in zip(journeys, hidden.tensor_split(self.num_parts), orders, strict=True):
-            rows.depart(spread(x, order, index.shape[1]))
+        ids = index if left_out is None else index.masked_fill(left_out, self.num_experts)
+        parts = [each.tensor_split(self.num_parts) for each in (hidden, ids, weights)]
+        journeys = self.route.plan(parts[1], self.num_experts)
+        for rows, *given in zip(journeys, *parts, strict=True):
+            rows.depart(*given)
         # All parts are on their way by now: what is computed here hides the first hop of each.
         if self.shared is not None:
             self.shared.compute_ahead()
-        for rows in journeys:
+        for number, rows in enumerate(journeys):
+            rows.pass_on()
+            if number:
+                journeys[number - 1].cross_back()  # under the computation of this part
             rows.depart_back(self.local.compute(rows.arrive(), rows.plan.ids, rows.plan.groups))
+        journeys[-1].cross_back()
         # Only now: the first part travels back while the last one's experts compute.
-        outputs = [
-            combine(rows.arrive_back(), w, order)
-            for rows, w, order in zip(journeys, weights.tensor_split(self.num_parts), orders, strict=True)
-        ]
+        outputs = [rows.arrive_back() for rows in journeys]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from framework.comm.codec import BlockCodec
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
 from framework.mesh.layout import Layout, Shard, part
@@ -20,9 +21,11 @@ from framework.model.adapters import has_adapter
 from framework.model.experts import ExpertsForm, capacity_of, count_experts, find_experts, find_unknown_experts
 from framework.model.opaque_experts import replace_forward
 from framework.parallel.experts.dispatch import ExpertDispatch, LocalExperts
-from framework.parallel.experts.exchange import ExpertRoute
+from framework.parallel.experts.exchange import ROW_CODEC
+from framework.parallel.experts.route import ExpertRoute
 from framework.parallel.experts.shared import stand_in
 from framework.parallel.stage_plan import StagePlan
+from framework.recipe.schema import Recipe
 
 
 def split_experts(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: StagePlan) -> Mapping[str, Layout]:
@@ -112,14 +115,22 @@ def _replicate(layout: Layout, ep: Communicator) -> Layout:
     )
 
 
+def _codec_of(recipe: Recipe, form: ExpertsForm) -> BlockCodec | None:
+    """The codec of rows on their way to experts; None: they travel as they are."""
+    if recipe.parallel.expert_dispatch == "bf16":
+        return None
+    if form.has_identity:
+        raise ModelError(
+            "parallel.expert_dispatch=fp8: a token that is routed to itself would be rounded on no way; use bf16"
+        )
+    return ROW_CODEC
+
+
 def _replace_forward(model: PreTrainedModel, name: str, form: ExpertsForm, plan: StagePlan) -> None:
     experts: Any = model.get_submodule(name)
     axes, shared = plan.axes, None
-    hops = (
-        [axes["ep_inner"], axes["ep_outer"]]
-        if axes["ep_inner"].size > 1 and axes["ep_outer"].size > 1
-        else [axes["ep"]]
-    )
+    # Of one node the ledger says `ep`.
+    inner = axes["ep"] if axes["ep_outer"].size == 1 else axes["ep_inner"]
     parent, _, child = name.rpartition(".")
     # Looked for on meta: the mixture's own code runs once, without memory. Where slices of experts compute inside a region, it is
     # the region that computes shared experts.
@@ -128,7 +139,7 @@ def _replace_forward(model: PreTrainedModel, name: str, form: ExpertsForm, plan:
     experts.dispatch = ExpertDispatch(
         LocalExperts(experts, form, keeps_tokens=axes["expert_tp"].rank == 0),
         count_experts(experts) * axes["ep"].size,
-        ExpertRoute(hops),
+        ExpertRoute(axes["ep_outer"], inner, _codec_of(plan.recipe, form)),
         plan.routed_tokens,
         shared,
         capacity_of(plan.recipe.model),

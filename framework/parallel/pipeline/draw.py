@@ -136,14 +136,16 @@ def save_trace(path: Path, timeline: Timeline) -> None:
 
 def describe_bubble(pipeline: PipelinePlan, num_microbatches: int) -> str:
     """The schedule in a line, and how idle it leaves all ranks together, those with short stages as well; stages take as long as
-    their FLOPs say."""
+    their FLOPs say, or measured times."""
     schedule = pipeline.make(num_microbatches)
     stages, ranks = schedule.num_stages, schedule.num_ranks
     idle = simulate(schedule, pipeline.costs).bubble
     return (
         f"pipeline      {schedule.name}: {stages} stage{'s' * (stages != 1)} on {ranks} rank{'s' * (ranks != 1)},"
         f" {num_microbatches} microbatch{'es' * (num_microbatches != 1)}"
-        + (f", bubble {idle:.1%} of all ranks' time by FLOPs" if ranks > 1 else "")
+        + (f", bubble {idle:.1%} of all ranks' time" if ranks > 1 else "")
+        + (f" by {'measured times' if pipeline.gain else 'FLOPs'}" if ranks > 1 else "")
+        + (f"; {pipeline.gain}" if pipeline.gain else "")
     )
 
 

@@ -12,6 +12,7 @@ from framework.errors import RecipeError
 from framework.model.stage import StageBounds, split_stages
 from framework.parallel.pipeline.actions import Action, ActionKind, Schedule
 from framework.parallel.pipeline.lower import Frequency, Lowered, lower
+from framework.parallel.pipeline.measured import UnitTimes, fastest_split
 from framework.parallel.pipeline.schedules import make_schedule, read_table
 from framework.parallel.pipeline.simulate import Costs, Timeline, fill_bubbles, simulate
 from framework.recipe import schema
@@ -26,7 +27,7 @@ class PipelinePlan:
     """The layers of each stage."""
     rank_of_stage: tuple[int, ...]
     costs: Costs
-    """Simulated times, in FLOPs."""
+    """Simulated times, in FLOPs, or in seconds where they were measured."""
     make: Callable[[int], Schedule]
     """The schedule with a given number of microbatches."""
     unshard: Frequency = "step"
@@ -35,6 +36,8 @@ class PipelinePlan:
     known: dict[tuple[int, int], Lowered] = field(default_factory=dict)
     """Results computed before, as `rooms`."""
     rooms: dict[int, int] = field(default_factory=dict)
+    gain: str = ""
+    """Words on a split by measured times: its step beside that of the split by FLOPs; empty without one."""
 
     def schedule(self, num_microbatches: int, num_validation: int = 0) -> Schedule:
         """The schedule of a training step with `num_validation` microbatches, at most `room`, in its bubbles; with no training
@@ -81,11 +84,17 @@ def forward_only(rank_of_stage: tuple[int, ...], num_microbatches: int) -> Sched
 
 
 def plan_pipeline(
-    settings: schema.Pipeline, num_ranks: int, num_microbatches: int, unit_costs: Mapping[str, float], zero: schema.Zero
+    settings: schema.Pipeline,
+    num_ranks: int,
+    num_microbatches: int,
+    unit_costs: Mapping[str, float],
+    zero: schema.Zero,
+    times: UnitTimes | None = None,
 ) -> PipelinePlan:
     """The pipeline of a recipe; a pure function, so all ranks plan the same one.
 
     unit_costs: forward time of each of the model's units, in any unit of time, in order of computation (`model.flops`).
+    times: measured ones, which pipeline.layers names.
     Raises RecipeError or ScheduleError where model, microbatches and stages do not fit.
     """
     if settings.table is not None:
@@ -97,19 +106,59 @@ def plan_pipeline(
     layers = [cost for unit, cost in unit_costs.items() if unit.startswith("layers.")]
     ends = unit_costs.get("embedding", 0.0), unit_costs.get("head", 0.0)
     counts = count_layers(settings, layers, ends, schedule.rank_of_stage)
-    stages = tuple(split_stages(counts))
     # I and W each have as many matmuls as F, so one list of costs serves for all three. Messages count as free: their time is
     # not known before the run, and `lower` starts them early enough to hide them.
-    costs = [sum(layers[each.start : each.stop]) + ends[0] * each.is_first + ends[1] * each.is_last for each in stages]
+    stages, gain = tuple(split_stages(counts)), ""
+    own = [sum(layers[each.start : each.stop]) + ends[0] * each.is_first + ends[1] * each.is_last for each in stages]
+    costs = Costs(own, own, own)
+    if times is not None and len(stages) > 1:
+        by_flops = tuple(counts)
+        counts, gain = _split_by_times(times, by_flops, make, num_microbatches, is_fixed=settings.table is not None)
+        stages = tuple(split_stages(counts))
+        costs = times.of_stages(stages)
     return PipelinePlan(
         stages,
         schedule.rank_of_stage,
-        Costs(costs, costs, costs),
+        costs,
         make,
         # Parameters that are not kept are unsharded for each use. Gradients that accumulate as shards are reduced before those of
         # the next microbatch come, which go into the same buffer.
         "microbatch" if zero.stage == 3 and not zero.keep_gathered else "step",
         "microbatch" if zero.stage >= 2 and zero.accumulate == "sharded" else "step",
+        gain=gain,
+    )
+
+
+# Beyond so many microbatches for each rank a step is taken to grow evenly.
+STEADY = 4
+
+
+def _split_by_times(
+    times: UnitTimes, by_flops: tuple[int, ...], make: Callable[[int], Schedule], num_microbatches: int, is_fixed: bool
+) -> tuple[tuple[int, ...], str]:
+    """(the split with the shortest simulated step, what it gains). by_flops: the split without measurements; is_fixed: the
+    schedule is made for this number of microbatches alone."""
+    whole = make(num_microbatches)
+    num_ranks, owners = whole.num_ranks, whole.rank_of_stage
+    # The middle of a step repeats: its length is that of a short one and so many more rounds, of a microbatch for each rank, as
+    # groups of an interleaved schedule are.
+    fewer = STEADY * num_ranks + num_microbatches % num_ranks
+    if is_fixed or num_microbatches <= fewer:
+        parts, rest = [whole], 0.0
+    else:
+        parts, rest = [make(fewer), make(fewer + num_ranks)], (num_microbatches - fewer) / num_ranks
+
+    def length_of(counts: tuple[int, ...]) -> float:
+        lengths = [simulate(part, times.of_stages(split_stages(counts))).length for part in parts]
+        return lengths[0] + rest * (lengths[-1] - lengths[0])
+
+    # The slowest rank decides but for the ends of a step, so the best is near the split that makes it fastest.
+    even = balance_ranks(split_by_cost(times.layers, *times.ends, len(owners)), times.layers, *times.ends, owners)
+    found = fastest_split([tuple(even), by_flops], length_of)
+    step_s, flops_s = length_of(found), length_of(by_flops)
+    return found, (
+        f"layers {list(found)} take {step_s:.4g} s a step by the times of {times.source}, and {list(by_flops)}, the split by"
+        f" FLOPs, {flops_s / step_s - 1:.1%} more"
     )
 
 
@@ -132,7 +181,7 @@ def count_layers(
     if num_stages == 1:
         return [len(layers)]
     refuse_few_layers(len(layers), rank_of_stage)
-    if settings.layers is None:
+    if settings.layers is None or isinstance(settings.layers, str):
         return balance_ranks(split_by_cost(layers, *ends, num_stages), layers, *ends, rank_of_stage)
     if len(settings.layers) != num_stages or sum(settings.layers) != len(layers):
         raise RecipeError(

@@ -1,0 +1,144 @@
+"""Linear maps of rows on one rank: spread tokens to what they are sent for, sort, weight and add up what comes back.
+
+A *pair* is a token with one of its S slots: pair t * S + s. Slots are a token's k experts, or the N nodes. `order`: [P] int64,
+the pair behind each row. Pairs that are not sent are in no row, and their slots add nothing.
+
+    map        row r                            adjoint
+    spread     x[token of pair r]               add_up
+    add_up     token t: sum over its slots      spread
+    combine    the same, weighted               spread, weighted
+    permute    x[order[r]]                      permute by the inverse
+
+Written out as autograd functions: autograd's own gradient of a gather adds into zeros row by row, where these gather again.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def spread(x: Tensor, order: Tensor, slots: int) -> Tensor:
+    """The token of each pair.  x: [T, H] -> [P, H]."""
+    return _Spread.apply(x, order, slots)
+
+
+def add_up(y: Tensor, order: Tensor, num_tokens: int, slots: int) -> Tensor:
+    """The sum of each token's rows.  y: [P, H] -> [T, H]."""
+    return _AddUp.apply(y, order, num_tokens, slots)
+
+
+def combine(y: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    """The weighted sum of each token's experts.  y: [P, H], what the experts made of the pairs; weights: [T, k] -> [T, H]."""
+    return _Combine.apply(y, weights, order)
+
+
+def permute(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """x in another order of rows, [R, H]; inverse: the permutation that undoes `order`, both [R] int64."""
+    return _Permute.apply(x, order, inverse)
+
+
+def invert(order: Tensor) -> Tensor:
+    """The permutation that undoes `order`, [R] int64."""
+    return torch.empty_like(order).index_copy_(0, order, _count_up(order))
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, slots: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.shape = len(x), slots
+        return x.index_select(0, order // slots)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        return _sum_slots(dy, order, *ctx.shape), None, None
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, order: Tensor, num_tokens: int, slots: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.slots = slots
+        return _sum_slots(y, order, num_tokens, slots)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:
+        (order,) = ctx.saved_tensors
+        return dx.index_select(0, order // ctx.slots), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(y, weights, order)
+        # In fp32 or wider, and rounded once. One slot after the other: all at once would be [T, k, H], and in the wider dtype.
+        wide = torch.promote_types(torch.promote_types(y.dtype, weights.dtype), torch.float32)
+        slots = _slots(y, order, *weights.shape)
+        total = next(slots).to(wide) * weights[:, :1]
+        for slot, rows in enumerate(slots, start=1):
+            total.addcmul_(rows, weights[:, slot : slot + 1])
+        return total.to(y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        y, weights, order = ctx.saved_tensors
+        rows = dout.index_select(0, order // weights.shape[1])
+        flat = weights.flatten()
+        sorted_weights = flat.index_select(0, order).unsqueeze(-1)
+        wide = torch.promote_types(y.dtype, flat.dtype)
+        products = []
+        # In chunks of as many rows as there are tokens: all at once would be twice [P, H] in the wider dtype. `rows` become dy.
+        for own, others, weight in zip(
+            *(each.split(max(1, len(weights))) for each in (rows, y, sorted_weights)), strict=True
+        ):
+            if ctx.needs_input_grad[1]:
+                products.append((own.to(wide) * others).sum(-1).to(flat.dtype))
+            own.mul_(weight)
+        if not ctx.needs_input_grad[1]:
+            return rows, None, None
+        # A pair that was not sent has no output, so its weight has no gradient.
+        dweights = torch.zeros_like(flat).index_copy_(0, order, torch.cat(products))
+        return rows, dweights.view_as(weights), None
+
+
+class _Permute(torch.autograd.Function):
+    # Saves the inverse, so that the gradient is a gather, too.
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return dy.index_select(0, inverse), None, None
+
+
+def _sum_slots(rows: Tensor, order: Tensor, num_tokens: int, slots: int) -> Tensor:
+    """The sum of each token's rows, in fp32 or wider and rounded once.  rows: [P, H] -> [T, H]."""
+    of_slots = _slots(rows, order, num_tokens, slots)
+    total = next(of_slots).to(torch.promote_types(rows.dtype, torch.float32))
+    for each in of_slots:
+        total += each
+    return total.to(rows.dtype)
+
+
+def _slots(rows: Tensor, order: Tensor, num_tokens: int, slots: int) -> Iterator[Tensor]:
+    """The rows of all tokens' first slots, of their second ones and so on, [T, H] each; zeros for pairs that have no row."""
+    # Pairs without a row read one behind the others.
+    places = order.new_full((num_tokens * slots,), len(order)).index_copy_(0, order, _count_up(order))
+    if len(order) < num_tokens * slots:
+        rows = _add_row_of_zeros(rows)
+    for each in places.view(num_tokens, slots).unbind(1):
+        yield rows.index_select(0, each)
+
+
+def _add_row_of_zeros(rows: Tensor) -> Tensor:
+    return torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+
+
+def _count_up(order: Tensor) -> Tensor:
+    return torch.arange(len(order), device=order.device)

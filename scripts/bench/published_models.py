@@ -1,0 +1,184 @@
+"""Configs of the models of published runs, by the names that the runs have in their file."""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+# llm-foundry's yamls: features, heads, layers. 4 features inside the MLP for each hidden one, no biases, learned positions.
+MPT = {
+    "MPT-125m": (768, 12, 12),
+    "MPT-350m": (1024, 16, 24),
+    "MPT-760m": (1536, 12, 24),
+    "MPT-1b": (2048, 16, 24),
+    "MPT-3b": (2560, 20, 32),
+    "MPT-7b": (4096, 32, 32),
+    "MPT-13b": (5120, 40, 40),
+    "MPT-30b": (7168, 56, 48),
+    "MPT-70b": (8192, 64, 80),
+}
+# Layers, hidden features, features inside the MLP, heads.
+LLAMA = {
+    "LLAMA3_8B": (32, 4096, 14336, 32),
+    "LLAMA3_70B": (80, 8192, 28672, 64),
+    "LLAMA3.1_405B": (126, 16384, 53248, 128),
+    "Llama3 70B": (80, 8192, 28672, 64),
+    "Llama3 70B 2-node": (80, 8192, 28672, 64),
+}
+
+
+def make_config(model: str, context: int) -> PretrainedConfig:
+    """The config of a model of the file, for sequences of `context` tokens."""
+    if model in MPT:
+        hidden, heads, layers = MPT[model]
+        return _of("mpt", d_model=hidden, n_heads=heads, n_layers=layers, vocab_size=50368, max_seq_len=context)
+    if model in LLAMA:
+        layers, hidden, inner, heads = LLAMA[model]
+        return _of(
+            "llama",
+            vocab_size=128256,
+            hidden_size=hidden,
+            intermediate_size=inner,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=8,
+            tie_word_embeddings=False,
+        )
+    return MIXTURES[model]()
+
+
+def _of(family: str, **values: Any) -> PretrainedConfig:
+    return AutoConfig.for_model(family, **values)
+
+
+def qwen3(layers: int, hidden: int, heads: int, inner: int) -> PretrainedConfig:
+    """A Qwen3 mixture: 128 experts, of which a token meets 8."""
+    return _of(
+        "qwen3_moe",
+        vocab_size=151936,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=4,
+        head_dim=128,
+        moe_intermediate_size=inner,
+        num_experts=128,
+        num_experts_per_tok=8,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        tie_word_embeddings=False,
+    )
+
+
+def deepseek(heads: int, experts: int, dense: int, vocabulary: int, second_token: bool) -> PretrainedConfig:
+    """DeepSeek-V3 and Kimi K2. second_token: with the module that predicts a second token, a layer and once more the head."""
+    return _of(
+        "deepseek_v3",
+        vocab_size=vocabulary * (1 + second_token),
+        hidden_size=7168,
+        intermediate_size=18432,
+        moe_intermediate_size=2048,
+        num_hidden_layers=61 + second_token,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        first_k_dense_replace=dense,
+        n_routed_experts=experts,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        n_group=1,
+        topk_group=1,
+        tie_word_embeddings=False,
+    )
+
+
+def gpt_oss(layers: int, experts: int) -> PretrainedConfig:
+    """A gpt-oss: windows of 128 tokens in every second layer."""
+    return _of("gpt_oss", num_hidden_layers=layers, num_local_experts=experts, num_experts_per_tok=4)
+
+
+def nemotron(pattern: str, **values: Any) -> PretrainedConfig:
+    """A Nemotron 3 hybrid. pattern: M a Mamba-2 layer, E a mixture, * attention."""
+    kinds = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
+    return _of(
+        "nemotron_h",
+        layers_block_type=[kinds[each] for each in pattern],
+        vocab_size=131072,
+        num_key_value_heads=2,
+        head_dim=128,
+        mamba_head_dim=64,
+        n_groups=8,
+        ssm_state_size=128,
+        tie_word_embeddings=False,
+        **values,
+    )
+
+
+def nano() -> PretrainedConfig:
+    """Nemotron 3 Nano 30B-A3B."""
+    return nemotron(
+        "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        hidden_size=2688,
+        num_attention_heads=32,
+        mamba_num_heads=64,
+        n_routed_experts=128,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712,
+        intermediate_size=1856,
+    )
+
+
+def nemotron_super() -> PretrainedConfig:
+    """Nemotron 3 Super 120B-A12B: experts in a latent space of 1,024 features."""
+    return nemotron(
+        "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+        hidden_size=4096,
+        num_attention_heads=32,
+        mamba_num_heads=128,
+        n_routed_experts=512,
+        num_experts_per_tok=22,
+        moe_intermediate_size=2688,
+        moe_latent_size=1024,
+        moe_shared_expert_intermediate_size=5376,
+        intermediate_size=2688,
+    )
+
+
+def nemotron_ultra() -> PretrainedConfig:
+    """Nemotron 3 Ultra 550B-A55B."""
+    return nemotron(
+        "MEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*E",
+        hidden_size=8192,
+        num_attention_heads=64,
+        mamba_num_heads=256,
+        n_routed_experts=512,
+        num_experts_per_tok=22,
+        moe_intermediate_size=5120,
+        moe_latent_size=2048,
+        moe_shared_expert_intermediate_size=10240,
+        intermediate_size=5120,
+    )
+
+
+MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
+    "Qwen3_30B_a3B": lambda: qwen3(48, 2048, 32, 768),
+    "Qwen3 MoE 30B": lambda: qwen3(48, 2048, 32, 768),
+    "Qwen3_235B_a22B": lambda: qwen3(94, 4096, 64, 1536),
+    "DeepSeekV3": lambda: deepseek(128, 256, 3, 129280, True),
+    "Kimi_K2": lambda: deepseek(64, 384, 1, 163840, False),
+    "Kimi K2": lambda: deepseek(64, 384, 1, 163840, False),
+    "GPT OSS 120B": lambda: gpt_oss(36, 128),
+    "GPT-OSS 120B": lambda: gpt_oss(36, 128),
+    "GPT-OSS 20B": lambda: gpt_oss(24, 32),
+    "Nemotron_3_Nano": nano,
+    "Nemotron_3_5_Lightning": nano,
+    "Nemotron V3 Nano 30B (26.02)": nano,
+    "Nemotron_3_Super": nemotron_super,
+    "Nemotron_3_Ultra": nemotron_ultra,
+    "Nemotron V3 Ultra 550B (26.04)": nemotron_ultra,
+}

@@ -1,0 +1,196 @@
+"""Trackers: each has the steps of metrics.jsonl, and none, nor all of them at once, delays a step or stops a run."""
+
+import csv
+import json
+import resource
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from framework.recipe import run_rules
+from framework.recipe.compose import compose
+from framework.recipe.plugins import import_plugins
+from framework.recipe.schema import Mlflow, Recipe, Track
+from framework.track.jsonl import Jsonl
+from framework.track.mirror import Mirror
+from framework.track.report import RunInfo, StepReport, save_run_info
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plugins" / "curve.py"
+# As in test_track_wandb.py: waits that no tracker has caused.
+SPURIOUS_WAITS = 5
+BAD = """
+import time
+from framework.extend import tracker
+from framework.track.report import Tracker
+
+@tracker("hangs")
+class Hangs(Tracker):
+    def open(self, info, run_dir, name):
+        time.sleep(1000)
+
+@tracker("refuses")
+class Refuses(Tracker):
+    def open(self, info, run_dir, name):
+        raise ConnectionRefusedError("no such server")
+
+@tracker("slow")
+class Slow(Tracker):
+    def open(self, info, run_dir, name):
+        return 0
+    def log(self, step, values):
+        time.sleep(5)
+
+@tracker("dies")
+class Dies(Tracker):
+    def open(self, info, run_dir, name):
+        import os
+        os._exit(7)
+"""
+
+
+def report(step: int) -> StepReport:
+    validated = {"validation_loss": 1.5} if step == 3 else {}
+    return StepReport(step, step, step, 9.0 / step, 1.0, 1e-3, 0.1, 640.0, (640.0,), 0.0, None, 1 << 20, **validated)
+
+
+def count_waits() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+def train(
+    run_dir: Path, trackers: Sequence[str], steps: range, plugins: Sequence[str] = (), close_timeout_s: float = 60.0
+) -> tuple[list[str], int, float]:
+    """Report steps; returns (what was said, how often reports waited, close in seconds)."""
+    recipe = Recipe(track=Track(mlflow=Mlflow(uri="http://nowhere")), plugins=list(plugins))
+    info = RunInfo("r-1", asdict(recipe), total_steps=100, start_step=steps[0] - 1)
+    save_run_info(run_dir, info)
+    said: list[str] = []
+    jsonl, mirrors = Jsonl(run_dir), list[Mirror]()
+    for name in trackers:
+        mirrors.append(Mirror(name, run_dir, said.append, close_timeout_s, beside=mirrors))
+    for observer in (jsonl, *mirrors):
+        observer.open(info)
+    waits = 0
+    for step in steps:
+        jsonl.report(report(step))
+        before = count_waits()
+        for mirror in mirrors:
+            mirror.report(report(step))
+        waits += count_waits() - before
+        if steps[0] == 1:
+            time.sleep(0.02)
+    start_s = time.perf_counter()
+    for mirror in mirrors:
+        mirror.close(0)
+    return said, waits, time.perf_counter() - start_s
+
+
+def test_csv_has_a_row_for_each_step_of_metrics_jsonl(tmp_path: Path) -> None:
+    train(tmp_path, ["csv"], range(1, 6))
+    train(tmp_path, ["csv"], range(5, 8))  # goes on from step 4
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(int(row["step"]), float(row["loss"])) for row in rows] == [(step, 9.0 / step) for step in range(1, 8)]
+    assert [row["validation_loss"] for row in rows] == ["", "", "1.5", "", "", "", ""]
+
+
+def test_trackers_that_hang_refuse_and_die_delay_no_step_and_end_together(tmp_path: Path) -> None:
+    plugin = tmp_path / "bad_trackers.py"
+    plugin.write_text(BAD)
+    import_plugins([str(plugin)])
+    names = ["hangs", "refuses", "slow", "dies", "csv"]
+    said, waits, close_s = train(tmp_path, names, range(1, 21), [str(plugin)], close_timeout_s=12.0)
+    assert waits <= SPURIOUS_WAITS
+    assert close_s < 20
+    text = "\n".join(said)
+    assert "hangs: not finished after 12 s, ended" in text
+    assert "slow: not finished after 12 s, ended" in text
+    assert "refuses: failed, training goes on: ConnectionRefusedError: no such server" in text
+    assert "dies: the mirror died (7), training goes on" in text
+    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 21
+
+
+# Packages of the test's making, which write down what they are asked.
+FAKES = {
+    "tensorboard": {
+        "tensorboard/summary/writer/event_file_writer.py": """
+            import json
+            class EventFileWriter:
+                def __init__(self, folder): self.file = open({asked!r}, "a"); self.note(["folder", folder])
+                def note(self, what): print(json.dumps(what, default=repr), file=self.file, flush=True)
+                def add_event(self, event):
+                    for each in event["summary"]["value"]: self.note([event["step"], each["tag"], each.get("simple_value")])
+                def close(self): self.note(["closed"])
+        """,
+        "tensorboard/compat/proto/event_pb2.py": "Event = dict",
+    },
+    "mlflow": {
+        "mlflow/__init__.py": """
+            import json
+            from types import SimpleNamespace as Some
+            entities = Some(Param=lambda key, value: (key, value), Metric=lambda *values: values)
+            class MlflowClient:
+                def __init__(self, uri): self.file = open({asked!r}, "a"); self.note(["uri", uri])
+                def note(self, what): print(json.dumps(what, default=repr), file=self.file, flush=True)
+                def get_experiment_by_name(self, name): return Some(experiment_id="e-1")
+                def search_runs(self, experiments, query, max_results): return []
+                def create_run(self, experiment, run_name, tags): return Some(info=Some(run_id=run_name))
+                def update_run(self, run, status): self.note([run, status])
+                def log_batch(self, run, params=(), metrics=()):
+                    for name, value, _, step in metrics: self.note([step, name, value])
+                def log_artifact(self, run, file): self.note(["file", file.rpartition("/")[2]])
+                def set_terminated(self, run, status): self.note(["closed"])
+        """
+    },
+}
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_a_tracker_gets_each_step_once_and_the_recipe(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tmp_path / "asked.jsonl"
+    for path, text in FAKES[name].items():
+        for folder in [*(tmp_path / "fake" / path).relative_to(tmp_path).parents][-3::-1]:
+            (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / "__init__.py").touch()
+        (tmp_path / "fake" / path).write_text(textwrap.dedent(text).replace("{asked!r}", repr(str(asked))))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'fake'}:{Path(__file__).parents[2]}")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.yaml").write_text("batch: {}\n")
+    said, _, _ = train(run, [name], range(1, 4))
+    assert said == [], (run / f"{name}.log").read_text()
+    lines = [json.loads(line) for line in asked.read_text().splitlines()]
+    assert [line for line in lines if line[1:2] == ["loss"]] == [[step, "loss", 9.0 / step] for step in (1, 2, 3)]
+    assert any("recipe.yaml" in line for line in lines)
+    assert lines[-1] == ["closed"]
+
+
+def test_a_package_that_is_missing_is_said_before_a_device_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_rules, "find_spec", lambda name: None)
+    found = compose(["track=none", "track.tensorboard=true", "track.mlflow.uri=http://host:5000", "track.csv=true"])
+    assert {each.key: each.fix for each in found.problems} == {
+        "track.tensorboard": "`pip install tensorboard`; or leave it out",
+        "track.mlflow.uri": "`pip install mlflow`; or leave it out",
+    }
+
+
+def test_a_plugins_tracker_has_the_steps(tmp_path: Path) -> None:
+    import_plugins([str(EXAMPLE)])
+    train(tmp_path, ["curve"], range(1, 4), [str(EXAMPLE)])
+    assert (tmp_path / "r-1.curve").read_text() == "".join(f"{step} {9.0 / step}\n" for step in (1, 2, 3))
+
+
+def test_trackers_are_chosen_by_the_recipe() -> None:
+    track = Track(tensorboard=True, csv=True)
+    assert track.trackers == ("wandb", "tensorboard", "csv")
+    assert replace(track, wandb=replace(track.wandb, mode="disabled"), mlflow=Mlflow("x")).trackers == (
+        "tensorboard",
+        "mlflow",
+        "csv",
+    )
