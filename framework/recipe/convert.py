@@ -128,8 +128,7 @@ def _choose_part(value: Any, parts: tuple[Any, ...]) -> Any:
         return str
     kinds = (Literal,) if isinstance(value, str) else (list, tuple) if isinstance(value, list | tuple) else (None,)
     others = [part for part in parts if typing.get_origin(part) is not Literal]
-    fitting = (part for part in parts if part is type(value) or typing.get_origin(part) in kinds)
-    return next(fitting, others[0])
+    return next((part for part in parts if typing.get_origin(part) in kinds), others[0])
 
 
 def _convert_scalar(value: Any, kind: Any, limits: Limits, legal: str) -> Any:
