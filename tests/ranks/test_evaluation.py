@@ -117,9 +117,8 @@ def list_tasks_of(root: Path) -> list[Task]:
 
 def score_plainly(root: Path) -> np.ndarray:
     """The same numbers by a stock model, one request after another: [2, requests]."""
-    model = AutoModelForCausalLM.from_pretrained(
-        root / "model", dtype=torch.float64, attn_implementation="eager"
-    ).eval()
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # in fp64
+    model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float64, **eager).eval()
     found = []
     with torch.no_grad(), keep_double(torch.float64):
         for task in list_tasks_of(root):
@@ -185,7 +184,12 @@ def test_scores_are_those_of_lm_eval_in_any_layout(
 @pytest.mark.grid
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("qwen3_moe", {"dp": 2, "ep": 2}), ("qwen3_moe", {"tp": 2, "ep": 2}), ("mamba2", {}), ("mamba2", {"pp": 2})],
+    [
+        ("qwen3_moe", {"dp": 2, "ep": 2}),
+        ("qwen3_moe", {"tp": 2, "ep": 2}),
+        ("qwen3_next", {}),
+        ("qwen3_next", {"pp": 2}),
+    ],
     ids=str,
 )
 def test_other_families_score_as_they_do_alone(
