@@ -59,7 +59,10 @@ def test_layouts_and_moments_do_not_matter(pool: RankPool, tmp_path: Path) -> No
         assert values[1:] == pytest.approx(found["one"][1:], rel=1e-9)
 
 
-@pytest.mark.parametrize(("word", "fix"), [("optim.name=lion", "adamw"), ("memory.offload.home=disk", "false")])
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [("optim.name=lion", "adamw"), ("memory.offload={home: disk, disk_path: scratch, optimizer: 1.0}", "false")],
+)
 def test_bad_input(word: str, fix: str) -> None:
     found = compose([*tiny_run.RECIPE, "track.noise_scale=true", word]).problems
     assert [each.fix.rpartition("=")[2] for each in found if each.key == "track.noise_scale"] == [fix]

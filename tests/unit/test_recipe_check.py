@@ -1,18 +1,21 @@
 """Derived numbers and the rules between keys."""
 
 from dataclasses import is_dataclass, replace
+from importlib import import_module
+from pkgutil import iter_modules
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from framework import recipe as recipe_room
 from framework.errors import RecipeError
 from framework.recipe.check import RULES, check_recipe
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive, unpadded_lengths
 from framework.recipe.describe import describe_derived
 from framework.recipe.keys import list_paths
-from framework.recipe.problem import Problem
+from framework.recipe.problem import Problem, Rule
 from framework.recipe.schema import Batch, Data, Launch, Parallel, Recipe, Source, Train
 
 SOUND = replace(
@@ -36,6 +39,13 @@ def recipe_with(ranks=1, sequences=None, tokens=None, microbatch=1, context=8, *
         parallel=Parallel(**degrees),
         launch=Launch(ranks=ranks),
     )
+
+
+def test_every_rule_is_asked():
+    modules = [import_module(f"framework.recipe.{each.name}") for each in iter_modules(recipe_room.__path__)]
+    found = {name: each for module in modules for name, each in vars(module).items() if isinstance(each, Rule)}
+    assert len(found) > 30
+    assert [name for name, each in found.items() if each not in RULES] == []
 
 
 class TestDerive:
