@@ -44,6 +44,8 @@ class UnitClock:
         for hook in self._hooks:
             hook.remove()
         is_on = step == self._step
+        if is_on:  # once more, perhaps: a rewind takes steps back
+            self._seconds.clear()
         modules = find_modules(self._run, self._units) if is_on else []
         self._hooks = [hook for name, each in modules for hook in UnitRanges(name, each, self._range).handles]
         return self._now if is_on else self._clock
