@@ -134,7 +134,8 @@ def freeze(plan: Plan, is_run: bool) -> Recipe:
     trained. is_run: its weights are a checkpoint's. No optimizer updates it, and what the recipe's asks of trained parameters is
     not asked of frozen ones."""
     recipe = plan.recipe
-    sizes = {name: each.numel() for name, each in plan.whole.named_parameters() if not is_adapter(name)}
+    named = plan.whole.named_parameters()
+    sizes = {name: each.numel() for name, each in named if each.requires_grad and not is_adapter(name)}
     smallest = min(sizes, key=lambda name: (sizes[name], name))
     weights = recipe.model.weights if is_run else recipe.loss.reference
     revision = recipe.model.revision if is_run else None
