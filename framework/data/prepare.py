@@ -58,7 +58,7 @@ from framework.data.store import (
     hold_lock,
     verify_small_files,
 )
-from framework.data.tasks import keep_tasks
+from framework.data.tasks import keep_tasks, open_task, refuse_unknown_score
 from framework.data.tokenize import (
     TokenizerInfo,
     cut_at_spaces,
@@ -116,7 +116,8 @@ def prepare(recipe: Recipe, workers: int | None = None, progress: bool = True) -
             ) from error
         raise
     prepared = open_found(find_prepared(recipe, places))
-    keep_tasks(recipe.eval.tasks, prepared.tokenizer, recipe.batch.context)
+    kept = keep_tasks(recipe.eval.tasks, prepared.tokenizer, recipe.batch.context)
+    refuse_unknown_score(recipe.checkpoint.keep_best, [open_task(place) for place in kept])
     return prepared
 
 

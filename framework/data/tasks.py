@@ -34,7 +34,7 @@ import numpy as np
 import xxhash
 
 from framework.data.tokenize import WINDOW_CHARS, load_encoder, load_tokenizer, read_info
-from framework.errors import DataError
+from framework.errors import DataError, RecipeError
 from framework.files import write_atomically
 
 # Raise it when equal files give other tokens.
@@ -140,7 +140,7 @@ def list_tasks(paths: Sequence[str]) -> dict[str, Path]:
                 f" lm-evaluation-harness: meshwright evaluate --import {path.stem} --to {path.parent}"
             )
         for file in files:
-            if file.stem in found:
+            if found.get(file.stem, file) != file:
                 raise DataError(f"eval.tasks: {found[file.stem]} and {file} are both task {file.stem}: rename one")
             found[file.stem] = file
     return found
@@ -174,6 +174,13 @@ def open_task(place: Path) -> Task:
         raise DataError(f"{place} is damaged ({error}). Delete it; the next start tokenizes its task again") from error
 
 
+def refuse_unknown_score(keep_best: bool | str, tasks: Sequence[Task]) -> None:
+    """Raises RecipeError where checkpoint.keep_best names no score of the tasks."""
+    names = [f"{task.name}/{name}" for task in tasks for name in SCORES[task.kind]]
+    if isinstance(keep_best, str) and keep_best not in names:
+        raise RecipeError(f"checkpoint.keep_best={keep_best}: no task has that score. There are {', '.join(names)}")
+
+
 # --- from a file to requests
 
 
@@ -188,7 +195,7 @@ def read_records(file: Path) -> Iterator[tuple[int, Kind, list[Request]]]:
         if line.strip():
             try:
                 yield number, *_read_record(json.loads(line))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"eval.tasks: {file}:{number}: {error}") from error
 
 
@@ -209,7 +216,8 @@ def _read_record(record: Any) -> tuple[Kind, list[Request]]:
         raise ValueError(f"`answer` is {legal}, not {json.dumps(record.get('answer'))}")
     # A choice begins with the space before it, which lm-evaluation-harness does not count.
     sizes = record.get("sizes") or [len(each.lstrip()) if name == "choices" else len(each) for each in several]
-    if len(sizes) != len(several) or any(not isinstance(each, int | float) or each <= 0 for each in sizes):
+    is_numbers = isinstance(sizes, list) and all(isinstance(each, int | float) and each > 0 for each in sizes)
+    if not is_numbers or len(sizes) != len(several):
         raise ValueError(f"`sizes` are {len(several)} positive numbers, not {json.dumps(sizes)}")
     if name == "choices":
         context = _take(record, "context", may_be_empty=True)

@@ -20,11 +20,9 @@ from framework.data.loader import batch_rows
 from framework.data.open_data import keeps_any_documents_apart
 from framework.data.pack import Microbatch, Mode, Packer
 from framework.data.store import TokenStream
-from framework.data.tasks import SCORES, Task, keep_tasks, open_task
+from framework.data.tasks import Task, keep_tasks, open_task, refuse_unknown_score
 from framework.data.tokenize import read_info
-from framework.errors import RecipeError
 from framework.plan.plan import Plan
-from framework.recipe.schema import Recipe
 from framework.train.step import TrainingRun, run_alone
 from framework.train.validation import Validation
 
@@ -78,7 +76,7 @@ def open_evaluation(plan: Plan, tokenizer: Path, mesh: Mesh) -> Evaluation:
     keep = partial(keep_tasks, settings.tasks, tokenizer, recipe.batch.context)
     places = broadcast_object(keep, world)
     tasks = share_errors(lambda: [open_task(place).head(settings.limit) for place in places], world)
-    refuse_unknown_score(recipe, tasks)
+    refuse_unknown_score(recipe.checkpoint.keep_best, tasks)
     mode: Mode = "best_fit" if keeps_any_documents_apart(recipe, plan.config) else "alone"
     info = read_info(tokenizer)
     assert info is not None, f"a tokenizer in {tokenizer}"
@@ -108,15 +106,3 @@ def evaluate(run: TrainingRun, plan: Plan, evaluation: Evaluation) -> dict[str, 
     validation = Validation(evaluation.microbatches(plan, run.mesh))
     run_alone(run, validation)
     return evaluation.judge(validation, run.mesh)
-
-
-def name_scores(tasks: Sequence[Task]) -> list[str]:
-    """The names of all scores of tasks."""
-    return [f"{task.name}/{name}" for task in tasks for name in SCORES[task.kind]]
-
-
-def refuse_unknown_score(recipe: Recipe, tasks: Sequence[Task]) -> None:
-    """Raises RecipeError where checkpoint.keep_best names no score of the tasks."""
-    by, names = recipe.checkpoint.keep_best, name_scores(tasks)
-    if isinstance(by, str) and by not in names:
-        raise RecipeError(f"checkpoint.keep_best={by}: no such score. There are {', '.join(names)}")

@@ -21,12 +21,12 @@ from framework.data.tasks import (
     list_tasks,
     open_task,
     read_records,
+    refuse_unknown_score,
     tokenize_task,
 )
 from framework.data.tokenize import save_tokenizer, train_bpe
 from framework.errors import DataError, ModelError, RecipeError
 from framework.recipe.schema import Checkpoint, Recipe
-from framework.train.evaluation import refuse_unknown_score
 from framework.train.save_policy import SavePolicy
 from framework.train.state import RunState
 from tests.tiny_run import WORDS
@@ -80,6 +80,8 @@ CHOICES = {"context": "Is it?", "choices": [" yes", " no"], "answer": 1}
         ({**CHOICES, "choices": [" yes", "  "]}, "`choices` is a list of at least two texts"),
         ({**CHOICES, "sizes": [1]}, "`sizes` are 2 positive numbers"),
         ({**CHOICES, "sizes": [1, 0]}, "`sizes` are 2 positive numbers"),
+        ({**CHOICES, "sizes": 2}, "`sizes` are 2 positive numbers"),
+        ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "recursion"),
         ({"text": " "}, "`text` is"),
         ({"text": "another kind"}, "a record of text, behind one of choices in line 1"),
         ({**CHOICES, "choices": [" yes", " no" * 40]}, "tokens, more than batch.context=8"),
@@ -101,6 +103,7 @@ def test_files_that_are_no_tasks_are_refused(tmp_path: Path) -> None:
     (tmp_path / "task.txt").write_text("a")
     with pytest.raises(DataError, match="are both task task: rename one"):
         list_tasks([str(write(tmp_path, CHOICES)), str(tmp_path / "task.txt")])
+    assert len(list_tasks([str(tmp_path / "task.txt")] * 2)) == 1
     (tmp_path / "bytes.txt").write_bytes(b"\xff")
     with pytest.raises(DataError, match="cannot be read as UTF-8"):
         list(read_records(tmp_path / "bytes.txt"))
@@ -191,9 +194,9 @@ def test_a_score_that_no_task_has_is_refused() -> None:
     tasks = [make_task("continuation", [(0, 0)], [0, 1])]
     recipe = replace(Recipe(), checkpoint=Checkpoint(keep_best="t/acc_norm"))
     with pytest.raises(
-        RecipeError, match=r"checkpoint.keep_best=t/acc_norm: no such score. There are t/acc, t/perplexity"
+        RecipeError, match=r"checkpoint.keep_best=t/acc_norm: no task has that score. There are t/acc, t/perplexity"
     ):
-        refuse_unknown_score(recipe, tasks)
+        refuse_unknown_score(recipe.checkpoint.keep_best, tasks)
     for kind, names in SCORES.items():
         assert [is_better_low(f"t/{name}") for name in names] == ["acc" not in name for name in names], kind
 
