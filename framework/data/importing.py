@@ -50,8 +50,9 @@ def import_store(
         hashes.append(xxhash.xxh3_64_intdigest(ids.astype("<u4").tobytes()))
         lengths.append(len(ids))
     hash_of, length_of = np.array(hashes, np.uint64), np.array(lengths, np.int64)
-    # Where there are two different documents, there is one on each side.
-    lowest, highest = (int(hash_of.min()), int(hash_of.max())) if total else (0, 0)
+    # Where there are two different documents, there is one on each side. Empty ones are on none.
+    full = hash_of[length_of > 0]
+    lowest, highest = (int(full.min()), int(full.max())) if len(full) else (0, 0)
     threshold = min(max(threshold, lowest + 1), highest) if threshold and lowest < highest else 0
     is_held_out = hash_of < np.uint64(threshold)
     splits: dict[str, SplitReport] = {}

@@ -127,9 +127,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(build(make_recipe(folder / "tokens", write_jsonl(folder / "a.jsonl", make_texts(60)))).tokenizer)
 
 
-def import_recipe(root: Path, path: Path, kind: str, tokenizer: str, **more: Any) -> Recipe:
-    source = Source(str(path), format=kind, field="tokens", **more)  # type: ignore[arg-type]
-    data = Data(sources={"s0": source}, root=str(root), validation=0.2)
+def import_recipe(root: Path, path: Path, kind: str, tokenizer: str, share: float = 0.2) -> Recipe:
+    source = Source(str(path), format=kind, field="tokens")  # type: ignore[arg-type]
+    data = Data(sources={"s0": source}, root=str(root), validation=share)
     return Recipe(data=data, model=Model(tokenizer=tokenizer))
 
 
@@ -167,6 +167,16 @@ def test_it_is_trained_on_in_place_with_its_borders_and_held_out_whole(
                     np.array_equal(joined[at : at + 9][: len(row)], row[: len(joined[at : at + 9])])
                     for at in range(0, len(joined), 9)
                 )
+
+
+def test_empty_documents_are_on_neither_side(tmp_path: Path, tokenizer: str) -> None:
+    """Of two different documents one is held out, whatever the hash of an empty one is."""
+    for number in range(8):
+        path = write_megatron(tmp_path / f"a{number}", [[], [5 + number, 0], [], [6 + number, 0]])
+        prepared = prepare(
+            import_recipe(tmp_path / "tokens", path, "megatron", tokenizer, share=1e-6), 1, progress=False
+        )
+        assert [each.num_documents for each in prepared.sources[0].meta.splits.values()] == [1, 1]
 
 
 def test_bad_input_names_the_key(tmp_path: Path, tokenizer: str) -> None:
