@@ -72,9 +72,10 @@ class Root:
         """None for a folder."""
         return ObjectPath(self.text.rstrip("/"), key=KEY) if is_url(self.text) else None
 
-    @cached_property
+    @property
     def folder(self) -> Path:
         """The folder of the stores on this node. DataError if another user has it."""
+        # Not cached: the value would take this node's folder along to others.
         if self.url is None:
             return Path(self.text.removeprefix("file://"))
         user = Path(tempfile.gettempdir(), f"meshwright-{os.getuid()}")

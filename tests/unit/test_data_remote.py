@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import pickle
 import random
 import tempfile
 import threading
@@ -339,6 +340,10 @@ def test_prepare_puts_a_store_that_another_node_trains_on_without_the_sources(
     assert not list(here.joinpath(f"meshwright-{os.getuid()}").rglob("*.tokens"))
     names = {name.rpartition("/")[2] for name in MemoryFileSystem.store}
     assert {"store.json", "train.tokens", "train.ends", "checksums", "info.json", "tokenizer.json"} <= names
+    told = pickle.dumps(find_prepared(url))
+    (third := here / "third").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(third))
+    assert open_found(pickle.loads(told)).sources[0].folder.is_relative_to(third)
     (other := here / "other").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(other))
     source.unlink()
