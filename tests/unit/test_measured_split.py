@@ -211,7 +211,7 @@ def test_ends_have_what_layers_leave_of_their_stage(bounds, splits):
         mesh=SimpleNamespace(device=torch.device("cpu")),
     )
     clock = UnitClock(run, units, 4, lambda: float(next(ticks)))
-    for step in (3, 4, 5):
+    for step in (3, 4, 5, 3, 4):  # a rewind trains the measured step again
         clock.begin_step(step)
         for _ in range(2):
             model(torch.tensor([1, 2])).backward()
@@ -228,4 +228,5 @@ def test_ends_have_what_layers_leave_of_their_stage(bounds, splits):
         assert clock.measure(timed) == {"embedding": (1.0, 0.0), **layers, "head": (7.0, rest)}
     else:
         assert clock.measure(timed) == {"embedding": (8.0, rest), **layers}
+    clock.begin_step(5)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

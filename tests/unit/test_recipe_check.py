@@ -7,12 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.errors import RecipeError
+from framework.recipe import launch_rules, layout_rules, method_rules, run_rules
 from framework.recipe.check import RULES, check_recipe
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive, unpadded_lengths
 from framework.recipe.describe import describe_derived
 from framework.recipe.keys import list_paths
-from framework.recipe.problem import Problem
+from framework.recipe.problem import Problem, Rule
 from framework.recipe.schema import Batch, Data, Launch, Parallel, Recipe, Source, Train
 
 SOUND = replace(
@@ -541,3 +542,10 @@ def test_a_rule_reads_only_the_keys_that_it_declares(overrides):
         assert not {key for key in seen if not any(key == read or key.startswith(f"{read}.") for read in rule.reads)}, (
             rule
         )
+
+
+def test_every_rule_is_asked() -> None:
+    for module in (launch_rules, layout_rules, method_rules, run_rules):
+        written = {name: each for name, each in vars(module).items() if isinstance(each, Rule)}
+        assert written
+        assert [name for name, each in written.items() if each not in RULES] == []
