@@ -96,6 +96,15 @@ def score(
     return scores, seen[0]
 
 
+def score_apart(
+    rank: int, world: int, rendezvous: str, recipe: Recipe, tokenizer: Path
+) -> tuple[dict[str, float], np.ndarray]:
+    """Body: the same where only the first rank's node sees the tasks and their kept tokens."""
+    unseen = patch("framework.train.evaluation.open_task", side_effect=FileNotFoundError)
+    with unseen if rank else nullcontext():
+        return score(rank, world, rendezvous, recipe, tokenizer)
+
+
 def listening(seen: list[np.ndarray]) -> AbstractContextManager[Any]:
     """Note what a validation finds about its documents."""
     original = Validation.score_documents
@@ -250,6 +259,12 @@ def test_planted_bugs_show(
     recipe = recipe_of(root, **layout)
     (_, (log_p, _)), *_ = pool.run(recipe.launch.ranks, score, recipe, root / "data" / "tokenizer", sabotage)
     assert log_p != pytest.approx(score_plainly(root)[0], rel=1e-3)
+
+
+def test_nodes_need_not_share_a_folder(pool: RankPool, models: Callable[..., Path]) -> None:
+    root = models()
+    for found in pool.run(2, score_apart, recipe_of(root, dp=2), root / "data" / "tokenizer"):
+        assert_same(root, found)
 
 
 def train_twice(rank: int, world: int, rendezvous: str, recipe: Recipe, tokenizer: Path) -> list[bool]:
