@@ -79,6 +79,12 @@ def forecast_plan(plan: Plan, loads: Mapping[str, Sequence[int]] | None = None) 
         cautions.append("the step time is that of pipeline.schedule=1f1b, not of pipeline.table")
         costs = _scale(plan.pipeline.costs, costs)
     cautions += [doubt for doubt in [describe_estimate(shape, candidate)] if doubt is not None]
+    if plan.whole_mixers:
+        mixers = " and ".join(sorted(plan.whole_mixers))
+        cautions.append(
+            f"{mixers} compute on the tokens of all ranks of cp: their activations and time are {candidate.cp} times"
+            " what is forecast of them"
+        )
     cautions += _doubt_memory(shape, memory)
     cautions += _doubt_compilation(plan)
     described, _ = find_cluster(plan.recipe)
