@@ -205,11 +205,12 @@ ask_nodes() {
     'echo "$SLURM_NODEID $SLURMD_NODENAME ${SLURM_TOPOLOGY_ADDR:--} ${SLURM_TOPOLOGY_ADDR_PATTERN:--}"' \
     < /dev/null | paste -sd ';')
   export MESHWRIGHT_NODES
+  echo "$MESHWRIGHT_NODES" > "$run/slurm/nodes"    # for `inject`, which looks for a rank from outside
 }
 
 {% endif %}
 start_ranks() {
-  rm -f "$outcome"
+  rm -f "$outcome" "$run/slurm/nodes"
 {% if orders %}
   ask_nodes
 {% endif %}

@@ -33,7 +33,7 @@ from framework.faults.plan import (
 )
 from framework.launch.directory import RunDirectory, find_run
 from framework.launch.jobs import find_jobs, has_ended, is_running, read_history
-from framework.launch.order import NODES, find_rank
+from framework.launch.order import NODES, find_rank, read_order
 from framework.launch.places import explain_errors
 from framework.launch.slurm import RANK_PROGRAM
 from framework.mesh.placement import place
@@ -156,7 +156,8 @@ def _signal(run: RunDirectory, recipe: Recipe, fault: Fault) -> int:
     environment = slurm_environment(os.environ)
     nodes = subprocess.run(expand, env=environment, capture_output=True, text=True, check=False)
     names = nodes.stdout.split()
-    node = _choose_node(recipe, fault, names, job.job_id)
+    answers = run.nodes.read_text().strip() if run.nodes.exists() else ""
+    node = _choose_node(at_nodes(recipe, len(names)), fault, names, job.job_id, answers)
     step = ["srun", f"--jobid={job.job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--quiet"]
     words = [f"{name}={value}" for name in ("rank", "seconds", "node") if (value := getattr(fault, name)) is not None]
     inject = python_words("framework", "inject", str(run.path.absolute()), fault.kind, *words, "--here")
@@ -166,10 +167,14 @@ def _signal(run: RunDirectory, recipe: Recipe, fault: Fault) -> int:
     return EXIT_DONE
 
 
-def _choose_node(recipe: Recipe, fault: Fault, names: Sequence[str], job_id: str) -> str:
-    """The node of the fault, among the nodes that the run has now: these may be fewer than the recipe's most."""
+def _choose_node(recipe: Recipe, fault: Fault, names: Sequence[str], job_id: str, answers: str = "") -> str:
+    """The node of the fault, among the nodes that the run has now: these may be fewer than the recipe's most. answers: of these
+    nodes, by which ranks have taken them in another order than SLURM's."""
     if fault.node is None:
-        number = place(derive(recipe)).node(fault.rank)
+        derived = derive(recipe)
+        number = place(derived).node(fault.rank)
+        if order := read_order(derived, {NODES: answers}):
+            names = [order.names[node] for node in order.nodes]
         if number >= len(names):
             raise RunError(
                 f"rank={fault.rank}: it would be on node {number} of the run, which has {len(names)} now: {', '.join(names)}"

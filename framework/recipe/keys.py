@@ -69,7 +69,7 @@ def list_paths() -> tuple[str, ...]:
 def list_groups() -> list[str]:
     """The schema's groups of keys, as the folders of their recipes are named: optim, optim/schedule."""
     groups = dict.fromkeys(path.rpartition(".")[0] for path in list_paths())
-    return [group.replace(".", "/") for group in groups if NAME not in group]
+    return [group.replace(".", "/") for group in groups if group and NAME not in group]
 
 
 def join(path: str, name: object) -> str:

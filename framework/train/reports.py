@@ -226,7 +226,7 @@ class Reporter:
 
 def find_device_times(pending: PendingStep, device: torch.device) -> StepTimes:
     """The rank's times. On a GPU they are the device's, as its host only launches; its events have passed when the step's sums
-    are read. Not run on a GPU."""
+    are read."""
     if device.type != "cuda":
         return pending.times
     busy_s, waited_s = pending.seconds - pending.times.data_wait_s, sum(each.seconds for each in pending.waits)

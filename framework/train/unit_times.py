@@ -25,7 +25,7 @@ BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)
 class UnitClock:
     """Times the units of this rank in the step `step`; None: in none. units: the whole model's.
 
-    On a GPU the clock waits for the device at each border of a unit, in this step alone. Not run on a GPU.
+    On a GPU the clock waits for the device at each border of a unit, in this step alone.
     """
 
     def __init__(

@@ -160,7 +160,7 @@ def test_scores_are_those_of_lm_eval(models: Callable[..., Path], name: str) -> 
 
 
 AXES = [{axis: 2} for axis in ("dp", "tp", "pp", "cp")]
-SHOWN = [{"tp": 2, "pp": 2, "zero": 3, "chunked": True}, {"cp": 2}]
+SHOWN, MORE = [{"cp": 2}], [{"tp": 2, "pp": 2, "zero": 3, "chunked": True}]
 FACTORS: list[list[Any]] = [[1, 2], [1, 2], [1, 2], [1, 2], [0, 1, 3], [False, True], ["1f1b", "gpipe"]]
 NAMES = ("dp", "tp", "pp", "cp", "zero", "chunked", "schedule")
 PAIRS = [
@@ -170,7 +170,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(
-    "layout", [*SHOWN, *(pytest.param(each, marks=pytest.mark.grid) for each in [*AXES, *PAIRS])], ids=str
+    "layout", [*SHOWN, *(pytest.param(each, marks=pytest.mark.grid) for each in [*MORE, *AXES, *PAIRS])], ids=str
 )
 def test_scores_are_those_of_lm_eval_in_any_layout(
     pool: RankPool, models: Callable[..., Path], layout: dict[str, Any]

@@ -8,7 +8,9 @@ from itertools import permutations
 
 import pytest
 
+from framework.commands.inject import _choose_node
 from framework.errors import TopologyError
+from framework.faults.plan import Fault
 from framework.launch.order import NODES, NodeOrder, describe_nodes, find_rank, read_order
 from framework.launch.slurm import render
 from framework.launch.task import adopt_task
@@ -151,6 +153,14 @@ def test_blocks_are_read_from_slurms_addresses_or_from_names(addresses, pattern,
     assert order.cut == {}
 
 
+def test_a_fault_from_outside_reaches_the_node_that_the_order_gives_its_rank():
+    said = answers(["r1.n1", "r2.n2", "r1.n3", "r2.n4"], "block.node")[NODES]
+    names = ["n1", "n2", "n3", "n4"]
+    found = [_choose_node(recipe_of(), Fault("kill", rank=rank), names, "7", said) for rank in range(8)]
+    assert found == ["n1", "n1", "n3", "n3", "n2", "n2", "n4", "n4"]
+    assert _choose_node(recipe_of(), Fault("kill", rank=2), names, "7", said.rpartition(";")[0]) == "n2"
+
+
 def test_without_all_answers_ranks_keep_their_numbers():
     derived = derive(recipe_of())
     said = answers(["r1.n1", "r2.n2", "r1.n3", "r2.n4"], "block.node")[NODES]
@@ -209,6 +219,7 @@ def script_of(tmp_path, *overrides: str) -> str:
 def test_nodes_are_asked_only_where_their_order_matters(tmp_path, spares):
     script = script_of(tmp_path, f"launch.spares={spares}")
     assert "  ask_nodes\n" in script
+    assert '> "$run/slurm/nodes"' in script
     checked = subprocess.run([SHELLCHECK, "-"], input=script, text=True, capture_output=True, check=False)
     assert checked.returncode == 0, checked.stdout
     assert "ask_nodes" not in script_of(tmp_path, "parallel.tp=2")
