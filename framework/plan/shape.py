@@ -26,6 +26,7 @@ from framework.model.load import build_meta, kept_in_fp32, layer_configs
 from framework.model.mixtures import Mixture, find_constants, find_mixtures, refuse_bias_rate
 from framework.model.mup import SAME, find_scales
 from framework.model.precision import DTYPES
+from framework.model.probe import find_streams
 from framework.model.stage import StageBounds, copy_stage, split_stages
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment, group_parameters, group_trained, optimizer_of
@@ -148,6 +149,11 @@ class ModelShape:
     def hidden(self) -> int:
         """Features of hidden states."""
         return self.text.hidden_size
+
+    @cached_property
+    def streams(self) -> tuple[int, ...]:
+        """Dims of hidden states between tokens and features: so many times as wide is a message between stages."""
+        return find_streams(self.config)
 
     @cached_property
     def vocabulary(self) -> int:
