@@ -103,6 +103,7 @@ def test_a_run_in_stages_is_the_same_stages_by_hand(place: Path, monkeypatch: py
     assert info["stages"] == {"short": 0, "long": 3, "decay": 6}
 
 
+@pytest.mark.grid
 def test_borders_are_steps_that_more_steps_do_not_move(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     stages = load_recipe(Path("runs/staged/recipe.yaml")).train.stages
@@ -121,6 +122,7 @@ def test_borders_are_steps_that_more_steps_do_not_move(place: Path, monkeypatch:
     assert curve("longer")[9][1] == 1344 + 256
 
 
+@pytest.mark.grid
 def test_a_branch_of_a_staged_run_goes_on_within_its_stage(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     for step in (4, 6):

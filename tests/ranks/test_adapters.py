@@ -268,7 +268,7 @@ CODED: dict[str, tuple[str, dict[str, Any], Adapter, dict[str, Any], dict[str, R
 BESIDE_PEFT = CASES | {f"base: {name}": each for name, each in CODED.items()}
 
 
-@pytest.mark.parametrize("name", few_of(BESIDE_PEFT, lambda name: name in ("lora", "base: nf4")))
+@pytest.mark.parametrize("name", few_of(BESIDE_PEFT, lambda name: name == "lora"))
 def test_adapters_equal_peft(pool: RankPool, tmp_path: Path, name: str) -> None:
     of_family, changes, adapter, keys, layouts = BESIDE_PEFT[name]
     if of_family == "gpt2":

@@ -62,7 +62,7 @@ Z_CASES = [
     for chunked in (False, True)
     if "ep" not in label or name in ("qwen3_moe", "deepseek_v3")
 ]
-Z_FAST = {("qwen3_moe", "ep, tp", True), ("deepseek_v3", "pp", False), ("gemma2", "tp", True)}
+Z_FAST = {("qwen3_moe", "ep, tp", True), ("deepseek_v3", "pp", False)}
 
 
 @pytest.mark.parametrize(("name", "label", "chunked"), few_of(Z_CASES, lambda *row: row in Z_FAST))
@@ -76,7 +76,7 @@ def test_z_losses(pool: RankPool, name: str, label: str, chunked: bool) -> None:
 AVERAGES = Train(steps=STEPS, seed=5, ema=0.7)
 
 
-@pytest.mark.parametrize("label", few_of(LAYOUTS, lambda label: label in ("zero 3", "ep, tp")))
+@pytest.mark.parametrize("label", few_of(LAYOUTS, lambda label: label == "ep, tp"))
 @pytest.mark.parametrize("optim", few_of(("adamw", "muon"), lambda name: name == "adamw"))
 def test_averages(pool: RankPool, label: str, optim: str) -> None:
     name = "qwen3_moe" if "ep" in label else "gpt2"
@@ -112,7 +112,7 @@ def test_an_average_is_validated_in_place_of_the_weights_which_stay(offload: Off
     mesh.close()
 
 
-@pytest.mark.parametrize("label", few_of(LAYOUTS, lambda label: label in ("zero 1, accumulation", "ep, tp")))
+@pytest.mark.parametrize("label", few_of(LAYOUTS, lambda label: label == "ep, tp"))
 @pytest.mark.parametrize("optim", few_of(("adamw", "muon", "sgd", "lion"), lambda name: name == "muon"))
 def test_clipped_updates_and_decay_by_the_peak(pool: RankPool, label: str, optim: str) -> None:
     name = "qwen3_moe" if "ep" in label else "gpt2"
@@ -137,7 +137,7 @@ CLIPPED = ("llama", "gpt2", "deepseek_v3", "phi3", "gpt_neox", "gemma2")
     ("name", "label"),
     few_of(
         [(name, label) for name in CLIPPED for label in LAYOUTS if "ep" not in label or name == "deepseek_v3"],
-        lambda *row: row in {("llama", "cp, zero 3"), ("gpt2", "tp, pp"), ("deepseek_v3", "ep, tp")},
+        lambda *row: row in {("llama", "cp, zero 3"), ("deepseek_v3", "ep, tp")},
     ),
 )
 def test_clipped_logits(pool: RankPool, name: str, label: str) -> None:
@@ -157,7 +157,7 @@ BASES: Mapping[str, Mapping[str, object]] = {
     ("name", "label"),
     few_of(
         [(name, label) for name in BASES for label in LAYOUTS if "ep" not in label or name == "qwen3_moe"],
-        lambda *row: row in {("qwen3_moe", "ep, tp"), ("gpt2", "zero 1, accumulation")},
+        lambda *row: row == ("qwen3_moe", "ep, tp"),
     ),
 )
 def test_widths(pool: RankPool, name: str, label: str) -> None:
