@@ -6,7 +6,7 @@ keeps_documents_apart      does attention stay inside of documents that are pack
 refuse_mixed_dtypes        do its tables in fp32 meet weights of another dtype?
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -78,10 +78,13 @@ def find_layer_outputs(config: PretrainedConfig) -> int:
         layers = [unit for unit in units if unit.is_layer]
         for unit in layers:
             whole.get_submodule(unit.root).register_forward_hook(partial(_note_outputs, counts))
+        modules = dict(whole.named_modules())
         try:
             expected = whole(input_ids=tokens).logits
         except FORWARD_ERRORS as error:
             raise refuse_split(config, f"it does not run on token ids alone ({error})") from error
+        if (replaced := find_replaced(whole, modules)) is not None:
+            raise refuse_split(config, replaced)
         if len(layers) < 2 or len(counts) != len(layers) or len(set(counts)) != 1:
             raise refuse_split(config, "its layers are not called one after another")
         try:
@@ -91,6 +94,13 @@ def find_layer_outputs(config: PretrainedConfig) -> int:
     if not _is_close(found, expected):
         raise refuse_split(config, "its layers hand on more than hidden states, or share what they compute")
     return counts[0]
+
+
+def find_replaced(model: nn.Module, before: Mapping[str, nn.Module]) -> str | None:
+    """The reason why what is attached to modules does not last, if a forward has put others in their places, as big_bird's does
+    for short sequences. before: the model's, by name, in front of its first forward."""
+    found = next((name for name, each in model.named_modules() if before.get(name) is not each), None)
+    return None if found is None else f"its forward puts another module in the place of {found}"
 
 
 def find_streams(config: PretrainedConfig) -> tuple[int, ...]:

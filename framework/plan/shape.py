@@ -386,7 +386,14 @@ def refuse_dropped_layers(config: PretrainedConfig, pp: int, tp: int) -> None:
 
 
 def refuse_fresh_seeds(config: PretrainedConfig) -> None:
-    """Raises ModelError for a family that seeds torch's generator anew, in each forward of its training."""
+    """Raises ModelError for a family that seeds torch's generator anew, in each forward of its training; and for one that has no
+    number of decoder layers, of which units, stages and a small copy are made."""
+    text = config.get_text_config()
+    if all(getattr(text, name, None) is None for name in ("num_hidden_layers", "layer_types")):
+        raise ModelError(
+            f"model.family={config.model_type}: its config has no num_hidden_layers, and so no one list of decoder layers that"
+            " could be sharded, cut or counted (blt is four models within one another): choose another family"
+        )
     if config.model_type in FRESH_SEEDS:
         raise ModelError(
             f"model.family={config.model_type} takes a new random seed in every forward, so that no run of it could be"

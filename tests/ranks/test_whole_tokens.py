@@ -4,10 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
 from framework.mesh.context import ContextSlices
+from framework.model.shrink import shrink
 from framework.parallel.attention import find_whole, hook
 from framework.parallel.attention.whole_tokens import WholeTokens, tokens_of
 from framework.plan.forecast_plan import forecast_plan
@@ -25,6 +27,14 @@ MORE = (Way("gpt_neo", 2, pp=2, count=3), Way("bloom", 2, tp=2, sequence=False),
 
 def test_mixers_of_their_own_equal_one_process(pool: RankPool) -> None:
     assert_equal(pool, 2, [way.case() for way in SHOWN])
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", ["xlstm", "deepseek_v4"])
+def test_states_of_mixers_and_ids_for_routers_are_told_from_tokens(name: str, pool: RankPool) -> None:
+    """xlstm's mixers hand on a state; deepseek_v4 chooses experts by the ids of tokens."""
+    case = replace(Way("bloom", 2).case(), config=shrink(AutoConfig.for_model(name)))
+    assert_equal(pool, 2, [case])
 
 
 @pytest.mark.grid

@@ -11,11 +11,14 @@ from framework import cli
 from framework.errors import EXIT_DONE, EXIT_USER, ModelError
 from framework.launch.parts import check_ranks, summarize
 from framework.plan.check import check_layout, check_layouts
+from framework.plan.shape import refuse_fresh_seeds
 from framework.recipe.compose import compose
 from tests.grid import few_of
 
 QUICKSTART = ("experiment=quickstart", "launch.device=cpu")
 SMALL = ("~model", "data.bpe_vocab=300")
+BERT = "{vocab_size:300,hidden_size:32,intermediate_size:56,num_hidden_layers:2,num_attention_heads:4,is_decoder:true}"
+TWO = ("launch.ranks=2", "parallel.dp=1")
 SIZES = "{vocab_size:300,hidden_size:32,intermediate_size:56,num_hidden_layers:2,num_attention_heads:4,num_key_value_heads:2}"
 # What passed `check` and failed on the ranks: overrides of the quickstart, and what the error says.
 MISTAKES = {
@@ -78,6 +81,18 @@ MISTAKES = {
         ),
         ("parallel.sequence=true cannot divide the tokens of hrm_text", "Use parallel.sequence=false"),
     ),
+    "an attention that the model replaces": (
+        (*SMALL, *TWO, "model.family=big_bird", f"model.config={BERT}", "parallel.tp=2"),
+        ("bert.encoder.layer.0.attention.self", "set model.config.attention_type=original_full"),
+    ),
+    "stages of an attention that the model replaces": (
+        (*SMALL, *TWO, "model.family=big_bird", f"model.config={BERT}", "parallel.pp=2"),
+        ("puts another module in the place of bert.encoder.layer.0.attention.self", "Use parallel.pp=1"),
+    ),
+    "an attention that takes its width from its input": (
+        (*SMALL, *TWO, "model.family=trocr", "~model.config.intermediate_size", "parallel.tp=2"),
+        ("model.decoder.layers.0.self_attn (TrOCRAttention)", "use parallel.tp=1"),
+    ),
     "context over positions": (
         ("batch.context=4096",),
         ("batch.context = 4096", "2,048 positions", "max_position_embeddings=4096"),
@@ -103,6 +118,11 @@ def test_check_with_the_model_names_key_reason_and_fix(name, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert not [words for words in says if words not in " ".join(err.split())], err
+
+
+def test_a_family_without_a_number_of_layers_is_refused():
+    with pytest.raises(ModelError, match=r"model\.family=blt: its config has no num_hidden_layers"):
+        refuse_fresh_seeds(AutoConfig.for_model("blt"))
 
 
 COMMANDS = ("train", "submit --dry-run", "train -m optim.lr=1e-3,1e-4")

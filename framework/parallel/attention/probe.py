@@ -229,7 +229,7 @@ class _Probe:
     def run_whole(self, tokens: Tensor, rows: "_Rows", mixers: Collection[str]) -> Tensor:
         """Logits [1, T, V] of a model that has the hidden states of each rank in a row of its own, but within mixers."""
         join = rows.join
-        ways = WholeTokens(rows.slices[0].tokens_local, join, rows.divide, join)
+        ways = WholeTokens(rows.slices[0].tokens_local, rows.total, join, rows.divide, join)
         hook_whole(self.model, mixers, replace(ways, gather=lambda x: x if x.shape[1] == rows.total else join(x)), True)
         return rows.join(self.model(input_ids=tokens, **self._positions(rows)).logits)
 

@@ -35,10 +35,11 @@ Map = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class WholeTokens:
-    """The ways between a rank's tokens and all. local: C; gather: [B, C, ...] -> [B, S, ...] of all ranks; take: this rank's rows
-    of [B, S, ...]; place: [B, C, D] -> [B, S, D] with this rank's rows in their places."""
+    """The ways between a rank's tokens and all. local: C; total: S; gather: [B, C, ...] -> [B, S, ...] of all ranks; take: this
+    rank's rows of [B, S, ...]; place: [B, C, D] -> [B, S, D] with this rank's rows in their places."""
 
     local: int
+    total: int
     gather: Map
     take: Map
     place: Map
@@ -57,7 +58,20 @@ class WholeTokens:
 
         args, kwargs = tree_map(gather, (args, kwargs))
         output = forward(*args, **kwargs)
-        return tree_map(lambda x: self.take(x) if isinstance(x, Tensor) and x.ndim == len(shape) else x, output)
+        # A state beside it (xlstm's) is of the whole sequence, and has no rows of tokens.
+        return tree_map(lambda x: self.take(x) if self._has_all(x) and x.ndim == len(shape) else x, output)
+
+    def take_ids(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """In front of a module that computes on this rank's tokens: of integers for each token, [B, S], which the model hands to
+        its layers (deepseek_v4 chooses experts by them), this rank's."""
+
+        def take(x: Any) -> Any:
+            return self.take(x) if self._has_all(x) and x.ndim == 2 and not x.is_floating_point() else x
+
+        return tree_map(take, (args, kwargs))  # type: ignore[no-any-return]
+
+    def _has_all(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and x.shape[1:2] == (self.total,)
 
 
 def tokens_of(slices: ContextSlices, cp: Communicator) -> WholeTokens:
@@ -80,7 +94,7 @@ def tokens_of(slices: ContextSlices, cp: Communicator) -> WholeTokens:
         zeros = x.new_zeros(len(x), context, *x.shape[2:])
         return zeros.index_copy(1, own[:valid].to(x.device), x[:, :valid])
 
-    return WholeTokens(slices.tokens_local, gather, take, place)
+    return WholeTokens(slices.tokens_local, context, gather, take, place)
 
 
 def refuse_sequence(config: PretrainedConfig, mixers: Collection[str]) -> NoReturn:
@@ -97,14 +111,23 @@ def hook_whole(model: PreTrainedModel, mixers: Collection[str], tokens: WholeTok
     found = find_layers(model)
     assert found is not None, "its mixers were found in layers"
     for layer in found[1]:
-        for module in layer.modules():
-            if type(module).__name__ in mixers:
-                module.forward = partial(tokens.compute, module.forward)
+        _hook_parts(layer, mixers, tokens)
     model.register_forward_pre_hook(partial(_give_all, tokens, has_documents), with_kwargs=True)
     found[1][0].register_forward_pre_hook(partial(_take_input, tokens), with_kwargs=True)
     find_last_module(model).register_forward_hook(partial(_place_output, tokens))
     head: Any = model.get_output_embeddings()
     head.register_forward_pre_hook(lambda module, args: (tokens.take(args[0]), *args[1:]))
+
+
+def _hook_parts(module: nn.Module, mixers: Collection[str], tokens: WholeTokens) -> None:
+    """Hook the outermost modules within that are mixers, and those around none."""
+    for part in module.children():
+        if type(part).__name__ in mixers:
+            part.forward = partial(tokens.compute, part.forward)
+        elif isinstance(part, nn.ModuleList) or any(type(each).__name__ in mixers for each in part.modules()):
+            _hook_parts(part, mixers, tokens)
+        else:
+            part.register_forward_pre_hook(tokens.take_ids, with_kwargs=True)
 
 
 def _give_all(tokens: WholeTokens, has_documents: bool, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

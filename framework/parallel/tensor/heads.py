@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from framework.errors import ModelError
 from framework.mesh.topology import Axis
 from framework.model import mixers
 from framework.model.mixers import find_mixers, form_of_mixer, linear_heads
@@ -99,6 +100,25 @@ def divide_numbers(attention: Any, counts: Counts, tp: Axis) -> None:
         attention.config = copy.copy(attention.config)
         attention.config.num_attention_heads, attention.config.num_key_value_heads = q_local, kv_local
     _select_head_arguments(attention, counts, tp)
+
+
+def refuse_fixed_attention(model: PreTrainedModel, name: str) -> None:
+    """Raise ModelError for an attention that cannot be told of this rank's heads: its model puts another in its place, or its
+    forward takes their width from its input. Read off the source, since nothing else tells."""
+    attention, config = model.get_submodule(name), model.config.get_text_config()
+    kind, around = type(attention), model.get_submodule(name.rpartition(".")[0])
+    if hasattr(around, "set_attention_type") and getattr(config, "attention_type", "") != "original_full":
+        raise ModelError(
+            f"parallel.tp: the first forward of {config.model_type} models puts another attention in the place of {name}"
+            f" ({kind.__name__}): set model.config.attention_type=original_full, or use parallel.tp=1"
+        )
+    source = inspect.getsource(kind.forward) if kind.__module__.startswith("transformers.") else ""
+    width = re.search(r"\w+, \w+, (\w+) = hidden_states\.(?:size\(\)|shape)", source)
+    if width is not None and re.search(rf"(?:view|reshape)\([^()]*\b{width[1]}\)", source):
+        raise ModelError(
+            f"parallel.tp: {name} ({kind.__name__}) takes the width of its heads from its input, which is that of all heads:"
+            " use parallel.tp=1"
+        )
 
 
 def _select_head_arguments(attention: nn.Module, counts: Counts, tp: Axis) -> None:

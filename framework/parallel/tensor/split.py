@@ -22,7 +22,7 @@ from framework.model.units import find_last_module, find_layers
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor.borders import ShardedBorder, make_border
 from framework.parallel.tensor.find_regions import RegionPlan, find_regions, holder
-from framework.parallel.tensor.heads import count_heads, divide_numbers
+from framework.parallel.tensor.heads import count_heads, divide_numbers, refuse_fixed_attention
 from framework.parallel.tensor.layers import ColumnLinear, RowLinear, SplitRMSNorm, look_up_locally
 from framework.parallel.tensor.partition import FEATURES, Counts, PartitionedDim, SplitParameters, partition
 from framework.parallel.tensor.regions import (
@@ -112,6 +112,7 @@ class _Splitter:
         attentions = {holder(name) for name, role in found.roles.items() if role.arrangement not in FEATURES}
         counts = self._count_heads(found) if attentions else NO_HEADS
         for name in attentions:
+            refuse_fixed_attention(self.model, name)
             attention = self.model.get_submodule(name)
             if "state_rows" in counts.linear:
                 divide_mixer(attention, counts, self.tp)
