@@ -293,5 +293,6 @@ def mup(recipe: Recipe) -> Iterator[Problem]:
 
 
 METHOD_RULES = (
-    averages, qk_clip, mup, updates, schedule, optimizer, muon, moments, clipping, patterns, adapter, preferences,
+    averages, qk_clip, mup, updates, schedule, optimizer, muon, moments, clipping, patterns, noise_scale, adapter,
+    preferences,
 )  # fmt: skip

@@ -1,18 +1,21 @@
 """Derived numbers and the rules between keys."""
 
 from dataclasses import is_dataclass, replace
+from importlib import import_module
+from pkgutil import iter_modules
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import framework.recipe
 from framework.errors import RecipeError
 from framework.recipe.check import RULES, check_recipe
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive, unpadded_lengths
 from framework.recipe.describe import describe_derived
 from framework.recipe.keys import list_paths
-from framework.recipe.problem import Problem
+from framework.recipe.problem import Problem, Rule
 from framework.recipe.schema import Batch, Data, Launch, Parallel, Recipe, Source, Train
 
 SOUND = replace(
@@ -20,6 +23,12 @@ SOUND = replace(
     batch=Batch(sequences_per_step=8),
     data=Data(sources={"a": Source("x")}, bpe_vocab=512),
 )
+
+
+def test_every_rule_that_is_written_is_asked():
+    modules = [import_module(f"framework.recipe.{each.name}") for each in iter_modules(framework.recipe.__path__)]
+    written = {name: each for module in modules for name, each in vars(module).items() if isinstance(each, Rule)}
+    assert [name for name, each in written.items() if each not in RULES] == []
 
 
 def problems_of(*overrides: str) -> dict[str, Problem]:
