@@ -142,6 +142,11 @@ class ObjectPath:
             if each["name"].strip("/") != key.strip("/")
         }
 
+    def read_size(self) -> int:
+        """The object's bytes."""
+        with self._open() as (store, key):
+            return int(store.size(key))
+
     def read_bytes(self) -> bytes:
         with self._open() as (store, key):
             return bytes(store.cat_file(key))

@@ -8,7 +8,7 @@
 
 # Of the shell that calls sbatch a job gets what would be options of the commands below, and ranks that are not its own.
 unset "${!SBATCH_@}" "${!SRUN_@}" "${!SQUEUE_@}" "${!SCANCEL_@}" "${!SCONTROL_@}" "${!SLURM_CPU_BIND@}" SLURM_TIME_FORMAT \
-  RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
+  RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MESHWRIGHT_NODES
 
 run={{ run }}
 job=$SLURM_JOB_ID

@@ -1,7 +1,7 @@
 """`BlockCodec` in Triton: a message is made, and read, in one pass over its numbers. A program has one block.
 
 Bit for bit what torch's operations make: numbers are rounded by fp32's additions, half to even, before they are cast, and
-products are not contracted with sums.
+products are not contracted with sums. Programs are in one dim: in others a launch has 65,535, and there are more rows of experts.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ def _encode(
     x, message, n, blocks, width, x_stride, x_inner, message_stride, message_inner,
     LARGEST: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     x += row // width * x_stride + row % width * x_inner
     message += row // width * message_stride + row % width * message_inner
     # Numbers of even and of odd places, which int4 puts into one byte.
@@ -63,7 +63,7 @@ def _decode_sum(
     messages, out, n, blocks, width, ranks, rank_stride, message_stride, message_inner, out_stride, out_inner,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     messages += row // width * message_stride + row % width * message_inner
     out += row // width * out_stride + row % width * out_inner
     places = block * BLOCK + tl.arange(0, BLOCK)
@@ -91,13 +91,13 @@ class TritonCodes:
             x, message = x[None], message[None]
         (a, b, n), blocks = x.shape, triton.cdiv(x.shape[2], codec.block)
         strides, options = (*x.stride()[:2], *message.stride()[:2]), (codec.largest, codec.kind, codec.block)
-        _encode[blocks, a * b](x, message, n, blocks, b, *strides, *options, enable_fp_fusion=False)
+        _encode[(blocks * a * b,)](x, message, n, blocks, b, *strides, *options, enable_fp_fusion=False)
 
     def decode_sum(self, codec: Any, messages: Tensor, out: Tensor) -> None:
         while out.ndim < 3:
             messages, out = messages[:, None], out[None]
         (a, b, n), blocks = out.shape, triton.cdiv(out.shape[2], codec.block)
         strides, options = (*messages.stride()[:3], *out.stride()[:2]), (codec.kind, codec.block)
-        _decode_sum[blocks, a * b](
+        _decode_sum[(blocks * a * b,)](
             messages, out, n, blocks, b, len(messages), *strides, *options, enable_fp_fusion=False
         )

@@ -1,7 +1,7 @@
 """`meshwright prune`: remove old checkpoints of runs that do not run. Without --yes it says which, and removes nothing.
 
-A run keeps its newest whole checkpoints, the best one (`checkpoint.keep_best`), those of `checkpoint.keep_every`, those that were
-the beginning of branches beside it, and all damaged ones. Nothing else in its folder is touched.
+A run keeps its newest whole checkpoints, the best one (`checkpoint.keep_best`), those of `checkpoint.keep_every`, those that runs
+beside it have begun with or compare their answers with, and all damaged ones. Nothing else in its folder is touched.
 """
 
 import argparse
@@ -66,12 +66,13 @@ def _prune(run: RunDirectory, *, keep: int, removes: bool) -> int:
 
 
 def _find_origins(run: RunDirectory) -> set[int]:
-    """Steps of the run with which runs beside it have begun: a branch that begins anew reads its origin again."""
+    """Steps of the run that runs beside it have begun with, or compare their answers with: a start anew reads them again."""
     found = set()
-    for other in list_runs(run.path.parent):
-        name, _, step = str(load_recipe(other.recipe).run.start_from or "").rpartition("@")
-        if step.isdigit() and find_run(name).resolve() == run.path.resolve():
-            found.add(int(step))
+    for other in map(load_recipe, (each.recipe for each in list_runs(run.path.parent))):
+        for named in (other.run.start_from, other.loss.reference):
+            name, _, step = str(named or "").rpartition("@")
+            if step.isdigit() and find_run(name).resolve() == run.path.resolve():
+                found.add(int(step))
     return found
 
 

@@ -8,12 +8,13 @@
 | ids | parquet, or Arrow as a stream or file | `field` of a row, a list of integers |
 
 A reader gives documents by number: bytes of a memory map, or of parquet rows of a decoded row group, of which the last few are
-kept. `prepare` reads everything once, to check the ids and to choose what is held out, and keeps of each document where it ends
-and its number (`ImportedTokens`): nothing is tokenized, nothing copied.
+kept, of all files together. `prepare` reads everything once, to check the ids and to choose what is held out, and keeps of each
+document where it ends and its number (`ImportedTokens`): nothing is tokenized, nothing copied.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -43,16 +44,30 @@ class IdFile:
     read: Callable[[int], np.ndarray]
 
 
-def open_ids(file: SourceFile, field: str, vocab_size: int) -> IdFile:
-    """Open a file of ids. DataError, naming it, where it is not of its format."""
-    openers: dict[str, Callable[[], IdFile]] = {
-        "megatron": lambda: _open_megatron(file.path),
-        "datatrove": lambda: _open_datatrove(file.path, vocab_size),
-        "mds": lambda: _open_mds(file.path, field),
-        "ids": lambda: (_open_parquet if file.path.suffix in (".parquet", ".pq") else _open_arrow)(file.path, field),
+def open_ids(files: Sequence[SourceFile], field: str, vocab_size: int) -> list[IdFile]:
+    """Open files of ids. DataError, naming one, where it is not of its format."""
+    # Of all files: a source may have thousands.
+    read_group = lru_cache(GROUPS_KEPT)(_read_group)
+    openers: dict[str, Callable[[Path], IdFile]] = {
+        "megatron": _open_megatron,
+        "datatrove": lambda path: _open_datatrove(path, vocab_size),
+        "mds": lambda path: _open_mds(path, field),
+        "ids": lambda path: (
+            _open_parquet(path, field, read_group) if path.suffix in (".parquet", ".pq") else _open_arrow(path, field)
+        ),
     }
+    opened = []
+    for file in files:
+        with name_file(file, field):
+            opened.append(openers[file.kind](file.path))
+    return opened
+
+
+@contextmanager
+def name_file(file: SourceFile, field: str) -> Iterator[None]:
+    """A context whose errors about the content of a file name it: DataError."""
     try:
-        return openers[file.kind]()
+        yield
     except (OSError, ValueError, KeyError, IndexError, pyarrow.ArrowException) as error:
         raise DataError(
             f"{file.path}: not a file of data.sources.NAME.format={file.kind} with a field `{field}` of ids"
@@ -127,15 +142,14 @@ def _open_arrow(path: Path, field: str) -> IdFile:
     return _open_columns([batch.num_rows for batch in open_batches(path)], list(open_batches(path)).__getitem__, field)
 
 
-def _open_parquet(path: Path, field: str) -> IdFile:
+def _open_parquet(path: Path, field: str, read_group: Callable[[Path, int, str], Any]) -> IdFile:
     metadata = pyarrow.parquet.read_metadata(path)
     counts = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+    return _open_columns(counts, lambda number: read_group(path, number, field), field)
 
-    @lru_cache(GROUPS_KEPT)
-    def read_group(number: int) -> Any:
-        return pyarrow.parquet.ParquetFile(path).read_row_group(number, [field]).combine_chunks().to_batches()[0]
 
-    return _open_columns(counts, read_group, field)
+def _read_group(path: Path, number: int, field: str) -> Any:
+    return pyarrow.parquet.ParquetFile(path).read_row_group(number, [field]).combine_chunks().to_batches()[0]
 
 
 def _open_columns(counts: Sequence[int], get_batch: Callable[[int], Any], field: str) -> IdFile:

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from tqdm import tqdm
 
-from framework.data.formats import IdFile, open_ids
+from framework.data.formats import IdFile, name_file, open_ids
 from framework.data.shard import SplitReport
 from framework.data.source import BAR_DELAY_S, SourceFile
 from framework.data.store import (
@@ -42,16 +42,17 @@ def import_store(
     progress: bool,
 ) -> None:
     """Write the store of imported files. threshold: below it a hash is held out. DataError for ids without tokens."""
-    opened = [open_ids(file, field, vocab_size) for file in files]
+    opened = open_ids(files, field, vocab_size)
     hashes, lengths = array("Q"), array("q")
-    documents = _read_documents(files, opened, vocab_size)
+    documents = _read_documents(files, opened, field, vocab_size)
     total = sum(ids.num_documents for ids in opened)
     for ids in tqdm(documents, "read ids", total, unit=" documents", delay=BAR_DELAY_S, disable=not progress):
         hashes.append(xxhash.xxh3_64_intdigest(ids.astype("<u4").tobytes()))
         lengths.append(len(ids))
     hash_of, length_of = np.array(hashes, np.uint64), np.array(lengths, np.int64)
-    # Where there are two different documents, there is one on each side.
-    lowest, highest = (int(hash_of.min()), int(hash_of.max())) if total else (0, 0)
+    # Where there are two different documents, there is one on each side. Empty ones are on none.
+    full = hash_of[length_of > 0]
+    lowest, highest = (int(full.min()), int(full.max())) if len(full) else (0, 0)
     threshold = min(max(threshold, lowest + 1), highest) if threshold and lowest < highest else 0
     is_held_out = hash_of < np.uint64(threshold)
     splits: dict[str, SplitReport] = {}
@@ -64,7 +65,7 @@ def import_store(
             _write(folder / f"{split}.numbers", numbers)
             checksum = xxhash.xxh3_128_hexdigest(hash_of[numbers].tobytes() + ends.tobytes())
             splits[split] = SplitReport(len(ends), int(ends[-1]), checksum)
-    for number, ids in enumerate(_read_documents(files, opened, vocab_size) if "validation" in splits else ()):
+    for number, ids in enumerate(_read_documents(files, opened, field, vocab_size) if "validation" in splits else ()):
         if is_held_out[number]:
             counts += np.bincount(ids, minlength=vocab_size)
     meta = make_meta([splits], threshold)
@@ -74,17 +75,22 @@ def import_store(
     meta.write(folder)
 
 
-def _read_documents(files: Sequence[SourceFile], opened: Sequence[IdFile], vocab_size: int) -> Iterator[np.ndarray]:
+def _read_documents(
+    files: Sequence[SourceFile], opened: Sequence[IdFile], field: str, vocab_size: int
+) -> Iterator[np.ndarray]:
     """The ids of all documents in order, checked. DataError for an id without a token."""
     for file, ids in zip(files, opened, strict=True):
-        for number in range(ids.num_documents):
-            found = ids.read(number)
-            if len(found) and not 0 <= int(found.min()) <= int(found.max()) < vocab_size:
-                raise DataError(
-                    f"{file.path}, document {number + 1}: ids from {int(found.min())} to {int(found.max())}, and model.tokenizer"
-                    f" has {vocab_size} entries. Set model.tokenizer to the one that made these ids"
-                )
-            yield found
+        with name_file(file, field):
+            for number in range(ids.num_documents):
+                found = ids.read(number)
+                if found.dtype.kind not in "iu":
+                    raise ValueError(f"document {number + 1} is of {found.dtype}")
+                if len(found) and not 0 <= int(found.min()) <= int(found.max()) < vocab_size:
+                    raise DataError(
+                        f"{file.path}, document {number + 1}: ids from {int(found.min())} to {int(found.max())}, and"
+                        f" model.tokenizer has {vocab_size} entries. Set model.tokenizer to the one that made these ids"
+                    )
+                yield found
 
 
 def _write(path: Path, values: "np.ndarray[Any, Any]") -> None:

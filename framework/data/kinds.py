@@ -27,6 +27,8 @@ ENDINGS_OF_IDS = {
     "mds": (".mds",),
     "ids": (".parquet", ".pq", ".arrow", ".feather"),
 }
+# What lies beside such a file and says where its documents end.
+BESIDE_IDS = {".bin": (".idx",), ".ds": (".ds.index", ".ds.metadata")}
 KIND_OF_ENDING: dict[str, Kind] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",

@@ -293,7 +293,7 @@ def open_found(found: Prepared) -> Prepared:
         for source in found.sources:
             folder = source.folder if reader is None else root.folder / source.folder.name
             root.pull(folder.name)
-            ids = [open_ids(file, source.meta.source["field"], source.meta.vocab_size) for file in source.files]
+            ids = open_ids(source.files, source.meta.source.get("field", ""), source.meta.vocab_size)
             streams = {split: open_stream(folder, source.meta, split, reader, ids) for split in SPLITS}
             sources.append(replace(source, folder=folder, streams=streams))
     tokenizer = found.tokenizer if reader is None else root.folder / found.tokenizer.name

@@ -72,9 +72,10 @@ class Root:
         """None for a folder."""
         return ObjectPath(self.text.rstrip("/"), key=KEY) if is_url(self.text) else None
 
-    @cached_property
+    @property
     def folder(self) -> Path:
         """The folder of the stores on this node. DataError if another user has it."""
+        # Not cached: the value would take this node's folder along to others.
         if self.url is None:
             return Path(self.text.removeprefix("file://"))
         user = Path(tempfile.gettempdir(), f"meshwright-{os.getuid()}")
@@ -167,11 +168,14 @@ def _list_small(folder: Path) -> list[str]:
 def _download(path: ObjectPath, into: Path) -> bool:
     """Copy an object to a file, which appears whole. False if there is none."""
     try:
+        # Asked for first: behind an object's end there is no range to ask for, and a range that is cut short is no end.
+        size = read(path.read_size, path)
         with write_atomically(into) as file:
-            while data := read(partial(path.read_range, file.tell(), file.tell() + COPY_BYTES), path):
+            while (start := file.tell()) < size:
+                data = read(partial(path.read_range, start, min(start + COPY_BYTES, size)), path)
+                if not data:
+                    break  # another, shorter object by now: whoever reads the file misses its end
                 file.write(data)
-                if len(data) < COPY_BYTES:
-                    break
     except FileNotFoundError:
         return False
     return True

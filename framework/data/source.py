@@ -21,6 +21,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from framework.data.kinds import (
+    BESIDE_IDS,
     ENDINGS_OF_IDS,
     HEAD_BYTES,
     Kind,
@@ -213,8 +214,12 @@ def _check_field(name: str, source: Source, file: str, kind: Kind) -> None:
 
 
 def _stat(path: Path, name: str, kind: Kind, format: str = "auto") -> SourceFile:
-    stat = path.stat()
-    return SourceFile(name, path.absolute(), kind, stat.st_size, stat.st_mtime_ns, stated=format != "auto")
+    # An index that was made anew tells other documents.
+    endings = BESIDE_IDS.get(path.suffix, ()) if kind in ENDINGS_OF_IDS else ()
+    beside = (path.with_suffix(each) for each in endings)
+    stats = [path.stat(), *(each.stat() for each in beside if each.exists())]
+    num_bytes, mtime_ns = sum(each.st_size for each in stats), max(each.st_mtime_ns for each in stats)
+    return SourceFile(name, path.absolute(), kind, num_bytes, mtime_ns, stated=format != "auto")
 
 
 def _sort(files: Iterable[SourceFile]) -> tuple[SourceFile, ...]:

@@ -15,7 +15,7 @@ the last one begins as early as a whole row does, and only what no other has sco
     acc       share of records whose answer has the largest log p           acc_norm  the same, of log p / characters
     perplexity  exp(-mean log p)    word_, byte_perplexity  exp(-sum log p / sum of words or bytes)    bits_per_byte  its log2
 
-Tokens are kept below data.root as eval-NAME-KEY.npz, under a key of the file's content, the tokenizer and the context.
+Tokens are kept below data.root as eval-NAME-KEY.npz, under a key of the file's ending and content, the tokenizer and the context.
 """
 
 import json
@@ -152,7 +152,7 @@ def keep_tasks(paths: Sequence[str], tokenizer: Path, context: int) -> list[Path
     files, info = list_tasks(paths), read_info(tokenizer) if paths else None
     kept, open_encoder = [], cache(partial(TaskEncoder, tokenizer))
     for name, file in files.items():
-        words = [TASKS_VERSION, xxhash.xxh3_128_hexdigest(file.read_bytes()), info and info.hash, context]
+        words = [TASKS_VERSION, file.suffix, xxhash.xxh3_128_hexdigest(file.read_bytes()), info and info.hash, context]
         place = tokenizer.parent / f"eval-{name}-{xxhash.xxh3_64_hexdigest(json.dumps(words).encode())}.npz"
         if not place.exists():
             task = tokenize_task(name, file, open_encoder(), context)

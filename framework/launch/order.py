@@ -103,14 +103,15 @@ def _blocks_by_name(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def describe_nodes(order: NodeOrder | None, forecast: Callable[[int], tuple[float, float]]) -> Iterator[str]:
     """Lines of the run's header. forecast: by the plan, of a number of nodes on which groups lie, the seconds of a step and those
-    that it loses by their lying apart."""
+    that their messages take beyond what they would within one node."""
     if order is None:
         return
     yield order.describe()
     if order.cut:
         unit = order.placement.units[0]
         step_s, lost_s = forecast(unit)
+        key = f"launch.segment={unit}" if order.source == "block" else "launch.switches=1"  # a tree has no segments
         yield (
-            f"WARNING: {order.describe_cut()}: by the plan {lost_s:.3g} s of a step's {step_s:.3g} s are due to that."
-            f" launch.segment={unit} asks SLURM for nodes that lie together (docs/slurm.md)"
+            f"WARNING: {order.describe_cut()}: by the plan messages of tp and ep take {lost_s:.3g} s of a step's {step_s:.3g} s"
+            f" more between nodes than within one. {key} asks SLURM for nodes that lie together (docs/slurm.md)"
         )

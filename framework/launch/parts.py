@@ -28,7 +28,7 @@ from framework.optim.disk_file import refuse_folder
 from framework.recipe.compose import load_recipe, save_recipe
 from framework.recipe.derive import derive
 from framework.recipe.describe import describe_blend
-from framework.recipe.plugins import describe_plugins
+from framework.recipe.plugins import describe_plugins, find_changed
 from framework.recipe.problem import show
 from framework.recipe.schema import Recipe
 from framework.recipe.stages import count_tokens, describe_stage, split_stages
@@ -101,6 +101,7 @@ class RunPart:
         """Add the launch to run.json; the tokenizer stays what it was when the run was begun."""
         identity = describe_identity(run, self.recipe)
         if self.recipe.plugins:
+            print("".join(f"{line}\n" for line in find_changed(self.recipe.plugins, run.find_record())), end="")
             more["plugins"] = describe_plugins(self.recipe.plugins)
         if self.recipe.run.start_from is not None:
             more["start_from"] = self.recipe.run.start_from

@@ -63,10 +63,10 @@ def _settle_layers(recipe: Recipe) -> Pipeline:
     from framework.model.load import load_config
     from framework.plan.plan import make_plan
 
-    pipeline = make_plan(recipe, load_config(recipe.model)).pipeline
-    if pipeline.gain:
-        print(f"split    {pipeline.gain}")
-    return replace(recipe.pipeline, layers=[each.stop - each.start for each in pipeline.stages])
+    plan = make_plan(recipe, load_config(recipe.model))
+    if plan.pipeline.gain:
+        print(f"split    {plan.pipeline.gain}")
+    return plan.recipe.pipeline
 
 
 def refuse_offload_to_device(recipe: Recipe) -> None:

@@ -69,6 +69,13 @@ def find_mixtures(model: PreTrainedModel, units: Sequence[Unit]) -> tuple[Mixtur
     return tuple(found)
 
 
+def find_constants(model: PreTrainedModel) -> set[str]:
+    """Names of the parameters that the family's own code freezes, such as tables of sines (roformer, marian); none of correction
+    biases, which have no gradient and are moved by other means."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name for name, each in named if not each.requires_grad and not name.endswith(CORRECTION_BIASES)}
+
+
 def refuse_bias_rate(settings: Model, model: PreTrainedModel, mixtures: Sequence[Mixture]) -> None:
     """Raise ModelError where the recipe moves biases that the model does not have, or that it freezes."""
     if not settings.router_bias_rate:

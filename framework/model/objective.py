@@ -103,10 +103,11 @@ class Statistics:
         assert self.pairs is not None, "rows of documents"
         values = torch.stack([each.to(of_tokens[0].dtype) for each in of_tokens])[:, :, None]
         places = torch.arange(self.pairs.kinds.shape[1], device=values.device)
-        # A mask and a sum, whose order is fixed: a scatter would add in any order on a GPU. Some places at a time, for rows of
-        # thousands of documents.
+        # A mask and a sum, whose order is fixed: a scatter would add in any order on a GPU. Chosen, not multiplied: what is not
+        # finite in one document is nothing to the others. Some places at a time, for rows of thousands of documents.
         sums = [
-            (values * (self.pairs.places[:, None] == some[:, None])).sum(-1) for some in places.split(PLACES_AT_ONCE)
+            values.where(self.pairs.places[:, None] == some[:, None], 0.0).sum(-1)
+            for some in places.split(PLACES_AT_ONCE)
         ]
         return reduce_from(torch.cat(sums, -1), self.cp)
 

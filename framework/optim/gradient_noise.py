@@ -12,22 +12,25 @@ there anyway, A follows from norms that the run has read anyway, and the layout 
 looked at one by one. It assumes that E g changes little within 1 / (1 - beta) steps.
 """
 
-from collections.abc import Sequence
-
 # AdamW's state that is a mean of gradients.
 FIRST_MOMENT = "exp_avg"
 
 
-def estimate_noise_scale(norms: Sequence[float], squared_moment: float, beta: float, updates: int) -> float | None:
-    """B_noise / B. norms: of the gradients of the last updates, clipped as the optimizer has seen them, the newest last;
-    squared_moment: squared norm of the first moment after `updates` updates, its bias not corrected; beta: its decay. None before
-    there are two gradients, and where the noise hides the signal."""
-    weights = [beta**age for age in range(len(norms))]
-    if len(norms) < 2 or not updates:
+def average_squares(former: float | None, norm: float, beta: float, updates: int) -> float:
+    """The moving average of squared norms after one more update, its bias not corrected, as the first moment's. former: after
+    `updates` of them; None: not known, as where a run had none yet: all were as this one."""
+    former = (1 - beta**updates) * norm * norm if former is None else former
+    return beta * former + (1 - beta) * norm * norm
+
+
+def estimate_noise_scale(squared_norms: float, squared_moment: float, beta: float, updates: int) -> float | None:
+    """B_noise / B. squared_norms: of `average_squares`, of gradients as the optimizer has seen them, clipped; squared_moment:
+    squared norm of the first moment after `updates` updates, its bias not corrected; beta: its decay. None before there are two
+    gradients, and where the noise hides the signal."""
+    if updates < 2:
         return None
-    mean = sum(w * norm * norm for w, norm in zip(weights, reversed(norms), strict=True)) / sum(weights)
     known = 1 - beta**updates
-    squared_mean = squared_moment / known**2
+    mean, squared_mean = squared_norms / known, squared_moment / known**2
     kappa = (1 - beta) / (1 + beta) * (1 - beta ** (2 * updates)) / known**2
     noise, signal = mean - squared_mean, squared_mean - kappa * mean
     return noise / signal if noise >= 0 and signal > 0 else None

@@ -68,11 +68,12 @@ def group_trained(
     optim: Optim,
     marked: Collection[str] = (),
     matrices: Mapping[str, MatrixForm] = EMPTY,
+    constants: Collection[str] = (),
 ) -> list[GroupAssignment]:
     """One assignment per parameter that no pattern of `model.freeze` takes. shapes: global, of the *whole* model, by name.
 
-    matrices: of layers, which Muon updates. marked: names of parameters that the model marks with `_no_weight_decay`. RecipeError
-    for a pattern that takes nothing, and for patterns that leave nothing.
+    matrices: of layers, which Muon updates. marked: names of parameters that the model marks with `_no_weight_decay`; constants:
+    of those that it freezes itself. RecipeError for a pattern that takes nothing, and for patterns that leave nothing.
     """
     for pattern in freeze:
         if not any(re.search(pattern, name) for name in shapes):
@@ -80,7 +81,7 @@ def group_trained(
             raise RecipeError(
                 f"model.freeze: {pattern!r} matches no parameter; names look like {', '.join(near or list(shapes)[:3])}"
             )
-    frozen = {name for name in shapes if any(re.search(pattern, name) for pattern in freeze)}
+    frozen = {name for name in shapes if name in constants or any(re.search(pattern, name) for pattern in freeze)}
     if len(frozen) == len(shapes):
         raise RecipeError("model.freeze leaves no parameter to train: take a pattern out")
     return group_parameters(

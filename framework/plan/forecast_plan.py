@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from framework.errors import RecipeError
 from framework.mesh.placement import BLOCK_AXES
 from framework.parallel.parallelize import find_eager_layers
 from framework.parallel.pipeline.simulate import Costs
@@ -72,6 +73,12 @@ def forecast_plan(plan: Plan, loads: Mapping[str, Sequence[int]] | None = None) 
             cautions.append(
                 f"the step time is that of activation checkpointing {candidate.checkpointing} for all layers"
             )
+    own, recorded = [each.num_experts for each in shape.mixtures], [len(each) for each in (loads or {}).values()]
+    if loads is not None and own != recorded:
+        raise RecipeError(
+            f"--loads: the run has recorded mixtures of {recorded or 'no'} experts, and this model has those of {own or 'none'}:"
+            " give a run of this model, or leave it out"
+        )
     imbalance = measure_imbalance(loads or {}, candidate.ep)
     times = TimeModel(shape, plan.recipe, cluster, imbalance=imbalance)
     forecast, costs = Forecast(memory, times.forecast(candidate)), times.costs(candidate)
@@ -79,6 +86,12 @@ def forecast_plan(plan: Plan, loads: Mapping[str, Sequence[int]] | None = None) 
         cautions.append("the step time is that of pipeline.schedule=1f1b, not of pipeline.table")
         costs = _scale(plan.pipeline.costs, costs)
     cautions += [doubt for doubt in [describe_estimate(shape, candidate)] if doubt is not None]
+    if plan.whole_mixers:
+        mixers = " and ".join(sorted(plan.whole_mixers))
+        cautions.append(
+            f"{mixers} compute on the tokens of all ranks of cp: their activations and time are {candidate.cp} times"
+            " what is forecast of them"
+        )
     cautions += _doubt_memory(shape, memory)
     cautions += _doubt_compilation(plan)
     described, _ = find_cluster(plan.recipe)

@@ -321,6 +321,9 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     if isinstance(named, str):
         times = read_unit_times(named, config.model_type, measure_model(whole).total, [unit.name for unit in units])
     pipeline = plan_pipeline(recipe.pipeline, derived.pp, derived.accumulation, costs, recipe.zero, times)
+    if times is not None:  # what forecasts read as well
+        layers = [each.stop - each.start for each in pipeline.stages]
+        recipe = replace(recipe, pipeline=replace(recipe.pipeline, layers=layers))
     refuse_following_starts(config, whole, units, [each.start for each in pipeline.stages[1:]])
     stock_attention = None if derived.cp > 1 else find_stock_attention(config, recipe)
     if whole_mixers:

@@ -16,7 +16,13 @@ from framework.mesh.context import ContextSlices
 from framework.model.load import layer_configs
 from framework.model.probe import find_layer_outputs
 from framework.model.stage import StageBounds, refuse_shared_layers
-from framework.parallel.attention import find_whole, probe_causes, refuse_undivided_context, refuse_uneven_heads
+from framework.parallel.attention import (
+    find_whole,
+    probe_causes,
+    refuse_sequence,
+    refuse_undivided_context,
+    refuse_uneven_heads,
+)
 from framework.parallel.experts.split import check_experts
 from framework.parallel.pipeline.pipeline import refuse_few_layers
 from framework.plan.candidate import Candidate, method_of, recipe_of, remember
@@ -104,14 +110,17 @@ class ModelRules:
             refuse_few_layers(self.shape.num_layers, self.shape.owners(c.pp, c.schedule, c.virtual))
             _ = self._layer_outputs
 
-    @remember("tp", "cp", "ulysses", "context")
+    @remember("tp", "cp", "ulysses", "context", "sequence")
     @_as_reason
     def refuse_cp(self, c: Candidate) -> None:
         """Refusal of a context-parallel degree and its method: a small copy of the model is run to find it."""
         if c.cp > 1:
             config, packs = self.shape.config, self.shape.recipe.data.isolates
             refuse_uneven_heads(layer_configs(config), Parallel(tp=c.tp, cp=c.cp, context=[c.ulysses, c.ring]))
-            if not find_whole(config, self.shape.recipe):
+            if mixers := find_whole(config, self.shape.recipe):
+                if c.tp > 1 and c.sequence:
+                    refuse_sequence(config, mixers)
+            else:
                 refuse_undivided_context(config, ContextSlices(c.context, c.ulysses, c.ring), packs, self._causes)
 
     @cached_property

@@ -23,9 +23,10 @@ from framework.mesh.topology import Topology
 from framework.model.adapters import B, add_adapters, find_trained
 from framework.model.flops import ModelSize, experts_per_token, flops_per_token, measure_model, unit_flops
 from framework.model.load import build_meta, kept_in_fp32, layer_configs
-from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
+from framework.model.mixtures import Mixture, find_constants, find_mixtures, refuse_bias_rate
 from framework.model.mup import SAME, find_scales
 from framework.model.precision import DTYPES
+from framework.model.probe import find_streams
 from framework.model.stage import StageBounds, copy_stage, split_stages
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment, group_parameters, group_trained, optimizer_of
@@ -148,6 +149,11 @@ class ModelShape:
     def hidden(self) -> int:
         """Features of hidden states."""
         return self.text.hidden_size
+
+    @cached_property
+    def streams(self) -> tuple[int, ...]:
+        """Dims of hidden states between tokens and features: so many times as wide is a message between stages."""
+        return find_streams(self.config)
 
     @cached_property
     def vocabulary(self) -> int:
@@ -395,7 +401,7 @@ def group_parameters_of(recipe: Recipe, whole: PreTrainedModel, units: tuple[Uni
     shapes = {name: tuple(each.shape) for name, each in parameters.items()}
     matrices = find_matrices(whole, units, recipe.model.tp_plan) if recipe.optim.name == "muon" else {}
     if not recipe.adapter.is_used:
-        found = group_trained(shapes, recipe.model.freeze, recipe.optim, marked, matrices)
+        found = group_trained(shapes, recipe.model.freeze, recipe.optim, marked, matrices, find_constants(whole))
         scales = find_scales(whole, recipe.model.mup_base)
         own = [scales.get(each.parameter, SAME) for each in found]
         return [replace(g, lr_ratio=g.lr_ratio * s.rate, initial=s.initial) for g, s in zip(found, own, strict=True)]

@@ -16,6 +16,7 @@ They are the slowest rank's. A step is a pipeline's actions one after another, t
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 from framework.comm.codec import BlockCodec
 from framework.model.loss import is_fused
@@ -307,7 +308,8 @@ class TimeModel:
 
     def _message_s(self, c: Candidate) -> float:
         outside = c.tokens / c.tp if c.sequence else c.tokens
-        return self.cluster.message(outside * self.shape.hidden * self.rates.itemsize, self.groups(c)["pp"])
+        width = self.shape.hidden * (prod(self.shape.streams) if c.pp > 1 else 1)
+        return self.cluster.message(outside * width * self.rates.itemsize, self.groups(c)["pp"])
 
     @remember("dp", "cp", "tp", "pp", "ep", "expert_tp", "ulysses", "zero", "shard", "ranks_per_node")
     def groups(self, c: Candidate) -> Groups:

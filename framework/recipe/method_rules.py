@@ -293,6 +293,5 @@ def mup(recipe: Recipe) -> Iterator[Problem]:
 
 
 METHOD_RULES = (
-    averages, qk_clip, mup, updates, schedule, optimizer, muon, moments, clipping, patterns, noise_scale, adapter,
-    preferences,
+    averages, qk_clip, mup, updates, schedule, optimizer, muon, moments, clipping, noise_scale, patterns, adapter, preferences,
 )  # fmt: skip

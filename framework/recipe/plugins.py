@@ -99,6 +99,14 @@ def describe_plugins(plugins: Sequence[str]) -> dict[str, str]:
     return {plugin: " ".join(filter(None, (_version(plugin), hash_plugin(plugin)))) for plugin in plugins}
 
 
+def find_changed(plugins: Sequence[str], record: Mapping[str, Any]) -> Iterator[str]:
+    """Warnings of plugins whose code is not that of a run's last launch. record: of run.json."""
+    former = (record.get("launches") or [{}])[-1].get("plugins", {})
+    for plugin, code in describe_plugins(plugins).items():
+        if former.get(plugin, code) != code:
+            yield f"WARNING: the plugin {plugin} has changed: {former[plugin]} at the run's last launch, {code} from now on"
+
+
 def _version(plugin: str) -> str:
     from importlib.metadata import PackageNotFoundError, version  # of recipes with plugins alone
 

@@ -11,7 +11,7 @@ from typing import Any
 from framework.object_store import is_url
 from framework.output import CONTROLS, in_a_line
 from framework.recipe.derive import count_nodes, count_ranks
-from framework.recipe.environment import hide_secrets, looks_secret
+from framework.recipe.environment import hide_secrets, is_secret, looks_secret
 from framework.recipe.keys import flatten
 from framework.recipe.method_rules import METHOD_RULES
 from framework.recipe.plugins import added_names
@@ -315,6 +315,10 @@ def trackers(recipe: Recipe) -> Iterator[Problem]:
         if name != "csv" and find_spec(name) is None:
             key = f"track.{'mlflow.uri' if name == 'mlflow' else 'wandb.mode' if name == 'wandb' else name}"
             yield refuse(recipe, key, f"the package {name} is not installed", f"`pip install {name}`; or leave it out")
+    if is_secret("", recipe.track.mlflow.uri):
+        message = "has a password, which RUN/recipe.yaml and MLflow's artifacts would keep for all to read"
+        fix = "leave it out, and export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        yield Problem("track.mlflow.uri", None, message, fix)
 
 
 @rule("track.wandb")

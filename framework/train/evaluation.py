@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from framework.comm.connect import Mesh
-from framework.comm.objects import broadcast_object, share_errors
+from framework.comm.objects import broadcast_object
 from framework.data.loader import batch_rows
 from framework.data.open_data import keeps_any_documents_apart
 from framework.data.pack import Microbatch, Mode, Packer
@@ -68,14 +68,14 @@ NO_EVALUATION = Evaluation()
 
 
 def open_evaluation(plan: Plan, tokenizer: Path, mesh: Mesh) -> Evaluation:
-    """The evaluation of a run. Rank 0 looks for the kept tokens, or makes them. tokenizer: its folder. Collective."""
+    """The evaluation of a run. Rank 0 looks for the kept tokens, or makes them, and sends them: other nodes may see neither the
+    tasks nor its folder. tokenizer: its folder. Collective."""
     recipe, world = plan.recipe, mesh.axis("world")
     settings = recipe.eval
     if not settings.tasks:
         return NO_EVALUATION
     keep = partial(keep_tasks, settings.tasks, tokenizer, recipe.batch.context)
-    places = broadcast_object(keep, world)
-    tasks = share_errors(lambda: [open_task(place).head(settings.limit) for place in places], world)
+    tasks = broadcast_object(lambda: [open_task(place).head(settings.limit) for place in keep()], world)
     refuse_unknown_score(recipe.checkpoint.keep_best, tasks)
     mode: Mode = "best_fit" if keeps_any_documents_apart(recipe, plan.config) else "alone"
     info = read_info(tokenizer)

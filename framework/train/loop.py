@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from math import inf
 
 from framework.checkpoint.save import Goal
 from framework.comm import ledger
@@ -13,7 +14,7 @@ from framework.data.loader import Loader
 from framework.errors import NumericsError
 from framework.monitor.phases import Phase
 from framework.monitor.watchdog import Watchdog
-from framework.optim.gradient_noise import FIRST_MOMENT
+from framework.optim.gradient_noise import FIRST_MOMENT, average_squares
 from framework.optim.groups import learning_rate
 from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.replicas import Hashed
@@ -264,6 +265,11 @@ class Loop:
         is_skipped = self._note_spike(pending, values) or not values.is_finite
         self.state.skipped_in_a_row = self.state.skipped_in_a_row + 1 if is_skipped else 0
         self.state.skipped_steps += is_skipped
+        if not is_skipped:
+            optim, state = self.recipe.optim, self.state
+            norm = min(values.gradient_norm, inf if optim.clip_norm is None else optim.clip_norm)
+            state.squared_norms = average_squares(state.squared_norms, norm, optim.betas[0], state.num_updates)
+            state.num_updates += 1
         self._unreported = pending, values
         if self.state.skipped_in_a_row >= SKIPPED_STEPS_LIMIT:
             self._report()

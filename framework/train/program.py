@@ -29,7 +29,7 @@ from framework.monitor.phases import START_UP, PhaseBar, Phases, RankObserver
 from framework.monitor.stop import StopRequest
 from framework.recipe.compose import load_recipe
 from framework.recipe.derive import at_nodes, derive
-from framework.recipe.plugins import import_plugins
+from framework.recipe.plugins import find_changed, import_plugins
 from framework.recipe.schema import Recipe
 
 # Ranks of a job's former start, killed with their node perhaps, may take so long to vanish.
@@ -76,6 +76,8 @@ def train_as_launched(run_dir: Path, lease: Lease | None) -> int:
             from framework.train.rank import train_rank
 
             import_plugins(recipe.plugins)
+        if is_first and recipe.plugins:  # a job may start long after it was submitted, and again
+            print("".join(f"{line}\n" for line in find_changed(recipe.plugins, run.find_record())), end="", flush=True)
         torch.set_num_threads(threads)
         if is_in_job:
             check_node(run_dir, recipe.launch.device, began_at)

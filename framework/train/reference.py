@@ -26,7 +26,7 @@ from transformers import PretrainedConfig
 from framework.checkpoint.index import encode_manifest, read_manifest
 from framework.comm.collectives import all_reduce
 from framework.comm.connect import Mesh
-from framework.comm.objects import broadcast_object, share_errors
+from framework.comm.objects import broadcast_object
 from framework.data.pack import Microbatch
 from framework.data.prepared import Prepared, PreparedSource
 from framework.data.store import SPLITS, Split
@@ -70,7 +70,8 @@ def add_reference(plan: Plan, prepared: Prepared, mesh: Mesh, read_rows: ReadRow
                 _write(path, source, words, [scores[number, split] for split in SPLITS])
 
         broadcast_object(write, world)
-    found = share_errors(lambda: [_read(*each, words) for each in zip(files, prepared.sources, strict=True)], world)
+    # Other nodes may not see the files.
+    found = broadcast_object(lambda: [_read(*each, words) for each in zip(files, prepared.sources, strict=True)], world)
     for source, values in zip(prepared.sources, found, strict=True):
         for split in SPLITS:
             source.streams[split].reference = values[split]
@@ -134,7 +135,8 @@ def freeze(plan: Plan, is_run: bool) -> Recipe:
     trained. is_run: its weights are a checkpoint's. No optimizer updates it, and what the recipe's asks of trained parameters is
     not asked of frozen ones."""
     recipe = plan.recipe
-    sizes = {name: each.numel() for name, each in plan.whole.named_parameters() if not is_adapter(name)}
+    named = plan.whole.named_parameters()
+    sizes = {name: each.numel() for name, each in named if each.requires_grad and not is_adapter(name)}
     smallest = min(sizes, key=lambda name: (sizes[name], name))
     weights = recipe.model.weights if is_run else recipe.loss.reference
     revision = recipe.model.revision if is_run else None

@@ -4,7 +4,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -127,9 +126,7 @@ class Reporter:
             }
             noise = sum(each[-1] for each in numbers) if moment else None
             self.observers.report(
-                self._describe(
-                    pending, values, state, times, **validation, **self._describe_noise(pending, state, noise)
-                )
+                self._describe(pending, values, state, times, **validation, **self._describe_noise(state, noise))
             )
 
     def _describe(
@@ -176,14 +173,12 @@ class Reporter:
             found["reward_margin"] = found["reward_chosen"] - found["reward_rejected"]
         return found
 
-    def _describe_noise(self, pending: PendingStep, state: RunState, squared_moment: float | None) -> dict[str, Any]:
+    def _describe_noise(self, state: RunState, squared_moment: float | None) -> dict[str, Any]:
         """The gradient noise scale after the step, by name; none where it is not asked for."""
         if squared_moment is None:
             return {}
-        optim, updates = self._plan.recipe.optim, pending.step - state.skipped_steps
-        largest = inf if optim.clip_norm is None else optim.clip_norm
-        norms = [min(norm, largest) for step, _, norm in state.spikes.seen if step <= pending.step]
-        scale = estimate_noise_scale(norms, squared_moment, optim.betas[0], updates)
+        beta, mean = self._plan.recipe.optim.betas[0], state.squared_norms or 0.0
+        scale = estimate_noise_scale(mean, squared_moment, beta, state.num_updates)
         return {"noise_scale_tokens": None if scale is None else scale * self._plan.derived.tokens_per_step}
 
     def _find_stragglers(self, pending: PendingStep, times: Sequence[StepTimes]) -> None:
@@ -231,7 +226,7 @@ class Reporter:
 
 def find_device_times(pending: PendingStep, device: torch.device) -> StepTimes:
     """The rank's times. On a GPU they are the device's, as its host only launches; its events have passed when the step's sums
-    are read. Not run on a GPU."""
+    are read."""
     if device.type != "cuda":
         return pending.times
     busy_s, waited_s = pending.seconds - pending.times.data_wait_s, sum(each.seconds for each in pending.waits)

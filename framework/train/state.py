@@ -53,6 +53,7 @@ class RunState:
     skipped_steps: int = 0
     skipped_in_a_row: int = 0  # the last steps, over however many starts
     num_updates: int = 0
+    squared_norms: float | None = None  # moving average of updates' gradients (optim/gradient_noise.py)
     loss_scale: float | None = None  # None: it never changes
     clean_steps: int = 0  # since it last did
     best_step: int | None = None  # with checkpoint.keep_best, where the validation loss was the lowest
@@ -162,7 +163,7 @@ def begin_branch(
             entry.data.copy_(saved.data)
     state = RunState.from_json(values)
     if begins_anew:
-        state.num_updates = 0
+        state.num_updates, state.squared_norms = 0, None
     _take_loaded(run, state)
     if run.optimizer.averages is not None:
         # Of parameters that were frozen, or of all.

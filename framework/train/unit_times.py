@@ -25,7 +25,7 @@ BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)
 class UnitClock:
     """Times the units of this rank in the step `step`; None: in none. units: the whole model's.
 
-    On a GPU the clock waits for the device at each border of a unit, in this step alone. Not run on a GPU.
+    On a GPU the clock waits for the device at each border of a unit, in this step alone.
     """
 
     def __init__(
@@ -44,6 +44,8 @@ class UnitClock:
         for hook in self._hooks:
             hook.remove()
         is_on = step == self._step
+        if is_on:  # once more, perhaps: a rewind takes steps back
+            self._seconds.clear()
         modules = find_modules(self._run, self._units) if is_on else []
         self._hooks = [hook for name, each in modules for hook in UnitRanges(name, each, self._range).handles]
         return self._now if is_on else self._clock

@@ -37,6 +37,7 @@ from framework.verify.plain import (
     PlainMixtures,
     PlainMoments,
     decay_nothing,
+    find_constants,
     find_groups,
     has_no_master,
     is_trained,
@@ -388,7 +389,8 @@ def _stock_model(
         model.set_experts_implementation(experts)
     # adapter.train may name a tied weight by any of its names.
     named = model.named_parameters(remove_duplicate=not recipe.adapter.is_used)
-    trained = {id(each) for name, each in named if is_trained(name, recipe)}
+    constant = set() if recipe.adapter.is_used else find_constants(blank)
+    trained = {id(each) for name, each in named if is_trained(name, recipe) and name not in constant}
     for parameter in model.parameters():
         if dtype == torch.float64:  # where fp32 is kept beside bf16, fp64 would be narrowed
             parameter.data = parameter.double()

@@ -47,14 +47,15 @@ UNIT = 2.0**-16
 
 
 def decay_nothing(model: nn.Module) -> set[str]:
-    """Names of the parameters that do not decay by themselves: biases, those of norms, those of fewer than two dims, Mamba's
-    A_log and D, and those that transformers marks. model: fresh from its constructor, which marks them."""
+    """Names of the parameters that do not decay by themselves: biases, scales, those of norms, those of fewer than two dims,
+    Mamba's A_log and D, and those that transformers marks. model: fresh from its constructor, which marks them."""
     return {
         name
         for name, parameter in model.named_parameters()
         if parameter.ndim < 2
-        or re.search(r"(^|\.|_)bias$|(^|\.)(A_log|D)$", name)
-        or "Norm" in type(model.get_submodule(name.rpartition(".")[0])).__name__
+        or re.search(r"(^|\.|_)bias$|(^|\.)(A_log|D|scale)$", name)
+        # Not of an embedding that holds a norm (inkling's NormedEmbedding).
+        or re.search(r"Norm(?!.*Embedding)", type(model.get_submodule(name.rpartition(".")[0])).__name__)
         or getattr(parameter, "_no_weight_decay", False)
     }
 
@@ -70,6 +71,12 @@ def find_groups(
             decay = own.weight_decay
         ratio = own.lr_ratio if own is not None else 1.0
         yield name, ratio * adapter.b_lr_ratio if name.endswith("lora_B") else ratio, decay
+
+
+def find_constants(model: nn.Module) -> set[str]:
+    """Names of the parameters that a constructor freezes, but for biases by which experts are chosen. model: fresh from it."""
+    named = ((name, each) for name, each in model.named_parameters() if not name.endswith("bias"))
+    return {name for name, each in named if not each.requires_grad}
 
 
 def is_trained(name: str, recipe: Recipe) -> bool:

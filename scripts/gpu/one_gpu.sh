@@ -36,7 +36,7 @@ if [ -z "$tiny" ]; then
   export REQUIRE_GPU=1
   nvidia-smi --query-gpu=name,memory.total,clocks.max.sm,driver_version --format=csv,noheader
 fi
-"$python" -c "import sys, torch, transformers; print(sys.version.split()[0], torch.__version__, transformers.__version__)"
+"$python" "$here/rows.py" --machine
 part 60 nccl "$python" "$here/nccl_api.py" $tiny
 part 90 kernels "$python" "$here/kernel_rates.py" $tiny
 [ -n "$tiny" ] || part 90 "step tests" bash -c 'tests -n 4 tests/gpu/test_matmul.py tests/gpu/test_step.py'

@@ -1,17 +1,22 @@
 """Rows of measurements: one JSON line each in $OUT/rows.jsonl, and on the screen; and the table of them in docs/gpu.md.
 
+python scripts/gpu/rows.py --machine                     the first row: card, date, versions
 python scripts/gpu/rows.py ROWS.jsonl                    the table, in Markdown
-python scripts/gpu/rows.py ROWS.jsonl --write docs/gpu.md
+python scripts/gpu/rows.py ROWS.jsonl --write docs/gpu.md README.md
 """
 
 import argparse
 import json
 import os
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- rows of scripts/gpu: begin -->", "<!-- rows of scripts/gpu: end -->"
+# Between these marks a page has the table, and the sentence on which GPU it was run.
+TABLE = "<!-- rows of scripts/gpu: begin -->", "<!-- rows of scripts/gpu: end -->"
+STATUS = "<!-- gpu: begin -->", "<!-- gpu: end -->"
+CARD = {"part": "machine", "name": "card"}
 
 
 class Rows:
@@ -59,19 +64,44 @@ def _show(value: Any) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
+def describe_machine() -> None:
+    """Add the row of the card, or of the CPU."""
+    import torch
+    import transformers
+
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    versions = f"{date.today()}, torch {torch.__version__}, transformers {transformers.__version__}"
+    Rows(CARD["part"]).add(CARD["name"], card, note=versions)
+
+
+def write(page: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the table and the card into a page, each where it has marks for it."""
+    text = page.read_text()
+    cards = [row for row in rows if CARD.items() <= row.items()]
+    status = [f"**Run on one {row['value']}, {row['note'].partition(',')[0]}**" for row in cards]
+    for (begin, end), content in ((TABLE, f"\n{render(rows)}\n"), *((STATUS, each) for each in status)):
+        if begin in text:
+            before, _, rest = text.partition(begin)
+            text = f"{before}{begin}{content}{end}{rest.partition(end)[2]}"
+    page.write_text(text)
+
+
 def main() -> None:
     """Print the table, or write it into a page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", type=Path)
-    parser.add_argument("--write", type=Path, help="a page with the two marks, between which the table goes")
+    parser.add_argument("rows", type=Path, nargs="?")
+    parser.add_argument("--machine", action="store_true", help="add the row of this machine's card")
+    parser.add_argument("--write", type=Path, nargs="+", default=[], help="pages with marks for the table or the card")
     options = parser.parse_args()
-    table = render([json.loads(line) for line in options.rows.read_text().splitlines()])
-    if options.write is None:
-        print(table)
+    if options.machine:
+        describe_machine()
+    if options.rows is None:
         return
-    before, _, rest = options.write.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    options.write.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+    rows = [json.loads(line) for line in options.rows.read_text().splitlines()]
+    for page in options.write:
+        write(page, rows)
+    if not options.write:
+        print(render(rows))
 
 
 if __name__ == "__main__":

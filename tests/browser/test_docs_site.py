@@ -58,10 +58,14 @@ def assert_quiet(tab: Tab) -> None:
     assert not [url for url in tab.requests() if not url.startswith("file:")]
 
 
-def test_every_page_opens_without_a_word_to_anybody(browser: Chromium, site: Path) -> None:
-    for page in sorted(site.rglob("*.html")):
-        if page.name == "404.html":
-            continue  # of servers: its addresses begin at the root
+@pytest.mark.parametrize(
+    "names", few_of([(["index.html", "zero.html"],), (["*.html"],)], lambda names: len(names) == 2)
+)
+def test_pages_open_without_a_word_to_anybody(browser: Chromium, site: Path, names: list[str]) -> None:
+    # 404.html is of servers: its addresses begin at the root.
+    pages = [page for name in names for page in sorted(site.rglob(name)) if page.name != "404.html"]
+    assert len(pages) >= len(names)
+    for page in pages:
         tab = Tab(browser, page)
         assert tab.ask("document.querySelector('h1') !== null"), page
         assert tab.ask("document.documentElement.scrollWidth <= innerWidth"), f"{page} is wider than the screen"

@@ -10,8 +10,9 @@ import time
 import pytest
 import torch
 
+from framework import object_store
 from framework.checkpoint import folder as checkpoint_folder
-from framework.checkpoint import save, staging, storage
+from framework.checkpoint import save, staging
 from framework.checkpoint.blocks import BlockHashes
 from framework.checkpoint.commit import COMMITTED_POINTS, RANK_POINTS, SAVE_POINTS, Retention, list_checkpoints, step_of
 from framework.checkpoint.folder import DirectFile
@@ -230,7 +231,7 @@ def test_the_last_save_of_a_run_must_not_fail(tmp_path):
 
 
 def test_an_error_that_passes_is_written_over_from_what_was_staged(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "PAUSES_S", (0.0,) * 4)
+    monkeypatch.setattr(object_store, "PAUSES_S", (0.0,) * 4)
     failures = iter([errno.EIO, errno.ESTALE])
 
     def fault(point):

@@ -141,8 +141,10 @@ def harm(path: Path, other: Path, how: str) -> None:
         data = bytearray(path.read_bytes())
         if data:
             middle = len(data) // 2
-            # A flipped digit of a line of JSON is another number; a quote shows what a line that is no JSON any more becomes.
-            data[data.index(b'"', middle) if path.suffix == ".jsonl" else middle] ^= 1
+            # A flipped digit of a line of JSON is another number, and what a letter of a recipe does depends on its key: a quote
+            # and a colon show what becomes of a line that can no longer be read.
+            mark = {".jsonl": b'"', ".yaml": b":"}.get(path.suffix)
+            data[middle if mark is None else data.index(mark, middle)] ^= 1
         path.write_bytes(data)
     else:
         os.truncate(path, path.stat().st_size // 2 if how == "halve" else 0)

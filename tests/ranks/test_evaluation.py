@@ -96,6 +96,15 @@ def score(
     return scores, seen[0]
 
 
+def score_apart(
+    rank: int, world: int, rendezvous: str, recipe: Recipe, tokenizer: Path
+) -> tuple[dict[str, float], np.ndarray]:
+    """Body: the same where only the first rank's node sees the tasks and their kept tokens."""
+    unseen = patch("framework.train.evaluation.open_task", side_effect=FileNotFoundError)
+    with unseen if rank else nullcontext():
+        return score(rank, world, rendezvous, recipe, tokenizer)
+
+
 def listening(seen: list[np.ndarray]) -> AbstractContextManager[Any]:
     """Note what a validation finds about its documents."""
     original = Validation.score_documents
@@ -117,9 +126,8 @@ def list_tasks_of(root: Path) -> list[Task]:
 
 def score_plainly(root: Path) -> np.ndarray:
     """The same numbers by a stock model, one request after another: [2, requests]."""
-    model = AutoModelForCausalLM.from_pretrained(
-        root / "model", dtype=torch.float64, attn_implementation="eager"
-    ).eval()
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # in fp64
+    model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float64, **eager).eval()
     found = []
     with torch.no_grad(), keep_double(torch.float64):
         for task in list_tasks_of(root):
@@ -161,7 +169,7 @@ def test_scores_are_those_of_lm_eval(models: Callable[..., Path], name: str) -> 
 
 
 AXES = [{axis: 2} for axis in ("dp", "tp", "pp", "cp")]
-SHOWN = [{"tp": 2, "pp": 2, "zero": 3, "chunked": True}, {"cp": 2}]
+SHOWN, MORE = [{"cp": 2}], [{"tp": 2, "pp": 2, "zero": 3, "chunked": True}]
 FACTORS: list[list[Any]] = [[1, 2], [1, 2], [1, 2], [1, 2], [0, 1, 3], [False, True], ["1f1b", "gpipe"]]
 NAMES = ("dp", "tp", "pp", "cp", "zero", "chunked", "schedule")
 PAIRS = [
@@ -171,7 +179,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(
-    "layout", [*SHOWN, *(pytest.param(each, marks=pytest.mark.grid) for each in [*AXES, *PAIRS])], ids=str
+    "layout", [*SHOWN, *(pytest.param(each, marks=pytest.mark.grid) for each in [*MORE, *AXES, *PAIRS])], ids=str
 )
 def test_scores_are_those_of_lm_eval_in_any_layout(
     pool: RankPool, models: Callable[..., Path], layout: dict[str, Any]
@@ -185,7 +193,12 @@ def test_scores_are_those_of_lm_eval_in_any_layout(
 @pytest.mark.grid
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("qwen3_moe", {"dp": 2, "ep": 2}), ("qwen3_moe", {"tp": 2, "ep": 2}), ("mamba2", {}), ("mamba2", {"pp": 2})],
+    [
+        ("qwen3_moe", {"dp": 2, "ep": 2}),
+        ("qwen3_moe", {"tp": 2, "ep": 2}),
+        ("qwen3_next", {}),
+        ("qwen3_next", {"pp": 2}),
+    ],
     ids=str,
 )
 def test_other_families_score_as_they_do_alone(
@@ -246,6 +259,12 @@ def test_planted_bugs_show(
     recipe = recipe_of(root, **layout)
     (_, (log_p, _)), *_ = pool.run(recipe.launch.ranks, score, recipe, root / "data" / "tokenizer", sabotage)
     assert log_p != pytest.approx(score_plainly(root)[0], rel=1e-3)
+
+
+def test_nodes_need_not_share_a_folder(pool: RankPool, models: Callable[..., Path]) -> None:
+    root = models()
+    for found in pool.run(2, score_apart, recipe_of(root, dp=2), root / "data" / "tokenizer"):
+        assert_same(root, found)
 
 
 def train_twice(rank: int, world: int, rendezvous: str, recipe: Recipe, tokenizer: Path) -> list[bool]:

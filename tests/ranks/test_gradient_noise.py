@@ -1,12 +1,13 @@
 """The gradient noise scale: unbiased where noise is known, and the same in every layout."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from framework.errors import EXIT_DONE
-from framework.optim.gradient_noise import estimate_noise_scale
+from framework.optim.gradient_noise import average_squares, estimate_noise_scale
 from framework.recipe.compose import compose
 from framework.track.jsonl import read_records
 from tests import tiny_run
@@ -22,19 +23,19 @@ def test_known_noise_is_found(noise: float) -> None:
     torch.manual_seed(0)
     signal, found = 0.05 * torch.randn(1000, dtype=torch.float64), []
     for _ in range(30):
-        moment, norms = torch.zeros_like(signal), []
-        for _ in range(UPDATES):
+        moment, squares = torch.zeros_like(signal), None
+        for number in range(UPDATES):
             gradient = signal + noise * torch.randn_like(signal) / len(signal) ** 0.5
             moment.mul_(BETA).add_(gradient, alpha=1 - BETA)
-            norms.append(float(gradient.norm()))
-        found.append(estimate_noise_scale(norms, float(moment.square().sum()), BETA, UPDATES))
+            squares = average_squares(squares, float(gradient.norm()), BETA, number)
+        found.append(estimate_noise_scale(squares or 0.0, float(moment.square().sum()), BETA, UPDATES))
     expected = noise**2 / float(signal.square().sum())
     assert torch.tensor(found, dtype=torch.float64).mean().item() == pytest.approx(expected, rel=0.02)
 
 
 def test_nothing_is_said_before_two_gradients_and_of_noise_alone() -> None:
-    assert estimate_noise_scale([1.0], 0.01, BETA, 1) is None
-    assert estimate_noise_scale([1.0] * UPDATES, 0.0, BETA, UPDATES) is None
+    assert estimate_noise_scale(0.1, 0.01, BETA, 1) is None
+    assert estimate_noise_scale(1 - BETA**UPDATES, 0.0, BETA, UPDATES) is None
 
 
 def test_layouts_and_moments_do_not_matter(pool: RankPool, tmp_path: Path) -> None:
@@ -59,7 +60,10 @@ def test_layouts_and_moments_do_not_matter(pool: RankPool, tmp_path: Path) -> No
         assert values[1:] == pytest.approx(found["one"][1:], rel=1e-9)
 
 
-@pytest.mark.parametrize(("word", "fix"), [("optim.name=lion", "adamw"), ("memory.offload.home=disk", "false")])
-def test_bad_input(word: str, fix: str) -> None:
-    found = compose([*tiny_run.RECIPE, "track.noise_scale=true", word]).problems
+DISK = ("memory.offload.optimizer=1", "memory.offload.home=disk", "memory.offload.disk_path=/tmp")
+
+
+@pytest.mark.parametrize(("words", "fix"), [(["optim.name=lion"], "adamw"), (DISK, "false")])
+def test_bad_input(words: Sequence[str], fix: str) -> None:
+    found = compose([*tiny_run.RECIPE, "track.noise_scale=true", *words]).problems
     assert [each.fix.rpartition("=")[2] for each in found if each.key == "track.noise_scale"] == [fix]

@@ -12,7 +12,7 @@ import pytest
 from framework import cli
 from framework.errors import EXIT_DONE, EXIT_USER
 from framework.recipe.compose import compose, load_recipe
-from framework.recipe.plugins import ADDED, describe_plugins, import_plugins
+from framework.recipe.plugins import ADDED, describe_plugins, find_changed, import_plugins
 from framework.track.jsonl import METRICS_FILE, read_records
 from framework.verify.compare import compare
 from framework.verify.prepare import VerifyOptions, prepare
@@ -117,6 +117,16 @@ def test_a_plugin_that_fails_names_itself(tmp_path: Path) -> None:
         "plugins=[no_such_package]"
     )
     assert "no such folder or file" in problems_of(with_plugins(str(tmp_path / "nothing.py")))
+
+
+def test_a_plugin_that_has_changed_since_a_launch_is_named(tmp_path: Path) -> None:
+    plugin = write(tmp_path / "changes_later.py", "A = 1")
+    import_plugins([plugin])
+    record = {"launches": [{"plugins": {}}, {"plugins": describe_plugins([plugin])}]}
+    assert list(find_changed([plugin], record)) == list(find_changed([plugin], {})) == []
+    write(tmp_path / "changes_later.py", "A = 2")
+    (line,) = find_changed([plugin], record)
+    assert f"{plugin} has changed" in line
 
 
 def test_a_name_that_no_plugin_has_is_explained(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ The oracle (`verify/plain_preferences.py`) puts every answer into a row of its o
 compares one pair after another.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -191,7 +192,7 @@ def test_metrics_are_means_over_the_batch(pool: RankPool, name: str, layout: dic
 
 def compare_references(rank: int, world: int, rendezvous: str, recipe: Recipe, folder: str) -> list[bool]:
     """Body: whether the reference's numbers of a data set, stored, are those of the frozen model under an adapter that has been
-    trained, to the bit; and whether a second start reads the stored ones."""
+    trained, to the bit; and whether a second start reads the stored ones, which the first rank's node alone sees."""
     plan = make_plan(recipe, load_config(recipe.model, find_folder))
     mesh = connect(plan.topology, CPU, rendezvous, rank)
     prepared = open_data(recipe, plan.config, mesh.axis("world"))
@@ -199,8 +200,10 @@ def compare_references(rank: int, world: int, rendezvous: str, recipe: Recipe, f
     stored = replace(plan, recipe=replace(recipe, loss=replace(recipe.loss, reference=folder)))
     read_rows = partial(validation_batches, prepared, seed=recipe.train.seed, **keys)
     parts: list[int] = []
-    for _ in range(2):
-        add_reference(stored, prepared, mesh, read_rows, lambda: parts.append(1))
+    unseen = patch("framework.train.reference._read", side_effect=FileNotFoundError)
+    with unseen if rank else nullcontext():
+        for _ in range(2):
+            add_reference(stored, prepared, mesh, read_rows, lambda: parts.append(1))
     # One part for each split, and none at the second start.
     run, equal = build(plan, mesh), [len(parts) == 2]
     with Loader(prepared, seed=recipe.train.seed, num_microbatches=2, **keys) as loader:

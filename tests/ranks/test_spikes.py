@@ -15,6 +15,8 @@ from framework.checkpoint.commit import list_checkpoints, step_of
 from framework.checkpoint.index import read_manifest
 from framework.checkpoint.staging import Entry
 from framework.errors import EXIT_DONE, EXIT_NUMERICS
+from framework.optim.gradient_noise import average_squares
+from framework.track.jsonl import METRICS_FILE, read_records
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from framework.train import rank as train
 from framework.train import rewind, saves
@@ -103,6 +105,12 @@ def test_the_update_of_a_spike_is_not_made_and_saves_and_resumes_do_not_matter(
     assert [each.code for each in ended] == [EXIT_DONE] * world
     state = read_manifest(list_checkpoints(whole / "checkpoints")[0]).state
     assert (state["spikes"]["count"], state["skipped_steps"], state["num_updates"]) == (3, 3, STEPS - 3)
+    norms = [each["gradient_norm"] for each in read_records(whole / METRICS_FILE)]
+    del norms[FIRST_BAD - 1 : FIRST_BAD + 2]
+    squares: float | None = None
+    for updates, norm in enumerate(norms):
+        squares = average_squares(squares, min(norm, 1.0), 0.9, updates)
+    assert state["squared_norms"] == pytest.approx(squares, rel=1e-12)
     # Between the spikes: their own values are in the checkpoint, and in a window of the uninterrupted run one step later.
     assert in_two(pool, place, f"skip-in-two-{world}", words, FIRST_BAD + 1, world) == losses_of(whole)
 

@@ -8,7 +8,9 @@ from transformers import CONFIG_MAPPING
 from framework.comm.connect import connect
 from framework.model.probe import find_streams
 from framework.model.shrink import shrink
+from framework.plan.cluster import ClusterRates, LinkSpan
 from framework.plan.plan import make_plan
+from framework.plan.time import TimeModel
 from framework.plan.traffic import measure_traffic
 from framework.train.build import build
 from framework.train.step import train_step
@@ -30,6 +32,16 @@ def make_case() -> Case:
 def test_streams_are_found() -> None:
     assert find_streams(build_config(family("llama"))) == ()
     assert find_streams(make_case().config) == (4,)
+
+
+def test_the_forecast_of_a_message_has_them() -> None:
+    case = make_case()
+    (recipe,) = case.layouts.values()
+    plan = make_plan(recipe, case.config)
+    times = TimeModel(plan.shape, plan.recipe, replace(ClusterRates.from_recipe(plan.recipe), overhead_s=0.0))
+    link = replace(times.cluster.links["send"], start_s=0.0, spans=(LinkSpan(1, 1.0, 0.0),), correction=None)
+    times.cluster = replace(times.cluster, links={**times.cluster.links, "send": link})
+    assert times.costs(plan.candidate).message == plan.candidate.tokens * plan.message_width * times.rates.itemsize
 
 
 @pytest.mark.grid

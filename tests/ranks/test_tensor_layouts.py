@@ -14,7 +14,7 @@ from tests.grid import few_of
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import Case, assert_equal, small_recipe
 from tests.ranks.pool import RankPool
-from tests.ranks.test_parity import WITHOUT_FP64, WITHOUT_INITIALISER
+from tests.ranks.test_parity import WITHOUT_FP64
 from tests.ranks.test_tensor import CHANGES
 
 SEQUENCES = 4
@@ -76,7 +76,7 @@ def test_stages_of_split_layers_equal_one_process(pool: RankPool, name: str, tie
 @pytest.mark.grid
 @pytest.mark.parametrize(
     "each",
-    [each for each in FAMILIES if each.name in NAMES and each.name not in (*WITHOUT_FP64, *WITHOUT_INITIALISER)],
+    [each for each in FAMILIES if each.name in NAMES and each.name not in WITHOUT_FP64],
     ids=attrgetter("name"),
 )
 def test_every_family_equals_one_process(pool: RankPool, each: Family) -> None:

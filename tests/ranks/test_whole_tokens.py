@@ -10,7 +10,9 @@ from framework.errors import ModelError
 from framework.mesh.context import ContextSlices
 from framework.parallel.attention import find_whole, hook
 from framework.parallel.attention.whole_tokens import WholeTokens, tokens_of
+from framework.plan.forecast_plan import forecast_plan
 from framework.plan.plan import make_plan
+from framework.plan.rejections import ModelRules
 from tests.families import build_config, family
 from tests.ranks.mixers import Way
 from tests.ranks.parity import Case, assert_equal, run_cases
@@ -39,6 +41,14 @@ def test_tokens_divided_over_tp_are_refused() -> None:
     way = Way("bloom", 2, tp=2)
     with pytest.raises(ModelError, match=r"BloomAttention of bloom models .* set parallel\.sequence=false"):
         _ = make_plan(way.recipe, way.case().config).of_rank(0)
+    plan = make_plan(way.recipe, way.case().config)
+    assert "set parallel.sequence=false" in str(ModelRules(plan.shape).refuse(plan.candidate))
+
+
+def test_a_forecast_says_what_is_not_divided() -> None:
+    way = Way("bloom", 2)
+    cautions = forecast_plan(make_plan(way.recipe, way.case().config)).cautions
+    assert any("BloomAttention compute on the tokens of all ranks of cp" in each for each in cautions)
 
 
 def test_a_dropout_of_attention_is_refused() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from framework.checkpoint import commit, storage
+from framework import object_store
+from framework.checkpoint import commit
 from framework.checkpoint.commit import (
     amend,
     explain,
@@ -42,7 +43,7 @@ def root(tmp_path):
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
     """As many attempts as ever, without waiting."""
-    monkeypatch.setattr(storage, "PAUSES_S", (0.0,) * len(storage.PAUSES_S))
+    monkeypatch.setattr(object_store, "PAUSES_S", (0.0,) * len(object_store.PAUSES_S))
 
 
 def entry(step):

@@ -15,7 +15,8 @@ import pytest
 import torch
 import xxhash
 
-from framework.checkpoint import blocks, load, storage
+from framework import object_store
+from framework.checkpoint import blocks, load
 from framework.checkpoint.blocks import BlockCache, BlockFile, BlockHashes
 from framework.checkpoint.index import INDEX_BLOCK_BYTES, DamagedCheckpoint, narrow
 from framework.checkpoint.inspect import inspect_command
@@ -264,7 +265,7 @@ def test_search_is_right_wherever_the_hint_points_and_short_where_it_is_near(hin
 @pytest.fixture
 def impatient(monkeypatch):
     """No pauses between attempts."""
-    monkeypatch.setattr(storage, "PAUSES_S", (0.0,) * len(storage.PAUSES_S))
+    monkeypatch.setattr(object_store, "PAUSES_S", (0.0,) * len(object_store.PAUSES_S))
 
 
 @contextmanager

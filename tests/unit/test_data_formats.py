@@ -1,6 +1,7 @@
 """Token ids that other libraries wrote, read where they lie: equal to a reader written here, and trained on in the same order."""
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from framework.data import formats
 from framework.data.formats import open_ids
 from framework.data.loader import Loader
 from framework.data.prepare import prepare
@@ -112,12 +114,16 @@ WRITERS: dict[str, tuple[str, Callable[[Path, Documents], Path]]] = {
 }
 
 
+def file_of(path: Path, kind: str) -> SourceFile:
+    return SourceFile(path.name, path, kind, 0, 0)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_ids_are_those_that_were_written(name: str, tmp_path: Path) -> None:
     kind, write = WRITERS[name]
     documents = [*make_documents(), list(range(1, 290))]
     path = write(tmp_path / "a", documents)
-    opened = open_ids(SourceFile(path.name, path, kind, 0, 0), "tokens", VOCAB)  # type: ignore[arg-type]
+    (opened,) = open_ids([file_of(path, kind)], "tokens", VOCAB)
     assert [opened.read(number).tolist() for number in range(opened.num_documents)] == documents
 
 
@@ -127,9 +133,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(build(make_recipe(folder / "tokens", write_jsonl(folder / "a.jsonl", make_texts(60)))).tokenizer)
 
 
-def import_recipe(root: Path, path: Path, kind: str, tokenizer: str, **more: Any) -> Recipe:
-    source = Source(str(path), format=kind, field="tokens", **more)  # type: ignore[arg-type]
-    data = Data(sources={"s0": source}, root=str(root), validation=0.2)
+def import_recipe(root: Path, path: Path, kind: str, tokenizer: str, share: float = 0.2) -> Recipe:
+    source = Source(str(path), format=kind, field="tokens")  # type: ignore[arg-type]
+    data = Data(sources={"s0": source}, root=str(root), validation=share)
     return Recipe(data=data, model=Model(tokenizer=tokenizer))
 
 
@@ -169,6 +175,49 @@ def test_it_is_trained_on_in_place_with_its_borders_and_held_out_whole(
                 )
 
 
+def test_decoded_row_groups_are_bounded_over_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "GROUPS_KEPT", 1)
+    original, read = formats._read_group, list[str]()
+
+    def read_group(path: Path, number: int, field: str) -> Any:
+        read.append(path.stem)
+        return original(path, number, field)
+
+    monkeypatch.setattr(formats, "_read_group", read_group)
+    documents = make_documents(3)
+    first, second = open_ids(
+        [file_of(write_table(tmp_path / name, documents, "parquet"), "ids") for name in "ab"], "tokens", VOCAB
+    )
+    for opened in (first, first, second, first):
+        assert opened.read(2).tolist() == documents[2]
+    assert read[-3:] == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize("name", ["megatron", "datatrove"])
+def test_another_index_beside_the_same_ids_is_another_store(name: str, tmp_path: Path, tokenizer: str) -> None:
+    kind, write = WRITERS[name]
+    documents = make_documents(4)
+    path = write(tmp_path / "a", documents)
+    before = path.stat()
+    recipe = import_recipe(tmp_path / "tokens", path, kind, tokenizer, share=0)
+    prepare(recipe, 1, progress=False)
+    write(tmp_path / "a", [[each for document in documents for each in document]])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(DataError, match="changed since"):
+        find_prepared(recipe)
+    assert prepare(recipe, 1, progress=False).sources[0].meta.splits["train"].num_documents == 1
+
+
+def test_empty_documents_are_on_neither_side(tmp_path: Path, tokenizer: str) -> None:
+    """Of two different documents one is held out, whatever the hash of an empty one is."""
+    for number in range(8):
+        path = write_megatron(tmp_path / f"a{number}", [[], [5 + number, 0], [], [6 + number, 0]])
+        prepared = prepare(
+            import_recipe(tmp_path / "tokens", path, "megatron", tokenizer, share=1e-6), 1, progress=False
+        )
+        assert [each.num_documents for each in prepared.sources[0].meta.splits.values()] == [1, 1]
+
+
 def test_bad_input_names_the_key(tmp_path: Path, tokenizer: str) -> None:
     def refuse(path: Path, kind: str, match: str) -> None:
         with pytest.raises(DataError, match=match):
@@ -189,6 +238,12 @@ def test_bad_input_names_the_key(tmp_path: Path, tokenizer: str) -> None:
     table = pyarrow.table({"text": ["a"]})
     pyarrow.parquet.write_table(table, tmp_path / "e.parquet")
     refuse(tmp_path / "e.parquet", "ids", r"e.parquet: not a file .* field `tokens` of ids")
+    for name, ids, why in (("f", [1, None], "null"), ("g", [1.5], "document 1 is of float64")):
+        kind = pyarrow.list_(pyarrow.float64() if name == "g" else pyarrow.int32())
+        pyarrow.parquet.write_table(
+            pyarrow.table({"tokens": pyarrow.array([[], ids], kind)}), tmp_path / f"{name}.parquet"
+        )
+        refuse(tmp_path / f"{name}.parquet", "ids", rf"{name}.parquet: not a file .* field `tokens` of ids .*{why}")
 
 
 def test_a_recipe_that_needs_the_text_of_ids_is_refused() -> None:

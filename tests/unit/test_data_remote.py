@@ -1,7 +1,9 @@
 """Token stores in an object store: bitwise the order of a folder, whatever the cache holds, the store does or a kill leaves."""
 
+import errno
 import gc
 import os
+import pickle
 import random
 import tempfile
 import threading
@@ -291,6 +293,25 @@ def test_a_cache_that_the_disk_has_no_room_for_names_its_key(put: Callable[..., 
         put(10**6)
 
 
+def test_small_files_of_any_size_are_copied_whole(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 has an error for a range behind an object's end, an empty object's first one too."""
+    original = object_store.ObjectPath.read_range
+
+    def read_range(self: object_store.ObjectPath, start: int, stop: int) -> bytes:
+        if start >= self.read_size():
+            raise OSError(errno.EINVAL, "The requested range is not satisfiable")
+        return original(self, start, stop)
+
+    monkeypatch.setattr(object_store.ObjectPath, "read_range", read_range)
+    monkeypatch.setattr(remote, "COPY_BYTES", 10)
+    for size in (0, 9, 10, 20, 21):
+        path = object_store.ObjectPath(f"{URL}/{size}")
+        path.write_bytes(bytes(range(size)))
+        assert remote._download(path, here / "copy")
+        assert (here / "copy").read_bytes() == bytes(range(size))
+    assert not remote._download(object_store.ObjectPath(f"{URL}/nothing"), here / "copy")
+
+
 def test_prepare_puts_a_store_that_another_node_trains_on_without_the_sources(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,6 +340,10 @@ def test_prepare_puts_a_store_that_another_node_trains_on_without_the_sources(
     assert not list(here.joinpath(f"meshwright-{os.getuid()}").rglob("*.tokens"))
     names = {name.rpartition("/")[2] for name in MemoryFileSystem.store}
     assert {"store.json", "train.tokens", "train.ends", "checksums", "info.json", "tokenizer.json"} <= names
+    told = pickle.dumps(find_prepared(url))
+    (third := here / "third").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(third))
+    assert open_found(pickle.loads(told)).sources[0].folder.is_relative_to(third)
     (other := here / "other").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(other))
     source.unlink()

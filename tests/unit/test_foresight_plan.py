@@ -153,9 +153,12 @@ def test_a_plan_says_whether_layers_are_compiled_and_whose_attention_they_have(
 def test_recorded_loads_of_experts_slow_the_step(tmp_path: Path) -> None:
     recipe = compose([*TINY, "launch.ranks=2", "launch.device=cuda", "parallel.ep=2"], []).require()
     plan = make_plan(recipe, build_config(family("qwen3_moe")))
-    even, uneven = (forecast_plan(plan, {"0": loads}) for loads in ([1, 1, 1, 1, 1, 1], [3, 3, 3, 1, 1, 1]))
+    even, uneven = (forecast_plan(plan, {"0": loads, "1": loads}) for loads in ([1, 1, 1, 1, 1, 1], [3, 3, 3, 1, 1, 1]))
     assert (even.imbalance, uneven.imbalance) == (1.0, 1.5)
     assert even.forecast.time.parts["imbalance"] == 0 < uneven.forecast.time.parts["imbalance"]
+    for other in ({}, {"0": [1] * 6}, {"0": [1] * 3, "1": [1] * 3}):
+        with pytest.raises(RecipeError, match=r"--loads: the run has recorded mixtures of .* this model has those of"):
+            forecast_plan(plan, other)
     with pytest.raises(RecipeError, match=r"has no expert_loads\.jsonl"):
         read_loads(tmp_path)
     (tmp_path / "expert_loads.jsonl").write_text(json.dumps({"step": 1, "expert_loads": {"0": [3, 3, 1, 1]}}) + "\n")

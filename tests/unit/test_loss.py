@@ -4,7 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from framework.model.loss import CPU_ELEMENTS, IGNORE, token_loss
+from framework.mesh.topology import Topology
+from framework.model.loss import CPU_ELEMENTS, IGNORE, TokenLoss, token_loss
+from framework.model.objective import Pairs, Statistics
+from framework.plan.plan import unconnected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -38,3 +41,22 @@ def test_gradients_of_a_loss_leave_the_logits_as_they_were() -> None:
     before = logits.detach().clone()
     token_loss(logits, torch.arange(5)[None], torch.tensor(5)).backward()
     assert torch.equal(logits.detach(), before)
+
+
+def test_a_document_that_is_not_finite_is_nothing_to_others_of_its_row() -> None:
+    axes, places = unconnected(Topology(), 0), torch.tensor([[0, 0, 1, 1, 1]])
+    logits, labels = (
+        torch.randn(1, 5, 7, generator=torch.Generator().manual_seed(0)),
+        torch.tensor([[1, 2, 3, IGNORE, 4]]),
+    )
+
+    def score(logits: torch.Tensor) -> torch.Tensor:
+        pairs = Pairs(places, torch.ones(1, 2), torch.arange(2)[None])
+        return Statistics(TokenLoss(axes["tp"], 7), logits, labels, pairs, axes["cp"]).score_documents()
+
+    expected = score(logits.clone())
+    assert torch.allclose(expected[0].sum(), -token_loss(logits.clone(), labels, torch.tensor(1)))
+    logits[0, 0] = float("nan")
+    found = score(logits)
+    assert found[0, 0, 0].isnan()
+    assert torch.equal(found[:, 0, 1], expected[:, 0, 1])

@@ -22,8 +22,10 @@ from framework.parallel.pipeline.actions import Action, ActionKind
 from framework.parallel.pipeline.measured import MOST, UnitTimes, encode_unit_times, fastest_split
 from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline
 from framework.parallel.pipeline.simulate import Timed, simulate
+from framework.plan.cluster import ClusterRates
 from framework.plan.page import describe_run
 from framework.plan.plan import make_plan
+from framework.plan.time import TimeModel
 from framework.recipe.compose import compose
 from framework.recipe.schema import Pipeline, Recipe, Zero
 from framework.train.unit_times import UnitClock
@@ -139,6 +141,8 @@ def test_the_launcher_settles_the_split_and_plan_shows_the_gain(tmp_path):
     write_times(tmp_path / "units.json", recipe)
     plan = make_plan(recipe, load_config(recipe.model))
     assert [each.stop - each.start for each in plan.pipeline.stages] == [2, 4]
+    forms, _ = TimeModel(plan.shape, plan.recipe, ClusterRates.from_recipe(plan.recipe)).stages(plan.candidate)
+    assert [sum(count for _, count in each.layers) for each in forms] == [2, 4]
     line = next(line for line in describe_run(plan) if line.startswith("pipeline "))
     assert re.search(
         r"by measured times; layers \[2, 4\] take .* s a step by the times of .*, and \[4, 2\], the split by FL", line
@@ -211,7 +215,7 @@ def test_ends_have_what_layers_leave_of_their_stage(bounds, splits):
         mesh=SimpleNamespace(device=torch.device("cpu")),
     )
     clock = UnitClock(run, units, 4, lambda: float(next(ticks)))
-    for step in (3, 4, 5):
+    for step in (3, 4, 5, 3, 4):  # a rewind trains the measured step again
         clock.begin_step(step)
         for _ in range(2):
             model(torch.tensor([1, 2])).backward()
@@ -228,4 +232,5 @@ def test_ends_have_what_layers_leave_of_their_stage(bounds, splits):
         assert clock.measure(timed) == {"embedding": (1.0, 0.0), **layers, "head": (7.0, rest)}
     else:
         assert clock.measure(timed) == {"embedding": (8.0, rest), **layers}
+    clock.begin_step(5)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -199,8 +199,11 @@ def test_the_header_names_the_nodes_and_what_a_group_in_two_blocks_costs():
     assert 0 < lost_s < step_s
     line, warning = describe_nodes(order, lambda _: (step_s, lost_s))
     assert line == "nodes by block, SLURM's order: r1: n1 n2 n3; r2: n4"
-    assert f"WARNING: 1 of 2 tp groups lie in more than one block: by the plan {lost_s:.3g} s of a step's" in warning
+    assert "WARNING: 1 of 2 tp groups lie in more than one block: by the plan messages of tp and ep" in warning
+    assert f"{lost_s:.3g} s of a step's {step_s:.3g} s" in warning
     assert "launch.segment=2" in warning
+    _, warning = describe_nodes(replace(order, source="switch"), lambda _: (step_s, lost_s))
+    assert "launch.switches=1" in warning
     assert len(list(describe_nodes(replace(order, blocks=("r1", "r2", "r1", "r2")), lambda _: (1.0, 1.0)))) == 1
     assert list(describe_nodes(None, lambda _: (1.0, 1.0))) == []
 

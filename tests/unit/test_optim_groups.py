@@ -8,12 +8,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from framework.errors import RecipeError
 from framework.model.load import build_meta, load_config
+from framework.model.mixtures import find_constants
 from framework.model.shrink import shrink
 from framework.model.units import find_units
 from framework.optim.groups import group_parameters, is_no_weight
 from framework.plan.plan import group_parameters_of
 from framework.recipe.compose import compose
 from framework.recipe.schema import Optim, ParameterGroup
+from framework.verify import plain
 
 LLAMA = [
     ("model.embed_tokens.weight", (97, 16), True),
@@ -124,6 +126,24 @@ def test_what_the_model_marks_does_not_decay():
     stated = replace(recipe.optim, groups={"up": ParameterGroup("up_proj", weight_decay=0.2)})
     decays = {a.parameter: a.weight_decay for a in group_parameters_of(replace(recipe, optim=stated), whole, units)}
     assert decays[name] == 0.2
+
+
+def test_what_the_family_freezes_is_not_trained_but_for_biases_of_routers():
+    """Roformer's table of sines; afmoe's bias is moved by other means."""
+    recipe = compose(["model=tiny_llama", "launch.ranks=1", "batch.sequences_per_step=8", "batch.context=16"]).require()
+    for family, table in (("roformer", "roformer.encoder.embed_positions.weight"), ("afmoe", None)):
+        whole = build_meta(shrink(AutoConfig.for_model(family)))
+        trained = {each.parameter for each in group_parameters_of(recipe, whole, tuple(find_units(whole)))}
+        assert {name for name, _ in whole.named_parameters()} - trained == ({table} if table else set())
+        assert find_constants(whole) == plain.find_constants(whole) == ({table} if table else set())
+
+
+@pytest.mark.parametrize("family", ["inkling_text", "inkling2_text"])
+def test_the_oracle_and_ranks_agree_on_embeddings_that_hold_a_norm_and_on_scales_of_heads(family):
+    whole = build_meta(shrink(AutoConfig.for_model(family)))
+    ours = {name for name, each in whole.named_parameters() if is_no_weight(name, tuple(each.shape))}
+    assert ours == plain.decay_nothing(whole)
+    assert "model.embed_tokens.weight" not in ours
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3_moe", "gpt_oss", "phi3", "gpt_neox", "cohere"])

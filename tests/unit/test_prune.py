@@ -1,12 +1,15 @@
 """`meshwright prune` says what it would remove, removes exactly that, and leaves alone what anybody may still need."""
 
+from dataclasses import replace
+
 import pytest
 
 from framework.checkpoint.commit import list_checkpoints, step_of
 from framework.cli import main
 from framework.errors import EXIT_DONE, EXIT_USER
 from framework.launch.directory import RunDirectory
-from framework.recipe.compose import compose, save_recipe
+from framework.recipe.compose import compose, load_recipe, save_recipe
+from framework.recipe.schema import LossSettings
 from tests.unit.test_checkpoint import save
 
 
@@ -45,11 +48,13 @@ def test_what_was_said_is_removed(make_run, capsys):
     assert "b: nothing is old" in capsys.readouterr().out
 
 
-def test_the_best_those_of_a_rhythm_and_origins_of_branches_stay(make_run):
+def test_the_best_those_of_a_rhythm_and_what_others_read_stay(make_run):
     run = make_run("a", (1, 2, 3, 4, 5, 6), "checkpoint.keep_every=4", best_step=2)
     make_run("b", (), "run.start_from=runs/a@3")
+    preferring = make_run("c", ()).recipe
+    save_recipe(replace(load_recipe(preferring), loss=LossSettings("dpo", reference="runs/a@1")), preferring)
     assert main(["prune", "a", "--yes"]) == EXIT_DONE
-    assert steps_of(run) == [2, 3, 4, 6]
+    assert steps_of(run) == [1, 2, 3, 4, 6]
 
 
 def test_a_run_that_runs_is_left_alone(make_run, capsys):

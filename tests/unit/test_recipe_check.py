@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import framework.recipe
 from framework.errors import RecipeError
+from framework.recipe import launch_rules, layout_rules, method_rules, run_rules
 from framework.recipe.check import RULES, check_recipe
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive, unpadded_lengths
@@ -550,3 +551,10 @@ def test_a_rule_reads_only_the_keys_that_it_declares(overrides):
         assert not {key for key in seen if not any(key == read or key.startswith(f"{read}.") for read in rule.reads)}, (
             rule
         )
+
+
+def test_every_rule_is_asked() -> None:
+    for module in (launch_rules, layout_rules, method_rules, run_rules):
+        written = {name: each for name, each in vars(module).items() if isinstance(each, Rule)}
+        assert written
+        assert [name for name, each in written.items() if each not in RULES] == []

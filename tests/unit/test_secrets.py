@@ -21,6 +21,7 @@ from framework.plan.plan import make_plan
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import compose, load_recipe, save_recipe
 from framework.recipe.environment import describe_public, fill, hide_secrets, is_secret, looks_secret, secret_in
+from framework.recipe.problem import render_problems
 from framework.recipe.saved import to_yaml
 from framework.recipe.schema import Launch, Model, Recipe
 from framework.train.reports import describe_run
@@ -138,6 +139,12 @@ def test_a_refused_secret_is_not_said_and_leaves_no_file(words, capsys):
     assert SECRET not in said.out + said.err
     assert "launch" in said.err or "HF_TOKEN" in said.err
     assert not list(Path().iterdir())
+
+
+def test_a_password_of_a_tracker_is_refused() -> None:
+    found = compose([*BASE, f"track.mlflow.uri=http://me:{SECRET}@host:5000"]).problems
+    assert any("has a password" in each.message for each in found)
+    assert SECRET not in render_problems(found)
 
 
 TOKENS = (

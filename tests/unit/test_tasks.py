@@ -119,6 +119,7 @@ def test_tokens_are_kept_until_file_or_context_change(tokenizer: Path, tmp_path:
     assert (task.name, task.kind) == ("task", "choices")
     assert all(np.array_equal(each, vars(fresh)[name]) for name, each in vars(task).items())
     assert keep_tasks([str(path)], tokenizer, 9) != [kept]
+    assert keep_tasks([str(path.rename(path.with_suffix(".txt")))], tokenizer, 8) != [kept]
     write(tmp_path, CHOICES)
     assert keep_tasks([str(path)], tokenizer, 8) != [kept]
     kept.write_bytes(kept.read_bytes()[:-9])

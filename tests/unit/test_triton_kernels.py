@@ -426,6 +426,24 @@ def test_messages_of_any_strides_and_lengths_are_torchs(kind: Any, dtype: torch.
         assert torch.equal(read, out)
 
 
+def test_there_may_be_more_rows_than_a_dim_of_programs_has() -> None:
+    from framework.comm import triton_codec
+
+    grids: list[tuple[int, ...]] = []
+    rows, codec = torch.ones(70_000, 20, device=DEVICE), BlockCodec("fp8", 16)
+    message = torch.zeros(70_000, codec.message_bytes(20), dtype=torch.uint8, device=DEVICE)
+
+    class Launches:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *args, **options: None
+
+    with patch.multiple(triton_codec, _encode=Launches(), _decode_sum=Launches()):
+        triton_codec.TritonCodes().encode(codec, rows, message)
+        triton_codec.TritonCodes().decode_sum(codec, message[None], rows)
+    assert [(grid[0], max(grid[1:], default=1)) for grid in grids] == [(140_000, 1)] * 2
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_numbers_that_are_not_finite_are_seen_behind_kernels(kind: Any, bad: float) -> None:

@@ -14,6 +14,7 @@ from framework.parallel.attention.hook import (
     watch_logits,
 )
 from framework.parallel.attention.probe import find_stock_attention, find_whole, probe_causes, refuse_undivided_context
+from framework.parallel.attention.whole_tokens import refuse_sequence
 
 __all__ = [
     "Documents",
@@ -22,6 +23,7 @@ __all__ = [
     "find_whole",
     "is_operator",
     "probe_causes",
+    "refuse_sequence",
     "refuse_undivided_context",
     "refuse_uneven_heads",
     "split_context",

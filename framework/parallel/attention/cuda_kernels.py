@@ -5,7 +5,7 @@ a piece's backward wants the log-sum-exp of all pieces. Packed, all documents of
 and lengths: tokens [T, H, D] of all sequences, one behind the other, and the ends of the documents. No kernel here takes a mask.
 Key-value heads are shared, not repeated.
 
-Not run on a GPU yet; `check_kernel` compares each kernel with the tiles before its first use on a device.
+`check_kernel` compares each kernel with the tiles before its first use on a device.
 """
 
 from dataclasses import dataclass

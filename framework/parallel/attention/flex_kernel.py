@@ -5,7 +5,7 @@ log-sum-exp L and out O, let l and o be the block's and w = exp(l - L). Then P =
 
     dS = P * (dO V^T - rowsum(dO * O))  is autograd's of  (o, l)  with  d o = w dO,  d l = w rowsum(dO * (o - O)).
 
-Backward computes the forward once more. Not run on a GPU yet.
+Backward computes the forward once more.
 """
 
 from collections.abc import Callable

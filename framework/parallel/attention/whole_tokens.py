@@ -16,15 +16,16 @@ divided. All else of the model is: mlps, experts, the head, the loss.
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.comm import duals
 from framework.comm.communicator import Communicator
+from framework.errors import ModelError
 from framework.mesh.context import ContextSlices
 from framework.model.load import FORWARD_ERRORS
 from framework.model.units import find_last_module, find_layers
@@ -80,6 +81,14 @@ def tokens_of(slices: ContextSlices, cp: Communicator) -> WholeTokens:
         return zeros.index_copy(1, own[:valid].to(x.device), x[:, :valid])
 
     return WholeTokens(slices.tokens_local, gather, take, place)
+
+
+def refuse_sequence(config: PretrainedConfig, mixers: Collection[str]) -> NoReturn:
+    """Raise the ModelError of layouts that divide the same tokens over tp."""
+    raise ModelError(
+        f"parallel.sequence=true: {' and '.join(sorted(mixers))} of {config.model_type} models get the tokens of all ranks of"
+        " cp, and tp would divide them: set parallel.sequence=false"
+    )
 
 
 def hook_whole(model: PreTrainedModel, mixers: Collection[str], tokens: WholeTokens, has_documents: bool) -> None:

@@ -4,8 +4,6 @@ causal-conv1d, mamba-ssm, which transformers' own mixers would call.
 A kernel takes the place of torch's operations for tensors of 16 bits. Before its first use on a device both compute an example as
 wide as what it is given, forward and backward, and a difference is an error: it would show in the loss only. What a kernel does
 not take torch's operations compute: `call` gives None.
-
-Not run on a GPU yet.
 """
 
 import logging
