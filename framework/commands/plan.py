@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from framework.errors import EXIT_DONE, EXIT_MEMORY
 from framework.imports import loading_libraries
+from framework.launch.directory import find_run
 from framework.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def print_plan(
     first, *plans = check_stages(recipe)
     check_weights(first)
     stages = split_stages(recipe)
-    recorded = None if loads is None else read_loads(loads)
+    recorded = None if loads is None else read_loads(find_run(str(loads)))
     forecasts = [forecast_plan(plan_within(*each), recorded) for each in zip(stages, plans or [first], strict=True)]
     found, table = join_stages(stages, forecasts)
     plan, changes = found.plan, find_changes(found)

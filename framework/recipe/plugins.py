@@ -47,7 +47,7 @@ def added_names(kind: str) -> tuple[str, ...]:
 
 def is_path(plugin: str) -> bool:
     """Whether a plugin is given by its place, not by the name of a package."""
-    return not all(part.isidentifier() for part in plugin.split("."))
+    return plugin.endswith(".py") or not all(part.isidentifier() for part in plugin.split("."))
 
 
 def modules_of(plugin: str) -> list[str]:

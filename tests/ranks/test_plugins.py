@@ -112,6 +112,7 @@ def test_a_plugin_that_fails_names_itself(tmp_path: Path) -> None:
     import_plugins([plugin_of("one_minus_square")])
     assert f"is the plugin {plugin_of('one_minus_square')}'s already" in problems_of(with_plugins(again))
     assert "another module is called argparse" in problems_of(with_plugins(hidden))
+    assert "there is no such folder or file" in problems_of(with_plugins("no_such_file.py"))
     assert "the plugin no_such_package cannot be imported: ModuleNotFoundError" in problems_of(
         "plugins=[no_such_package]"
     )
