@@ -33,7 +33,8 @@ def test_mixers_of_their_own_equal_one_process(pool: RankPool) -> None:
 @pytest.mark.parametrize("name", ["xlstm", "deepseek_v4"])
 def test_states_of_mixers_and_ids_for_routers_are_told_from_tokens(name: str, pool: RankPool) -> None:
     """xlstm's mixers hand on a state; deepseek_v4 chooses experts by the ids of tokens."""
-    case = replace(Way("bloom", 2).case(), config=shrink(AutoConfig.for_model(name)))
+    own = replace(family("bloom"), name=name, config=shrink(AutoConfig.for_model(name)).to_dict())
+    case = replace(Way("bloom", 2).case(), family=own)
     assert_equal(pool, 2, [case])
 
 
