@@ -128,6 +128,12 @@ ACTIONS = (
     done("diff first second", "train.steps", "loss", trains=True),
     done("export first --to out", "exported", trains=True),
     done("export first --dtype bf16 --to narrow", "exported", trains=True),
+    done("evaluate first --tasks sums.jsonl --limit 2 --json scores.json", "sums", "acc", trains=True),
+    done("evaluate first --step 10 --tasks sums.jsonl", "acc", trains=True),
+    refused("evaluate first --best --tasks sums.jsonl", "kept no best checkpoint", trains=True),
+    refused("evaluate nosuch --tasks sums.jsonl", "nosuch"),
+    refused("evaluate --import arc_easy --to tasks", r"meshwright\[eval\]"),
+    refused(f"plan {QUICK} --loads first", "first", trains=True),
     done("prune first --keep 1", "would be free", trains=True),
     done("prune --yes", "are free", trains=True),
     refused("export first --merged --to merged", "has no adapter to merge", trains=True),
@@ -143,6 +149,7 @@ def make_place(place: Path) -> None:
 
     disable_progress_bar()
     (place / "chat.jsonl").write_text('{"content": "a text in another field"}\n' * 50)
+    (place / "sums.jsonl").write_text('{"context": "2 + 2 =", "choices": [" 3", " 4"], "answer": 1}\n' * 3)
     (place / "trainer.json").write_text('{"learning_rate": 0.001, "max_steps": 9, "lora_r": 8}')
     (place / "texts").mkdir()
     for number in range(4):

@@ -1,11 +1,16 @@
 """Fixtures of all tests."""
 
 import gc
+import sys
 from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
 
+from framework import extend
+from framework.recipe import plugins
 from tests.grid import NUM_PARTS, part_of_day, part_of_item
 from tests.ranks.pool import RankPool
 
@@ -35,6 +40,23 @@ def pool() -> Iterator[RankPool]:
     ranks = RankPool(4)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_plugins() -> Iterator[None]:
+    """Names that plugins of a file's tests add to registries, and their modules, are gone behind them."""
+    added: list[tuple[str, dict[str, Any], str]] = []
+
+    def note(kind: str, registry: dict[str, Any], name: str, value: Any) -> None:
+        if name not in registry:
+            added.append((kind, registry, name))
+        plugins.add(kind, registry, name, value)
+
+    with patch.object(extend, "add", note):
+        yield
+    owners = {plugins.ADDED[kind].pop(name, "") for kind, registry, name in added if registry.pop(name, None)}
+    for name in [name for owner in filter(None, owners) for name in plugins.modules_of(owner)]:
+        sys.modules.pop(name, None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

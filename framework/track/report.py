@@ -140,4 +140,4 @@ def save_run_info(run_dir: Path, run: RunInfo, lease: Lease | None = None) -> No
 def load_run_info(run_dir: Path) -> RunInfo:
     """The `RunInfo` of the run's newest process."""
     values = json.loads((run_dir / RUN_INFO_FILE).read_text(encoding="utf-8"))
-    return RunInfo(**values | {"sources": tuple(values.get("sources", ()))})
+    return RunInfo(**values | {name: tuple(values.get(name, ())) for name in ("sources", "nodes")})
