@@ -7,7 +7,7 @@ Nodes themselves lie in blocks: what NVLink or a leaf switch connects. A group o
 one block if the nodes come in an order that gives it nodes of one block.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 
@@ -41,8 +41,7 @@ class Placement:
 
     def nodes_spanned(self, axis: str) -> int:
         """Nodes on which the widest group of the axis lies; 1: its messages never leave a node."""
-        firsts = (rank for rank in range(self.topology.world) if self.topology.index(axis, rank) == 0)
-        return max(len({self.node(rank) for rank in self.topology.ranks(axis, first)}) for first in firsts)
+        return max(map(len, self._groups(axis)))
 
     @property
     def units(self) -> tuple[int, ...]:
@@ -68,9 +67,13 @@ class Placement:
 
     def count_cut(self, axis: str, blocks: Sequence[str], order: Sequence[int]) -> int:
         """Groups of an axis that lie in more than one block. order: the node that comes at each place."""
-        firsts = (rank for rank in range(self.topology.world) if self.topology.index(axis, rank) == 0)
-        groups = ({blocks[order[self.node(rank)]] for rank in self.topology.ranks(axis, first)} for first in firsts)
-        return sum(len(group) > 1 for group in groups)
+        return sum(len({blocks[order[node]] for node in nodes}) > 1 for nodes in self._groups(axis))
+
+    def _groups(self, axis: str) -> Iterator[set[int]]:
+        """Nodes of each group of the axis."""
+        for first in range(self.topology.world):
+            if self.topology.index(axis, first) == 0:
+                yield {self.node(rank) for rank in self.topology.ranks(axis, first)}
 
     def _run(self, axis: str) -> int:
         """Neighbouring ranks that a group of the axis spreads over."""

@@ -154,6 +154,7 @@ class ElementOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
+        is_skipped = None if self.found_inf is None else self.found_inf > 0
         for group in self.param_groups:
             for param in (each for each in group["params"] if each.grad is not None):
                 gradient, states = param.grad, self.state[param]
@@ -165,7 +166,6 @@ class ElementOptimizer(torch.optim.Optimizer):
                 value, new = self._rule(param, gradient, old, group["lr"], group["weight_decay"], self._optim)
                 for tensor, updated in ((param, value), *((old[name], new[name]) for name in self._names)):
                     # Chosen on the device, so the host never asks whether the step is skipped.
-                    is_skipped = None if self.found_inf is None else self.found_inf > 0
                     tensor.copy_(updated if is_skipped is None else torch.where(is_skipped, tensor, updated))
         return None
 

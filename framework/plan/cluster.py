@@ -193,9 +193,7 @@ class ClusterRates:
         ranks = ceil(count_ranks(recipe) / count_nodes(recipe))
         if whole.device == "cpu":
             whole = replace(
-                whole,
-                ranks_per_node=ranks,
-                memory_bytes=whole.memory_bytes * whole.ranks_per_node // ranks,
+                whole, ranks_per_node=ranks, memory_bytes=whole.memory_bytes * whole.ranks_per_node // ranks
             )
         if launch.kind == "slurm" and launch.memory_per_rank_gb is not None:
             asked = int(launch.memory_per_rank_gb * 1e9) * ranks
@@ -283,6 +281,8 @@ class ClusterRates:
         """Seconds of attention's matmuls of so many FLOPs: of the pairs that its mask leaves, two matmuls in forward and five in
         backward. shape: tokens of a sequence and features of a head, which a kernel's rate depends on. kernel: where the file
         knows it; else the one that was measured, else a share of the peak."""
+        if not flops:
+            return 0.0
         known = self._known_dtype(dtype)
         curves = self.attention_curves.get(kernel if known in ("bf16", "fp16") else "") or self.attention_curves.get(
             known

@@ -113,7 +113,7 @@ def forecast_cut(plan: Plan, num_nodes: int) -> tuple[float, float]:
     times = TimeModel(plan.shape, plan.recipe, ClusterRates.from_recipe(plan.recipe))
     apart = times.forecast(plan.candidate)
     near = times.forecast(plan.candidate.changed({"ranks_per_node": num_nodes * plan.derived.ranks_per_node}))
-    return apart.step_s, sum(apart.parts.get(axis, 0.0) - near.parts.get(axis, 0.0) for axis in BLOCK_AXES)
+    return apart.step_s, sum(apart.parts[axis] - near.parts[axis] for axis in BLOCK_AXES)
 
 
 def _doubt_compilation(plan: Plan) -> Iterator[str]:

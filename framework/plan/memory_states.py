@@ -152,8 +152,7 @@ class Pipelines:
             return self.pipeline.stages
         layers = self.recipe.pipeline.layers
         # Of layouts that have other numbers of stages `let_rest_follow` leaves the recipe's out.
-        fits = isinstance(layers, list) and len(layers) == each.pp * each.virtual
-        stated = tuple(layers) if isinstance(layers, list) and fits else None
+        stated = tuple(layers) if isinstance(layers, list) and len(layers) == each.pp * each.virtual else None
         return self.shape.stages(each.pp, each.schedule, each.virtual, each.context, stated)
 
     @remember(*PLACES)

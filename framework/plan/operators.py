@@ -278,13 +278,12 @@ class LayerTimes:
             # A square matmul of as many FLOPs: nobody knows its shape.
             side = round((rest / 2) ** (1 / 3)) or 1
             matmuls[""] = gradients[""] = rates.matmul(side, side, side)
-        spent = rates.attention(attention, shape) if attention else 0.0
         scanned = rest if layer.is_recurrent else 0.0
-        spent += rates.scan(scanned) if scanned else 0.0
+        spent = rates.attention(attention, shape) + rates.scan(scanned)
         elementwise = partial(self._elementwise, layer, c, outside)
         forward = Work(sum(matmuls.values()) + experts, spent, elementwise(1.0) + routed)
-        backward_s = rates.attention(profile.attention_backward * attention, shape, backward=True) if attention else 0.0
-        backward_s += rates.scan(scanned, backward=True) if scanned else 0.0
+        backward_s = rates.attention(profile.attention_backward * attention, shape, backward=True)
+        backward_s += rates.scan(scanned, backward=True)
         passes = profile.backward_passes
         inputs = Work(forward.matmuls, backward_s, elementwise(passes) + routed * passes)
         weights = Work(sum(gradients.values()) + expert_gradient)

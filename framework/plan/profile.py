@@ -162,10 +162,9 @@ class Rates:
             return 0.0
         dtype, is_narrow = self._choose(narrow)
         seconds = self.cluster.gradient_seconds(max(1, round(rows)), inner, columns, added_bytes, dtype)
-        is_cast = is_narrow and not self.profile.casts_once
-        return seconds / self.profile.matmul + (
-            self.elementwise(rows * (inner + columns), self.profile.cast) if is_cast else 0.0
-        )
+        casts = is_narrow and not self.profile.casts_once
+        cast_s = self.elementwise(rows * (inner + columns), self.profile.cast) if casts else 0.0
+        return seconds / self.profile.matmul + cast_s
 
     def _choose(self, narrow: bool) -> tuple[str, bool]:
         """(the dtype of a matmul, whether its factors are cast to it)."""
@@ -175,16 +174,14 @@ class Rates:
 
     def attention(self, flops: float, shape: tuple[int, int], *, backward: bool = False) -> float:
         """Seconds of so many FLOPs in an attention's kernel. shape: tokens of a sequence, features of a head."""
-        dtype = "bf16" if self.dtype == "fp8" else self.dtype
+        dtype, _ = self._choose(narrow=False)
         return self.cluster.attention_seconds(flops, dtype, backward=backward, shape=shape, kernel=self.profile.kernel)
 
     def scan(self, flops: float, *, backward: bool = False) -> float:
         """Seconds of so many FLOPs of a recurrent mixer, in chunks."""
-        times = SCAN_FLOPS * (self.profile.attention_backward if backward else 1.0)
-        dtype = "bf16" if self.dtype == "fp8" else self.dtype
-        return self.cluster.attention_seconds(
-            times * flops, dtype, backward=backward, shape=SCAN_SHAPE, kernel="flash2"
-        )
+        flops *= SCAN_FLOPS * (self.profile.attention_backward if backward else 1.0)
+        dtype, _ = self._choose(narrow=False)
+        return self.cluster.attention_seconds(flops, dtype, backward=backward, shape=SCAN_SHAPE, kernel="flash2")
 
     def elementwise(self, elements: float, kernels: Kernels, times: float = 1.0) -> float:
         """Seconds of an operation's kernels over so many elements, which move equally much each. times: backward's bytes over

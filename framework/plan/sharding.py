@@ -231,12 +231,8 @@ def _join_layers(layer: ShardedUnit, n: int, count: int) -> ShardedUnit:
 
 # --- the update, saves and failures
 
-MOMENTS: dict[str, int] = {
-    "adamw": 2,
-    "lion": 1,
-    "sgd": 1,
-    "muon": 2,
-}  # muon: of what adamw updates; one fewer of matrices
+# muon: of what adamw updates; one fewer of matrices.
+MOMENTS: dict[str, int] = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 2}
 MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0}
 # A run that says nothing of saves is taken to save so often, where failures are counted.
 ASSUMED_INTERVAL_S = 3600.0

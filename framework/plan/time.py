@@ -32,13 +32,7 @@ from framework.plan.cluster import ClusterRates, Collective
 from framework.plan.exposure import NOTHING, Exposure, Groups, LayerMessages, hide, place_groups
 from framework.plan.forecast import TimeForecast
 from framework.plan.forecast_memory import MemoryModel
-from framework.plan.operators import (
-    LayerTimes,
-    UnitWork,
-    Work,
-    read_operators,
-    typical_document,
-)
+from framework.plan.operators import LayerTimes, UnitWork, Work, read_operators, typical_document
 from framework.plan.profile import OURS, OURS_ON_GPUS, Profile, Rates
 from framework.plan.shape import DEGREES, ModelShape, RankUnit
 from framework.plan.sharding import ShardedUnit, Sharding, Update, expected_goodput
@@ -212,11 +206,14 @@ class TimeModel:
 
     def _own_profile(self, itemsize: int) -> Profile:
         """Ours. Rows of documents are one packed call, which cuDNN's kernel does not take; nor is it transformers' first."""
-        settings = self.settings
-        if not is_fused(settings.launch.device, itemsize):
+        if not is_fused(self.settings.launch.device, itemsize):
             return OURS
-        is_stock = settings.parallel.cp == 1 and find_stock_attention(self.shape.config, settings) is not None
-        return replace(OURS_ON_GPUS, kernel="flash2" if is_stock or settings.data.isolates else "cudnn")
+        return replace(OURS_ON_GPUS, kernel="flash2" if self.settings.data.isolates or self._is_stock else "cudnn")
+
+    @cached_property
+    def _is_stock(self) -> bool:
+        """Whether layers attend by transformers' attention."""
+        return self.settings.parallel.cp == 1 and find_stock_attention(self.shape.config, self.settings) is not None
 
     def forecast(self, candidate: Candidate) -> TimeForecast:
         """The step time of a candidate that the model and the recipe allow."""
@@ -319,11 +316,9 @@ class TimeModel:
 
     def _document(self, context: int) -> int | None:
         """Tokens of a document, as `LayerTimes` has them. transformers' attention computes all pairs and masks."""
-        settings = self.settings
-        if not settings.data.isolates:
+        if not self.settings.data.isolates:
             return None
-        is_ours = settings.parallel.cp > 1 or find_stock_attention(self.shape.config, settings) is None
-        return typical_document(context) if is_ours else 0
+        return 0 if self._is_stock else typical_document(context)
 
     @remember()
     def times(self, context: int) -> LayerTimes:
@@ -449,7 +444,5 @@ class TimeModel:
 
     def _count(self, unit: RankUnit) -> tuple[float, float]:
         prefixes = tuple(f"{mixture.experts}." for mixture in self.shape.mixtures if mixture.layer == unit.unit.name)
-        of_experts = sum(
-            layout.numel_local for name, layout in unit.layouts.items() if prefixes and name.startswith(prefixes)
-        )
+        of_experts = sum(layout.numel_local for name, layout in unit.layouts.items() if name.startswith(prefixes))
         return float(unit.numel - of_experts), float(of_experts)

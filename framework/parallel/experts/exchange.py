@@ -65,7 +65,7 @@ class RowExchange:
 
     def send(self, columns: Sequence[Tensor]) -> None:
         """Start the message of forward."""
-        self._forms = [(each.shape[1], each.dtype) for each in columns]
+        self._forms = _forms_of(columns)
         first = columns[0] if self.codec is None else self.codec.encode(columns[0])
         self._start([first, *columns[1:]], self.sent, self.received, "rows of experts")
 
@@ -80,8 +80,9 @@ class RowExchange:
         return [rows, *others]
 
     def send_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Start the message of backward, [sum(received), ...] of each column that has a gradient."""
-        self._start(gradients, self.received, self.sent, "gradient of rows of experts")
+        """Start the message of backward, [sum(received), ...] of each column; integers have no gradient, and are left out."""
+        floating = [each for each, (_, dtype) in zip(gradients, self._forms, strict=True) if dtype.is_floating_point]
+        self._start(floating, self.received, self.sent, "gradient of rows of experts")
 
     def receive_gradients(self) -> list[Tensor | None]:
         """Wait for it: [sum(sent), ...] of each column, None of integers."""
@@ -90,16 +91,11 @@ class RowExchange:
 
     def stand_ins(self) -> tuple[Tensor, ...]:
         """A tensor for each column, [sum(received), ...], without memory, that nobody may read."""
-        device, rows = self.pending_device, sum(self.received)
+        assert self._message is not None, "no rows are under way"
+        device, rows = self._message.device, sum(self.received)
         return tuple(
             torch.empty_strided((rows, width), (0, 0), dtype=dtype, device=device) for width, dtype in self._forms
         )
-
-    @property
-    def pending_device(self) -> torch.device:
-        """Device of the rows that are under way."""
-        assert self._message is not None, "no rows are under way"
-        return self._message.device
 
     def _start(self, columns: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], label: str) -> None:
         message = _pack(columns)
@@ -135,10 +131,9 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        are_sent = [dtype.is_floating_point for _, dtype in ctx.transfer._forms]
-        ctx.transfer.send_gradients([each for each, is_sent in zip(gradients, are_sent, strict=True) if is_sent])
+        ctx.transfer.send_gradients(gradients)
         # Stand in for gradients of what has departed, which nobody reads: `_Depart.backward` has the real ones.
-        return None, *(each if is_sent else None for each, is_sent in zip(gradients, are_sent, strict=True))
+        return None, *gradients
 
 
 def _mark(ctx: Any, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -150,10 +145,10 @@ def _pack(columns: Sequence[Tensor]) -> Tensor:
     """The message of rows: [rows, packed_bytes] uint8, or the single column.  columns: [rows, ...] each."""
     if len(columns) == 1:
         return columns[0].contiguous()
-    starts = [0, *accumulate(_align(each.shape[1] * each.itemsize) for each in columns)]
-    message = columns[0].new_empty(len(columns[0]), starts[-1], dtype=torch.uint8)
-    for each, start in zip(columns, starts, strict=False):
-        _column(message, start, each.shape[1], each.dtype).copy_(each)
+    num_bytes = packed_bytes([each.shape[1] * each.itemsize for each in columns])
+    message = columns[0].new_empty(len(columns[0]), num_bytes, dtype=torch.uint8)
+    for view, each in zip(_unpack(message, _forms_of(columns)), columns, strict=True):
+        view.copy_(each)
     return message
 
 
@@ -161,12 +156,14 @@ def _unpack(message: Tensor, forms: Sequence[tuple[int, torch.dtype]]) -> list[T
     """The columns of a message: views. forms: (features, dtype) of each."""
     if len(forms) == 1:
         return [message]
-    starts = [0, *accumulate(_align(width * dtype.itemsize) for width, dtype in forms)]
-    return [_column(message, start, *form) for start, form in zip(starts, forms, strict=False)]
+    sizes = [width * dtype.itemsize for width, dtype in forms]
+    starts = accumulate(map(_align, sizes), initial=0)
+    ranges = zip(starts, sizes, forms, strict=False)
+    return [message[:, start : start + size].view(dtype) for start, size, (_, dtype) in ranges]
 
 
-def _column(message: Tensor, start: int, width: int, dtype: torch.dtype) -> Tensor:
-    return message[:, start : start + width * dtype.itemsize].view(dtype)
+def _forms_of(columns: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
+    return [(each.shape[1], each.dtype) for each in columns]
 
 
 def _align(num_bytes: int) -> int:
