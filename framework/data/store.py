@@ -262,7 +262,7 @@ class TokenStream:
     @property
     def is_mapped(self) -> bool:
         """Whether all of it is in memory, or comes there by itself."""
-        return isinstance(self.tokens, np.ndarray)
+        return isinstance(self.tokens, np.ndarray | ImportedTokens)
 
     def ask(self, start: int, stop: int) -> None:
         """Start to fetch tokens [start, stop), unless they are mapped, and do not wait."""
