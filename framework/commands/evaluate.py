@@ -108,9 +108,8 @@ def evaluate_command(
         shutil.copytree(directory.tokenizer, tokenizer)
         print(f"step     {reader.manifest.step:,} of {path}")
     recipe = settle(choose_layout(known, arguments, place))
-    keep_tasks(
-        recipe.eval.tasks, tokenizer, recipe.batch.context
-    )  # refuses what cannot be understood, before ranks start
+    # Refuses what cannot be understood, before ranks start.
+    keep_tasks(recipe.eval.tasks, tokenizer, recipe.batch.context)
     world = derive(recipe).world
     with closing(RankPool(world, TRAINED_BY_RANKS)) as pool:
         try:

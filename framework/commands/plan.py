@@ -34,12 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     for name, words in DETAILS.items():
         parser.add_argument(f"--{name}", action="store_true", help=f"also print {words}")
-    parser.add_argument(
-        "--loads",
-        type=Path,
-        metavar="RUN",
-        help="a run: experts get the tokens that it has recorded last",
-    )
+    parser.add_argument("--loads", metavar="RUN", help="a run: experts get the tokens that it has recorded last")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser, in one file")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace files that no plan or search has written, too"
@@ -74,11 +69,11 @@ def print_plan(
     schedule_to: Path | None = None,
     html: Path | None = None,
     overwrite: bool = False,
-    loads: Path | None = None,
+    loads: str | None = None,
 ) -> int:
     """Print what a recipe will hold, take and cost, and write the files. Raises what the recipe or the model has wrong.
 
-    details: of `DETAILS`; overwrite: replace a page's file that is not ours; loads: folder of a run that has recorded those of
+    details: of `DETAILS`; overwrite: replace a page's file that is not ours; loads: a run that has recorded those of
     experts."""
     with loading_libraries():
         from framework.plan.advice import find_changes
@@ -96,7 +91,7 @@ def print_plan(
     first, *plans = check_stages(recipe)
     check_weights(first)
     stages = split_stages(recipe)
-    recorded = None if loads is None else read_loads(find_run(str(loads)))
+    recorded = None if loads is None else read_loads(find_run(loads))
     forecasts = [forecast_plan(plan_within(*each), recorded) for each in zip(stages, plans or [first], strict=True)]
     found, table = join_stages(stages, forecasts)
     plan, changes = found.plan, find_changes(found)

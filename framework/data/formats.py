@@ -139,7 +139,8 @@ def _open_mds(path: Path, field: str) -> IdFile:
 
 
 def _open_arrow(path: Path, field: str) -> IdFile:
-    return _open_columns([batch.num_rows for batch in open_batches(path)], list(open_batches(path)).__getitem__, field)
+    batches = list(open_batches(path))
+    return _open_columns([batch.num_rows for batch in batches], batches.__getitem__, field)
 
 
 def _open_parquet(path: Path, field: str, read_group: Callable[[Path, int, str], Any]) -> IdFile:

@@ -14,17 +14,9 @@ import xxhash
 from tqdm import tqdm
 
 from framework.data.formats import IdFile, name_file, open_ids
-from framework.data.shard import SplitReport
+from framework.data.shard import SplitReport, settle_threshold
 from framework.data.source import BAR_DELAY_S, SourceFile
-from framework.data.store import (
-    COUNTS_FILE,
-    ENDS_DTYPE,
-    SPLITS,
-    StoreMeta,
-    hash_blocks,
-    map_file,
-    write_checksums,
-)
+from framework.data.store import ENDS_DTYPE, SPLITS, StoreMeta, complete_store
 from framework.errors import DataError
 from framework.files import write_atomically
 
@@ -50,10 +42,8 @@ def import_store(
         hashes.append(xxhash.xxh3_64_intdigest(ids.astype("<u4").tobytes()))
         lengths.append(len(ids))
     hash_of, length_of = np.array(hashes, np.uint64), np.array(lengths, np.int64)
-    # Where there are two different documents, there is one on each side. Empty ones are on none.
-    full = hash_of[length_of > 0]
-    lowest, highest = (int(full.min()), int(full.max())) if len(full) else (0, 0)
-    threshold = min(max(threshold, lowest + 1), highest) if threshold and lowest < highest else 0
+    full = hash_of[length_of > 0]  # empty documents are on no side
+    threshold = settle_threshold(threshold, [int(full.min()), int(full.max())] if len(full) else [])
     is_held_out = hash_of < np.uint64(threshold)
     splits: dict[str, SplitReport] = {}
     counts = np.zeros(vocab_size, np.int64)
@@ -68,11 +58,7 @@ def import_store(
     for number, ids in enumerate(_read_documents(files, opened, field, vocab_size) if "validation" in splits else ()):
         if is_held_out[number]:
             counts += np.bincount(ids, minlength=vocab_size)
-    meta = make_meta([splits], threshold)
-    _write(folder / COUNTS_FILE, counts)
-    mapped = (map_file(folder / name, *file) for name, file in meta.list_files().items())
-    write_checksums(folder, meta, [hash for values in mapped for hash in hash_blocks(values)])
-    meta.write(folder)
+    complete_store(folder, make_meta([splits], threshold), counts)
 
 
 def _read_documents(

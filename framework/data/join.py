@@ -23,24 +23,21 @@ from tqdm import tqdm
 from framework.data.shard import ShardReport, SplitReport, shard_path
 from framework.data.source import BAR_DELAY_S
 from framework.data.store import (
-    COUNTS_FILE,
     ENDS_DTYPE,
     SPLITS,
     TRAINED_DTYPE,
     Split,
     StoreMeta,
     TokenStream,
+    complete_store,
     explain_damage,
-    hash_blocks,
-    map_file,
     map_stream,
     name_damage,
     open_without_links,
     read_json,
-    write_checksums,
 )
 from framework.errors import DamagedStore
-from framework.files import name_errors, sync, write_atomically, write_json
+from framework.files import name_errors, sync, write_json
 
 # Shards that are removed after one fsync: few syncs for many small shards, little more disk for large ones.
 BATCH_BYTES = 64 << 20
@@ -140,13 +137,7 @@ def join_store(folder: Path, progress: bool = False) -> None:
         stream = map_stream(folder, plan.meta, split)
         for each in plan.place(split):
             _verify(folder, split, each, stream)
-    files = plan.meta.list_files().items()
-    hashes = [hash for name, file in files for hash in hash_blocks(map_file(folder / name, *file))]
-    counts = stream.count_ids(plan.meta.vocab_size)  # of the validation split, the last
-    with write_atomically(folder / COUNTS_FILE) as file:
-        file.write(counts.tobytes())
-    write_checksums(folder, plan.meta, hashes)
-    plan.meta.write(folder)
+    complete_store(folder, plan.meta, stream.count_ids(plan.meta.vocab_size))  # of the validation split, the last
 
 
 def _join_split(folder: Path, plan: JoinPlan, split: Split, bar: Any) -> None:

@@ -44,6 +44,7 @@ from framework.data.shard import (
     check_bad_records,
     fingerprint_shards,
     read_texts,
+    settle_threshold,
     shard_path,
     sum_splits,
     tokenize_shards,
@@ -89,7 +90,8 @@ def prepare(recipe: Recipe, workers: int | None = None, progress: bool = True) -
     waits for the first. DataError for what the user can put right, a full disk included.
     """
     places = locate(recipe, progress)
-    data_root, root = Root.of(recipe.data), Root.of(recipe.data).folder
+    data_root = Root.of(recipe.data)
+    root = data_root.folder
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -282,7 +284,8 @@ def _build(recipe: Recipe, places: DataPlaces, absent: Sequence[StorePlace], wor
     _run(recipe, [job for _, _, jobs in stores for job in jobs], workers, progress)
     for place, files, jobs in stores:
         reports = _read_reports(jobs)
-        threshold = settle_threshold(_initial_threshold(recipe), reports)
+        known = [hash for each in reports for hash in (each.lowest_hash, each.highest_hash) if hash is not None]
+        threshold = settle_threshold(_initial_threshold(recipe), known)
         moved = [job for job, report in zip(jobs, reports, strict=True) if is_moved(report, threshold)]
         for job in moved:
             shard_path(job.folder, job.shard, "json").unlink()
@@ -297,18 +300,6 @@ def _get_files(place: StorePlace) -> tuple[SourceFile, ...]:
 
 def _initial_threshold(recipe: Recipe) -> int:
     return int(recipe.data.validation * 2**64)
-
-
-def settle_threshold(threshold: int, reports: Sequence[ShardReport]) -> int:
-    """The threshold nearest to `threshold` that leaves a document on each side, where there are two different ones.
-
-    A store with a single document keeps it for training (threshold 0).
-    """
-    lowest = min((report.lowest_hash for report in reports if report.lowest_hash is not None), default=0)
-    highest = max((report.highest_hash for report in reports if report.highest_hash is not None), default=0)
-    if threshold == 0 or lowest == highest:
-        return 0
-    return min(max(threshold, lowest + 1), highest)
 
 
 def is_moved(report: ShardReport, threshold: int) -> bool:

@@ -26,6 +26,7 @@ import numpy as np
 import xxhash
 
 from framework.data.cache import NodeCache
+from framework.data.join import is_tokenized
 from framework.data.store import (
     BLOCK_BYTES,
     CHECKSUMS_FILE,
@@ -94,8 +95,7 @@ class Root:
             names |= {name for name in read(self.url.list, self.url) if name.startswith(f"{stem}-")}
         for name in names:
             self.pull(name)
-        folders = [self.folder / name for name in sorted(names)]
-        return [each for each in folders if any((each / name).exists() for name in ("store.json", "shards.json"))]
+        return [folder for folder in (self.folder / name for name in sorted(names)) if is_tokenized(folder)]
 
     def pull(self, name: str) -> None:
         """Bring the small files of a store and its tokenizer to this node, if the store is complete in the object store."""

@@ -148,6 +148,17 @@ def fingerprint_shards(shards: Sequence[Mapping[str, SplitReport]], tokenizer_ha
     return xxhash.xxh3_128_hexdigest(json.dumps([tokenizer_hash, content]).encode())
 
 
+def settle_threshold(threshold: int, hashes: Sequence[int]) -> int:
+    """The threshold nearest to `threshold` that leaves a document on each side, where there are two different ones.
+
+    hashes: of documents, the lowest and the highest among them. A store with a single document keeps it for training (0).
+    """
+    lowest, highest = min(hashes, default=0), max(hashes, default=0)
+    if threshold == 0 or lowest == highest:
+        return 0
+    return min(max(threshold, lowest + 1), highest)
+
+
 def shard_path(folder: Path, shard: int, ending: str) -> Path:
     return folder / f"{shard:05d}.{ending}"
 

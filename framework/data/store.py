@@ -262,7 +262,7 @@ class TokenStream:
     @property
     def is_mapped(self) -> bool:
         """Whether all of it is in memory, or comes there by itself."""
-        return isinstance(self.tokens, np.ndarray)
+        return isinstance(self.tokens, np.ndarray | ImportedTokens)
 
     def ask(self, start: int, stop: int) -> None:
         """Start to fetch tokens [start, stop), unless they are mapped, and do not wait."""
@@ -375,18 +375,19 @@ def hash_blocks(values: np.ndarray) -> Iterator[int]:
         yield hash_block(data[start : start + BLOCK_BYTES])
 
 
-def write_checksums(folder: Path, meta: StoreMeta, hashes: Sequence[int]) -> None:
-    """Write the checksums. hashes: of all blocks of all files, in the order of `StoreMeta.list_files`."""
-    data = np.array(hashes, dtype=HASH_DTYPE).tobytes()
+def complete_store(folder: Path, meta: StoreMeta, counts: np.ndarray) -> None:
+    """Write what a store has besides the files of `StoreMeta.list_files`, which are there. counts: of the validation split."""
+    with write_atomically(folder / COUNTS_FILE) as file:
+        file.write(counts.tobytes())
+    mapped = (map_file(folder / name, *file) for name, file in meta.list_files().items())
+    hashes = np.array([hash for values in mapped for hash in hash_blocks(values)], dtype=HASH_DTYPE).tobytes()
     with write_atomically(folder / CHECKSUMS_FILE) as file:
-        file.write(data + _seal(meta, (folder / COUNTS_FILE).read_bytes(), data))
+        file.write(hashes + _seal(meta, counts.tobytes(), hashes))
+    meta.write(folder)
 
 
 def _seal(meta: StoreMeta, counts: bytes, hashes: bytes) -> bytes:
-    digest = xxhash.xxh3_128(json.dumps(asdict(meta), sort_keys=True).encode())
-    digest.update(counts)
-    digest.update(hashes)
-    return digest.digest()
+    return xxhash.xxh3_128_digest(json.dumps(asdict(meta), sort_keys=True).encode() + counts + hashes)
 
 
 def verify_small_files(folder: Path, meta: StoreMeta) -> None:

@@ -9,7 +9,6 @@ layout has the scores of one process.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -70,17 +69,20 @@ NO_EVALUATION = Evaluation()
 def open_evaluation(plan: Plan, tokenizer: Path, mesh: Mesh) -> Evaluation:
     """The evaluation of a run. Rank 0 looks for the kept tokens, or makes them, and sends them: other nodes may see neither the
     tasks nor its folder. tokenizer: its folder. Collective."""
-    recipe, world = plan.recipe, mesh.axis("world")
-    settings = recipe.eval
+    recipe, settings = plan.recipe, plan.recipe.eval
     if not settings.tasks:
         return NO_EVALUATION
-    keep = partial(keep_tasks, settings.tasks, tokenizer, recipe.batch.context)
-    tasks = broadcast_object(lambda: [open_task(place).head(settings.limit) for place in keep()], world)
+
+    def find() -> tuple[list[Task], int]:
+        kept = keep_tasks(settings.tasks, tokenizer, recipe.batch.context)
+        info = read_info(tokenizer)
+        assert info is not None, f"a tokenizer in {tokenizer}"
+        return [open_task(place).head(settings.limit) for place in kept], info.eos_id
+
+    tasks, eos_id = broadcast_object(find, mesh.axis("world"))
     refuse_unknown_score(recipe.checkpoint.keep_best, tasks)
     mode: Mode = "best_fit" if keeps_any_documents_apart(recipe, plan.config) else "alone"
-    info = read_info(tokenizer)
-    assert info is not None, f"a tokenizer in {tokenizer}"
-    packer = pack_tasks(tasks, recipe.batch.context, mode, info.eos_id)
+    packer = pack_tasks(tasks, recipe.batch.context, mode, eos_id)
     every = find_rhythm(plan, packer.sizes[0]) if settings.every_steps == "auto" else settings.every_steps
     return Evaluation(tasks, packer, every, recipe.train.steps)
 

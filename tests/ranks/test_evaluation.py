@@ -99,10 +99,8 @@ def score(
 def score_apart(
     rank: int, world: int, rendezvous: str, recipe: Recipe, tokenizer: Path
 ) -> tuple[dict[str, float], np.ndarray]:
-    """Body: the same where only the first rank's node sees the tasks and their kept tokens."""
-    unseen = patch("framework.train.evaluation.open_task", side_effect=FileNotFoundError)
-    with unseen if rank else nullcontext():
-        return score(rank, world, rendezvous, recipe, tokenizer)
+    """Body: the same where only the first rank's node sees the tokenizer, and the tasks' tokens beside it."""
+    return score(rank, world, rendezvous, recipe, tokenizer / "unseen" if rank else tokenizer)
 
 
 def listening(seen: list[np.ndarray]) -> AbstractContextManager[Any]:

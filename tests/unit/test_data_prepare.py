@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from framework.data import prepare as prepare_module
 from framework.data import tokenize as tokenize_module
 from framework.data.join import JoinPlan
-from framework.data.prepare import prepare, prepare_command, settle_threshold, summarize_data
+from framework.data.prepare import prepare, prepare_command, summarize_data
 from framework.data.prepared import (
     Prepared,
     _describe_source,
@@ -36,7 +36,7 @@ from framework.data.prepared import (
     open_found,
 )
 from framework.data.records import MIN_SHARD_BYTES, plan_shards
-from framework.data.shard import ShardJob, ShardReport, hash_document, tokenize_shards
+from framework.data.shard import ShardJob, ShardReport, hash_document, settle_threshold, tokenize_shards
 from framework.data.source import list_files
 from framework.data.store import Split
 from framework.data.tokenize import decode_start, load_encoder, load_tokenizer, train_bpe
@@ -155,15 +155,12 @@ def test_one_document_cannot_be_split(tmp_path: Path) -> None:
 
 
 def test_settled_threshold_moves_only_as_far_as_it_must() -> None:
-    def report(lowest: int | None, highest: int | None) -> ShardReport:
-        return ShardReport(0, {}, 0, (), lowest, highest)
-
-    reports = [report(50, 60), report(None, None), report(30, 90)]
-    assert settle_threshold(40, reports) == 40
-    assert settle_threshold(10, reports) == 31
-    assert settle_threshold(95, reports) == 90
-    assert settle_threshold(0, reports) == 0
-    assert settle_threshold(95, [report(7, 7)]) == 0
+    hashes = [50, 60, 30, 90]
+    assert settle_threshold(40, hashes) == 40
+    assert settle_threshold(10, hashes) == 31
+    assert settle_threshold(95, hashes) == 90
+    assert settle_threshold(0, hashes) == 0
+    assert settle_threshold(95, [7, 7]) == settle_threshold(95, []) == 0
 
 
 @pytest.fixture(scope="module")
