@@ -72,7 +72,7 @@ def _retire(lease: Lease, root: Place, due: RewindDue, done: int, loop: Loop) ->
         raise NumericsError(_explain(due, "", why, "a larger checkpoint.keep"))
     if begun and not any(begun < step_of(each) <= oldest for each in list_checkpoints(root)):
         raise NumericsError(_explain(due, *_over_border(begun)))
-    for path in retire_newer(root, lease, due.first_spike - MARGIN):
+    for path in retire_newer(root, lease, oldest):
         report(f"checkpoint of a step behind a rewind is now called {path}")
 
 
