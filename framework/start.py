@@ -47,9 +47,8 @@ def guard_imports() -> None:
     """
     words = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths, here = [path for path in words if path], os.getcwd()
-    front = slice(
-        1 + len(words)
-    )  # the folders of Python and its libraries come later, and one of them may be the working folder
+    # The folders of Python and its libraries come later, and one of them may be the working folder.
+    front = slice(1 + len(words))
     if here not in map(os.path.abspath, paths):
         sys.path[front] = [path for path in sys.path[front] if path not in ("", here)]
     if prefer_this_copy():

@@ -71,21 +71,16 @@ def require_sbatch() -> None:
         )
 
 
-# Options that SLURM has learnt in a version, by the key that asks for them.
-OPTION_VERSIONS = {"launch.segment": (23, 11)}
-
-
 def find_option_problems(launch: Launch) -> Iterator[Problem]:
-    """Keys that ask for options of sbatch which this machine's SLURM does not have; none where nobody says its version."""
-    found = (
-        re.search(r"slurm\S* (\d+)\.(\d+)", call(["sbatch", "--version"]).stdout) if shutil.which("sbatch") else None
-    )
-    here = tuple(map(int, found.groups())) if found else max(OPTION_VERSIONS.values())
-    for key, version in OPTION_VERSIONS.items():
-        value = getattr(launch, key.removeprefix("launch."))
-        if value is not None and here < version:
-            message = f"needs SLURM {version[0]}.{version[1]:02} or later, and here is {here[0]}.{here[1]:02}"
-            yield Problem(key, value, message, f"{key}=null; launch.switches=1 for a tree topology")
+    """A problem where launch.segment asks for an option of sbatch that this machine's SLURM does not have; none where nobody says
+    its version."""
+    if launch.segment is None or shutil.which("sbatch") is None:
+        return
+    found = re.search(r"slurm\S* (\d+)\.(\d+)", call(["sbatch", "--version"]).stdout)
+    if found is not None and tuple(map(int, found.groups())) < (23, 11):
+        message = f"needs SLURM 23.11 or later, and here is {found[1]}.{found[2]}"
+        fix = "launch.segment=null; launch.switches=1 for a tree topology"
+        yield Problem("launch.segment", launch.segment, message, fix)
 
 
 def find_job(job_id: str) -> JobState | None:

@@ -62,12 +62,10 @@ class NodeOrder:
         return f"nodes by {self.source}, {moved}: {'; '.join([*shown, *more])}"
 
     def describe_cut(self) -> str:
-        """The groups that lie in more than one block; empty where there are none."""
-        topology = self.placement.topology
-        words = [
-            f"{count} of {topology.world // topology.size(axis)} {axis} groups" for axis, count in self.cut.items()
-        ]
-        return f"{' and '.join(words)} lie in more than one {self.source}" if words else ""
+        """The groups that lie in more than one block, of which there are some."""
+        world, size = self.placement.topology.world, self.placement.topology.size
+        words = [f"{count} of {world // size(axis)} {axis} groups" for axis, count in self.cut.items()]
+        return f"{' and '.join(words)} lie in more than one {self.source}"
 
 
 def read_order(derived: Derived, variables: Mapping[str, str] | None = None) -> NodeOrder | None:

@@ -85,7 +85,7 @@ def draw_unit(model: PreTrainedModel, unit: Unit, seed: int, device: torch.devic
             module._parameters[own_name] = parameter
     unwritten = [name for name, value in values.items() if bool(value.isnan().any())]
     if unwritten:
-        constants = find_constants(model.config)
+        constants = find_fixed_values(model.config)
         values |= {name: constants[star(name)].to(device) for name in unwritten if star(name) in constants}
         unwritten = [name for name in unwritten if star(name) not in constants]
     if unwritten:
@@ -98,7 +98,7 @@ def draw_unit(model: PreTrainedModel, unit: Unit, seed: int, device: torch.devic
     return values
 
 
-def find_constants(config: PretrainedConfig) -> dict[str, Tensor]:
+def find_fixed_values(config: PretrainedConfig) -> dict[str, Tensor]:
     """Values of one number that constructors give to parameters whatever the seed (apertus' activation), of a small copy: fp32,
     by name with a star for numbers."""
     copies = []

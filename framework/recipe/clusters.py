@@ -19,16 +19,9 @@ from framework.recipe.schema import Cluster, Launch, Recipe
 
 # The file of a GPU by a part of its name in launch.gres, such as gpu:h100; and of GPUs that nothing names.
 BY_GPU = {
-    **{
-        "A100": "a100_ib",
-        "H100": "h100_ib",
-        "H200": "h200_ib",
-        "H800": "h800_ib",
-        "B200": "b200_ib",
-        "B300": "b300_ib",
-    },
-    **{"GB200": "gb200_nvl72", "GB300": "gb300_nvl72", "MI300X": "mi300x_roce"},
-}
+    "A100": "a100_ib", "H100": "h100_ib", "H200": "h200_ib", "H800": "h800_ib", "B200": "b200_ib", "B300": "b300_ib",
+    "GB200": "gb200_nvl72", "GB300": "gb300_nvl72", "MI300X": "mi300x_roce",
+}  # fmt: skip
 ASSUMED = "h100_ib"
 OF_CPUS = "laptop"
 DTYPES = ("nvfp4", "mxfp8", "fp8", "bf16", "fp16", "tf32", "fp32", "fp64")

@@ -17,9 +17,9 @@ from framework.errors import RecipeError
 from framework.recipe.problem import Problem, render_problems
 from framework.recipe.schema import Batch, Launch, Parallel, Pipeline, Recipe
 
-# Schedules that split a backward in two, the second half of which is weights' gradients alone.
 # Schedules with more stages than one on each rank, and how many unless the recipe says; the first takes any number from 2 on.
 VIRTUAL_STAGES: dict[str, int] = {"interleaved": 2, "zbv": 2, "dualpipe_v": 2}
+# Schedules that split a backward in two, the second half of which is weights' gradients alone.
 SPLIT_BACKWARDS = ("zb_h1", "zbv", "dualpipe_v")
 
 

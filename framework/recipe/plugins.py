@@ -55,18 +55,20 @@ def modules_of(plugin: str) -> list[str]:
     path = Path(plugin)
     if not is_path(plugin):
         return [plugin]
-    if path.is_dir() and not (path / "__init__.py").is_file():
-        return [file.stem for file in sorted(path.glob("*.py"))]
-    return [path.stem]
+    return [path.stem] if folder_of(path) != path else [file.stem for file in sorted(path.glob("*.py"))]
+
+
+def folder_of(path: Path) -> Path:
+    """The folder in which modules of a plugin are searched: its own where it is no package, else the one around it."""
+    return path if path.is_dir() and not (path / "__init__.py").is_file() else path.parent
 
 
 def import_plugins(plugins: Sequence[str]) -> None:
     """Import plugins that are not imported yet. Raises RecipeError that names the one that fails."""
     for plugin in plugins:
         with _naming(plugin):
-            path = Path(plugin)
-            folder = path if path.is_dir() and not (path / "__init__.py").is_file() else path.parent
-            if is_path(plugin) and not path.exists():
+            folder = folder_of(Path(plugin))
+            if is_path(plugin) and not Path(plugin).exists():
                 raise RecipeError("there is no such folder or file")
             # Last: nothing in the folder hides a library. Processes of `multiprocessing` get this search path.
             if is_path(plugin) and str(folder) not in sys.path:

@@ -386,18 +386,8 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 RUN_RULES = (
-    *(
-        family,
-        *METHOD_RULES,
-        sources,
-        imported_sources,
-        conversations,
-        token_stores,
-        tokenizer,
-        vocabulary,
-        weights,
-        validation,
-    ),
+    *(family, *METHOD_RULES, sources, imported_sources, conversations, token_stores),
+    *(tokenizer, vocabulary, weights, validation),
     Rule(("run.root",), find_run_root_problems),
     *(intervals, checkpoint_root, neighbors, rewinds, profile, best, names, trackers, wandb, texts),
 )

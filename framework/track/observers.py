@@ -1,5 +1,4 @@
-"""Contain the failures of a run's observers: no observer stops training. A new tracker is an entry
-of TRACKERS in `mirror.py`."""
+"""Contain failures of a run's observers: no observer stops training. A new tracker is an entry of TRACKERS (`trackers.py`)."""
 
 import logging
 from collections import Counter

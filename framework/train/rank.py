@@ -390,9 +390,9 @@ def _sequences(plan: Plan, mesh: Mesh) -> dict[str, Any]:
 
 def _draw_timeline(plan: Plan, loop: Loop, lease: Lease, observers: Observers, clock: UnitClock) -> None:
     """Draw the last step's actions of this rank's pipeline, and write the times of its units; rank 0 does so for its own."""
-    axis = loop.run.mesh.axis("pp")
-    timeline = Timeline(tuple(all_gather_object(loop.timed, axis)))
-    units = dict(chain(*(each.items() for each in all_gather_object(clock.measure(loop.timed), axis))))
+    gathered = all_gather_object((loop.timed, clock.measure(loop.timed)), loop.run.mesh.axis("pp"))
+    timeline = Timeline(tuple(timed for timed, _ in gathered))
+    units = dict(chain(*(each.items() for _, each in gathered)))
     if loop.run.mesh.rank == 0:
         simulated = loop.run.pipeline.simulated(plan.derived.accumulation, timeline)
         encoded = encode_unit_times(plan.config.model_type, plan.size.total, units)

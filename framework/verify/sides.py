@@ -11,13 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from framework.comm.communicator import Communicator
-from framework.mesh.topology import Axis
 from framework.model.loss import Loss
 from framework.model.objective import LOSSES, Statistics
 from framework.model.precision import DTYPES
 from framework.optim.groups import learning_rate
 from framework.optim.update_rules import OPTIMIZERS
+from framework.parallel.attention.recurrent.pieces import ONE_RANK
 from framework.recipe.derive import derive
 from framework.recipe.plugins import added_names
 from framework.recipe.schema import LossSettings, Precision, Recipe
@@ -53,7 +52,7 @@ def find_forms(recipe: Recipe) -> PluginForms:
 
 
 def _sum_losses(settings: LossSettings, logits: Tensor, labels: Tensor) -> Tensor:
-    statistics = Statistics(cast(Loss, _WholeHead()), logits, labels, None, Communicator(Axis("cp", 1, 0)))
+    statistics = Statistics(cast(Loss, _WholeHead()), logits, labels, None, ONE_RANK)
     return LOSSES[settings.name].compute(statistics, settings).loss
 
 

@@ -75,7 +75,7 @@ QueryRule = Callable[[Any, Tensor, Documents | None, Hook], tuple[Tensor, Docume
 
 def split_context(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: StagePlan) -> Mapping[str, Layout]:
     """Have every attention of the model attend by ours, across `ulysses` and `ring`, and every recurrent mixer pass its state on
-    over `cp`. Layouts stay. Where the plan leaves attention to transformers nothing changes.
+    over `cp`. Layouts stay. Where the plan leaves attention to transformers, modules that it names get the tokens of all ranks.
 
     model: on meta, its heads divided over `tp` already. Raises TopologyError where a rank's heads do not divide over `ulysses`.
     """

@@ -68,12 +68,7 @@ def find_stock_attention(config: PretrainedConfig, recipe: Recipe) -> str | None
     if recipe.model.attention != "auto":
         return f"model.attention={recipe.model.attention}"
     try:
-        small = shrink(config)
-        # Noted on a config by whoever builds a model of it; the small copy is in fp32 anyway.
-        small.dtype = small.get_text_config().dtype = None
-        # A small copy drops nothing, whatever its model does.
-        text = f"{small.to_json_string()} {read_dropouts(config)}"
-        return _find_difference(_Asked(text, recipe.data.isolates, config))
+        return _find_difference(_ask(config, recipe))
     except ModelError as error:
         return str(error)
 
@@ -85,6 +80,14 @@ class _Asked:
     text: str
     has_documents: bool
     config: PretrainedConfig = field(compare=False)
+
+
+def _ask(config: PretrainedConfig, recipe: Recipe) -> _Asked:
+    small = shrink(config)
+    # Noted on a config by whoever builds a model of it; the small copy is in fp32 anyway.
+    small.dtype = small.get_text_config().dtype = None
+    # A small copy drops nothing, whatever its model does.
+    return _Asked(f"{small.to_json_string()} {read_dropouts(config)}", recipe.data.isolates, config)
 
 
 @cache
@@ -123,9 +126,7 @@ def probe_causes(config: PretrainedConfig, has_documents: bool) -> list[Cause]:
 def find_whole(config: PretrainedConfig, recipe: Recipe) -> frozenset[str]:
     """Classes of the modules that mix tokens, of a model whose small copy computes on ranks as in one process where these get the
     tokens of all ranks; none where our attention divides them, or where neither is exact."""
-    small = shrink(config)
-    small.dtype = small.get_text_config().dtype = None
-    return _find_whole(_Asked(f"{small.to_json_string()} {read_dropouts(config)}", recipe.data.isolates, config))
+    return _find_whole(_ask(config, recipe))
 
 
 @cache

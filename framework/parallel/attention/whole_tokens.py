@@ -13,7 +13,7 @@ divided. All else of the model is: mlps, experts, the head, the loss.
     B sequences, C tokens of each on this rank, S of the whole sequence, D features
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -76,25 +76,29 @@ class WholeTokens:
 
 def tokens_of(slices: ContextSlices, cp: Communicator) -> WholeTokens:
     """Between ranks of `cp`."""
-    context, valid = slices.context, slices.valid_local
-    places = [slices.of_rank(rank).intervals for rank in range(slices.ranks)]
-    rows = torch.tensor([row for intervals in places for each in intervals for row in range(*each)])
-    # Where each row of the sequence stands among the ranks' tokens, one rank behind the other.
-    order = rows.argsort()[:context]
-    own = rows.unflatten(0, (slices.ranks, -1))[slices.rank]
+    starts = [start for rank in range(slices.ranks) for start, _ in slices.of_rank(rank).intervals]
+    # The ranks' parts, one rank behind the other, by their places in the sequence. Parts are views: rows by index would have the
+    # host wait for the device, in each mixer.
+    order = sorted(range(len(starts)), key=starts.__getitem__)
+
+    def arrange(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([parts[number] for number in order], 1)[:, : slices.context].contiguous()
 
     def gather(x: Tensor) -> Tensor:
-        return duals.gather(x.contiguous(), cp, 1).index_select(1, order.to(x.device))
+        return arrange(duals.gather(x.contiguous(), cp, 1).split(slices.part, 1))
 
     def take(x: Tensor) -> Tensor:
         # Padding is no token of the sequence: any row will do.
-        return x.index_select(1, own.clamp(max=context - 1).to(x.device))
+        padding = x[:, -1:].expand(-1, slices.tokens_local - slices.valid_local, *x.shape[2:])
+        return torch.cat([*(x[:, start:stop] for start, stop in slices.intervals), padding], 1)
 
     def place(x: Tensor) -> Tensor:
-        zeros = x.new_zeros(len(x), context, *x.shape[2:])
-        return zeros.index_copy(1, own[:valid].to(x.device), x[:, :valid])
+        parts = [x.new_zeros(()).expand(len(x), slices.part, *x.shape[2:])] * len(starts)
+        first = slices.rank * slices.chunks
+        parts[first : first + slices.chunks] = x.split(slices.part, 1)
+        return arrange(parts)
 
-    return WholeTokens(slices.tokens_local, context, gather, take, place)
+    return WholeTokens(slices.tokens_local, slices.context, gather, take, place)
 
 
 def refuse_sequence(config: PretrainedConfig, mixers: Collection[str]) -> NoReturn:
