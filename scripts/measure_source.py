@@ -31,7 +31,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Measures:
-    """Of some files. code_lines: neither blank, comment nor docstring; comment_lines: lines on which a comment stands."""
+    """Counts of some files. code_lines: neither blank, comment nor docstring; comment_lines: lines on which a comment stands."""
 
     files: int
     code_lines: int
@@ -60,7 +60,7 @@ class Measures:
 
 
 def measure(paths: list[Path]) -> Measures:
-    """Of these files together."""
+    """Measure these files together."""
     code = comments = 0
     functions: list[Function] = []
     for path in paths:

@@ -1,4 +1,4 @@
-"""What thousands of ranks would do when they start, resume and save, counted without a cluster.
+"""The work of thousands of ranks when they start, resume and save, counted without a cluster.
 
     python scripts/scale.py [--ranks 8 16 32 64 128] [--at 8192] [--zero 3] [--json FILE]
 
@@ -245,7 +245,7 @@ class Group:
 
 
 class Distributed:
-    """What the program calls of torch.distributed, among threads. Any other name is torch's own.
+    """The part of torch.distributed that the program calls, among threads. Any other name is torch's own.
 
     is_lazy: gloo connects two ranks when they first talk, as on GPUs; else each member of a group with every other.
     """
@@ -549,8 +549,8 @@ def count_world(world: int, zero: int, folder: Path, files: FileSystem) -> Count
 
 
 def fit(worlds: Sequence[int], values: Sequence[float], at: int, slack: float) -> tuple[str, float]:
-    """How a count grows with the number of ranks n, and its value at `at` ranks: by the first of the forms that misses no value
-    by more than `slack` and 2% of how far the values differ."""
+    """The growth of a count with the number n of ranks, and its value at `at` ranks: by the first of the forms that misses no
+    value by more than `slack` and 2% of how far the values differ."""
     x = torch.tensor([float(world) for world in worlds], dtype=torch.float64)
     y = torch.tensor([float(value) for value in values], dtype=torch.float64)
     allowed = slack + 0.02 * float(y.max() - y.min())

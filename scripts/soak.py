@@ -110,7 +110,7 @@ class Event:
 
 @dataclass
 class Report:
-    """What is written to --json."""
+    """The content of --json."""
 
     seed: int
     asked: int
@@ -168,7 +168,7 @@ class Soak:
         self.wait(lambda: self.step() >= first + count, f"step {first + count:,}")
 
     def nodes(self) -> list[str]:
-        """Of the start that is under way, by rank."""
+        """Nodes of the start that is under way, by rank."""
         return call("scontrol", "show", "hostnames", self.desk.starts(RUN)[-1]["nodes"]).split()
 
     def wait_for_ranks(self) -> dict[int, int]:
@@ -191,7 +191,7 @@ class Soak:
         return "; ".join(words)
 
     def suffered(self) -> list[dict]:
-        """What ranks have noted of the faults that were planned last."""
+        """Notes of ranks on the faults that were planned last."""
         return [record for record in read_log(self.run) if record["id"] in self.planned]
 
     def soon(self, room: int = 1) -> int:
@@ -272,7 +272,7 @@ class Soak:
         return self.plan(f"term rank={self.any_rank()} phase=validate")
 
     def time_limit(self) -> str:
-        """What SLURM sends to the script when the time limit is near."""
+        """Send the script what SLURM sends it when the time limit is near."""
         call("scancel", "--signal=USR1", "--batch", self.job)
         return "USR1 to the script: the time limit is near"
 

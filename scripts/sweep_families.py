@@ -192,7 +192,7 @@ def examine_layouts(families: list[str], layouts: list[str], results: Path) -> N
 
 
 def find_fallbacks(found: str) -> list[str]:
-    """What a refusal says that would do."""
+    """Overrides that would do, by what a refusal says."""
     if not found.startswith("refused"):
         return []
     starts = re.findall(r"stages begin at any of \[(\d+)", found)
@@ -299,7 +299,7 @@ def examine_context(model_type: str, prints: bool) -> list[str]:
 
 
 def examine_check(model_type: str, pool: RankPool) -> Iterator[str]:
-    """What `check --model` and the ranks say of each layout of a small copy."""
+    """Compare what `check --model` and the ranks say of each layout of a small copy."""
     try:
         config = shrink(build_config(model_type))
         config.use_cache = config.get_text_config().use_cache = False
@@ -319,7 +319,7 @@ def examine_check(model_type: str, pool: RankPool) -> Iterator[str]:
 
 
 def answer(ask: Callable[[], object]) -> str | None:
-    """What is raised, None where nothing is."""
+    """The message of what is raised, None where nothing is."""
     try:
         ask()
     except RankFailed as error:

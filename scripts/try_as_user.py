@@ -28,7 +28,7 @@ SHOWN_LINES = 14
 
 @dataclass(frozen=True)
 class Action:
-    """What is typed behind `meshwright`; the exit code; patterns that the output must have, in any order.
+    """Words that are typed behind `meshwright`; the exit code; patterns that the output must have, in any order.
 
     trains: it trains or takes long, and is left to --all. leaves_no_run: no file appears in runs/. lines: the most that it may
     print. interrupted: Ctrl-C behind its third step.

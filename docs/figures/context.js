@@ -1,8 +1,7 @@
 // Ring attention: who has which tokens, and which pairs of query and key are computed in each step of the ring.
 "use strict";
 figures.add("context", (ui, data) => {
-  const { svg, text, mark } = figures;
-  const COLORS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#999933", "#7a5195", "#44AA99"];
+  const { svg, text, mark, COLORS } = figures;
   const degree = ui.choice("parallel.cp", Object.keys(data.degrees), "4");
   const cut = ui.choice("tokens are cut", ["zig-zag", "in order"]);
   const step = ui.slider("step of the ring", [...Array(8).keys()], 0);

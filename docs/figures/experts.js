@@ -1,8 +1,7 @@
 // Expert parallelism: rows that each rank sends to each rank with experts, in the steps of a layer's forward.
 "use strict";
 figures.add("experts", (ui, data) => {
-  const { svg, text, mark } = figures;
-  const COLORS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#999933", "#7a5195", "#44AA99"];
+  const { svg, text, mark, COLORS } = figures;
   const STEPS = ["route", "dispatch", "compute", "return"];
   const router = ui.choice("router", Object.keys(data.routers));
   const degree = ui.choice("parallel.ep", [2, 4, 8], 4);
@@ -36,11 +35,10 @@ figures.add("experts", (ui, data) => {
           place += 1;
           filled[to] += 1;
           const words = `a row of rank ${from} for expert ${expert}, which rank ${to} has: ${from === to ? "it stays" : "it travels"}`;
-          const isThere = isAway && at === 2;
           if (at === 1 || at === 3) parts.push(svg("path", { d: `M${x + cell / 2} ${y + 20} C ${wide / 2} ${y + 20}, ${wide / 2} ${thereY + 10}, ${there} ${thereY + 10}`, fill: "none", stroke: COLORS[from], opacity: from === to ? 0.12 : 0.4, "pointer-events": "none" }));
           const side = Math.max(3, cell - 2);
           parts.push(mark(ui, `${from}-${expert}-${row}`, words, svg("rect", {
-            x: isThere || at === 1 ? there : x, y: isThere || at === 1 ? thereY + 4 : y + 4, width: side, height: 18, rx: 2, fill: COLORS[from], "data-from": from, "data-to": to,
+            x: isAway ? there : x, y: isAway ? thereY + 4 : y + 4, width: side, height: 18, rx: 2, fill: COLORS[from], "data-from": from, "data-to": to,
           })));
           if (at === 1) parts.push(svg("rect", { x, y: y + 4, width: side, height: 18, rx: 2, fill: "none", stroke: COLORS[from] }));
         }
@@ -61,8 +59,7 @@ figures.add("experts", (ui, data) => {
       "Compute: a rank multiplies all rows of its experts in one grouped matmul.",
       "Return: results go back the way they came; the sender weighs and sums them. Backward goes the same ways with gradients.",
     ];
-    const even = per;
     const fullest = Math.max(...received);
-    ui.say(`${says[at]} The fullest rank receives ${fullest} rows, ${(fullest / even).toFixed(2)} times the mean: the others wait for it, and it needs the memory.`);
+    ui.say(`${says[at]} The fullest rank receives ${fullest} rows, ${(fullest / per).toFixed(2)} times the mean: the others wait for it, and it needs the memory.`);
   };
 });

@@ -5,6 +5,8 @@
 "use strict";
 (() => {
   const folder = document.currentScript.src.replace(/[^/]*$/, "");
+  // Colours of ranks, or of lines, which the colour-blind tell apart.
+  const COLORS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#999933", "#7a5195", "#44AA99"];
   const makers = {};
   let data;
 
@@ -59,7 +61,7 @@
       if (focused) this.place.querySelector(`[data-key="${focused}"]`)?.focus();
     }
 
-    // Show an SVG of this height, of these parts. label: for those who do not see it; `say` has the same in words.
+    // Show an SVG of this height, of these parts; `say` has the same in words.
     show(height, ...parts) {
       const { width } = this;
       this.place.replaceChildren(svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group" }, ...parts));
@@ -85,7 +87,7 @@
       return () => chosen;
     }
 
-    // A value of a list, as a slider. Returns { value(), move(list), set(index) }.
+    // A value of a list, as a slider. Returns { value(), replace(list), set(index) }.
     slider(title, values, first = 0, show = String) {
       const output = html("output");
       const input = html("input", { type: "range", min: 0, max: values.length - 1, step: 1, "aria-label": title });
@@ -166,7 +168,7 @@
   });
 
   window.figures = {
-    html, svg, text, count, bytes, seconds, mark,
+    html, svg, text, count, bytes, seconds, mark, COLORS,
     add: (name, make) => { makers[name] = make; },
     setData: (all) => { data = all; },
   };

@@ -1,7 +1,7 @@
 // A ring's all-reduce: a row for each rank, a column for each chunk of the gradient, arrows for what is sent next.
 "use strict";
 figures.add("ring", (ui, data) => {
-  const { svg, text, mark, bytes, seconds } = figures;
+  const { svg, text, mark, bytes, seconds, COLORS } = figures;
   const numbers = Object.keys(data.ranks).map(Number);
   const ranks = ui.slider("ranks", numbers, 2);
   const steps = () => data.ranks[ranks.value()].steps;
@@ -19,7 +19,6 @@ figures.add("ring", (ui, data) => {
     const { holds, sends } = steps()[at];
     const cell = Math.min(120, (ui.width - 130) / n);
     const high = 30;
-    const colors = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#999933", "#7a5195", "#44AA99"];
     const parts = [];
     const sending = new Set(sends.map(([rank, chunk]) => `${rank}-${chunk}`));
     holds.forEach((chunks, rank) => {
@@ -32,7 +31,7 @@ figures.add("ring", (ui, data) => {
         const words = `rank ${rank}, chunk ${chunk}: ${from.length === n ? "the sum of all ranks" : `summed from rank${from.length > 1 ? "s" : ""} ${from.join(", ")}`}${sending.has(`${rank}-${chunk}`) ? `; sent to rank ${(rank + 1) % n} next` : ""}`;
         const box = mark(ui, `${rank}-${chunk}`, words, svg("rect", { x, y, width: cell - 8, height: high, class: "panel", rx: 3, "data-parts": from.length }));
         parts.push(box);
-        from.forEach((source) => parts.push(svg("rect", { x: x + source * each + 1, y: y + 3, width: Math.max(each - 2, 1), height: high - 6, fill: colors[source], "pointer-events": "none", rx: 2 })));
+        from.forEach((source) => parts.push(svg("rect", { x: x + source * each + 1, y: y + 3, width: Math.max(each - 2, 1), height: high - 6, fill: COLORS[source], "pointer-events": "none", rx: 2 })));
         if (sending.has(`${rank}-${chunk}`)) {
           parts.push(svg("rect", { x: x - 2, y: y - 2, width: cell - 4, height: high + 4, rx: 4, fill: "none", stroke: "var(--ink)", "stroke-width": 2, "pointer-events": "none" }));
           const middle = x + (cell - 8) / 2;
@@ -42,7 +41,7 @@ figures.add("ring", (ui, data) => {
       });
     });
     [...Array(n).keys()].forEach((chunk) => parts.push(text(56 + chunk * cell + (cell - 8) / 2, 14, `chunk ${chunk}`, { "text-anchor": "middle", class: "faint" })));
-    const legend = ui.legend(colors.slice(0, n).map((color, rank) => [color, `of rank ${rank}`]), 42 + n * (high + 12), 56);
+    const legend = ui.legend(COLORS.slice(0, n).map((color, rank) => [color, `of rank ${rank}`]), 42 + n * (high + 12), 56);
     ui.show(legend.bottom + 8, ...parts, ...legend.parts);
     const last = 2 * (n - 1);
     const phase = at < n - 1 ? "reduce-scatter: each rank passes on the chunk that it has summed last"

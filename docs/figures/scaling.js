@@ -1,8 +1,7 @@
 // Throughput by the number of GPUs, all of them dp: a line for each of ZeRO's stages. Hollow points do not fit.
 "use strict";
 figures.add("scaling", (ui, data) => {
-  const { svg, text, mark, count, bytes, seconds } = figures;
-  const COLORS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7"];
+  const { svg, text, mark, count, bytes, seconds, COLORS } = figures;
   const keys = Object.keys(data.series).map((each) => each.split("|"));
   const values = (at) => [...new Set(keys.map((each) => each[at]))];
   const cluster = ui.choice("machine", values(0));

@@ -1,8 +1,7 @@
 // Column and row parallel matmuls of a region: which part of each weight is whose, what that part makes of the tokens, what is summed.
 "use strict";
 figures.add("tensor", (ui, data) => {
-  const { svg, text, mark, bytes, count } = figures;
-  const COLORS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#999933", "#7a5195", "#44AA99"];
+  const { svg, text, mark, bytes, count, COLORS } = figures;
   const degree = ui.choice("parallel.tp", Object.keys(data.degrees), "4");
   const region = ui.choice("region", ["mlp", "attention"]);
   let rank = 0;

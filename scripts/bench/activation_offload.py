@@ -164,7 +164,7 @@ class Shares:
 
 
 def read_ranges(recorded: profile) -> list[tuple[str, Interval]]:
-    """What is named in a profile, of all threads."""
+    """Ranges that are named in a profile, of all threads."""
     return [
         (event.name, (event.time_range.start, event.time_range.end))
         for event in recorded.events()
@@ -195,7 +195,7 @@ def build_run(options: argparse.Namespace) -> tuple[TrainingRun, list[Microbatch
 def offload_with_threads(
     run: TrainingRun, fraction: float, cores: Sequence[int], link: float | None
 ) -> ActivationOffload:
-    """What `memory.offload.activations` attaches on a GPU, with threads for streams; and the layers named in a trace."""
+    """`memory.offload.activations` as on a GPU, with threads for streams; and the layers named in a trace."""
     (stage,) = run.stages.values()
     model = stage.model.model
     layers = {f"layers.{index}": layer for index, layer in enumerate(model.model.layers)}
@@ -260,7 +260,7 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def overlap(some: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
-    """What lies in one of `some` and in one of `others`."""
+    """Time that lies in one of `some` and in one of `others`."""
     found, rest = [], merge(others)
     for begin, end in merge(some):
         found += [(max(begin, first), min(end, last)) for first, last in rest if first < end and begin < last]

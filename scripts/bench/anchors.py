@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from profiles import AUTOMODEL, DEEPSEEK, MEGATRON, TORCHTITAN, TORCHTITAN_ASYNC
+from published_models import deepseek, llama
 from transformers import AutoConfig, PretrainedConfig
 
 from framework.plan.candidate import Candidate
@@ -49,20 +50,6 @@ GRAND_TETON = replace(
 H800 = ClusterRates.from_group(read_shipped("h800_ib"))
 
 
-def llama(layers: int, hidden: int, inner: int, heads: int) -> PretrainedConfig:
-    """Llama 3.1 of one of its sizes."""
-    return AutoConfig.for_model(
-        "llama",
-        vocab_size=128256,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        tie_word_embeddings=False,
-    )
-
-
 def gpt(layers: int, hidden: int, heads: int) -> PretrainedConfig:
     """A GPT of Megatron's table: untied, as its numbers of parameters say."""
     return AutoConfig.for_model(
@@ -72,32 +59,6 @@ def gpt(layers: int, hidden: int, heads: int) -> PretrainedConfig:
         n_layer=layers,
         n_head=heads,
         n_positions=4096,
-        tie_word_embeddings=False,
-    )
-
-
-def deepseek() -> PretrainedConfig:
-    """DeepSeek-V3 without the module that predicts a second token."""
-    return AutoConfig.for_model(
-        "deepseek_v3",
-        vocab_size=129280,
-        hidden_size=7168,
-        intermediate_size=18432,
-        moe_intermediate_size=2048,
-        num_hidden_layers=61,
-        num_attention_heads=128,
-        num_key_value_heads=128,
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        first_k_dense_replace=3,
-        n_routed_experts=256,
-        n_shared_experts=1,
-        num_experts_per_tok=8,
-        n_group=8,
-        topk_group=4,
         tie_word_embeddings=False,
     )
 
@@ -115,7 +76,8 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "GPT 177B": lambda: gpt(96, 12288, 96),
     "GPT 314B": lambda: gpt(96, 16384, 128),
     "GPT 462B": lambda: gpt(112, 18432, 144),
-    "DeepSeek-V3": deepseek,
+    # Without the module that predicts a second token.
+    "DeepSeek-V3": lambda: deepseek(128, 256, 3, 129280, False, 8, 4),
 }
 
 # torchtitan's selective policy "op" keeps attention and every second matmul.

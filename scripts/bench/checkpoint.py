@@ -1,4 +1,4 @@
-"""How long saves hold training up, beside torch's distributed checkpoints (DCP) of the same tensors in the same run.
+"""Seconds for which saves hold training up, beside torch's distributed checkpoints (DCP) of the same tensors in the same run.
 
     python scripts/bench/checkpoint.py [--parameters 200e6] [--ranks 2] [--rounds 3] [--folder /tmp] [--json FILE]
 
@@ -251,7 +251,7 @@ def forget(folder: Path) -> None:
 
 
 def cpu_seconds() -> float:
-    """Of this process so far, in all threads. What the kernel does for it later (writing pages back) is not in it."""
+    """Seconds of this process so far, in all threads. What the kernel does for it later (writing pages back) is not in it."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 

@@ -1,4 +1,4 @@
-"""What it costs to load a checkpoint into another layout, beside torch's distributed checkpoints (DCP) of the same bytes.
+"""The cost of loading a checkpoint into another layout, beside torch's distributed checkpoints (DCP) of the same bytes.
 
     python scripts/bench/checkpoint_load.py [--parameters 200e6] [--rounds 5] [--folder /tmp] [--json FILE] [CASE ...]
 
@@ -62,7 +62,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one load by all ranks. read: bytes, of the rank that has read most, divided by what it owns."""
+    """The cost of one load by all ranks. read: bytes, of the rank that has read most, divided by what it owns."""
 
     seconds: float
     cpu_s: float
@@ -156,7 +156,7 @@ def measure(work: Callable[[], int], owned: int, run: TrainingRun) -> Cost:
 
 
 def tensors_for_dcp(run: TrainingRun, recipe: Recipe) -> dict[str, Any]:
-    """What a rank of the run holds, as DCP is given it: shards of tensor parallelism as they are, of ZeRO by rows."""
+    """Tensors that a rank of the run holds, as DCP is given them: shards of tensor parallelism as they are, of ZeRO by rows."""
     topology, world = run.mesh.topology, run.mesh.axis("world")
     along = init_device_mesh("cpu", (world.size,)) if topology.world > 1 else None
     divides = recipe.zero.stage == 3

@@ -27,7 +27,7 @@ Algorithm = Callable[[], None]
 
 
 def forms_of(axis: Communicator, num_bytes: int) -> dict[str, Algorithm]:
-    """What is timed, by column title, on a full tensor of so many bytes."""
+    """Algorithms to time, by column title, on a full tensor of so many bytes."""
     numel = num_bytes // 4 // axis.size * axis.size
     full, other, part = torch.ones(numel), torch.ones(numel), torch.ones(numel // axis.size)
     received = torch.ones(axis.size, numel // axis.size)

@@ -1,4 +1,4 @@
-"""How fast the data room is: `prepare` on the cores there are, and what one rank's Loader feeds.
+"""Speed of the data room: `prepare` on the cores there are, and what one rank's Loader feeds.
 
     python scripts/bench/data.py [--tokens 200000000] [--windows 15]
 

@@ -85,7 +85,7 @@ class Eager(Loop):
 
 
 class HuggingFace(Loop):
-    """What `from_pretrained(distributed_config=...)` makes of the model."""
+    """The model as `from_pretrained(distributed_config=...)` makes it."""
 
     def __init__(self, setting: Setting, config: DistributedConfig):
         self._config = config

@@ -183,7 +183,7 @@ def read_cluster() -> ClusterRates:
 
 
 def foretell(rows: Sequence[Row], fitted: Fitted) -> list[Outcome]:
-    """What is foretold of each row, and whether a failure was one of memory."""
+    """Foretell each row, and whether a failure was one of memory."""
     machines = {size: Nanotron(read_llama(size), read_cluster(), fitted) for size in {row.size for row in rows}}
     ran: dict[tuple[str, int, int], list[Row]] = {}
     for row in rows:
@@ -262,7 +262,7 @@ def _throughput_errors(ran: Sequence[Outcome]) -> list[float]:
 
 
 def _compare_pairs(group: Sequence[Outcome]) -> Iterator[int]:
-    """Of each pair of runs 1 where the forecasts are in the order of what was measured, -1 where not, 0 at a tie of forecasts.
+    """For each pair of runs: 1 where the forecasts are in the order of what was measured, -1 where not, 0 at a tie of forecasts.
     Runs that were equally fast are no pair."""
     for left, right in combinations(group, 2):
         measured = (left.row.tps or 0.0) - (right.row.tps or 0.0)
@@ -272,7 +272,7 @@ def _compare_pairs(group: Sequence[Outcome]) -> Iterator[int]:
 
 
 def _regret(group: Sequence[Outcome]) -> float:
-    """How much slower the layout that the forecasts would choose was than the fastest."""
+    """Share by which the layout that the forecasts would choose was slower than the fastest."""
     allowed = [each for each in group if each.fits] or list(group)
     chosen = max(allowed, key=lambda each: each.tps)
     return 1 - (chosen.row.tps or 0.0) / max(each.row.tps or 0.0 for each in group)

@@ -255,7 +255,7 @@ class Allocations(TorchDispatchMode):
         self.storages: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What the operation returns; what of it is no view of its inputs is new."""
+        """Run the operation; of its outputs those that are no views of its inputs are new."""
         outputs = func(*args, **(kwargs or {}))
         given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
         for each in _tensors(outputs):
@@ -304,7 +304,7 @@ def compare(recipe: Recipe, ranks: Sequence[Held]) -> Counted:
 
 
 def _mean_of_place(plan: Plan, rank: int, ranks: Sequence[Held]) -> list[int]:
-    """What ranks at one place of the pipeline have on average, behind each forward."""
+    """Bytes that ranks at one place of the pipeline have on average, behind each forward."""
     place = plan.topology.index("pp", rank)
     found = [counted for each, (_, counted) in enumerate(ranks) if plan.topology.index("pp", each) == place]
     return [sum(each) // len(found) for each in zip(*found, strict=True)]

@@ -94,7 +94,7 @@ def make_recipe(ranks: int, batch: schema.Batch, config: dict[str, Any]) -> Reci
 
 
 def make_searched(ranks: int) -> Recipe:
-    """What `--search` searches layouts of: steps of some 0.2 s."""
+    """The recipe whose layouts `--search` searches: steps of some 0.2 s."""
     config = {
         "hidden_size": 256,
         "num_hidden_layers": 4,
@@ -202,7 +202,7 @@ def predict(recipe: Recipe) -> TimeForecast:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a search of a recipe says: all its layouts that fit, the fastest by forecast first, and those that it would take.
+    """The answer of a search: all layouts of a recipe that fit, the fastest by forecast first, and those that it would take.
     chosen: by their place among these, the fastest and what parallel.layout=auto takes, perhaps the same."""
 
     recipe: Recipe
@@ -211,7 +211,7 @@ class Choice:
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Choice":
-        """That of a recipe."""
+        """The choice of a recipe."""
         # As many as there are: none is left out by a bound.
         found = search(Question(recipe, PINNED, best=sys.maxsize, within=AS_FAST))
         return cls(
@@ -231,7 +231,7 @@ class Choice:
         return sorted([*wanted, *more])
 
     def recipes(self, places: Sequence[int]) -> list[Recipe]:
-        """Those layouts."""
+        """The layouts at these places."""
         return [recipe_of(self.ranked[place].candidate, resolved(self.recipe), PINNED) for place in places]
 
 

@@ -78,7 +78,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a rank needs to know to build any side.
+    """Values that a rank needs to build any side.
 
     precision: fp32, or bf16 with fp32 master weights and fp32 gradient sums. tp: neighbours that take the same tokens. pp: ranks
     of a pipeline, which take the same tokens too. model: of the family's config.

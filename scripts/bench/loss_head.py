@@ -114,7 +114,7 @@ def run(form: Callable[[Tensor, Tensor], Tensor], x: Tensor, labels: Tensor) -> 
 
 
 def peak_bytes(form: Callable[[Tensor, Tensor], Tensor], x: Tensor, labels: Tensor) -> int:
-    """By the allocations that torch's profiler notes, above what there was."""
+    """The peak by allocations that torch's profiler notes, above what there was."""
     with torch.profiler.profile(profile_memory=True) as profile:
         run(form, x, labels)
     with TemporaryDirectory() as folder:

@@ -51,7 +51,7 @@ LOGIT_PASSES = 52.0
 
 @dataclass(frozen=True)
 class Fitted:
-    """What is fitted to published runs. UNITS says what each one is."""
+    """Constants that are fitted to published runs. UNITS says what each one is."""
 
     host_layer_s: float = 5.1e-3
     passes: float = 2.75
@@ -93,7 +93,7 @@ assert set(UNITS) == {field.name for field in fields(Fitted)}
 
 @dataclass(frozen=True)
 class Blocks:
-    """What of a model is on one stage. layers: how many; others: embedding, norm, head, cast (of logits to fp32), loss."""
+    """The parts of a model on one stage. layers: how many; others: embedding, norm, head, cast (of logits to fp32), loss."""
 
     layers: int
     others: tuple[str, ...]
@@ -123,7 +123,7 @@ class Llama:
 
     @classmethod
     def of(cls, shape: ModelShape, context: int) -> "Llama":
-        """That of a shape. flops_per_token: as for runs of ours, at so many tokens of a sequence."""
+        """The model of a shape. flops_per_token: as for runs of ours, at so many tokens of a sequence."""
         text = shape.text
         return cls(
             text.hidden_size,
@@ -190,8 +190,9 @@ def find_refusal(llama: Llama, candidate: Candidate) -> str | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the published file does not say of a run. is_first: of the first of two campaigns, whose messages between stages and
-    collectives of tp are slow. is_ahead: the host is ahead of the device, so that buffers of queued collectives are held."""
+    """Properties of a run that the published file does not have. is_first: of the first of two campaigns, whose messages between
+    stages and collectives of tp are slow. is_ahead: the host is ahead of the device, so that buffers of queued collectives are
+    held."""
 
     is_first: bool
     is_ahead: bool
@@ -206,7 +207,7 @@ class Nanotron:
     fitted: Fitted = Fitted()
 
     def choose(self, candidate: Candidate) -> Choice:
-        """What made the row of a layout, as far as the layout tells: the second campaign where it came as far, and fitted."""
+        """Choose what made a layout's row, as far as the layout tells: the second campaign where it came as far, and fitted."""
         is_ahead = candidate.pp != 2 or self._is_device_bound(candidate)
         second, first = Choice(False, is_ahead), Choice(True, False)
         if self._is_first_only(candidate) or self.memory(candidate, second).spare < -MARGIN * GIB:

@@ -122,11 +122,8 @@ def make_recipe(zero: Zero, parallel: Parallel, options: argparse.Namespace) -> 
 def time_sides(rank: int, rendezvous: str, options: argparse.Namespace) -> None:
     """Print a line per layout, from rank 0."""
     torch.set_num_threads(1)
-    rate, sides, config = (
-        1e6 * options.rate_mb,
-        {name: (zero, Parallel()) for name, zero in SIDES.items()},
-        llama(options.hidden),
-    )
+    rate, config = 1e6 * options.rate_mb, llama(options.hidden)
+    sides = {name: (zero, Parallel()) for name, zero in SIDES.items()}
     if options.tokens:
         sides = {name: (MIXTURE, parallel) for name, parallel in WAYS.items()}
         config = AutoConfig.for_model(FAMILY, **(MODEL | {"num_experts_per_tok": options.top_k}), use_cache=False)

@@ -1,4 +1,4 @@
-"""What a recipe's option does to the loss of the quickstart after 200 steps, over seeds, beside the same seeds' exact runs.
+"""The effect of a recipe's option on the loss of the quickstart after 200 steps, over seeds, beside the same seeds' exact runs.
 
     python scripts/bench/option_loss.py --seeds 10 --option precision.moments=int8 --same optim.lr=0.004004
     python scripts/bench/option_loss.py --option "precision=bf16 precision.master=none" --all launch.ranks=1

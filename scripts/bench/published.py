@@ -19,6 +19,8 @@ from math import log
 from pathlib import Path
 from statistics import fmean, median
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from framework.plan.candidate import Candidate
@@ -114,22 +116,10 @@ def forecast(run: Run, fitted: Fitted = FITTED) -> TimeForecast:
     system = find_system(run.cells, fitted)
     adapts = run.cells["task"] == "LoRA"
     shape = read_shape(run.cells["model"], run.number("seq"), adapts)
-    chosen = replace(
-        system.settings,
-        adapter=(ADAPTED if adapts else DEFAULT).adapter,
-        memory=replace(system.settings.memory, compile="never"),
-    )
+    chosen = replace(system.settings, adapter=(ADAPTED if adapts else DEFAULT).adapter)
     return TimeModel(shape, chosen, system.cluster, system.profile).forecast(
         candidate_of(run, system, shape.num_layers)
     )
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Between two values by a straight line."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    return ordered[low] + (place - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
 
 
 def groups_of(run: Run) -> Iterator[str]:
@@ -148,7 +138,7 @@ def groups_of(run: Run) -> Iterator[str]:
 
 
 def summarize(errors: Sequence[tuple[Run, float]]) -> dict[str, dict[str, tuple[int, float, float, float]]]:
-    """By line and half: (runs, median and 90th percentile of the absolute error, median of the error)."""
+    """Each line and half: (runs, median and 90th percentile of the absolute error, median of the error)."""
     found: dict[str, dict[str, list[float]]] = {}
     for run, error in errors:
         for name in groups_of(run):
@@ -158,8 +148,7 @@ def summarize(errors: Sequence[tuple[Run, float]]) -> dict[str, dict[str, tuple[
         name: {
             half: (
                 len(each),
-                quantile([abs(x) for x in each], 0.5),
-                quantile([abs(x) for x in each], 0.9),
+                *np.quantile(np.abs(each), (0.5, 0.9)),
                 median(each),
             )
             for half, each in halves.items()

@@ -33,22 +33,26 @@ def make_config(model: str, context: int) -> PretrainedConfig:
         hidden, heads, layers = MPT[model]
         return _of("mpt", d_model=hidden, n_heads=heads, n_layers=layers, vocab_size=50368, max_seq_len=context)
     if model in LLAMA:
-        layers, hidden, inner, heads = LLAMA[model]
-        return _of(
-            "llama",
-            vocab_size=128256,
-            hidden_size=hidden,
-            intermediate_size=inner,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=8,
-            tie_word_embeddings=False,
-        )
+        return llama(*LLAMA[model])
     return MIXTURES[model]()
 
 
 def _of(family: str, **values: Any) -> PretrainedConfig:
     return AutoConfig.for_model(family, **values)
+
+
+def llama(layers: int, hidden: int, inner: int, heads: int) -> PretrainedConfig:
+    """A Llama 3 of one of its sizes."""
+    return _of(
+        "llama",
+        vocab_size=128256,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    )
 
 
 def qwen3(layers: int, hidden: int, heads: int, inner: int) -> PretrainedConfig:
@@ -70,8 +74,11 @@ def qwen3(layers: int, hidden: int, heads: int, inner: int) -> PretrainedConfig:
     )
 
 
-def deepseek(heads: int, experts: int, dense: int, vocabulary: int, second_token: bool) -> PretrainedConfig:
-    """DeepSeek-V3 and Kimi K2. second_token: with the module that predicts a second token, a layer and once more the head."""
+def deepseek(
+    heads: int, experts: int, dense: int, vocabulary: int, second_token: bool, groups: int = 1, chosen: int = 1
+) -> PretrainedConfig:
+    """DeepSeek-V3 and Kimi K2. second_token: with the module that predicts a second token, a layer and once more the head.
+    A token's experts are of the `chosen` best groups."""
     return _of(
         "deepseek_v3",
         vocab_size=vocabulary * (1 + second_token),
@@ -90,8 +97,8 @@ def deepseek(heads: int, experts: int, dense: int, vocabulary: int, second_token
         n_routed_experts=experts,
         n_shared_experts=1,
         num_experts_per_tok=8,
-        n_group=1,
-        topk_group=1,
+        n_group=groups,
+        topk_group=chosen,
         tie_word_embeddings=False,
     )
 
@@ -101,67 +108,44 @@ def gpt_oss(layers: int, experts: int) -> PretrainedConfig:
     return _of("gpt_oss", num_hidden_layers=layers, num_local_experts=experts, num_experts_per_tok=4)
 
 
-def nemotron(pattern: str, **values: Any) -> PretrainedConfig:
-    """A Nemotron 3 hybrid. pattern: M a Mamba-2 layer, E a mixture, * attention."""
+# Layers (M a Mamba-2 layer, E a mixture, * attention), hidden features, heads of attention, heads of Mamba, experts, experts of a
+# token, features inside an expert, features of the latent space in which experts are.
+NEMOTRON = {
+    "Nano 30B-A3B": ("MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", 2688, 32, 64, 128, 6, 1856, None),
+    "Super 120B-A12B": (
+        "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+        *(4096, 32, 128, 512, 22, 2688, 1024),
+    ),
+    "Ultra 550B-A55B": (
+        "MEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*E",
+        *(8192, 64, 256, 512, 22, 5120, 2048),
+    ),
+}
+
+
+def nemotron(size: str) -> PretrainedConfig:
+    """A Nemotron 3 hybrid."""
     kinds = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
+    pattern, hidden, heads, mamba_heads, experts, chosen, inner, latent = NEMOTRON[size]
     return _of(
         "nemotron_h",
         layers_block_type=[kinds[each] for each in pattern],
         vocab_size=131072,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_attention_heads=heads,
         num_key_value_heads=2,
         head_dim=128,
+        mamba_num_heads=mamba_heads,
         mamba_head_dim=64,
         n_groups=8,
         ssm_state_size=128,
+        n_routed_experts=experts,
+        num_experts_per_tok=chosen,
+        moe_intermediate_size=inner,
+        moe_latent_size=latent,
+        moe_shared_expert_intermediate_size=2 * inner,
         tie_word_embeddings=False,
-        **values,
-    )
-
-
-def nano() -> PretrainedConfig:
-    """Nemotron 3 Nano 30B-A3B."""
-    return nemotron(
-        "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-        hidden_size=2688,
-        num_attention_heads=32,
-        mamba_num_heads=64,
-        n_routed_experts=128,
-        num_experts_per_tok=6,
-        moe_intermediate_size=1856,
-        moe_shared_expert_intermediate_size=3712,
-        intermediate_size=1856,
-    )
-
-
-def nemotron_super() -> PretrainedConfig:
-    """Nemotron 3 Super 120B-A12B: experts in a latent space of 1,024 features."""
-    return nemotron(
-        "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
-        hidden_size=4096,
-        num_attention_heads=32,
-        mamba_num_heads=128,
-        n_routed_experts=512,
-        num_experts_per_tok=22,
-        moe_intermediate_size=2688,
-        moe_latent_size=1024,
-        moe_shared_expert_intermediate_size=5376,
-        intermediate_size=2688,
-    )
-
-
-def nemotron_ultra() -> PretrainedConfig:
-    """Nemotron 3 Ultra 550B-A55B."""
-    return nemotron(
-        "MEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*E",
-        hidden_size=8192,
-        num_attention_heads=64,
-        mamba_num_heads=256,
-        n_routed_experts=512,
-        num_experts_per_tok=22,
-        moe_intermediate_size=5120,
-        moe_latent_size=2048,
-        moe_shared_expert_intermediate_size=10240,
-        intermediate_size=5120,
     )
 
 
@@ -175,10 +159,10 @@ MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
     "GPT OSS 120B": lambda: gpt_oss(36, 128),
     "GPT-OSS 120B": lambda: gpt_oss(36, 128),
     "GPT-OSS 20B": lambda: gpt_oss(24, 32),
-    "Nemotron_3_Nano": nano,
-    "Nemotron_3_5_Lightning": nano,
-    "Nemotron V3 Nano 30B (26.02)": nano,
-    "Nemotron_3_Super": nemotron_super,
-    "Nemotron_3_Ultra": nemotron_ultra,
-    "Nemotron V3 Ultra 550B (26.04)": nemotron_ultra,
+    "Nemotron_3_Nano": lambda: nemotron("Nano 30B-A3B"),
+    "Nemotron_3_5_Lightning": lambda: nemotron("Nano 30B-A3B"),
+    "Nemotron V3 Nano 30B (26.02)": lambda: nemotron("Nano 30B-A3B"),
+    "Nemotron_3_Super": lambda: nemotron("Super 120B-A12B"),
+    "Nemotron_3_Ultra": lambda: nemotron("Ultra 550B-A55B"),
+    "Nemotron V3 Ultra 550B (26.04)": lambda: nemotron("Ultra 550B-A55B"),
 }

@@ -37,7 +37,7 @@ CLUSTERS = {
 
 @dataclass(frozen=True)
 class Fitted:
-    """What is fitted to the fitting half of the runs (`scripts/bench/published.py --fit`). UNITS says what each one is."""
+    """Constants fitted to the fitting half of the runs (`scripts/bench/published.py --fit`). UNITS says what each one is."""
 
     foundry_a100: float = 0.84
     foundry_h100: float = 0.81
@@ -91,7 +91,7 @@ BRIDGE = replace(
 
 @dataclass(frozen=True)
 class System:
-    """How a run was made, as far as its source tells."""
+    """The making of a run, as far as its source tells."""
 
     cluster: ClusterRates
     profile: Profile

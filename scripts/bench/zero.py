@@ -219,7 +219,7 @@ def print_overlap(events: list[dict[str, Any]]) -> None:
 
 
 def overlap(start: float, end: float, intervals: Sequence[tuple[float, float]]) -> float:
-    """How much of [start, end) the intervals cover; they are sorted by their starts and may nest."""
+    """The length of [start, end) that the intervals cover; they are sorted by their starts and may nest."""
     covered, reached = 0.0, start
     for low, high in intervals:
         low, high = max(low, reached), min(high, end)

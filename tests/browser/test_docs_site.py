@@ -1,8 +1,5 @@
 """The site in a real browser, opened from the disk: pages, figures, search. No error is said and no network is asked."""
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +7,7 @@ import pytest
 
 from tests.browser.chromium import Chromium, Tab
 from tests.grid import few_of
+from tests.unit.test_docs_site import build
 
 REPOSITORY = Path(__file__).parents[2]
 FIGURES = sorted(path.stem for path in (REPOSITORY / "docs" / "figures").glob("*.png"))
@@ -42,9 +40,7 @@ def site(tmp_path_factory) -> Path:
     if not find_spec("material"):
         pytest.skip("mkdocs-material is not installed: pip install 'meshwright[docs]'")
     folder = tmp_path_factory.mktemp("site")
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
-    subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, check=True)
+    assert build("--site-dir", str(folder)).returncode == 0
     return folder
 
 

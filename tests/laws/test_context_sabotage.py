@@ -145,7 +145,7 @@ SABOTAGES: tuple[tuple[Sabotage, str, str], ...] = (
 def errors(pool: RankPool) -> dict[str, Errors]:
     """By case, sabotage and quantity."""
     return {
-        label: errors_of(pool, [sabotage for sabotage, at, _ in SABOTAGES if at == label], way.case)
+        label: errors_of(pool, [sabotage for sabotage, at, _ in SABOTAGES if at == label], way.case())
         for label, way in CASES.items()
     }
 

@@ -105,6 +105,12 @@ def test_the_house_keeps(law, sources):
     assert not breaches, "\n" + "\n".join(breaches)
 
 
+def test_scripts_have_docstrings_that_name_the_thing():
+    files = [Source(str(file), file.read_text()) for file in sorted((PACKAGE.parent / "scripts").rglob("*.py"))]
+    assert files
+    assert not [(each.path, *breach) for each in files for breach in source_laws.docstrings_name_the_thing(each)]
+
+
 @pytest.mark.parametrize(("law", "path", "text"), BREACHES)
 def test_a_breach_is_seen_by_its_law(law, path, text):
     assert list(getattr(source_laws, law)(Source(path, text)))

@@ -7,7 +7,12 @@ from framework.recipe.schema import Memory, Parallel, Recipe, Zero
 from tests.families import FAMILIES, RECURRENT, STATE_SPACES, Family
 from tests.ranks.parity import STAGE_0, Case, small_recipe
 
+# Divides into 1, 2 or 4 data-parallel ranks x 1 or 3 microbatches.
 SEQUENCES = 12
+Method = str | tuple[int, int]
+PLAIN = Memory(compile="never")
+SELECTS = Memory(activation_checkpointing="selective", compile="never")
+RECOMPUTES = Memory(activation_checkpointing="full", compile="never")
 
 
 def find(name: str) -> Family:
@@ -16,11 +21,11 @@ def find(name: str) -> Family:
 
 @dataclass(frozen=True)
 class Way:
-    """A training run of a family and how it is laid out."""
+    """A training run of a family and how it is laid out. method: parallel.context."""
 
     family: str
     cp: int = 1
-    method: Any = "ring"
+    method: Method = "ring"
     dp: int = 1
     tp: int = 1
     pp: int = 1
@@ -30,21 +35,26 @@ class Way:
     context: int = 13
     packs: bool = False
     count: int = 1
-    checkpointing: str = "none"
+    memory: Memory = PLAIN
+    precision: str = "fp64"
 
     @property
     def world(self) -> int:
         return self.dp * self.cp * self.tp * self.pp
 
     @property
+    def parallel(self) -> Parallel:
+        method: Any = self.method if isinstance(self.method, str) else list(self.method)
+        return Parallel(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, sequence=self.sequence, context=method)
+
+    @property
     def recipe(self) -> Recipe:
-        parallel = Parallel(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, sequence=self.sequence, context=self.method)
-        recipe = small_recipe("fp64", self.world, self.count, SEQUENCES, 0.05, self.zero, parallel)
+        recipe = small_recipe(self.precision, self.world, self.count, SEQUENCES, 0.05, self.zero, self.parallel)
         return replace(
             recipe,
             batch=replace(recipe.batch, context=self.context),
             data=replace(recipe.data, pack="documents" if self.packs else "concat"),
-            memory=Memory(compile="never", activation_checkpointing=self.checkpointing),  # type: ignore[arg-type]
+            memory=self.memory,
         )
 
     def case(self, *, clips: bool = True) -> Case:

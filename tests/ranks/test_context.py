@@ -23,13 +23,13 @@ from framework.train.build import build
 from framework.train.stage import StepInputs
 from tests.families import build_config, family
 from tests.grid import few_of
+from tests.ranks import mixers
 from tests.ranks.covering import cover_pairs
-from tests.ranks.parity import CPU, STAGE_0, Case, assert_equal, small_recipe, topology_of
+from tests.ranks.mixers import PLAIN, RECOMPUTES, Method
+from tests.ranks.parity import CPU, Case, assert_equal, topology_of
 from tests.ranks.pool import RankPool
 from tests.ranks.test_bubble_filling import train_both
 
-# Divides into 1, 2 or 4 data-parallel ranks x 1 or 3 microbatches.
-SEQUENCES = 12
 EIGHT_EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "output_router_logits": True, "router_aux_loss_coef": 0.1},
     "gpt_oss": {"num_local_experts": 8},
@@ -40,56 +40,26 @@ FOUR_LAYERS: dict[str, dict[str, Any]] = {
 NAMES = ("llama", "qwen3", "mistral", "gemma2", "deepseek_v3", "olmo2", "glm4", "cohere2", "qwen3_moe", "gpt_oss")
 MIXTURES = ("deepseek_v3", "gpt_oss", "qwen3_moe")
 
-Method = str | tuple[int, int]
-PLAIN = Memory(compile="never")
-RECOMPUTES = Memory(activation_checkpointing="full", compile="never")
 CHUNKED = Memory(chunked_loss=True, compile="never")
 
 
 @dataclass(frozen=True)
-class Way:
-    """A training run of a family and how it is laid out. method: parallel.context; capacity: model.expert_capacity."""
+class Way(mixers.Way):
+    """A training run with more of what attention and experts can. capacity: model.expert_capacity."""
 
-    family: str
-    cp: int
-    method: Method = "ring"
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    sequence: bool = True
-    zero: Zero = STAGE_0
-    context: int = 13
-    packs: bool = False
-    count: int = 1
     schedule: str = "1f1b"
-    memory: Memory = PLAIN
     capacity: float | None = None
     bias_rate: float = 0.0
-    precision: str = "fp64"
-
-    @property
-    def world(self) -> int:
-        return self.dp * self.cp * self.tp * self.pp
-
-    @property
-    def parallel(self) -> Parallel:
-        method: Any = self.method if isinstance(self.method, str) else list(self.method)
-        return Parallel(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, sequence=self.sequence, context=method)
 
     @property
     def recipe(self) -> Recipe:
-        recipe = small_recipe(self.precision, self.world, self.count, SEQUENCES, 0.05, self.zero, self.parallel)
+        recipe = super().recipe
         return replace(
             recipe,
-            batch=replace(recipe.batch, context=self.context),
-            data=replace(recipe.data, pack="documents" if self.packs else "concat"),
             model=replace(recipe.model, expert_capacity=self.capacity, router_bias_rate=self.bias_rate),
-            memory=self.memory,
             pipeline=Pipeline(schedule=self.schedule),  # type: ignore[arg-type]
         )
 
-    @property
     def case(self) -> Case:
         changes = dict(EIGHT_EXPERTS.get(self.family, {}))
         if self.pp > 1:
@@ -115,11 +85,11 @@ MORE = (
 
 @pytest.mark.parametrize("ways", [SHOWN, pytest.param(MORE, marks=pytest.mark.grid)], ids=["few", "more"])
 def test_tokens_divided_by_each_method_equal_one_process(pool: RankPool, ways: tuple[Way, ...]) -> None:
-    assert_equal(pool, 4, [way.case for way in ways])
+    assert_equal(pool, 4, [way.case() for way in ways])
 
 
 def test_a_rank_may_have_one_token_of_each_sequence(pool: RankPool) -> None:
-    assert_equal(pool, 2, [Way("llama", 2, "ulysses", context=2).case])
+    assert_equal(pool, 2, [Way("llama", 2, "ulysses", context=2).case()])
 
 
 # (cp, dp, tp, pp, ep, sequence, schedule)
@@ -171,8 +141,7 @@ def cover() -> tuple[Way, ...]:
     memories = (PLAIN, RECOMPUTES, CHUNKED)
     rows = cover_pairs((NAMES, MESHES, METHODS, (16, 13, 9), (False, True), ZEROS, memories, ("fp64", "fp32")), can_run)
     return tuple(
-        Way(name, cp, method, dp, tp, pp, ep, sequence, zero, context, packs, 3 if pp > 1 else 1, schedule, memory,
-            precision=precision)
+        Way(name, cp, method, dp, tp, pp, ep, sequence, zero, context, packs, 3 if pp > 1 else 1, memory, precision, schedule)
         for name, (cp, dp, tp, pp, ep, sequence, schedule), method, context, packs, zero, memory, precision in rows
     )  # fmt: skip
 
@@ -187,7 +156,7 @@ def eight():
 @pytest.mark.grid
 @pytest.mark.parametrize("name", NAMES)
 def test_any_two_of_family_mesh_method_length_and_options_equal_one_process(eight: RankPool, name: str) -> None:
-    assert_equal(eight, 8, [way.case for way in cover() if way.family == name])
+    assert_equal(eight, 8, [way.case() for way in cover() if way.family == name])
 
 
 # A family for each form: causal with shared key-value heads, windows, soft caps, sinks, chunks, unequal head sizes.
@@ -204,7 +173,7 @@ def test_every_form_packed_or_not_equals_transformers(pool: RankPool, name: str,
         Way(name, cp, tp=tp, packs=packs, precision=precision, memory=RECOMPUTES if packs else PLAIN)
         for cp, tp, packs in product((1, 2), (1, 2), (False, True))
     ]
-    assert_equal(pool, 4, [way.case for way in ways])
+    assert_equal(pool, 4, [way.case() for way in ways])
 
 
 ALL_AXES = (
@@ -216,7 +185,7 @@ ALL_AXES = (
 
 @pytest.mark.grid
 def test_all_axes_at_once_on_eight_ranks_equal_one_process(eight: RankPool) -> None:
-    assert_equal(eight, 8, [way.case for way in ALL_AXES])
+    assert_equal(eight, 8, [way.case() for way in ALL_AXES])
 
 
 # --- validation

@@ -18,27 +18,27 @@ from framework.parallel.attention.recurrent import Pieces, hook_mixers
 from framework.plan.plan import make_plan
 from framework.plan.traffic import measure_traffic
 from framework.recipe.derive import context_degrees, has_tokens_everywhere
-from framework.recipe.schema import Parallel, Zero
+from framework.recipe.schema import Zero
 from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import RECURRENT, build_config
 from tests.ranks.covering import cover_pairs
-from tests.ranks.mixers import Way, find
+from tests.ranks.mixers import PLAIN, RECOMPUTES, SELECTS, Way, find
 from tests.ranks.parity import CPU, assert_equal, topology_of
 from tests.ranks.pool import RankPool
 
 # Each mechanism once: pieces on two ranks and on four, by either method, documents that span them, recomputation.
 SHOWN = (
     Way("qwen3_5_text", 2, packs=True),
-    Way("lfm2", 2, "ulysses", packs=True, checkpointing="full"),
+    Way("lfm2", 2, "ulysses", packs=True, memory=RECOMPUTES),
     Way("kimi_linear", tp=2),
 )
 MORE = (
     *(Way(each.name, 2, method) for each in RECURRENT for method in ("ring", "ulysses")),
     *(Way(each.name, tp=2, packs=True, sequence=each.name != "lfm2") for each in RECURRENT),
     *(Way(each.name, pp=2, packs=True) for each in RECURRENT),
-    Way("kimi_linear", 4, [2, 2], packs=True, context=16),
+    Way("kimi_linear", 4, (2, 2), packs=True, context=16),
     Way("olmo_hybrid", 4, context=10),  # pieces shorter than a window
     Way("qwen3_next", dp=2, packs=True),
 )
@@ -63,19 +63,19 @@ MESHES = (
 
 def can_run(mesh: tuple[int, int, int, int, int, bool], method: Any, context: int, *_: Any) -> bool:
     cp, _, tp, _, _, _ = mesh
-    if isinstance(method, list) and method[0] * method[1] != cp:
+    if isinstance(method, tuple) and method[0] * method[1] != cp:
         return False
-    ulysses, ring = context_degrees(Parallel(cp=cp, context=method))
+    ulysses, ring = context_degrees(Way("", cp, method).parallel)
     return 4 // tp % ulysses == 0 and has_tokens_everywhere(context, ulysses, ring)
 
 
 @cache
 def cover() -> tuple[Way, ...]:
-    zeros, policies = (Zero(stage=1), Zero(stage=3)), ("none", "selective", "full")
-    rows = cover_pairs((MESHES, ("ring", "ulysses", [2, 2]), (16, 13), (False, True), zeros, policies), can_run)
+    zeros, memories = (Zero(stage=1), Zero(stage=3)), (PLAIN, SELECTS, RECOMPUTES)
+    rows = cover_pairs((MESHES, ("ring", "ulysses", (2, 2)), (16, 13), (False, True), zeros, memories), can_run)
     return tuple(
-        Way("qwen3_5_moe_text", cp, method, dp, tp, pp, ep, sequence, zero, context, packs, 3 if pp > 1 else 1, policy)
-        for (cp, dp, tp, pp, ep, sequence), method, context, packs, zero, policy in rows
+        Way("qwen3_5_moe_text", cp, method, dp, tp, pp, ep, sequence, zero, context, packs, 3 if pp > 1 else 1, memory)
+        for (cp, dp, tp, pp, ep, sequence), method, context, packs, zero, memory in rows
     )
 
 
@@ -172,7 +172,7 @@ def test_a_step_sends_what_was_planned(pool: RankPool) -> None:
     """Of attention what grows with the sequence; of mixers the same for any."""
     ways = [
         Way("qwen3_5_text", 2, context=16),
-        Way("qwen3_5_text", 2, "ulysses", context=32, packs=True, checkpointing="full"),
+        Way("qwen3_5_text", 2, "ulysses", context=32, packs=True, memory=RECOMPUTES),
     ]
     for rank, found in enumerate(pool.run(2, count_sent, ways)):
         plans = [make_plan(way.recipe, way.case().config) for way in ways]

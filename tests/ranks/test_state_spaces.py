@@ -21,7 +21,7 @@ from framework.recipe.schema import Zero
 from tests.families import STATE_SPACES
 from tests.grid import few_of
 from tests.ranks.covering import cover_pairs
-from tests.ranks.mixers import Way, find
+from tests.ranks.mixers import PLAIN, RECOMPUTES, Way, find
 from tests.ranks.parity import CPU, assert_equal
 from tests.ranks.pool import RankPool
 from tests.ranks.tensor_parity import TensorCase, compare_cases
@@ -42,7 +42,7 @@ def test_heads_and_channels_over_tp(pool: RankPool, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_heads_and_channels_over_tp_otherwise(pool: RankPool, name: str) -> None:
     """On more ranks than groups; tokens not divided; with shards of ZeRO-3 beside, and recomputed."""
-    plain, sharded = Way(name, tp=2, sequence=False), Way(name, tp=2, dp=2, zero=Zero(stage=3), checkpointing="full")
+    plain, sharded = Way(name, tp=2, sequence=False), Way(name, tp=2, dp=2, zero=Zero(stage=3), memory=RECOMPUTES)
     assert_ways_equal(pool, plain, sharded, Way(name, tp=4))
 
 
@@ -65,7 +65,7 @@ def test_states_and_windows_over_cp_otherwise(pool: RankPool, name: str) -> None
         pool,
         Way(name, cp=2),
         Way(name, cp=4, context=10, packs=True),
-        Way(name, cp=2, method="ulysses", checkpointing="full", packs=True),
+        Way(name, cp=2, method="ulysses", memory=RECOMPUTES, packs=True),
         Way(name, packs=True),
         Way(name, cp=2, tp=2, packs=True, zero=Zero(stage=3)),
     )
@@ -89,21 +89,21 @@ CHANNELS = HEADS * WIDTH + 2 * GROUPS * STATE + HEADS
 
 
 # Values of each factor of a run on at most four ranks: tp, cp, pp, ep, whether documents are packed, ZeRO's stage, recomputation.
-FACTORS = ((1, 2), (1, 2), (1, 2), (1, 2), (False, True), (1, 3), ("none", "full"))
+FACTORS = ((1, 2), (1, 2), (1, 2), (1, 2), (False, True), (1, 3), (PLAIN, RECOMPUTES))
 COVERED = [
     Way(
         "nemotron_h",
-        tp,
-        pp,
         cp,
-        4 // (tp * cp * pp),
-        ep,
+        dp=4 // (tp * cp * pp),
+        tp=tp,
+        pp=pp,
+        ep=ep,
         packs=packs,
         zero=Zero(stage=stage),
         count=2,
-        checkpointing=policy,
+        memory=memory,
     )
-    for tp, cp, pp, ep, packs, stage, policy in cover_pairs(
+    for tp, cp, pp, ep, packs, stage, memory in cover_pairs(
         FACTORS, lambda tp, cp, pp, ep, *_: tp * cp * pp <= 4 and ep <= 4 // pp
     )
 ]

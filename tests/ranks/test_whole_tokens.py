@@ -16,12 +16,12 @@ from framework.plan.forecast_plan import forecast_plan
 from framework.plan.plan import make_plan
 from framework.plan.rejections import ModelRules
 from tests.families import build_config, family
-from tests.ranks.mixers import Way
+from tests.ranks.mixers import RECOMPUTES, Way
 from tests.ranks.parity import Case, assert_equal, run_cases
 from tests.ranks.pool import RankPool
 
 # Biases of distance; windows, and code that reads the shape of the sequence behind the layers.
-SHOWN = (Way("bloom", 2), Way("gpt_neo", 2, "ulysses", packs=True, checkpointing="full"))
+SHOWN = (Way("bloom", 2), Way("gpt_neo", 2, "ulysses", packs=True, memory=RECOMPUTES))
 MORE = (Way("gpt_neo", 2, pp=2, count=3), Way("bloom", 2, tp=2, sequence=False), Way("mpt", 4, [2, 2], context=10))
 
 

@@ -4,13 +4,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from scripts.bench.published import HALVES, Run, candidate_of, forecast, read_shape, summarize
+from scripts.bench.published import CHOSEN, HALVES, Run, candidate_of, forecast, read_shape, summarize
 from scripts.bench.systems import FITTED, UNFITTED, UNITS, find_system
 
-NAMES = (
-    *("source", "release", "task", "model", "note", "system", "gpus", "precision", "gbs", "mbs", "seq"),
-    *("fsdp", "tp", "pp", "cp", "vp", "ep"),
-)
 ROWS = {
     "Megatron-Bridge": "Megatron-Bridge,26.06,Pre-Training,LLAMA3_8B,,DGX-H100,8,BF16,128,1,8192,0,1,1,2,n/a,n/a",
     "llm-foundry": "llm-foundry,2024,,MPT-1b,Activation Checkpointing=False,h100_80gb,8,bf16,128,16,2048,,1,1,1,,",
@@ -19,7 +15,7 @@ ROWS = {
 
 
 def make_run(source: str, printed: float = 1.0) -> Run:
-    return Run(dict(zip(NAMES, ROWS[source].split(","), strict=True)), printed, 1.0)
+    return Run(dict(zip(CHOSEN, ROWS[source].split(","), strict=True)), printed, 1.0)
 
 
 @pytest.mark.parametrize("source", ROWS)
