@@ -20,8 +20,7 @@ from framework.parallel.tensor import state_space
 from framework.recipe.schema import Zero
 from tests.families import STATE_SPACES
 from tests.grid import few_of
-from tests.ranks.covering import cover_pairs
-from tests.ranks.mixers import PLAIN, RECOMPUTES, Way, find
+from tests.ranks.mixers import RECOMPUTES, Way, find
 from tests.ranks.parity import CPU, assert_equal
 from tests.ranks.pool import RankPool
 from tests.ranks.tensor_parity import TensorCase, compare_cases
@@ -86,33 +85,6 @@ def mix(pieces: Pieces, x: Tensor) -> Tensor:
 
 
 CHANNELS = HEADS * WIDTH + 2 * GROUPS * STATE + HEADS
-
-
-# Values of each factor of a run on at most four ranks: tp, cp, pp, ep, whether documents are packed, ZeRO's stage, recomputation.
-FACTORS = ((1, 2), (1, 2), (1, 2), (1, 2), (False, True), (1, 3), (PLAIN, RECOMPUTES))
-COVERED = [
-    Way(
-        "nemotron_h",
-        cp,
-        dp=4 // (tp * cp * pp),
-        tp=tp,
-        pp=pp,
-        ep=ep,
-        packs=packs,
-        zero=Zero(stage=stage),
-        count=2,
-        memory=memory,
-    )
-    for tp, cp, pp, ep, packs, stage, memory in cover_pairs(
-        FACTORS, lambda tp, cp, pp, ep, *_: tp * cp * pp <= 4 and ep <= 4 // pp
-    )
-]
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("way", COVERED, ids=str)
-def test_any_two_axes_beside_a_state_space(pool: RankPool, way: Way) -> None:
-    assert_ways_equal(pool, way)
 
 
 def find_changes(rank: int, world: int, rendezvous: str) -> dict[tuple[int, int], list[int]]:
