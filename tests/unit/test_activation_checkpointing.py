@@ -24,7 +24,7 @@ from framework.comm.connect import connect
 from framework.errors import RecipeError
 from framework.model.experts import ExpertsForm, count_experts, find_experts
 from framework.model.kept_outputs import KeptOutputs, LayerCall
-from framework.model.load import build_meta, load_config
+from framework.model.load import load_config
 from framework.parallel import activation_checkpointing
 from framework.parallel.activation_checkpointing import count_groups, group_size
 from framework.parallel.experts.dispatch import ExpertDispatch
@@ -376,9 +376,7 @@ def plan_mixture(name: str, policy: str, capacity: float | None = None) -> Plan:
     return plan
 
 
-MIXTURES = [
-    each.name for each in (*FAMILIES, UNGATED) if any(True for _ in find_experts(build_meta(build_config(each))))
-]
+MIXTURES = [each.name for each in (*FAMILIES, UNGATED) if any("expert" in key for key in each.config)]
 ROUTED = [
     *(("mixtral", policy, None) for policy in ("selective", "full", "sqrt", "auto")),
     *((name, "full", None) for name in MIXTURES if name != "mixtral"),
