@@ -401,7 +401,9 @@ class TimeModel:
         found = {"tp": messages.tp(), "cp": messages.cp(), "ep": messages.ep()}
         if c.offloads_activations:
             found["offload"] = self._offload(work, c)
-        launched = self.profile.layer_s if layer.experts is None else self.profile.mixture_s
+        launched = self.profile.layer_s
+        if layer.experts is not None:
+            launched = self.profile.mixture_s + self.profile.expert_s * max(1, layer.experts.experts // c.ep)
         return UnitTime(work, {axis: each for axis, each in found.items() if each is not NOTHING}, grouped, launched)
 
     def _offload(self, work: UnitWork, c: Candidate) -> Exposure:
