@@ -19,12 +19,14 @@ from framework.parallel.attention.recurrent.state_space import scan_heads
 from framework.parallel.tensor import state_space
 from framework.recipe.schema import Zero
 from tests.families import STATE_SPACES
-from tests.grid import few_of
+from tests.grid import EVERY_DAY, few_of
 from tests.ranks.covering import cover_pairs
 from tests.ranks.mixers import PLAIN, RECOMPUTES, Way, find
 from tests.ranks.parity import CPU, assert_equal
 from tests.ranks.pool import RankPool
 from tests.ranks.tensor_parity import TensorCase, compare_cases
+
+pytestmark = EVERY_DAY
 
 NAMES = tuple(each.name for each in STATE_SPACES)
 
