@@ -27,7 +27,7 @@ from framework.comm.collectives import all_to_all
 from framework.comm.communicator import Communicator
 from framework.mesh.layout import Layout
 from framework.optim.groups import GroupAssignment, decay_rate
-from framework.optim.matrices import MatrixForm, count_flops
+from framework.optim.matrices import SYMMETRIC_ROWS, MatrixForm, count_flops
 from framework.optim.optimizers import FlatOptimizer
 from framework.optim.update_rules import FlatShard, ShardGroup
 from framework.parallel.zero.plan_buffers import BufferPlan, GroupSpan, Slot
@@ -38,8 +38,6 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 # Elements of equal matrices that are iterated together: enough to fill a GPU, and 512 MiB of bf16 for each intermediate.
 BATCH_NUMEL = 1 << 28
-# Rows from which on a symmetric matrix is worth three matmuls for the blocks that make it, in place of one for all of it.
-SYMMETRIC_ROWS = 512
 
 
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:

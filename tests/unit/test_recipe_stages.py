@@ -173,6 +173,15 @@ def test_a_plan_has_a_line_for_each_stage(capsys: pytest.CaptureFixture[str]) ->
     assert "stage b:" in rest
 
 
+@pytest.mark.grid
+@pytest.mark.parametrize("experiment", ["speedrun_gpt2", "nanochat_d20"])
+def test_recipes_of_records_are_planned(capsys: pytest.CaptureFixture[str], experiment: str) -> None:
+    from framework.commands.plan import print_plan
+
+    assert print_plan(compose([f"experiment={experiment}", "cluster=h100_ib"]).require()) == 0
+    assert ("assistant" in capsys.readouterr().out) == (experiment == "nanochat_d20")
+
+
 def test_a_report_marks_borders() -> None:
     record = dict.fromkeys(("tokens", "loss", "lr", "gradient_norm", "step_s", "tokens_per_s", "data_wait_s"), 1.0)
     record |= {"exposed_communication_s": 0.0, "memory_bytes": 0, "mfu": None, "validation_loss": None}
