@@ -47,7 +47,7 @@ FACTORS = [FAMILIES, (0, 1, 2, 3), tuple(REPLICAS), (1, 2), (1, 2), (1, 2), (1, 
 
 def is_legal(name: str, zero: int, groups: str, tp: int, pp: int, ep: int, expert_tp: int, accumulation: int) -> bool:
     is_sliced = expert_tp == 2
-    shares_experts = (ep == 1 or name in ROUTED) and (not is_sliced or (tp == ep == 2))
+    shares_experts = (ep == 1 or name in ROUTED) and (not is_sliced or (tp == ep == 2 and pp == 1))
     # ZeRO is to divide something, and 8 ranks are enough.
     is_divided = zero == 0 or tp * pp <= 2
     return shares_experts and is_divided and (groups == "one group" or (zero > 0 and tp * pp * ep <= 4))
