@@ -28,12 +28,12 @@ def optimizer(name: str, states: dict[str, float] | None = None) -> "Callable[[E
     """`optim.name`: a pure function of single elements,
     `(value, gradient, states, lr, weight_decay, optim) -> (value, states)`, which never learns of shards, clipping and skipped
     steps. states: tensors per element, zeros at first, each with the share of it that an update retains."""
-    from framework.optim.update_rules import OPTIMIZERS, ElementOptimizer, UpdateRule
+    from framework.optim.update_rules import OPTIMIZERS, RuleOptimizer, UpdateRule, update_in_place
     from framework.plan.sharding import MOMENTS
 
     def register(rule: "ElementRule") -> "ElementRule":
         def make(optim: Any, groups: list[dict[str, Any]]) -> Any:
-            return ElementOptimizer(groups, rule, optim)
+            return RuleOptimizer(groups, update_in_place(rule, optim), states or (), lr=optim.lr)
 
         add("optimizer", OPTIMIZERS, name, UpdateRule(states=lambda optim: dict(states or {}), make=make))
         add("optimizer", MOMENTS, name, len(states or {}))

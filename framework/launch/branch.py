@@ -31,14 +31,14 @@ ORDER_KEYS = ("batch.context", "data.packing", "data.overlong", "train.seed")
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint that a branch begins with."""
+    """The checkpoint that a branch begins with; None at step 0, where it begins as its origin did."""
 
     run: RunDirectory
-    checkpoint: Place
+    checkpoint: Place | None
 
     @property
     def step(self) -> int:
-        return step_of(self.checkpoint)
+        return step_of(self.checkpoint) if self.checkpoint is not None else 0
 
     def __str__(self) -> str:
         """The form in which a recipe keeps it: RUN@STEP."""
@@ -47,11 +47,11 @@ class Origin:
 
 def find_origin(start_from: str, key: str = "run.start_from") -> Origin:
     """The checkpoint that a key, such as `run.start_from`, names: RUN or RUN@STEP, where RUN is a folder or the id of a run.
-    RunError where there is none."""
+    RunError where there is none; RUN@0 is the beginning of a run."""
     name, _, step = start_from.rpartition("@") if start_from.rpartition("@")[2].isdigit() else (start_from, "", "")
     run = RunDirectory.open(find_run(name))
     found = locate(run.checkpoints, int(step)) if step else newest_checkpoint(run.checkpoints)
-    if found is None:
+    if found is None and step != "0":
         steps = ", ".join(f"{step_of(each):,}" for each in reversed(list_checkpoints(run.checkpoints))) or "none"
         raise RunError(f"{key}={start_from}: {run.path} has no such checkpoint. Saved steps: {steps}")
     return Origin(run, found)
@@ -80,6 +80,10 @@ def settle_reference(reference: str) -> str:
             return str(resolve_folder(reference, key="loss.reference"))
         except ModelError as error:
             raise ModelError(f"{error}. Nor is it a run: there is no folder {folder}") from error
+    if origin.checkpoint is None:
+        raise RunError(
+            f"loss.reference={reference}: no checkpoint has the weights of step 0. Name a step that was saved"
+        )
     if load_recipe(origin.run.recipe).adapter.is_used:
         raise RunError(
             f"loss.reference={reference} has an adapter, whose checkpoints lack the model: set it to the folder that"
@@ -94,7 +98,7 @@ def refuse_other_shapes(origin: Origin, recipe: Recipe) -> None:
         from framework.model.hub import find_folder
         from framework.model.load import build_meta, load_config
 
-    saved = open_checkpoint(origin.checkpoint).entries
+    saved = open_checkpoint(origin.checkpoint).entries if origin.checkpoint is not None else {}
     for name, each in build_meta(load_config(recipe.model, find_folder)).named_parameters():
         record = saved.get(f"weight/{name}")
         if record is not None and record.shape != tuple(each.shape):

@@ -213,15 +213,11 @@ def decay_rate(optim: Optim, lr: float) -> float:
 
 
 def _decay(progress: float, shape: str, final_ratio: float) -> float:
-    """The shape of a decay, from 1 to 0. Hagele et al. 2024 (arXiv 2405.18392) found 1 - sqrt the best for WSD."""
-    match shape:
-        case "cosine":
-            return (1 + math.cos(math.pi * progress)) / 2
-        case "sqrt":
-            return 1 - math.sqrt(progress)
-        case "exponential":  # the rate is peak * final_ratio ** progress
-            return (final_ratio**progress - final_ratio) / (1 - final_ratio) if final_ratio < 1 else 1.0
-    return 1 - progress
+    """The shape of a decay, from 1 to 0."""
+    if shape == "exponential":  # the rate is peak * final_ratio ** progress
+        return (final_ratio**progress - final_ratio) / (1 - final_ratio) if final_ratio < 1 else 1.0
+    # Hagele et al. 2024 (arXiv 2405.18392) found 1 - sqrt the best for WSD.
+    return 1 - math.sqrt(progress) if shape == "sqrt" else SHAPES[shape](progress)
 
 
 def wsd_decay_start(schedule: LearningRateSchedule, num_steps: int) -> int:

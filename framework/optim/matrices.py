@@ -18,6 +18,9 @@ from framework.parallel.tensor.find_regions import find_regions
 from framework.parallel.tensor.heads import count_heads
 from framework.parallel.tensor.partition import Counts
 
+# Rows from which on a symmetric matrix is worth three matmuls for the blocks that make it, in place of one for all of it.
+SYMMETRIC_ROWS = 512
+
 
 @dataclass(frozen=True)
 class MatrixForm:
@@ -53,7 +56,9 @@ class MatrixForm:
 def count_flops(shape: tuple[int, int], steps: int) -> int:
     """FLOPs of the iterations that make one matrix orthogonal (`muon.py`)."""
     short, long = sorted(shape)
-    return steps * (4 * short * short * long + 2 * short**3)
+    symmetric = 2 * short * short * (long + short)  # X X^T and its square
+    symmetric = symmetric * 3 // 4 if short >= SYMMETRIC_ROWS else symmetric
+    return steps * (symmetric + 2 * short * short * long)
 
 
 def find_matrices(model: PreTrainedModel, units: Sequence[Unit], tp_plan: Mapping[str, str]) -> dict[str, MatrixForm]:

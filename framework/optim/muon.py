@@ -27,7 +27,7 @@ from framework.comm.collectives import all_to_all
 from framework.comm.communicator import Communicator
 from framework.mesh.layout import Layout
 from framework.optim.groups import GroupAssignment, decay_rate
-from framework.optim.matrices import MatrixForm, count_flops
+from framework.optim.matrices import SYMMETRIC_ROWS, MatrixForm, count_flops
 from framework.optim.optimizers import FlatOptimizer
 from framework.optim.update_rules import FlatShard, ShardGroup
 from framework.parallel.zero.plan_buffers import BufferPlan, GroupSpan, Slot
@@ -46,10 +46,24 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if is_tall else matrices
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=EPS)
+    unread = x.new_empty(x.shape[0], x.shape[1], x.shape[1])
     for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = _add_gram(unread, 0.0, x, 1.0)
+        x = torch.baddbmm(x, _add_gram(gram, b, gram, c), x, beta=a)
     return x.mT if is_tall else x
+
+
+def _add_gram(symmetric: Tensor, beta: float, x: Tensor, alpha: float) -> Tensor:
+    """beta S + alpha X X^T for S, X: [n, a, a], [n, a, b]. Of large ones the block above the diagonal is copied from below it: a
+    quarter of the FLOPs less."""
+    rows = x.shape[1]
+    if rows < SYMMETRIC_ROWS:
+        return torch.baddbmm(symmetric, x, x.mT, beta=beta, alpha=alpha)
+    low, high, out = slice(0, rows // 2), slice(rows // 2, rows), torch.empty_like(symmetric)
+    for i, j in ((low, low), (high, high), (high, low)):
+        torch.baddbmm(symmetric[:, i, j], x[:, i], x[:, j].mT, beta=beta, alpha=alpha, out=out[:, i, j])
+    out[:, low, high] = out[:, high, low].mT
+    return out
 
 
 def scale_of(shape: tuple[int, int], kind: str) -> float:

@@ -15,24 +15,26 @@ from torch import Tensor
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.comm.transfer import fetch
-from framework.optim.qk_rows import QkRows, count_key_heads
+from framework.optim.qk_rows import QkRows
 from framework.optim.update_clipping import ParameterPart
 from framework.optim.update_rules import FlatShard
 from framework.parallel.attention.logit_maxima import LogitMaxima
+from framework.recipe.schema import Optim
 
 
 class QkClip:
-    """limit: t above. rows: of all projections, by parameter; parts: all that this rank updates."""
+    """optim: has t above. rows: of all projections, by parameter; parts: all that this rank updates."""
 
     def __init__(
         self,
-        limit: float,
+        optim: Optim,
         rows: Mapping[str, QkRows],
         parts: Sequence[ParameterPart],
         maxima: LogitMaxima,
         world: Communicator,
     ):
-        self._limit, self._maxima, self._world = limit, maxima, world
+        assert optim.qk_clip is not None, "no limit (optim.qk_clip)"
+        self._limit, self._maxima, self._world = optim.qk_clip, maxima, world
         self._parts = [(part, rows[part.name], _find_own(part, rows[part.name])) for part in parts if part.name in rows]
 
     def gather(self) -> None:
@@ -52,22 +54,6 @@ class QkClip:
             if part.shard in own:
                 scale = factors[rows.layer][heads] ** powers
                 part.value.mul_(_expand(scale, part, rows.dim).to(part.value.dtype))
-
-
-def make_maxima(rows: Mapping[str, QkRows], device: torch.device) -> LogitMaxima | None:
-    """The maxima that a rank counts; None without QK-clip."""
-    return LogitMaxima(count_key_heads(rows), device) if rows else None
-
-
-def make_qk_clip(
-    limit: float | None,
-    rows: Mapping[str, QkRows],
-    parts: Sequence[ParameterPart],
-    maxima: LogitMaxima | None,
-    world: Communicator,
-) -> QkClip | None:
-    """The QkClip of these arguments; None without a limit."""
-    return None if limit is None or maxima is None else QkClip(limit, rows, parts, maxima, world)
 
 
 def _find_own(part: ParameterPart, rows: QkRows) -> tuple[Tensor, Tensor]:

@@ -84,7 +84,8 @@ def _read_rows(model: PreTrainedModel, layer: int, name: str, role: Role, counts
 def _units_of(attention: nn.Module, kind: str, role: Role, counts: Counts) -> Units:
     """The key head and the power of each of equally many rows of a projection; nothing for one that has neither queries nor
     keys."""
-    q, kv = counts.q, counts.kv
+    # Where each head has its query beside its key, a config's number of key-value heads means nothing.
+    q, kv = counts.q, counts.q if role.arrangement == "per_head" else counts.kv
     queries, keys = [(head // (q // kv), QUERY) for head in range(q)], [(head, KEY) for head in range(kv)]
     values = [(head, VALUE) for head in range(kv)]
     if (latent := getattr(attention, "qk_nope_head_dim", None)) is not None:

@@ -80,7 +80,7 @@ def check_stages(recipe: Recipe) -> list[Plan]:
         )
         if other := next((name for name in shapes | others if shapes.get(name) != others.get(name)), None):
             raise RecipeError(
-                f"train.stages.{stage.name}.model.config: {other} is {list(others.get(other, ()))} there and"
+                f"train.stages.{stage.key}.model.config: {other} is {list(others.get(other, ()))} there and"
                 f" {list(shapes.get(other, ()))} before: a stage keeps the shapes of the run; state such keys outside of it"
             )
     return plans

@@ -39,10 +39,14 @@ def _check_stages(
         for stage in split_stages(recipe):
             if not stage.start < stage.stop <= recipe.train.steps:
                 break
-            path = f"train.stages.{stage.name}"
+            path = f"train.stages.{stage.key}"
+            is_part = stage.name != stage.key
+            if is_part and any(each.key.startswith(f"{path}.") for each in problems):
+                continue  # the parts of a ramp are alike
+            where = f"{stage.name}, a part of this ramp" if is_part else "this stage"
             for found in check_recipe(stage.recipe, {}):
                 fix = f"within {path}: {found.fix}" * bool(found.fix)
-                message = f"in this stage: {found.message}"
+                message = f"in {where}: {found.message}"
                 problems.append(replace(found, key=f"{path}.{found.key}", message=message, fix=fix))
     yield from (replace(each, origin=origin_of(origins, each.key)) for each in problems)
 

@@ -37,6 +37,12 @@ class TrainStage:
     until_step: int | None = key("last step of the stage; the last stage ends with train.steps", None, low=1)
     until_share: float | None = key("in place of until_step, the share of train.steps", None, low=0.0, high=1.0)
     until_tokens: int | None = key("in place of until_step, the tokens on which the run has trained then", None, low=1)
+    ramp: int | None = key(
+        "stages to make of this one, in which numbers that it states of batch, model.config and weights of sources grow evenly;"
+        " null: they change at once",
+        None,
+        low=2,
+    )
     data: dict[str, Any] = key("keys of data from this stage on: sources.NAME.weight, pack, overlong, train_on", {})
     batch: dict[str, Any] = key("keys of batch from this stage on", {})
     model: dict[str, Any] = key("keys of model from this stage on: freeze, and config where no shape depends on it", {})

@@ -4,16 +4,23 @@ A stage has keys of the recipe, and keeps all values of the stage before that it
 each, which knows nothing of stages: it is that of a branch (`run.start_from`) that begins where the stage before has ended. So
 `train.steps` is the stage's last step, and the schedule of the learning rate still ends with the run, unless the stage states a
 key of it: then it is over the steps of the stage.
+
+A ramp is several stages, with equal differences between their values and about equally many tokens in each. It is spelled out
+where a recipe is split: nothing else knows of ramps.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from itertools import accumulate
+from statistics import harmonic_mean
 from typing import Any
 
 from framework.recipe.convert import to_recipe
 from framework.recipe.derive import count_sequences
-from framework.recipe.keys import flatten, matches
+from framework.recipe.keys import flatten, matches, nest
 from framework.recipe.problem import Problem
 from framework.recipe.schema import Batch, LearningRateSchedule, Recipe, TrainStage
 
@@ -23,6 +30,11 @@ MAY_STATE = (
     *("data.sources.*", "data.pack", "data.overlong", "data.train_on"),
     *("model.freeze", "model.config.*", "batch.*", "optim.*", "memory.*"),
 )
+# Numbers that grow over a stage with a ramp, where it states them.
+RAMPED = (
+    *("batch.context", "batch.sequences_per_step", "batch.tokens_per_step"),
+    *("model.config.*", "data.sources.*.weight"),
+)
 UNTIL = ("until_step", "until_share", "until_tokens")
 STATEMENTS = ("sequences_per_step", "tokens_per_step")
 
@@ -30,7 +42,7 @@ STATEMENTS = ("sequences_per_step", "tokens_per_step")
 @dataclass(frozen=True)
 class RunStage:
     """A stage of a run: it trains steps `start` + 1 to `stop`. name: empty in a run without stages. recipe: of the stage, without
-    any; whole: of the run."""
+    any; whole: of the run. key: in `train.stages`, its own name or that of its ramp."""
 
     name: str
     recipe: Recipe
@@ -38,6 +50,7 @@ class RunStage:
     start: int
     stop: int
     is_last: bool = True
+    key: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -51,17 +64,21 @@ def split_stages(recipe: Recipe) -> tuple[RunStage, ...]:
         return (RunStage("", recipe, recipe, 0, recipe.train.steps),)
     found, tokens, start = list[RunStage](), 0, 0
     was = replace(recipe, train=replace(recipe.train, stages={}))
-    for name, stage in recipe.train.stages.items():
-        was, _ = apply_stage(was, stage)
-        stop = find_stop(stage, recipe.train.steps, start, tokens, was)
-        was = replace(was, optim=replace(was.optim, schedule=_place_schedule(was.optim.schedule, stage, start, stop)))
-        schedule = was.optim.schedule
-        if schedule.stop_step is None:
-            schedule = replace(schedule, stop_step=recipe.train.steps)
-        own = replace(was, train=replace(was.train, steps=stop), optim=replace(was.optim, schedule=schedule))
-        found.append(RunStage(name, own, recipe, start, stop, len(found) + 1 == len(recipe.train.stages)))
-        tokens, start = tokens + found[-1].num_tokens, stop
-    return tuple(found)
+    for key, stage in recipe.train.stages.items():
+        parts = {key: stage} if stage.ramp is None else _spell_out(key, stage, recipe.train.steps, start, tokens, was)
+        for name, part in parts.items():
+            was, _ = apply_stage(was, part)
+            stop = find_stop(part, recipe.train.steps, start, tokens, tokens_per_step(was.batch))
+            was = replace(
+                was, optim=replace(was.optim, schedule=_place_schedule(was.optim.schedule, part, start, stop))
+            )
+            schedule = was.optim.schedule
+            if schedule.stop_step is None:
+                schedule = replace(schedule, stop_step=recipe.train.steps)
+            own = replace(was, train=replace(was.train, steps=stop), optim=replace(was.optim, schedule=schedule))
+            found.append(RunStage(name, own, recipe, start, stop, False, key))
+            tokens, start = tokens + found[-1].num_tokens, stop
+    return (*found[:-1], replace(found[-1], is_last=True))
 
 
 def stage_after(recipe: Recipe, step: int) -> RunStage:
@@ -94,7 +111,7 @@ def tokens_per_step(batch: Batch) -> int:
 
 def settle_borders(recipe: Recipe) -> Recipe:
     """The recipe with the step of each border in place of shares and tokens, which would move with train.steps."""
-    borders = {each.name: each.stop for each in split_stages(recipe)[:-1]}
+    borders = {each.key: each.stop for each in split_stages(recipe)[:-1]}
     stages = {
         name: replace(stage, until_step=borders.get(name), until_share=None, until_tokens=None)
         for name, stage in recipe.train.stages.items()
@@ -111,12 +128,12 @@ def apply_stage(recipe: Recipe, stage: TrainStage) -> tuple[Recipe, list[Problem
     return to_recipe(_merge(tree, _parts(stage)), {})
 
 
-def find_stop(stage: TrainStage, num_steps: int, start: int, tokens: int, recipe: Recipe) -> int:
-    """The last step of a stage that begins behind `start` steps and `tokens` tokens, with the values of `recipe`."""
+def find_stop(stage: TrainStage, num_steps: int, start: int, tokens: int, pace: float) -> int:
+    """The last step of a stage that begins behind `start` steps and `tokens` tokens. pace: its tokens per step."""
     if stage.until_share is not None:
         return round(stage.until_share * num_steps)
     if stage.until_tokens is not None:
-        return start - (tokens - stage.until_tokens) // tokens_per_step(recipe.batch)  # rounded up
+        return start - int((tokens - stage.until_tokens) // pace)  # rounded up
     return num_steps if stage.until_step is None else stage.until_step
 
 
@@ -126,8 +143,21 @@ def find_stage_problems(recipe: Recipe) -> Iterator[Problem]:
     *_, last = recipe.train.stages or [""]
     for name, stage in recipe.train.stages.items():
         path = f"train.stages.{name}"
-        was, wrong = apply_stage(was, stage)
+        before, (was, wrong) = was, apply_stage(was, stage)
         found += [_in_stage(each, path, stage) for each in wrong]
+        if stage.ramp is not None and not wrong:
+            found += _find_ramp_problems(path, stage.ramp, _find_ramped(stage, before))
+            if name == last:
+                message = "the values with which the run ends have no stage: a ramp would move when the run gets longer"
+                found.append(
+                    Problem(
+                        f"{path}.ramp", stage.ramp, message, "an end for it, and a stage behind it that states nothing"
+                    )
+                )
+            taken = recipe.train.stages.keys() & set(_name_parts(name, stage.ramp))
+            found += [
+                Problem(f"train.stages.{each}", None, f"{path}.ramp makes a stage of this name") for each in taken
+            ]
         others = {each.key for each in wrong}
         for key, value in flatten(_parts(stage)).items():
             if key not in others and not any(matches(key, pattern) for pattern in MAY_STATE):
@@ -149,11 +179,15 @@ def find_stage_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def find_border_problems(recipe: Recipe) -> Iterator[Problem]:
     """Stages that overlap, or do not end with the run. Reads stages without other mistakes."""
-    steps, stages = recipe.train.steps, split_stages(recipe)
-    for each in stages:
-        stage, path = recipe.train.stages[each.name], f"train.stages.{each.name}"
+    steps = recipe.train.steps
+    for each in split_stages(recipe):
+        stage, path = recipe.train.stages[each.key], f"train.stages.{each.key}"
         key = next((name for name in UNTIL if getattr(stage, name) is not None), None)
         where, value = (f"{path}.{key}", getattr(stage, key)) if key else (path, None)
+        if each.stop <= each.start and each.name != each.key:
+            message = f"{each.name} has no step: it begins behind step {each.start:,} and ends with step {each.stop:,}"
+            yield Problem(f"{path}.ramp", stage.ramp, message, "fewer parts, or a later end")
+            return
         if each.stop <= each.start:
             message = f"it ends with step {each.stop:,} and begins behind step {each.start:,}, with the end of the stage before"
             yield Problem(where, value, message, "ends in ascending order")
@@ -164,6 +198,79 @@ def find_border_problems(recipe: Recipe) -> Iterator[Problem]:
         elif each.is_last and each.stop != steps:
             message = f"nothing says what is trained behind its last step {each.stop:,}, up to train.steps={steps}"
             yield Problem(where, value, message, f"leave it out (~{where}), or train.steps={each.stop}")
+
+
+def _name_parts(key: str, ramp: int) -> list[str]:
+    return [f"{key}_{number}" for number in range(1, ramp + 1)]
+
+
+def _spell_out(
+    key: str, stage: TrainStage, num_steps: int, start: int, tokens: int, was: Recipe
+) -> dict[str, TrainStage]:
+    """The stages that a ramp is, each with the values and the end that it would state without one. was: the recipe before; other
+    arguments as of `find_stop`."""
+    assert stage.ramp is not None, "called for a ramp"
+    parts, ramped = [], _find_ramped(stage, was)
+    for number in range(1, stage.ramp + 1):
+        share = Fraction(number, stage.ramp)
+        values = nest({name: _between(*ends, share) for name, ends in ramped.items() if ends[0] is not None})
+        parts.append(replace(stage, ramp=None, **_merge(_parts(stage), values)))
+    paces = [tokens_per_step(apply_stage(was, each)[0].batch) for each in parts]
+    stop = find_stop(stage, num_steps, start, tokens, harmonic_mean(paces))
+    # Equally many tokens are steps in proportion to 1 / pace.
+    shares = list(accumulate(1 / pace for pace in paces))
+    stops = [start + round((stop - start) * each / shares[-1]) for each in shares]
+    optim = stage.optim
+    if "schedule" in optim:  # over the whole ramp
+        optim = {**optim, "schedule": {"start_step": start, "stop_step": stop, **optim["schedule"]}}
+    ends: list[dict[str, Any]] = [{"until_step": each, "until_share": None, "until_tokens": None} for each in stops]
+    named = zip(_name_parts(key, stage.ramp), parts, ends, strict=True)
+    return {name: replace(part, optim=optim, **end) for name, part, end in named}
+
+
+def _find_ramped(stage: TrainStage, was: Recipe) -> dict[str, tuple[Any, Any]]:
+    """{key: (value before, value at the end)} of the numbers that grow over a stage; None where nothing says the first."""
+    sizes = {
+        "batch.sequences_per_step": count_sequences(was.batch),
+        "batch.tokens_per_step": tokens_per_step(was.batch),
+    }
+    known = flatten(asdict(was)) | sizes
+    return {
+        key: (value if _is_number(value := known.get(key, 0 if key.startswith("data.") else None)) else None, stop)
+        for key, stop in flatten(_parts(stage)).items()
+        if _is_number(stop) and any(matches(key, pattern) for pattern in RAMPED)
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _between(first: float, stop: float, share: Fraction) -> float:
+    """A number between two; whole between whole ones. As decimal numbers, which weights are."""
+    low, high = (Fraction(str(each)) for each in (first, stop))
+    value = low + (high - low) * share
+    return int(value) if isinstance(first, int) and isinstance(stop, int) else float(value)
+
+
+def _find_ramp_problems(path: str, ramp: int, ramped: Mapping[str, tuple[Any, Any]]) -> Iterator[Problem]:
+    whole = {
+        key: stop - first for key, (first, stop) in ramped.items() if isinstance(first, int) and isinstance(stop, int)
+    }
+    for key in (key for key, (first, _) in ramped.items() if first is None):
+        yield Problem(
+            f"{path}.{key}", None, "nothing says from which value it grows", f"state {key} before {path}, too"
+        )
+    for key in (key for key, difference in whole.items() if difference % ramp):
+        common = math.gcd(*whole.values())
+        best = min(
+            (each for each in range(1, 1 + abs(common)) if common % each == 0), key=lambda each: abs(each - ramp)
+        )
+        message = f"{key} does not go from {ramped[key][0]} to {ramped[key][1]} in {ramp} equal steps of whole numbers"
+        yield Problem(f"{path}.ramp", ramp, message, f"{path}.ramp={best}" if best > 1 else "other values")
+    if all(first == stop for first, stop in ramped.values()):
+        message = "the stage changes none of the numbers that may grow: " + ", ".join(RAMPED)
+        yield Problem(f"{path}.ramp", ramp, message, f"~{path}.ramp")
 
 
 def _place_schedule(schedule: LearningRateSchedule, stage: TrainStage, start: int, stop: int) -> LearningRateSchedule:

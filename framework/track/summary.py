@@ -196,12 +196,15 @@ def draw(run: RunInfo, curves: Curves) -> bytes:
 
 
 def _mark_borders(plots: Iterable[Any], run: RunInfo, last_step: int) -> None:
-    """A line where each stage begins of which a step is reported, with its name in the first plot."""
+    """A line where each stage begins of which a step is reported, with its name in the first plot where there is room, which the
+    parts of a ramp may not leave."""
     for place, axes in enumerate(plots):
+        named = -math.inf
         for name, start in run.stages.items():
             if start < last_step:
                 axes.axvline(max(1, start), color="0.6", linestyle=":", linewidth=start > 0)
-            if place == 0 and start < last_step:
+            if place == 0 and start < last_step and start - named > last_step / 10:
+                named = start
                 spot = {"xy": (max(1, start), 1), "xycoords": axes.get_xaxis_transform()}
                 axes.annotate(name, **spot, textcoords="offset points", xytext=(3, -10), fontsize=8, color="0.4")
 

@@ -20,7 +20,8 @@ from framework.model.mixtures import ExpertLoad
 from framework.model.peft_folder import read_adapter
 from framework.model.units import Unit, set_parameter
 from framework.optim.disk_ring import DiskStates, DiskTensor
-from framework.optim.qk_clip import make_maxima, make_qk_clip
+from framework.optim.qk_clip import QkClip
+from framework.optim.qk_rows import count_key_heads
 from framework.parallel.attention.logit_maxima import LogitMaxima
 from framework.parallel.parallelize import AttachedStage, attach
 from framework.parallel.pipeline.execute import ActivationSpec
@@ -50,7 +51,7 @@ def build(plan: Plan, mesh: Mesh, resumes: bool = False, run_id: str | None = No
         set_buffers(stage.model.model, values, mesh.device)
     exposed = ExposedCommunication(mesh.device)
     load = ExpertLoad(plan.mixtures, mesh.axis("world"), mesh.device, always=plan.recipe.model.router_bias_rate > 0)
-    maxima = make_maxima(plan.qk_rows, mesh.device)
+    maxima = LogitMaxima(count_key_heads(plan.qk_rows), mesh.device) if plan.qk_rows else None
     stages = {}
     for stage, buffers in materialized:
         logit_map = plan.logit_map if stage.plan.bounds.is_last else None
@@ -122,7 +123,8 @@ def assemble(
     buffers = [buffer for stage in stages.values() for buffer in stage.buffers]
     shards, auxiliary, recipe = own_shards(buffers), plan.load_balancing, plan.recipe
     wide = torch.promote_types(plan.compute_dtype, torch.float32)
-    qk_clip = make_qk_clip(recipe.optim.qk_clip, plan.qk_rows, find_parts(shards), maxima, mesh.axis("world"))
+    world, rows = mesh.axis("world"), plan.qk_rows
+    qk_clip = None if maxima is None else QkClip(recipe.optim, rows, find_parts(shards), maxima, world)
     return TrainingRun(
         stages=stages,
         pipeline=plan.pipeline,
@@ -132,11 +134,7 @@ def assemble(
         tied_copies=find_copies(buffers),
         parameter_index={each.parameter: index for index, each in enumerate(plan.groups)},
         activations=ActivationSpec(
-            tokens,
-            plan.message_width,
-            0 if auxiliary is None else auxiliary.num_sums,
-            plan.compute_dtype,
-            mesh.device,
+            tokens, plan.message_width, 0 if auxiliary is None else auxiliary.num_sums, plan.compute_dtype, mesh.device
         ),
         loss=recipe.loss,
         load=load,

@@ -224,7 +224,10 @@ def train_stage(stage: RunStage, plan: Plan, prepared: Prepared, saves: Saves, g
     goes on from one of an earlier stage. saves: of this stage, which have not begun."""
     recipe, mesh, lease, watchdog = stage.recipe, saves.mesh, saves.lease, saves.watchdog
     run_dir, phases = lease.run, saves.phases
-    resumes, start_from = saves.start.resumes, recipe.run.start_from
+    resumes, start_from, origin = saves.start.resumes, recipe.run.start_from, None
+    if start_from is not None and not resumes:
+        origin = broadcast_object(partial(find_origin, start_from), mesh.axis("world"))
+    has_weights = resumes or (origin is not None and origin.step > 0)
     evaluation = open_evaluation(plan, prepared.tokenizer, mesh)
     phases.begin(Phase.BUILD)
     with explain_out_of_memory(plan, mesh.rank):
@@ -232,15 +235,14 @@ def train_stage(stage: RunStage, plan: Plan, prepared: Prepared, saves: Saves, g
         add_reference(plan, prepared, mesh, read_rows, lambda: phases.begin(Phase.BUILD))
         if recipe.loss.needs_reference:
             free_memory(mesh.device)
-        run = build(plan, mesh, resumes or start_from is not None, run_dir.name)
+        run = build(plan, mesh, has_weights, run_dir.name)
         phases.begin(Phase.RESTORE)
         begins = resumes and saves.start.step == stage.start
         if begins:
             state = saves.begin_stage(run, prepared.fingerprint, recipe)
         elif resumes:
             state = saves.restore(run)
-        elif start_from is not None:
-            origin = broadcast_object(partial(find_origin, start_from), mesh.axis("world"))
+        elif origin is not None and has_weights:
             state = begin_from(run, run_dir.name, origin, prepared.fingerprint, recipe)
             broadcast_object(partial(copy_curves, origin, RunDirectory(run_dir), lease), mesh.axis("world"))
         else:

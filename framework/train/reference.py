@@ -83,6 +83,7 @@ def identify(plan: Plan, reference: str) -> tuple[Origin | None, dict[str, Any]]
     if origin is None:
         weights = fingerprint_files(find_folder(reference))
     else:
+        assert origin.checkpoint is not None, "settle_reference refuses step 0"
         weights = xxhash.xxh3_128_hexdigest(encode_manifest(read_manifest(origin.checkpoint)).encode())
     # Whole: a folder's config.json may change beside the same weights.
     config = json.loads(_find_config(plan, origin).to_json_string())

@@ -207,9 +207,10 @@ def count_read(state: RunState, data: Data, recipe: Recipe) -> dict[str, int]:
 
 def begin_from(run: TrainingRun, run_id: str, origin: Origin, data: str, recipe: Recipe) -> RunState:
     """`begin_branch` from a checkpoint of another run."""
-    world = run.mesh.axis("world")
-    manifest = broadcast_object(lambda: open_checkpoint(origin.checkpoint), world)
-    load = partial(load_checkpoint, origin.checkpoint, world=world, manifest=manifest)
+    world, checkpoint = run.mesh.axis("world"), origin.checkpoint
+    assert checkpoint is not None, "a run begins with step 0 by itself"
+    manifest = broadcast_object(lambda: open_checkpoint(checkpoint), world)
+    load = partial(load_checkpoint, checkpoint, world=world, manifest=manifest)
     return begin_branch(run, run_id, manifest, load, data, recipe)
 
 

@@ -36,22 +36,24 @@ def widen(model: PreTrainedModel, base: PreTrainedModel) -> dict[str, tuple[floa
 
 
 def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
-    """transformers' SDPA attention, which notes on the module the largest logit of each key head."""
-    noted = vars(module).get("noted_logits")
+    """transformers' SDPA attention, or its words with a soft cap, which SDPA has not; it notes on the module the largest logit of
+    each key head, before the cap."""
+    noted, cap = vars(module).get("noted_logits"), options.get("softcap")
+    group = query.shape[1] // key.shape[1]
+    logits = (options.get("scaling") or query.shape[-1] ** -0.5) * query @ key.repeat_interleave(group, 1).mT
+    seen = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
+    if mask is not None:
+        seen = seen & (mask if mask.dtype == torch.bool else mask == 0)
     if noted is not None and module.training:
-        with torch.no_grad():
-            group = query.shape[1] // key.shape[1]
-            scale = options.get("scaling") or query.shape[-1] ** -0.5
-            logits = scale * query @ key.repeat_interleave(group, 1).mT
-            seen = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
-            if mask is not None:
-                seen = seen & (mask if mask.dtype == torch.bool else mask == 0)
-            real = noted["kit"].real
-            if real is not None:
-                seen = seen & real.view(len(query), 1, -1, 1)
-            found = logits.masked_fill(~seen, -inf).amax((0, 2, 3)).view(-1, group).amax(1)
-            noted["largest"] = found.maximum(noted["largest"]) if "largest" in noted else found
-    return sdpa_attention_forward(module, query, key, value, mask, **options)
+        real = noted["kit"].real
+        counted = seen if real is None else seen & real.view(len(query), 1, -1, 1)
+        found = logits.detach().masked_fill(~counted, -inf).amax((0, 2, 3)).view(-1, group).amax(1)
+        noted["largest"] = found.maximum(noted["largest"]) if "largest" in noted else found
+    if cap is None:
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+    weights = (cap * torch.tanh(logits / cap)).masked_fill(~seen, -inf).softmax(-1)
+    weights = nn.functional.dropout(weights, options.get("dropout", 0.0), module.training)
+    return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attend)

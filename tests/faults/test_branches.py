@@ -13,7 +13,7 @@ from framework.launch.directory import RunDirectory
 from framework.recipe.compose import load_recipe
 from framework.track.jsonl import METRICS_FILE, read_records
 from tests import tiny_run
-from tests.grid import EVERY_DAY
+from tests.grid import EVERY_DAY, few_of
 
 pytestmark = EVERY_DAY
 
@@ -47,17 +47,20 @@ def weights(run: Path) -> dict[str, bytes]:
     } | {"step": str(reader.manifest.state["step"]).encode()}
 
 
-def test_a_branch_with_nothing_changed_is_its_origin(origin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", few_of((3, 0), lambda step: step == 3))
+def test_a_branch_with_nothing_changed_is_its_origin(origin: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.chdir(origin)
-    assert main(["train", "run.start_from=origin@3", "run.id=same"]) == EXIT_DONE
-    assert weights(Path("runs/same")) == weights(Path("runs/origin"))
+    words = ["train", f"run.start_from=origin@{step}", f"run.id=same-{step}"]
+    assert main(words) == EXIT_DONE
+    assert weights(Path(f"runs/same-{step}")) == weights(Path("runs/origin"))
     curves = [
         [(each["step"], each["loss"]) for each in read_records(Path("runs", run, METRICS_FILE))]
-        for run in ("same", "origin")
+        for run in (f"same-{step}", "origin")
     ]
     assert curves[0] == curves[1]
-    launch = json.loads(Path("runs/same/run.json").read_text())["launches"][0]
-    assert launch["start_from"].endswith("runs/origin@3")
+    launch = json.loads(Path(f"runs/same-{step}/run.json").read_text())["launches"][0]
+    assert launch["start_from"].endswith(f"runs/origin@{step}")
+    assert main([*words, "train.steps=10"]) == EXIT_DONE
 
 
 def test_a_branch_changes_its_recipe_and_says_what(

@@ -106,6 +106,41 @@ def test_a_run_in_stages_is_the_same_stages_by_hand(place: Path, monkeypatch: py
     assert info["stages"] == {"short": 0, "long": 3, "decay": 6}
 
 
+# Context, batch, rope and mixture, in three parts of one, two and one step.
+ROPE = "model.config.rope_parameters={{rope_type: default, rope_theta: {}.0}}"
+RAMP = (
+    ROPE.format(10_000),
+    "train.stages.short.until_step=2",
+    "train.stages.grow={until_step: 6, ramp: 2, batch: {context: 32, sequences_per_step: 8}}",
+    f"train.stages.grow.{ROPE.format(50_000)}",
+    "train.stages.grow.data.sources.more.weight=2.0",
+    "train.stages.rest.optim.lr=1e-4",
+)
+SPELLED_OUT = (
+    ROPE.format(10_000),
+    "train.stages.short.until_step=2",
+    "train.stages.first={until_step: 5, batch: {context: 24, sequences_per_step: 6}}",
+    f"train.stages.first.{ROPE.format(30_000)}",
+    "train.stages.first.data.sources.more.weight=1.5",
+    "train.stages.second={until_step: 6, batch: {context: 32, sequences_per_step: 8}}",
+    f"train.stages.second.{ROPE.format(50_000)}",
+    "train.stages.second.data.sources.more.weight=2.0",
+    "train.stages.rest.optim.lr=1e-4",
+)
+
+
+@pytest.mark.grid
+def test_a_ramp_is_its_stages_by_hand_also_where_it_is_killed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    assert main(["train", *RECIPE, *SPELLED_OUT, "run.id=spelled"]) == EXIT_DONE
+    words = [*RECIPE, *RAMP, "run.id=ramped", "checkpoint.every_steps=1"]
+    for mark in ("stage grow_1:", "step 5/", "stage rest:"):
+        assert train(*words, until=mark) is None
+    assert main(["train", *words]) == EXIT_DONE
+    assert weights(Path("runs/ramped")) == weights(Path("runs/spelled"))
+    assert curve("ramped") == curve("spelled")
+
+
 @pytest.mark.grid
 def test_borders_are_steps_that_more_steps_do_not_move(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)

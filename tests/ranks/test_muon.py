@@ -1,12 +1,22 @@
 """Muon in every layout is Muon in one process: whole matrices are gathered to owners, and what they return is each rank's own."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from torch import Tensor
 
 from framework.comm import ledger
 from framework.comm.connect import connect
+from framework.optim import muon
+from framework.optim.matrices import MatrixForm
+from framework.optim.muon import MuonOptimizer, OwnerHop
+from framework.optim.optimizers import FlatOptimizer
+from framework.plan import shape
 from framework.plan.plan import make_plan
 from framework.plan.traffic import measure_traffic
 from framework.recipe.schema import Muon, Optim, Parallel, Recipe, Zero
@@ -15,43 +25,126 @@ from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import family
 from tests.grid import few_of
+from tests.laws.sabotage import errors_of
+from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CPU, Case, assert_equal, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 
 # In the gradient's dtype: iterations in bf16 would turn a difference of 1e-16 into one of 2^-9 wherever it changes a rounding.
 OPTIM = Optim(name="muon", lr=1e-2, momentum=0.9, clip_norm=0.05, muon=Muon(dtype="master"))
-TP = Parallel(tp=2)
-LAYOUTS: Mapping[str, tuple[int, Parallel, Zero]] = {
-    "zero 0": (2, Parallel(), Zero(stage=0)),
-    "zero 1": (2, Parallel(), Zero(stage=1)),
-    "zero 3": (3, Parallel(), Zero(stage=3)),
-    "hsdp": (4, Parallel(), Zero(stage=3, shard_within=2)),
-    "hsdp, updates divided": (4, Parallel(), Zero(stage=2, shard_within=2, optimizer_within="all")),
-    "tp": (2, TP, Zero(stage=0)),
-    "tp, zero 3": (4, TP, Zero(stage=3)),
-    "pp, zero 1": (4, Parallel(pp=2), Zero(stage=1)),
-    "ep, zero 2": (4, Parallel(ep=2), Zero(stage=2)),
-    "ep, experts sliced": (4, Parallel(tp=2, ep=2, expert_tp=2), Zero(stage=3)),
+FAMILIES = ("llama", "gpt2", "qwen3_moe", "deepseek_v3", "phi3", "gpt_oss", "gpt_neox")
+ROUTED = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+# Groups of two replicas of two ranks, each with the whole update or with its half.
+REPLICAS: Mapping[str, Zero] = {
+    "one group": Zero(),
+    "hsdp": Zero(shard_within=2),
+    "hsdp, updates divided": Zero(shard_within=2, optimizer_within="all"),
 }
-FAST = {("llama", "zero 3", 3), ("gpt2", "tp, zero 3", 1), ("qwen3_moe", "ep, experts sliced", 1)}
-CASES = [
-    (name, label, accumulation)
-    for name in ("llama", "gpt2", "qwen3_moe", "deepseek_v3", "phi3", "gpt_oss", "gpt_neox")
-    for label in LAYOUTS
-    for accumulation in (1, 3)
-    if "ep" not in label.split(", ")[0] or name in ("qwen3_moe", "deepseek_v3", "gpt_oss")
+# Family, stage of ZeRO, groups, degrees of tp, pp, ep and of expert_tp, microbatches.
+Row = tuple[str, int, str, int, int, int, int, int]
+FACTORS = [FAMILIES, (0, 1, 2, 3), tuple(REPLICAS), (1, 2), (1, 2), (1, 2), (1, 2), (1, 3)]
+
+
+def is_legal(name: str, zero: int, groups: str, tp: int, pp: int, ep: int, expert_tp: int, accumulation: int) -> bool:
+    is_sliced = expert_tp == 2
+    shares_experts = (ep == 1 or name in ROUTED) and (not is_sliced or (tp == ep == 2 and pp == 1))
+    # ZeRO is to divide something, and 8 ranks are enough.
+    is_divided = zero == 0 or tp * pp <= 2
+    return shares_experts and is_divided and (groups == "one group" or (zero > 0 and tp * pp * ep <= 4))
+
+
+def recipe_of(row: Row) -> Recipe:
+    _, stage, groups, tp, pp, ep, expert_tp, accumulation = row
+    dp = 4 if groups != "one group" else 1 if tp * pp == 4 else 2
+    parallel = Parallel(tp=tp, pp=pp, ep=ep, expert_tp=expert_tp if expert_tp > 1 else None)
+    zero = replace(REPLICAS[groups], stage=stage)
+    return replace(small_recipe("fp64", dp * tp * pp, accumulation, 12, zero=zero, parallel=parallel), optim=OPTIM)
+
+
+ROWS: list[Row] = cover_pairs(FACTORS, is_legal)
+SHOWN: list[Row] = [
+    ("llama", 3, "one group", 1, 1, 1, 1, 3),
+    ("gpt2", 3, "one group", 2, 1, 1, 1, 1),
+    ("qwen3_moe", 3, "one group", 2, 1, 2, 2, 1),
 ]
 
 
-def muon_recipe(label: str, accumulation: int) -> Recipe:
-    world, parallel, zero = LAYOUTS[label]
-    return replace(small_recipe("fp64", world, accumulation, 12, zero=zero, parallel=parallel), optim=OPTIM)
+@pytest.fixture(scope="module")
+def eight() -> Iterator[RankPool]:
+    ranks = RankPool(8)
+    yield ranks
+    ranks.close()
 
 
-@pytest.mark.parametrize(("name", "label", "accumulation"), few_of(CASES, lambda *row: row in FAST))
-def test_layouts_equal_one_process(pool: RankPool, name: str, label: str, accumulation: int) -> None:
-    case = Case(name, family(name), {label: muon_recipe(label, accumulation)})
-    assert_equal(pool, LAYOUTS[label][0], [case])
+@pytest.mark.parametrize("row", few_of([(each,) for each in [*SHOWN, *ROWS]], lambda row: row in SHOWN))
+def test_layouts_equal_one_process(pool: RankPool, eight: RankPool, row: Row) -> None:
+    recipe = recipe_of(row)
+    world = recipe.launch.ranks or 1
+    assert_equal(pool if world <= 4 else eight, world, [Case(row[0], family(row[0]), {"muon": recipe})])
+
+
+# Muon as DeepSpeed had it, by its issue: each is caught by the comparison with one process.
+
+
+def orthogonalise_parts() -> AbstractContextManager[Any]:
+    """7807: each rank of the shard axis the part that it holds, as if it was the matrix."""
+
+    def alone(hop: OwnerHop, parts: Sequence[Tensor], empty: Tensor) -> list[list[Tensor]]:
+        own = [parts[index] for index in hop.own]
+        sizes = [hop.to_owner[index] for index in hop.own]
+        return [
+            [part[:size] if rank == hop.axis.rank else part.new_zeros(size) for rank, size in enumerate(of_ranks)]
+            for part, of_ranks in zip(own, sizes, strict=True)
+        ]
+
+    return patch.object(OwnerHop, "collect", alone)
+
+
+def leave_matrices_to_adamw() -> AbstractContextManager[Any]:
+    """8438: parameters that are gathered when they are needed look like vectors, and none is Muon's."""
+
+    def find(*args: Any) -> dict[str, MatrixForm]:
+        return {}
+
+    return patch.object(shape, "find_matrices", find)
+
+
+def leave_momentum_as_it_is() -> AbstractContextManager[Any]:
+    """8442: the update is the momentum, which nobody makes orthogonal."""
+    return patch.object(muon, "orthogonalize", lambda matrices, steps: matrices)
+
+
+def update_in_each_microbatch() -> AbstractContextManager[Any]:
+    """8443, 8600: momentum moves once for each of three microbatches."""
+    step = FlatOptimizer.step
+
+    def three_times(self: FlatOptimizer, lr: float, divisor: Tensor, skip: Tensor, number: int) -> None:
+        if isinstance(self, MuonOptimizer):
+            for shard in self.shards:
+                shard.gradient.div_(divisor)
+            for _ in range(2):
+                step(self, lr, torch.ones_like(divisor), skip, number)
+            divisor = torch.ones_like(divisor)
+        step(self, lr, divisor, skip, number)
+
+    return patch.object(FlatOptimizer, "step", three_times)
+
+
+ISSUES = {
+    "7807": orthogonalise_parts,
+    "8438": leave_matrices_to_adamw,
+    "8442": leave_momentum_as_it_is,
+    "8443 and 8600": update_in_each_microbatch,
+}
+
+
+@pytest.mark.grid
+def test_the_comparison_finds_what_others_had_wrong(pool: RankPool) -> None:
+    recipe = recipe_of(("llama", 3, "one group", 1, 1, 1, 1, 3))
+    errors = errors_of(pool, [*ISSUES.values()], Case("llama", family("llama"), {"": recipe}))
+    assert max(errors["whole"].values()) < 1e-9
+    for issue, planted in ISSUES.items():
+        assert max(errors[planted.__name__].values()) > 1e-5, issue
 
 
 def measure_sent(rank: int, world: int, rendezvous: str, case: Case) -> tuple[int, int]:
@@ -67,5 +160,5 @@ def measure_sent(rank: int, world: int, rendezvous: str, case: Case) -> tuple[in
 
 
 def test_bytes_sent_are_theory(pool: RankPool) -> None:
-    case = Case("gpt2", family("gpt2"), {"": muon_recipe("tp, zero 3", 1)}, by_microbatch=True)
+    case = Case("gpt2", family("gpt2"), {"": recipe_of(SHOWN[1])}, by_microbatch=True)
     assert all(sent == theory > 0 for sent, theory in pool.run(4, measure_sent, case))

@@ -5,9 +5,13 @@ import math
 import pytest
 import torch
 
-from framework.optim.update_rules import Lion
+from framework.optim.update_rules import RuleOptimizer, update_lion
 
 LR, BETAS, DECAY = 1e-2, (0.9, 0.99), 0.1
+
+
+def make_lion(parameters, lr=LR, weight_decay=0.0):
+    return RuleOptimizer(parameters, update_lion, ("exp_avg",), lr=lr, betas=BETAS, weight_decay=weight_decay)
 
 
 def lion_by_hand(weights, gradients_per_step, lr=LR, betas=BETAS, decay=DECAY):
@@ -41,7 +45,7 @@ def flat(tensors):
 def test_lion_equals_the_papers_algorithm_over_five_steps():
     parameters = make_parameters((3, 5), (), (7,))
     start, gradients, got = flat(parameters).tolist(), [], []
-    optimizer = Lion(parameters, lr=LR, betas=BETAS, weight_decay=DECAY)
+    optimizer = make_lion(parameters, weight_decay=DECAY)
     for step in range(5):
         set_gradients(parameters, step)
         parameters[1].grad.mul_(0)  # a gradient of zero moves by the decay only while the moment is zero
@@ -55,7 +59,7 @@ def test_lion_equals_the_papers_algorithm_over_five_steps():
 def test_groups_use_their_own_rate_and_decay_and_parameters_without_gradient_stay():
     fast, slow, unused = make_parameters((4,), (4,), (4,))
     before = [p.detach().clone() for p in (fast, slow, unused)]
-    optimizer = Lion([{"params": [fast], "lr": 0.1}, {"params": [slow, unused], "lr": 0.0}], weight_decay=0.0)
+    optimizer = make_lion([{"params": [fast], "lr": 0.1}, {"params": [slow, unused], "lr": 0.0}], weight_decay=0.0)
     set_gradients([fast, slow], 0)
     optimizer.step()
     torch.testing.assert_close(fast.detach(), before[0] - 0.1 * fast.grad.sign())
@@ -66,7 +70,7 @@ def test_groups_use_their_own_rate_and_decay_and_parameters_without_gradient_sta
 
 def test_grad_scale_divides_gradients_as_torchs_fused_adamw_does():
     scaled, plain = make_parameters((9,)), make_parameters((9,))
-    for optimizer_class in (Lion, lambda params, **k: torch.optim.AdamW(params, fused=True, **k)):
+    for optimizer_class in (make_lion, lambda params, **k: torch.optim.AdamW(params, fused=True, **k)):
         with_scale, without = optimizer_class(scaled, lr=LR), optimizer_class(plain, lr=LR)
         for step in range(3):
             set_gradients(scaled, step)
@@ -83,7 +87,7 @@ def test_grad_scale_divides_gradients_as_torchs_fused_adamw_does():
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_found_inf_leaves_weights_and_moments_untouched_and_the_next_step_goes_on(bad):
     skipping, plain = make_parameters((9,), dtype=torch.float32), make_parameters((9,), dtype=torch.float32)
-    skips, runs = Lion(skipping, lr=LR, weight_decay=DECAY), Lion(plain, lr=LR, weight_decay=DECAY)
+    skips, runs = make_lion(skipping, lr=LR, weight_decay=DECAY), make_lion(plain, lr=LR, weight_decay=DECAY)
     for step in range(4):
         set_gradients(skipping, step)
         set_gradients(plain, step)
@@ -102,7 +106,7 @@ def test_a_step_reads_no_tensor_on_the_host():
     """On the meta device every host read (`.item()`, `if tensor`) raises, so a step that ends has not synchronised."""
     parameter = torch.nn.Parameter(torch.zeros(4, device="meta"))
     parameter.grad = torch.zeros(4, device="meta")
-    optimizer = Lion([parameter], lr=LR, weight_decay=DECAY)
+    optimizer = make_lion([parameter], lr=LR, weight_decay=DECAY)
     optimizer.grad_scale = torch.tensor(2.0, device="meta")
     optimizer.found_inf = torch.tensor(0.0, device="meta")
     optimizer.step()
@@ -112,10 +116,10 @@ def test_a_step_reads_no_tensor_on_the_host():
 
 def test_state_dict_round_trip_continues_the_same_trajectory():
     straight, restored = make_parameters((6,)), make_parameters((6,))
-    first = Lion(straight, lr=LR, weight_decay=DECAY)
+    first = make_lion(straight, lr=LR, weight_decay=DECAY)
     set_gradients(straight, 0)
     first.step()
-    second = Lion(restored, lr=LR, weight_decay=DECAY)
+    second = make_lion(restored, lr=LR, weight_decay=DECAY)
     second.load_state_dict(first.state_dict())
     with torch.no_grad():
         restored[0].copy_(straight[0])

@@ -47,6 +47,60 @@ def test_a_stage_keeps_what_it_does_not_state() -> None:
     assert count_tokens(staged()) == 250 * 1024 + 71 * 2048 + 179 * 8192
 
 
+RAMP = (
+    "experiment=quickstart",
+    "model.config.rope_parameters={rope_type: default, rope_theta: 10000.0}",
+    "train.stages.a.until_share=0.2",
+    "train.stages.grow={until_step: 400, ramp: 4, batch: {context: 256, sequences_per_step: 40}}",
+    "train.stages.grow.model.config.rope_parameters.rope_theta=50000.0",
+    "train.stages.grow.data.sources.stdlib.weight=1.4",
+    "train.stages.grow.optim.schedule.warmup_steps=2",
+    "train.stages.last.optim.lr=1e-3",
+)
+
+
+def test_a_ramp_is_the_stages_that_it_says() -> None:
+    ramped = compose(RAMP).require()
+    stages = split_stages(ramped)
+    assert [each.name for each in stages] == ["a", "grow_1", "grow_2", "grow_3", "grow_4", "last"]
+    grown = [each.recipe for each in stages[1:5]]
+    assert [(each.batch.context, each.batch.sequences_per_step) for each in grown] == [
+        (160, 16),
+        (192, 24),
+        (224, 32),
+        (256, 40),
+    ]
+    assert [each.model.config["rope_parameters"]["rope_theta"] for each in grown] == [2e4, 3e4, 4e4, 5e4]
+    assert [each.data.sources["stdlib"].weight for each in grown] == [1.1, 1.2, 1.3, 1.4]
+    # Equally many tokens in each, as far as whole steps allow; the schedule is over all of them.
+    assert [each.stop for each in stages] == [100, 239, 316, 365, 400, 500]
+    assert all(abs(each.num_tokens / 355_000 - 1) < 0.02 for each in stages[1:5])
+    assert {(each.optim.schedule.start_step, each.optim.schedule.stop_step) for each in grown} == {(100, 400)}
+    in_tokens = compose([*RAMP, "train.stages.grow.until_step=null", "train.stages.grow.until_tokens=500000"]).require()
+    in_tokens = replace(in_tokens, train=replace(in_tokens.train, steps=600))
+    borders = [each.stop for each in split_stages(in_tokens)]
+    assert abs(sum(each.num_tokens for each in split_stages(in_tokens)[:5]) - 500_000) < 256 * 40
+    settled = settle_borders(in_tokens)
+    longer = replace(settled, train=replace(settled.train, steps=1000))
+    assert [each.stop for each in split_stages(longer)] == [*borders[:-1], 1000]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train.stages.grow.ramp=7"], "from 8 to 40 in 7 equal steps of whole numbers -> train.stages.grow.ramp=8"),
+        (["train.stages.grow.model.config.rope_scale=2.0"], "nothing says from which value it grows"),
+        (["train.stages.a.ramp=2"], "changes none of the numbers that may grow"),
+        (["train.stages.last={ramp: 2, batch: {context: 512}}"], "a ramp would move when the run gets longer"),
+        (["train.stages.grow_2.until_step=450"], "train.stages.grow.ramp makes a stage of this name"),
+        (["train.stages.grow.batch.sequences_per_step=12"], "grow_1, a part of this ramp: not a multiple"),
+        (["train.stages.grow.until_step=102"], "grow_2 has no step"),
+    ],
+)
+def test_a_ramp_that_cannot_be_is_refused(words: list[str], said: str) -> None:
+    assert said in " ".join(render_problems(compose([*RAMP, *words]).problems).split())
+
+
 def test_a_step_belongs_to_one_stage() -> None:
     recipe = staged()
     assert [stage_after(recipe, step).name for step in (0, 249, 250, 320, 321, 500)] == list("aabbcc")
@@ -117,6 +171,15 @@ def test_a_plan_has_a_line_for_each_stage(capsys: pytest.CaptureFixture[str]) ->
     assert a.split()[:5] == ["a", "1", "to", "250", "256,000"]
     assert [line.split()[0] for line in (b, c, whole)] == ["b", "c", "all"]
     assert "stage b:" in rest
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("experiment", ["speedrun_gpt2", "nanochat_d20"])
+def test_recipes_of_records_are_planned(capsys: pytest.CaptureFixture[str], experiment: str) -> None:
+    from framework.commands.plan import print_plan
+
+    assert print_plan(compose([f"experiment={experiment}", "cluster=h100_ib"]).require()) == 0
+    assert ("assistant" in capsys.readouterr().out) == (experiment == "nanochat_d20")
 
 
 def test_a_report_marks_borders() -> None:
