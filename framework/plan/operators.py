@@ -13,8 +13,9 @@ parallelism); R rows in a rank's experts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
+from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -223,6 +224,12 @@ class UnitWork:
     inside: float = 0.0
     shared: float = 0.0
     uneven: float = 0.0
+
+    def times(self, factor: float) -> "UnitWork":
+        """The work, repeated."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        times: Any = {name: x.times(factor) if isinstance(x, Work) else x * factor for name, x in own.items()}
+        return UnitWork(**times)
 
     @cached_property
     def total(self) -> float:
