@@ -29,7 +29,8 @@ TFLOPS, HUGE = 1e12, 1e30
 NOTHING = Kernels(0, 0, 1)
 # Matmuls, attention and messages alone, nothing hidden behind anything.
 BARE = Profile(
-    *("bare", 1.0, 1.0, 2.5, True, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
+    "bare",
+    **dict.fromkeys(("norm", "rope", "activation", "residual", "merge", "loss", "loss_gradient"), NOTHING),
     gradient_bytes=0.0,
     hides_gathers=0.0,
     hides_reductions=0.0,
