@@ -34,6 +34,7 @@ from framework.plan.activation_peaks import representative
 from framework.plan.bubble import least_length
 from framework.plan.candidate import Candidate, Checkpointing, remember
 from framework.plan.forecast_memory import LAYER, MemoryModel
+from framework.plan.memory import sum_largest
 from framework.plan.memory_states import FRAGMENTATION
 from framework.plan.time import DIVISION, WORK, TimeModel
 
@@ -110,16 +111,11 @@ class MemoryBounds:
             sum(count_groups(size) * count for size, count in zip(sizes, counts, strict=True)),
             max(sizes) > 1,
             # Like `count_gathered`: one layer in use and one ahead; one gradient written and two under way.
-            _sum_largest(layers, 2) + max(ends, default=0),
-            _sum_largest([(unit.numel, count) for unit, count in units], 3),
+            sum_largest(layers, 2) + max(ends, default=0),
+            sum_largest([(unit.numel, count) for unit, count in units], 3),
             sum(unit.numel * count // (c.tp if unit.has_experts else 1) for unit, count in units),
             sum(unit.numel * count for unit, count in units),
         )
-
-
-def _sum_largest(sizes: Sequence[tuple[int, int]], most: int) -> int:
-    """sizes: each with how often it is there."""
-    return sum(sorted((size for size, count in sizes for _ in range(min(count, most))), reverse=True)[:most])
 
 
 def first_in_flight(schedule: str, pp: int, virtual: int, accumulation: int) -> tuple[int, ...]:
@@ -163,7 +159,7 @@ class TimeBounds:
         is_chunked = self.model.memory.activations.is_chunked(smallest or c)
         # Schedules with whole backwards hide most messages.
         one_s = self._all_units(c.changed({"schedule": "1f1b"}), is_chunked)
-        return one_s * c.accumulation / c.pp + self.model.profile.step_s
+        return one_s * c.accumulation / c.pp
 
     @remember(*DIVISION, *WORK, "world")
     def _all_units(self, c: Candidate, is_chunked: bool) -> float:
@@ -176,23 +172,17 @@ class TimeBounds:
     def stages(self, c: Candidate) -> float:
         """Seconds wherever states are kept."""
         model, (forms, owners) = self.model, self.model.stages(c)
-        host_s = model.profile.microbatch_s
         sums = {form: model.sum_units(c, form) for form in dict.fromkeys(forms)}
         own = [sums[form] for form in forms]
-        costs = Costs(
-            [each.forward + host_s / 3 for each in own],
-            [each.input + 2 * host_s / 3 for each in own],
-            [each.weight for each in own],
-            0.0,
-        )
-        return self._length(c, owners, costs) + model.profile.step_s
+        costs = Costs([each.forward for each in own], [each.input for each in own], [each.weight for each in own], 0.0)
+        return self._length(c, owners, costs)
 
     def states(self, c: Candidate) -> float:
         """Seconds with states where `c` keeps them."""
         model = self.model
         ranks = model.ranks(c)
         costs = replace(model.costs_of(c, ranks.stages), message=0.0)
-        return self._length(c, model.stages(c)[1], costs) + ranks.late[ranks.slowest] + model.profile.step_s
+        return self._length(c, model.stages(c)[1], costs) + ranks.late[ranks.slowest]
 
     def _length(self, c: Candidate, owners: Sequence[int], costs: Costs) -> float:
         if c.pp == 1:

@@ -141,7 +141,16 @@ _READ = attrgetter(*_PLACES)
 def candidate_of(recipe: Recipe) -> Candidate:
     """The layout of a checked recipe as numbers. RecipeError where no candidate says what the recipe does: parts of units
     offloaded, activation checkpointing by layer, a schedule of the user's own."""
-    derived = derive(recipe)
+    derived, policy = derive(recipe), recipe.memory.activation_checkpointing
+    if recipe.pipeline.table is not None:
+        raise RecipeError(
+            f"pipeline.table={recipe.pipeline.table} is a schedule of your own, which no layout is compared by: leave it out,"
+            " and choose one of pipeline.schedule"
+        )
+    if policy == "auto":
+        raise RecipeError(
+            "memory.activation_checkpointing=auto chooses by layer, which no layout is compared by: none, selective, full or sqrt"
+        )
     return Candidate(
         dp=derived.dp,
         cp=derived.cp,
@@ -152,11 +161,11 @@ def candidate_of(recipe: Recipe) -> Candidate:
         ulysses=derived.ulysses,
         is_gather=recipe.parallel.context == "gather" and derived.cp > 1,
         expert_tp=derived.expert_tp,
-        schedule=_schedule(recipe),
+        schedule=recipe.pipeline.schedule,
         virtual=count_virtual_stages(recipe.pipeline),
         zero=recipe.zero.stage,
         shard=count_shards(recipe, derived),
-        checkpointing=_checkpointing(recipe),
+        checkpointing=policy,
         offload=_offloaded(recipe.memory.offload),
         sequences=derived.sequences_per_microbatch,
         accumulation=derived.accumulation,
@@ -181,6 +190,7 @@ def planned_candidate(recipe: Recipe) -> Candidate:
 def recipe_of(candidate: Candidate, base: Recipe, pinned: frozenset[str] = frozenset()) -> Recipe:
     """`base` with the candidate's layout. pinned: keys that stay as `base` has them, for the rules to judge."""
     parallel, offload = base.parallel, candidate.offload
+    within = None if candidate.zero == 0 or candidate.shard == candidate.batch else candidate.shard
     fractions: dict[str, Any] = {name: float(name in offload) for name in OFFLOADED}
     recipe = replace(
         base,
@@ -194,10 +204,11 @@ def recipe_of(candidate: Candidate, base: Recipe, pinned: frozenset[str] = froze
             ep=candidate.ep,
             sequence=candidate.sequence if candidate.tp > 1 else parallel.sequence,
             context=method_of(candidate),
-            expert_tp=_expert_tp(candidate),
+            # null where it is what ep and tp make of it.
+            expert_tp=None if candidate.expert_tp == (1 if candidate.ep > 1 else candidate.tp) else candidate.expert_tp,
         ),
         pipeline=replace(base.pipeline, schedule=cast(Any, candidate.schedule), virtual_stages=candidate.virtual),
-        zero=replace(base.zero, stage=candidate.zero, shard_within=_shard_within(candidate)),
+        zero=replace(base.zero, stage=candidate.zero, shard_within=within),
         memory=replace(
             base.memory,
             activation_checkpointing=candidate.checkpointing,
@@ -259,24 +270,6 @@ def count_shards(recipe: Recipe, derived: Derived) -> int:
     return within or batch
 
 
-def _schedule(recipe: Recipe) -> str:
-    if recipe.pipeline.table is not None:
-        raise RecipeError(
-            f"pipeline.table={recipe.pipeline.table} is a schedule of your own, which no layout is compared by: leave it out,"
-            " and choose one of pipeline.schedule"
-        )
-    return recipe.pipeline.schedule
-
-
-def _checkpointing(recipe: Recipe) -> Checkpointing:
-    policy = recipe.memory.activation_checkpointing
-    if policy == "auto":
-        raise RecipeError(
-            "memory.activation_checkpointing=auto chooses by layer, which no layout is compared by: none, selective, full or sqrt"
-        )
-    return policy
-
-
 def _offloaded(offload: Offload) -> frozenset[str]:
     fractions: Mapping[str, float] = {name: getattr(offload, name) for name in OFFLOADED}
     partial = {name: fraction for name, fraction in fractions.items() if fraction not in (0.0, 1.0)}
@@ -286,15 +279,6 @@ def _offloaded(offload: Offload) -> frozenset[str]:
             f"memory.offload.{name}={fraction} offloads a part, and layouts are compared with all or none: 0 or 1"
         )
     return frozenset(name for name, fraction in fractions.items() if fraction)
-
-
-def _expert_tp(candidate: Candidate) -> int | None:
-    """null where it is what ep and tp make of it."""
-    return None if candidate.expert_tp == (1 if candidate.ep > 1 else candidate.tp) else candidate.expert_tp
-
-
-def _shard_within(candidate: Candidate) -> int | None:
-    return None if candidate.zero == 0 or candidate.shard == candidate.dp * candidate.cp else candidate.shard
 
 
 # --- results by what they depend on

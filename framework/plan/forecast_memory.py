@@ -63,7 +63,7 @@ LAYER = ("context", "cp", "ulysses", "is_gather", "tp", "sequence", "expert_tp",
 
 def describe_estimate(shape: ModelShape, candidate: Candidate) -> str | None:
     """Say which part of a forecast is estimated, and by how much it may be off; None where all of it has formulas."""
-    if shape.has_formulas:
+    if shape.widths is not None:
         return None
     low, high = ESTIMATE_OFF
     kept = (
@@ -73,10 +73,6 @@ def describe_estimate(shape: ModelShape, candidate: Candidate) -> str | None:
         f"{kept} are estimated: {shape.text.model_type} has layers of another form than Llama's. Counted bytes of such models"
         f" were between {low:g} and {high:g} of the estimate; states, inputs of layers and logits are exact"
     )
-
-
-def _most(states: PhaseBytes, activations: PhaseBytes) -> int:
-    return max(_reserve(states, activations, phase) for phase in range(len(PHASES)))
 
 
 def _reserve(states: PhaseBytes, activations: PhaseBytes, phase: int) -> int:
@@ -307,7 +303,8 @@ class MemoryModel:
 
         def bytes_of(counts: Counts) -> int:
             chosen = {index: shorten(counts, size) for index, size in sizes.items()}
-            return _most(states, self.activations.find_rank(each, place, chosen))
+            activations = self.activations.find_rank(each, place, chosen)
+            return max(_reserve(states, activations, phase) for phase in range(len(PHASES)))
 
         return bytes_of
 

@@ -28,7 +28,7 @@ from framework.recipe.schema import Cluster as ClusterRecipe
 LITTLE = 0.05
 # scripts/bench/anchors.py, 24 rows of four systems on H100s and H800s: how far their throughput was from the forecast's.
 BY_DATA_SHEETS = (
-    "rates are of data sheets: 24 published throughputs were 14% off such a forecast in the median, at most 31%, nearly all"
+    "rates are of data sheets: 24 published throughputs were 13% off such a forecast in the median, at most 31%, nearly all"
     " below it; `meshwright doctor --measure` on a node tells its own"
 )
 

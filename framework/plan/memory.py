@@ -185,11 +185,11 @@ def count_gathered(units: Sequence[tuple[UnitMemory, int]]) -> tuple[int, int]:
     else:
         layers = [*((each.unsharded, count) for each, count in alone if each.is_layer), (unsharded, 1 + ahead)]
         ends = max((each.unsharded for each, _ in alone if not each.is_layer), default=0)
-        parameters = min(sum(_largest(layers, 1 + ahead)) + ends, sum(each.unsharded * count for each, count in units))
+        parameters = min(sum_largest(layers, 1 + ahead) + ends, sum(each.unsharded * count for each, count in units))
     reduced, alone = _divide(units, lambda each: bool(each.reduce_message))
     written = _fill_bucket([(each.unreduced, each, count) for each, count in reduced])
     packed = _fill_bucket([(each.reduce_message, each, count) for each, count in reduced])
-    gradients = sum(_largest([(each.unreduced, count) for each, count in alone], 3))
+    gradients = sum_largest([(each.unreduced, count) for each, count in alone], 3)
     # Also for a single bucket: its packed source, two messages and their sums are different memory of the pool, which keeps
     # memory of other sizes besides. A message is unpacked when computation reaches it: of those ahead each may be under way.
     return parameters + message * max(1, ahead), gradients + written + 4 * packed
@@ -215,9 +215,9 @@ def _fill_bucket(units: Sequence[tuple[int, UnitMemory, int]]) -> int:
     )
 
 
-def _largest(sizes: Iterable[tuple[int, int]], most: int) -> list[int]:
-    """The largest of some sizes, each with how often it is there."""
-    return sorted((size for size, count in sizes for _ in range(min(count, most))), reverse=True)[:most]
+def sum_largest(sizes: Iterable[tuple[int, int]], most: int) -> int:
+    """Sum of the largest of some sizes, each with how often it is there."""
+    return sum(sorted((size for size, count in sizes for _ in range(min(count, most))), reverse=True)[:most])
 
 
 def _total(counted: Iterable[tuple[Mapping[str, int], int]]) -> dict[str, int]:

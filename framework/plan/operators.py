@@ -28,7 +28,7 @@ from framework.parallel.tensor.rules import FAMILIES, ROLES
 from framework.plan.candidate import Candidate, remember
 from framework.plan.context import AttentionShape, attention_shapes
 from framework.plan.layer_widths import MixtureWidths, read_mixture
-from framework.plan.profile import Rates
+from framework.plan.profile import ATTENTION_BACKWARD, BACKWARD_PASSES, Rates
 
 # Below this share of a layer's FLOPs, FLOPs without shapes (a router) are not reported.
 NEGLIGIBLE = 0.02
@@ -146,7 +146,8 @@ def _read_layer(
         known += 2.0 * attention.heads * (attention.key_dim + attention.value_dim) * attention.reach
     if mixture is not None:
         known += 2.0 * mixture.top_k * (3 if mixture.has_gate else 2) * mixture.width * mixture.inner
-    norms = sum("Norm" in type(each).__name__ and _width(each) == hidden for each in layer.modules())
+    weights = [getattr(each, "weight", None) for each in layer.modules() if "Norm" in type(each).__name__]
+    norms = sum(each is not None and each.numel() == hidden for each in weights)
     inner = [each.inner for each in linears if each.split == "rows"]
     # The first row layer is attention's output; what the others read has been activated.
     has_rope = hasattr(config, "rope_parameters") and attention is not None
@@ -163,11 +164,6 @@ def _read_layer(
         known,
         any(True for _ in find_mixers(layer)),
     )
-
-
-def _width(norm: nn.Module) -> int:
-    weight = getattr(norm, "weight", None)
-    return 0 if weight is None else weight.numel()
 
 
 def _find_linears(
@@ -266,7 +262,7 @@ class LayerTimes:
     def __init__(self, operators: ModelOperators, rates: Rates, kept: frozenset[str], document: int | None = None):
         self.operators, self.rates, self.kept = operators, rates, kept
         self._document = min(document or operators.context, operators.context)
-        self._halves = rates.profile.attends_half and document != 0
+        self._halves = document != 0
 
     @remember("tokens", "share", "ring", "tp", "sequence", "ep", "expert_tp", "checkpointing", "adds")
     def layer(self, c: Candidate, number: int) -> UnitWork:
@@ -289,10 +285,9 @@ class LayerTimes:
         spent = rates.attention(attention, shape) + rates.scan(scanned)
         elementwise = partial(self._elementwise, layer, c, outside)
         forward = Work(sum(matmuls.values()) + experts, spent, elementwise(1.0) + routed)
-        backward_s = rates.attention(profile.attention_backward * attention, shape, backward=True)
+        backward_s = rates.attention(ATTENTION_BACKWARD * attention, shape, backward=True)
         backward_s += rates.scan(scanned, backward=True)
-        passes = profile.backward_passes
-        inputs = Work(forward.matmuls, backward_s, elementwise(passes) + routed * passes)
+        inputs = Work(forward.matmuls, backward_s, elementwise(BACKWARD_PASSES) + routed * BACKWARD_PASSES)
         weights = Work(sum(gradients.values()) + expert_gradient)
         columns = [each.name for each in layer.linears if each.split == "columns"]
         return UnitWork(
@@ -324,8 +319,6 @@ class LayerTimes:
         pairs: float = context * context
         if self._halves:
             pairs = shape.pairs(self._document) * context / self._document
-        elif self.rates.profile.attends_half is False:
-            pairs = min(shape.reach, context) * context
         heads = -(-shape.heads // c.tp)
         return c.share * (2.0 * pairs * heads * (shape.key_dim + shape.value_dim))
 
@@ -416,7 +409,7 @@ class LayerTimes:
         gradient = self._weight_gradient(c.tokens, hidden, columns, c.adds, narrow=False)
         return UnitWork(
             Work(multiplied, 0.0, norm + loss),
-            Work(multiplied, 0.0, profile.backward_passes * norm + loss_gradient),
+            Work(multiplied, 0.0, BACKWARD_PASSES * norm + loss_gradient),
             Work(gradient),
             again,
             gradient,

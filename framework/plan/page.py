@@ -9,7 +9,6 @@ from framework.errors import RecipeError
 from framework.mesh.layout import Layout
 from framework.mesh.placement import place
 from framework.model.flops import experts_per_token
-from framework.model.kept_outputs import Policy
 from framework.model.mixtures import Mixture
 from framework.model.units import Unit
 from framework.output import align
@@ -25,11 +24,11 @@ from framework.plan.plan import Plan
 from framework.plan.text import show_bytes, show_exactly
 from framework.plan.traffic import (
     context_costs,
-    expert_traffic,
     forwards_of,
     measure_leaving,
     measure_traffic,
     mixtures_of,
+    sent_over_hops,
 )
 from framework.recipe.derive import compiles, find_compile_obstacle
 from framework.recipe.describe import describe_derived
@@ -141,7 +140,9 @@ def _describe_activations(plan: Plan) -> str:
             f"is taken to keep {ESTIMATED_VALUES} hidden values of each token for backward: no formula for its form"
         ]
     else:
-        costs, used = plan.activations.costs.by_policy, dict.fromkeys(_policies_in_use(plan))
+        ranks = plan.topology.ranks("pp", 0)
+        used = dict.fromkeys(policy for rank in ranks for policy in plan.policies(rank).values())
+        costs = plan.activations.costs.by_policy
         kept = [f"{show_exactly(costs[policy].kept)} per microbatch for backward" for policy in used]
         named = [f"{size} ({policy})" for size, policy in zip(kept, used, strict=True)]
         words = [f"keeps {' or '.join(named if len(used) > 1 else kept)}"]
@@ -162,10 +163,6 @@ def _describe_activations(plan: Plan) -> str:
             f" {show_exactly(on_the_way)} on the device at once"
         )
     return "activations   each layer " + ", ".join(words)
-
-
-def _policies_in_use(plan: Plan) -> list[Policy]:
-    return [policy for rank in plan.topology.ranks("pp", 0) for policy in plan.policies(rank).values()]
 
 
 def _describe_checkpointing(plan: Plan) -> Iterator[str]:
@@ -359,7 +356,7 @@ def _describe_experts(plan: Plan) -> Iterator[str]:
 
 def _describe_traffic(plan: Plan, mixtures: Sequence[Mixture]) -> str:
     """mixtures: of one rank."""
-    sent = max(expert_traffic(plan, mixture) for mixture in mixtures)
+    sent = max(sum(sent_over_hops(plan, mixture)) for mixture in mixtures)
     step = sent * len(mixtures) * plan.derived.accumulation
     forwards = max(forwards_of(plan, each) for each in plan.mixtures)
     passes = {1: "forward and backward", 2: "forward twice and backward", 3: "forward three times and backward"}[

@@ -95,11 +95,16 @@ def make_search_page(results: Sequence[Search], over: Sequence[Ranked] = ()) -> 
     found = [each for result in results for each in (*result.ranked, *result.others)]
     ordered = sorted(found, key=lambda each: each.step_s)
     fields, values = choose_rows([*ordered, *over])
-    best = results[0].ranked[0] if results[0].ranked else None
+    first, shape = results[0], results[0].engine.shape
+    best, world = first.ranked[0] if first.ranked else None, first.space.world
+    batch = f"{first.space.sequences_per_step:,} sequences of {first.space.base.batch.context:,} tokens a step"
+    verdict = f"none of {first.num_layouts:,} layouts fits on {world} GPUs"
+    if best is not None:
+        verdict = f"best by {first.by}: {describe(best.candidate)}, {show_seconds(best.step_s)} a step"
     names = _names([*ordered, *over])
     return Page(
-        title=_title(results[0]),
-        verdict=_verdict(results[0]),
+        title=f"{shape.config.model_type}, {shape.size.total:,} parameters; {batch}; {world} x {first.engine.cluster.name}",
+        verdict=verdict,
         is_over=best is None,
         facts=tuple(_list_facts(results[0])),
         sections=(),
@@ -111,7 +116,10 @@ def make_search_page(results: Sequence[Search], over: Sequence[Ranked] = ()) -> 
             "fields": fields,
             "values": values,
             "wanted": results[0].space.world,
-            "choices": list(_list_choices(fields, values)),
+            "choices": [
+                {"key": key, "name": name, "values": sorted({row[fields.index(key)] for row in values})}
+                for key, name in CHOICES
+            ],
             "columns": [dict(zip(("key", "name", "isText", "isFact"), each, strict=True)) for each in COLUMNS],
             **names,
         },
@@ -179,26 +187,6 @@ def _row(number: int, layout: Ranked, names: Mapping[str, list[str]]) -> dict[st
 def _round(number: float) -> float:
     """Five digits: what a chart shows, and a third of the characters."""
     return float(f"{number:.5g}")
-
-
-def _list_choices(fields: Sequence[str], values: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """Each slider with the values that layouts have."""
-    for key, name in CHOICES:
-        at = fields.index(key) if fields else 0
-        yield {"key": key, "name": name, "values": sorted({row[at] for row in values})}
-
-
-def _title(result: Search) -> str:
-    shape, engine = result.engine.shape, result.engine
-    batch = f"{result.space.sequences_per_step:,} sequences of {result.space.base.batch.context:,} tokens a step"
-    return f"{shape.config.model_type}, {shape.size.total:,} parameters; {batch}; {result.space.world} x {engine.cluster.name}"
-
-
-def _verdict(result: Search) -> str:
-    if not result.ranked:
-        return f"none of {result.num_layouts:,} layouts fits on {result.space.world} GPUs"
-    best = result.ranked[0]
-    return f"best by {result.by}: {describe(best.candidate)}, {show_seconds(best.step_s)} a step"
 
 
 def _list_facts(result: Search) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """Stages of a run in a table: memory, time and cost of each, and of all."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from framework.output import align
@@ -20,9 +20,11 @@ def plan_within(stage: RunStage, plan: Plan) -> Plan:
 def join_stages(stages: Sequence[RunStage], forecasts: Sequence[PlanForecast]) -> tuple[PlanForecast, list[str]]:
     """(the forecast of the stage with least memory to spare, with the hours and the cost of the whole run; lines with a table of
     all stages, none for a run without any). forecasts: of each stage."""
-    times = [
-        _of_steps(each, stage.stop - stage.start, stage.stop) for stage, each in zip(stages, forecasts, strict=True)
+    shares = [
+        (stage.stop - stage.start, stage.stop, each.forecast.time)
+        for stage, each in zip(stages, forecasts, strict=True)
     ]
+    times = [(time.hours * steps / planned, time.cost * steps / planned) for steps, planned, time in shares]
     tightest = min(range(len(stages)), key=lambda place: forecasts[place].forecast.memory.spare)
     found, hours, cost = forecasts[tightest], sum(each[0] for each in times), sum(each[1] for each in times)
     time = replace(found.forecast.time, hours=hours, cost=cost)
@@ -32,18 +34,9 @@ def join_stages(stages: Sequence[RunStage], forecasts: Sequence[PlanForecast]) -
     rows = [_describe(*each) for each in zip(stages, forecasts, times, strict=True)]
     tokens = f"{sum(each.num_tokens for each in stages):,}"
     rows.append(("all", f"{stages[-1].stop:,}", tokens, "", "", "", "", "", show_hours(hours), _show_cost(cost)))
-    return found, [
-        *align([COLUMNS, *rows], words=(0,)),
-        *_judge(stages, forecasts),
-        "",
-        f"stage {stages[tightest].name}:",
-    ]
-
-
-def _of_steps(found: PlanForecast, steps: int, planned: int) -> tuple[float, float]:
-    """(hours, cost) of so many of the steps that were planned."""
-    time = found.forecast.time
-    return time.hours * steps / planned, time.cost * steps / planned
+    others = [stage.name for stage, each in zip(stages, forecasts, strict=True) if not each.forecast.memory.fits]
+    judged = [f"does not fit: {', '.join(others)}"] * bool(others)
+    return found, [*align([COLUMNS, *rows], words=(0,)), *judged, "", f"stage {stages[tightest].name}:"]
 
 
 def _describe(stage: RunStage, found: PlanForecast, time: tuple[float, float]) -> tuple[str, ...]:
@@ -64,10 +57,3 @@ def _describe(stage: RunStage, found: PlanForecast, time: tuple[float, float]) -
 
 def _show_cost(cost: float) -> str:
     return f"${cost:,.0f}" if cost else "-"
-
-
-def _judge(stages: Sequence[RunStage], forecasts: Sequence[PlanForecast]) -> Iterator[str]:
-    """A line on the stages that do not fit."""
-    others = [stage.name for stage, each in zip(stages, forecasts, strict=True) if not each.forecast.memory.fits]
-    if others:
-        yield f"does not fit: {', '.join(others)}"

@@ -30,7 +30,9 @@ def _describe(found: PlanForecast, changes: Sequence[FittingChange]) -> Iterator
     yield from describe_run(plan)
     yield ""
     yield _describe_memory(plan, found.forecast.memory)
-    yield _describe_checkpoints(found)
+    # The newest checkpoints, and the next one while it is written.
+    size, keep = plan.memory_model.pipelines.checkpoint_bytes, plan.recipe.checkpoint.keep
+    yield f"checkpoint    {show_bytes(size)}; on the disk at most {show_bytes((keep + 1) * size)} (checkpoint.keep={keep})"
     yield from describe_time(found.forecast.time)
     if found.context_methods:
         shown = [f"{name} {show_seconds(step_s)}" for name, step_s in found.context_methods]
@@ -54,42 +56,27 @@ def _describe_memory(plan: Plan, memory: MemoryForecast) -> str:
     )
 
 
-def _describe_checkpoints(found: PlanForecast) -> str:
-    """Bytes on the disk: the newest checkpoints, and the next one while it is written."""
-    size, keep = found.plan.memory_model.pipelines.checkpoint_bytes, found.plan.recipe.checkpoint.keep
-    return f"checkpoint    {show_bytes(size)}; on the disk at most {show_bytes((keep + 1) * size)} (checkpoint.keep={keep})"
-
-
 def describe_time(time: TimeForecast) -> Iterator[str]:
     """The step's parts, what communication is hidden, and what follows of the step."""
 
     def show(seconds: float) -> str:
         return f"{seconds / time.step_s:.1%}"
 
-    yield f"step time     {show_seconds(time.step_s)}: {_largest_first(_join_small(time.parts), show)}"
+    small = SMALL * time.step_s
+    rest = sum(seconds for seconds in time.parts.values() if seconds < small)
+    shown = {name: seconds for name, seconds in time.parts.items() if seconds >= small} | {"others": rest}
+    yield f"step time     {show_seconds(time.step_s)}: {_largest_first(shown, show)}"
     if time.parts.get("bubble"):
         yield "              of the rank that takes longest; its bubble is in seconds, that of the pipeline by FLOPs of all ranks"
     if any(time.hidden.values()):
         yield f"hidden        {_largest_first(time.hidden, show_seconds)} of communication behind computation"
     speed = f"{time.tokens_per_s:,.0f} tokens/s, {time.tokens_per_s_and_rank:,.0f} of a rank, MFU {time.mfu:.1%}"
     yield f"throughput    {speed}"
-    yield f"whole run     {describe_whole_run(time)}"
-    if time.estimated:
-        yield f"estimated     {time.estimated:.0%} of the layers' FLOPs: there are no formulas for their form"
-
-
-def describe_whole_run(time: TimeForecast) -> str:
-    """Hours, cost and what failures take of them."""
     cost = f", ${time.cost:,.0f}" if time.cost else ""
     failures = f", {1 - time.goodput:.1%} of it for failures" if time.goodput < 0.999 else ""
-    return f"{show_hours(time.hours)}{cost}{failures}"
-
-
-def _join_small(parts: Mapping[str, float]) -> dict[str, float]:
-    """Parts below SMALL of the whole as one."""
-    least = SMALL * sum(parts.values())
-    rest = sum(seconds for seconds in parts.values() if seconds < least)
-    return {name: seconds for name, seconds in parts.items() if seconds >= least} | {"others": rest}
+    yield f"whole run     {show_hours(time.hours)}{cost}{failures}"
+    if time.estimated:
+        yield f"estimated     {time.estimated:.0%} of the layers' FLOPs: there are no formulas for their form"
 
 
 def _largest_first(sizes: Mapping[str, Any], show: Callable[[Any], str]) -> str:

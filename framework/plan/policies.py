@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import nn
@@ -80,7 +81,8 @@ class PolicyCosts:
             is_whole = POLICIES[index] == "none"
             if counts[index]:
                 again = self._ordered[index].recomputed + (0 if is_whole else max(of_layers, default=0))
-                most = max(most, again + self._inputs_of_group(index, counts) - behind)
+                inputs = (group_size(counts[0]) - 1) * self.input_bytes if POLICIES[index] == "sqrt" else 0
+                most = max(most, again + inputs - behind)
             behind += counts[index] * self._ordered[index].kept + (sum(of_layers) if is_whole else 0)
         return most
 
@@ -89,9 +91,6 @@ class PolicyCosts:
         total = sum(count * self._ordered[index].flops for index, count in enumerate(counts))
         return total + (counts[0] - count_groups(counts[0])) * self.forward_flops
 
-    def _inputs_of_group(self, index: int, counts: Counts) -> int:
-        return (group_size(counts[0]) - 1) * self.input_bytes if POLICIES[index] == "sqrt" else 0
-
     @cached_property
     def _ordered(self) -> list[PolicyCost]:
         return [self.by_policy[policy] for policy in POLICIES]
@@ -99,8 +98,7 @@ class PolicyCosts:
 
 def uniform(policy: Policy, num_layers: int) -> Counts:
     """All layers of a stage alike."""
-    first, second, third, fourth = (num_layers if each == policy else 0 for each in POLICIES)
-    return first, second, third, fourth
+    return cast(Counts, tuple(num_layers if each == policy else 0 for each in POLICIES))
 
 
 def spell(counts: Counts) -> list[Policy]:
@@ -111,8 +109,7 @@ def spell(counts: Counts) -> list[Policy]:
 def shorten(counts: Counts, num_layers: int) -> Counts:
     """The choice of a stage's first `num_layers`."""
     kept = spell(counts)[:num_layers]
-    first, second, third, fourth = (kept.count(policy) for policy in POLICIES)
-    return first, second, third, fourth
+    return cast(Counts, tuple(map(kept.count, POLICIES)))
 
 
 def count_forwards(counts: Counts, position: int) -> int:

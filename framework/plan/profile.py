@@ -56,10 +56,6 @@ class Profile:
     """Share of the cluster's rate that matmuls reach inside a step (clocks, layouts of factors)."""
     kernel: str = ""
     """Attention's kernel in the cluster's file: flash1, flash2, flash3, cudnn; "": what the file states for all."""
-    attention_backward: float = 2.5
-    """FLOPs of attention's backward over its forward's: five matmuls for two."""
-    attends_half: bool = True
-    """Whether attention computes the causal half alone."""
     norm: Kernels = EAGER_NORM
     rope: Kernels = EAGER_ROPE
     activation: Kernels = EAGER_ACTIVATION
@@ -82,8 +78,6 @@ class Profile:
     """Whether one launch multiplies the rows of all of a rank's experts."""
     narrows_experts: bool = False
     """Whether experts are multiplied in fp8 as linear layers are."""
-    backward_passes: float = 2.0
-    """Bytes of elementwise backwards over those of forwards."""
     gradient_bytes: float = 8.0
     """Moved for each weight and microbatch to add to its main gradient, beside the matmul itself."""
     optimizer_passes: float = 1.0
@@ -113,15 +107,8 @@ class Profile:
     `expert_s` of each of a rank's experts."""
     mixture_s: float = 0.0
     expert_s: float = 0.0
-    hides_p2p: float = 1.0
-    """Share of a message between stages that holds nobody up."""
     stolen: float = 0.0
     """Share of the compute device that a collective beside it takes, such as a GPU's multiprocessors."""
-    microbatch_s: float = 0.0
-    """Host time of each microbatch and stage, which nothing hides; `step_s`: of each step (flags, data, logs)."""
-    step_s: float = 0.0
-    restart_s: float = 300.0
-    """From a failure to the first step behind it."""
 
     def fused(self) -> "Profile":
         """The profile with torch.compile over each layer."""
@@ -129,6 +116,8 @@ class Profile:
         return replace(self, name=f"{self.name}, compiled", **fused)  # type: ignore[arg-type]
 
 
+# FLOPs of attention's backward over its forward's, five matmuls for two; bytes of elementwise backwards over forwards'.
+ATTENTION_BACKWARD, BACKWARD_PASSES = 2.5, 2.0
 # NCCL's kernels hold some 16 of an H100's 132 multiprocessors while they run (its default of 16 channels, a block each).
 NCCL_STOLEN = 16 / 132
 OURS = Profile("meshwright", stolen=NCCL_STOLEN)
@@ -188,7 +177,7 @@ class Rates:
 
     def scan(self, flops: float, *, backward: bool = False) -> float:
         """Seconds of so many FLOPs of a recurrent mixer, in chunks."""
-        flops *= SCAN_FLOPS * (self.profile.attention_backward if backward else 1.0)
+        flops *= SCAN_FLOPS * (ATTENTION_BACKWARD if backward else 1.0)
         dtype, _ = self._choose(narrow=False)
         return self.cluster.attention_seconds(flops, dtype, backward=backward, shape=SCAN_SHAPE, kernel="flash2")
 

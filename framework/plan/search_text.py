@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from framework.output import align
-from framework.plan.rejections import SIZES, Rejection, describe, group_rejections
+from framework.plan.rejections import SIZES, describe, group_rejections
 from framework.plan.search import By, Ranked, Search
 from framework.plan.text import GIB
 from framework.recipe.keys import plain
@@ -19,16 +19,13 @@ RANKED_BY = {"time": "seconds of a step", "memory": "bytes of the fullest rank"}
 def describe_search(result: Search, cluster: str, pinned: frozenset[str], shown: int) -> Iterator[str]:
     """The printed result, in lines."""
     fixed = f"; fixed: {', '.join(sorted(pinned))}" if pinned else ""
-    yield f"{result.num_layouts:,} layouts of {_count_ranks(result.space.world)} on {cluster}, by {RANKED_BY[result.by]}{fixed}"
+    world = f"{result.space.world:,} rank{'s' * (result.space.world != 1)}"
+    yield f"{result.num_layouts:,} layouts of {world} on {cluster}, by {RANKED_BY[result.by]}{fixed}"
     yield ""
     rows = _rows(result.ranked[:shown], result.by)
     yield from align(rows, words=(1, len(rows[0]) - 1))
     yield ""
     yield from _describe_others(result)
-
-
-def _count_ranks(world: int) -> str:
-    return f"{world:,} rank{'s' * (world != 1)}"
 
 
 def describe_rejections(result: Search) -> Iterator[str]:
@@ -86,6 +83,7 @@ def to_json(
 ) -> dict[str, Any]:
     """The printed result as JSON. recipes: the keys of a file for each of the best; is_full: every rejection, not one of each
     reason."""
+    rejections = [(each, each.count) for each in result.rejections] if is_full else group_rejections(result.rejections)
     return {
         "by": result.by,
         "cluster": cluster,
@@ -99,13 +97,9 @@ def to_json(
         "best": [_ranked_json(each, values) for each, values in zip(result.ranked, recipes, strict=True)],
         "rejections": [
             {"kind": each.kind, "reason": each.reason, "such_as": each.layout, "layouts": count}
-            for each, count in _choose_rejections(result, is_full)
+            for each, count in rejections
         ],
     }
-
-
-def _choose_rejections(result: Search, is_full: bool) -> list[tuple[Rejection, int]]:
-    return [(each, each.count) for each in result.rejections] if is_full else group_rejections(result.rejections)
 
 
 def _ranked_json(each: Ranked, values: dict[str, Any]) -> dict[str, Any]:

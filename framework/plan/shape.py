@@ -21,7 +21,7 @@ from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology
 from framework.model.adapters import B, add_adapters, find_trained
-from framework.model.flops import ModelSize, experts_per_token, flops_per_token, measure_model, unit_flops
+from framework.model.flops import ModelSize, flops_per_token, measure_model, unit_flops
 from framework.model.load import build_meta, kept_in_fp32, layer_configs
 from framework.model.mixtures import Mixture, find_constants, find_mixtures, refuse_bias_rate
 from framework.model.mup import SAME, find_scales
@@ -184,16 +184,6 @@ class ModelShape:
                 flops += shape[:-2].numel() * sum(count_flops(one, self.recipe.optim.muon.steps) for one in each)
         return numel / self.size.total, flops / self.size.total
 
-    @property
-    def top_k(self) -> int | None:
-        """Experts that a token is sent to; None for a dense model."""
-        return experts_per_token(self.text)
-
-    @property
-    def has_formulas(self) -> bool:
-        """Whether the activations of its layers are known by formulas; else they are estimated."""
-        return self.widths is not None
-
     # --- computation
 
     @remember()
@@ -244,7 +234,8 @@ class ModelShape:
     @remember(*DEGREES)
     def _find_stage_units(self, c: Candidate, own: tuple[int, ...], is_first: bool, is_last: bool) -> StageUnits:
         """own: the kinds of its layers."""
-        if self._is_laid_out_whole:
+        # A model of one layer or none, or whose layers share weights, which no stage divides.
+        if self.num_layers < 2 or self._shares_layers:
             found = self._lay_out(c, StageBounds(0, 1, 0, self.num_layers))
             alone = [(each, 1) for name, each in found.items() if name.startswith("layers.")]
             ends = [each for name, each in found.items() if not name.startswith("layers.")]
@@ -302,11 +293,6 @@ class ModelShape:
             heads = [getattr(layer, name, None) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")]
             kind = types[number] if number < len(types) else None
             yield tuple(parameters), tuple(modules), tuple(heads), kind, number if names_layers else 0
-
-    @cached_property
-    def _is_laid_out_whole(self) -> bool:
-        """A model of one layer or none, or whose layers share weights, which no stage divides."""
-        return self.num_layers < 2 or self._shares_layers
 
     @cached_property
     def _shares_layers(self) -> bool:

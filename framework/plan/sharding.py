@@ -236,6 +236,8 @@ MOMENTS: dict[str, int] = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 2}
 MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0}
 # A run that says nothing of saves is taken to save so often, where failures are counted.
 ASSUMED_INTERVAL_S = 3600.0
+# From a failure to the first step behind it.
+RESTART_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -305,7 +307,7 @@ class Update:
         return (stall_s, checkpoint.every_minutes * 60) if checkpoint.every_minutes else (0.0, 0.0)
 
 
-def expected_goodput(failures_per_s: float, interval_s: float, restart_s: float) -> float:
+def expected_goodput(failures_per_s: float, interval_s: float) -> float:
     """Share of the time that is no restart and no work done again: a failure loses half of the time since the last save, on
     average, and the restart."""
-    return 1.0 / (1.0 + failures_per_s * (restart_s + (interval_s or ASSUMED_INTERVAL_S) / 2))
+    return 1.0 / (1.0 + failures_per_s * (RESTART_S + (interval_s or ASSUMED_INTERVAL_S) / 2))

@@ -37,7 +37,9 @@ class PlannedStage:
 def lay_out_stage(model: PreTrainedModel, plan: StagePlan) -> PlannedStage:
     """Apply the transforms to a copy of the model on meta, and plan its buffers."""
     parameters = lay_out_parameters(model, plan)
-    routers, is_random = _find_routers(model, plan), uses_rng_in_training(model)
+    routers, is_random = None, uses_rng_in_training(model)
+    if plan.load_balancing is not None:
+        routers = Routers(model, plan.load_balancing, plan.compute_dtype, plan.device, plan.routed_tokens)
     stage = StageModel(model, plan.own_units, plan.bounds, mask_of(plan.tokens), routers, is_random, plan.streams)
     lifetimes = lifetimes_of(plan.recipe.zero)
     buffers = parameters.plan_buffers(plan.own_units, plan.master_dtype, lifetimes, plan.axes)
@@ -70,9 +72,3 @@ def lay_out_parameters(model: PreTrainedModel, plan: StagePlan) -> RankParameter
     layouts = parallelize(model, whole_layouts(model), plan)
     groups = dict.fromkeys(layouts, FROZEN) | {name: key for name, key in plan.groups.items() if name in layouts}
     return RankParameters(layouts, groups, find_compute_dtypes(model, plan))
-
-
-def _find_routers(model: PreTrainedModel, plan: StagePlan) -> Routers | None:
-    if plan.load_balancing is None:
-        return None
-    return Routers(model, plan.load_balancing, plan.compute_dtype, plan.device, plan.routed_tokens)

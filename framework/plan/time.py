@@ -2,7 +2,7 @@
 
     matmuls, attention, elementwise, recomputation    kernels                                          operators.py
     tp, cp, ep                                        messages of layers that nothing hides            exposure.py
-    pp                                                messages between stages that hold a rank up
+    pp                                                messages between stages that hold a rank up: none of ours do
     gathers, reductions                               ZeRO's, beyond the computation beside them       sharding.py
     contention                                        computation slowed by messages that run beside it
     imbalance                                         waiting for the rank whose experts have most rows    operators.py
@@ -227,7 +227,6 @@ class TimeModel:
         # A number for each parameter is summed beside loss and norm.
         flags = 8.0 * len(self.shape.groups)
         parts["optimizer"] += self.cluster.collective("all_reduce", flags, self.groups(c)["world"])
-        parts["host"] += self.profile.step_s
         return self._conclude(c, parts, hidden, max(ranks.owned))
 
     def ranks(self, c: Candidate) -> PipelineTimes:
@@ -270,7 +269,7 @@ class TimeModel:
         parts["checkpoint"] = stall_s * step_s / interval_s if interval_s else 0.0
         step_s += parts["checkpoint"]
         failures_per_s = cluster.failures_per_device_hour * c.world / 3600
-        goodput = expected_goodput(failures_per_s, interval_s, self.profile.restart_s)
+        goodput = expected_goodput(failures_per_s, interval_s)
         hours = settings.train.steps * step_s / 3600 / goodput
         useful = self.shape.flops_per_token(c.context) * c.tokens_per_step
         return TimeForecast(
@@ -343,21 +342,17 @@ class TimeModel:
         """A stage with ZeRO's messages."""
         units, profile, groups = self.sum_units(c, form), self.profile, self.groups(c)
         sharding = self.sharding.time(units.units, c, groups)
-        # A message to or from a neighbour may hold the rank up.
-        waits = self._message_s(c) * (1 - profile.hides_p2p) if c.pp > 1 else 0.0
-        host_s, (forward_gather, backward_gather) = profile.microbatch_s, sharding.gathers
+        forward_gather, backward_gather = sharding.gathers
         hidden = units.hidden | {"shard": sharding.hidden}
         # Copy engines carry transfers to the host and back.
         slowed = profile.stolen * sum(seconds for axis, seconds in hidden.items() if axis != "offload")
         # Messages slow forward and backward alike: a third and two thirds.
-        forward = units.forward + forward_gather + waits + host_s / 3 + slowed / 3
-        inputs = units.input + backward_gather + sharding.reductions + waits + 2 * host_s / 3 + 2 * slowed / 3
+        forward = units.forward + forward_gather + slowed / 3
+        inputs = units.input + backward_gather + sharding.reductions + 2 * slowed / 3
         parts = units.parts | {
             "gathers": forward_gather + backward_gather,
             "reductions": sharding.reductions,
-            "pp": 2 * waits,
             "contention": slowed,
-            "host": units.parts.get("host", 0.0) + host_s,
         }
         once = {
             "gathers": sharding.gathers_once,

@@ -44,7 +44,7 @@ def measure_traffic(plan: Plan, rank: int) -> dict[str, int]:
         "tp": activations.sent_per_layer * accumulation * len(layers),
         "pp": activations.hidden_bytes * prod(plan.streams) * messages,
         "cp": cp * accumulation,
-        "ep": sum(expert_traffic(plan, each) for each in mixtures_of(plan, rank)) * accumulation,
+        "ep": sum(sum(sent_over_hops(plan, each)) for each in mixtures_of(plan, rank)) * accumulation,
     }
 
 
@@ -124,11 +124,6 @@ def mixer_costs(plan: Plan, rank: int) -> Iterator[tuple[int, MixerCost]]:
             channels, state = count_channels(mixer, filters.shape[0], derived.tp), count_map(mixer) // derived.tp
             lengths = batch.sequences_per_microbatch, channels, filters.shape[-1], state, plan.compute_dtype.itemsize
             yield number, MixerCost(slices, *lengths)
-
-
-def expert_traffic(plan: Plan, mixture: Mixture) -> int:
-    """Bytes that a rank sends over `ep` for one mixture and one microbatch, over both hops."""
-    return sum(sent_over_hops(plan, mixture))
 
 
 def sent_over_hops(plan: Plan, mixture: Mixture) -> tuple[int, int]:

@@ -53,16 +53,16 @@ LOGIT_PASSES = 52.0
 class Fitted:
     """Constants that are fitted to published runs. UNITS says what each one is."""
 
-    host_layer_s: float = 4.8e-3
-    passes: float = 1.88
-    ring_step_s: float = 0.04e-3
-    slow_step_s: float = 0.246e-3
-    node_step_s: float = 0.0321e-3
-    message_s: float = 0.549
-    ahead: float = 45.0
+    host_layer_s: float = 5.1e-3
+    passes: float = 2.75
+    ring_step_s: float = 0.041e-3
+    slow_step_s: float = 0.24e-3
+    node_step_s: float = 0.035e-3
+    message_s: float = 0.46
+    ahead: float = 39.5
     reserve_gib: float = 11.0
-    bucket_s: float = 0.456e-3
-    far_s: float = 0.349
+    bucket_s: float = 0.43e-3
+    far_s: float = 0.45
     repeated: float = 5e9
 
 

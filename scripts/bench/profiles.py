@@ -13,7 +13,8 @@ from framework.plan.profile import (
 )
 
 # torchtitan with FSDP2, end of 2024: rms_norm and rope (in fp32, as complex numbers) are several kernels unless compiled; the
-# loss is computed of fp32 logits. A gather is issued a unit ahead, a reduction under the next unit's backward; both copy, a
+# loss is computed of fp32 logits, by kernels that read rows of this length three times, and in backward both inputs twice
+# (ATen/native/cuda/SoftMax.cu). A gather is issued a unit ahead, a reduction under the next unit's backward; both copy, a
 # parameter at a time, out of and into one buffer. TP's borders are waited for. AdamW is fused only where --optimizer.fused is
 # given: else one kernel for each operation of it, 20 passes over fp32 states where one kernel has 7.
 TORCHTITAN = Profile(
@@ -22,6 +23,8 @@ TORCHTITAN = Profile(
     kernel="flash2",
     norm=Kernels(14, 7, 6),
     rope=Kernels(10, 6, 6),
+    loss=Kernels(11, 4, 4),
+    loss_gradient=Kernels(15, 6, 4),
     gather_copies=2.0,
     reduce_copies=2.0,
     hides_tp_gradient=0.0,

@@ -17,9 +17,9 @@ from framework.plan.cluster import ClusterRates, Grid, Group, Link, LinkSpan, pl
 from framework.plan.exposure import place_groups
 from framework.plan.forecast import TimeForecast
 from framework.plan.forecast_plan import measure_imbalance
-from framework.plan.profile import SCAN_FLOPS, Kernels, Profile
+from framework.plan.profile import BACKWARD_PASSES, SCAN_FLOPS, Kernels, Profile
 from framework.plan.shape import DEFAULT, ModelShape, make_shape
-from framework.plan.sharding import expected_goodput
+from framework.plan.sharding import RESTART_S, expected_goodput
 from framework.plan.time import PARTS, TimeModel
 from framework.recipe import schema
 from framework.recipe.clusters import read_shipped
@@ -29,7 +29,8 @@ TFLOPS, HUGE = 1e12, 1e30
 NOTHING = Kernels(0, 0, 1)
 # Matmuls, attention and messages alone, nothing hidden behind anything.
 BARE = Profile(
-    *("bare", 1.0, 1.0, 2.5, True, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
+    "bare",
+    **dict.fromkeys(("norm", "rope", "activation", "residual", "merge", "loss", "loss_gradient"), NOTHING),
     gradient_bytes=0.0,
     hides_gathers=0.0,
     hides_reductions=0.0,
@@ -105,6 +106,29 @@ def of(candidate: Candidate, profile: Profile | None = BARE, **changes: Any) -> 
 LAYER, HEAD = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 160, 64 * 512
 T = 2 * 128
 ONE = Candidate(sequences=2, context=128)
+
+
+def test_biases_of_experts_are_added_to_all_rows() -> None:
+    config = AutoConfig.for_model(
+        "gpt_oss", num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2, hidden_size=64, intermediate_size=96
+    )
+    model, cluster, kernels = make_shape(config), machine(memory_rate=1e9), Kernels(4, 4, 2)
+    none = replace(BARE, first_bias=None, last_bias=None)
+    spent = [
+        forecast_time(model, ONE, DEFAULT, cluster, replace(none, **each)).parts["elementwise"]
+        for each in ({}, {"first_bias": kernels}, {"last_bias": kernels})
+    ]
+    # Of 2 layers, in forward and twice as much in backward: T rows of 2 experts, of gate and up, and of hidden states.
+    rows = 2 * (1 + BACKWARD_PASSES) * 2 * T
+    assert [each - spent[0] for each in spent[1:]] == pytest.approx([rows * n * 4 * 2 / 1e9 for n in (2 * 96, 64)])
+
+
+def test_the_host_launches_each_expert_by_itself() -> None:
+    spread, waits = replace(ONE, dp=4, ep=4), replace(BARE, mixture_s=1.0, expert_s=0.25)
+    # Forward once and backward twice of 2 layers, with 8 experts and with 2 on a rank.
+    for candidate, experts in ((ONE, 8), (spread, 2)):
+        found = forecast_time(mixture(), candidate, DEFAULT, machine(), waits)
+        assert found.step_s == pytest.approx(2 * 3 * (1 + 0.25 * experts), rel=1e-3)
 
 
 def test_one_rank_by_hand() -> None:
@@ -311,7 +335,7 @@ def test_a_rings_kernels_see_its_blocks_and_merge_them() -> None:
     assert ulysses.parts["attention"] - launches == pytest.approx((whole.parts["attention"] - launches) / 2)
     # A rank's own chunks meet once, and each other rank's once: of 4 layers, backward as forward's passes.
     more = of(replace(ONE, cp=2), replace(BARE, merge=Kernels(1, 1, 5)), **curves)
-    kernels = 4 * 2 * (1 + BARE.backward_passes)
+    kernels = 4 * 2 * (1 + BACKWARD_PASSES)
     assert more.parts["elementwise"] - ring.parts["elementwise"] == pytest.approx(kernels * 5 * 1e-6)
 
 
@@ -448,13 +472,13 @@ def test_update_saves_and_failures_by_hand() -> None:
     # A save copies master and moments to the host, each tenth step.
     assert found.parts["checkpoint"] == pytest.approx(elements / 2 * 12 / 1e8 / 10)
     interval_s = 10 * (found.step_s - found.parts["checkpoint"])
-    assert found.goodput == pytest.approx(1 / (1 + 2 * 0.5 / 3600 * (BARE.restart_s + interval_s / 2)))
+    assert found.goodput == pytest.approx(1 / (1 + 2 * 0.5 / 3600 * (RESTART_S + interval_s / 2)))
     assert found.hours == pytest.approx(2 * found.step_s / found.goodput)
     assert found.cost == pytest.approx(found.hours * 2 * 2.0)
 
 
 def test_no_failures_lose_nothing() -> None:
-    assert expected_goodput(0.0, 3600.0, 300.0) == 1.0
+    assert expected_goodput(0.0, 3600.0) == 1.0
 
 
 def test_offloaded_states_travel() -> None:
