@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import GenerationConfig, PreTrainedModel
@@ -46,9 +47,9 @@ def resolve_folder(
         raise ModelError(
             f"{key}={name_or_path} is no folder here and no hub name (owner/name): correct the path"
         ) from error
-    except LocalEntryNotFoundError as error:
+    except (LocalEntryNotFoundError, httpx.TransportError) as error:
         raise ModelError(
-            f"{key}={_at(name_or_path, revision)} is no folder here, no snapshot of it is in the hub cache, and the hub"
+            f"{key}={_at(name_or_path, revision)} is no folder here, no whole snapshot of it is in the hub cache, and the hub"
             f" cannot be reached: run `{_download(name_or_path, revision, files)}` where there is internet, or give the path of"
             " a local folder"
         ) from error

@@ -9,13 +9,14 @@ from framework.model.load import build_meta, choose_experts
 from framework.model.probe import find_load_balancing_loss, find_routers_loss
 from framework.model.routers import LoadBalancingLoss, Routers
 from framework.verify.evidence import keep_double
-from tests.families import build_config, family
+from tests.families import build_config, family, needs_newer_transformers
 
-KNOWN = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "phimoe", "qwen3_next", "minimax_m2")
-OTHERS = ("jamba", "ernie4_5_moe", "flex_olmo", "granitemoehybrid")
+KNOWN = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "phimoe", "qwen3_next", "minimax_m2")
+# Their loss was at fault.
+MENDED = [pytest.param(name, marks=needs_newer_transformers) for name in ("granitemoe", "jamba", "granitemoehybrid")]
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", [*KNOWN, MENDED[0]])
 def test_the_loss_of_sums_is_the_models(name: str) -> None:
     config = build_config(family(name), output_router_logits=True, router_aux_loss_coef=0.3)
     config.use_cache = False
@@ -44,7 +45,7 @@ def test_the_loss_of_sums_is_the_models(name: str) -> None:
             torch.testing.assert_close(parameter.grad, gradients[each], rtol=1e-9, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", ["ernie4_5_moe", "flex_olmo", *MENDED[1:]])
 def test_other_families_have_the_same_loss(name: str) -> None:
     config = AutoConfig.for_model(name)
     config.output_router_logits = True
