@@ -20,7 +20,8 @@ from framework.launch.directory import RunDirectory
 from framework.launch.identity import verify_identity
 from framework.mesh.box import Box
 from framework.mesh.layout import Layout
-from framework.model.adapters import add_adapters, find_coded, merge_all
+from framework.model.adapter_targets import add_adapters
+from framework.model.adapters import find_coded, merge_all
 from framework.model.generate import add_end, find_end, find_token_ids, set_token_ids
 from framework.model.hub import CONFIG, find_base, list_processors, read_generation
 from framework.model.initial import build_buffers, draw_unit, persistent_buffers, set_buffers

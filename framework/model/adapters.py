@@ -66,24 +66,6 @@ def holds_transposed(module: nn.Module) -> bool:
     return isinstance(module, Conv1D) if form is None else form.is_transposed
 
 
-def add_adapters(model: PreTrainedModel, adapter: Adapter) -> None:
-    """Give a model on meta the adapters of the recipe, without memory. Raises ModelError for targets that fit nothing."""
-    if not adapter.is_used:
-        return
-    for weight in find_targets(model, adapter):
-        path, _, own_name = weight.rpartition(".")
-        module = model.get_submodule(path)
-        stack, (outputs, inputs) = _sizes(module, own_name)
-        shapes = {A: (*stack, adapter.rank, inputs), B: (*stack, outputs, adapter.rank)}
-        if adapter.kind == "dora":
-            shapes[MAGNITUDE] = (outputs,)
-        for part, shape in shapes.items():
-            empty = torch.empty(shape, dtype=module.get_parameter(own_name).dtype, device="meta")
-            module.register_parameter(name_beside(f".{own_name}", part)[1:], nn.Parameter(empty))
-        if adapter.dropout:
-            module.add_module(DROPOUT, AdapterDropout(adapter.dropout))
-
-
 class AdapterDropout(nn.Dropout):
     """Dropout in front of A. mask: the number with which its seed is exclusive-or'd, not 0 where ranks hold other inputs."""
 
@@ -92,81 +74,14 @@ class AdapterDropout(nn.Dropout):
         self.mask = mask
 
 
-def _sizes(module: nn.Module, weight: str) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """(E,) or (), and (N, K), of a module's weight."""
-    *stack, first, second = module.get_parameter(weight).shape
-    return tuple(stack), (second, first) if holds_transposed(module) else (first, second)
-
-
-def find_targets(model: PreTrainedModel, adapter: Adapter) -> list[str]:
-    """The weights that get an adapter, by full name. Raises ModelError with what there is for targets that fit nothing."""
-    head, linears = model.get_output_embeddings(), _find_linears(model)
-    stacked = {f"{path}.{each}": path for path, _, form in find_experts(model) for each in (form.first, form.last)}
-    found: set[str] = set()
-    for target in adapter.targets:
-        if target == ALL_LINEAR:
-            fits = {f"{path}.weight" for path, module in linears.items() if module is not head}
-        else:
-            fits = {f"{path}.weight" for path in linears if _ends(path, target)}
-            # By the module's name, or by the weight's with something of its module: `down_proj` alone is an mlp's.
-            fits |= {
-                name for name, path in stacked.items() if _ends(path, target) or ("." in target and _ends(name, target))
-            }
-        if not fits:
-            raise ModelError(_explain_target(model, target, [*linears, *stacked]))
-        found |= fits
-    if (
-        of_head := [name for name in found if model.get_submodule(name.rpartition(".")[0]) is head]
-    ) and head is not None:
-        raise ModelError(
-            f"adapter.targets: {of_head[0]} is the head, of which losses in chunks and a tied embedding know no adapter: train"
-            f" it whole, adapter.train=[{of_head[0].removesuffix('.weight')}], or leave it out"
-        )
-    if adapter.kind == "dora" or adapter.dropout:
-        key = "kind=dora" if adapter.kind == "dora" else "dropout"
-        if of_experts := sorted(found & stacked.keys()):
-            raise ModelError(
-                f"adapter.{key} is not for stacked experts ({of_experts[0]}), as in PEFT: use lora, without dropout"
-            )
-    for path in (path for path in linears if f"{path}.weight" in found and not _is_plain(linears[path])):
-        kind = type(linears[path]).__name__
-        raise ModelError(f"adapter.targets: {path} ({kind}) computes more than a linear layer: leave it out")
-    return [name for name, _ in model.named_parameters(remove_duplicate=False) if name in found]
-
-
-def _is_plain(linear: nn.Module) -> bool:
-    """Whether a layer computes what its base class does, also if that is written anew (falcon's)."""
-    plain, x = nn.Linear(3, 2), torch.ones(1, 3)
-    try:
-        return type(linear) in LINEARS or torch.allclose(type(linear).forward(plain, x), plain(x))  # type: ignore[arg-type]
-    except (AttributeError, TypeError, RuntimeError):
-        return False
-
-
-def _find_linears(model: nn.Module) -> dict[str, nn.Module]:
+def find_linears(model: nn.Module) -> dict[str, nn.Module]:
+    """Linear layers by their paths."""
     return {path: module for path, module in model.named_modules() if isinstance(module, LINEARS)}
 
 
-def _ends(name: str, target: str) -> bool:
+def ends_with(name: str, target: str) -> bool:
+    """Whether a name ends with the parts of `target`."""
     return name == target or name.endswith(f".{target}")
-
-
-def _explain_target(model: PreTrainedModel, target: str, places: Iterable[str]) -> str:
-    others = [
-        path for path, module in model.named_modules() if _ends(path, target) and any(True for _ in module.parameters())
-    ]
-    if others:
-        return (
-            f"adapter.targets: {others[0]} ({type(model.get_submodule(others[0])).__name__}) is no linear layer, and no stack of"
-            f" experts: train it whole, adapter.train=[{target}], or leave it out"
-        )
-    names = sorted(
-        {path.rpartition(".")[2] if "experts" not in path else ".".join(path.split(".")[-2:]) for path in places}
-    )
-    near = difflib.get_close_matches(target, names, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    known = f"Those of {model.config.model_type}: {', '.join(names)}"
-    return f"adapter.targets: no module's name ends with {target}{hint or '.'} {known}"
 
 
 def find_trained(model: PreTrainedModel, names: Collection[str], adapter: Adapter) -> set[str]:
@@ -175,7 +90,7 @@ def find_trained(model: PreTrainedModel, names: Collection[str], adapter: Adapte
     trained = {name for name in names if is_adapter(name)}
     modules = dict(model.named_modules())
     for target in adapter.train:
-        held = {id(each) for path, module in modules.items() if _ends(path, target) for each in module.parameters()}
+        held = {id(each) for path, module in modules.items() if ends_with(path, target) for each in module.parameters()}
         if not held:
             near = difflib.get_close_matches(target, {path.rpartition(".")[2] for path in modules}, n=3)
             raise ModelError(
@@ -191,7 +106,7 @@ def find_coded(model: PreTrainedModel, units: Iterable[Unit], trained: Collectio
     """The weights that `adapter.base` keeps in few bits: those of linear layers and of stacked experts in the decoder's layers.
     Embeddings and the head stay as they are, as in QLoRA, and routers, which would choose other experts."""
     routers = {id(each) for router, _ in find_routers(model) for each in router.parameters()}
-    found = {f"{path}.weight" for path in _find_linears(model)}
+    found = {f"{path}.weight" for path in find_linears(model)}
     found |= {f"{path}.{name}" for path, _, form in find_experts(model) for name in (form.first, form.last)}
     names = [name for unit in units if unit.is_layer for name in unit.parameters if name not in trained]
     return {name for name in names if name in found and id(model.get_parameter(name)) not in routers}

@@ -21,7 +21,7 @@ from framework.recipe.schema import Cluster, ClusterLink, ClusterMatmul
 
 # Each kind of parts, and the rates that it is of.
 KINDS: Mapping[str, tuple[str, ...]] = {
-    "computation": ("matmuls", "attention", "recomputation", "imbalance", "bubble"),
+    "computation": ("matmuls", "attention", "recomputation", "imbalance", "bubble", "references"),
     "memory": ("elementwise", "optimizer"),
     "links": ("tp", "cp", "ep", "pp", "gathers", "reductions", "contention"),
     "host": ("offload", "checkpoint", "host"),

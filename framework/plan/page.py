@@ -30,6 +30,7 @@ from framework.plan.traffic import (
     mixtures_of,
     sent_over_hops,
 )
+from framework.recipe.data_schema import LossSettings
 from framework.recipe.derive import compiles, find_compile_obstacle
 from framework.recipe.describe import describe_derived
 
@@ -49,6 +50,7 @@ def describe_run(plan: Plan) -> Iterator[str]:
         beside = f" beside linear layers in {base}" * (base != "bf16")
         share = f"{trained:,} parameters are trained ({trained / plan.size.total:.2%})"
         yield f"adapter       {plan.recipe.adapter.kind}{beside}, {share}"
+    yield from _describe_reference(plan.recipe.loss)
     yield from describe_derived(plan.derived).splitlines()
     device = f"{plan.device.type}, {plan.recipe.precision.compute}"
     yield f"device        {device}" + (
@@ -60,6 +62,22 @@ def describe_run(plan: Plan) -> Iterator[str]:
     yield from _describe_checkpointing(plan)
     yield from _describe_kernels(plan)
     yield describe_bubble(plan.pipeline, plan.derived.accumulation)
+
+
+def _describe_reference(loss: LossSettings) -> Iterator[str]:
+    """The forwards that a loss of preferences asks for beside training's."""
+    words = []
+    if loss.reference not in (None, "base"):
+        words.append(
+            "one forward of the whole data set before training, in this layout and without states of an optimizer, and 8 bytes a"
+            " document, kept beside the tokens"
+        )
+    if loss.extra_forwards:
+        words.append(
+            f"{loss.extra_forwards} more forward{'s' * (loss.extra_forwards > 1)} of each step, in its time below"
+        )
+    if words:
+        yield f"reference     {'; '.join(words)}"
 
 
 def _describe_unshards(plan: Plan) -> str:

@@ -20,7 +20,7 @@ from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology
-from framework.model.adapters import add_adapters
+from framework.model.adapter_targets import add_adapters
 from framework.model.flops import (
     ModelSize,
     flops_per_token,

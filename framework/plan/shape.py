@@ -20,7 +20,8 @@ from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology
-from framework.model.adapters import B, add_adapters, find_trained
+from framework.model.adapter_targets import add_adapters
+from framework.model.adapters import B, find_trained
 from framework.model.flops import ModelSize, flops_per_token, measure_model, unit_flops
 from framework.model.load import build_meta, kept_in_fp32, layer_configs
 from framework.model.mixtures import Mixture, find_constants, find_mixtures, refuse_bias_rate

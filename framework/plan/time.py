@@ -7,6 +7,7 @@
     contention                                        computation slowed by messages that run beside it
     imbalance                                         waiting for the rank whose experts have most rows    operators.py
     bubble                                            waiting of the slowest rank in the pipeline      bubble.py
+    references                                        other forwards of a step that losses of preferences need
     optimizer, offload, checkpoint                    update and norm, states that travel, saves       sharding.py
     host                                              launching kernels
 
@@ -41,7 +42,7 @@ from framework.recipe.schema import Recipe
 
 PARTS = (
     *("matmuls", "attention", "elementwise", "recomputation", "tp", "cp", "ep", "pp", "gathers", "reductions"),
-    *("contention", "imbalance", "bubble", "optimizer", "offload", "checkpoint", "host"),
+    *("contention", "imbalance", "bubble", "references", "optimizer", "offload", "checkpoint", "host"),
 )
 # Fields of a candidate that the seconds of a layer depend on: how ranks divide it, and what they compute of a microbatch.
 DIVISION = ("tp", "ep", "expert_tp", "cp", "ulysses", "is_gather", "sequence", "ranks_per_node")
@@ -222,6 +223,7 @@ class TimeModel:
         own = [stage for stage, owner in zip(ranks.stages, owners, strict=True) if owner == ranks.slowest]
         parts, hidden = self._add_up(own, c)
         parts["bubble"] = max(self._length(c, ranks) - ranks.busy[ranks.slowest], 0.0)
+        parts["references"] = self.settings.loss.extra_forwards * self._scoring(c, ranks)
         for name, seconds in ranks.updates[ranks.slowest].items():
             parts[name] += seconds
         # A number for each parameter is summed beside loss and norm.
@@ -292,6 +294,13 @@ class TimeModel:
         # The remembered path need not be the longest for these costs.
         least = least_length(c.schedule, owners, c.accumulation, costs)
         return max(self._lengths.length(c.schedule, c.pp, c.accumulation, costs), least, sum(ranks.busy) / c.pp)
+
+    def _scoring(self, c: Candidate, ranks: PipelineTimes) -> float:
+        """Seconds of a forward of all microbatches alone: the slowest rank computes them one after another behind the first."""
+        forwards = [0.0] * c.pp
+        for stage, owner in zip(ranks.stages, self.stages(c)[1], strict=True):
+            forwards[owner] += stage.forward
+        return sum(forwards) + (c.accumulation - 1) * max(forwards)
 
     def costs_of(self, c: Candidate, stages: Sequence[StageTime]) -> Costs:
         """`costs` of these stages."""

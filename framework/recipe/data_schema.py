@@ -34,6 +34,11 @@ class LossSettings:
     def needs_reference(self) -> bool:
         return self.name in ("dpo", "ipo", "kto")
 
+    @property
+    def extra_forwards(self) -> int:
+        """Forwards of a step beside training's: of the frozen model under an adapter, and of kto's answers to other prompts."""
+        return (self.reference == "base") + (self.name == "kto")
+
 
 @dataclass(frozen=True)
 class Source:

@@ -17,7 +17,7 @@ from framework.data.loader import split_rows
 from framework.data.pack import Microbatch, cut_context
 from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
-from framework.model.adapters import add_adapters
+from framework.model.adapter_targets import add_adapters
 from framework.model.initial import draw_unit
 from framework.model.load import build_meta
 from framework.model.objective import Pairs

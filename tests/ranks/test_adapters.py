@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from framework.comm.connect import connect
 from framework.errors import EXIT_DONE
 from framework.mesh.layout import Layout
-from framework.model.adapters import add_adapters
+from framework.model.adapter_targets import add_adapters
 from framework.model.initial import build_buffers
 from framework.model.load import build_meta, load_config
 from framework.model.peft_folder import read_adapter

@@ -18,13 +18,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from framework.commands import trained_model
 from framework.commands.trained_model import UnitReader
 from framework.errors import ModelError
-from framework.model.adapters import DROPOUT, A, AdapterDropout, B, add_adapters, find_targets, is_adapter, merge_all
+from framework.model.adapter_targets import add_adapters, find_targets
+from framework.model.adapters import DROPOUT, A, AdapterDropout, B, is_adapter, merge_all
 from framework.model.generate import load_folder
 from framework.model.hub import find_base, fingerprint_base
 from framework.model.initial import draw_unit
 from framework.model.load import build_meta
 from framework.model.low_rank import AdapterMatmul, AdapterSwitch
-from framework.model.matmul import Matmul
+from framework.model.matmul import Matmul, accumulate_matmul
 from framework.model.peft_folder import WEIGHTS, read_adapter, write_adapter
 from framework.model.safetensors_files import ADAPTER
 from framework.model.units import find_units, set_parameter, tied_names
@@ -36,6 +37,7 @@ from framework.recipe.schema import Adapter, Model, Recipe
 from framework.verify.layout import initial_weights
 from tests.chat_templates import build_tokenizer
 from tests.families import build_config, family
+from tests.ranks.mixers import find
 from tests.ranks.parity import CPU, small_recipe
 
 LORA = Adapter("lora", 3, 5.0)
@@ -210,8 +212,8 @@ class Sum:
     def add(self, gradient: Tensor) -> None:
         self.total += gradient
 
-    def add_matmul(self, left: Tensor, right: Tensor) -> None:
-        self.total += left.t() @ right
+    def add_matmul(self, left: Tensor, right: Tensor, accumulate: Any = accumulate_matmul) -> None:
+        accumulate(self.total, left, right, False)
 
 
 def test_dropout_is_of_the_low_rank_path_in_forward_and_backward() -> None:
@@ -240,6 +242,17 @@ def test_dropout_is_of_the_low_rank_path_in_forward_and_backward() -> None:
     assert torch.allclose(views[B].total, b.grad)
     layer.eval()
     assert torch.equal(matmul.begin(x)._dropped(x), x)
+
+
+def test_a_weight_that_a_model_reads_past_its_layer_gets_no_adapter() -> None:
+    """An adapter of Mamba's dt_proj would be in no forward, and yet in the merged model. Of bloom a mode alone reads dense."""
+    for name, leaf, is_left_out in (("mamba", "dt_proj", True), ("bloom", "dense", False)):
+        model = build_meta(build_config(find(name)))
+        found = find_targets(model, LORA)
+        assert any(each.endswith(f".{leaf}.weight") for each in found) != is_left_out
+        if is_left_out:
+            with pytest.raises(ModelError, match=r"dt_proj is read by the module around it.*leave it out"):
+                find_targets(model, replace(LORA, targets=[leaf]))
 
 
 def test_ranks_that_hold_other_inputs_of_an_adapter_drop_others() -> None:

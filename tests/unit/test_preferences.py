@@ -19,11 +19,16 @@ from framework.data.rows import count_overlong
 from framework.data.store import TokenStream
 from framework.errors import DataError
 from framework.model.loss import IGNORE
+from framework.plan.forecast_plan import forecast_plan
+from framework.plan.page import describe_run
+from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.recipe.data_schema import NONE, PROBE, UNWANTED, WANTED
-from framework.recipe.schema import Batch, Data, LossSettings, Model, Recipe, Source
+from framework.recipe.schema import Adapter, Batch, Data, LossSettings, Model, Recipe, Source
 from framework.recipe.suggest import explain_unknown
 from tests.chat_templates import answer, user
+from tests.families import build_config, family
+from tests.ranks.parity import small_recipe
 from tests.unit.test_conversations import write_jsonl
 
 HI, YES, NO = user("Hi"), answer("Hello!"), answer("Go away.")
@@ -230,6 +235,22 @@ def test_keys_that_cannot_work_are_refused(overrides: list[str], key: str, words
     problems = {each.key: each for each in compose(overrides).problems}
     assert words in problems[key].message
     assert fix in problems[key].fix
+
+
+def test_plan_tells_of_the_forwards_for_a_reference() -> None:
+    """A step with a live reference has one forward more, kto's two; a stored one has none."""
+    seconds = {}
+    for loss in ("next_token", "dpo", "kto", "dpo stored"):
+        name, _, stored = loss.partition(" ")
+        settings = LossSettings(name, reference=None if name == "next_token" else "R" if stored else "base")  # type: ignore[arg-type]
+        recipe = replace(small_recipe("bf16", 1), loss=settings, adapter=Adapter("lora", 3))
+        plan = make_plan(recipe, build_config(family("llama")))
+        seconds[loss] = forecast_plan(plan).forecast.time.parts["references"]
+        told = "\n".join(describe_run(plan))
+        assert ("forward of the whole data set" in told) == bool(stored)
+    assert seconds["next_token"] == seconds["dpo stored"] == 0.0
+    assert seconds["kto"] == pytest.approx(2 * seconds["dpo"])
+    assert seconds["dpo"] > 0
 
 
 def test_recipes_of_preferences_are_recipes() -> None:
