@@ -40,8 +40,8 @@ from framework.recipe.derive import compiles
 from framework.recipe.schema import Recipe
 
 PARTS = (
-    *("matmuls", "attention", "elementwise", "recomputation", "tp", "cp", "ep", "pp", "gathers", "reductions"),
-    *("contention", "imbalance", "bubble", "optimizer", "offload", "checkpoint", "host"),
+    *("matmuls", "attention", "elementwise", "recomputation", "tp", "cp", "ep", "ep_outer", "ep_inner", "pp"),
+    *("gathers", "reductions", "contention", "imbalance", "bubble", "optimizer", "offload", "checkpoint", "host"),
 )
 # Fields of a candidate that the seconds of a layer depend on: how ranks divide it, and what they compute of a microbatch.
 DIVISION = ("tp", "ep", "expert_tp", "cp", "ulysses", "is_gather", "sequence", "ranks_per_node")
@@ -401,7 +401,7 @@ class TimeModel:
         if is_halved:  # matmuls of half the rows
             work = times.layer(replace(c, sequences=c.sequences // 2), number).times(c.sequences / (c.sequences // 2))
         own = LayerMessages(layer, work, c, self.groups(c), self.rates, self.settings)
-        found = {"tp": own.tp(), "cp": own.cp(), "ep": own.ep()}
+        found = {"tp": own.tp(), "cp": own.cp(), **own.ep()}
         found |= {"offload": self._offload(work, c)} if c.offloads_activations else {}
         launched = self.profile.layer_s if layer.experts is None else self.profile.mixture_s * (1 + is_halved)
         return UnitTime(work, {axis: each for axis, each in found.items() if each is not NOTHING}, grouped, launched)
