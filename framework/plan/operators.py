@@ -344,10 +344,13 @@ class LayerTimes:
         forward = times * sum(rates.matmul(each, *size, narrow) for size in sizes)
         weight = times * sum(self._weight_gradient(each, *size, adds, narrow) for size in sizes)
         activated = rates.elementwise(rows * inner, rates.profile.activation)
+        biases = (first, rates.profile.first_bias), (mixture.width, rates.profile.last_bias)
+        activated += sum(
+            rates.elementwise(rows * size, kernels) for size, kernels in biases if kernels and mixture.has_biases
+        )
         # Spread to rows, sorted on arrival, sorted back, summed by token: each reads and writes all rows.
         sorted_s = rates.profile.row_passes * rates.moved(2 * rows * mixture.width * rates.itemsize)
-        # One launch for all experts of a rank: kernels are grouped.
-        launches = 2 * (local - 1) * rates.cluster.overhead_s
+        launches = 2 * (local - 1) * rates.cluster.overhead_s * rates.profile.groups_experts
         return forward - launches, max(0.0, weight - launches), activated + sorted_s
 
     def rows(self, layer: LayerOperators, c: Candidate) -> float:

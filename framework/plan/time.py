@@ -401,9 +401,9 @@ class TimeModel:
         if is_halved:  # matmuls of half the rows
             work = times.layer(replace(c, sequences=c.sequences // 2), number).times(c.sequences / (c.sequences // 2))
         own = LayerMessages(layer, work, c, self.groups(c), self.rates, self.settings)
-        found = {"tp": own.tp(), "cp": own.cp(), **own.ep()}
-        found |= {"offload": self._offload(work, c)} if c.offloads_activations else {}
-        launched = self.profile.layer_s if layer.experts is None else self.profile.mixture_s * (1 + is_halved)
+        offload = {"offload": self._offload(work, c)} if c.offloads_activations else {}
+        found = {"tp": own.tp(), "cp": own.cp(), **own.ep(), **offload}
+        launched = self.profile.launch_s(layer.experts.experts // c.ep if layer.experts else None) * (1 + is_halved)
         return UnitTime(work, {axis: each for axis, each in found.items() if each is not NOTHING}, grouped, launched)
 
     def _offload(self, work: UnitWork, c: Candidate) -> Exposure:

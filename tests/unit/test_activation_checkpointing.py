@@ -25,8 +25,9 @@ from framework.errors import RecipeError
 from framework.model.experts import ExpertsForm, count_experts, find_experts
 from framework.model.kept_outputs import KeptOutputs, LayerCall
 from framework.model.load import load_config
+from framework.model.matmul import RowGroups, StackedMatmul
 from framework.parallel import activation_checkpointing
-from framework.parallel.activation_checkpointing import count_groups, group_size
+from framework.parallel.activation_checkpointing import CheckpointedForward, count_groups, group_size
 from framework.parallel.experts.dispatch import ExpertDispatch
 from framework.plan.memory_states import FRAGMENTATION
 from framework.plan.page import describe_run
@@ -459,6 +460,26 @@ def test_what_a_layer_writes_to_is_not_taken_over() -> None:
         kept.compute("matmul", lambda: x + 1)
         with pytest.raises(AssertionError, match="written to"):
             kept.compute("matmul", pytest.fail)
+
+
+def test_what_runs_without_gradients_is_not_saved_by_a_recomputation() -> None:
+    """An indexer does, whose weights are trained as far as anyone can tell."""
+    layer, kept, x = (
+        nn.ParameterDict({"weight": torch.ones(1, 2, 3)}),
+        KeptOutputs(),
+        torch.ones(4, 3, requires_grad=True),
+    )
+    chooser = StackedMatmul(layer, "weight", is_transposed=False)
+    chooser.keep_outputs(kept, "")
+
+    def run(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            chosen = chooser(x[:2], RowGroups.of([2], CPU)).argmax()
+        return (x * 2).sin() + chosen
+
+    CheckpointedForward(run, kept, is_random=False)(x).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, torch.full((4, 3), 2.0).cos() * 2)
 
 
 # --- auto
