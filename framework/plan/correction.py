@@ -23,7 +23,7 @@ from framework.recipe.schema import Cluster, ClusterLink, ClusterMatmul
 KINDS: Mapping[str, tuple[str, ...]] = {
     "computation": ("matmuls", "attention", "recomputation", "imbalance", "bubble", "references"),
     "memory": ("elementwise", "optimizer"),
-    "links": ("tp", "cp", "ep", "pp", "gathers", "reductions", "contention"),
+    "links": ("tp", "cp", "ep", "ep_outer", "ep_inner", "pp", "gathers", "reductions", "contention"),
     "host": ("offload", "checkpoint", "host"),
 }
 PRIOR = 0.02

@@ -167,46 +167,53 @@ class LayerMessages:
         crossing = tokens * nodes * (group.nodes - 1) / group.nodes * width
         return max(within, cluster.message(crossing, group)) if group.nodes > 1 else within
 
-    def ep(self) -> Exposure:
-        """Exposure of rows that travel to experts and back."""
+    def ep(self) -> Mapping[str, Exposure]:
+        """Exposures of rows that travel to experts and back: of `ep`, or of each hop where there are two."""
         c, layer, work, profile = self.c, self.layer, self.work, self.rates.profile
         if c.ep == 1 or layer.experts is None:
-            return NOTHING
+            return {}
         tokens = c.tokens / (1 if c.expert_tp == c.tp else c.tp)
         there, back, gradient = self._travel(tokens, layer.experts)
-        passes = 2 if c.checkpointing != "none" else 1
+        again = c.checkpointing != "none"
+        forward, backward = ([*map(sum, zip(*ways, strict=True))] for ways in ((there, back), (back, gradient)))
         if self.settings.parallel.expert_overlap:
-            forward, backward = self._late_of_halves((there, back, gradient))
-            hidden = passes * (sum((*there, *back)) - forward) + sum((*back, *gradient)) - backward
-            return Exposure(forward, (passes - 1) * forward + backward, hidden)
-        late_there, hidden_there = hide(there[0], work.shared)
-        forward, backward = late_there + there[1] + sum(back), sum((*back, *gradient))
-        if not profile.hides_ep:
+            late, late_back = self._late_of_halves((there, back, gradient))
+        else:
             # Backward has no shared experts left to compute under.
-            return Exposure(forward, (passes - 1) * forward + backward, passes * hidden_there)
-        late, hidden = hide(forward, profile.hides_ep * work.forward.total)
-        late_back, hidden_back = hide(backward, profile.hides_ep * work.backward)
-        return Exposure(late, late_back + (passes - 1) * forward, hidden_there + hidden + hidden_back)
+            late, late_back = [forward[0] - hide(there[0], work.shared)[1], forward[1]], backward
+        if profile.hides_ep:
+            hidden = hide(late[0], profile.hides_ep * work.forward.total)[1]
+            hidden_back = hide(backward[0], profile.hides_ep * work.backward)[1]
+            behind = forward[0] - late[0] + hidden + hidden_back
+            return {"ep": Exposure(late[0] - hidden, backward[0] - hidden_back + again * late[0], behind)}
+        hops = [
+            Exposure(own, own_back + again * own, (1 + again) * (whole - own) + whole_back - own_back)
+            for own, own_back, whole, whole_back in zip(late, late_back, forward, backward, strict=True)
+        ]
+        # Of one hop the other has no seconds.
+        return dict(zip(("ep_outer", "ep_inner") if self._has_two_hops else ("ep",), hops, strict=False))
 
-    def _late_of_halves(self, ways: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        """Exposed seconds of rows in forward and in backward of a layer whose halves compute by turns. ways: seconds of both
-        hops, the one that departs first and the other, of rows there, back and of the gradient of what was sent."""
-        work, has_two_hops = self.work, min(self.groups["ep_outer"].size, self.groups["ep_inner"].size) > 1
+    @property
+    def _has_two_hops(self) -> bool:
+        is_ours = self.rates.profile.dispatch == "hops"
+        return is_ours and min(self.groups["ep_outer"].size, self.groups["ep_inner"].size) > 1
+
+    def _late_of_halves(self, ways: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+        """Exposed seconds of both hops in forward and in backward, of a layer whose halves compute by turns. ways: seconds of the
+        hop that departs first and of the other one, of rows there, back and of the gradient of what was sent."""
+        work = self.work
         (far, near), (far_back, near_back), (far_gradient, near_gradient) = ([each / 2 for each in way] for way in ways)
         # Shared experts and an attention's output projection are in one turn, all else in front of experts in another.
         late, inside = work.row_forward + work.shared * 2 / 3, work.inside
         forward = [work.forward.total - late - inside, late, 0.0, inside * 2 / 3, inside / 3, 0.0, 0.0]
-        scale = (work.input.total + work.weight.total) / work.forward.total
         there = [NO_WAY, (0, far), (1, near), NO_WAY, (1, near_back), (0, far_back)]
         gradients = [(0, far_back), (1, near_back), NO_WAY, (1, near_gradient), (0, far_gradient), NO_WAY]
-        if not has_two_hops:
+        if not self._has_two_hops:
             forward = [forward[0] + late, inside, 0.0]
-            there, gradients = (
-                [(0, far + near), (0, far_back + near_back)],
-                [(0, far_back + near_back), (0, far_gradient + near_gradient)],
-            )
-        halves = Halves(len(forward), int(has_two_hops))
+            there, gradients = [(0, far), (0, far_back)], [(0, far_back), (0, far_gradient)]
+        scale = (work.input.total + work.weight.total) / work.forward.total
         turns = [each / 2 for each in forward]
+        halves = Halves(len(turns), int(self._has_two_hops))
         backward = [each * scale for each in reversed(turns)]
         return halves.find_late(turns, there, halves.order), halves.find_late(backward, gradients, halves.reversed)
 
@@ -235,15 +242,18 @@ class Halves:
 
     def find_late(
         self, turns: Sequence[float], ways: Sequence[tuple[int, float]], order: Sequence[tuple[int, int]]
-    ) -> float:
-        """Seconds in which neither half computes. turns: seconds of each; ways: (hop, seconds) of what departs at the end of each
-        turn but the last, and has to be there for the next. One way of a hop follows the other."""
-        clock, free = 0.0, [0.0, 0.0]
-        arrival: dict[tuple[int, int], float] = {}
+    ) -> list[float]:
+        """Seconds in which neither half computes, by the hop that is waited for. turns: seconds of each; ways: (hop, seconds) of
+        what departs at the end of each turn but the last, for the next. Over one hop one way follows the other."""
+        clock, free, late = 0.0, [0.0, 0.0], [0.0, 0.0]
+        arrival: dict[tuple[int, int], tuple[int, float]] = {}
         for half, turn in order:
-            clock = max(clock, arrival.get((half, turn), 0.0)) + turns[turn]
+            hop, at = arrival.get((half, turn), (0, 0.0))
+            late[hop] += max(0.0, at - clock)
+            clock = max(clock, at) + turns[turn]
             if turn < self.count - 1:
                 hop, seconds = ways[turn]
                 if seconds:
-                    free[hop] = arrival[half, turn + 1] = max(clock, free[hop]) + seconds
-        return clock - 2 * sum(turns)
+                    free[hop] = max(clock, free[hop]) + seconds
+                    arrival[half, turn + 1] = hop, free[hop]
+        return late

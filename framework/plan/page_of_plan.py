@@ -23,6 +23,7 @@ MESH_AXES = ("pp", "dp", "cp", "tp", "ep")
 LINKS = {
     **{name: ((name,), (name,), (name,)) for name in ("tp", "cp", "ep", "pp")},
     "cp": (("ulysses", "ring"), ("cp",), ("cp",)),
+    "ep": (("ep",), ("ep", "ep_outer", "ep_inner"), ("ep",)),
     "dp": (
         ("shard", "replica", "expert_shard", "expert_replica"),
         ("gathers", "reductions"),
@@ -152,7 +153,8 @@ def link_rows(plan: Plan, found: PlanForecast) -> Rows:
     totals: list[Row] = []
     for link, (axes, parts, kinds) in LINKS.items():
         exposed = sum(time.parts.get(part, 0.0) for part in parts)
-        seconds = {"hidden": time.hidden.get("shard" if link == "dp" else link, 0.0), "exposed": exposed}
+        hidden = sum(time.hidden.get(part, 0.0) for part in (("shard",) if link == "dp" else parts))
+        seconds = {"hidden": hidden, "exposed": exposed}
         sent = max(sum(own[kind] for kind in kinds) for own in traffic)
         if not sent and not any(seconds.values()):
             continue

@@ -110,6 +110,10 @@ class Profile:
     stolen: float = 0.0
     """Share of the compute device that a collective beside it takes, such as a GPU's multiprocessors."""
 
+    def launch_s(self, experts: int | None) -> float:
+        """Host time to launch a layer's forward. experts: of the rank; None: the layer has none."""
+        return self.layer_s if experts is None else self.mixture_s + self.expert_s * max(1, experts)
+
     def fused(self) -> "Profile":
         """The profile with torch.compile over each layer."""
         fused = {"norm": FUSED_NORM, "rope": FUSED_ROPE, "activation": FUSED_ACTIVATION, "cast": FUSED_CAST}

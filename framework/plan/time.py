@@ -41,8 +41,19 @@ from framework.recipe.derive import compiles
 from framework.recipe.schema import Recipe
 
 PARTS = (
-    *("matmuls", "attention", "elementwise", "recomputation", "tp", "cp", "ep", "pp", "gathers", "reductions"),
-    *("contention", "imbalance", "bubble", "references", "optimizer", "offload", "checkpoint", "host"),
+    *("matmuls", "attention", "elementwise", "recomputation", "tp", "cp", "ep", "ep_outer", "ep_inner", "pp"),
+    *(
+        "gathers",
+        "reductions",
+        "contention",
+        "imbalance",
+        "bubble",
+        "references",
+        "optimizer",
+        "offload",
+        "checkpoint",
+        "host",
+    ),
 )
 # Fields of a candidate that the seconds of a layer depend on: how ranks divide it, and what they compute of a microbatch.
 DIVISION = ("tp", "ep", "expert_tp", "cp", "ulysses", "is_gather", "sequence", "ranks_per_node")
@@ -404,13 +415,10 @@ class TimeModel:
         is_halved = self.settings.parallel.expert_overlap and layer.experts is not None and min(c.ep, c.sequences) > 1
         if is_halved:  # matmuls of half the rows
             work = times.layer(replace(c, sequences=c.sequences // 2), number).times(c.sequences / (c.sequences // 2))
-        messages = LayerMessages(layer, work, c, self.groups(c), self.rates, self.settings)
-        found = {"tp": messages.tp(), "cp": messages.cp(), "ep": messages.ep()}
-        found |= {"offload": self._offload(work, c)} if c.offloads_activations else {}
-        launched = self.profile.layer_s
-        if layer.experts is not None:
-            each = self.profile.mixture_s + self.profile.expert_s * max(1, layer.experts.experts // c.ep)
-            launched = each * (1 + is_halved)
+        own = LayerMessages(layer, work, c, self.groups(c), self.rates, self.settings)
+        offload = {"offload": self._offload(work, c)} if c.offloads_activations else {}
+        found = {"tp": own.tp(), "cp": own.cp(), **own.ep(), **offload}
+        launched = self.profile.launch_s(layer.experts.experts // c.ep if layer.experts else None) * (1 + is_halved)
         return UnitTime(work, {axis: each for axis, each in found.items() if each is not NOTHING}, grouped, launched)
 
     def _offload(self, work: UnitWork, c: Candidate) -> Exposure:

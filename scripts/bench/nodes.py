@@ -5,9 +5,9 @@ node, save what their bytes say?
     python scripts/bench/nodes.py --tokens [--top-k 2] [--context 256]             the Qwen3-MoE of expert.py, ep over both nodes
 
 Four gloo ranks are two nodes of two. A message from the other node lands in a rank when its adapter has carried it: one message
-after the other, so many bytes a second; within a node nothing is slowed. Steps of all sides, with and without the network, take
-turns. Printed are medians of the slowest rank, what leaves a node by the ledger, the seconds that the bytes alone take at that
-rate, and the step over that of the first side.
+after the other, so many bytes a second; within a node nothing is slowed. Sides take turns, and step with and without the network.
+Printed are medians of the slowest rank, what leaves a node by the ledger, the seconds that the bytes alone take at that rate, and
+the step over that of the first side.
 """
 
 import argparse
@@ -130,53 +130,51 @@ def time_sides(rank: int, rendezvous: str, options: argparse.Namespace) -> None:
     if options.tokens:
         sides = {name: (MIXTURE, WAYS[name]) for name in options.ways or WAYS}
         config = AutoConfig.for_model(FAMILY, **(MODEL | {"num_experts_per_tok": options.top_k}), use_cache=False)
-    found = {
-        name: Side(make_recipe(*side, options), config, f"{rendezvous}-{name}", rank) for name, side in sides.items()
-    }
-    for turn in range(options.steps + 1):
-        for speed in (FREE, rate):
-            for side in found.values():
-                side.step(turn, speed)
-    first = 0.0
-    if rank == 0:
-        columns = "MB that leave | s by bytes | s free | s | s more than free | of the first"
-        print(f"| {options.rate_mb:g} MB/s between nodes | {columns} |")
-        print("|---|---|---|---|---|---|---|")
-    for name, side in found.items():
-        free, slow = (statistics.median(times[1:]) for times in side.seconds.values())
-        first = first or slow
-        if rank == 0:
-            row = f"{side.sent / 1e6:.2f} | {side.sent / rate:.2f} | {free:.2f} | {slow:.2f} | {slow - free:.2f}"
-            print(f"| {name} | {row} | {slow / first:.2f} |", flush=True)
-        side.run.close()
-        side.mesh.close()
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    sent: dict[str, int] = {}
+    for turn in range(options.steps):
+        for number, (name, side) in enumerate(sides.items()):
+            # A process has one mesh at a time, and sides have different ones.
+            place = f"{rendezvous}-{turn}-{number}"
+            seconds, sent[name] = time_steps(make_recipe(*side, options), config, place, rank, rate)
+            found[name].append(seconds)
+    if rank:
+        return
+    columns = "MB that leave | s by bytes | s free | s | s more than free | of the first"
+    print(f"| {options.rate_mb:g} MB/s between nodes | {columns} |")
+    print("|---|---|---|---|---|---|---|")
+    first = statistics.median(slow for _, slow in next(iter(found.values())))
+    for name, times in found.items():
+        free, slow = map(statistics.median, zip(*times, strict=True))
+        row = f"{sent[name] / 1e6:.2f} | {sent[name] / rate:.2f} | {free:.2f} | {slow:.2f} | {slow - free:.2f}"
+        print(f"| {name} | {row} | {slow / first:.2f} |", flush=True)
 
 
-class Side:
-    """A layout and its steps. seconds: of the slowest rank, by the network's rate."""
-
-    def __init__(self, recipe: Recipe, config: PretrainedConfig, rendezvous: str, rank: int):
-        self.mesh = connect(make_topology(recipe, config), torch.device("cpu"), rendezvous.replace(" ", "-"), rank)
-        self.run = build(make_plan(recipe, config), self.mesh)
-        batch = recipe.batch
-        assert batch.sequences_per_step is not None
-        sequences = make_batches(config, 1, batch.sequences_per_step, batch.context, 1)[0]
-        self.microbatches = share(sequences, batch.sequences_per_microbatch, self.mesh)
-        self.seconds: dict[float, list[float]] = {}
-        self.sent = 0
-
-    def step(self, turn: int, speed: float) -> None:
-        """One step over a network of a speed."""
-        before = ledger.snapshot(self.mesh, between_nodes=True)
-        barrier(self.mesh.axis("world"))
+def time_steps(
+    recipe: Recipe, config: PretrainedConfig, rendezvous: str, rank: int, rate: float
+) -> tuple[tuple[float, float], int]:
+    """(seconds of a step without a network, and with one), of the slowest rank; bytes that leave this rank's node in a step."""
+    mesh = connect(make_topology(recipe, config), torch.device("cpu"), rendezvous, rank)
+    run = build(make_plan(recipe, config), mesh)
+    batch = recipe.batch
+    assert batch.sequences_per_step is not None
+    sequences = make_batches(config, 1, batch.sequences_per_step, batch.context, 1)[0]
+    microbatches = share(sequences, batch.sequences_per_microbatch, mesh)
+    seconds = []
+    for turn, speed in enumerate((FREE, FREE, rate)):  # the first step takes memory
+        before = ledger.snapshot(mesh, between_nodes=True)
+        barrier(mesh.axis("world"))
         started = time.perf_counter()
         with network(speed):
-            train_step(self.run, self.microbatches, turn, 1e-3)
+            train_step(run, microbatches, turn, 1e-3)
         took = torch.tensor([time.perf_counter() - started])
-        all_reduce(took, self.mesh.axis("world"), "max")
-        self.seconds.setdefault(speed, []).append(took.item())
-        away = ledger.difference(ledger.snapshot(self.mesh, between_nodes=True), before)
-        self.sent = sum(num_bytes for axis, each in away.items() if axis != "world" for _, num_bytes in each.values())
+        all_reduce(took, mesh.axis("world"), "max")
+        seconds.append(took.item())
+    away = ledger.difference(ledger.snapshot(mesh, between_nodes=True), before)
+    sent = sum(num_bytes for axis, each in away.items() if axis != "world" for _, num_bytes in each.values())
+    run.close()
+    mesh.close()
+    return (seconds[1], seconds[2]), sent
 
 
 def llama(hidden: int) -> PretrainedConfig:

@@ -1,7 +1,9 @@
 """Two halves of a layer compute by turns, forward and backward, and what one of them meets ends both."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -90,6 +92,26 @@ def test_an_error_of_one_half_is_the_layers(failing: int) -> None:
     assert ended == []
     failing = 2  # and the next layer computes as if nothing had been
     assert turns.run(compute, []) == [0, 1]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_holds_nothing_of_what_was_computed(failing: int) -> None:
+    turns, held = Turns(CPU), []  # type: ignore[var-annotated]
+
+    def compute(half: int) -> None:
+        x = torch.ones(3)
+        held.append(ref(x))
+        turns.end()
+        if half == failing:
+            raise ValueError
+
+    gc.disable()
+    try:
+        with pytest.raises(ValueError):  # noqa: PT011
+            turns.run(compute, [])
+        assert [each() for each in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_halves_are_a_layer_with_its_hooks_and_arguments() -> None:

@@ -14,7 +14,7 @@ from framework.parallel.pipeline.simulate import Costs, simulate
 from framework.plan.bubble import Lengths, least_length
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import ClusterRates, Grid, Group, Link, LinkSpan, place_group
-from framework.plan.exposure import place_groups
+from framework.plan.exposure import Halves, place_groups
 from framework.plan.forecast import TimeForecast
 from framework.plan.forecast_plan import measure_imbalance
 from framework.plan.profile import BACKWARD_PASSES, SCAN_FLOPS, Kernels, Profile
@@ -370,6 +370,33 @@ def test_experts_compute_what_is_routed_to_them() -> None:
     overlapped = forecast_time(mixture(), replace(ONE, dp=4, ep=4), halves, machine(rate=1e11), BARE)
     waited = forecast_time(mixture(), replace(ONE, dp=4, ep=4), DEFAULT, machine(rate=1e11), BARE)
     assert overlapped.parts["ep"] < waited.parts["ep"]
+
+
+def test_halves_hide_rows_under_the_turns_of_one_another() -> None:
+    # What each half sends in its first two turns takes a second, under two of the other half; of half 1 the second is exposed.
+    one_hop = Halves(3, 0)
+    assert one_hop.order == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+    assert one_hop.find_late([2.0, 2.0, 0.0], [(0, 1.0), (0, 1.0)], one_hop.order) == [1.0, 0.0]
+    # Backward begins with it, and both halves' departs at once.
+    assert one_hop.find_late([0.0, 2.0, 2.0], [(0, 1.0), (0, 1.0)], one_hop.reversed) == [1.0, 0.0]
+    # One hop after the other, each under a turn, but for the last two of half 1.
+    ahead = Halves(7, 1)
+    assert ahead.order[:5] == [(0, 0), (0, 1), (1, 0), (0, 2), (1, 1)]
+    ways = [(0, 0.0), (0, 2.0), (1, 1.0), (0, 0.0), (1, 1.0), (0, 2.0)]
+    assert ahead.find_late([2.0, 2.0, 0.0, 2.0, 2.0, 0.0, 0.0], ways, ahead.order) == [2.0, 1.0]
+
+
+def test_each_hop_is_forecast_by_itself() -> None:
+    near, far = LinkSpan(1, 1e10, 0.0), LinkSpan(2, 1e9, 0.0)
+    cluster = replace(machine(ranks_per_node=2), links={kind: Link(0.0, (near, far)) for kind in KINDS})  # type: ignore[misc]
+    spread = replace(ONE, dp=4, ep=4, expert_tp=1, shard=4, zero=1, ranks_per_node=2)
+    over_nodes = replace(DEFAULT, parallel=replace(DEFAULT.parallel, expert_hierarchical="node"))
+    halves = replace(over_nodes, parallel=replace(over_nodes.parallel, expert_overlap=True))
+    waited, hidden = (forecast_time(mixture(), spread, each, cluster, BARE) for each in (over_nodes, halves))
+    for hop in ("ep_outer", "ep_inner"):
+        assert 0.0 < hidden.parts[hop] < waited.parts[hop]
+        assert hidden.parts[hop] + hidden.hidden[hop] == pytest.approx(waited.parts[hop])
+    assert waited.parts["ep"] == 0.0
 
 
 def test_a_gpt2_is_known_by_its_operators() -> None:

@@ -72,9 +72,13 @@ class Turns:
         finally:
             error = other.exception()
             self._first, self._places = None, ()
-            # Of two errors one is the other's echo.
-            if error is not None and not isinstance(error, HalfStopped):
-                raise error
+            try:
+                # Of two errors one is the other's echo.
+                if error is not None and not isinstance(error, HalfStopped):
+                    raise error
+            finally:
+                # A recomputation ends with an error, whose frames hold what both halves have computed. This frame is one of them.
+                del error, other
 
     def end(self) -> None:
         """End a turn: the other half computes until it ends its own. Nothing happens where there is no other."""
@@ -207,10 +211,9 @@ def halve_layer(layer: Any, turns: Turns, places: Sequence[Place], cut: Cut) -> 
     """Have a layer whose experts dispatch compute in halves. places: of the layer, beside those of its experts; cut: as in
     `HalvedForward`."""
     places = list(places)
-    for name, module in layer.named_modules():
-        dispatch = vars(module).get("dispatch")
-        if not isinstance(dispatch, ExpertDispatch):
-            continue
+    found = ((name, each, vars(each).get("dispatch")) for name, each in layer.named_modules())
+    dispatches = [each for each in found if isinstance(each[2], ExpertDispatch)]
+    for name, module, dispatch in dispatches:
         dispatch.end_turn = turns.end
         places.append((vars(module), "down_proj_bias"))
         mixture = layer.get_submodule(name.rpartition(".")[0])
@@ -219,6 +222,7 @@ def halve_layer(layer: Any, turns: Turns, places: Sequence[Place], cut: Cut) -> 
             places += [(vars(dispatch.shared), each) for each in ("_input", "_ahead")]
         if dispatch.route.has_two_hops and (last := _find_last_linear(layer, mixture)) is not None:
             last.register_forward_pre_hook(lambda *_: turns.end())
+    if dispatches:
         layer.forward = HalvedForward(layer.forward, turns, places, cut)
 
 
