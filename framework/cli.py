@@ -2,6 +2,7 @@
 
 import argparse
 import codecs
+import gc
 import locale
 import os
 import sys
@@ -90,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         keep_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     code = _run(words)
+    if argv is None:
+        gc.freeze()  # else Python, as it ends, looks through all that the process holds: a sixth of a short command
     loss = find_loss()
     if code != EXIT_DONE or loss is None or any(command.works for command in COMMANDS if [command.name] == words[:1]):
         return code

@@ -90,6 +90,14 @@ def chat_template(name: str) -> Decorator[Callable[[], str]]:
     return register
 
 
+def evaluation_task(name: str) -> Decorator[Callable[[], Iterable[dict[str, Any]]]]:
+    """`eval.tasks`: a function that makes the records of a task, the same ones at each call. docs/evaluation.md lists their
+    fields, from which scores follow."""
+    from framework.data.tasks import TASKS
+
+    return _register("evaluation task", TASKS, name)
+
+
 def model(kind: type) -> type:
     """`model.family`: a PreTrainedModel for causal language modeling whose `config_class` has a `model_type` of its own."""
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM

@@ -67,6 +67,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print a table of scores."""
     if arguments.names:
+        if arguments.run is not None:
+            raise RecipeError(
+                f"--import writes tasks and evaluates nothing: leave {arguments.run} out, and then evaluate it with"
+                f" --tasks {arguments.to}"
+            )
         from framework.commands.import_tasks import import_tasks
 
         return import_tasks(arguments.names, folder=arguments.to)

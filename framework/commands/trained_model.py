@@ -1,6 +1,7 @@
 """The model of a run's checkpoint: loaded here, or exported as a folder that Hugging Face's `from_pretrained` loads."""
 
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,10 @@ class UnitReader:
 def read_settings(directory: RunDirectory, checkpoint: Place) -> tuple[Recipe, Reader]:
     """The recipe of the checkpoint's stage, and the checkpoint, which says whether run and tokenizer are still its own."""
     recipe, reader = load_recipe(directory.recipe), Reader(checkpoint)
+    if recipe.plugins:  # code that somebody else may have written
+        print(
+            f"plugins  {', '.join(recipe.plugins)}: imported, as {directory.recipe} says", file=sys.stderr, flush=True
+        )
     import_plugins(recipe.plugins)
     verify_identity(directory, recipe, reader.manifest.state)
     return stage_of(recipe, reader.manifest.step).recipe, reader

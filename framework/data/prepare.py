@@ -119,7 +119,7 @@ def prepare(recipe: Recipe, workers: int | None = None, progress: bool = True) -
         raise
     prepared = open_found(find_prepared(recipe, places))
     kept = keep_tasks(recipe.eval.tasks, prepared.tokenizer, recipe.batch.context)
-    refuse_unknown_score(recipe.checkpoint.keep_best, [open_task(place) for place in kept])
+    refuse_unknown_score(recipe.checkpoint.keep_best, [open_task(place) for place in kept], recipe.eval.average)
     return prepared
 
 

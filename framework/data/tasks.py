@@ -1,4 +1,4 @@
-"""Evaluation tasks: questions of local files, tokenized, and the scores that follow from log-probabilities.
+"""Evaluation tasks: questions of local files or a plugin's functions, tokenized, and scores that follow from log-probabilities.
 
 | record of NAME.jsonl, one kind in a file | spans that are scored | scores |
 |---|---|---|
@@ -23,7 +23,7 @@ import math
 import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -48,6 +48,10 @@ SCORES: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
         "text": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
     }
 )
+# By name, functions that make the records of a task. Plugins add to it (`framework/extend.py`).
+TASKS: dict[str, Callable[[], Iterable[Mapping[str, Any]]]] = {}
+# Of names of scores, where the average of the weights has them (`eval.average`).
+OF_AVERAGE = "average/"
 # Scores whose smaller value is the better one.
 LOWER_IS_BETTER = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
 
@@ -126,24 +130,34 @@ def _exp(value: float) -> float:
 
 
 def list_tasks(paths: Sequence[str]) -> dict[str, Path]:
-    """The files of `eval.tasks` by the names of their tasks; a folder stands for its .jsonl and .txt files. DataError where one
-    is not there, or two have one name."""
+    """The files of `eval.tasks` by the names of their tasks; a folder stands for its .jsonl and .txt files, and a plugin's task
+    for NAME.jsonl, which is no file. DataError that names all that are not there, or two of one name."""
     found: dict[str, Path] = {}
+    missing: list[str] = []
     for path in (Path(each).expanduser() for each in paths):
-        files = [path]
+        files = [Path(f"{path}.jsonl") if str(path) in TASKS else path]
         if path.is_dir():
             files = sorted(each for each in path.iterdir() if each.suffix in (".jsonl", ".txt"))
-        if not path.exists() or not files:
-            what = "has no .jsonl or .txt file" if path.exists() else "is not there"
-            raise DataError(
-                f"eval.tasks: {path} {what}. Name a file or folder of tasks (docs/evaluation.md), or write one of"
-                f" lm-evaluation-harness: meshwright evaluate --import {path.stem} --to {path.parent}"
-            )
+        if not files or not (path.exists() or str(path) in TASKS):
+            missing.append(f"{path} {'has no .jsonl or .txt file' if path.exists() else 'is not there'}")
         for file in files:
             if found.get(file.stem, file) != file:
                 raise DataError(f"eval.tasks: {found[file.stem]} and {file} are both task {file.stem}: rename one")
             found[file.stem] = file
+    if missing:
+        names = " ".join(f"--import {Path(each.split()[0]).stem}" for each in missing)
+        raise DataError(
+            f"eval.tasks: {'; '.join(missing)}. Name a file or folder of tasks (docs/evaluation.md), or write tasks of"
+            f" lm-evaluation-harness: meshwright evaluate {names} --to {Path(missing[0].split()[0]).parent}"
+        )
     return found
+
+
+def read_task(file: Path) -> bytes:
+    """The content of a task's file, or of the one that a plugin's task stands for."""
+    if (make := TASKS.get(file.stem)) is None or file.exists():
+        return file.read_bytes()
+    return "".join(json.dumps(record) + "\n" for record in make()).encode()
 
 
 def keep_tasks(paths: Sequence[str], tokenizer: Path, context: int) -> list[Path]:
@@ -152,7 +166,7 @@ def keep_tasks(paths: Sequence[str], tokenizer: Path, context: int) -> list[Path
     files, info = list_tasks(paths), read_info(tokenizer) if paths else None
     kept, open_encoder = [], cache(partial(TaskEncoder, tokenizer))
     for name, file in files.items():
-        words = [TASKS_VERSION, file.suffix, xxhash.xxh3_128_hexdigest(file.read_bytes()), info and info.hash, context]
+        words = [TASKS_VERSION, file.suffix, xxhash.xxh3_128_hexdigest(read_task(file)), info and info.hash, context]
         place = tokenizer.parent / f"eval-{name}-{xxhash.xxh3_64_hexdigest(json.dumps(words).encode())}.npz"
         if not place.exists():
             task = tokenize_task(name, file, open_encoder(), context)
@@ -174,9 +188,10 @@ def open_task(place: Path) -> Task:
         raise DataError(f"{place} is damaged ({error}). Delete it; the next start tokenizes its task again") from error
 
 
-def refuse_unknown_score(keep_best: bool | str, tasks: Sequence[Task]) -> None:
-    """Raises RecipeError where checkpoint.keep_best names no score of the tasks."""
+def refuse_unknown_score(keep_best: bool | str, tasks: Sequence[Task], has_average: bool) -> None:
+    """Raise RecipeError where checkpoint.keep_best names no score of the tasks. has_average: the tasks score it, too."""
     names = [f"{task.name}/{name}" for task in tasks for name in SCORES[task.kind]]
+    names += [f"{OF_AVERAGE}{name}" for name in names] * has_average
     if isinstance(keep_best, str) and keep_best not in names:
         raise RecipeError(f"checkpoint.keep_best={keep_best}: no task has that score. There are {', '.join(names)}")
 
@@ -187,7 +202,7 @@ def refuse_unknown_score(keep_best: bool | str, tasks: Sequence[Task]) -> None:
 def read_records(file: Path) -> Iterator[tuple[int, Kind, list[Request]]]:
     """The line, kind and requests of each record. DataError at the first that cannot be understood."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_task(file).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"eval.tasks: {file} cannot be read as UTF-8 text: {error}") from error
     lines = text.split("\n") if file.suffix == ".jsonl" else [json.dumps({"text": text})]

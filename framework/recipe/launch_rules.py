@@ -9,7 +9,7 @@ from framework.recipe.clusters import find_cluster_problems
 from framework.recipe.deadlines import MARGIN, count_job_seconds, seconds_of
 from framework.recipe.derive import node_counts
 from framework.recipe.environment import is_secret, names_in, secret_in
-from framework.recipe.problem import COUNTED, DEGREES, Problem, Rule, refuse, rule
+from framework.recipe.problem import COUNTED, DEGREES, Problem, Rule, refuse, refuse_useless, rule
 from framework.recipe.schema import Recipe
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -77,11 +77,12 @@ def options(recipe: Recipe) -> Iterator[Problem]:
         yield from _find_secret(key, option)
 
 
-@rule("launch.segment", "launch.switches", "launch.spares", *COUNTED, *DEGREES)
+@rule("launch.kind", "launch.segment", "launch.switches", "launch.spares", *COUNTED, *DEGREES)
 def topology(recipe: Recipe) -> Iterator[Problem]:
     """SLURM refuses other numbers of nodes than whole segments, and what it cannot read as switches."""
     launch, switches = recipe.launch, str(recipe.launch.switches or 1)
     if launch.kind != "slurm":
+        yield from refuse_useless(recipe, "launch.segment", "is for SLURM alone", "launch.kind=slurm")
         return
     asked = sorted({count + launch.spares for count in node_counts(recipe)})
     if launch.segment and (odd := [count for count in asked if count % launch.segment]):

@@ -8,6 +8,7 @@ The launcher imports them before the recipe is checked, each rank before it plan
 only read a run's recipe import nothing, and take names that they do not know as what the launcher has checked.
 """
 
+import ast
 import hashlib
 import importlib
 import sys
@@ -23,7 +24,7 @@ from framework.errors import RecipeError
 # Kinds of names, as fields of the schema refer to them (`key(..., registry=KIND)`).
 KINDS = (
     *("optimizer", "loss", "reader", "tokenizer", "chat template", "schedule", "tracker", "model", "context method"),
-    "pipeline schedule",
+    *("pipeline schedule", "evaluation task"),
 )
 # By kind the names that plugins have added, and of which plugin each is. They grow while plugins are imported, and never after.
 ADDED: Mapping[str, dict[str, str]] = MappingProxyType({kind: {} for kind in KINDS})
@@ -119,15 +120,27 @@ def _version(plugin: str) -> str:
 
 
 def hash_plugin(plugin: str) -> str:
-    """A hash of a plugin's Python files; empty for one that is not imported."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name in modules_of(plugin):
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file is None:
-            return ""
-        for each in sorted(Path(file).parent.rglob("*.py")) if Path(file).stem == "__init__" else [Path(file)]:
-            digest.update(each.read_bytes())
-    return digest.hexdigest()
+    """A hash of a plugin's Python files, and of those beside a file that it imports; empty for one that is not imported."""
+    places = [getattr(sys.modules.get(name), "__file__", None) for name in modules_of(plugin)]
+    waiting, files = [Path(place) for place in places if place and None not in places], dict[Path, bytes]()
+    while waiting:
+        path = waiting.pop()
+        if path.name == "__init__.py":
+            files |= {each: each.read_bytes() for each in path.parent.rglob("*.py")}
+        elif path not in files:
+            files[path] = path.read_bytes()
+            waiting += _find_beside(path.parent, files[path]) if is_path(plugin) else ()
+    digest = hashlib.blake2b(b"".join(files[path] for path in sorted(files)), digest_size=8)
+    return digest.hexdigest() if files else ""
+
+
+def _find_beside(folder: Path, text: bytes) -> Iterator[Path]:
+    """Files of modules in a folder that a text of Python imports, wherever in it."""
+    for node in ast.walk(ast.parse(text)):
+        names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for first in (name.partition(".")[0] for name in names if name):
+            yield from filter(Path.is_file, (folder / f"{first}.py", folder / first / "__init__.py"))
 
 
 def hash_owner(kind: str, name: str) -> str:

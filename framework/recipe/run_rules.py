@@ -243,6 +243,13 @@ def best(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, key, message, f"{key}=false; or pipeline.fill_bubbles=none")
 
 
+@rule("eval.average", "train.ema")
+def average(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.eval.average and recipe.train.ema is None:
+        message = "there is no average of the weights to score: train.ema=null"
+        yield refuse(recipe, "eval.average", message, "train.ema=0.999; or eval.average=false")
+
+
 def find_run_root_problems(recipe: Recipe) -> Iterator[Problem]:
     """The rule of run.root, by its text alone."""
     root = recipe.run.root
@@ -307,6 +314,14 @@ def profile(recipe: Recipe) -> Iterator[Problem]:
     if not ranks or any(rank >= world for rank in ranks):
         message = f"of {world} ranks, which have the numbers 0 to {world - 1}, these record nothing"
         yield refuse(recipe, "track.profile_ranks", message, "track.profile_ranks=[0]")
+
+
+@rule("track.timeline_step", "train.steps")
+def timeline(recipe: Recipe) -> Iterator[Problem]:
+    step, steps = recipe.track.timeline_step, recipe.train.steps
+    if step is not None and step > steps and recipe.train.epochs is None:
+        message = f"no such step is trained: train.steps={steps}"
+        yield refuse(recipe, "track.timeline_step", message, f"track.timeline_step={min(5, steps)}; or null")
 
 
 @rule("track.tensorboard", "track.mlflow", "track.wandb", "track.csv", "track.html")
@@ -393,5 +408,5 @@ RUN_RULES = (
     *(family, *METHOD_RULES, sources, imported_sources, conversations, token_stores),
     *(tokenizer, vocabulary, weights, validation),
     Rule(("run.root",), find_run_root_problems),
-    *(intervals, checkpoint_root, neighbors, rewinds, profile, best, names, trackers, wandb, texts),
+    *(intervals, checkpoint_root, neighbors, rewinds, profile, timeline, best, average, names, trackers, wandb, texts),
 )

@@ -53,6 +53,8 @@ def to_yaml(recipe: Recipe) -> str:
     with U+0085); then they are escaped."""
     tree = plain(asdict(recipe))
     text = _dump(tree, readable=True)
+    if text.isascii():
+        return text
     try:
         reads_back = yaml.load(text, Loader=YamlLoader) == tree
     except yaml.YAMLError:

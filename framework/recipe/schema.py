@@ -372,7 +372,8 @@ class Precision:
 @dataclass(frozen=True)
 class Eval:
     tasks: list[str] = key(
-        "files of tasks, or folders of them, that are scored during training (docs/evaluation.md)", []
+        "files of tasks, folders of them, or names of a plugin's, that are scored during training (docs/evaluation.md)",
+        [],
     )
     every_steps: int | Literal["auto"] = key(
         "steps between evaluations, the last step has one anyway; auto: as few as keep evaluations below 1% of the run's FLOPs",
@@ -380,6 +381,7 @@ class Eval:
         low=1,
     )
     limit: int | None = key("records of each task, the first ones; null: all", None, low=1)
+    average: bool = key("score the average of the weights (train.ema) as well: average/TASK/SCORE", False)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ are thinned as in the report's picture, so the page of a run of months is no lar
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatch
+from functools import cache
 from math import ceil, isfinite
 from pathlib import Path
 from statistics import median
@@ -38,12 +39,7 @@ CURVES = (
     ("lr", "Learning rate", "rate", ("lr",)),
     ("gradient_norm", "Gradient norm before clipping", "norm", ("gradient_norm", "gradient_norm_limit")),
     ("memory", "Memory of rank 0 at its peak", "GiB", ("memory_bytes",)),
-    (
-        "imbalance",
-        "Imbalance of experts",
-        "largest load / mean load",
-        ("expert_imbalance_mean", "expert_imbalance_max"),
-    ),
+    ("imbalance", "Imbalance of experts", "largest load / mean load", ("expert_imbalance_m*",)),
 )
 LINKS = ("recipe.yaml", "plan.html", "report.txt", "report.png", "goodput.png", "timeline.png", "metrics.jsonl")
 
@@ -51,15 +47,17 @@ LINKS = ("recipe.yaml", "plan.html", "report.txt", "report.png", "goodput.png", 
 def make_page(
     info: RunInfo,
     curves: Mapping[str, Curve],
+    last: Mapping[str, float],
     run_dir: Path,
     exit_code: int | None = None,
     refresh_s: int | None = None,
 ) -> Page:
-    """The page of a run. curves: by name. exit_code: of a run that has ended."""
+    """The page of a run. curves: those that are drawn, by name. last: the last value of each name. exit_code: of a run that has
+    ended."""
     account, hangs = read_account(run_dir), list(read_lines(run_dir / HANGS_FILE))
     loads = add_loads(read_records(run_dir / LOADS_FILE, LAST_LOADS))
     rows: dict[str, list[Row]] = {chart[0]: list(curve_rows(curves, chart[3])) for chart in CURVES}
-    step = int(curves["step"][1][-1]) if "step" in curves else info.start_step
+    step = int(last.get("step", info.start_step))
     rows["borders"] = [{"step": start, "stage": name} for name, start in info.stages.items() if start < step]
     charts: dict[str, Any] = {
         name: curve_chart(name, unit, bool(rows["borders"])) for name, _, unit, _ in CURVES if rows[name]
@@ -79,7 +77,7 @@ def make_page(
         title=describe_title(info),
         verdict=verdict,
         is_over=is_over,
-        facts=tuple(_list_facts(info, curves, step, account)),
+        facts=tuple(_list_facts(info, curves, last, account)),
         sections=tuple(Section(name, titles[name], "") for name in charts),
         charts={name: chart.to_dict() for name, chart in charts.items()},
         rows=rows,
@@ -89,6 +87,12 @@ def make_page(
         in_columns=True,
         links=tuple(name for name in LINKS if (run_dir / name).exists()),
     )
+
+
+@cache
+def is_drawn(name: str) -> bool:
+    """Whether a value of this name has a curve."""
+    return any(fnmatch(name, pattern) for chart in CURVES for pattern in chart[3])
 
 
 def curve_rows(curves: Mapping[str, Curve], patterns: Sequence[str]) -> Iterator[Row]:
@@ -177,13 +181,12 @@ def _judge(info: RunInfo, step: int, exit_code: int | None, has_hung: bool) -> t
         return f"running: {where}", False
     if exit_code == EXIT_DONE:
         return (f"done: {where}" if step >= info.total_steps else f"stopped and saved: {where}"), False
-    return f"ended with exit code {exit_code}: {where}{', it hung' if has_hung else ''}", True
+    return f"ended with exit code {exit_code}: {where}{'; hang reports are below' if has_hung else ''}", True
 
 
 def _list_facts(
-    info: RunInfo, curves: Mapping[str, Curve], step: int, account: Account | None
+    info: RunInfo, curves: Mapping[str, Curve], last: Mapping[str, float], account: Account | None
 ) -> Iterator[tuple[str, str]]:
-    last = {name: values[-1] for name, (_, values) in curves.items()}
     if not last:
         return
     yield "tokens", format_count(last["tokens"])
@@ -199,9 +202,9 @@ def _list_facts(
         yield "MFU", f"{last['mfu']:.1%}"
     if account is not None:
         yield "goodput", f"{account.ettr:.1%}"
-    pace_s = median(curves["step_s"][1][-100:])
-    if step < info.total_steps and isfinite(pace_s):
-        yield "left", format_duration(pace_s * (info.total_steps - step))
+    pace_s, left = median(curves["step_s"][1][-100:]), info.total_steps - last["step"]
+    if left > 0 and isfinite(pace_s):
+        yield "left", format_duration(pace_s * left)
     yield "memory of rank 0", f"{last['memory_bytes'] / GIB:.2f} GiB"
     for name in ("skipped_steps", "spikes", "rewinds", "failed_saves"):
         if last.get(name):

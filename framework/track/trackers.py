@@ -142,15 +142,20 @@ class Html(Tracker):
         """Begin the page anew."""
         self._info, self._run_dir = info, run_dir
         self._curves: dict[str, Curve] = {}
+        self._last: dict[str, float] = {}
         self._due_s = 0.0
         return 0
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a point to each curve."""
-        for name, value in values.items():
+        """Add a point to each curve that is drawn: of a rank's rates, say, the last ones do."""
+        # Half a second to import, which only this process should pay.
+        from framework.track.page import is_drawn
+
+        self._last |= values
+        for name in filter(is_drawn, values):
             steps, column = self._curves.setdefault(name, ([], []))
             steps.append(step)
-            column.append(value)
+            column.append(values[name])
 
     def look(self) -> None:
         """Write the page where that is due."""
@@ -166,12 +171,11 @@ class Html(Tracker):
             self._write(exit_code)
 
     def _write(self, exit_code: int | None) -> None:
-        # Half a second to import, which only this process should pay.
         from framework.plan.page_html import render_html
         from framework.track.page import make_page
 
         refresh_s = REFRESH_S if exit_code is None else None
-        page = make_page(self._info, self._curves, self._run_dir, exit_code, refresh_s)
+        page = make_page(self._info, self._curves, self._last, self._run_dir, exit_code, refresh_s)
         write_file(self._run_dir / PAGE_FILE, render_html(page).encode())
 
 

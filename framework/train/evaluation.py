@@ -51,13 +51,13 @@ class Evaluation:
             size, slices = plan.derived.sequences_per_microbatch, plan.context_slices(mesh.rank)
             yield from batch_rows(self.packer, rows, size, dp.rank, dp.size, slices)
 
-    def judge(self, validation: Validation, mesh: Mesh) -> dict[str, float]:
-        """The scores by TASK/NAME after all microbatches have run, on all ranks; collective."""
+    def judge(self, validation: Validation, mesh: Mesh, of: str = "") -> dict[str, float]:
+        """The scores by TASK/NAME after all microbatches have run, on all ranks; collective. of: begins the names."""
         ends = np.cumsum([len(task.ends) for task in self.tasks])
         found = validation.score_documents(mesh, int(ends[-1]))
         parts = np.split(found, ends[:-1], axis=1)
         return {
-            f"{task.name}/{name}": score
+            f"{of}{task.name}/{name}": score
             for task, part in zip(self.tasks, parts, strict=True)
             for name, score in task.judge(*part).items()
         }
@@ -80,10 +80,12 @@ def open_evaluation(plan: Plan, tokenizer: Path, mesh: Mesh) -> Evaluation:
         return [open_task(place).head(settings.limit) for place in kept], info.eos_id
 
     tasks, eos_id = broadcast_object(find, mesh.axis("world"))
-    refuse_unknown_score(recipe.checkpoint.keep_best, tasks)
+    refuse_unknown_score(recipe.checkpoint.keep_best, tasks, settings.average)
     mode: Mode = "best_fit" if keeps_any_documents_apart(recipe, plan.config) else "alone"
     packer = pack_tasks(tasks, recipe.batch.context, mode, eos_id)
-    every = find_rhythm(plan, packer.sizes[0]) if settings.every_steps == "auto" else settings.every_steps
+    every = settings.every_steps
+    if every == "auto":
+        every = find_rhythm(plan, packer.sizes[0] * (1 + settings.average))
     return Evaluation(tasks, packer, every, recipe.train.steps)
 
 

@@ -11,6 +11,7 @@ from framework.checkpoint.save import Goal
 from framework.comm import ledger
 from framework.comm.transfer import AsyncHostCopy
 from framework.data.loader import Loader
+from framework.data.tasks import OF_AVERAGE
 from framework.errors import NumericsError
 from framework.monitor.phases import Phase
 from framework.monitor.watchdog import Watchdog
@@ -75,7 +76,7 @@ class Loop:
         self._unread: PendingStep | None = None
         self._unreported: tuple[PendingStep, StepValues] | None = None
         self._validation: Validation | None = None
-        self._average_loss: float | None = None
+        self._of_average = NOT_VALIDATED
         self._flags = Flags()
         self._exposed_s = 0.0  # of steps that were concluded since goodput heard of it
         self._hashed: Sequence[Hashed] = ()
@@ -118,6 +119,7 @@ class Loop:
         """Go on from an older state, with which the run has been filled, and forget all that came after it."""
         self.state, self.rewind_due = state, None
         self._unread = self._unreported = self._validation = None
+        self._of_average = NOT_VALIDATED
         self.policy.go_back()
         self._flags = Flags(stop=self._flags.stop)
         self._compared_step, self._hashed = -1, ()
@@ -130,10 +132,12 @@ class Loop:
         self._validation = validation
 
     def validate_average(self, validation: Validation) -> None:
-        """Validate the average of the weights now; it is reported with the next validation of the weights."""
+        """Validate the average of the weights now, and score it; it is reported with the validation of the weights."""
         with self._phases.within(Phase.VALIDATE):
-            self._average_loss = validate_average(self.run, validation).mean
+            mean = validate_average(self.run, validation).mean
+            loss = mean if validation.has_losses else None
             self.run.mesh.waits.check_ended("a validation")
+            self._of_average = Validated(scores=self._judge(validation, OF_AVERAGE), average=loss)
 
     def end_validation(self) -> None:
         """Run what is left of a validation now, if one is under way."""
@@ -238,12 +242,16 @@ class Loop:
         if self._validation is not None:
             mesh = self.run.mesh
             loss = self._validation.means(mesh) if self._validation.has_losses else None
-            scores = self.evaluation.judge(self._validation, mesh) if self._validation.has_documents else {}
+            of_average, self._of_average = self._of_average, NOT_VALIDATED
+            scores = {**self._judge(self._validation), **of_average.scores}
             fills = self.recipe.pipeline.fill_bubbles != "none"
             free, self._validation = self._validation.free_fraction if fills else None, None
             self.policy.note_best(self.state, None if loss is None else loss.mean, scores, mesh.axis("world"))
             self._conclude()
-            self._report(Validated(loss, free, scores))
+            self._report(Validated(loss, free, scores, of_average.average))
+
+    def _judge(self, validation: Validation, of: str = "") -> dict[str, float]:
+        return self.evaluation.judge(validation, self.run.mesh, of) if validation.has_documents else {}
 
     def _read(self) -> None:
         """Conclude the step that was sent last, and report it unless the validation of its weights is still to come."""
@@ -302,10 +310,7 @@ class Loop:
         """Report the step that was concluded last, if that is due and still to be done."""
         unreported, self._unreported = self._unreported, None
         if unreported is not None and self._is_reported(unreported[0].step):
-            average, self._average_loss = (
-                (None, self._average_loss) if validated.loss is None else (self._average_loss, None)
-            )
-            self._reporter.report(*unreported, self.state, replace(validated, average=average))
+            self._reporter.report(*unreported, self.state, validated)
 
     def _is_reported(self, step: int) -> bool:
         """Whether the step is reported. Known before it, so that the step itself finds what only reports need."""

@@ -310,11 +310,10 @@ def _train_steps(
             _draw_timeline(plan, loop, lease, observers, clock)
         validates, evaluates = loop.must_validate(), loop.must_evaluate()
         if (validates or evaluates) and loop.rewind_due is None:
-            if recipe.train.ema is not None and validates:
-                loop.validate_average(Validation(_validation_batches(plan, prepared, mesh), len(prepared.sources)))
-            held_out = _validation_batches(plan, prepared, mesh) if validates else ()
-            questions = loop.evaluation.microbatches(plan, mesh) if evaluates else ()
-            loop.begin_validation(Validation(chain(held_out, questions), len(prepared.sources)))
+            open_validation = partial(_open_validation, plan, prepared, mesh, loop)
+            if recipe.train.ema is not None and (validates or recipe.eval.average):
+                loop.validate_average(open_validation(validates, evaluates and recipe.eval.average))
+            loop.begin_validation(open_validation(validates, evaluates))
             if loop.is_done or recipe.pipeline.fill_bubbles == "none":
                 loop.end_validation()
         if goal := loop.find_goal():
@@ -369,6 +368,15 @@ def _open_loader(plan: Plan, prepared: Prepared, mesh: Mesh, state: RunState, he
     )
     loader.skip(state.skipped_samples)
     return loader
+
+
+def _open_validation(
+    plan: Plan, prepared: Prepared, mesh: Mesh, loop: Loop, validates: bool, evaluates: bool
+) -> Validation:
+    """A validation of the held-out sequences, if it validates, and of the tasks' documents, if it evaluates."""
+    held_out = _validation_batches(plan, prepared, mesh) if validates else ()
+    questions = loop.evaluation.microbatches(plan, mesh) if evaluates else ()
+    return Validation(chain(held_out, questions), len(prepared.sources))
 
 
 def _validation_batches(plan: Plan, prepared: Prepared, mesh: Mesh) -> Iterator[Microbatch]:

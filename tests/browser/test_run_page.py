@@ -22,8 +22,9 @@ REPORT = StepReport(1, 8, 512, 2.0, 1.0, 1e-3, 0.5, 1024.0, (1024.0,), 0.01, 0.4
 HANG = "step 7 hangs: rank 3, is behind\nIt is at data.py:12"
 
 
-def make_curves(num_steps: int) -> dict[str, Curve]:
+def make_values(num_steps: int) -> tuple[dict[str, Curve], dict[str, float]]:
     curves: dict[str, Curve] = {}
+    last: dict[str, float] = {}
     for step in range(1, num_steps + 1):
         scores = {"arc/acc": 0.25, "average/arc/acc": 0.5} if step % 50 == 0 else {}
         loss = float("nan") if step == 5 else 9.0 / step
@@ -32,7 +33,8 @@ def make_curves(num_steps: int) -> dict[str, Curve]:
             steps, column = curves.setdefault(name, ([], []))
             steps.append(step)
             column.append(value)
-    return curves
+            last[name] = value
+    return curves, last
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def run_dir(tmp_path_factory) -> Path:
 
 
 def show(browser: Chromium, run_dir: Path, num_steps: int, **how) -> Tab:
-    page = make_page(INFO, make_curves(num_steps), run_dir, **how)
+    page = make_page(INFO, *make_values(num_steps), run_dir, **how)
     (run_dir / "track.html").write_text(render_html(page), encoding="utf-8")
     return Tab(browser, run_dir / "track.html")
 
@@ -66,7 +68,13 @@ def test_a_page_shows_what_the_run_has_and_asks_nobody(browser: Chromium, run_di
     assert hours == pytest.approx({"step": 0.75, "start-up": 0.25})
     assert {mark["load"] for mark in read_marks(tab, "loads", "load")} == {"0.5", "1.5", "1"}
     text = tab.ask("document.body.innerText")
-    for words in ("ended with exit code 1: step 2,000 of 3,000, it hung", HANG, "long<b>", "75.0%", "3.00 GiB"):
+    for words in (
+        "ended with exit code 1: step 2,000 of 3,000; hang reports are below",
+        HANG,
+        "long<b>",
+        "75.0%",
+        "3.00 GiB",
+    ):
         assert words in text
     assert tab.ask("getComputedStyle(document.getElementById('verdict')).color") == "rgb(179, 22, 42)"
     assert tab.ask("[...document.querySelectorAll('a')].map((each) => each.getAttribute('href'))") == ["report.txt"]
@@ -82,7 +90,7 @@ def test_a_page_is_read_again_where_its_reader_is(browser: Chromium, run_dir: Pa
     assert "all_reduce over world" in tab.ask("document.body.innerText")
     tab.ask("document.getElementById('theme').click(); scrollTo(0, 400)")
     made = run_dir / "made.html"
-    made.write_text(render_html(make_page(INFO, make_curves(11), run_dir, exit_code=0)), encoding="utf-8")
+    made.write_text(render_html(make_page(INFO, *make_values(11), run_dir, exit_code=0)), encoding="utf-8")
     os.replace(made, run_dir / "track.html")
     tab.wait_until(
         "document.body?.innerText.includes('stopped and saved: step 11 of') && document.documentElement.dataset.ready"

@@ -37,6 +37,7 @@ ROWS = [
     ("bytes_tokenizer", ("model.tokenizer=bytes",), ("~data.bpe_vocab",), 0),
     ("plain_chat", CHAT, ("data.overlong=truncate", "batch.context=64"), 0),
     ("curve", (), (), 0),
+    ("sums", ("eval.tasks=[sums]",), ("launch.ranks=2", "parallel.tp=2"), 0),
 ]
 
 
@@ -93,6 +94,31 @@ def test_a_layout_with_each_example_is_one_training_run(
     assert {row.quantity: row.error for row in rows if row.error > 1e-9} == {}
 
 
+@pytest.mark.grid
+def test_the_average_of_the_weights_has_scores_of_its_own(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They are those of the exported average."""
+    (folder / "words.txt").write_text("axis and layout of a mesh\n" * 20)
+    words = [
+        "eval.tasks=[sums,words.txt]",
+        "eval.average=true",
+        "train.ema=0.5",
+        "optim.lr=0.01",
+        "run.id=mine",
+    ]
+    more = ["--plugins", plugin_of("sums"), "train.steps=4", "eval.every_steps=2"]
+    assert cli.main(["train", *tiny_run.RECIPE, *words, *more]) == EXIT_DONE, capfd.readouterr().err
+    scores = {each["step"]: each["scores"] for each in read_records(Path("runs/mine") / METRICS_FILE)}
+    assert [step for step, found in scores.items() if found] == [2, 4]
+    assert {"sums/acc", "average/sums/acc", "average/words/word_perplexity"} <= scores[4].keys()
+    assert cli.main(["export", "mine", "--to", "mean", "--average"]) == EXIT_DONE
+    context = compose(tiny_run.RECIPE).require().batch.context
+    layout = ["--tasks", "words.txt", "--json", "found.json", f"batch.context={context}", "precision=fp32"]
+    assert cli.main(["evaluate", "mean", *layout]) == EXIT_DONE, capfd.readouterr().err
+    found = json.loads(Path("found.json").read_text())["scores"]["words/word_perplexity"]
+    assert scores[4]["average/words/word_perplexity"] == pytest.approx(found, rel=1e-5)
+    assert scores[4]["words/word_perplexity"] != pytest.approx(found, rel=1e-3)
+
+
 def problems_of(*overrides: str) -> str:
     problems = compose(["experiment=quickstart", *overrides]).problems
     return "\n".join(f"{each.message} -> {each.fix}" for each in problems)
@@ -129,6 +155,14 @@ def test_a_plugin_that_has_changed_since_a_launch_is_named(tmp_path: Path) -> No
     write(tmp_path / "changes_later.py", "A = 2")
     (line,) = find_changed([plugin], record)
     assert f"{plugin} has changed" in line
+    write(tmp_path / "changes_later.py", "if True:\n    from beside_it import A")
+    write(tmp_path / "beside_it.py", "A = 1")
+    write(tmp_path / "bystander.py", "A = 1")
+    before = describe_plugins([plugin])
+    write(tmp_path / "bystander.py", "A = 2")
+    assert describe_plugins([plugin]) == before
+    write(tmp_path / "beside_it.py", "A = 2")
+    assert describe_plugins([plugin]) != before
 
 
 def test_a_name_that_no_plugin_has_is_explained(tmp_path: Path) -> None:

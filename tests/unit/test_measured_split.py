@@ -136,7 +136,7 @@ def write_times(path: Path, recipe: Recipe) -> None:
     path.write_bytes(encode_unit_times(plan.config.model_type, plan.size.total, units))
 
 
-def test_the_launcher_settles_the_split_and_plan_shows_the_gain(tmp_path):
+def test_the_launcher_settles_the_split_and_plan_shows_the_gain(tmp_path, monkeypatch):
     recipe = recipe_of(tmp_path, "launch.device=cpu", "precision.compute=fp32")
     write_times(tmp_path / "units.json", recipe)
     plan = make_plan(recipe, load_config(recipe.model))
@@ -149,6 +149,11 @@ def test_the_launcher_settles_the_split_and_plan_shows_the_gain(tmp_path):
     )
     settled = settle(recipe)
     assert settled.pipeline.layers == [2, 4]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "timed-001").symlink_to(tmp_path)
+    by_id = replace(recipe, pipeline=replace(recipe.pipeline, layers="timed-001"))
+    assert make_plan(by_id, load_config(recipe.model)).pipeline.stages == plan.pipeline.stages
     (tmp_path / "units.json").unlink()
     assert make_plan(settled, load_config(recipe.model)).pipeline.stages == plan.pipeline.stages
 

@@ -481,6 +481,17 @@ class TestProfile:
         assert problems_of(f"{key}=[3,5]", "track.profile_ranks=[1]", "launch.ranks=2") == {}
 
 
+def test_keys_without_an_effect_are_refused():
+    short = ("train.steps=3", "optim.schedule.warmup_steps=0")
+    found = problems_of("track.timeline_step=9", *short, "launch.segment=2", "eval.average=true")
+    assert {key: each.fix for key, each in found.items()} == {
+        "track.timeline_step": "track.timeline_step=3; or null",
+        "launch.segment": "leave it out (~launch.segment); or launch.kind=slurm",
+        "eval.average": "train.ema=0.999; or eval.average=false",
+    }
+    assert problems_of("track.timeline_step=3", *short, "eval.average=true", "train.ema=0.9") == {}
+
+
 def test_what_experts_drop_is_said_only_where_they_drop():
     assert problems_of("model.expert_drop=position").keys() == {"model.expert_drop"}
     assert problems_of("model.expert_drop=position", "model.expert_capacity=1.5") == {}

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from framework import cli
 from framework.commands.import_tasks import convert_task, import_tasks
 from framework.data.tasks import (
     SCORES,
+    TASKS,
     Request,
     Task,
     TaskEncoder,
@@ -25,7 +27,8 @@ from framework.data.tasks import (
     tokenize_task,
 )
 from framework.data.tokenize import save_tokenizer, train_bpe
-from framework.errors import DataError, ModelError, RecipeError
+from framework.errors import EXIT_USER, DataError, ModelError, RecipeError
+from framework.recipe.plugins import import_plugins
 from framework.recipe.schema import Checkpoint, Recipe
 from framework.train.save_policy import SavePolicy
 from framework.train.state import RunState
@@ -107,6 +110,20 @@ def test_files_that_are_no_tasks_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bytes.txt").write_bytes(b"\xff")
     with pytest.raises(DataError, match="cannot be read as UTF-8"):
         list(read_records(tmp_path / "bytes.txt"))
+
+
+def test_a_plugins_task_is_the_file_of_its_records(tokenizer: Path, tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "plugins" / "sums.py"
+    import_plugins([str(example)])
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(record) + "\n" for record in TASKS["sums"]()))
+    assert keep_tasks(["sums"], tokenizer, 32) == keep_tasks([str(tmp_path / "sums.jsonl")], tokenizer, 32)
+    with pytest.raises(DataError, match=r"piqa is not there; copa is not there.*--import piqa --import copa --to"):
+        list_tasks(["piqa", "sums", "copa"])
+
+
+def test_an_import_evaluates_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["evaluate", "runs/mine", "--import", "piqa"]) == EXIT_USER
+    assert "leave runs/mine out" in capsys.readouterr().err
 
 
 def test_tokens_are_kept_until_file_or_context_change(tokenizer: Path, tmp_path: Path) -> None:
@@ -197,7 +214,8 @@ def test_a_score_that_no_task_has_is_refused() -> None:
     with pytest.raises(
         RecipeError, match=r"checkpoint.keep_best=t/acc_norm: no task has that score. There are t/acc, t/perplexity"
     ):
-        refuse_unknown_score(recipe.checkpoint.keep_best, tasks)
+        refuse_unknown_score(recipe.checkpoint.keep_best, tasks, False)
+    refuse_unknown_score("average/t/acc", tasks, True)
     for kind, names in SCORES.items():
         assert [is_better_low(f"t/{name}") for name in names] == ["acc" not in name for name in names], kind
 

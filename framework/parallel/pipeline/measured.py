@@ -17,6 +17,7 @@ from typing import Any
 from framework.errors import RecipeError
 from framework.model.stage import StageBounds
 from framework.parallel.pipeline.simulate import Costs
+from framework.recipe.schema import Run
 
 UNITS_FILE = "units.json"
 # Splits that are simulated at the most, some milliseconds each.
@@ -66,6 +67,8 @@ def encode_unit_times(model: str, numel: int, units: Mapping[str, tuple[float, f
 def read_unit_times(named: str, model: str, numel: int, names: Sequence[str]) -> UnitTimes:
     """Read the times of a run, or of a file. names: the units of this model, in order. Raises RecipeError for another model's."""
     key, path = f"pipeline.layers={named}", Path(named).expanduser()
+    if not path.exists() and len(path.parts) == 1:
+        path = Path(Run().root) / path  # a run's id
     path = path / UNITS_FILE if path.is_dir() else path
     way = "train a few steps of this model with track.timeline_step=5, or set pipeline.layers=null, to cut by FLOPs"
     try:
