@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # Without compiling every module of torch and transformers, which takes longer than a short run: a run imports few of them.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+PIP := python -m pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: install develop train test tests test-slurm test-grid test-oldest try lint docs clean
 
@@ -11,25 +11,26 @@ install: .venv/compiled
 
 develop: .venv/developed .venv/torchao.installed .venv/triton.installed
 
-$(BIN)/python:
-	$(PYTHON) -m venv .venv
+.PRECIOUS: %/bin/python
+%/bin/python:
+	$(PYTHON) -m venv $*
 
 .venv/installed: pyproject.toml | $(BIN)/python
-	$(PIP) --editable .
+	$(BIN)/$(PIP) --editable .
 	touch $@
 
 .venv/developed: pyproject.toml | $(BIN)/python
-	$(PIP) --editable '.[dev,bench]'
+	$(BIN)/$(PIP) --editable '.[dev,bench]'
 	touch .venv/installed $@
 
 # tests/torchao_folder.py says why there.
-.venv/torchao.installed: pyproject.toml | $(BIN)/python
-	$(PIP) --upgrade --no-deps --target .venv/torchao 'torchao>=0.15,<0.19'
+%/torchao.installed: pyproject.toml | %/bin/python
+	$*/bin/$(PIP) --upgrade --no-deps --target $*/torchao 'torchao>=0.15,<0.19'
 	touch $@
 
 # tests/interpreted_triton.py says why there. Torch for CUDA brings its own.
 .venv/triton.installed: pyproject.toml | $(BIN)/python
-	$(PIP) --upgrade --no-deps --target .venv/triton 'triton>=3.5,<4'
+	$(BIN)/$(PIP) --upgrade --no-deps --target .venv/triton 'triton>=3.5,<4'
 	touch $@
 
 # What commands import is compiled by one process when it is installed, not by the first command that is typed, nor by every rank at
@@ -70,7 +71,8 @@ tests: develop
 test-slurm: develop
 	$(PYTEST) tests/slurm $(if $(PART),--grid-part $(PART))
 
-# More families, ranks and ties of what `make test` shows. PART=0 to 27, or today: a part of it, as CI runs each day.
+# More families, ranks and ties of what `make test` shows, and dear files of one mechanism. PART=0 to 27, or today: these, and a part of
+# the others, as CI runs each day.
 test-grid: develop
 	$(PYTEST) $(SPREAD) -m grid --ignore tests/slurm $(if $(PART),--grid-part $(PART))
 
@@ -78,9 +80,8 @@ test-grid: develop
 # PyPI's torch is the build for CUDA, which runs on CPUs.
 OLDEST := build/oldest
 
-$(OLDEST)/installed: pyproject.toml
-	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev]' 'torch==2.11.*' 'transformers==5.17.*'
+$(OLDEST)/installed: pyproject.toml $(OLDEST)/torchao.installed
+	$(OLDEST)/bin/$(PIP) --editable '.[dev]' 'torch==2.11.*' 'transformers==5.17.*'
 	touch $@
 
 test-oldest: $(OLDEST)/installed

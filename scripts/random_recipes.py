@@ -89,6 +89,10 @@ def _sends_tokens(drawn: Drawn, value: Any) -> bool:
     return drawn.get("parallel.ep", 1) > 1 and (not value or drawn["parallel.ep"] % value == 0)
 
 
+def _has_halves(drawn: Drawn, value: Any) -> bool:
+    return _sends_tokens(drawn, value) and drawn["batch.sequences_per_microbatch"] > 1
+
+
 def _drops_tokens(drawn: Drawn, _value: Any) -> bool:
     return drawn.get("model.expert_capacity") is not None
 
@@ -225,7 +229,6 @@ CHOICES = (
     Choice("parallel.context", ("ring", "ring", "ulysses", "gather", [2, 1], [2, 2], [2, 2]), _divides_sequences),
     Choice("parallel.ep", (1, 1, 1, 2, 4), _fits_ep),
     Choice("parallel.expert_tp", (None, 1, 2, 4), _fits_expert_tp),
-    Choice("parallel.expert_overlap", (False, True), _sends_tokens),
     Choice("parallel.expert_hierarchical", (None, None, 2), _sends_tokens),
     Choice("model.expert_capacity", (None, None, None, 1.0, 1.25), _may_have_experts),
     Choice("model.expert_drop", ("weight", "position"), _drops_tokens),
@@ -237,6 +240,7 @@ CHOICES = (
     Choice("pipeline.schedule", ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"), _has_stages),
     Choice("pipeline.virtual_stages", (None, 2, 3), _fits_schedule),
     Choice("batch.sequences_per_microbatch", (1, 2, 3)),
+    Choice("parallel.expert_overlap", (False, True), _has_halves),
     Choice("microbatches", (1, 1, 2, 2, 3, 4, 6, 8, 16), _fits_batch),
     Choice("batch.context", (2, 3, 5, 8, 9, 13, 16, 17)),
     Choice("data.pack", ("concat", "concat", "documents")),

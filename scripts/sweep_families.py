@@ -11,8 +11,9 @@ With --check, in the dtype that `precision.compute=auto` takes here: whether `ch
 build small copies and train a step: one line for each layout where the two differ, in brackets what both refuse.
 
 With --layouts NAME ...: each family's small copy in fp64 on two ranks beside stock transformers, three steps: loss, gradients,
-norm and weights equal to 1e-9, or why the layout is refused. With --results FILE what was found is kept there, a line each, and
-not asked again; --table writes FILE's lines as the table of docs/models.md.
+norm and weights equal to 1e-9, or why the layout is refused; in those of several documents a row each document equals itself
+alone. With --results FILE what was found is kept there, a line each, and not asked again; --table writes FILE's lines as the
+table of docs/models.md.
 
 With --context: whether two ranks can divide the sequences of each family, and if so `verify --fp64` with parallel.cp=2. Dropout
 is off: with dropout of attention every family is refused.
@@ -39,7 +40,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from framework.cli import main as meshwright
-from framework.errors import MeshwrightError, ModelError
+from framework.errors import MeshwrightError, ModelError, RecipeError
 from framework.mesh.box import Box
 from framework.mesh.context import ContextSlices
 from framework.model.experts import find_experts, find_unknown_experts
@@ -125,6 +126,9 @@ TABLE_LAYOUTS = {
     "pp": ["parallel.pp=2"],
     "ep": ["parallel.ep=2"],
 }
+TABLE_LAYOUTS |= {
+    f"{name} documents": [*TABLE_LAYOUTS[name], "data.pack=documents"] for name in ("tp", "cp", "ulysses", "pp")
+}
 FALLBACKS = ("parallel.sequence=false", "parallel.expert_tp=1", "parallel.expert_tp=1 parallel.sequence=false")
 TABLE_MARKS = ("<!-- families: begin -->", "<!-- families: end -->")
 
@@ -187,7 +191,7 @@ def examine_layouts(families: list[str], layouts: list[str], results: Path) -> N
                     break
             with results.open("a") as file:
                 file.write(json.dumps([model_type, name, found, time.strftime("%Y-%m-%d")]) + "\n")
-            print(f"{model_type:24s} {name:8s} {found[:240]}", flush=True)
+            print(f"{model_type:24s} {name:18s} {found[:240]}", flush=True)
     pool.close()
 
 
@@ -209,6 +213,8 @@ def examine_layout(model_type: str, layout: list[str], pool: RankPool, oracles: 
             recipe = compose(["~model", f"model.family={model_type}", *batch, *layout]).require()
             sides = prepare(recipe, VerifyOptions(model_config=Path(file.name), dtype="fp64")).sides
             model = meta(sides.config)
+        except RecipeError as error:
+            return f"shared: {describe(error)}" if "data.pack" in str(error) else f"not built: {describe(error)}"
         except Exception as error:
             return f"not built: {describe(error)}"
     if "parallel.ep=2" in layout:
@@ -218,7 +224,7 @@ def examine_layout(model_type: str, layout: list[str], pool: RankPool, oracles: 
             return "not divided: the small copy's experts do not take parallel.ep=2"
     try:
         make_plan(sides.recipe, sides.config)
-        key = repr(sides.recipe.batch)
+        key = repr((sides.recipe.batch, sides.recipe.data.isolates))
         if key not in oracles:
             oracles[key] = sides.run_oracle(None)
         found = pool.run(derive(sides.recipe).world, run_rank, sides.recipe, sides.config, sides.num_steps)[0]

@@ -200,6 +200,10 @@ STATE_SPACES: tuple[Family, ...] = (
             expert_layer_offset=1, num_experts=4, num_experts_per_tok=2, mamba_d_state=6, mamba_dt_rank=4),
 )  # fmt: skip
 
+# Latent attention that sees the keys of an indexer's choice, fewer than documents have. Not of FAMILIES: 5.17 lacks it. Scores
+# that are zero by every head's ReLU are ties, broken by the length of a row: of so many heads there are none.
+SPARSE = _family("deepseek_v32", DEEPSEEK, index_n_heads=32, index_head_dim=8, index_topk=4)
+
 # Recurrent mixers of each form beside attention: delta rules with a decay by head and by channel, short convolutions alone. Not
 # of FAMILIES: transformers 5.17 lacks most of them.
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,

@@ -12,6 +12,8 @@ import pytest
 import xxhash
 
 NUM_PARTS = 28
+# Of a file: one mechanism, whose tests are run by whoever changes it, and by every part of the grid. `make test` leaves them out.
+EVERY_DAY = pytest.mark.grid(part=None)
 SECONDS_PER_DAY = 86_400
 
 
@@ -26,12 +28,14 @@ def few_of(rows: Iterable[Any], is_shown: Callable[..., bool]) -> list[Any]:
 
 def part_of_item(item: pytest.Item) -> int | None:
     """A test's part: the one that its mark says, as `pytest.mark.grid(part=2)` where tests share what is dear, else that of its
-    node id. None: it is not in the grid."""
+    node id. None: it is not in the grid, or in every part of it."""
     mark = item.get_closest_marker("grid")
     if mark is None:
         return None
     part = mark.kwargs.get("part", part_of(item.nodeid))
-    assert part in range(NUM_PARTS), f"{item.nodeid}: grid(part={part!r}), and the parts are 0 to {NUM_PARTS - 1}"
+    assert part is None or part in range(NUM_PARTS), (
+        f"{item.nodeid}: grid(part={part!r}), and the parts are 0 to {NUM_PARTS - 1}"
+    )
     return part
 
 

@@ -129,8 +129,9 @@ class KeptOutputs:
         """Save x for the backward of a function of autograd, from within its forward.  x: any shape."""
         if not self._saves_first:
             ctx.save_for_backward(x)
-        elif any(ctx.needs_input_grad):
-            # The graph of a recomputation runs no backward: what counts is what was saved, in the order of forward.
+        elif ctx.next_functions:
+            # Only what is part of a graph: an indexer, which runs without gradients, has saved nothing in forward either. The
+            # graph of a recomputation runs no backward: what counts is what was saved, in the order of forward.
             with torch.enable_grad():
                 _Save.apply(x.detach().requires_grad_())
 

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from framework.monitor.phases import Phase
+from framework.track.report import RANKS_FILE
 
 TRAINING, SAVES = "training", "saves"
-# In the run's folder: the line of each rank, which rank 0 writes and `meshwright status` reads, without torch.
-RANKS_FILE = "ranks.json"
 # A report names so many ranks that are behind with all that is known of them.
 DETAILED = 4
 

@@ -47,6 +47,8 @@ from framework.monitor.phases import Current, Phase
 from framework.monitor.progress import LONG_S, LONG_STEPS, Progress, Save, Stopwatch
 from framework.monitor.stop import SAVE_FILE, STOP_FILE, StopRequest, end_process
 from framework.recipe.deadlines import Deadlines
+from framework.track.lines import append_line
+from framework.track.report import HANGS_FILE
 
 LOOK_EVERY_S, BEAT_S = 0.5, 1.0
 # Rank 0 reads the board at most this often, and less often where there are more than 512 lines on it.
@@ -332,6 +334,7 @@ class Watchdog:
                 if board.claim():
                     board.conclude(self._write_verdict(board, alarm))
                     verdict = board.find_verdict()
+                    self._keep_verdict(verdict)
                     time.sleep(STAY_S)
                     break
             time.sleep(LOOK_EVERY_S / 4)
@@ -343,6 +346,13 @@ class Watchdog:
         silent = [rank for rank, answer in answers.items() if answer is None]
         lines = dict(zip(silent, map(_parse, board.read(silent)), strict=True))
         return write_report(alarm, answers, lines)
+
+    def _keep_verdict(self, verdict: str | None) -> None:
+        """Add the verdict to those of the run, in the thread that may be held up by a file system: `_watch` ends the rank."""
+        if self._folder is not None and verdict:
+            with suppress(OSError, LeaseLost):
+                self._check_lease()
+                append_line(self._folder / HANGS_FILE, {"unix_s": time.time(), "text": verdict})
 
     def _explain_alone(self, alarm: Alarm, now_s: float) -> str:
         silent_s = now_s - self._heard_s if self._heard_s >= 0 else None

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from framework.comm.algorithms import ExposedCommunication
+from framework.errors import ModelError
 from framework.mesh.layout import Layout
 from framework.model.adapters import find_coded
 from framework.model.chunked_loss import make_loss
@@ -40,9 +41,16 @@ from framework.model.stage import find_shared, hollow_out
 from framework.parallel.activation_checkpointing import checkpoint_layers
 from framework.parallel.activation_offload import ActivationOffload, offload_activations
 from framework.parallel.adapters import AdaptMatmuls, place_adapters
-from framework.parallel.attention import find_context_attentions, is_operator, split_context, watch_logits
+from framework.parallel.attention import (
+    find_context_attentions,
+    is_operator,
+    select_sequences,
+    split_context,
+    watch_logits,
+)
 from framework.parallel.attention.logit_maxima import LogitMaxima
 from framework.parallel.experts.dispatch import report_dropped, write_stacked_gradients
+from framework.parallel.experts.halves import Turns, halve_layer
 from framework.parallel.experts.split import split_experts
 from framework.parallel.fp8_layers import find_fp8_linears, gather_in_fp8, make_matmul
 from framework.parallel.stage_plan import StagePlan
@@ -57,6 +65,7 @@ from framework.parallel.zero.hooks import UnitHooks
 from framework.parallel.zero.parameters import ParameterSync
 from framework.parallel.zero.plan_buffers import shard_over_batch
 from framework.recipe.derive import compiles
+from framework.recipe.schema import Recipe
 
 # Graphs of one layer: in training and in validation, each with an attention mask and without (rows of one document each).
 GRAPHS_PER_LAYER = 4
@@ -349,6 +358,29 @@ def hook_units(stage: AttachedStage) -> None:
     )
 
 
+def halve_layers(stage: AttachedStage) -> None:
+    """Have layers with experts compute a microbatch in halves by turns (`parallel.expert_overlap`)."""
+    plan, model = stage.plan, stage.model
+    if not plan.recipe.parallel.expert_overlap:
+        return
+    has_two_hops = min(plan.axes["ep_outer"].size, plan.axes["ep_inner"].size) > 1
+    turns = Turns(plan.device, ahead=int(has_two_hops))
+    for layer in (
+        model.get_submodule(unit.root) for unit in plan.own_units if plan.bounds.owns(unit) and unit.is_layer
+    ):
+        regions = [(vars(region), name) for region in find_regions_of(layer) for name in ("call", "_outer")]
+        halve_layer(layer, turns, regions, select_sequences)
+
+
+def refuse_halves(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Raise ModelError where a microbatch cannot be computed in halves: random numbers would be drawn in another order."""
+    if recipe.parallel.expert_overlap and uses_rng_in_training(model):
+        raise ModelError(
+            f"parallel.expert_overlap: {model.config.get_text_config().model_type} draws random numbers in training, which halves"
+            " of a microbatch would draw in another order: set its dropout to 0 (model.config.*), or leave the key out"
+        )
+
+
 def checkpoint_activations(stage: AttachedStage) -> None:
     """Have layers compute their activations again in backward, each by its policy."""
     plan, model = stage.plan, stage.model
@@ -387,6 +419,7 @@ ATTACH: tuple[Callable[[AttachedStage], None], ...] = (
     number_operators,  # anywhere
     attach_attentions,  # anywhere before checkpointing, which may keep what they give
     hook_units,  # of a layer's call, around its forward; checkpointing's `sqrt` unshards units through these
+    halve_layers,  # of a layer's forward: what is computed again is so by turns
     checkpoint_activations,  # of a layer's forward, compiled or not
     offload_what_is_kept,  # of what checkpointing keeps
     count_load,  # anywhere: hooks of routers and experts alone

@@ -28,8 +28,9 @@ gradients. In forward it is one more tensor of rows as well, while they are sort
 
     transient           max(R h (e + c/k), R (2 i - h) e) + T' h e;  c = 8 where e < 4, else e
 
-T' h e is the gradient of what the mixture gives; where experts are slices and T' < T it is gathered, T h e more. What
-parallel.expert_overlap saves by halves is not counted. Every mixture of gated experts has it, whatever else stands in its layer.
+T' h e is the gradient of what the mixture gives; where experts are slices and T' < T it is gathered, T h e more. Over two hops
+it is that of the rows which have come for a rank's node, N p T' h e (`token_hops`). With parallel.expert_overlap each half has
+half of all this. Every mixture of gated experts has it, whatever else stands in its layer.
 That is so where rows are dispatched; on one rank without `ep` transformers' own kernels compute, and hold a few tensors more.
 
 Where no rank of cp divides a row of S tokens, SDPA is given a mask for documents that are kept apart in it (data.pack=documents)
@@ -117,13 +118,12 @@ class Activations:
     mixture: MixtureWidths | None
     # The attentions of layers, those that differ, where cp divides sequences.
     contexts: Sequence[ContextCost] = ()
-    # Documents are kept apart, so that each sequence has positions of its own.
-    packs: bool = False
+    packs: bool = False  # documents are kept apart, so that each sequence has positions of its own
     # The kind of mask that each layer of the model gives to SDPA, None for none; empty where no layer gives any.
     masks: tuple[str | None, ...] = ()
-    # Rows are sent to experts, or dropped.
-    dispatches: bool = False
+    dispatches: bool = False  # rows are sent to experts, or dropped
     fuses_loss: bool = False  # the device has kernels for it
+    crossing: float = 1.0  # rows of a token that come to ranks for their nodes: N p over two hops
 
     @cached_property
     def hidden_bytes(self) -> int:
@@ -172,7 +172,7 @@ class Activations:
         e, rows = self.itemsize, self.rows_in_experts(mixture.top_k)
         inner = -(-mixture.inner // (self.tokens.tp.size if self._slices_experts else 1))
         weighted = rows // mixture.top_k * self.width * (8 if e < 4 else e)
-        incoming = self.hidden_bytes
+        incoming = int(self.crossing * self.hidden_bytes)
         if self._slices_experts and self.tokens.num_parts > 1:
             incoming += self._num_tokens * self.width * e
         return max(rows * self.width * e + weighted, rows * (2 * inner - self.width) * e) + incoming

@@ -4,15 +4,15 @@ tp   enter and leave of a region are waited for (parallel/tensor/borders.py); as
      them. In backward the sum of a region's input gradient travels under the weight gradients of its column layers
      (regions.py), where a schedule does not leave these for later
 cp   a step of the ring travels under the attention to the block before it; Ulysses' exchange is waited for (docs/context.md)
-ep   rows are waited for, there and back over both hops, between nodes and within them (token_hops.py); with
-     parallel.expert_overlap tokens go in halves, of which one travels while the other is computed; shared experts are computed
-     while rows leave (parallel/experts/dispatch.py)
+ep   rows are waited for, there and back over both hops, between nodes and within them (token_hops.py); shared experts are
+     computed while rows leave (parallel/experts/dispatch.py), and with parallel.expert_overlap the other half of the microbatch
+     (halves.py): its turns are laid out one after the other, and what neither half computes under is exposed
 
 The order of axes decides who shares a node: a rank's number is ((pp * DP + dp) * CP + cp) * TP + tp, and nodes take ranks in
 order (mesh/topology.py, mesh/placement.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from framework.plan.candidate import Candidate, topology_of
@@ -176,7 +176,7 @@ class LayerMessages:
         there, back, gradient = self._travel(tokens, layer.experts)
         passes = 2 if c.checkpointing != "none" else 1
         if self.settings.parallel.expert_overlap:
-            forward, backward = self._late_of_halves(there, back), self._late_of_halves(back, gradient)
+            forward, backward = self._late_of_halves((there, back, gradient))
             hidden = passes * (sum((*there, *back)) - forward) + sum((*back, *gradient)) - backward
             return Exposure(forward, (passes - 1) * forward + backward, hidden)
         late_there, hidden_there = hide(there[0], work.shared)
@@ -188,11 +188,62 @@ class LayerMessages:
         late_back, hidden_back = hide(backward, profile.hides_ep * work.backward)
         return Exposure(late, late_back + (passes - 1) * forward, hidden_there + hidden + hidden_back)
 
-    def _late_of_halves(self, there: tuple[float, float], back: tuple[float, float]) -> float:
-        """Exposed seconds of a way there and back in halves. there, back: of the hop that departs first and of the other one."""
-        (far, near), (far_back, near_back) = ([each / 2 for each in way] for way in (there, back))
-        inside = self.work.inside / 2
-        # Both halves depart at once. The second one's first hop is under what the first half does within its node and in its
-        # experts; the first half's last hop under the second half's experts, and its way within the node.
-        first, second = hide(far, self.work.shared)[0], hide(far, near + inside)[0]
-        return first + second + 2 * (near + near_back) + hide(far_back, near_back + inside)[0] + far_back
+    def _late_of_halves(self, ways: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        """Exposed seconds of rows in forward and in backward of a layer whose halves compute by turns. ways: seconds of both
+        hops, the one that departs first and the other, of rows there, back and of the gradient of what was sent."""
+        work, has_two_hops = self.work, min(self.groups["ep_outer"].size, self.groups["ep_inner"].size) > 1
+        (far, near), (far_back, near_back), (far_gradient, near_gradient) = ([each / 2 for each in way] for way in ways)
+        # Shared experts and an attention's output projection are in one turn, all else in front of experts in another.
+        late, inside = work.row_forward + work.shared * 2 / 3, work.inside
+        forward = [work.forward.total - late - inside, late, 0.0, inside * 2 / 3, inside / 3, 0.0, 0.0]
+        scale = (work.input.total + work.weight.total) / work.forward.total
+        there = [NO_WAY, (0, far), (1, near), NO_WAY, (1, near_back), (0, far_back)]
+        gradients = [(0, far_back), (1, near_back), NO_WAY, (1, near_gradient), (0, far_gradient), NO_WAY]
+        if not has_two_hops:
+            forward = [forward[0] + late, inside, 0.0]
+            there, gradients = (
+                [(0, far + near), (0, far_back + near_back)],
+                [(0, far_back + near_back), (0, far_gradient + near_gradient)],
+            )
+        halves = Halves(len(forward), int(has_two_hops))
+        turns = [each / 2 for each in forward]
+        backward = [each * scale for each in reversed(turns)]
+        return halves.find_late(turns, there, halves.order), halves.find_late(backward, gradients, halves.reversed)
+
+
+# No rows depart at the end of a turn.
+NO_WAY = (0, 0.0)
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Two halves of a layer that compute by turns, so many each, of which half 0 is `ahead` (parallel/experts/halves.py)."""
+
+    count: int
+    ahead: int
+
+    @property
+    def order(self) -> list[tuple[int, int]]:
+        """(half, turn) in forward."""
+        turns = [(turn + self.ahead * half, half, turn) for half in range(2) for turn in range(self.count)]
+        return [(half, turn) for _, half, turn in sorted(turns)]
+
+    @property
+    def reversed(self) -> list[tuple[int, int]]:
+        """(half, turn) in backward, whose turns are counted from its beginning."""
+        return [(half, self.count - 1 - turn) for half, turn in self.order[::-1]]
+
+    def find_late(
+        self, turns: Sequence[float], ways: Sequence[tuple[int, float]], order: Sequence[tuple[int, int]]
+    ) -> float:
+        """Seconds in which neither half computes. turns: seconds of each; ways: (hop, seconds) of what departs at the end of each
+        turn but the last, and has to be there for the next. One way of a hop follows the other."""
+        clock, free = 0.0, [0.0, 0.0]
+        arrival: dict[tuple[int, int], float] = {}
+        for half, turn in order:
+            clock = max(clock, arrival.get((half, turn), 0.0)) + turns[turn]
+            if turn < self.count - 1:
+                hop, seconds = ways[turn]
+                if seconds:
+                    free[hop] = arrival[half, turn + 1] = max(clock, free[hop]) + seconds
+        return clock - 2 * sum(turns)

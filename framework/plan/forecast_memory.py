@@ -23,7 +23,7 @@ import numpy as np
 from framework.errors import ModelError
 from framework.mesh.context import ContextSlices
 from framework.mesh.token_layout import TokenLayout
-from framework.mesh.topology import Axis
+from framework.mesh.topology import Axis, count_passing
 from framework.model.logit_map import find_logit_map
 from framework.model.loss import is_fused
 from framework.model.stage import StageBounds
@@ -176,7 +176,7 @@ class ActivationBytes:
                 most[index] = max(most[index], whole + left)
         return sum(size * most[index] for index, size in sizes.items())
 
-    @remember(*LAYER, "sequences", "checkpointing", "offloads_activations")
+    @remember(*LAYER, "sequences", "checkpointing", "offloads_activations", "ranks_per_node", "world")
     def of_microbatch(self, each: Candidate) -> Activations:
         """Sizes of one rank's activations for one microbatch."""
         pipelines, slices = self.pipelines, _slices_of(each)
@@ -203,7 +203,14 @@ class ActivationBytes:
             self._masks(each),
             each.ep > 1 or each.expert_tp < each.tp or recipe.model.expert_capacity is not None,
             is_fused(recipe.launch.device, pipelines.compute.itemsize),
+            self._count_crossing(each),
         )
+
+    def _count_crossing(self, each: Candidate) -> float:
+        """Rows of a token that come to ranks for their nodes."""
+        mixture, way = self.pipelines.shape.mixture, self.pipelines.recipe.parallel.expert_hierarchical
+        nodes = each.ep // count_passing(way, each.ep, each.expert_tp, each.ranks_per_node, each.world)
+        return 1.0 if mixture is None or nodes == 1 else float(nodes * mixture.router.reach(nodes))
 
     @remember("cp", "context")
     def _masks(self, each: Candidate) -> tuple[str | None, ...]:

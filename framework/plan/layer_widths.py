@@ -64,6 +64,8 @@ class MixtureWidths:
     width: int = 0
     """Features of a row that an expert reads: hidden ones, or of a latent space."""
 
+    has_biases: bool = False
+
     @property
     def router(self) -> Router:
         """The choice of experts."""
@@ -129,4 +131,5 @@ def read_mixture(model: nn.Module, config: PretrainedConfig) -> MixtureWidths | 
     inner = last[1] if form.is_transposed or form.is_expert_major else last[2]
     is_balanced = bool(getattr(config, "output_router_logits", False))
     groups, width = expert_groups(config), last[1] * last[2] // inner
-    return MixtureWidths(count_experts(experts), top_k, inner, form.has_gate, is_balanced, groups, width)
+    has_biases = getattr(experts, f"{form.last}_bias", None) is not None
+    return MixtureWidths(count_experts(experts), top_k, inner, form.has_gate, is_balanced, groups, width, has_biases)

@@ -13,8 +13,9 @@ parallelism); R rows in a rank's experts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
+from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -228,6 +229,12 @@ class UnitWork:
     shared: float = 0.0
     uneven: float = 0.0
 
+    def times(self, factor: float) -> "UnitWork":
+        """The work, repeated."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        times: Any = {name: x.times(factor) if isinstance(x, Work) else x * factor for name, x in own.items()}
+        return UnitWork(**times)
+
     @cached_property
     def total(self) -> float:
         """Seconds of forward and backward."""
@@ -337,10 +344,13 @@ class LayerTimes:
         forward = times * sum(rates.matmul(each, *size, narrow) for size in sizes)
         weight = times * sum(self._weight_gradient(each, *size, adds, narrow) for size in sizes)
         activated = rates.elementwise(rows * inner, rates.profile.activation)
+        biases = (first, rates.profile.first_bias), (mixture.width, rates.profile.last_bias)
+        activated += sum(
+            rates.elementwise(rows * size, kernels) for size, kernels in biases if kernels and mixture.has_biases
+        )
         # Spread to rows, sorted on arrival, sorted back, summed by token: each reads and writes all rows.
         sorted_s = rates.profile.row_passes * rates.moved(2 * rows * mixture.width * rates.itemsize)
-        # One launch for all experts of a rank: kernels are grouped.
-        launches = 2 * (local - 1) * rates.cluster.overhead_s
+        launches = 2 * (local - 1) * rates.cluster.overhead_s * rates.profile.groups_experts
         return forward - launches, max(0.0, weight - launches), activated + sorted_s
 
     def rows(self, layer: LayerOperators, c: Candidate) -> float:

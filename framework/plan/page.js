@@ -1,6 +1,6 @@
 // Draws the page's charts in its theme, and has sliders pick among the layouts that the search has computed. All numbers come
 // from Python: nothing is computed here but which of them is shown.
-const { charts, rows, layouts } = JSON.parse(document.getElementById("data").textContent);
+const { charts, rows, layouts, refresh_s: refreshS } = JSON.parse(document.getElementById("data").textContent);
 if (layouts) layouts.rows = layouts.values.map((row) => Object.fromEntries(row.map((value, at) => [layouts.fields[at], value])));
 const root = document.documentElement;
 const views = {};
@@ -57,7 +57,10 @@ async function setTheme(theme) {
   await drawAll();
 }
 
-button.addEventListener("click", () => setTheme(root.dataset.theme === "dark" ? "light" : "dark"));
+button.addEventListener("click", () => {
+  sessionStorage.setItem("theme", root.dataset.theme === "dark" ? "light" : "dark");
+  setTheme(sessionStorage.getItem("theme"));
+});
 dark.addEventListener("change", () => setTheme(dark.matches ? "dark" : "light"));
 
 // --- layouts
@@ -181,5 +184,16 @@ function fillTable() {
   }
 }
 
+// --- a page that is written again and again is read again where the reader is, unless nobody looks
+
+function readAgain() {
+  if (document.hidden) return document.addEventListener("visibilitychange", readAgain, { once: true });
+  sessionStorage.setItem("scroll", scrollY);
+  return location.reload();
+}
+
 if (layouts) makeSliders();
-await setTheme(dark.matches ? "dark" : "light");
+await setTheme(sessionStorage.getItem("theme") ?? (dark.matches ? "dark" : "light"));
+scrollTo(0, sessionStorage.getItem("scroll") ?? scrollY);
+sessionStorage.removeItem("scroll");
+if (refreshS) setTimeout(readAgain, 1000 * refreshS);

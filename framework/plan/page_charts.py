@@ -16,9 +16,6 @@ from framework.plan.forecast import OUTSIDE, SLACK
 Row = Mapping[str, Any]
 Rows = Mapping[str, Sequence[Row]]
 
-# The version of the schema that altair writes; what draws a chart must be of the same.
-VEGA_LITE = ".".join(alt.VEGALITE_VERSION.split(".")[:2])
-
 # Okabe and Ito's colours, which the colour-blind tell apart, without their red; then Tol's muted ones. A kind of bytes has
 # the same on every page.
 KINDS = {
@@ -59,10 +56,10 @@ def memory_chart(rows: Rows) -> alt.LayerChart:
     kinds = _names(rows["memory"], "kind")
     x = alt.X("gb:Q", title="GiB", stack="zero", scale=alt.Scale(nice=False))
     y = alt.Y("place:N", sort=None, title=None)
-    bars = _of("memory").mark_bar().encode(
+    bars = of_rows("memory").mark_bar().encode(
         x, y, _kind(kinds), alt.Order("order:Q"), tooltip=["place:N", "kind:N", _two("gb", "GiB")]
     )  # fmt: skip
-    totals = _of("totals").encode(y=y)
+    totals = of_rows("totals").encode(y=y)
     details = ["place:N", _two("over", "GiB over")]
     red = (
         totals.transform_calculate(end="datum.limit + datum.over")
@@ -71,7 +68,7 @@ def memory_chart(rows: Rows) -> alt.LayerChart:
     )
     words = totals.mark_text(style="over", align="left", dx=5).encode(x="total:Q", text="words:N")
     limit = totals.mark_tick(thickness=2, size=ROW_PX, color=RED).encode(x="limit:Q")
-    return (bars + red + words + limit).properties(height=_height(rows["totals"]), padding=ROOM)
+    return (bars + red + words + limit).properties(height=height_of(rows["totals"]), padding=ROOM)
 
 
 def phases_chart(rows: Rows) -> alt.LayerChart:
@@ -82,12 +79,12 @@ def phases_chart(rows: Rows) -> alt.LayerChart:
     place = alt.param("place", value=fullest, bind=menu)
     x = alt.X("phase:N", sort=None, title=None, axis=alt.Axis(labelAngle=0, labelLimit=110, labelOverlap="greedy"))
     y = alt.Y("gb:Q", title="GiB", stack="zero")
-    bars = _of("phases").mark_bar().encode(
+    bars = of_rows("phases").mark_bar().encode(
         x, y, _kind(kinds), alt.Order("order:Q"), tooltip=["place:N", "phase:N", "kind:N", _two("gb", "GiB")]
     )  # fmt: skip
-    sums = _of("phase_totals").encode(x=x)
+    sums = of_rows("phase_totals").encode(x=x)
     red = sums.transform_calculate(end="datum.limit + datum.over").mark_bar(color=RED).encode(y="limit:Q", y2="end:Q")
-    limit = _of("phase_totals").mark_rule(color=RED, strokeWidth=2).encode(y="min(limit):Q")
+    limit = of_rows("phase_totals").mark_rule(color=RED, strokeWidth=2).encode(y="min(limit):Q")
     chosen = [each.transform_filter("datum.place === place") for each in (bars, red, limit)]
     return alt.layer(*chosen).add_params(place).properties(height=TALL_PX)
 
@@ -96,13 +93,13 @@ def parts_chart(rows: Rows, words: str = "words") -> alt.LayerChart:
     """Seconds of each part of a step. words: the field that is written behind its bar."""
     x = alt.X("seconds:Q", title="seconds", scale=alt.Scale(nice=False))
     base = (
-        _of("parts")
+        of_rows("parts")
         .transform_calculate(short="format(datum.seconds, '.3~s') + 's'")
         .encode(alt.Y("part:N", sort=None, title=None))
     )
     bars = base.mark_bar(color=BLUE).encode(x, tooltip=["part:N", f"{words}:N"])
     return (bars + base.mark_text(align="left", dx=5).encode(x, text=f"{words}:N")).properties(
-        height=_height(rows["parts"]), padding=ROOM
+        height=height_of(rows["parts"]), padding=ROOM
     )
 
 
@@ -114,16 +111,16 @@ def links_chart(rows: Rows) -> alt.LayerChart:
     color = alt.Color("how:N", scale=shades, title=None, legend=alt.Legend(orient="top"))
     details = ["axis:N", "how:N", _two("seconds", "seconds"), "bytes:N", "load:N"]
     order = alt.Order("how:N", sort="descending")
-    bars = _of("links").mark_bar().encode(x, y, color, order, tooltip=details)
-    words = _of("link_totals").mark_text(align="left", dx=5).encode(alt.X("seconds:Q"), y, text="words:N")
-    return (bars + words).properties(height=_height(rows["link_totals"]), padding=ROOM)
+    bars = of_rows("links").mark_bar().encode(x, y, color, order, tooltip=details)
+    words = of_rows("link_totals").mark_text(align="left", dx=5).encode(alt.X("seconds:Q"), y, text="words:N")
+    return (bars + words).properties(height=height_of(rows["link_totals"]), padding=ROOM)
 
 
 def timeline_chart(rows: Rows) -> alt.LayerChart:
     """Actions of each rank of a pipeline over a step. Grey is idle."""
     kinds, y = _names(rows["timeline"], "kind"), alt.Y("rank:O", title="rank of pp")
     x = alt.X("start:Q", title="seconds", axis=alt.Axis(grid=False), scale=alt.Scale(nice=False))
-    idle = _of("lanes").mark_bar(color=IDLE).encode(x, alt.X2("end:Q"), y, tooltip=["rank:N", "idle:N"])
+    idle = of_rows("lanes").mark_bar(color=IDLE).encode(x, alt.X2("end:Q"), y, tooltip=["rank:N", "idle:N"])
     # A rank's second, third ... stage is paler.
     chunks = sorted({row["chunk"] for row in rows["timeline"]})
     shades = alt.Scale(domain=chunks, range=[1 / (1 + 0.7 * chunk) for chunk in chunks])
@@ -131,7 +128,7 @@ def timeline_chart(rows: Rows) -> alt.LayerChart:
     colors = alt.Scale(domain=kinds, range=[ACTIONS[kind] for kind in kinds])
     color = alt.Color("kind:N", scale=colors, title=None, legend=alt.Legend(orient="top"))
     details = ["rank:N", "kind:N", "stage:N", "microbatch:N", _two("start", "starts"), _two("end", "ends")]
-    base = _of("timeline").encode(x, alt.X2("end:Q"), y, tooltip=details)
+    base = of_rows("timeline").encode(x, alt.X2("end:Q"), y, tooltip=details)
     bars = base.mark_bar(stroke="#fffa", strokeWidth=0.6).encode(color, pale)
     return (idle + bars).properties(height=max(60, min(22 * len(rows["lanes"]), 520)))
 
@@ -142,7 +139,7 @@ def mesh_chart(rows: Rows) -> alt.LayerChart:
     axis = alt.param("axis", value=axes[0], bind=alt.binding_select(options=axes, name="position along "))
     x = alt.X("node:O", title="node", axis=alt.Axis(labelAngle=0, labelOverlap="greedy"))
     y = alt.Y("slot:O", title="rank of the node")
-    base = _of("mesh").transform_calculate(position="datum[axis]").encode(x, y)
+    base = of_rows("mesh").transform_calculate(position="datum[axis]").encode(x, y)
     shade = alt.Color(
         "position:Q", scale=alt.Scale(scheme="viridis"), legend=alt.Legend(title=None, format="d", tickMinStep=1)
     )
@@ -198,14 +195,14 @@ def scatter_chart() -> alt.LayerChart:
     details = [alt.Tooltip(f"{field}:N", title=title) for field, title in names.items()]
     ring = alt.condition("datum.picked", alt.value(ORANGE), alt.value(None))
     size = alt.condition("datum.picked", alt.value(190), alt.value(36))
-    points = _of("layouts").mark_circle(strokeWidth=3).encode(
+    points = of_rows("layouts").mark_circle(strokeWidth=3).encode(
         x, y, color=red, opacity=seen, size=size, stroke=ring, tooltip=details
     )  # fmt: skip
-    limit = _of("layouts").mark_rule(color=RED, strokeDash=[5, 4]).encode(x="max(limit):Q")
+    limit = of_rows("layouts").mark_rule(color=RED, strokeDash=[5, 4]).encode(x="max(limit):Q")
     return (limit + points).properties(height=380)
 
 
-def _of(name: str) -> alt.Chart:
+def of_rows(name: str) -> alt.Chart:
     """A chart of rows that come later."""
     return alt.Chart(alt.NamedData(name=name))
 
@@ -226,5 +223,5 @@ def _two(field: str, title: str) -> alt.Tooltip:
     return alt.Tooltip(f"{field}:Q", title=title, format=".3~r")
 
 
-def _height(rows: Sequence[Any]) -> int:
+def height_of(rows: Sequence[Any]) -> int:
     return max(60, ROW_PX * len(rows))

@@ -7,6 +7,7 @@ browser refuse it. Names from recipes are escaped: jinja escapes what it writes,
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,6 +61,12 @@ class Page:
     layouts: dict[str, Any] | None = None
     """Layouts of a search, with the values of sliders; None on other pages."""
     layouts_words: str = ""
+    refresh_s: int | None = None
+    """Seconds after which a browser reads the file again, which is then another one."""
+    links: tuple[str, ...] = ()
+    """Names of files beside the page."""
+    in_columns: bool = False
+    """Whether sections stand side by side on a wide screen."""
 
     @property
     def has_layouts(self) -> bool:
@@ -78,16 +85,22 @@ def write_html(path: Path, page: Page) -> None:
 def render_html(page: Page) -> str:
     """The text of the file."""
     import jinja2
+
+    data = {"charts": page.charts, "rows": page.rows, "layouts": page.layouts, "refresh_s": page.refresh_s}
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_asset("page.html"))
+    return template.render(
+        page=page, data=escape_json(data), library=_bundle(), style=_asset("page.css"), script=_asset("page.js")
+    )
+
+
+@cache
+def _bundle() -> str:
+    """Vega and its like as text, of the version for which altair writes charts; seconds to make."""
+    import altair
     import vl_convert
 
-    from framework.plan.page_charts import VEGA_LITE
-
-    data = {"charts": page.charts, "rows": page.rows, "layouts": page.layouts}
-    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_asset("page.html"))
-    library = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", VEGA_LITE)
-    return template.render(
-        page=page, data=escape_json(data), library=library, style=_asset("page.css"), script=_asset("page.js")
-    )
+    version = ".".join(altair.VEGALITE_VERSION.split(".")[:2])
+    return str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", version))
 
 
 def escape_json(value: Any) -> str:

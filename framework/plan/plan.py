@@ -40,6 +40,7 @@ from framework.optim.groups import GroupAssignment
 from framework.optim.qk_rows import QkRows, find_qk_rows
 from framework.parallel.attention import find_stock_attention, find_whole, refuse_undivided_context
 from framework.parallel.experts.split import check_experts
+from framework.parallel.parallelize import refuse_halves
 from framework.parallel.pipeline.measured import read_unit_times
 from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage, read_table
@@ -308,6 +309,7 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     if derived.cp > 1 and not whole_mixers:
         refuse_undivided_context(config, ContextSlices(derived.context, derived.ulysses, derived.ring), has_documents)
     check_experts(whole, derived.ep, recipe.model.expert_capacity, derived.expert_tp < derived.tp)
+    refuse_halves(whole, recipe)
     units = tuple(find_units(whole))
     load_balancing, mixtures = find_routers_loss(whole, recipe.train.router_z_loss), find_mixtures(whole, units)
     refuse_bias_rate(recipe.model, whole, mixtures)

@@ -33,6 +33,8 @@ EAGER_ACTIVATION = Kernels(5, 5, 2)
 RESIDUAL = Kernels(3, 3, 1)
 # A block's part of attention's outputs, taken in by weights of each query (parallel/attention/merge.py).
 MERGE = Kernels(3, 3, 4)
+# The biases of a row's expert, taken by its number and added (parallel/experts/dispatch.py).
+EXPERT_BIAS = Kernels(4, 4, 2)
 # To fp32, logarithm of the softmax, the loss of the labels; in passes over the logits.
 EAGER_LOSS = Kernels(7, 3, 4)
 # A matmul's factor to fp8: its largest absolute value, the scaled and clamped values, the cast.
@@ -63,6 +65,9 @@ class Profile:
     activation: Kernels = EAGER_ACTIVATION
     residual: Kernels = RESIDUAL
     merge: Kernels = MERGE
+    first_bias: Kernels | None = EXPERT_BIAS
+    """Kernels that add biases of experts behind their first matmuls, `last_bias` behind the last; None: the matmuls do."""
+    last_bias: Kernels | None = EXPERT_BIAS
     loss: Kernels = EAGER_LOSS
     loss_gradient: Kernels = EAGER_LOSS
     cast: Kernels = EAGER_CAST
@@ -73,6 +78,8 @@ class Profile:
     """The dtype of matmuls where the recipe says fp8: fp8, mxfp8, nvfp4."""
     grouped: float = 1.0
     """Share of a matmul's rate that grouped matmuls of experts reach."""
+    groups_experts: bool = True
+    """Whether one launch multiplies the rows of all of a rank's experts."""
     narrows_experts: bool = False
     """Whether experts are multiplied in fp8 as linear layers are."""
     backward_passes: float = 2.0
@@ -102,8 +109,10 @@ class Profile:
     imbalance: float = 1.0
     """Rows of the fullest rank's experts over the mean rank's."""
     layer_s: float = 0.0
-    """Host time to launch a layer's forward; its backward takes twice as long. `mixture_s`: of one with experts."""
+    """Host time to launch a layer's forward; its backward takes twice as long. `mixture_s`: of one with experts, and
+    `expert_s` of each of a rank's experts."""
     mixture_s: float = 0.0
+    expert_s: float = 0.0
     hides_p2p: float = 1.0
     """Share of a message between stages that holds nobody up."""
     stolen: float = 0.0

@@ -397,11 +397,16 @@ class TimeModel:
         """A layer with its messages. grouped: as `UnitTime.grouped`."""
         times, number = self.times(c.context), self.shape.kinds.index(kind)
         layer, work = times.operators.layers[number], times.layer(c, number)
+        is_halved = self.settings.parallel.expert_overlap and layer.experts is not None and min(c.ep, c.sequences) > 1
+        if is_halved:  # matmuls of half the rows
+            work = times.layer(replace(c, sequences=c.sequences // 2), number).times(c.sequences / (c.sequences // 2))
         messages = LayerMessages(layer, work, c, self.groups(c), self.rates, self.settings)
         found = {"tp": messages.tp(), "cp": messages.cp(), "ep": messages.ep()}
-        if c.offloads_activations:
-            found["offload"] = self._offload(work, c)
-        launched = self.profile.layer_s if layer.experts is None else self.profile.mixture_s
+        found |= {"offload": self._offload(work, c)} if c.offloads_activations else {}
+        launched = self.profile.layer_s
+        if layer.experts is not None:
+            each = self.profile.mixture_s + self.profile.expert_s * max(1, layer.experts.experts // c.ep)
+            launched = each * (1 + is_halved)
         return UnitTime(work, {axis: each for axis, each in found.items() if each is not NOTHING}, grouped, launched)
 
     def _offload(self, work: UnitWork, c: Candidate) -> Exposure:

@@ -59,11 +59,11 @@ class Derived:
 
 
 def compiles(recipe: Recipe) -> bool:
-    """Whether layers are compiled. `auto`: on GPUs, but for what `find_compile_obstacle` names, and adapters that drop inputs or
-    lie beside weights that ranks divide."""
+    """Whether layers are compiled. `auto`: on GPUs, but for what `find_compile_obstacle` names, halves that compute by turns, and
+    adapters that drop inputs or lie beside weights that ranks divide."""
     if recipe.memory.compile == "auto":
         is_divided = max(recipe.parallel.tp, recipe.parallel.cp, recipe.parallel.ep) > 1
-        has_obstacle = find_compile_obstacle(recipe) is not None
+        has_obstacle = find_compile_obstacle(recipe) is not None or recipe.parallel.expert_overlap
         has_obstacle |= recipe.adapter.dropout > 0 or (recipe.adapter.is_used and is_divided)
         return recipe.launch.device == "cuda" and not has_obstacle
     return recipe.memory.compile == "always"

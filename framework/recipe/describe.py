@@ -72,8 +72,12 @@ def describe_compilation(recipe: Recipe) -> str:
 def _say_what_compiles(recipe: Recipe) -> Iterator[str]:
     if not compiles(recipe):
         obstacle = find_compile_obstacle(recipe)
-        reason = f"outputs are kept by name, and with {obstacle} graphs end at tp's regions"
-        yield f"never (memory.compile=auto): {reason if obstacle else 'it does not pay on CPUs, where runs are short'}"
+        reason = "it does not pay on CPUs, where runs are short"
+        if recipe.parallel.expert_overlap:
+            reason = "layers compute in halves by turns (parallel.expert_overlap)"
+        elif obstacle:
+            reason = f"outputs are kept by name, and with {obstacle} graphs end at tp's regions"
+        yield f"never (memory.compile=auto): {reason}"
         return
     ends = "; graphs end at tp's regions (parallel.overlap=always)" if overlaps_matmuls(recipe) else ""
     yield f"each layer's forward, at its first call{ends}"

@@ -138,6 +138,7 @@ def context_attention(recipe: Recipe) -> Iterator[Problem]:
 @rule(
     *(f"parallel.{name}" for name in ("ep", "expert_overlap", "expert_hierarchical", "expert_dispatch")),
     *(f"model.{name}" for name in ("experts", "expert_capacity", "expert_drop")),
+    *("batch.sequences_per_microbatch", "memory.compile"),
 )
 def experts(recipe: Recipe) -> Iterator[Problem]:
     parallel, inner = recipe.parallel, recipe.parallel.expert_hierarchical
@@ -157,6 +158,16 @@ def experts(recipe: Recipe) -> Iterator[Problem]:
         legal = ", ".join(map(str, divisors(parallel.ep)))
         message = f"does not divide the parallel.ep={parallel.ep} ranks that have different experts"
         yield refuse(recipe, "parallel.expert_hierarchical", message, f"one of {legal}; node; or null")
+    if parallel.ep > 1 and parallel.expert_overlap:
+        key = "parallel.expert_overlap"
+        if recipe.batch.sequences_per_microbatch == 1:
+            message = "a microbatch of one sequence has no halves: batch.sequences_per_microbatch=1"
+            yield refuse(recipe, key, message, "batch.sequences_per_microbatch=2; or parallel.expert_overlap=false")
+        if recipe.memory.compile == "always":
+            message = (
+                "halves of a layer compute by turns, also backward, and memory.compile=always makes a layer one graph"
+            )
+            yield refuse(recipe, key, message, "memory.compile=never; or parallel.expert_overlap=false")
 
 
 # --- ZeRO and sequence parallelism

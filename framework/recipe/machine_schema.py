@@ -121,6 +121,9 @@ class Track:
     tensorboard: bool = key("write RUN/tensorboard, for TensorBoard", False)
     mlflow: Mlflow = group(Mlflow)
     csv: bool = key("write RUN/metrics.csv", False)
+    html: bool = key(
+        "write RUN/track.html, a page of the run that a browser shows and reads again while it lasts", False
+    )
 
     @property
     def trackers(self) -> tuple[str, ...]:
@@ -130,6 +133,7 @@ class Track:
             "tensorboard": self.tensorboard,
             "mlflow": self.mlflow.uri is not None,
             "csv": self.csv,
+            "html": self.html,
         }
         return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 

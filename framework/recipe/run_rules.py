@@ -351,12 +351,16 @@ def profile(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, "track.profile_ranks", message, "track.profile_ranks=[0]")
 
 
-@rule("track.tensorboard", "track.mlflow", "track.wandb", "track.csv")
+@rule("track.tensorboard", "track.mlflow", "track.wandb", "track.csv", "track.html")
 def trackers(recipe: Recipe) -> Iterator[Problem]:
+    packages = {"csv": (), "html": ("altair", "vl_convert")}
     for name in recipe.track.trackers:
-        if name != "csv" and find_spec(name) is None:
-            key = f"track.{'mlflow.uri' if name == 'mlflow' else 'wandb.mode' if name == 'wandb' else name}"
-            yield refuse(recipe, key, f"the package {name} is not installed", f"`pip install {name}`; or leave it out")
+        for package in packages.get(name, (name,)):
+            if find_spec(package) is None:
+                key = f"track.{'mlflow.uri' if name == 'mlflow' else 'wandb.mode' if name == 'wandb' else name}"
+                wanted = "'meshwright[page]'" if name == "html" else name
+                message, fix = f"the package {package} is not installed", f"`pip install {wanted}`; or leave it out"
+                yield refuse(recipe, key, message, fix)
     if is_secret("", recipe.track.mlflow.uri):
         message = "has a password, which RUN/recipe.yaml and MLflow's artifacts would keep for all to read"
         fix = "leave it out, and export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"

@@ -197,7 +197,9 @@ class Parallel:
         registry="context method",
     )
     ep: int = key("expert-parallel degree: ranks that divide the experts of a mixture", 1, low=1)
-    expert_overlap: bool = key("dispatch tokens in two chunks; one is sent while the other is computed", False)
+    expert_overlap: bool = key(
+        "layers with experts compute a microbatch in halves by turns: rows of one travel under the other", False
+    )
     expert_hierarchical: int | Literal["node"] | None = key(
         "ranks of ep among which a token, sent once, is passed on: those of a node, so many neighbours, or null: to each expert",
         "node",

@@ -191,6 +191,7 @@ class MirroredRun:
         while (rewinds := self._send_new()) is not None:
             self._tracker.close(EXIT_DONE, is_rewound=True)
             self._open(rewinds)
+        self._tracker.look()
 
     def finish(self, exit_code: int) -> None:
         """Send the run's report, and end the curve."""

@@ -10,6 +10,10 @@ from typing import Any
 from framework.lease import Lease
 
 RUN_INFO_FILE = "run_info.json"
+# The line of each rank, which rank 0 writes, and the verdicts on hangs, a line each.
+RANKS_FILE, HANGS_FILE = "ranks.json", "hangs.jsonl"
+# (steps, values).
+Curve = tuple[list[float], list[float]]
 # The tag of a curve whose last steps the run has taken back, and a part of the name of the next one.
 TAG_OF_REWOUND = "rewound"
 
@@ -122,6 +126,9 @@ class Tracker:
 
     def save(self, file: Path) -> None:
         """Take a file of the run: its recipe, or at the end its report. By default it stays where it is."""
+
+    def look(self) -> None:
+        """The run goes on: called twice a second, once all steps so far are sent."""
 
     def close(self, exit_code: int, is_rewound: bool = False) -> None:
         """End the curve. exit_code: 0 as well for a run that is to be resumed."""

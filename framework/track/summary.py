@@ -4,7 +4,7 @@ and goodput.jsonl only, so that it can be written again at any time: `write_repo
 import io
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -15,7 +15,7 @@ from framework.lease import Lease
 from framework.track.console import format_count, format_duration
 from framework.track.goodput import GOODPUT_FILE, Account, TimePart, describe_goodput, name_of, price_of, read_account
 from framework.track.jsonl import LOADS_FILE, METRICS_FILE, is_whole, read_records
-from framework.track.report import Observer, RunInfo, load_run_info
+from framework.track.report import Curve, Observer, RunInfo, load_run_info
 
 REPORT_TEXT = "report.txt"
 REPORT_PICTURE = "report.png"
@@ -167,7 +167,7 @@ def draw(run: RunInfo, curves: Curves) -> bytes:
 
     rows = 3 if curves.load and curves.imbalance else 2
     figure = Figure(figsize=(11, 3.5 * rows), dpi=120, layout="constrained")
-    figure.suptitle(f"{run.run_id}   {run.model}, {format_count(run.num_parameters)} parameters, {_where(run)}")
+    figure.suptitle(describe_title(run))
     loss, lr, norm, rate, *experts = figure.subplots(rows, 2).flat
     for axes, name, title, unit in (
         (loss, "loss", "Loss", "nats per token"),
@@ -247,13 +247,17 @@ def _plot(axes: Any, steps: list[int], values: list[float], is_noisy: bool) -> N
         axes.plot(steps, values, color="C0", linewidth=1.5, marker="o" if len(values) == 1 else None, label="training")
         return
     axes.plot(steps, values, color="C0", alpha=0.3, linewidth=0.8)
+    axes.plot(*thin(steps, values, width), color="C0", linewidth=1.8, label=f"training, mean of {width} reports")
+
+
+def thin(steps: Sequence[float], values: Sequence[float], width: int) -> Curve:
+    """Means of the steps and the values of `width` neighbours each."""
     starts = range(0, len(values), width)
-    centres = [statistics.fmean(steps[start : start + width]) for start in starts]
     means = [_finite_mean(values[start : start + width]) for start in starts]
-    axes.plot(centres, means, color="C0", linewidth=1.8, label=f"training, mean of {width} reports")
+    return [statistics.fmean(steps[start : start + width]) for start in starts], means
 
 
-def _finite_mean(values: list[float]) -> float:
+def _finite_mean(values: Sequence[float]) -> float:
     finite = [value for value in values if math.isfinite(value)]
     return statistics.fmean(finite) if finite else math.nan
 
@@ -362,6 +366,11 @@ def _files(run_dir: Path) -> list[str]:
     )
     rows = [(str(run_dir / name), what) for name, what in names if (run_dir / name).exists()]
     return ["Files", *_table(rows)]
+
+
+def describe_title(run: RunInfo) -> str:
+    """The run's name, model and layout in a line."""
+    return f"{run.run_id}   {run.model}, {format_count(run.num_parameters)} parameters, {_where(run)}"
 
 
 def _where(run: RunInfo) -> str:

@@ -5,10 +5,11 @@
     tensorboard   an event of each scalar                   a text                    a picture as an image
     mlflow        one log_batch                             params of the run         log_artifact
     csv           a row of RUN/metrics.csv                  beside it: recipe.yaml    beside it
+    html          a point of each curve in RUN/track.html   a link                    a link
 
 Each is in a process of its own (`mirror.py`), which imports its package: a slow one delays no step, and none has to handle an
-error. CSV and TensorBoard are written anew by every start, so that they have the steps of metrics.jsonl and no others; wandb and
-MLflow keep what they were given.
+error. CSV, TensorBoard and the page are written anew by every start, so that they have the steps of metrics.jsonl and no others;
+wandb and MLflow keep what they were given.
 """
 
 import csv
@@ -21,12 +22,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
+from framework.files import write_file
 from framework.recipe.keys import flatten
-from framework.track.report import TAG_OF_REWOUND, RunInfo, Tracker
+from framework.track.report import TAG_OF_REWOUND, Curve, RunInfo, Tracker
 from framework.track.wandb import WandbTracker
 
 # MLflow's limits.
 PARAM_CHARACTERS, PARAMS_AT_ONCE = 500, 100
+PAGE_FILE = "track.html"
+# The page is written so often, or less often where that takes a larger share of the time.
+REFRESH_S, LARGEST_SHARE = 10, 0.05
 
 
 class Csv(Tracker):
@@ -130,5 +135,51 @@ class MLflow(Tracker):
         self._client.set_terminated(self._id, "FAILED" if exit_code else "FINISHED")
 
 
+class Html(Tracker):
+    """RUN/track.html: keeps the curves of a run, and writes the page of them."""
+
+    def open(self, info: RunInfo, run_dir: Path, name: str) -> int:
+        """Begin the page anew."""
+        self._info, self._run_dir = info, run_dir
+        self._curves: dict[str, Curve] = {}
+        self._due_s = 0.0
+        return 0
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a point to each curve."""
+        for name, value in values.items():
+            steps, column = self._curves.setdefault(name, ([], []))
+            steps.append(step)
+            column.append(value)
+
+    def look(self) -> None:
+        """Write the page where that is due."""
+        began_s = time.monotonic()
+        if began_s >= self._due_s:
+            self._write(None)
+            took_s = time.monotonic() - began_s
+            self._due_s = began_s + max(REFRESH_S, took_s / LARGEST_SHARE)
+
+    def close(self, exit_code: int, is_rewound: bool = False) -> None:
+        """Write the page that stays: no browser reads it again."""
+        if not is_rewound:
+            self._write(exit_code)
+
+    def _write(self, exit_code: int | None) -> None:
+        # Half a second to import, which only this process should pay.
+        from framework.plan.page_html import render_html
+        from framework.track.page import make_page
+
+        refresh_s = REFRESH_S if exit_code is None else None
+        page = make_page(self._info, self._curves, self._run_dir, exit_code, refresh_s)
+        write_file(self._run_dir / PAGE_FILE, render_html(page).encode())
+
+
 # Plugins add to it.
-TRACKERS: dict[str, type[Tracker]] = {"wandb": WandbTracker, "tensorboard": TensorBoard, "mlflow": MLflow, "csv": Csv}
+TRACKERS: dict[str, type[Tracker]] = {
+    "wandb": WandbTracker,
+    "tensorboard": TensorBoard,
+    "mlflow": MLflow,
+    "csv": Csv,
+    "html": Html,
+}

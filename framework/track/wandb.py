@@ -3,10 +3,14 @@
 Charts are drawn against our `step`. Records of steps that are trained again after a failure stay as they were sent, for wandb
 changes no step that it was given; metrics.jsonl is right about both. After a rewind the run goes on as another wandb run, and the
 former one gets the tag `rewound`.
+
+A branch (`run.start_from`) is a fork of its origin's wandb run where the server forks (a preview feature of wandb's) and has that
+run. Else, and offline, it is a run with all steps. Either way it is in the group of its origin, whose id and step its config has.
 """
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import traceback
@@ -27,16 +31,21 @@ class WandbTracker(Tracker):
     def open(self, info: RunInfo, run_dir: Path, name: str) -> int:
         """Begin the wandb run or continue it; the newest step that it has."""
         segments = sorted(run_dir.glob(f"wandb/*run-*-{name}/*.wandb"), key=lambda path: path.stat().st_mtime)
-        self._run = _start(info, run_dir, name)
-        return self._run.step - 1 if self._run.url else _find_written(segments, info.start_step)
+        fork = find_fork(info) if name == info.run_id and not segments else None
+        self._run, forked = _start(info, run_dir, name, fork)
+        return max(forked, self._run.step - 1) if self._run.url else _find_written(segments, info.start_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send the values of a step."""
         self._run.log(values, step=step, commit=True)
 
     def save(self, file: Path) -> None:
-        """Send a file."""
-        self._run.save(str(file), base_path=str(file.parent), policy="now")
+        """Send a file as an artifact: a copy of it, for offline it is sent long after the file has changed."""
+        import wandb
+
+        artifact = wandb.Artifact(f"{self._run.id}-{file.name}", type=file.stem)
+        artifact.add_file(shutil.copy(file, self._run.dir), policy="immutable", skip_cache=True)
+        self._run.log_artifact(artifact)
 
     def close(self, exit_code: int, is_rewound: bool = False) -> None:
         """Finish the wandb run."""
@@ -79,22 +88,29 @@ def write_sync(run_dir: Path) -> str:
     return f"wandb sync {shlex.quote(str((run_dir / 'wandb').absolute()))}/*run-*"
 
 
-def _start(info: RunInfo, run_dir: Path, name: str) -> Any:
-    """The wandb run `name`, online where that is asked for and possible, else offline: nothing is lost either way."""
+def find_fork(info: RunInfo) -> tuple[str, int] | None:
+    """The id of the run that a branch begins with, and the last step that is of it."""
+    origin, _, step = (info.config.get("run", {}).get("start_from") or "").rpartition("@")
+    return (Path(origin).name, int(step)) if origin else None
+
+
+def _start(info: RunInfo, run_dir: Path, name: str, fork: tuple[str, int] | None) -> tuple[Any, int]:
+    """The wandb run `name`, and the steps that it has from a fork. It is online where that is asked for and possible, else
+    offline: nothing is lost either way. fork: of which run and step it is to be one."""
     import wandb
 
-    wanted = info.config["track"]["wandb"]
+    wanted, origin = info.config["track"]["wandb"], find_fork(info)
+    told = {} if origin is None else {"branch_of": {"run": origin[0], "step": origin[1]}}
     arguments = {
         "id": name,
         "name": name,
         "project": wanted["project"],
         "entity": wanted.get("entity"),
-        "group": wanted["group"],
+        "group": wanted["group"] or (origin[0] if origin else None),
         "tags": wanted["tags"],
         "dir": str(run_dir),
-        "config": {**info.config, **describe_derived(info)},
+        "config": {**info.config, **describe_derived(info), **told},
         "allow_val_change": True,  # a resume may state more steps
-        "resume": "allow",
         "settings": wandb.Settings(
             init_timeout=INIT_TIMEOUT_S,
             console="off",
@@ -102,23 +118,28 @@ def _start(info: RunInfo, run_dir: Path, name: str) -> Any:
             x_stats_pid=os.getppid(),  # system metrics of the training process, not of the mirror
         ),
     }
-    mode, why = wanted["mode"], ""
-    run = None
-    try:
-        if mode == "auto":
-            mode = "online" if _has_key(wandb) else "offline"
-        run = wandb.init(mode=mode, **arguments)
-    except wandb.errors.Error as error:
-        if mode == "offline":
-            raise
-        traceback.print_exc()
-        why = f"not reachable ({in_a_line(error)}), "
-        wandb.teardown()  # else the id is still in use by the run that did not start
-        run = wandb.init(mode="offline", **arguments)
+    is_online = wanted["mode"] == "online" or (wanted["mode"] == "auto" and _has_key(wandb))
+    ways: list[dict[str, Any]] = [{"mode": "offline", "resume": "allow"}]  # the last one that starts a run is taken
+    if is_online:
+        ways.append({"mode": "online", "resume": "allow"})
+        if fork is not None:
+            ways.append({"mode": "online", "fork_from": f"{fork[0]}?_step={fork[1]}"})
+    run, why = None, ""
+    while run is None:
+        way = ways.pop()
+        try:
+            run = wandb.init(**arguments, **way)
+        except wandb.errors.Error as error:
+            if not ways:
+                raise
+            traceback.print_exc()
+            why = "" if "fork_from" in way else f"not reachable ({in_a_line(error)}), "
+            wandb.teardown()  # else the id is still in use by the run that did not start
+    forked = fork[1] if fork is not None and "fork_from" in way else 0
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     say(f"wandb: {why}{run.url or f'offline; upload with: {write_sync(run_dir)}'}")
-    return run
+    return run, forked
 
 
 def describe_derived(info: RunInfo) -> dict[str, Any]:

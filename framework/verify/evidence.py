@@ -161,6 +161,8 @@ class _KeepDouble(TorchFunctionMode):
             if kwargs.get("dtype") is torch.float32:
                 kwargs = kwargs | {"dtype": torch.float64}
             args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            if func is Tensor.matmul:  # whose factor was integers (positions): they became fp32
+                args = tuple(each.double() for each in args)
         if func is torch.full and "dtype" not in kwargs and isinstance(args[1], float):
             kwargs = kwargs | {"dtype": torch.float64}  # xglm's least score, which fp32 does not have
         return func(*args, **kwargs)

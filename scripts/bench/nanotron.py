@@ -19,7 +19,7 @@ Symbols: T tokens of a microbatch, h hidden features, f features inside the MLP,
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from math import ceil
+from math import ceil, inf
 
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import ClusterRates
@@ -53,17 +53,16 @@ LOGIT_PASSES = 52.0
 class Fitted:
     """Constants that are fitted to published runs. UNITS says what each one is."""
 
-    host_layer_s: float = 5.1e-3
-    passes: float = 2.75
-    ring_step_s: float = 0.041e-3
-    slow_step_s: float = 0.24e-3
-    node_step_s: float = 0.035e-3
-    message_s: float = 0.46
-    link_share: float = 0.97
-    ahead: float = 39.5
+    host_layer_s: float = 4.8e-3
+    passes: float = 1.88
+    ring_step_s: float = 0.04e-3
+    slow_step_s: float = 0.246e-3
+    node_step_s: float = 0.0321e-3
+    message_s: float = 0.549
+    ahead: float = 45.0
     reserve_gib: float = 11.0
-    bucket_s: float = 0.43e-3
-    far_s: float = 0.45
+    bucket_s: float = 0.456e-3
+    far_s: float = 0.349
     repeated: float = 5e9
 
 
@@ -78,7 +77,6 @@ UNITS: Mapping[str, tuple[str, str]] = {
     ),
     "node_step_s": ("s", "of such a step, more for each further node that the ring passes"),
     "message_s": ("s", "per microbatch and neighbour in the pipeline, of the first campaign's messages between stages"),
-    "link_share": ("", "share of the links' bus bandwidth that sums of gradients over dp reach"),
     "ahead": (
         "tensors",
         "of unsharded hidden states, more where the host is ahead of the device: outputs of queued collectives",
@@ -191,11 +189,11 @@ def find_refusal(llama: Llama, candidate: Candidate) -> str | None:
 @dataclass(frozen=True)
 class Choice:
     """Properties of a run that the published file does not have. is_first: of the first of two campaigns, whose messages between
-    stages and collectives of tp are slow. is_ahead: the host is ahead of the device, so that buffers of queued collectives are
-    held."""
+    stages and collectives of tp are slow. forwards: by which the host is ahead of the device, so that the outputs of their
+    reduce-scatters are held."""
 
     is_first: bool
-    is_ahead: bool
+    forwards: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,11 +206,19 @@ class Nanotron:
 
     def choose(self, candidate: Candidate) -> Choice:
         """Choose what made a layout's row, as far as the layout tells: the second campaign where it came as far, and fitted."""
-        is_ahead = candidate.pp != 2 or self._is_device_bound(candidate)
-        second, first = Choice(False, is_ahead), Choice(True, False)
+        second, first = Choice(False, self._forwards_ahead(candidate)), Choice(True, 0)
         if self._is_first_only(candidate) or self.memory(candidate, second).spare < -MARGIN * GIB:
             return first
         return second
+
+    def _forwards_ahead(self, candidate: Candidate) -> float:
+        """In a pipeline the host waits for messages: it is ahead by the first stage's forwards before its first backward, but for
+        the last two; by more where kernels rather than messages keep it waiting."""
+        if candidate.pp == 1:
+            return 1 if candidate.accumulation == 1 else inf
+        if candidate.accumulation > candidate.pp and self._is_device_bound(candidate):
+            return inf
+        return candidate.pp - 2
 
     def _is_first_only(self, candidate: Candidate) -> bool:
         """Whether the second campaign left it out: on 64 nodes all but tp over four nodes; of pipelines tp over four nodes with
@@ -233,7 +239,7 @@ class Nanotron:
 
     def _is_device_bound(self, candidate: Candidate) -> bool:
         """Whether the host gets ahead where each collective of tp keeps it waiting."""
-        return self.device_seconds(candidate) > AHEAD_SHARE * self.ring_seconds(candidate, Choice(True, False))
+        return self.device_seconds(candidate) > AHEAD_SHARE * self.ring_seconds(candidate, Choice(True, 0))
 
     # --- memory
 
@@ -256,11 +262,7 @@ class Nanotron:
         llama, fitted, tp = self.llama, self.fitted, candidate.tp
         numel = llama.numel(blocks, candidate.pp) / tp
         owners = candidate.dp if candidate.zero else 1
-        # In no more microbatches than stages the host does not get further ahead than one forward: its reduce-scatters, two a
-        # layer.
-        queued = fitted.ahead * choice.is_ahead
-        if candidate.accumulation <= candidate.pp:
-            queued = min(queued, 2.0 * blocks.layers)
+        queued = min(fitted.ahead, 2 * blocks.layers * choice.forwards) if blocks.layers else 0.0
         buffers = GATHERED + queued if tp > 1 else 0.0
         tokens, flying = candidate.tokens, min(candidate.pp - place, candidate.accumulation)
         kept = blocks.layers * tokens * (KEPT_HIDDEN * llama.hidden + KEPT_INNER * llama.inner) / tp
@@ -299,13 +301,14 @@ class Nanotron:
             for each, numel in zip(stages, numels, strict=True)
         ]
         neighbours = min(candidate.pp - 1, 2)
-        message = neighbours * (self.fitted.message_s if choice.is_first else self._send_seconds(candidate))
+        # An activation and a gradient.
+        message = neighbours * (self.fitted.message_s if choice.is_first else 2 * self._send_seconds(candidate))
         slowest, further = max(seconds), candidate.accumulation - 1
         owners = candidate.dp if candidate.zero else 1
         parts = {
             "stages": candidate.accumulation * slowest,
             "bubble": sum(seconds) - slowest,
-            "pp": further * message + 2 * (candidate.pp > 1) * (candidate.pp - 1) * message / max(neighbours, 1),
+            "pp": further * message + (candidate.pp - 1) * message / max(neighbours, 1),
             "dp": self._dp_seconds(candidate, choice, max(numels)),
             "far": self.fitted.far_s * (candidate.nodes > 32),
             "optimizer": self.cluster.memory_seconds(max(numels) * (40 / owners + 12)),
@@ -370,7 +373,7 @@ class Nanotron:
         if dp == 1:
             return 0.0
         nodes = ceil(dp * candidate.tp / candidate.ranks_per_node)
-        part = (dp - 1) / dp * numel / self.fitted.link_share
+        part = (dp - 1) / dp * numel
         seconds = 2 * 4 * part / self._rate("all_reduce", nodes)
         if candidate.zero:
             return seconds + 2 * part / self._rate("all_gather", nodes)

@@ -5,8 +5,9 @@ node, save what their bytes say?
     python scripts/bench/nodes.py --tokens [--top-k 2] [--context 256]             the Qwen3-MoE of expert.py, ep over both nodes
 
 Four gloo ranks are two nodes of two. A message from the other node lands in a rank when its adapter has carried it: one message
-after the other, so many bytes a second; within a node nothing is slowed. Steps with and without the network take turns. Printed
-are medians of the slowest rank, what leaves a node by the ledger, and the seconds that the bytes alone take at that rate.
+after the other, so many bytes a second; within a node nothing is slowed. Steps of all sides, with and without the network, take
+turns. Printed are medians of the slowest rank, what leaves a node by the ledger, the seconds that the bytes alone take at that
+rate, and the step over that of the first side.
 """
 
 import argparse
@@ -54,6 +55,8 @@ WAYS = {
     "to each expert": Parallel(ep=WORLD, expert_hierarchical=None),
     "once a node": Parallel(ep=WORLD),
     "once a node, codes": Parallel(ep=WORLD, expert_dispatch="fp8"),
+    "once a node, halves": Parallel(ep=WORLD, expert_overlap=True),
+    "once a node, codes, halves": Parallel(ep=WORLD, expert_dispatch="fp8", expert_overlap=True),
 }
 
 
@@ -110,7 +113,7 @@ def make_recipe(zero: Zero, parallel: Parallel, options: argparse.Namespace) -> 
         zero = replace(zero, quantize_min_elements=4096)
     return Recipe(
         train=Train(steps=100),
-        batch=Batch(WORLD * options.microbatches, None, 1, options.context),
+        batch=Batch(WORLD * options.microbatches * options.sequences, None, options.sequences, options.context),
         memory=Memory(compile="never"),
         precision=Precision("bf16", "fp32", "bf16"),
         zero=zero,
@@ -120,43 +123,60 @@ def make_recipe(zero: Zero, parallel: Parallel, options: argparse.Namespace) -> 
 
 
 def time_sides(rank: int, rendezvous: str, options: argparse.Namespace) -> None:
-    """Print a line per layout, from rank 0."""
+    """Print a line per side, from rank 0."""
     torch.set_num_threads(1)
     rate, config = 1e6 * options.rate_mb, llama(options.hidden)
     sides = {name: (zero, Parallel()) for name, zero in SIDES.items()}
     if options.tokens:
-        sides = {name: (MIXTURE, parallel) for name, parallel in WAYS.items()}
+        sides = {name: (MIXTURE, WAYS[name]) for name in options.ways or WAYS}
         config = AutoConfig.for_model(FAMILY, **(MODEL | {"num_experts_per_tok": options.top_k}), use_cache=False)
+    found = {
+        name: Side(make_recipe(*side, options), config, f"{rendezvous}-{name}", rank) for name, side in sides.items()
+    }
+    for turn in range(options.steps + 1):
+        for speed in (FREE, rate):
+            for side in found.values():
+                side.step(turn, speed)
+    first = 0.0
     if rank == 0:
-        print(
-            f"| {options.rate_mb:g} MB/s between nodes | MB that leave | s by bytes | s free | s | s more than free |"
-        )
-        print("|---|---|---|---|---|---|")
-    for number, (name, (zero, parallel)) in enumerate(sides.items()):
-        recipe = make_recipe(zero, parallel, options)
-        mesh = connect(make_topology(recipe, config), torch.device("cpu"), f"{rendezvous}-{number}", rank)
-        run = build(make_plan(recipe, config), mesh)
-        microbatches = share(make_batches(config, 1, WORLD * options.microbatches, options.context, 1)[0], 1, mesh)
-        seconds: dict[float, list[float]] = {FREE: [], rate: []}
-        for turn in range(options.steps + 1):
-            for speed, times in seconds.items():
-                before = ledger.snapshot(mesh, between_nodes=True)
-                barrier(mesh.axis("world"))
-                started = time.perf_counter()
-                with network(speed):
-                    train_step(run, microbatches, 2 * turn, 1e-3)
-                took = torch.tensor([time.perf_counter() - started])
-                all_reduce(took, mesh.axis("world"), "max")
-                if turn:
-                    times.append(took.item())
-        away = ledger.difference(ledger.snapshot(mesh, between_nodes=True), before)
-        sent = sum(num_bytes for axis, each in away.items() if axis != "world" for _, num_bytes in each.values())
+        columns = "MB that leave | s by bytes | s free | s | s more than free | of the first"
+        print(f"| {options.rate_mb:g} MB/s between nodes | {columns} |")
+        print("|---|---|---|---|---|---|---|")
+    for name, side in found.items():
+        free, slow = (statistics.median(times[1:]) for times in side.seconds.values())
+        first = first or slow
         if rank == 0:
-            free, slow = (statistics.median(times) for times in seconds.values())
-            row = f"{sent / 1e6:.2f} | {sent / rate:.2f} | {free:.2f} | {slow:.2f} | {slow - free:.2f}"
-            print(f"| {name} | {row} |", flush=True)
-        run.close()
-        mesh.close()
+            row = f"{side.sent / 1e6:.2f} | {side.sent / rate:.2f} | {free:.2f} | {slow:.2f} | {slow - free:.2f}"
+            print(f"| {name} | {row} | {slow / first:.2f} |", flush=True)
+        side.run.close()
+        side.mesh.close()
+
+
+class Side:
+    """A layout and its steps. seconds: of the slowest rank, by the network's rate."""
+
+    def __init__(self, recipe: Recipe, config: PretrainedConfig, rendezvous: str, rank: int):
+        self.mesh = connect(make_topology(recipe, config), torch.device("cpu"), rendezvous.replace(" ", "-"), rank)
+        self.run = build(make_plan(recipe, config), self.mesh)
+        batch = recipe.batch
+        assert batch.sequences_per_step is not None
+        sequences = make_batches(config, 1, batch.sequences_per_step, batch.context, 1)[0]
+        self.microbatches = share(sequences, batch.sequences_per_microbatch, self.mesh)
+        self.seconds: dict[float, list[float]] = {}
+        self.sent = 0
+
+    def step(self, turn: int, speed: float) -> None:
+        """One step over a network of a speed."""
+        before = ledger.snapshot(self.mesh, between_nodes=True)
+        barrier(self.mesh.axis("world"))
+        started = time.perf_counter()
+        with network(speed):
+            train_step(self.run, self.microbatches, turn, 1e-3)
+        took = torch.tensor([time.perf_counter() - started])
+        all_reduce(took, self.mesh.axis("world"), "max")
+        self.seconds.setdefault(speed, []).append(took.item())
+        away = ledger.difference(ledger.snapshot(self.mesh, between_nodes=True), before)
+        self.sent = sum(num_bytes for axis, each in away.items() if axis != "world" for _, num_bytes in each.values())
 
 
 def llama(hidden: int) -> PretrainedConfig:
@@ -176,7 +196,11 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--context", type=int, default=32)
     parser.add_argument("--microbatches", type=int, default=1, help="of a rank and step: gradients are summed once")
+    parser.add_argument("--sequences", type=int, default=1, help="of a microbatch; halves need two")
     parser.add_argument("--tokens", action="store_true", help="a mixture of experts over both nodes")
+    parser.add_argument(
+        "--ways", nargs="+", choices=list(WAYS), help="of tokens; the first is compared with; all by default"
+    )
     parser.add_argument("--top-k", type=int, default=MODEL["num_experts_per_tok"], help="experts of a token")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

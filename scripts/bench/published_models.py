@@ -123,14 +123,14 @@ NEMOTRON = {
 }
 
 
-def nemotron(size: str) -> PretrainedConfig:
-    """A Nemotron 3 hybrid."""
+def nemotron(size: str, more: int = 0) -> PretrainedConfig:
+    """A Nemotron 3 hybrid. more: tokens that it predicts beyond the next, each by an attention, a mixture and the head."""
     kinds = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
     pattern, hidden, heads, mamba_heads, experts, chosen, inner, latent = NEMOTRON[size]
     return _of(
         "nemotron_h",
-        layers_block_type=[kinds[each] for each in pattern],
-        vocab_size=131072,
+        layers_block_type=[kinds[each] for each in pattern + "*E" * more],
+        vocab_size=131072 * (1 + more),
         hidden_size=hidden,
         intermediate_size=inner,
         num_attention_heads=heads,
@@ -160,9 +160,9 @@ MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
     "GPT-OSS 120B": lambda: gpt_oss(36, 128),
     "GPT-OSS 20B": lambda: gpt_oss(24, 32),
     "Nemotron_3_Nano": lambda: nemotron("Nano 30B-A3B"),
-    "Nemotron_3_5_Lightning": lambda: nemotron("Nano 30B-A3B"),
+    "Nemotron_3_5_Lightning": lambda: nemotron("Nano 30B-A3B", 2),
     "Nemotron V3 Nano 30B (26.02)": lambda: nemotron("Nano 30B-A3B"),
-    "Nemotron_3_Super": lambda: nemotron("Super 120B-A12B"),
-    "Nemotron_3_Ultra": lambda: nemotron("Ultra 550B-A55B"),
+    "Nemotron_3_Super": lambda: nemotron("Super 120B-A12B", 2),
+    "Nemotron_3_Ultra": lambda: nemotron("Ultra 550B-A55B", 2),
     "Nemotron V3 Ultra 550B (26.04)": lambda: nemotron("Ultra 550B-A55B"),
 }

@@ -41,9 +41,10 @@ class Fitted:
 
     foundry_a100: float = 0.84
     foundry_h100: float = 0.81
-    grouped: float = 0.77
+    grouped: float = 0.755
     fused: float = 0.925
-    mixture_ms: float = 5.76
+    mixture_ms: float = 4.36
+    expert_us: float = 46.0
     graphs: float = 0.65
 
 
@@ -53,10 +54,11 @@ UNITS: Mapping[str, str] = {
     "grouped": "share of matmul rates that grouped matmuls of experts reach in Transformer Engine",
     "fused": "the same with the fused ones that came with 26.06's CUDA graphs of whole iterations",
     "mixture_ms": "ms in which Megatron's host launches the forward of a layer with experts; backward twice as much",
+    "expert_us": "us of it for each expert that the rank has, more",
     "graphs": "share of it that is left with Transformer Engine's CUDA graphs of attention and router",
 }
 FITTED = Fitted()
-UNFITTED = Fitted(1.0, 1.0, 1.0, 1.0, 0.0, 0.0)
+UNFITTED = Fitted(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
 
 # llm-foundry v0.0.4: LayerNorm in bf16 and GELU as torch's kernels, FlashAttention's kernel in Triton, flash-attn's fused loss,
 # FSDP with gradients summed in bf16 (mixed_precision PURE), Composer's optimizer in several kernels. Transformer Engine's fp8
@@ -79,8 +81,16 @@ FOUNDRY = Profile(
 # Casts of Transformer Engine in passes of two bytes, its autocast less its pre-quantised times on a B300 (docs/examples/
 # gemm_profiling) over 2,482 million elements: 2.34, 1.82 and 2.69 ms. A tensor is cast once for both directions.
 CASTS = {"fp8": Kernels(3.3, 0, 2), "mxfp8": Kernels(2.6, 0, 1), "nvfp4": Kernels(3.8, 0, 3)}
+# Biases of experts: the first matmul adds its own, the last one's are added an expert at a time (TEGroupedMLP._apply_bias): b p
+# in fp32, the sum with it, all of them joined, to bf16. 14 passes of two bytes in forward, 18 in backward, and 3 for the
+# gradients of both biases.
+LAST_BIAS = Kernels(35 / 3, 0, 4)
+# bias_dropout_fusion=False of GPT-OSS: bias, dropout and residual by themselves.
+APART = Kernels(7.5, 0, 3)
 BRIDGE = replace(
     MEGATRON,
+    first_bias=None,
+    last_bias=LAST_BIAS,
     name="Megatron-Bridge",
     narrows_experts=True,
     casts_once=True,
@@ -150,11 +160,15 @@ def _bridge(cells: Mapping[str, str], cluster: ClusterRates, fitted: Fitted) -> 
         narrow=narrow,
         cast=CASTS[narrow],
         mixture_s=1e-3 * share * fitted.mixture_ms,
+        expert_s=1e-6 * (graphs != "full") * fitted.expert_us,
+        groups_experts=graphs == "full",
         hides_ep=float(hides_dispatch(cells)),
         dispatch="once" if sends_once(cells) else "rows",
         row_passes=2.0 if sends_once(cells) else 4.0,
         grouped=fitted.fused if graphs == "full" else fitted.grouped,
     )
+    if cells["model"].startswith("GPT OSS"):
+        profile = replace(profile, residual=APART, last_bias=None if graphs == "full" else LAST_BIAS)
     kept, policy = find_kept(cells)
     settings = _settings("bf16" if "bf16" in precision else "fp8", "bf16", kept)
     return System(cluster, profile, settings, 3 if cells["fsdp"] not in ("", "0") else 1, policy)
@@ -202,7 +216,11 @@ def hides_dispatch(cells: Mapping[str, str]) -> bool:
         return cells["pp"] != "1"
     if model == "Qwen3_235B_a22B":
         return gpu == "H100" or (gpu == "B300" and not _since(cells, "26.04"))
-    return model == "DeepSeekV3" and gpu == "H100" and not _since(cells, "26.02")
+    if model == "GPT OSS 120B":
+        return gpu == "GB200" and _since(cells, "26.04")
+    if model != "DeepSeekV3":
+        return False
+    return _since(cells, "26.04.01") if gpu == "B200" else gpu == "H100" and not _since(cells, "26.02")
 
 
 def sends_once(cells: Mapping[str, str]) -> bool:

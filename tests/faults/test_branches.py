@@ -13,6 +13,9 @@ from framework.launch.directory import RunDirectory
 from framework.recipe.compose import load_recipe
 from framework.track.jsonl import METRICS_FILE, read_records
 from tests import tiny_run
+from tests.grid import EVERY_DAY
+
+pytestmark = EVERY_DAY
 
 RECIPE = (
     *tiny_run.RECIPE,

@@ -32,6 +32,9 @@ from framework.faults.plan import HOWS, KINDS, Fault, parse_fault, plan_faults, 
 from framework.monitor.phases import Phase
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from tests import tiny_run
+from tests.grid import EVERY_DAY
+
+pytestmark = EVERY_DAY
 
 STEPS, BATCH = 40, 4
 KILLED = -signal.SIGKILL

@@ -23,6 +23,9 @@ from framework.recipe.compose import load_recipe
 from framework.track.jsonl import METRICS_FILE, read_records
 from tests import tiny_run
 from tests.faults.test_branches import weights
+from tests.grid import EVERY_DAY
+
+pytestmark = EVERY_DAY
 
 RECIPE = (
     *tiny_run.RECIPE,

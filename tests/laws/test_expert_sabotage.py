@@ -18,10 +18,10 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP
 from framework.comm import duals
 from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
-from framework.parallel.experts import dispatch, exchange, route, rows
+from framework.parallel.experts import dispatch, exchange, halves, route, rows
 from framework.parallel.experts.dispatch import ExpertDispatch
 from framework.parallel.experts.exchange import RowExchange
-from framework.parallel.experts.route import DispatchedRows, ExpertRoute
+from framework.parallel.experts.route import DispatchedRows
 from framework.parallel.zero import gradients
 from framework.parallel.zero.buffers import GradientState, MainGradView, UnitBuffer
 from framework.recipe.schema import Parallel, Zero
@@ -221,12 +221,14 @@ def divide_features_for_rows() -> AbstractContextManager[Any]:
 
 def mix_up_counts() -> AbstractContextManager[Any]:
     """A sender's numbers of rows are read in another order of this rank's experts."""
-    plan_part = ExpertRoute._plan_part
+    tell = route.all_to_all
 
-    def mixed(self: ExpertRoute, hops: Any, places: Any, received: Tensor, groups: list[int], on_node: int) -> Any:
-        return plan_part(self, hops, places, received.flip(1), groups[::-1], on_node)
+    def mixed(out: Tensor, x: Tensor, axis: Communicator) -> None:
+        tell(out, x, axis)
+        if axis.name == "ep":
+            out.copy_(out.flip(1))
 
-    return patch.object(ExpertRoute, "_plan_part", mixed)
+    return patch.object(route, "all_to_all", mixed)
 
 
 def count_a_duplicate_twice() -> AbstractContextManager[Any]:
@@ -292,6 +294,28 @@ def lose_the_gradient_of_weights() -> AbstractContextManager[Any]:
     )
 
 
+def combine_with_weights_of_the_other_half() -> AbstractContextManager[Any]:
+    """Weights are those of the half that has departed last."""
+    pass_on, combine = DispatchedRows.pass_on, DispatchedRows._combine
+    last: list[Any] = []
+
+    def keep(self: DispatchedRows) -> None:
+        pass_on(self)
+        last[:] = [self._weighted]
+
+    def mixed(self: DispatchedRows) -> Tensor:
+        self._weighted = last[0]
+        return combine(self)
+
+    return patch.multiple(DispatchedRows, pass_on=keep, _combine=mixed)
+
+
+def join_halves_in_another_order() -> AbstractContextManager[Any]:
+    """Each half goes on with what the other's experts gave."""
+    join = halves._join
+    return patch.object(halves, "_join", lambda first, second: join(second, first))
+
+
 def count_the_shared_expert_on_every_rank() -> AbstractContextManager[Any]:
     """What a shared expert gives is added once for each tensor-parallel rank."""
     forward = Qwen2MoeMLP.forward
@@ -307,6 +331,7 @@ def case(name: str, dp: int, parallel: Parallel, zero: Zero = Zero(stage=0), **c
 QWEN2: dict[str, Any] = {"num_experts": 4, "mlp_only_layers": []}
 CASES = {
     "two ranks": case("mixtral", 2, Parallel(ep=2)),
+    "halves": case("mixtral", 2, Parallel(ep=2, expert_overlap=True)),
     "two nodes": case("mixtral", 4, Parallel(ep=4, expert_hierarchical=2)),
     "codes": case("mixtral", 4, Parallel(ep=4, expert_hierarchical=2, expert_dispatch="fp8")),
     "replicas of experts": case("mixtral", 4, Parallel(ep=2), Zero(stage=2, shard_within=2)),
@@ -327,6 +352,9 @@ SABOTAGES: tuple[tuple[Sabotage, str, str], ...] = (
     (weigh_twice, "two ranks", "loss"),
     (pair_weights_with_other_experts, "two ranks", "loss"),
     (mix_up_counts, "two ranks", "loss"),
+    (combine_with_weights_of_the_other_half, "halves", "loss"),
+    (join_halves_in_another_order, "halves", "loss"),
+    (weigh_twice, "halves", "loss"),
     (count_a_duplicate_twice, "two nodes", "loss"),
     (weigh_on_both_sides, "two nodes", "loss"),
     (weigh_by_another_row, "two nodes", "loss"),

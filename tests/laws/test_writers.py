@@ -102,6 +102,7 @@ KNOWN = {
     "track/mirror.py Mirror.open": CHECKED,
     "track/trackers.py Csv.log": "a mirror checks before it sends; a newer start writes the file anew",
     "track/trackers.py TensorBoard.open": "as `Csv.log`",
+    "track/trackers.py Html._write": "as `Csv.log`",
     "train/profiler.py StepProfiler.close": CHECKED,
     "train/reference.py _write": "beside the token store, whole and named by what it depends on: all starts write the same",
     "monitor/hang.py write_ranks": CHECKED,

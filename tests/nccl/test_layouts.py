@@ -27,7 +27,7 @@ from framework.recipe.schema import Memory, Offload
 from framework.train import step
 from framework.train.step import run_alone
 from framework.train.validation import Validation
-from tests.grid import few_of
+from tests.grid import EVERY_DAY, few_of
 from tests.nccl import gpu
 from tests.nccl.layouts import (
     FROZEN,
@@ -45,6 +45,8 @@ from tests.nccl.layouts import (
 from tests.nccl.simulator import installed, run_ranks
 from tests.ranks.parity import CPU, topology_of
 from tests.ranks.pool import RankPool
+
+pytestmark = EVERY_DAY
 
 # Any two values that may meet; shown is each value. Some of the rows are of devices that run one message at a time.
 COVERED = cover()

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from framework.recipe.schema import Memory, Parallel, Recipe, Zero
-from tests.families import FAMILIES, RECURRENT, STATE_SPACES, Family
+from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
+from tests.families import FAMILIES, RECURRENT, SPARSE, STATE_SPACES, Family
 from tests.ranks.parity import STAGE_0, Case, small_recipe
 
 # Divides into 1, 2 or 4 data-parallel ranks x 1 or 3 microbatches.
@@ -16,7 +16,7 @@ RECOMPUTES = Memory(activation_checkpointing="full", compile="never")
 
 
 def find(name: str) -> Family:
-    return next(each for each in (*RECURRENT, *STATE_SPACES, *FAMILIES) if each.name == name)
+    return next(each for each in (*RECURRENT, *STATE_SPACES, *FAMILIES, SPARSE) if each.name == name)
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Way:
     count: int = 1
     memory: Memory = PLAIN
     precision: str = "fp64"
+    schedule: str = "1f1b"
 
     @property
     def world(self) -> int:
@@ -55,8 +56,9 @@ class Way:
             batch=replace(recipe.batch, context=self.context),
             data=replace(recipe.data, pack="documents" if self.packs else "concat"),
             memory=self.memory,
+            pipeline=Pipeline(schedule=self.schedule),  # type: ignore[arg-type]
         )
 
-    def case(self, *, clips: bool = True) -> Case:
+    def case(self, *, clips: bool = True, **changes: Any) -> Case:
         optim = self.recipe.optim if clips else replace(self.recipe.optim, clip_norm=None)
-        return Case(str(self), find(self.family), {"": replace(self.recipe, optim=optim)})
+        return Case(str(self), find(self.family), {"": replace(self.recipe, optim=optim)}, changes)

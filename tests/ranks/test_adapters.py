@@ -1,6 +1,6 @@
 """Adapters equal PEFT in one process: losses, gradients, their norm, and weights after three steps, in fp64 to 1e-9."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from framework.comm.connect import connect
+from framework.errors import EXIT_DONE
 from framework.mesh.layout import Layout
 from framework.model.adapters import add_adapters
 from framework.model.initial import build_buffers
@@ -30,8 +31,10 @@ from framework.train.step import train_step
 from framework.verify.evidence import Evidence, TokenBatch, keep_double, make_batches
 from framework.verify.layout import gather_full, owned_weights, run_layout, share
 from framework.verify.plain_adapters import round_base
+from scripts.verify_random import Campaign, verify_draws
 from tests.families import build_config, family
 from tests.grid import few_of
+from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CPU, SEQUENCES, STEPS, Case, assert_equal, run_cases, small_recipe, worst_error
 from tests.ranks.pool import RankPool
 from tests.saving import save_checkpoint
@@ -277,6 +280,59 @@ def test_adapters_equal_peft(pool: RankPool, tmp_path: Path, name: str) -> None:
     assert_equals_peft(pool, tmp_path, start, layouts)
 
 
+# (model, dora, rank-stabilised, base, zero, tp, pp, cp, ep, expert_tp, dp); of "experts" these have adapters as well.
+FACTORS: list[list[Any]] = [
+    ["llama", "qwen3_moe", "experts"], [False, True], [False, True], ["bf16", "nf4"], [0, 3], [1, 2], [1, 2], [1, 2], [1, 2],
+    [1, 2], [1, 2],
+]  # fmt: skip
+
+
+def is_legal(
+    name: str, dora: bool, stabilized: bool, base: str, zero: int, tp: int, pp: int, cp: int, ep: int, expert_tp: int, dp: int
+) -> bool:  # fmt: skip
+    """Up to eight ranks. Experts are sliced over all of tp, and divided among the ranks outside it; they have no dora in PEFT."""
+    divides = dp * cp * (tp if expert_tp == 1 else 1) % ep == 0 if name != "llama" else ep == expert_tp == 1
+    return 1 < tp * pp * cp * dp <= 8 and expert_tp in (1, tp) and divides and not (dora and name == "experts")
+
+
+# Of experts' adapters once more: any two of the others meet with them.
+ROWS = sorted({*cover_pairs(FACTORS, is_legal), *cover_pairs([["experts"], *FACTORS[1:]], is_legal)})
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[RankPool]:
+    pool = RankPool(8)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("start", sorted({row[:4] for row in ROWS}), ids=str)
+def test_adapters_equal_peft_in_any_layout(eight: RankPool, tmp_path: Path, start: tuple[Any, ...]) -> None:
+    name, dora, stabilized, base = start
+    adapter = replace(LORA, kind="dora" if dora else "lora", rank_stabilized=stabilized, base=base)
+    targets: dict[str, Any] = {"target_modules": "all-linear" if name == "llama" else ATTENTION}
+    if name != "llama":
+        adapter = replace(adapter, targets=[*ATTENTION, *["experts"] * (name == "experts")])
+    if name == "experts":
+        targets["target_parameters"] = EXPERTS
+    layouts = {}
+    for zero, tp, pp, cp, ep, expert_tp, dp in (row[4:] for row in ROWS if row[:4] == start):
+        of_experts = {"ep": ep, "expert_tp": expert_tp} if name != "llama" else {}
+        recipe = layout(tp * pp * cp * dp, 1 if dp > 1 else 3, zero, tp=tp, pp=pp, cp=cp, **of_experts)
+        layouts[f"zero {zero}, tp {tp}, pp {pp}, cp {cp}, ep {ep}, expert_tp {expert_tp}, dp {dp}"] = recipe
+    of_family = "llama" if name == "llama" else "qwen3_moe"
+    assert_equals_peft(eight, tmp_path, make_start(tmp_path, of_family, adapter, **targets), layouts)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("seed", range(20))
+def test_random_layouts_of_adapters_equal_the_oracle(eight: RankPool, seed: int) -> None:
+    """Ten draws of each seed, of any family: docs/verify.md."""
+    kind = "dora" if seed % 4 == 3 else "lora"
+    assert verify_draws(Campaign(10, seed, overrides=(f"adapter.kind={kind}", "model.freeze=[]")), eight) == EXIT_DONE
+
+
 # Beside PEFT once more, with B zero at first, as runs begin: the oracle of `meshwright verify`, whose model has merged weights.
 def plain_case(name: str, adapter: Adapter, layouts: Mapping[str, Recipe], **changes: Any) -> Case:
     return Case(name, family(name), {label: replace(each, adapter=adapter) for label, each in layouts.items()}, changes)
@@ -325,8 +381,11 @@ def train_with_a_whole_gradient(rank: int, world: int, rendezvous: str, case: Ca
         return run_cases(rank, world, rendezvous, [case])
 
 
-def test_a_gradient_of_a_that_is_not_summed_shows(pool: RankPool) -> None:
-    case = plain_case("llama", LORA, {"tp": layout(2, tp=2)})
+@pytest.mark.parametrize("of", ["llama", "qwen3_moe"])
+def test_a_gradient_of_a_that_is_not_summed_shows(pool: RankPool, of: str) -> None:
+    """qwen3_moe: of its sliced experts alone, Megatron-Bridge 5634."""
+    targets = ["experts"] if of == "qwen3_moe" else ["all-linear"]
+    case = plain_case(of, replace(LORA, targets=targets), {"tp": layout(2, tp=2)})
     rows = {
         name: each
         for found in pool.run(2, train_with_a_whole_gradient, case, timeout_s=300)

@@ -18,7 +18,7 @@ from framework.comm.connect import connect
 from framework.data.pack import Microbatch, cut_context
 from framework.plan.plan import make_plan
 from framework.recipe.derive import context_degrees, has_tokens_everywhere
-from framework.recipe.schema import Batch, Memory, Parallel, Pipeline, Recipe, Zero
+from framework.recipe.schema import Batch, Memory, Parallel, Recipe, Zero
 from framework.train.build import build
 from framework.train.stage import StepInputs
 from tests.families import build_config, family
@@ -47,7 +47,6 @@ CHUNKED = Memory(chunked_loss=True, compile="never")
 class Way(mixers.Way):
     """A training run with more of what attention and experts can. capacity: model.expert_capacity."""
 
-    schedule: str = "1f1b"
     capacity: float | None = None
     bias_rate: float = 0.0
 
@@ -55,9 +54,7 @@ class Way(mixers.Way):
     def recipe(self) -> Recipe:
         recipe = super().recipe
         return replace(
-            recipe,
-            model=replace(recipe.model, expert_capacity=self.capacity, router_bias_rate=self.bias_rate),
-            pipeline=Pipeline(schedule=self.schedule),  # type: ignore[arg-type]
+            recipe, model=replace(recipe.model, expert_capacity=self.capacity, router_bias_rate=self.bias_rate)
         )
 
     def case(self) -> Case:

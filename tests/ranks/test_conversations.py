@@ -73,10 +73,11 @@ def recipe_of(
 
 def is_legal(name: str, zero: int, tp: int, pp: int, cp: int, ep: int, dp: int) -> bool:
     """Up to four ranks; experts divided among those outside tp."""
-    return tp * pp * cp * dp <= 4 and (ep == 1 or (name == "qwen3_moe" and dp * cp % ep == 0))
+    return tp * pp * cp * dp <= 4 and (ep == 1 or (name in ("qwen3_moe", "qwen3_next") and dp * cp % ep == 0))
 
 
-FACTORS: list[list[Any]] = [["llama", "gemma3_text", "qwen3_moe"], [0, 3], [1, 2], [1, 2], [1, 2], [1, 2], [1, 2]]
+FAMILIES = ["llama", "gemma3_text", "qwen3_moe", "qwen3_next"]
+FACTORS: list[list[Any]] = [FAMILIES, [0, 3], [1, 2], [1, 2], [1, 2], [1, 2], [1, 2]]
 ROWS = cover_pairs(FACTORS, is_legal)
 
 

@@ -11,17 +11,20 @@ from torch import Tensor
 from framework.comm.connect import connect
 from framework.mesh.topology import Topology
 from framework.model.experts import Capacity
+from framework.parallel.experts.exchange import RowExchange
 from framework.parallel.experts.route import DispatchedRows, ExpertRoute
 from framework.parallel.experts.shared import SharedExperts
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Launch, Memory, Model, Parallel, Pipeline, Recipe, Zero
 from framework.verify.layout import run_layout
 from tests.families import family
-from tests.grid import few_of
+from tests.grid import EVERY_DAY, few_of
 from tests.ranks.parity import SEQUENCES, Case, assert_equal, run_cases, small_recipe, worst_error
 from tests.ranks.pool import RankPool
 from tests.ranks.test_expert_load import count_layouts
 from tests.ranks.test_experts import FOUR_LAYERS, skew_routers
+
+pytestmark = EVERY_DAY
 
 CPU = torch.device("cpu")
 RECOMPUTES = Memory(activation_checkpointing="full", compile="never")
@@ -199,6 +202,49 @@ def test_shared_experts_are_computed_while_rows_travel(pool: RankPool) -> None:
     assert pool.run(2, record_order) == [["depart", "shared", "arrive"]] * 2
 
 
+def record_turns(rank: int, world: int, rendezvous: str) -> list[str]:
+    """Body: what the first layer with experts sends and waits for in its first forward, and in the backward of the last."""
+    recipe = recipes_of({"halves": OPTIONS["overlap"]}, world)["halves"]
+    case = Case("mixtral", family("mixtral"), {"halves": recipe}, {"num_hidden_layers": 1})
+    mesh = connect(Topology(dp=2, ep=2, shard=2, expert_tp=1), CPU, rendezvous, rank)
+    events: list[str] = []
+    halves: dict[int, str] = {}
+
+    def note(method: str, name: str) -> Any:
+        whole = getattr(RowExchange, method)
+
+        def noted(self: RowExchange, *args: Any) -> Any:
+            events.append(f"{name} {halves.setdefault(id(self), str(len(halves)))}")
+            return whole(self, *args)
+
+        return patch.object(RowExchange, method, noted)
+
+    with (
+        note("send", "send"),
+        note("receive", "wait"),
+        note("send_gradients", "send"),
+        note("receive_gradients", "wait"),
+    ):
+        run_layout(make_plan(recipe, case.config), case.batches()[:1], mesh)
+    mesh.close()
+    return events[:16]
+
+
+def test_rows_of_one_half_travel_under_the_other_forward_and_backward(pool: RankPool) -> None:
+    """Of half 0 rows go as number 0 and come back as number 2, of half 1 as 1 and 3."""
+    forward = ["send 0", "send 1", "wait 0", "send 2", "wait 1", "send 3", "wait 2", "wait 3"]
+    backward = ["send 3", "send 2", "wait 3", "send 1", "wait 2", "send 0", "wait 1", "wait 0"]
+    assert pool.run(2, record_turns) == [forward + backward] * 2
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_next"])
+def test_halves_of_packed_documents_train_as_one_process(pool: RankPool, name: str):
+    recipe = recipes_of({"overlap": OPTIONS["overlap"]}, 2)["overlap"]
+    packed = replace(recipe, data=replace(recipe.data, pack="documents"))
+    assert_equal(pool, 2, [Case(name, family(name), {"packed": packed})])
+
+
 def cross_nodes(rank: int, world: int, rendezvous: str, indices: list[list[list[int]]]) -> dict[str, int]:
     """Body: rows over each hop, of tokens whose hidden states are numbers, and what comes back of experts that add theirs.
     indices: of each rank [T, 2], of 8 experts."""
@@ -207,7 +253,7 @@ def cross_nodes(rank: int, world: int, rendezvous: str, indices: list[list[list[
     index = torch.tensor(indices[rank], dtype=torch.int64).view(-1, 2)
     x = torch.arange(len(index), dtype=torch.float64).unsqueeze(1) + 100 * rank
     weights = torch.linspace(1, 2, max(1, index.numel()), dtype=torch.float64)[: index.numel()].view(-1, 2)
-    (rows,) = ExpertRoute(outer, inner).plan([index], 8)
+    rows = ExpertRoute(outer, inner).plan(index, 8)
     numbers = {name: mesh.axis(name).traffic.bytes["all_to_all"] for name in ("ep_outer", "ep_inner")}
     rows.depart(x, index, weights)
     rows.pass_on()

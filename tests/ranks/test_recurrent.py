@@ -2,19 +2,23 @@
 token changes, and what is sent, is what the mathematics says."""
 
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from framework.comm.collectives import all_gather
+from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
 from framework.mesh.context import ContextSlices
-from framework.model.mixers import find_mixers
+from framework.mesh.topology import Topology
+from framework.model.mixers import count_channels, count_map, find_mixers
 from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.recurrent import Pieces, hook_mixers
+from framework.plan.context import MixerCost, Passes
 from framework.plan.plan import make_plan
 from framework.plan.traffic import measure_traffic
 from framework.recipe.derive import context_degrees, has_tokens_everywhere
@@ -23,6 +27,7 @@ from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import RECURRENT, build_config
+from tests.grid import few_of
 from tests.ranks.covering import cover_pairs
 from tests.ranks.mixers import PLAIN, RECOMPUTES, SELECTS, Way, find
 from tests.ranks.parity import CPU, assert_equal, topology_of
@@ -54,15 +59,23 @@ def test_mixers_of_every_family_equal_one_process(pool: RankPool, name: str) -> 
     assert_equal(pool, 4, [way.case() for way in MORE if way.family == name])
 
 
-# (cp, dp, tp, pp, ep, sequence)
+# (cp, dp, tp, pp, ep, sequence, schedule)
 MESHES = (
-    (2, 1, 1, 1, 2, True), (2, 2, 1, 1, 4, True), (2, 1, 2, 1, 1, True), (2, 1, 2, 1, 2, False), (2, 1, 1, 2, 2, True),
-    (4, 1, 1, 1, 1, True), (4, 1, 2, 1, 2, True), (2, 1, 2, 2, 2, True), (1, 2, 2, 2, 4, True),
+    (2, 1, 1, 1, 2, True, "1f1b"), (2, 2, 1, 1, 4, True, "1f1b"), (2, 1, 2, 1, 1, True, "1f1b"),
+    (2, 1, 2, 1, 2, False, "1f1b"), (2, 1, 1, 2, 2, True, "zb_h1"), (4, 1, 1, 1, 1, True, "1f1b"),
+    (4, 1, 2, 1, 2, True, "1f1b"), (2, 1, 2, 2, 2, True, "interleaved"), (1, 2, 2, 2, 4, True, "zbv"),
+    (1, 2, 1, 2, 2, True, "1f1b"),
 )  # fmt: skip
+# Mixtures beside a delta rule, beside a state space, and of sparse latent attention; with layers for four stages.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe_text": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "nemotron_h": {"n_routed_experts": 8},
+    "deepseek_v32": {"num_hidden_layers": 4},
+}
 
 
-def can_run(mesh: tuple[int, int, int, int, int, bool], method: Any, context: int, *_: Any) -> bool:
-    cp, _, tp, _, _, _ = mesh
+def can_run(_: str, mesh: tuple[int, int, int, int, int, bool, str], method: Any, context: int, *__: Any) -> bool:
+    cp, _, tp, *_ = mesh
     if isinstance(method, tuple) and method[0] * method[1] != cp:
         return False
     ulysses, ring = context_degrees(Way("", cp, method).parallel)
@@ -72,11 +85,14 @@ def can_run(mesh: tuple[int, int, int, int, int, bool], method: Any, context: in
 @cache
 def cover() -> tuple[Way, ...]:
     zeros, memories = (Zero(stage=1), Zero(stage=3)), (PLAIN, SELECTS, RECOMPUTES)
-    rows = cover_pairs((MESHES, ("ring", "ulysses", (2, 2)), (16, 13), (False, True), zeros, memories), can_run)
+    methods = ("ring", "ulysses", (2, 2))
+    rows = cover_pairs((tuple(MIXTURES), MESHES, methods, (16, 13), (False, True), zeros, memories), can_run)
     return tuple(
-        Way("qwen3_5_moe_text", cp, method, dp, tp, pp, ep, sequence, zero, context, packs, 3 if pp > 1 else 1, memory)
-        for (cp, dp, tp, pp, ep, sequence), method, context, packs, zero, memory in rows
-    )
+        Way(
+            name, cp, method, dp, tp, pp, ep, sequence, zero, context, packs, 3 if pp > 1 else 1, memory, schedule=schedule
+        )
+        for name, (cp, dp, tp, pp, ep, sequence, schedule), method, context, packs, zero, memory in rows
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -88,58 +104,70 @@ def eight():
 
 @pytest.mark.grid
 @pytest.mark.parametrize("part", range(9))
-def test_any_two_options_of_a_hybrid_mixture_equal_one_process(eight: RankPool, part: int) -> None:
-    assert_equal(eight, 8, [way.case() for way in cover()[part::9]])
+def test_any_two_options_of_a_mixture_equal_one_process(eight: RankPool, part: int) -> None:
+    """Of its family, of all axes, of schedules, packed documents, ZeRO and recomputation."""
+    # Clipped by the norm of all axes, but for state spaces, whose first norms are small.
+    cases = [way.case(clips=way.family != "nemotron_h", **MIXTURES[way.family]) for way in cover()[part::9]]
+    assert_equal(eight, 8, cases)
 
 
 LENGTH, STARTS, CHANGED = 21, (0, 4, 17), (3, 5, 10, 18)
+# A family of each form, and how far a token reaches where it is not to the end of its document.
+FORMS = {"qwen3_5_text": LENGTH, "kimi_linear": LENGTH, "bamba": LENGTH, "mamba": LENGTH, "lfm2": 3}
+Probe = tuple[str, str]  # family, method
 
 
-def perturb_tokens(
-    rank: int, world: int, rendezvous: str, name: str, method: str, spoiled: str = ""
-) -> dict[int, list[int]]:
-    """Body: the rows of the sequence in which a mixer's output differs, by the row whose input does. spoiled: what pieces do not
-    get of those before."""
-    mesh = connect(topology_of(Way(name, world, method).recipe, build_config(find(name))), CPU, rendezvous, rank)
-    sizes = {"ulysses": world} if method == "ulysses" else {"ring": world}
-    slices, cp = ContextSlices(LENGTH, rank=rank, **sizes), mesh.axis("cp")
+def hook_mixer(name: str, slices: ContextSlices, cp: Communicator) -> tuple[Pieces, nn.Module, int]:
+    """Pieces of a rank, the family's first mixer on them, and its features."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(build_config(find(name)), dtype=torch.float64)
     pieces, (_, mixer) = Pieces(slices, cp), next(find_mixers(model))
     hook_mixers(model, pieces)
-    if spoiled == "window":
-        pieces.window = lambda x, length: torch.zeros_like(x[:, :, :1]).expand(-1, -1, length, -1)  # type: ignore[method-assign]
-    elif spoiled == "states":
-        pieces.states = lambda maps, step, first: torch.stack([first] * maps.shape[1], 1)  # type: ignore[method-assign]
-    elif spoiled == "starts":
-        pieces.starts = lambda device: None  # type: ignore[method-assign]
-    whole = torch.randn(1, LENGTH, model.config.hidden_size, dtype=torch.float64)
+    if "A_log" in dict(mixer.named_parameters()):
+        # So slow a decay that nothing a token changes is lost in rounding.
+        nn.init.constant_(mixer.get_parameter("A_log"), -3.0)
+    return pieces, mixer, model.config.hidden_size
 
-    def compute(x: Tensor) -> Tensor:
-        with pieces.of(Documents((STARTS,), LENGTH + slices.padding)):
-            own = mixer(slices.cut(x, 0)).detach().contiguous()
-        parts = own.new_empty(world, *own.shape)
-        all_gather(parts, own, cp)
-        return slices.join(parts)[0]
 
-    expected, found = compute(whole), {}
-    for row in CHANGED:
-        changed = whole.clone()
-        changed[:, row] += 1
-        found[row] = (compute(changed) != expected).any(-1).nonzero().flatten().tolist()
+def slices_of(method: str, length: int, world: int, rank: int) -> ContextSlices:
+    return ContextSlices(length, **{method: world}, rank=rank)
+
+
+def perturb_tokens(
+    rank: int, world: int, rendezvous: str, probes: list[Probe], spoiled: str = ""
+) -> dict[Probe, dict[int, list[int]]]:
+    """Body: the rows of the sequence in which a mixer's output differs, by the row whose input does. spoiled: what pieces do not
+    get of those before."""
+    mesh, found = connect(Topology(cp=world), CPU, rendezvous, rank), {}
+    for name, method in probes:
+        slices = slices_of(method, LENGTH, world, rank)
+        pieces, mixer, features = hook_mixer(name, slices, mesh.axis("cp"))
+        if spoiled == "window":
+            pieces.window = lambda x, length: torch.zeros_like(x[:, :, :1]).expand(-1, -1, length, -1)  # type: ignore[method-assign]
+        elif spoiled == "states":
+            pieces.states = lambda maps, step, first: torch.stack([first] * maps.shape[1], 1)  # type: ignore[method-assign]
+        elif spoiled == "starts":
+            pieces.starts = lambda device: None  # type: ignore[method-assign]
+        whole = torch.randn(1, LENGTH, features, dtype=torch.float64)
+        documents = Documents((STARTS,), LENGTH + slices.padding)
+
+        def compute(
+            x: Tensor, slices: Any = slices, pieces: Any = pieces, mixer: Any = mixer, of: Any = documents
+        ) -> Tensor:
+            with pieces.of(of):
+                own = mixer(slices.cut(x, 0)).detach().contiguous()
+            parts = own.new_empty(world, *own.shape)
+            all_gather(parts, own, mesh.axis("cp"))
+            return slices.join(parts)[0]
+
+        expected, found[name, method] = compute(whole), {}
+        for row in CHANGED:
+            changed = whole.clone()
+            changed[:, row] += 1
+            rows = (compute(changed) != expected).any(-1).nonzero().flatten().tolist()
+            found[name, method][row] = rows
     mesh.close()
     return found
-
-
-@pytest.mark.parametrize(
-    ("name", "reach"),
-    [("qwen3_5_text", LENGTH), pytest.param("kimi_linear", LENGTH, marks=pytest.mark.grid), ("lfm2", 3)],
-)
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
-def test_a_token_changes_the_later_ones_of_its_document_alone(
-    pool: RankPool, name: str, reach: int, method: str
-) -> None:
-    assert pool.run(2, perturb_tokens, name, method) == [expect_rows(reach)] * 2
 
 
 def expect_rows(reach: int) -> dict[int, list[int]]:
@@ -147,11 +175,50 @@ def expect_rows(reach: int) -> dict[int, list[int]]:
     return {row: list(range(row, min(end, row + reach))) for row, end in ends.items()}
 
 
+@pytest.mark.parametrize("world", few_of((2, 4), lambda world: world == 2))
+def test_a_token_changes_the_later_ones_of_its_document_alone(pool: RankPool, world: int) -> None:
+    probes = list(product(FORMS, ("ring", "ulysses")))
+    wanted = {(name, method): expect_rows(FORMS[name]) for name, method in probes}
+    assert pool.run(world, perturb_tokens, probes) == [wanted] * world
+
+
 @pytest.mark.grid
-@pytest.mark.parametrize(("name", "spoiled"), [("lfm2", "window"), ("qwen3_5_text", "states"), ("lfm2", "starts")])
+@pytest.mark.parametrize(
+    ("name", "spoiled"),
+    [
+        ("lfm2", "window"),
+        *((name, "states") for name in FORMS if name != "lfm2"),
+        ("lfm2", "starts"),
+        ("mamba", "starts"),
+    ],
+)
 def test_what_a_piece_does_not_get_is_missed(pool: RankPool, name: str, spoiled: str) -> None:
-    found = pool.run(2, perturb_tokens, name, "ring", spoiled)
-    assert found[0] != expect_rows(3 if name == "lfm2" else LENGTH)
+    found = pool.run(2, perturb_tokens, [(name, "ring")], spoiled)
+    assert found[0][name, "ring"] != expect_rows(FORMS[name])
+
+
+def measure_sent(rank: int, world: int, rendezvous: str, probes: list[Probe], length: int) -> dict[Probe, list[int]]:
+    """Body: bytes that a mixer sends over cp for two sequences, forward and backward; and those that are planned."""
+    mesh, found = connect(Topology(cp=world), CPU, rendezvous, rank), {}
+    for name, method in probes:
+        slices = slices_of(method, length, world, rank)
+        _, mixer, features = hook_mixer(name, slices, mesh.axis("cp"))
+        x = torch.randn(2, slices.tokens_local, features, dtype=torch.float64, requires_grad=True)
+        before = sum(mesh.axis("cp").traffic.bytes.values())
+        mixer(x).sum().backward()
+        filters = next(each.weight for each in mixer.modules() if isinstance(each, nn.Conv1d))
+        channels = count_channels(mixer, filters.shape[0], 1)
+        cost = MixerCost(slices, 2, channels, filters.shape[-1], count_map(mixer), x.itemsize)
+        found[name, method] = [sum(mesh.axis("cp").traffic.bytes.values()) - before, cost.sent(Passes())]
+    mesh.close()
+    return found
+
+
+def test_bytes_of_windows_and_states_do_not_grow_with_the_sequence(pool: RankPool) -> None:
+    probes = list(product(FORMS, ("ring", "ulysses")))
+    short, long = [pool.run(2, measure_sent, probes, length) for length in (16, 96)]
+    assert short == long
+    assert all(sent == planned > 0 for of_rank in short for sent, planned in of_rank.values())
 
 
 def count_sent(rank: int, world: int, rendezvous: str, ways: list[Way]) -> list[int]:

@@ -25,9 +25,11 @@ from framework.train.step import run_alone, train_step, validate_average
 from framework.train.validation import Validation
 from framework.verify.layout import share
 from tests.families import family
-from tests.grid import few_of
+from tests.grid import EVERY_DAY, few_of
 from tests.ranks.parity import CPU, STEPS, Case, assert_equal, small_recipe, topology_of
 from tests.ranks.pool import RankPool
+
+pytestmark = EVERY_DAY
 
 LAYOUTS: Mapping[str, tuple[int, Parallel, Zero, int]] = {
     "zero 0": (2, Parallel(), Zero(stage=0), 1),

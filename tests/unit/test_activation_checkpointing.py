@@ -24,9 +24,10 @@ from framework.comm.connect import connect
 from framework.errors import RecipeError
 from framework.model.experts import ExpertsForm, count_experts, find_experts
 from framework.model.kept_outputs import KeptOutputs, LayerCall
-from framework.model.load import build_meta, load_config
+from framework.model.load import load_config
+from framework.model.matmul import RowGroups, StackedMatmul
 from framework.parallel import activation_checkpointing
-from framework.parallel.activation_checkpointing import count_groups, group_size
+from framework.parallel.activation_checkpointing import CheckpointedForward, count_groups, group_size
 from framework.parallel.experts.dispatch import ExpertDispatch
 from framework.plan.memory_states import FRAGMENTATION
 from framework.plan.page import describe_run
@@ -40,8 +41,10 @@ from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
 from tests.families import FAMILIES, UNGATED, build_config, family
-from tests.grid import few_of
+from tests.grid import EVERY_DAY, few_of
 from tests.ranks.parity import CPU, small_recipe, topology_of
+
+pytestmark = EVERY_DAY
 
 # Llama-3-8B by a sixteenth, and a context in proportion to 2048; the form of a head stays.
 LLAMA = {
@@ -374,9 +377,7 @@ def plan_mixture(name: str, policy: str, capacity: float | None = None) -> Plan:
     return plan
 
 
-MIXTURES = [
-    each.name for each in (*FAMILIES, UNGATED) if any(True for _ in find_experts(build_meta(build_config(each))))
-]
+MIXTURES = [each.name for each in (*FAMILIES, UNGATED) if any("expert" in key for key in each.config)]
 ROUTED = [
     *(("mixtral", policy, None) for policy in ("selective", "full", "sqrt", "auto")),
     *((name, "full", None) for name in MIXTURES if name != "mixtral"),
@@ -459,6 +460,26 @@ def test_what_a_layer_writes_to_is_not_taken_over() -> None:
         kept.compute("matmul", lambda: x + 1)
         with pytest.raises(AssertionError, match="written to"):
             kept.compute("matmul", pytest.fail)
+
+
+def test_what_runs_without_gradients_is_not_saved_by_a_recomputation() -> None:
+    """An indexer does, whose weights are trained as far as anyone can tell."""
+    layer, kept, x = (
+        nn.ParameterDict({"weight": torch.ones(1, 2, 3)}),
+        KeptOutputs(),
+        torch.ones(4, 3, requires_grad=True),
+    )
+    chooser = StackedMatmul(layer, "weight", is_transposed=False)
+    chooser.keep_outputs(kept, "")
+
+    def run(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            chosen = chooser(x[:2], RowGroups.of([2], CPU)).argmax()
+        return (x * 2).sin() + chosen
+
+    CheckpointedForward(run, kept, is_random=False)(x).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, torch.full((4, 3), 2.0).cos() * 2)
 
 
 # --- auto

@@ -1,6 +1,9 @@
 """Masks of chat templates against pieces marked by hand; the proof of every conversation against the field's published bugs."""
 
 import random
+import re
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,6 @@ from framework.data.chat import Chat, Rendering
 from framework.data.conversation import read_conversation
 from framework.errors import DataError
 from tests.chat_templates import FAMILIES, answer, build_chat, build_tokenizer, read_trained, user
-from tests.grid import few_of
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "two"}}}
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
@@ -27,6 +29,12 @@ def expect(name: str, *said: str) -> list[list[str]]:
     family = FAMILIES[name]
     pieces = [f"{family.lead}{each.strip() if family.trims else each}{family.end}" for each in said]
     return [pieces] if family.keeps else [[piece] for piece in pieces]
+
+
+def expect_empty(name: str) -> str:
+    """The piece of an answer without a word."""
+    lead = FAMILIES[name].lead
+    return f"{lead.rstrip() if name == 'glm4_5' else lead}{FAMILIES[name].end}"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -55,12 +63,8 @@ class TestFamilies:
         assert encode(name, [user("¿?"), answer(said[0]), user("🦊"), answer(said[1])]) == expect(name, *said)
 
     def test_empty_turns(self, name: str) -> None:
-        lead = FAMILIES[name].lead
-        empty = f"{lead.rstrip() if name == 'glm4_5' else lead}{FAMILIES[name].end}"
-        found = [
-            piece for document in encode(name, [user("Hi"), answer(""), user("?"), answer("ok")]) for piece in document
-        ]
-        assert found == [empty, expect(name, "ok")[0][0]]
+        found = encode(name, [user("Hi"), answer(""), user("?"), answer("ok")])
+        assert [piece for document in found for piece in document] == [expect_empty(name), expect(name, "ok")[0][0]]
 
     def test_thinking(self, name: str) -> None:
         thought = [
@@ -94,7 +98,7 @@ def test_no_token_of_many_is_wrong() -> None:
 
 @pytest.mark.grid
 def test_no_token_of_a_hundred_thousand_is_wrong() -> None:
-    assert count_wrong(200) > 100_000
+    assert count_wrong(100) > 100_000
 
 
 def count_wrong(conversations: int) -> int:
@@ -103,15 +107,39 @@ def count_wrong(conversations: int) -> int:
     for name in FAMILIES:
         chat = build_chat(name)
         for _ in range(conversations):
-            texts = [
-                f"q{at} {''.join(rng.choices(ALPHABET, k=rng.randint(0, 40)))}." for at in range(2 * rng.randint(1, 3))
-            ]
-            messages = [user(each) if at % 2 == 0 else answer(each) for at, each in enumerate(texts)]
+            messages, pieces = draw_conversation(rng, name)
             encoded = chat.encode(read_conversation({"messages": messages}, "messages"))
-            for (ids, trained), pieces in zip(encoded, expect(name, *texts[1::2]), strict=True):
-                np.testing.assert_array_equal(trained, mark(chat, ids, pieces), err_msg=f"{name}: {texts}")
-                total += len(ids)
+            for ids, trained in encoded:
+                # As many of the pieces as the document has runs: were that wrong, the rest would not be used up.
+                runs = sum(is_trained for _, is_trained in chat.read_runs(ids, trained))
+                np.testing.assert_array_equal(trained, mark(chat, ids, pieces[:runs]), err_msg=f"{name}: {messages}")
+                pieces, total = pieces[runs:], total + len(ids)
+            assert not pieces, f"{name}: {messages}"
     return total
+
+
+def draw_conversation(rng: random.Random, name: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """A random conversation of what a family's template can write: a system prompt, plain answers, thinking, calls; and the
+    pieces of it that are trained, by what is marked in the family's table."""
+    family = FAMILIES[name]
+
+    def draw_text() -> str:
+        return f"q{rng.random():.3f} {''.join(rng.choices(ALPHABET, k=rng.randint(0, 40)))}."
+
+    kinds = ["plain", "plain", *["thought"] * bool(family.thought), *["called"] * bool(family.called)]
+    has_system = family.takes_system and rng.random() < 0.3
+    messages, pieces = [{"role": "system", "content": draw_text()}] * has_system, []
+    for _ in range(rng.randint(1, 3)):
+        said, kind = draw_text(), rng.choice(kinds)
+        messages.append(user(draw_text()))
+        if kind == "called":
+            messages += [answer(None, tool_calls=[CALL]), {"role": "tool", "content": draw_text()}]
+            pieces.append(str(family.called))
+        thought = draw_text().replace("\n", " ") if kind == "thought" else ""
+        messages.append(answer(said, **({"reasoning_content": thought} if thought else {})))
+        form = str(family.thought)
+        pieces.append(form.format(thought=thought, said=said) if thought else expect(name, said)[0][0])
+    return messages, pieces
 
 
 def mark(chat: Chat, ids: np.ndarray, pieces: list[str]) -> np.ndarray:
@@ -126,15 +154,30 @@ def mark(chat: Chat, ids: np.ndarray, pieces: list[str]) -> np.ndarray:
     return trained
 
 
+HARMS = ("all ones", "all zeros", "end untrained", "header trained", "one late", "last turn only")
+# The published bugs of masks, each planted where it was found. docs/finetuning.md has the others with their tests.
+PUBLISHED = {
+    "TRL 4201": ("qwen2_5", "header trained"),
+    "TRL 4879": ("qwen3", "all zeros"),
+    "TRL 5988": ("glm4_5", "end untrained"),
+    "Megatron-Bridge 3359": ("llama3_1", "all ones"),
+    "Megatron-Bridge 2598": ("mistral", "all ones"),
+    "marin 7237, Llama": ("llama3_1", "all zeros"),
+    "marin 7237, Qwen": ("qwen3", "all zeros"),
+    "marin 7237, Gemma": ("gemma3", "all zeros"),
+    "marin 7237, gpt-oss": ("gpt_oss", "all zeros"),
+    "Automodel 3739": ("glm5", "header trained"),  # the prompt's <think>
+}
+
+
 @pytest.mark.parametrize(
-    "harm", ["all ones", "all zeros", "end untrained", "header trained", "one late", "last turn only"]
-)
-@pytest.mark.parametrize(
-    "name",
-    few_of(["llama3_1", "qwen3", "gemma3", "gpt_oss", "gemma4", "glm5"], lambda name: not name.endswith(("4", "5"))),
+    ("name", "harm"),
+    [
+        *(pytest.param(*each, id=bug) for bug, each in PUBLISHED.items()),
+        *(pytest.param(*each, marks=pytest.mark.grid) for each in product(FAMILIES, HARMS)),
+    ],
 )
 def test_published_bugs_are_refused(name: str, harm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL 4201, 4879, 5988: the end is not trained; Megatron-Bridge 3359, 2598, marin 7237, Automodel 3739: all or nothing is."""
     whole = Chat._tokenize
 
     def tokenize(self: Chat, document: Rendering) -> tuple[np.ndarray, np.ndarray]:
@@ -154,6 +197,14 @@ def test_published_bugs_are_refused(name: str, harm: str, monkeypatch: pytest.Mo
         return  # each turn is a document of its own
     with pytest.raises(DataError, match=r"would be trained as|pieces of text are trained"):
         encode(name, messages)
+
+
+def test_the_tests_that_docs_name_are_there() -> None:
+    """docs/finetuning.md: of all published bugs."""
+    root = Path(__file__).parents[2]
+    named = re.findall(r"`(tests/\S+\.py): (test_\w+)`", (root / "docs/finetuning.md").read_text())
+    assert len(named) >= 5
+    assert all(f"def {name}(" in (root / file).read_text() for file, name in named)
 
 
 def test_the_date_of_a_template_is_no_date_of_today() -> None:

@@ -29,8 +29,10 @@ from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
 from tests.families import RECURRENT, build_config, family
-from tests.grid import few_of
+from tests.grid import EVERY_DAY, few_of
 from tests.ranks.parity import CPU, small_recipe, topology_of
+
+pytestmark = EVERY_DAY
 
 STEPS = 3
 # Multiples of 16, which fp8 asks for.

@@ -1,6 +1,9 @@
 """The figures of the site show what the code says today."""
 
 from scripts import docs_figures
+from tests.grid import EVERY_DAY
+
+pytestmark = EVERY_DAY
 
 
 def test_the_numbers_are_the_codes_of_today():

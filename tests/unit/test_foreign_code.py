@@ -18,6 +18,9 @@ from framework.model.load import build_meta, load_config, load_config_file
 from framework.recipe.compose import compose, load_recipe
 from framework.recipe.schema import Model
 from tests.families import build_config, family
+from tests.grid import EVERY_DAY
+
+pytestmark = EVERY_DAY
 
 CODE = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
 AUTO_MAP = {

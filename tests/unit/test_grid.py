@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.grid import NUM_PARTS, SECONDS_PER_DAY, part_of, part_of_day, part_of_item
+from tests.grid import EVERY_DAY, NUM_PARTS, SECONDS_PER_DAY, part_of, part_of_day, part_of_item
 
 CASES = [f"tests/ranks/test_x.py::test_layout[family{number}-zero3]" for number in range(2_000)]
 
@@ -31,6 +31,8 @@ def test_a_mark_says_the_part_of_tests_that_belong_together():
     assert part_of_item(item(pytest.mark.grid)) == part_of(CASES[1]) == 9
     assert part_of_item(item(pytest.mark.grid(part=5))) == 5
     assert part_of_item(item(pytest.mark.needs("a"))) is None
+    assert part_of_item(item(EVERY_DAY)) is None
+    assert part_of_item(item(pytest.mark.grid, EVERY_DAY)) == 9  # a row of a file of every day
     with pytest.raises(AssertionError, match="the parts are 0 to 27"):
         part_of_item(item(pytest.mark.grid(part=28)))
 

@@ -490,6 +490,11 @@ def test_what_experts_drop_is_said_only_where_they_drop():
 def test_options_of_what_is_not_sent_are_refused():
     assert problems_of("parallel.expert_overlap=true").keys() == {"parallel.expert_overlap"}
     assert problems_of("parallel.expert_hierarchical=2").keys() == {"parallel.expert_hierarchical"}
+    halves = ("parallel.ep=8", "parallel.expert_overlap=true", "launch.ranks=8")
+    assert problems_of(*halves, "batch.sequences_per_microbatch=1").keys() == {"parallel.expert_overlap"}
+    assert problems_of(*halves, "batch.sequences_per_microbatch=2") == {}
+    compiled = problems_of(*halves, "batch.sequences_per_microbatch=2", "memory.compile=always")
+    assert "never" in compiled["parallel.expert_overlap"].fix
     two_hops = problems_of("parallel.ep=8", "parallel.expert_hierarchical=3", "launch.ranks=8")
     assert two_hops["parallel.expert_hierarchical"].fix == "one of 1, 2, 4, 8; node; or null"
 

@@ -105,12 +105,13 @@ def test_ranks_of_tp_that_have_whole_experts_send_a_part_of_the_tokens_each(expe
 
 def test_two_hops_send_a_token_once_to_each_node():
     layout = ("parallel.expert_hierarchical=2", "parallel.expert_overlap=true", "memory=none")
+    layout += ("batch.sequences_per_microbatch=2",)
     plan = check_layout(compose(["experiment=qwen3_30b_a3b", *layout]).require())
     # Four nodes of two ranks. Of 128 experts 8 are chosen, none of 32 with this probability:
     missed = comb(96, 8) / comb(128, 8)
     hidden, beside, gradient = 2048 * 2, 8 * (4 + 4), 8 * 4
-    crossing = 4096 * 3 * (1 - missed) * (4 * hidden + beside + gradient) + 2 * 3 * (1 + 32) * 8
-    within = 4096 * 8 // 2 * 4 * hidden + 2 * 16 * 8
+    crossing = 2 * 4096 * 3 * (1 - missed) * (4 * hidden + beside + gradient) + 2 * 3 * (1 + 32) * 8
+    within = 2 * 4096 * 8 // 2 * 4 * hidden + 2 * 16 * 8
     assert sent_over_hops(plan, plan.mixtures[0]) == (int(crossing), within)
 
 

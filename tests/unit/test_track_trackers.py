@@ -89,13 +89,14 @@ def train(
     return said, waits, time.perf_counter() - start_s
 
 
-def test_csv_has_a_row_for_each_step_of_metrics_jsonl(tmp_path: Path) -> None:
-    train(tmp_path, ["csv"], range(1, 6))
+def test_csv_and_page_have_each_step_of_metrics_jsonl(tmp_path: Path) -> None:
+    train(tmp_path, ["csv", "html"], range(1, 6))
     train(tmp_path, ["csv"], range(5, 8))  # goes on from step 4
     with (tmp_path / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(int(row["step"]), float(row["loss"])) for row in rows] == [(step, 9.0 / step) for step in range(1, 8)]
     assert [row["validation_loss"] for row in rows] == ["", "", "1.5", "", "", "", ""]
+    assert "stopped and saved: step 5 of 100" in (tmp_path / "track.html").read_text()  # as the first start has left it
 
 
 def test_trackers_that_hang_refuse_and_die_delay_no_step_and_end_together(tmp_path: Path) -> None:
@@ -173,8 +174,17 @@ def test_a_tracker_gets_each_step_once_and_the_recipe(
 
 def test_a_package_that_is_missing_is_said_before_a_device_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_rules, "find_spec", lambda name: None)
-    found = compose(["track=none", "track.tensorboard=true", "track.mlflow.uri=http://host:5000", "track.csv=true"])
+    found = compose(
+        [
+            "track=none",
+            "track.tensorboard=true",
+            "track.mlflow.uri=http://host:5000",
+            "track.csv=true",
+            "track.html=true",
+        ]
+    )
     assert {each.key: each.fix for each in found.problems} == {
+        "track.html": "`pip install 'meshwright[page]'`; or leave it out",
         "track.tensorboard": "`pip install tensorboard`; or leave it out",
         "track.mlflow.uri": "`pip install mlflow`; or leave it out",
     }

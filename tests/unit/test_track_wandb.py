@@ -42,19 +42,23 @@ def note(*what):
 def login(**_):
     {login}
 def teardown(): note("teardown")
+class Artifact:
+    def __init__(self, name, type): self.name = name
+    def add_file(self, path, policy, skip_cache): self.text = open(path).read()
 def init(mode, **arguments):
     note("init", mode, arguments["id"])
+    note("began", arguments.get("resume") or arguments["fork_from"], arguments["group"], arguments["config"].get("branch_of"))
     note("told", arguments["project"], arguments["entity"], arguments["tags"], arguments["config"]["derived"])
     {init}
     return Run()
 class Run:
-    step, url, dir, tags = {step}, {url}, "x/files", None
+    step, url, dir, tags, id = {step}, {url}, os.path.dirname(os.environ["FAKE_WANDB_LOG"]), None, "r-1"
     def __setattr__(self, name, value): note(name, value)
     def define_metric(self, *names, **options): note("define_metric", *names, options)
     def log(self, values, step, commit):
         {log}
         note("log", step, values["step"], values["loss"])
-    def save(self, path, base_path, policy): note("save", path)
+    def log_artifact(self, artifact): note("artifact", artifact.name, artifact.text)
     def finish(self, exit_code): note("finish", exit_code)
 """
 
@@ -134,6 +138,32 @@ def test_every_step_arrives_once_in_order_and_the_run_is_finished(fake_wandb):
     assert fake_wandb.asked("define_metric") == [["step", {}], ["*", {"step_metric": "step"}]]
     assert fake_wandb.asked("finish") == [[0]]
     assert said == ["wandb: https://wandb.example/run"]
+
+
+def branch(mode="online"):
+    info = run_info(mode)
+    return replace(info, config={**info.config, "run": {**info.config["run"], "start_from": "/runs/base-001@3"}})
+
+
+REFUSES = "if 'fork_from' in arguments: raise errors.Error('forks are a preview')"
+
+
+@pytest.mark.parametrize(("init", "first"), [("pass", 4), (REFUSES, 1)], ids=["fork", "group"])
+def test_a_branch_is_a_fork_of_its_origin_or_in_a_group_with_it(fake_wandb, init, first):
+    fake_wandb(init=init)
+    (fake_wandb.run_dir / "recipe.yaml").write_text("a: 1")
+    said, _, _ = train(fake_wandb.run_dir, range(1, 7), branch())
+    assert [values[0] for values in fake_wandb.asked("log")] == list(range(first, 7)), "it has the fork's steps"
+    ways = ["base-001?_step=3", "allow"][: 1 + (first == 1)]
+    assert fake_wandb.asked("began") == [[way, "base-001", {"run": "base-001", "step": 3}] for way in ways]
+    assert said == ["wandb: https://wandb.example/run"]
+    assert fake_wandb.asked("artifact") == [["r-1-recipe.yaml", "a: 1"]]
+    # A resume, of which wandb has a file, goes on with it.
+    segment = fake_wandb.run_dir / "wandb" / "run-1-r-1"
+    segment.mkdir(parents=True)
+    (segment / "run-r-1.wandb").touch()
+    train(fake_wandb.run_dir, range(7, 8), replace(branch(), start_step=6))
+    assert fake_wandb.asked("began")[-1][0] == "allow"
 
 
 @pytest.mark.parametrize(("exit_code", "told"), [(85, 0), (88, 88)])
@@ -359,13 +389,15 @@ def test_the_mirror_of_a_killed_run_sends_all_that_was_written_and_ends_by_itsel
 
 def test_the_real_wandb_offline_has_the_steps_of_metrics_jsonl(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "recipe.yaml").write_text("a: 1")
     # In a fresh environment wandb is read from a cold disk: its first start may take most of a minute.
-    train(tmp_path, range(1, 6), run_info("offline"), close_timeout_s=150)
-    said, _, _ = train(tmp_path, range(4, 8), run_info("offline", start_step=3), close_timeout_s=150)
+    train(tmp_path, range(1, 6), branch("offline"), close_timeout_s=150)
+    said, _, _ = train(tmp_path, range(4, 8), replace(branch("offline"), start_step=3), close_timeout_s=150)
     assert "offline; upload with: wandb sync" in said[0]
     segments = sorted((tmp_path / "wandb").glob("offline-run-*-r-1"))
     assert len(segments) == 2
     assert [steps_in_wandb(each) for each in segments] == [[1, 2, 3, 4, 5], [6, 7]]
+    assert all((each / "files" / "recipe.yaml").read_text() == "a: 1" for each in segments), "artifacts are of copies"
 
 
 @pytest.mark.grid

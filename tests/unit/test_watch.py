@@ -17,6 +17,8 @@ from framework.monitor.phases import Phase, Phases
 from framework.monitor.progress import FIRST_STEPS, Progress, Save
 from framework.monitor.watchdog import Watchdog
 from framework.recipe.deadlines import Deadlines
+from framework.track.lines import read_lines
+from framework.track.report import HANGS_FILE
 
 pytestmark = pytest.mark.waits
 
@@ -95,6 +97,7 @@ def check_hang(tmp_path):
     assert ranks.ended[0].startswith("step 7 hangs: rank 1 [dp1] on ")
     assert "test_watch.py" in ranks.ended[0], "its stack is said"
     assert "ranks 0, 2 wait in all_reduce of sums over world" in ranks.ended[0]
+    assert [each["text"] for each in read_lines(tmp_path / HANGS_FILE)] == [ranks.ended[0]], "one rank keeps it"
 
 
 def test_all_ranks_end_with_a_verdict_that_names_the_one_that_is_behind(tmp_path):

@@ -5,7 +5,7 @@
 `merge` makes one softmax of it. `hook` puts it all into a model, and `probe` says of which models that is exact.
 """
 
-from framework.parallel.attention.documents import Documents
+from framework.parallel.attention.documents import Documents, select_sequences
 from framework.parallel.attention.hook import (
     find_context_attentions,
     is_operator,
@@ -26,6 +26,7 @@ __all__ = [
     "refuse_sequence",
     "refuse_undivided_context",
     "refuse_uneven_heads",
+    "select_sequences",
     "split_context",
     "watch_logits",
 ]

@@ -129,3 +129,15 @@ class Documents:
         """The documents that a mask carries, if it is one of these."""
         found = vars(mask).get("documents")
         return found if isinstance(found, Documents) else None
+
+
+def select_sequences(x: Any, first: int, stop: int) -> Any:
+    """The sequences first .. stop - 1 of an argument of a layer: a tensor [B, ...], a mask that carries documents, or documents.
+    Other arguments are of all sequences."""
+    documents = Documents.of_mask(x) if isinstance(x, Tensor) else x
+    if not isinstance(documents, Documents):
+        return x[first:stop] if isinstance(x, Tensor) else x
+    own = documents
+    if len(documents.starts) > 1:
+        own = documents.keep(("sequences", first, stop), lambda: documents.select(first, stop))
+    return own.on_mask(x[first:stop, 0, :, 0]) if isinstance(x, Tensor) else own

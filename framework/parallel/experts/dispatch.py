@@ -9,8 +9,8 @@
 
 Every rank takes part in every step however few rows it has: ranks wait for one another in forward and in backward.
 
-Shared experts that the model computes behind the routed ones are computed while rows travel (`shared`). With
-`parallel.expert_overlap` tokens go in two parts, one of which travels while the other's experts compute.
+Shared experts that the model computes behind the routed ones are computed while rows travel (`shared`), and with
+`parallel.expert_overlap` the other half of the microbatch (`halves`).
 
 The rows that a rank routes are its own tokens. Where all ranks of `tp` hold the same ones (tensor parallelism without sequence
 parallelism, whole experts), each routes an equal interval of them, and the results are gathered.
@@ -20,6 +20,7 @@ parallelism, whole experts), each routes an equal interval of them, and the resu
 
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,10 +50,12 @@ class LocalExperts:
     def matmuls(self) -> tuple[StackedMatmul, StackedMatmul]:
         return self.first, self.last
 
-    def compute(self, x: Tensor, ids: Tensor, groups: RowGroups) -> Tensor:
-        """The output of each row's expert.  x: [R, H] -> [R, H]; ids: [R] int64, the expert's number among this rank's."""
+    def compute(self, x: Tensor, ids: Tensor, groups: RowGroups, between: Callable[[], None]) -> Tensor:
+        """The output of each row's expert.  x: [R, H] -> [R, H]; ids: [R] int64, the expert's number among this rank's.
+        between: called between its two matmuls."""
         # longcat_flash's first weight has matrices behind those of its experts, which no row meets.
         y = self._add_bias(self.first(x, groups.padded(len(self.first.weight))), self.form.first, ids)
+        between()
         y = self._add_bias(self.last(self.form.activate(self.experts, y), groups), self.form.last, ids)
         # Muse-Spark normalises what an expert gives, before it is weighted.
         return self.experts.post_expert_norm(y) if getattr(self.experts, "has_post_expert_norm", False) else y  # type: ignore[operator]
@@ -68,7 +71,7 @@ class ExpertDispatch:
     """The forward of one module of stacked experts.
 
     num_experts: of the layer. given: the rows that the module is given. shared: None where none can be computed meanwhile.
-    capacity: None where nothing is dropped. num_parts: of the tokens, that travel one after another.
+    capacity: None where nothing is dropped. end_turn: called where rows have departed and something else may compute.
     """
 
     def __init__(
@@ -79,11 +82,11 @@ class ExpertDispatch:
         given: RoutedTokens,
         shared: SharedExperts | None = None,
         capacity: Capacity | None = None,
-        num_parts: int = 1,
     ):
         self.local, self.num_experts, self.route, self.given = local, num_experts, route, given
-        self.shared, self.capacity, self.num_parts = shared, capacity, num_parts
-        self.report_dropped: Callable[[Tensor], None] = _report_to_nobody
+        self.shared, self.capacity = shared, capacity
+        self.report_dropped: Callable[[Tensor], None] = _do_nothing
+        self.end_turn: Callable[[], None] = _do_nothing
         self.kept = KeptOutputs()
         # Rows are spread and not kept, but for those that are routed to themselves.
         self.opaque = OpaqueExperts(local.experts, self._dispatch, EXPERTS, local.form.has_identity)
@@ -149,22 +152,21 @@ class ExpertDispatch:
         """Send rows to their experts and combine the outputs. hidden: [T, H] -> [T, H]; index, weights: [T, k]; left_out: [T, k]
         bool, pairs that are sent to nobody; None: there are none."""
         ids = index if left_out is None else index.masked_fill(left_out, self.num_experts)
-        parts = [each.tensor_split(self.num_parts) for each in (hidden, ids, weights)]
-        journeys = self.route.plan(parts[1], self.num_experts)
-        for rows, *given in zip(journeys, *parts, strict=True):
-            rows.depart(*given)
-        # All parts are on their way by now: what is computed here hides the first hop of each.
+        rows = self.route.plan(ids, self.num_experts)
+        rows.depart(hidden, ids, weights)
         if self.shared is not None:
             self.shared.compute_ahead()
-        for number, rows in enumerate(journeys):
-            rows.pass_on()
-            if number:
-                journeys[number - 1].cross_back()  # under the computation of this part
-            rows.depart_back(self.local.compute(rows.arrive(), rows.plan.ids, rows.plan.groups))
-        journeys[-1].cross_back()
-        # Only now: the first part travels back while the last one's experts compute.
-        outputs = [rows.arrive_back() for rows in journeys]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        end_turn = self.end_turn
+        # Over two hops a turn more in each direction, and one within the experts: each hop needs something to travel under.
+        end_inner = end_turn if self.route.has_two_hops else _do_nothing
+        end_turn()
+        rows.pass_on()
+        end_inner()
+        rows.depart_back(self.local.compute(rows.arrive(), rows.plan.ids, rows.plan.groups, between=end_inner))
+        end_inner()
+        rows.cross_back()
+        end_turn()
+        return rows.arrive_back()
 
 
 def _fill_up(x: Tensor, missing: int, value: bool | int = 0) -> Tensor:
@@ -179,7 +181,7 @@ def _find_experts_of_rows(hidden: Tensor, num_experts: int) -> Tensor:
     return torch.arange(num_experts, device=hidden.device).repeat_interleave(rows_each).unsqueeze(1)
 
 
-def _report_to_nobody(count: Tensor) -> None:
+def _do_nothing(*_: Any) -> None:
     pass
 
 

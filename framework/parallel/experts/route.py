@@ -51,7 +51,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """The way of one part of the tokens."""
+    """The way of some tokens."""
 
     outer: Hop
     inner: Hop
@@ -69,7 +69,7 @@ class DispatchPlan:
 
 
 class DispatchedRows:
-    """The rows of one part of the tokens on their way to the experts and back. What is called between two of its methods is
+    """The rows of some tokens on their way to the experts and back. What is called between two of its methods is
     computed while the rows travel. codec: how hidden states travel to experts; None: as they are."""
 
     def __init__(self, plan: DispatchPlan, codec: BlockCodec | None = None):
@@ -153,33 +153,41 @@ class ExpertRoute:
     def __init__(self, outer: Communicator, inner: Communicator, codec: BlockCodec | None = None):
         self.outer, self.inner, self.codec = outer, inner, codec
 
-    def plan(self, parts: Sequence[Tensor], num_experts: int) -> list[DispatchedRows]:
-        """The way of each part of the tokens. parts: ids, [T, k] each, of the layer's `num_experts`.
+    @property
+    def has_two_hops(self) -> bool:
+        """Whether neither hop is the identity."""
+        return min(self.outer.size, self.inner.size) > 1
+
+    def plan(self, ids: Tensor, num_experts: int) -> DispatchedRows:
+        """The way of the tokens. ids: [T, k], of the layer's `num_experts`.
 
         Collective over the hops: an all-to-all of numbers over each. The host has to know them before it can send rows, and waits
-        for them here, once in a layer.
+        for them here.
         """
-        nodes, experts = self.outer.size, num_experts // self.outer.size
-        places, numbers = zip(*(self._count(ids, num_experts) for ids in parts), strict=True)
-        # Parts go together: as many messages of numbers as with one part. [N, parts, 1 + G e]: rows, pairs by expert.
-        to_nodes = torch.stack(numbers, 1)
+        nodes = self.outer.size
+        places, to_nodes = self._count(ids, num_experts)
+        # Of each node: rows, pairs by expert. [N, 1 + G e]
         of_nodes = torch.empty_like(to_nodes)
         all_to_all(of_nodes, to_nodes, self.outer)
-        # Pairs of what comes to this rank from all nodes are those that it passes on: [G, parts, e].
-        to_ranks = of_nodes[:, :, 1:].sum(0).unflatten(1, (self.inner.size, -1)).transpose(0, 1).contiguous()
+        # Pairs of what comes to this rank from all nodes are those that it passes on: [G, e].
+        to_ranks = of_nodes[:, 1:].sum(0).unflatten(0, (self.inner.size, -1))
         of_ranks = torch.empty_like(to_ranks)
         all_to_all(of_ranks, to_ranks, self.inner)
-        # All that the host has to know of each part, in one copy: each would be a wait for the device, in forward and in a
-        # recomputation.
-        rows = [to_nodes[:, :, 0].t(), of_nodes[:, :, 0].t(), to_ranks.sum(2).t(), of_ranks.sum(2).t(), of_ranks.sum(0)]
-        known = iter(map(int, AsyncHostCopy(torch.cat(rows, 1).flatten()).values()))
-        found = []
-        for part, place in enumerate(places):
-            to_outer, of_outer, to_inner, of_inner, groups = ([*islice(known, each.shape[1])] for each in rows)
-            hops = Hop(self.outer, to_outer, of_outer), Hop(self.inner, to_inner, of_inner)
-            sent = None if nodes == 1 else place[: sum(to_outer)]
-            found.append(self._plan_part(hops, sent, of_ranks[:, part], groups, experts))
-        return [DispatchedRows(plan, self.codec) for plan in found]
+        # All that the host has to know, in one copy: each would be a wait for the device, in forward and in a recomputation.
+        numbers = [to_nodes[:, 0], of_nodes[:, 0], to_ranks.sum(1), of_ranks.sum(1), of_ranks.sum(0)]
+        known = iter(map(int, AsyncHostCopy(torch.cat(numbers)).values()))
+        to_outer, of_outer, to_inner, of_inner, groups = ([*islice(known, len(each))] for each in numbers)
+        labels = torch.arange(len(groups), device=ids.device).expand_as(of_ranks).flatten()
+        # How many rows there are is told, or a GPU would be waited for to learn it.
+        arriving = labels.repeat_interleave(of_ranks.flatten(), output_size=sum(of_inner))
+        # Stable, so that an expert meets its rows in the order of ranks and tokens, whatever came first: sums are reproducible.
+        own, order = arriving.sort(stable=True)
+        hops = Hop(self.outer, to_outer, of_outer), Hop(self.inner, to_inner, of_inner)
+        sent = None if nodes == 1 else places[: sum(to_outer)]
+        row_groups = RowGroups.of(groups, ids.device)
+        return DispatchedRows(
+            DispatchPlan(*hops, sent, order, invert(order), own, row_groups, num_experts // nodes), self.codec
+        )
 
     def _count(self, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         """(pairs t * N + n of tokens with nodes, by node; those that are sent in front; numbers of rows and of pairs by expert,
@@ -197,14 +205,3 @@ class ExpertRoute:
         order = (~is_sent).flatten().to(torch.uint8).argsort(stable=True)
         node, token = order // max(1, tokens), order % max(1, tokens)
         return token * nodes + node, torch.cat([is_sent.sum(1, keepdim=True), by_expert], 1)
-
-    def _plan_part(
-        self, hops: tuple[Hop, Hop], places: Tensor | None, received: Tensor, groups: list[int], on_node: int
-    ) -> DispatchPlan:
-        """received: [G, e] rows of each rank for each of this rank's experts; groups: [e], their sums; on_node: G e."""
-        labels = torch.arange(received.shape[1], device=received.device).expand_as(received).flatten()
-        # How many rows there are is told, or a GPU would be waited for to learn it.
-        arriving = labels.repeat_interleave(received.flatten(), output_size=sum(hops[1].received))
-        # Stable, so that an expert meets its rows in the order of ranks and tokens, whatever came first: sums are reproducible.
-        ids, order = arriving.sort(stable=True)
-        return DispatchPlan(*hops, places, order, invert(order), ids, RowGroups.of(groups, ids.device), on_node)

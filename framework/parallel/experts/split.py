@@ -143,6 +143,5 @@ def _replace_forward(model: PreTrainedModel, name: str, form: ExpertsForm, plan:
         plan.routed_tokens,
         shared,
         capacity_of(plan.recipe.model),
-        num_parts=2 if plan.recipe.parallel.expert_overlap else 1,
     )
     replace_forward(experts, experts.dispatch.opaque, experts.dispatch)

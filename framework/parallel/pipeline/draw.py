@@ -4,13 +4,16 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from framework.errors import ScheduleError
 from framework.lease import Lease
 from framework.parallel.pipeline.actions import ActionKind, Schedule
-from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from framework.parallel.pipeline.simulate import Costs, Timeline, peak_live, simulate, unit_costs
+
+if TYPE_CHECKING:  # colors are asked for where there is no torch
+    from framework.parallel.pipeline.pipeline import PipelinePlan
 
 # One hue for each kind; a rank's second, third ... stage is paler.
 COLORS = {
@@ -134,7 +137,7 @@ def save_trace(path: Path, timeline: Timeline) -> None:
     path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
 
 
-def describe_bubble(pipeline: PipelinePlan, num_microbatches: int) -> str:
+def describe_bubble(pipeline: "PipelinePlan", num_microbatches: int) -> str:
     """The schedule in a line, and how idle it leaves all ranks together, those with short stages as well; stages take as long as
     their FLOPs say, or measured times."""
     schedule = pipeline.make(num_microbatches)
@@ -149,7 +152,7 @@ def describe_bubble(pipeline: PipelinePlan, num_microbatches: int) -> str:
     )
 
 
-def describe_pipeline(pipeline: PipelinePlan, num_microbatches: int) -> str:
+def describe_pipeline(pipeline: "PipelinePlan", num_microbatches: int) -> str:
     """Lines about a step with `num_microbatches`: what `meshwright plan --schedule` prints."""
     schedule = pipeline.make(num_microbatches)
     slowest = max(pipeline.costs.forward) or 1.0
@@ -181,7 +184,7 @@ def describe_pipeline(pipeline: PipelinePlan, num_microbatches: int) -> str:
     return "\n".join(lines)
 
 
-def _compare(pipeline: PipelinePlan, num_ranks: int, num_microbatches: int) -> Iterator[str]:
+def _compare(pipeline: "PipelinePlan", num_ranks: int, num_microbatches: int) -> Iterator[str]:
     """Lines that compare all schedules on as many ranks, with stages of equal cost: bubble and live microbatches."""
     yield "all schedules, as if stages cost alike: the bubble above is of this model's own stages, which do not"
     yield f"{'schedule':<14}{'stages':<8}{'bubble':<9}live microbatches on each rank, in layers of a rank"
