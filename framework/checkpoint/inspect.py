@@ -34,7 +34,7 @@ def inspect_command(path: Place) -> int:
 
     Returns 0, or 86 if something is damaged. Raises CheckpointError if there is neither.
     """
-    if isinstance(path, Path) and (path / "store.json").exists():
+    if (path / "store.json").exists():
         return inspect_store(path)
     path = find_checkpoint(path)
     manifest = read_manifest(path)

@@ -2,9 +2,10 @@
 
 import argparse
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from framework.errors import EXIT_DONE
+from framework.errors import EXIT_DONE, DataError, StorageError
 from framework.imports import loading_libraries
 from framework.mesh.placement import place
 from framework.plan.auto import require_layout
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     text = describe_sources(recipe, composition.origins) if arguments.sources else to_yaml(recipe).rstrip()
     print(hide_secrets(text))
     print()
-    print(f"{describe_derived(derive(recipe))}\ndata          {describe_blend(recipe.data)}{need}")
+    print(f"{describe_derived(derive(recipe))}\ndata          {describe_data(recipe)}{need}")
     for stage in split_stages(recipe) if recipe.train.stages and recipe.train.epochs is None else ():
         print(f"stage {stage.name:7} {describe_stage(stage)}")
     if compilation := describe_compilation(recipe):
@@ -68,6 +69,17 @@ def run(arguments: argparse.Namespace) -> int:
     if advice := place(derive(recipe)).advise_experts():
         print(f"experts       {advice}")
     return EXIT_DONE
+
+
+def describe_data(recipe: Recipe) -> str:
+    """The shares of the sources, which may follow from data that is prepared already."""
+    tokens: dict[str, int] = {}
+    if recipe.data.blends_by_tokens:
+        from framework.data.prepared import find_prepared  # takes a second
+
+        with suppress(DataError, StorageError):
+            tokens = {each.name: each.meta.splits["train"].num_tokens for each in find_prepared(recipe).sources}
+    return describe_blend(recipe.data, tokens)
 
 
 def _describe_need(recipe: Recipe, origins: Mapping[str, str]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from framework.commands.check import describe_data
 from framework.errors import EXIT_DONE, EXIT_MEMORY
 from framework.imports import loading_libraries
 from framework.launch.directory import find_run
@@ -95,6 +96,8 @@ def print_plan(
     forecasts = [forecast_plan(plan_within(*each), recorded) for each in zip(stages, plans or [first], strict=True)]
     found, table = join_stages(stages, forecasts)
     plan, changes = found.plan, find_changes(found)
+    if recipe.data.blends_by_tokens:
+        print(f"data          {describe_data(recipe)}")
     for line in (*table, *describe_plan(found, changes), *_describe_details(plan, details)):
         print(line)
     if schedule_to is not None:

@@ -9,10 +9,12 @@ blocks that are not there, and are fetched again. A block may go to one of WAYS 
 recently used makes room.
 """
 
+import fcntl
 import os
 import shutil
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +36,8 @@ class NodeCache:
         ways = min(WAYS, max(1, num_bytes // (BLOCK_BYTES + ENTRY.itemsize)))
         num_sets = max(1, num_bytes // (ways * (BLOCK_BYTES + ENTRY.itemsize)))
         path = folder / f"blocks-{num_sets * ways}"
-        # One of another size is of a run with another bound, and would come on top of this one's.
-        for other in folder.glob("blocks-*"):
-            if other.name.removesuffix(".index") != path.name:
-                other.unlink(missing_ok=True)
+        for other in set(folder.glob("blocks-*[0-9]")) - {path}:
+            _remove_unused(other)
         self._file = _make(path, num_sets * ways * BLOCK_BYTES)
         index_path = path.with_name(f"{path.name}.index")
         index_file = _make(index_path, num_sets * ways * ENTRY.itemsize)
@@ -84,10 +84,19 @@ class NodeCache:
         return number, self._index[number]
 
 
+def _remove_unused(path: Path) -> None:
+    """Remove a cache of another size, which would come on top of this one's, unless a process still uses it."""
+    with suppress(OSError), path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+        path.with_name(f"{path.name}.index").unlink(missing_ok=True)
+
+
 def _make(path: Path, num_bytes: int) -> int:
     """Open a file of a size, which keeps what it has. Its bytes take disk once they are written."""
     with name_errors(path):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(file, fcntl.LOCK_SH)  # as long as it is open: `_remove_unused`
         missing = num_bytes - os.fstat(file).st_blocks * 512
         if missing > (free := shutil.disk_usage(path.parent).free):
             os.close(file)

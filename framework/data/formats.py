@@ -7,7 +7,7 @@
 | mds | a shard `X.mds` of MosaicML streaming | `field` of a sample: `bytes` of int64, or an `ndarray` |
 | ids | parquet, or Arrow as a stream or file | `field` of a row, a list of integers |
 
-A reader gives documents by number: bytes of a memory map, or of parquet rows of a decoded row group, of which the last few are
+A reader gives documents by number: bytes of a memory map, or of parquet rows of a decoded row group, of which the last GiB is
 kept, of all files together. `prepare` reads everything once, to check the ids and to choose what is held out, and keeps of each
 document where it ends and its number (`ImportedTokens`): nothing is tokenized, nothing copied.
 """
@@ -15,13 +15,13 @@ document where it ends and its number (`ImportedTokens`): nothing is tokenized, 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet
+import xxhash
 
 from framework.data.records import open_batches
 from framework.data.source import SourceFile
@@ -32,8 +32,8 @@ MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 MEGATRON_HEADER = np.dtype([("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("documents", "<u8")])
 # Of dtypes that an MDS array may state in front of its values.
 MDS_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
-# A decoded row group of parquet is some 100 MB.
-GROUPS_KEPT = 4
+# Of decoded row groups, which random order asks for again and again.
+KEPT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,13 @@ class IdFile:
 
     num_documents: int
     read: Callable[[int], np.ndarray]
+    path: Path = Path()
 
 
 def open_ids(files: Sequence[SourceFile], field: str, vocab_size: int) -> list[IdFile]:
     """Open files of ids. DataError, naming one, where it is not of its format."""
     # Of all files: a source may have thousands.
-    read_group = lru_cache(GROUPS_KEPT)(_read_group)
+    read_group = _GroupCache()
     openers: dict[str, Callable[[Path], IdFile]] = {
         "megatron": _open_megatron,
         "datatrove": lambda path: _open_datatrove(path, vocab_size),
@@ -59,8 +60,13 @@ def open_ids(files: Sequence[SourceFile], field: str, vocab_size: int) -> list[I
     opened = []
     for file in files:
         with name_file(file, field):
-            opened.append(openers[file.kind](file.path))
+            opened.append(replace(openers[file.kind](file.path), path=file.path))
     return opened
+
+
+def hash_ids(ids: np.ndarray) -> int:
+    """xxh3 of a document's ids, of whatever dtype: [n]."""
+    return xxhash.xxh3_64_intdigest(ids.astype("<u4").tobytes())
 
 
 @contextmanager
@@ -149,6 +155,20 @@ def _open_parquet(path: Path, field: str, read_group: Callable[[Path, int, str],
     return _open_columns(counts, lambda number: read_group(path, number, field), field)
 
 
+class _GroupCache:
+    """The row groups that were read last: at most KEPT_BYTES, or one."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[Path, int], Any] = {}
+
+    def __call__(self, path: Path, number: int, field: str) -> Any:
+        group = self._groups.pop((path, number), None) or _read_group(path, number, field)
+        self._groups[path, number] = group
+        while len(self._groups) > 1 and sum(each.nbytes for each in self._groups.values()) > KEPT_BYTES:
+            del self._groups[next(iter(self._groups))]
+        return group
+
+
 def _read_group(path: Path, number: int, field: str) -> Any:
     return pyarrow.parquet.ParquetFile(path).read_row_group(number, [field]).combine_chunks().to_batches()[0]
 
@@ -171,10 +191,14 @@ def _open_columns(counts: Sequence[int], get_batch: Callable[[int], Any], field:
 class ImportedTokens:
     """The tokens of one split of an imported source. A slice is a copy of its documents' ids: [n] of `dtype`.
 
-    ends: [documents] int64, ascending; numbers: [documents] int64, where each lies among the documents of all files."""
+    ends: [documents] int64, ascending; numbers: [documents] int64, where each lies among the documents of all files; hashes:
+    [documents] uint64, of their ids, which are verified when they are first read."""
 
-    def __init__(self, files: Sequence[IdFile], ends: np.ndarray, numbers: np.ndarray, dtype: np.dtype) -> None:
-        self._files, self._ends, self._numbers, self._dtype = files, ends, numbers, dtype
+    def __init__(
+        self, files: Sequence[IdFile], ends: np.ndarray, numbers: np.ndarray, hashes: np.ndarray, dtype: np.dtype
+    ) -> None:
+        self._files, self._ends, self._numbers, self._hashes, self._dtype = files, ends, numbers, hashes, dtype
+        self._is_verified = np.zeros(len(ends), dtype=bool)
         self._firsts = np.cumsum([0, *(file.num_documents for file in files)])
 
     def __len__(self) -> int:
@@ -187,14 +211,14 @@ class ImportedTokens:
         while start < stop:
             begin, end = int(self._ends[document - 1]) if document else 0, int(self._ends[document])
             file = int(np.searchsorted(self._firsts, self._numbers[document], side="right")) - 1
-            ids = self._files[file].read(int(self._numbers[document] - self._firsts[file]))
-            if len(ids) != end - begin:
+            number = int(self._numbers[document] - self._firsts[file])
+            ids = self._files[file].read(number)
+            if len(ids) != end - begin or not (self._is_verified[document] or hash_ids(ids) == self._hashes[document]):
                 raise DataError(
-                    f"document {document}: {len(ids)} ids, and {end - begin} when it was prepared. Prepare anew"
+                    f"document {number + 1:,} of {self._files[file].path} has other ids than when it was prepared. Restore the"
+                    " file, or touch it and run `meshwright prepare` again"
                 )
+            self._is_verified[document] = True
             parts.append(ids[start - begin : min(stop, end) - begin].astype(self._dtype))
             start, document = min(stop, end), document + 1
         return np.concatenate(parts)
-
-    def ask(self, start: int, stop: int) -> None:
-        """Nothing has to be fetched."""

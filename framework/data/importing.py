@@ -1,7 +1,7 @@
 """Importing: a store of a source whose ids are read where they lie (formats.py).
 
 Everything is read once: to check every id, and to choose the documents that are held out, by a hash of their ids. The store keeps
-where each document ends and which one it is, 16 bytes a document, and no tokens. Stopped, it begins again.
+where each document ends, which one it is and the hash, 24 bytes a document, and no tokens. Stopped, it begins again.
 """
 
 from array import array
@@ -13,10 +13,10 @@ import numpy as np
 import xxhash
 from tqdm import tqdm
 
-from framework.data.formats import IdFile, name_file, open_ids
+from framework.data.formats import IdFile, ImportedTokens, hash_ids, name_file, open_ids
 from framework.data.shard import SplitReport, settle_threshold
 from framework.data.source import BAR_DELAY_S, SourceFile
-from framework.data.store import ENDS_DTYPE, SPLITS, StoreMeta, complete_store
+from framework.data.store import ENDS_DTYPE, SPLITS, StoreMeta, TokenStream, choose_dtype, complete_store
 from framework.errors import DataError
 from framework.files import write_atomically
 
@@ -39,26 +39,24 @@ def import_store(
     documents = _read_documents(files, opened, field, vocab_size)
     total = sum(ids.num_documents for ids in opened)
     for ids in tqdm(documents, "read ids", total, unit=" documents", delay=BAR_DELAY_S, disable=not progress):
-        hashes.append(xxhash.xxh3_64_intdigest(ids.astype("<u4").tobytes()))
+        hashes.append(hash_ids(ids))
         lengths.append(len(ids))
     hash_of, length_of = np.array(hashes, np.uint64), np.array(lengths, np.int64)
     full = hash_of[length_of > 0]  # empty documents are on no side
     threshold = settle_threshold(threshold, [int(full.min()), int(full.max())] if len(full) else [])
     is_held_out = hash_of < np.uint64(threshold)
     splits: dict[str, SplitReport] = {}
-    counts = np.zeros(vocab_size, np.int64)
     for split in SPLITS:
         numbers = np.flatnonzero((length_of > 0) & (is_held_out == (split == "validation"))).astype(ENDS_DTYPE)
         ends = np.cumsum(length_of[numbers], dtype=ENDS_DTYPE)
         if len(ends):
             _write(folder / f"{split}.ends", ends)
             _write(folder / f"{split}.numbers", numbers)
+            _write(folder / f"{split}.hashes", hash_of[numbers])
             checksum = xxhash.xxh3_128_hexdigest(hash_of[numbers].tobytes() + ends.tobytes())
             splits[split] = SplitReport(len(ends), int(ends[-1]), checksum)
-    for number, ids in enumerate(_read_documents(files, opened, field, vocab_size) if "validation" in splits else ()):
-        if is_held_out[number]:
-            counts += np.bincount(ids, minlength=vocab_size)
-    complete_store(folder, make_meta([splits], threshold), counts)
+    held_out = ImportedTokens(opened, ends, numbers, hash_of[numbers], choose_dtype(vocab_size))  # of the last split
+    complete_store(folder, make_meta([splits], threshold), TokenStream(held_out, ends).count_ids(vocab_size))
 
 
 def _read_documents(

@@ -2,37 +2,60 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from framework.data.store import StoreMeta, describe_block, hash_blocks, map_file, map_hashes, verify_small_files
+from framework.data.growing import GrowingStream
+from framework.data.remote import LARGE, hash_object, pull_small
+from framework.data.store import (
+    SPLITS,
+    StoreMeta,
+    describe_block,
+    hash_blocks,
+    map_file,
+    map_hashes,
+    verify_small_files,
+)
 from framework.errors import EXIT_DONE, EXIT_USER, DamagedStore
+from framework.object_store import ObjectPath, Place
 
 
-def find_damage(folder: Path, meta: StoreMeta) -> Iterator[str]:
-    """Read every byte of a store, and yield a message for each damaged file or block."""
+def find_damage(folder: Path, meta: StoreMeta, place: ObjectPath | None = None) -> Iterator[str]:
+    """Read every byte of a store, and yield a message for each damaged file or block. place: where its tokens are, if that is
+    not the folder."""
     try:
         verify_small_files(folder, meta)
+        for split in SPLITS if meta.is_streamed else ():
+            GrowingStream(folder.name, folder, meta, split, meta.source["shards"])  # verifies what there is of it
         hashes = map_hashes(folder, meta)
     except DamagedStore as error:
         yield str(error)
         return
-    for name, file in meta.list_files().items():
+    for name, (dtype, length) in meta.list_files().items():
+        is_away = place is not None and Path(name).suffix in LARGE and length
         try:
-            found = hash_blocks(map_file(folder / name, *file))
+            if place is not None and is_away:
+                found = list(hash_object(place / name, length * dtype.itemsize))
+            else:
+                found = list(hash_blocks(map_file(folder / name, dtype, length)))
         except DamagedStore as error:
             yield str(error)
             continue
         damaged = [block for block, hash in enumerate(found) if hash != hashes[name][block]]
-        yield from (describe_block(folder / name, block) for block in damaged)
+        yield from (describe_block((place or folder) / name, block) for block in damaged)
 
 
-def inspect_store(folder: Path) -> int:
+def inspect_store(place: Place) -> int:
     """Print what a token store holds and verify every byte (`meshwright inspect`). Returns 0, or 86 if something is damaged."""
-    meta = StoreMeta.read(folder)
-    assert meta is not None, f"{folder} has a store.json"
-    print(f"store         {folder}\nsource        {meta.source['path']}, {meta.num_files} files")
-    for split, size in meta.splits.items():
-        print(f"{split:<13} {size.num_documents:,} documents, {size.num_tokens:,} tokens")
-    damages = list(find_damage(folder, meta))
+    with TemporaryDirectory() as made:
+        folder, away = (place, None) if isinstance(place, Path) else (Path(made), place)
+        if away is not None:
+            pull_small(away, folder)
+        meta = StoreMeta.read(folder)
+        assert meta is not None, f"{place} has a store.json"
+        print(f"store         {place}\nsource        {meta.source.get('path')}, {meta.num_files} files")
+        for split, size in meta.splits.items():
+            print(f"{split:<13} {size.num_documents:,} documents, {size.num_tokens:,} tokens")
+        damages = list(find_damage(folder, meta, away))
     for damage in damages:
         print(f"DAMAGED       {damage}")
     if not damages:

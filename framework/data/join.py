@@ -9,18 +9,20 @@ checksums that were taken as the shards were written. Besides the store itself j
 shard.
 """
 
+import errno
+import fcntl
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from tqdm import tqdm
 
-from framework.data.shard import ShardReport, SplitReport, shard_path
+from framework.data.shard import ShardReport, SplitReport, hash_shard, shard_path
 from framework.data.source import BAR_DELAY_S
 from framework.data.store import (
     ENDS_DTYPE,
@@ -32,11 +34,9 @@ from framework.data.store import (
     complete_store,
     explain_damage,
     map_stream,
-    name_damage,
-    open_without_links,
     read_json,
 )
-from framework.errors import DamagedStore
+from framework.errors import DamagedStore, DataError
 from framework.files import name_errors, sync, write_json
 
 # Shards that are removed after one fsync: few syncs for many small shards, little more disk for large ones.
@@ -77,12 +77,12 @@ class JoinPlan:
     @classmethod
     def read(cls, folder: Path) -> "JoinPlan | None":
         """The plan of a store that is to be joined; None if not all of it is tokenized."""
-        value = read_json(path := folder / "shards.json")
-        if value is None:
-            return None
-        with name_damage(path):
+
+        def build(value: dict[str, Any]) -> JoinPlan:
             shards = [{split: SplitReport(**each) for split, each in shard.items()} for shard in value["shards"]]
             return cls(StoreMeta.from_json(value["meta"]), value["files"], shards)
+
+        return read_json(folder / "shards.json", build)
 
     def place(self, split: Split) -> Iterator[ShardSplit]:
         """The shards that have documents of a split, in order."""
@@ -201,11 +201,9 @@ def _remove_written(folder: Path, files: dict[Path, int], written: list[ShardSpl
 def _verify(folder: Path, split: Split, shard: ShardSplit, stream: TokenStream) -> None:
     """DamagedStore unless the joined bytes of a shard are those that it was written with. stream: the whole split."""
     start, stop = shard.start_token, shard.start_token + shard.report.num_tokens
-    digest = xxhash.xxh3_128(stream.tokens[start:stop].data)
-    digest.update((stream.ends[shard.start_document : shard.start_document + shard.report.num_documents] - start).data)
-    if stream.trained is not None:
-        digest.update(stream.trained[start:stop].data)
-    if digest.hexdigest() != shard.report.checksum:
+    ends = stream.ends[shard.start_document : shard.start_document + shard.report.num_documents] - start
+    trained = None if stream.trained is None else stream.trained[start:stop]
+    if hash_shard(stream.tokens[start:stop], ends, trained) != shard.report.checksum:
         first, last = start * shard.dtype.itemsize, stop * shard.dtype.itemsize
         raise DamagedStore(
             explain_damage(
@@ -218,3 +216,30 @@ def _verify(folder: Path, split: Split, shard: ShardSplit, stream: TokenStream) 
 def _sync_folder(folder: Path) -> None:
     with name_errors(folder):
         sync(folder)
+
+
+def open_without_links(path: Path) -> int:
+    """Open or create a file for reading and writing, and return its descriptor; the file keeps its content. DataError for a
+    symbolic link: in a shared folder anyone could have pointed this name at another user's file."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise DataError(
+                f"{path}: a link, through which nothing is written. Remove it, or set another data.root"
+            ) from error
+        raise
+
+
+@contextmanager
+def hold_lock(folder: Path, is_told: bool = True) -> Iterator[None]:
+    """Hold the lock under which one process of a node at a time makes a folder. The kernel releases it however the process
+    ends."""
+    with open(open_without_links(folder.with_name(f".{folder.name}.lock")), "r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if is_told:
+                print(f"waiting for another process that prepares {folder}", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -19,7 +19,7 @@ import pyarrow
 
 from framework.errors import DataError
 
-Kind = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow", "megatron", "datatrove", "mds", "ids"]
+Kind = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow", "tar", "megatron", "datatrove", "mds", "ids"]
 # Files of token ids, which are known by their ending only where the recipe states the format.
 ENDINGS_OF_IDS = {
     "megatron": (".bin",),
@@ -40,6 +40,8 @@ KIND_OF_ENDING: dict[str, Kind] = {
     ".pq": "parquet",
     ".arrow": "arrow",
     ".feather": "arrow",
+    ".tar": "tar",
+    ".tgz": "tar",
 }
 # Prose and source code. XML, YAML, notebooks and other formats with a syntax around their text are not among them.
 TEXT_ENDINGS = frozenset(
@@ -159,7 +161,7 @@ def describe_head(path: Path) -> str:
 
 def open_bytes(path: Path) -> BinaryIO:
     """Open a file for reading its decompressed bytes, with `peek`. DataError if that takes a library that is not installed."""
-    openers = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
+    openers = {".gz": gzip.open, ".tgz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
     opened: BinaryIO = cast(Any, openers.get(path.suffix.lower(), open))(path, "rb")
     return opened
 

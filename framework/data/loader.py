@@ -5,6 +5,7 @@ So the samples of one step are [cursor, cursor + M dp b) for every split into M 
 `cp` read the same samples, and each keeps its slices of them. A run that leaves samples out (`skip`) counts only the others.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from framework.comm.transfer import choose_current, pin
+from framework.data.growing import WINDOW_TOKENS, GrowingStream, Say
 from framework.data.order import NOTHING_READ, SampleOrder, Skipped, index_samples, key_of, permute
 from framework.data.pack import NO_SAMPLE, Microbatch, Mode, Packer, cut_context
 from framework.data.prepared import Prepared
@@ -31,6 +33,8 @@ TOKENS_READ_AT_ONCE = 1 << 15
 # of training, in which a failed request is repeated.
 TOKENS_ASKED_AHEAD = 1 << 18
 SAMPLES_ASKED_AHEAD = 512
+# The size of a stream whose end is not known yet.
+UNKNOWN = 1 << 52
 HOST = torch.device("cpu")
 # Called with the cursor of each step that is handed out, its samples [n] and their rows, in one order.
 Hear = Callable[[int, np.ndarray, list[Microbatch]], None]
@@ -59,12 +63,19 @@ class Loader:
         clock: Callable[[], float] = time.perf_counter,
         hear: Sequence[Hear] = (),
         starts: Mapping[str, int] = NOTHING_READ,
+        say: Say | None = None,
     ) -> None:
         """num_microbatches: of this rank in one step; slices: the tokens of each sequence that it holds, None: all; device: where
-        they will go, from pinned memory; clock: seconds; hear: called for each batch, and may raise; starts: of `SampleOrder`."""
+        they will go, from pinned memory; clock: seconds; hear: called for each batch, and may raise; starts: of `SampleOrder`;
+        say: prints why streams are waited for."""
         self._packer = open_packer(prepared, "train", context, pack, overlong, seed)
-        sizes = zip(prepared.sources, self._packer.sizes, strict=True)
-        self._order = SampleOrder.of(seed, {source.name: (source.weight, size) for source, size in sizes}, starts)
+        found = list(zip(prepared.sources, self._packer.streams, self._packer.sizes, strict=True))
+        sizes = {each.name: (each.weight, size if stream.is_whole else UNKNOWN) for each, stream, size in found}
+        growing = [each.name for each, stream, _ in found if isinstance(stream, GrowingStream)]
+        windows = dict.fromkeys(growing, max(1, WINDOW_TOKENS // context))
+        self._order = SampleOrder.of(seed, sizes, starts, windows)
+        self._is_over = threading.Event()
+        self._say = say
         self._slices = slices or ContextSlices(context)
         self._b = sequences_per_microbatch
         first = (np.arange(num_microbatches) * dp_size + dp_rank) * self._b
@@ -106,15 +117,38 @@ class Loader:
 
     def _read(self, cursor: int) -> dict[int, list[Microbatch]]:
         """The step at `cursor` and, if steps are small, those after it."""
-        source, sample = self._order.locate(index_samples(cursor + self._offsets.reshape(-1), self._skipped))
+        index = index_samples(cursor + self._offsets.reshape(-1), self._skipped)
+        if self.is_growing:
+            self._await(index)
+        source, sample = self._order.locate(index)
         self._packer.ask(source, sample)
         self._ask(cursor)
         rows = cut_context(self._packer.pack(source, sample), self._slices)
+        if len(self._packer.streams) > 1:
+            rows = replace(rows, sources=torch.from_numpy(source))
         # Pinned here, in the background, rather than when the step is about to begin. Views of pinned rows are pinned.
         microbatches = split_rows(rows.map(partial(pin, device=self._device)), self._b)
         per_step = len(microbatches) // len(self._offsets)
         cursors = cursor + np.arange(len(self._offsets)) * self.sequences_per_step
         return {int(at): microbatches[n * per_step : (n + 1) * per_step] for n, at in enumerate(cursors)}
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether not all tokens are there, so that a batch may take as long as tokenizing."""
+        return not all(stream.is_whole for stream in self._packer.streams)
+
+    def _await(self, index: np.ndarray) -> None:
+        """Wait until the streams have the windows of samples at these indices, or their ends."""
+        source, position = self._order.place(index)
+        sizes, context = self._order.sizes.copy(), self._packer.context
+        for number, stream in enumerate(self._packer.streams):
+            own = position[source == number]
+            if isinstance(stream, GrowingStream) and len(own):
+                window = int(self._order.windows[number])
+                stream.wait_for((int(own.max()) // window + 1) * window * context + 1, self._is_over, self._say)
+            if stream.is_whole:
+                sizes[number] = self._packer.count(number)
+        self._order = replace(self._order, sizes=sizes)
 
     def _ask(self, cursor: int) -> None:
         """Have the streams fetch the steps behind those that are read at `cursor`, unless all is mapped into memory."""
@@ -128,6 +162,7 @@ class Loader:
         self._asked = stop
 
     def close(self) -> None:
+        self._is_over.set()
         self._thread.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "Loader":

@@ -2,6 +2,8 @@
 
 Identity:  g -> (source s, position p in s) -> epoch e = p // size_s -> sample = permutation[seed, s, e](p % size_s)
 
+Of a stream, whose size is known once its end is reached, each window of so many samples is permuted by itself.
+
 Only one period of the blend is materialised, so any index is reached at once and the whole data state is the
 integer g: rank, microbatch size and worker count do not appear. Each source wraps into its next epoch on its own.
 """
@@ -161,13 +163,20 @@ class SampleOrder:
     """[period] int64: the number of earlier slots of the same source."""
     starts: np.ndarray
     """[sources] int64: samples that were read of each source before this order begins."""
+    windows: np.ndarray
+    """[sources] int64: samples that are permuted among themselves."""
 
     @classmethod
     def of(
-        cls, seed: int, sources: Mapping[str, tuple[float, int]], starts: Mapping[str, int] = NOTHING_READ
+        cls,
+        seed: int,
+        sources: Mapping[str, tuple[float, int]],
+        starts: Mapping[str, int] = NOTHING_READ,
+        windows: Mapping[str, int] = NOTHING_READ,
     ) -> "SampleOrder":
         """Build the order. sources: name -> (weight > 0, samples per epoch >= 1). A source's order does not depend on others.
-        starts: samples of a source that were read before, in another order of the same sources."""
+        starts: samples of a source that were read before, in another order of the same sources. windows: of streams; of others
+        all of an epoch."""
         shares = count_shares([weight for weight, _ in sources.values()])
         slot_source, slot_rank = interleave(shares)
         return cls(
@@ -177,6 +186,7 @@ class SampleOrder:
             slot_source=slot_source,
             slot_rank=slot_rank,
             starts=np.array([starts.get(name, 0) for name in sources], dtype=np.int64),
+            windows=np.array([windows.get(name, size) for name, (_, size) in sources.items()], dtype=np.int64),
         )
 
     def count(self, num_samples: int) -> np.ndarray:
@@ -184,12 +194,19 @@ class SampleOrder:
         periods, rest = divmod(num_samples, len(self.slot_source))
         return periods * self.shares + np.bincount(self.slot_source[:rest], minlength=len(self.shares))
 
-    def locate(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, sample in that source) at each global index.  index: [n] int64 -> two of [n] int64."""
+    def place(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(source, position among all samples that are read of it) at each global index: [n] int64 -> two of [n] int64."""
         period, slot = np.divmod(index, len(self.slot_source))
         source = self.slot_source[slot].astype(np.int64)
-        position = self.starts[source] + period * self.shares[source] + self.slot_rank[slot]
-        size = self.sizes[source]
+        return source, self.starts[source] + period * self.shares[source] + self.slot_rank[slot]
+
+    def locate(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(source, sample in that source) at each global index.  index: [n] int64 -> two of [n] int64."""
+        source, position = self.place(index)
+        size, window = self.sizes[source], self.windows[source]
         epoch, place = np.divmod(position, size)
-        key = mix(self.keys[source] + mix(epoch.astype(np.uint64) + GOLDEN))
-        return source, permute(place.astype(np.uint64), size.astype(np.uint64), key).astype(np.int64)
+        number, within = np.divmod(place, window)
+        first = number * window
+        key = mix(self.keys[source] + mix(epoch.astype(np.uint64) + GOLDEN)) + number.astype(np.uint64)
+        count = np.minimum(window, size - first)
+        return source, first + permute(within.astype(np.uint64), count.astype(np.uint64), key).astype(np.int64)

@@ -21,7 +21,7 @@ Context parallelism cuts whole sequences once, after packing (`cut_context`). La
 no rank looks beyond its slices for them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
@@ -47,7 +47,8 @@ Asked = Literal["loss", "answers", "documents"]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The tokens of one forward pass of one rank. All tensors but those of `pairs`: [b, T] int64 on the CPU, contiguous."""
+    """The tokens of one forward pass of one rank. All tensors but `sources` and those of `pairs`: [b, T] int64 on the CPU,
+    contiguous."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
@@ -60,6 +61,8 @@ class Microbatch:
     """The documents of whole sequences, of which attention keeps inside; None where each sequence is one."""
     pairs: Pairs | None = None
     """The documents that are answers to compare, or scored; None where none are."""
+    sources: torch.Tensor | None = None
+    """[b] int64: the number of each row's source; None where sources are not told apart."""
     asks: Asked = "loss"
     """The result of a forward that does not train: the sum of the losses; [b, S] of `Answers.log_p`; [2, b, S] of
     `Statistics.score_documents`."""
@@ -68,8 +71,9 @@ class Microbatch:
         """Apply `change` to every tensor, each of b rows."""
         positions = None if self.position_ids is None else change(self.position_ids)
         pairs = None if self.pairs is None else self.pairs.map(change)
+        sources = None if self.sources is None else change(self.sources)
         ids, labels = change(self.input_ids), change(self.labels)
-        return replace(self, input_ids=ids, labels=labels, position_ids=positions, pairs=pairs)
+        return replace(self, input_ids=ids, labels=labels, position_ids=positions, pairs=pairs, sources=sources)
 
     def select(self, first: int, stop: int) -> "Microbatch":
         """The sequences first .. stop - 1, contiguous views."""
@@ -100,7 +104,11 @@ class Packer:
         """The number of samples of each stream."""
         if self.mode in WHOLE:
             return [rows.num_rows for rows in self._rows]
-        return [count_samples(stream.num_tokens, self.context) for stream in self.streams]
+        return [self.count(number) for number in range(len(self.streams))]
+
+    def count(self, number: int) -> int:
+        """The number of samples of a stream, whose rows are not of whole documents, as it is now."""
+        return count_samples(self.streams[number].num_tokens, self.context)
 
     @cached_property
     def _rows(self) -> list[Rows]:
@@ -120,14 +128,12 @@ class Packer:
         input_ids = np.full(shape, self.eos_id, dtype=np.int64)
         labels = np.full(shape, IGNORE, dtype=np.int64)
         starts = np.zeros(shape, dtype=np.int64) if self.mode in ("documents", "best_fit") else None
-        for row, (stream, number) in enumerate(zip(source.tolist(), sample.tolist(), strict=True)):
-            if number == NO_SAMPLE:
-                continue
-            places = input_ids[row], labels[row], None if starts is None else starts[row]
-            if self.mode in WHOLE:
-                self._fill_row(self.streams[stream], self._rows[stream], number, *places)
-            else:
-                self._fill(self.streams[stream], number, *places)
+        # In the order of the files: what lies together is looked for, or decoded, once.
+        for row in np.lexsort((sample, source)).tolist():
+            if sample[row] != NO_SAMPLE:
+                begins, stops = self._find_pieces(int(source[row]), int(sample[row]))
+                stream, of_documents = self.streams[int(source[row])], None if starts is None else starts[row]
+                self._fill(stream, begins, stops, input_ids[row], labels[row], of_documents)
         has_pairs = self.asks != "loss" or any(stream.is_paired for stream in self.streams)
         pairs = self._list_pairs(source, sample) if has_pairs else None
         positions = self._count_positions(starts)
@@ -138,18 +144,17 @@ class Packer:
         for number, each in zip(source.tolist(), sample.tolist(), strict=True):
             stream = self.streams[number]
             if each != NO_SAMPLE and not stream.is_mapped:
-                for start, stop in self._list_ranges(number, each):
-                    stream.ask(start, stop)
+                for start, stop in zip(*self._find_pieces(number, each), strict=True):
+                    stream.ask(int(start), int(stop))
 
-    def _list_ranges(self, source: int, sample: int) -> Iterator[tuple[int, int]]:
-        """The tokens [start, stop) of which a sample is packed."""
+    def _find_pieces(self, source: int, sample: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens [start, stop) of which a sample is packed, behind one another: [pieces] int64 each."""
         if self.mode in WHOLE:
             rows = self._rows[source]
             pieces = slice(int(rows.first[sample]), int(rows.first[sample + 1]))
-            yield from zip(rows.starts[pieces].tolist(), rows.stops[pieces].tolist(), strict=True)
-        else:
-            start = sample * self.context
-            yield start, min(start + self.context + 1, self.streams[source].num_tokens)
+            return rows.starts[pieces], rows.stops[pieces]
+        start = sample * self.context
+        return np.array([start]), np.array([min(start + self.context + 1, self.streams[source].num_tokens)])
 
     @cached_property
     def _most_documents(self) -> int:
@@ -164,9 +169,7 @@ class Packer:
         for row, (number, sampled) in enumerate(zip(source.tolist(), sample.tolist(), strict=True)):
             if sampled == NO_SAMPLE:
                 continue
-            stream, rows = self.streams[number], self._rows[number]
-            pieces = slice(int(rows.first[sampled]), int(rows.first[sampled + 1]))
-            starts, stops = rows.starts[pieces], rows.stops[pieces]
+            stream, (starts, stops) = self.streams[number], self._find_pieces(number, sampled)
             filled = np.repeat(np.arange(len(starts)), stops - starts - 1)
             places[row, : len(filled)] = filled
             for piece, stop in enumerate(stops.tolist()):
@@ -179,39 +182,29 @@ class Packer:
         return Pairs(torch.from_numpy(places), torch.from_numpy(kinds), torch.from_numpy(numbers), known)
 
     def _fill(
-        self, stream: TokenStream, sample: int, input_ids: np.ndarray, labels: np.ndarray, starts: np.ndarray | None
-    ) -> None:
-        """Fill one row, [T] each. starts: at the first token of a document its index in the row, else 0."""
-        start = sample * self.context
-        stop = min(start + self.context + 1, stream.num_tokens)
-        count = stop - start - 1
-        _read_pairs(stream, start, stop, input_ids[:count], labels[:count])
-        if starts is not None:
-            ends = stream.ends_within(start, start + count)
-            labels[ends - 1] = IGNORE
-            inside = ends[ends < self.context]
-            starts[inside] = inside
-
-    def _fill_row(
         self,
         stream: TokenStream,
-        rows: Rows,
-        row: int,
+        begins: np.ndarray,
+        stops: np.ndarray,
         input_ids: np.ndarray,
         labels: np.ndarray,
         starts: np.ndarray | None,
     ) -> None:
-        """Fill one row with its documents, [T] each. starts: as in `_fill`."""
+        """Fill one row with pieces of a stream, [T] each. starts: at a document's first token its index in the row, else 0."""
         place = 0
-        for piece in range(int(rows.first[row]), int(rows.first[row + 1])):
-            start, stop = int(rows.starts[piece]), int(rows.stops[piece])
+        for start, stop in zip(begins.tolist(), stops.tolist(), strict=True):
             end = place + stop - start - 1
             _read_pairs(stream, start, stop, input_ids[place:end], labels[place:end])
-            if starts is not None:
+            if starts is not None and self.mode in WHOLE:
                 starts[place] = place
+            elif starts is not None:
+                ends = stream.ends_within(start, stop - 1)
+                labels[ends - 1] = IGNORE
+                inside = ends[ends < self.context]
+                starts[inside] = inside
             place = end
-        if starts is not None and place < self.context:
-            starts[place] = place
+        if starts is not None and self.mode in WHOLE and place < self.context:
+            starts[place] = place  # what is left is one more
 
     def _count_positions(self, starts: np.ndarray | None) -> torch.Tensor | None:
         if starts is None:

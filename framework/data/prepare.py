@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from framework.data.beside import make_head
 from framework.data.importing import import_store
-from framework.data.join import JoinPlan, count_needed_bytes, is_tokenized, join_store
+from framework.data.jobs import initial_threshold, list_all, make_jobs, make_meta, read_reports, run_jobs
+from framework.data.join import JoinPlan, count_needed_bytes, hold_lock, is_tokenized, join_store
 from framework.data.prepared import (
     DataPlaces,
     Prepared,
@@ -37,33 +39,23 @@ from framework.data.remote import Root
 from framework.data.rows import Rows, count_overlong, refuse_no_rows
 from framework.data.shard import (
     LARGEST_SHARE,
-    BadRecord,
-    ShardJob,
     ShardReport,
-    SplitReport,
     check_bad_records,
-    fingerprint_shards,
     read_texts,
     settle_threshold,
     shard_path,
-    sum_splits,
-    tokenize_shards,
 )
 from framework.data.show import show_record
-from framework.data.source import BAR_DELAY_S, SourceFile, get_files, list_files, summarize_left_out
+from framework.data.source import BAR_DELAY_S, SourceFile, list_files, summarize_left_out
 from framework.data.store import (
     LEFT_OUT,
-    STORE_VERSION,
     StoreMeta,
-    choose_dtype,
-    hold_lock,
     verify_small_files,
 )
 from framework.data.tasks import keep_tasks, open_task, refuse_unknown_score
 from framework.data.tokenize import (
     TokenizerInfo,
     cut_at_spaces,
-    hash_file,
     load_tokenizer,
     read_info,
     read_template,
@@ -105,7 +97,7 @@ def prepare(recipe: Recipe, workers: int | None = None, progress: bool = True) -
             untokenized = [place for place in absent if not is_tokenized(place.folder)]
             if untokenized:
                 _build(recipe, places, untokenized, workers or count_cores(), progress)
-            for place in (each for each in absent if not each.source.is_imported):
+            for place in (each for each in absent if (each.folder / "shards.json").exists()):
                 join_store(place.folder, progress)
             for folder in folders:
                 data_root.push(folder)
@@ -214,6 +206,8 @@ def summarize_data(prepared: Prepared, validation: float) -> str:
         held_out, train = (source.streams[split].num_tokens for split in ("validation", "train"))
         share = held_out / (held_out + train)
         tokens = f"{train:,} tokens to train on, {held_out:,} held out ({share:.1%})"
+        if (words := source.meta.source) and source.meta.is_streamed:
+            tokens += f": the first {words['head']:,} of {words['shards']:,} shards, the others come beside the run"
         lines.append(f"tokens   {source.name}: {source.weight / weight:.0%} of the samples, {tokens}")
         if validation > 0 and (share < validation / UNEVEN or share > max(UNEVEN * validation, LARGEST_SHARE)):
             lines.append(
@@ -255,51 +249,28 @@ def _build(recipe: Recipe, places: DataPlaces, absent: Sequence[StorePlace], wor
     check_vocabulary(recipe, tokenizer.vocab_size)
     stores = []
     for place in absent:
-        files = _get_files(place)
         place.folder.mkdir(exist_ok=True)
-        if place.source.is_imported:
-            make_meta = partial(_make_meta, recipe, place, len(files), folder.name, tokenizer)
-            words = place.source.field, tokenizer.vocab_size, _initial_threshold(recipe)
-            import_store(place.folder, files, *words, make_meta, progress)
+        if recipe.data.mode == "stream":
+            make_head(recipe, place, folder, tokenizer, workers, progress)
             continue
-        make_job = partial(
-            ShardJob,
-            source=place.name,
-            source_bytes=sum(file.num_bytes for file in files),
-            folder=place.folder,
-            field=place.source.field,
-            conversation=place.source.conversation,
-            form=place.form,
-            train_on=recipe.data.train_on,
-            tokenizer_folder=folder,
-            tokenizer=tokenizer,
-            threshold=_initial_threshold(recipe),
-            validation=recipe.data.validation,
-            max_bad_records=recipe.data.bad_records,
-            plugins=tuple(recipe.plugins),
-        )
-        shards = enumerate(plan_shards(files, progress))
-        jobs = [make_job(shard=shard, spans=tuple(spans)) for shard, spans in shards]
+        files = list_all(place)
+        if place.source.is_imported:
+            make = partial(make_meta, recipe, place, len(files), folder.name, tokenizer)
+            words = place.source.field, tokenizer.vocab_size, initial_threshold(recipe)
+            import_store(place.folder, files, *words, make, progress)
+            continue
+        jobs = make_jobs(recipe, place, files, folder, tokenizer, progress)
         stores.append((place, files, jobs))
-    _run(recipe, [job for _, _, jobs in stores for job in jobs], workers, progress)
+    run_jobs(recipe, [job for _, _, jobs in stores for job in jobs], workers, progress)
     for place, files, jobs in stores:
-        reports = _read_reports(jobs)
+        reports = read_reports(jobs)
         known = [hash for each in reports for hash in (each.lowest_hash, each.highest_hash) if hash is not None]
-        threshold = settle_threshold(_initial_threshold(recipe), known)
+        threshold = settle_threshold(initial_threshold(recipe), known)
         moved = [job for job, report in zip(jobs, reports, strict=True) if is_moved(report, threshold)]
         for job in moved:
             shard_path(job.folder, job.shard, "json").unlink()
-        _run(recipe, [replace(job, threshold=threshold) for job in moved], workers, progress)
-        _finish(recipe, place, files, _read_reports(jobs), folder.name, tokenizer, threshold)
-
-
-def _get_files(place: StorePlace) -> tuple[SourceFile, ...]:
-    assert place.files is not None, "the store of a source whose files are gone is complete"
-    return get_files(place.name, place.source, place.files, place.folder.parent)
-
-
-def _initial_threshold(recipe: Recipe) -> int:
-    return int(recipe.data.validation * 2**64)
+        run_jobs(recipe, [replace(job, threshold=threshold) for job in moved], workers, progress)
+        _finish(recipe, place, files, read_reports(jobs), folder.name, tokenizer, threshold)
 
 
 def is_moved(report: ShardReport, threshold: int) -> bool:
@@ -308,33 +279,6 @@ def is_moved(report: ShardReport, threshold: int) -> bool:
     if low == high or report.lowest_hash is None or report.highest_hash is None:
         return False
     return report.lowest_hash < high and report.highest_hash >= low
-
-
-def _run(recipe: Recipe, jobs: list[ShardJob], workers: int, progress: bool) -> None:
-    """Run the jobs whose shards are not finished. DataError once a source has too many bad records."""
-    pending = [job for job in jobs if not shard_path(job.folder, job.shard, "json").exists()]
-    bad_records: dict[str, list[BadRecord]] = {job.source: [] for job in jobs}
-    num_bytes = sum(job.num_bytes for job in jobs)
-    done_bytes = num_bytes - sum(job.num_bytes for job in pending)
-    bar = tqdm(
-        total=num_bytes,
-        initial=done_bytes,
-        desc="tokenize",
-        unit="B",
-        unit_scale=True,
-        disable=not progress or not pending,
-    )
-    with bar, closing(tokenize_shards(pending, workers)) as finished:
-        for job, report in finished:
-            bar.update(job.num_bytes)
-            bad_records[job.source] += report.bad_records
-            check_bad_records(job.source, bad_records[job.source], recipe.data.bad_records)
-
-
-def _read_reports(jobs: Sequence[ShardJob]) -> list[ShardReport]:
-    reports = [ShardReport.read(shard_path(job.folder, job.shard, "json")) for job in jobs]
-    assert all(reports), f"{jobs[0].folder}: shards without a report after all jobs were run"
-    return [report for report in reports if report]
 
 
 def _finish(
@@ -356,47 +300,11 @@ def _finish(
         write_json(place.folder / LEFT_OUT, left_out)
     splits = [report.splits for report in reports]
     meta = replace(
-        _make_meta(recipe, place, len(files), tokenizer_folder, tokenizer, splits, threshold),
+        make_meta(recipe, place, len(files), tokenizer_folder, tokenizer, splits, threshold),
         num_bad_records=len(bad_records),
         num_source_bytes=sum(report.num_source_bytes for report in reports),
     )
     JoinPlan(meta, [[file.name, file.num_bytes, file.mtime_ns] for file in files], splits).write(place.folder)
-
-
-def _make_meta(
-    recipe: Recipe,
-    place: StorePlace,
-    num_files: int,
-    tokenizer_folder: str,
-    tokenizer: TokenizerInfo,
-    splits: Sequence[dict[str, SplitReport]],
-    threshold: int,
-) -> StoreMeta:
-    """The meta of a store without bad records. splits: of each shard."""
-    source = {"path": place.source.path, "format": place.source.format, "field": place.source.field}
-    if place.source.is_imported:
-        source["imported"] = place.source.format
-    if place.source.conversation is not None:
-        source["chat_template"] = hash_file(place.folder.parent / tokenizer_folder / "chat_template.jinja")
-    if place.source.messages is not None:
-        source |= {"messages": place.source.messages, "train_on": recipe.data.train_on}
-    if place.form is not None:
-        source |= {"pairs": str(place.source.pairs), "form": place.form}
-    return StoreMeta(
-        version=STORE_VERSION,
-        source=source,
-        num_files=num_files,
-        tokenizer_folder=tokenizer_folder,
-        tokenizer_hash=tokenizer.hash,
-        vocab_size=tokenizer.vocab_size,
-        eos_id=tokenizer.eos_id,
-        dtype=choose_dtype(tokenizer.vocab_size).name,
-        threshold=threshold,
-        splits=sum_splits(splits),
-        num_bad_records=0,
-        num_source_bytes=0,
-        fingerprint=fingerprint_shards(splits, tokenizer.hash),
-    )
 
 
 def _keep_tokenizer(recipe: Recipe, places: DataPlaces, progress: bool) -> tuple[Path, TokenizerInfo]:
@@ -432,11 +340,11 @@ def _load_or_train(recipe: Recipe, places: DataPlaces, progress: bool) -> Any:
 
 def _sample_texts(recipe: Recipe, stores: Sequence[StorePlace], progress: bool) -> Iterator[str]:
     """The texts of every n-th shard of all sources, without held-out documents."""
-    shards = [(place, spans) for place in stores for spans in plan_shards(_get_files(place), progress)]
+    shards = [(place, spans) for place in stores for spans in plan_shards(list_all(place), progress)]
     num_bytes = sum(span.num_bytes for _, spans in shards for span in spans)
     chosen = shards[:: num_bytes // recipe.data.bpe_text_bytes + 1]
     for place, spans in tqdm(chosen, desc="read text", unit=" shards", delay=BAR_DELAY_S, disable=not progress):
         what = place.source.field, place.source.conversation, place.form
         texts = (each for span in spans for each in read_texts(span, *what))
-        trained = (text for text, hash in texts if hash >= _initial_threshold(recipe))
+        trained = (text for text, hash in texts if hash >= initial_threshold(recipe))
         yield from (chunk for text in trained for chunk in cut_at_spaces(text))

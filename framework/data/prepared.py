@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 
 from framework.data.formats import open_ids
+from framework.data.growing import GrowingStream
 from framework.data.kinds import strip_compression
 from framework.data.pairs import Form
 from framework.data.remote import Root
@@ -106,7 +107,7 @@ def locate(recipe: Recipe, progress: bool = False) -> DataPlaces:
 
     DataError if a source is missing and no complete store of it is left.
     """
-    sources = {name: source for name, source in recipe.data.sources.items() if source.weight > 0}
+    sources = recipe.data.read
     if not sources:
         raise DataError("data.sources has no source of positive weight. Set data.sources.<name>.path")
     missing: DataError | None = None
@@ -126,6 +127,8 @@ def locate(recipe: Recipe, progress: bool = False) -> DataPlaces:
             words["train_on"] = recipe.data.train_on
         elif source.pairs is not None:
             form = words["form"] = "label" if recipe.loss.name == "kto" else "pair"
+        if recipe.data.mode == "stream":
+            words["stream"] = recipe.train.seed  # which draws the order of its shards
         stem = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}-{_key(words)}"
         files_key = _key_files([files[name], *tokenizer_files])
         folder = root.folder / f"{stem}-{files_key}" if files_key else _find_only(root, stem, missing)
@@ -141,6 +144,8 @@ def locate(recipe: Recipe, progress: bool = False) -> DataPlaces:
 def _describe_source(source: Source) -> dict[str, Any]:
     """The properties of a source that its tokens depend on; its weight is not one."""
     words = {"path": source.path, "format": source.format, "field": source.field, "version": TOKENS_VERSION}
+    if source.is_imported:
+        words["hashes"] = True  # stores without them are made anew
     if reader := hash_owner("reader", source.format):
         words["reader"] = reader
     # Without conversations names stay as they were before there were any.
@@ -231,7 +236,9 @@ def find_prepared(recipe: Recipe, places: DataPlaces | None = None) -> Prepared:
             raise DataError(
                 f"not prepared, or changed since: {names}. Run `meshwright prepare` with the same overrides to tokenize"
             )
-        sources = tuple(_check_source(place, meta, recipe) for place, meta in metas if meta is not None)
+        found = [_check_source(place, meta, recipe) for place, meta in metas if meta is not None]
+        weights = recipe.data.weigh({each.name: each.meta.splits["train"].num_tokens for each in found})
+        sources = tuple(replace(each, weight=weights[each.name]) for each in found)
         first = sources[0].meta
         tokenizer = root.folder / first.tokenizer_folder
         info = read_info(tokenizer)
@@ -294,7 +301,12 @@ def open_found(found: Prepared) -> Prepared:
             folder = source.folder if reader is None else root.folder / source.folder.name
             root.pull(folder.name)
             ids = open_ids(source.files, source.meta.source.get("field", ""), source.meta.vocab_size)
-            streams = {split: open_stream(folder, source.meta, split, reader, ids) for split in SPLITS}
+            streams: dict[Split, TokenStream]
+            if source.meta.is_streamed:
+                number = {"train": source.meta.source["shards"], "validation": source.meta.source["head"]}
+                streams = {each: GrowingStream(source.name, folder, source.meta, each, number[each]) for each in SPLITS}
+            else:
+                streams = {split: open_stream(folder, source.meta, split, reader, ids) for split in SPLITS}
             sources.append(replace(source, folder=folder, streams=streams))
     tokenizer = found.tokenizer if reader is None else root.folder / found.tokenizer.name
     return replace(found, sources=tuple(sources), tokenizer=tokenizer)

@@ -8,6 +8,7 @@
 | text    | bytes (the lines starting in it) |
 | parquet | row groups                       |
 | arrow   | rows                             |
+| tar     | the whole file                   |
 
 A compressed file is one span. Lines and columns are read here, span by span: the loaders of `datasets` convert a file as a
 whole, so one bad row fails all rows without saying which it is.
@@ -18,6 +19,7 @@ import json
 import lzma
 import re
 import sys
+import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -31,6 +33,7 @@ import pyarrow.parquet
 
 from framework.data.kinds import HEAD_BYTES, find_foreign, find_records, open_bytes, strip_compression
 from framework.data.source import SourceFile, show_progress
+from framework.data.tars import read_samples
 from framework.errors import DataError
 
 # A text file above this size is cut at line ends into documents of about this size, so that a single large file can be
@@ -52,10 +55,10 @@ JSON_BLANKS = re.compile(r"[ \t\n\r]*")
 # Finds where a value ends, also one that `json` refuses for an integer of more digits than Python converts.
 LENIENT_JSON = json.JSONDecoder(parse_int=float)
 DIALECTS = {"csv": csv.excel, "tsv": csv.excel_tab}
-# Formats of plugins, by name: of a file's path, its records as mappings, or as texts.
-READERS: dict[str, Callable[[Path], Iterable[Any]]] = {}
+# Formats that are read as a whole, those of plugins, too: of a file's path, its records as mappings, or as texts.
+READERS: dict[str, Callable[[Path], Iterable[Any]]] = {"tar": read_samples}
 # What libraries raise for a truncated, corrupt or unreadable file.
-DAMAGE = (pyarrow.ArrowException, zlib.error, lzma.LZMAError, EOFError, OSError)
+DAMAGE = (pyarrow.ArrowException, zlib.error, lzma.LZMAError, tarfile.TarError, EOFError, OSError)
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,10 @@ def plan_shards(files: Iterable[SourceFile], progress: bool = False) -> list[lis
 
 
 def _cut_file(file: SourceFile, span_bytes: int) -> Iterator[FileSpan]:
-    if file.kind == "json" and not _is_array(file):
+    if file.url:
+        yield FileSpan(file, 0, WHOLE, file.num_bytes)
+        return
+    if file.kind == "json" and not is_array(file):
         file = replace(file, kind="jsonl")
     if file.kind in ("json", "csv", "tsv", *READERS) or strip_compression(file.path) != file.path:
         yield FileSpan(file, 0, WHOLE, file.num_bytes)
@@ -105,7 +111,7 @@ def _cut_file(file: SourceFile, span_bytes: int) -> Iterator[FileSpan]:
         yield FileSpan(file, start, stop, file.num_bytes * (stop - start) // num_units)
 
 
-def _is_array(file: SourceFile) -> bool:
+def is_array(file: SourceFile) -> bool:
     """Whether a .json file holds one array, rather than an object on each line. DataError if it cannot be read."""
     try:
         with open_bytes(file.path) as opened:
@@ -396,7 +402,7 @@ def _check_text(index: int, text: Any, field: str) -> Record:
 def _read_parquet(span: FileSpan, asked: Asked) -> Iterator[Record]:
     with pyarrow.parquet.ParquetFile(span.file.path) as opened:
         _require_field(span.file, names := opened.schema_arrow.names, asked.field)
-        groups = range(span.start, span.stop)
+        groups = range(span.start, min(span.stop, opened.num_row_groups))
         yield from _read_columns(
             opened.iter_batches(batch_size=ROWS_PER_READ, row_groups=groups, columns=asked.columns(names)), asked
         )

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 
 from framework.data.cache import NodeCache
-from framework.data.join import is_tokenized
+from framework.data.join import hold_lock, is_tokenized
 from framework.data.store import (
     BLOCK_BYTES,
     CHECKSUMS_FILE,
@@ -36,7 +36,7 @@ from framework.data.store import (
     damaged_size,
     describe_block,
     hash_block,
-    hold_lock,
+    hash_blocks,
 )
 from framework.data.tokenize import INFO_FILE
 from framework.errors import DamagedStore, DataError, StorageError
@@ -155,6 +155,23 @@ class Root:
             if self.url is None
             else RemoteReader(self.url.share(), NodeCache(self.folder, int(self.cache_gb * GIB)))
         )
+
+
+def pull_small(store: ObjectPath, folder: Path) -> None:
+    """Copy a store without its tokens to a folder."""
+    if _download(store / "store.json", folder / "store.json"):
+        for name in _list_small(folder):
+            _download(store / name, folder / name)
+
+
+def hash_object(path: ObjectPath, num_bytes: int) -> Iterator[int]:
+    """The hash of each block of a store's file. DamagedStore if it has not so many bytes."""
+    size = read(path.read_size, path) if read(path.exists, path) else None
+    if size != num_bytes:
+        raise damaged_size(path, num_bytes, size)
+    for start in range(0, num_bytes, COPY_BYTES):
+        data = read(partial(path.read_range, start, min(start + COPY_BYTES, num_bytes)), path)
+        yield from hash_blocks(np.frombuffer(data, np.uint8))
 
 
 def _list_small(folder: Path) -> list[str]:

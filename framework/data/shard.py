@@ -20,12 +20,13 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import BinaryIO
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
@@ -41,7 +42,7 @@ from framework.data.document import (
     load_encoder_once,
 )
 from framework.data.pairs import BESIDE_ANSWER, Form, add_probes, encode_answers, read_answers
-from framework.data.records import FileSpan, Record, count_rows_before, read_records
+from framework.data.records import FileSpan, Record, count_rows_before, is_array, read_records
 from framework.data.store import (
     ENDS_DTYPE,
     SPLITS,
@@ -49,7 +50,6 @@ from framework.data.store import (
     Split,
     SplitSize,
     choose_dtype,
-    name_damage,
     read_json,
 )
 from framework.data.tokenize import TokenizerInfo
@@ -118,13 +118,14 @@ class ShardReport:
     @classmethod
     def read(cls, path: Path) -> "ShardReport | None":
         """The report of a shard, or None if the shard is not finished."""
-        value = read_json(path)
-        if value is None:
-            return None
-        with name_damage(path):
-            value["splits"] = {split: SplitReport(**report) for split, report in value["splits"].items()}
-            value["bad_records"] = tuple(BadRecord(**record) for record in value["bad_records"])
-            return cls(**value)
+
+        def build(value: dict[str, Any]) -> ShardReport:
+            splits = {split: SplitReport(**report) for split, report in value["splits"].items()}
+            return cls(
+                **{**value, "splits": splits, "bad_records": tuple(BadRecord(**each) for each in value["bad_records"])}
+            )
+
+        return read_json(path, build)
 
     def write(self, path: Path) -> None:
         write_json(path, asdict(self))
@@ -266,6 +267,15 @@ def tokenize_shard(job: ShardJob) -> ShardReport:
     return report
 
 
+def hash_shard(tokens: np.ndarray, ends: np.ndarray, trained: np.ndarray | None) -> str:
+    """The checksum of one split of a shard. ends: from its start."""
+    digest = xxhash.xxh3_128(tokens.data)
+    digest.update(np.ascontiguousarray(ends).data)
+    if trained is not None:
+        digest.update(trained.data)
+    return digest.hexdigest()
+
+
 def clear_shard(folder: Path, shard: int) -> None:
     """Remove what an earlier or unfinished attempt left. The report goes first: it says that the rest is complete."""
     # Removed by name: listing a folder of thousands of shards for each of them takes minutes.
@@ -298,16 +308,38 @@ def _read_documents(job: ShardJob) -> Iterator[Document | BadRecord]:
         encode = partial(encode_conversation, field=field, chat=load_chat(tokenizer, job.train_on))
     else:
         encode = partial(encode_answers, field=field, form=job.form, chat=load_chat(tokenizer, "assistant"))
-    for span in job.spans:
+    for whole in job.spans:
         rows_before: int | None = None
-        for record in read_records(span, field or job.field, beside_of(field, job.form)):
-            try:
-                documents = encode(record)
-            except DataError as error:
-                rows_before = count_rows_before(span) if rows_before is None else rows_before
-                yield BadRecord(str(span.file.path), rows_before + record.index + 1, escape(str(error)))
-            else:
-                yield from documents
+        with fetched(whole, job.folder) as span:
+            for record in read_records(span, field or job.field, beside_of(field, job.form)):
+                try:
+                    documents = encode(record)
+                except DataError as error:
+                    rows_before = count_rows_before(span) if rows_before is None else rows_before
+                    name = span.file.url or str(span.file.path)
+                    yield BadRecord(name, rows_before + record.index + 1, escape(str(error)))
+                else:
+                    yield from documents
+
+
+@contextmanager
+def fetched(span: FileSpan, folder: Path) -> Iterator[FileSpan]:
+    """A span of a file of this machine. One that lies elsewhere is here meanwhile, in `folder`."""
+    file = span.file
+    if not file.url:
+        yield span
+        return
+    import fsspec
+
+    with TemporaryDirectory(dir=folder) as place:
+        here = Path(place, file.path.name)
+        try:
+            filesystem, path = fsspec.core.url_to_fs(file.url)
+            filesystem.get_file(path, str(here))
+        except Exception as error:  # of any of fsspec's libraries
+            raise DataError(f"{file.url} cannot be fetched ({type(error).__name__}: {error})") from error
+        file = replace(file, path=here)
+        yield replace(span, file=replace(file, kind="jsonl") if file.kind == "json" and not is_array(file) else file)
 
 
 def read_texts(

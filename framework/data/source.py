@@ -14,6 +14,7 @@ import re
 import sysconfig
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import TypeVar
@@ -38,7 +39,7 @@ from framework.recipe.schema import Source
 
 T = TypeVar("T")
 STDLIB = "python-stdlib"
-FORMATS = "jsonl, csv, tsv, parquet, arrow or text"
+FORMATS = "jsonl, csv, tsv, parquet, arrow, tar or text"
 NAMES_SHOWN = 3
 REASONS_SHOWN = 4
 # Most phases are over before anyone would look at a bar.
@@ -72,6 +73,12 @@ class SourceFile:
     mtime_ns: int
     stated: bool = False
     """Whether the recipe states its format."""
+    url: str = ""
+    """Where it lies, if that is not on this machine: it is read once it was fetched."""
+
+    @classmethod
+    def of_url(cls, url: str, kind: Kind, num_bytes: int) -> "SourceFile":
+        return cls(url, Path(PurePath(url).name), kind, num_bytes, 0, url=url)
 
 
 class SourceMissing(DataError):
@@ -247,17 +254,45 @@ def download_dataset(name: str, source: Source) -> tuple[SourceFile, ...]:
     """The train split of a hub dataset, as Arrow files in the cache of `datasets`. DataError if it does not load."""
     import datasets  # takes a second, and only hub datasets and Arrow files need it
 
+    with _naming_dataset(name, source) as words:
+        dataset = datasets.load_dataset(*words, split="train")
+    paths = (Path(entry["filename"]) for entry in dataset.cache_files)
+    return tuple(_stat(path, path.name, "arrow") for path in paths)
+
+
+def list_dataset(name: str, source: Source) -> tuple[SourceFile, ...]:
+    """The files of the train split of a hub dataset, where they lie, at the commit that the hub has now. DataError if it has none
+    of a format that is read."""
+    import datasets
+    import fsspec
+
+    with _naming_dataset(name, source) as words:
+        urls = (datasets.load_dataset_builder(*words).config.data_files or {}).get("train", ())
+        sizes = [fsspec.core.url_to_fs(url)[0].size(url) for url in urls]
+    is_open = source.format in ("auto", "hub")
+    kinds = [kind_of(path) if is_open else state_kind(path, source.format) for path in map(PurePath, urls)]
+    if not urls or None in kinds:
+        raise DataError(
+            f"data.sources.{name}.path={source.path}: its train split is not of files of {FORMATS}, so that it cannot be"
+            " streamed. Set data.mode=prepared"
+        )
+    return tuple(SourceFile.of_url(url, kind, size) for url, kind, size in zip(urls, kinds, sizes, strict=True) if kind)
+
+
+@contextmanager
+def _naming_dataset(name: str, source: Source) -> Iterator[tuple[str, str | None]]:
+    """A hub dataset's name and configuration, around what looks for it there: DataError if it does not load."""
+    import datasets
+
     path, _, configuration = source.path.partition(":")
     try:
-        dataset = datasets.load_dataset(path, configuration or None, split="train")
+        yield path, configuration or None
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"data.sources.{name}.path={source.path}: neither a local path ({_name_nearest(Path(source.path))}) nor a hub "
             f"dataset that loads ({type(error).__name__}: {str(error).partition(chr(10))[0]}). Set it to a local path or "
             f"to owner/name:configuration; without a network only datasets in the cache of `datasets` load"
         ) from error
-    paths = (Path(entry["filename"]) for entry in dataset.cache_files)
-    return tuple(_stat(path, path.name, "arrow") for path in paths)
 
 
 def split_pattern(pattern: str) -> tuple[Path, PurePath]:

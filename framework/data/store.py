@@ -3,8 +3,8 @@
     <root>/<source>-<settings key>-<files key>/
         train.tokens                      uint16 (uint32 above 65536 entries), each document closed by the end-of-sequence id
         train.ends                        int64: end of each document, in tokens from the start of train.tokens
-        train.numbers                     of token ids that are read where they lie (formats.py), in place of train.tokens: int64,
-                                          the number of each document among those of all files
+        train.numbers  .hashes            of token ids that are read where they lie (formats.py), in place of train.tokens: int64,
+                                          the number of each document among those of all files; uint64: xxh3 of its ids
         train.trained                     of conversations: uint8, 1 for each token of train.tokens that is trained; of answers
                                           to compare the kind of answer (`pairs.py`)
         validation.tokens  .ends ...      the same of the held-out documents; a split without documents has no files
@@ -23,16 +23,14 @@ reads from it, once per process. `meshwright inspect STORE` verifies every byte.
 count: equal input gives equal bytes.
 """
 
-import errno
-import fcntl
 import json
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from types import MappingProxyType
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import xxhash
@@ -41,12 +39,16 @@ from framework.data.formats import IdFile, ImportedTokens
 from framework.errors import DamagedStore, DataError
 from framework.files import write_atomically, write_json
 
+T = TypeVar("T")
 # Raise it when equal text gives other tokens, splits or shards: all stores are then prepared anew, under other names.
 TOKENS_VERSION = 1
 # Raise it when a store's files change.
 STORE_VERSION = 2
 
 Split = Literal["train", "validation"]
+# Raises DamagedStore unless elements [start, stop) of a file are what was written.
+Verify = Callable[[int, int], None]
+NO_VERIFIERS: Mapping[str, Verify] = MappingProxyType({})
 SPLITS: tuple[Split, ...] = ("train", "validation")
 ENDS_DTYPE = np.dtype(np.int64)
 TRAINED_DTYPE = np.dtype(np.uint8)
@@ -67,33 +69,6 @@ def choose_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
-def open_without_links(path: Path) -> int:
-    """Open or create a file for reading and writing, and return its descriptor; the file keeps its content. DataError for a
-    symbolic link: in a shared folder anyone could have pointed this name at another user's file."""
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise DataError(
-                f"{path}: a link, through which nothing is written. Remove it, or set another data.root"
-            ) from error
-        raise
-
-
-@contextmanager
-def hold_lock(folder: Path, is_told: bool = True) -> Iterator[None]:
-    """Hold the lock under which one process of a node at a time makes a folder. The kernel releases it however the process
-    ends."""
-    with open(open_without_links(folder.with_name(f".{folder.name}.lock")), "r+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if is_told:
-                print(f"waiting for another process that prepares {folder}", file=sys.stderr)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 @contextmanager
 def name_damage(path: Path) -> Iterator[None]:
     """Turn an error about the content of a file into a DamagedStore that names the file."""
@@ -103,16 +78,16 @@ def name_damage(path: Path) -> Iterator[None]:
         raise DamagedStore(explain_damage(f"{path}: cannot be understood ({type(error).__name__}: {error})")) from error
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is no file. DamagedStore if it was cut or changed."""
+def read_json(path: Path, build: Callable[[dict[str, Any]], T]) -> T | None:
+    """What `build` makes of the object in a JSON file; None if there is no file. DamagedStore if it was cut or changed."""
     with name_damage(path):
         try:
-            value: dict[str, Any] = json.loads(path.read_bytes())
+            value = json.loads(path.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             return None
         if not isinstance(value, dict):
             raise ValueError("no object")
-        return value
+        return build(value)
 
 
 def explain_damage(found: str) -> str:
@@ -167,16 +142,13 @@ class StoreMeta:
     @classmethod
     def read(cls, folder: Path) -> "StoreMeta | None":
         """The meta of a complete store; None if the store is not complete. DataError if a later version wrote it."""
-        value = read_json(folder / "store.json")
-        if value is None:
-            return None
-        if value.get("version", STORE_VERSION) != STORE_VERSION:
+        value = read_json(folder / "store.json", dict)
+        if value is not None and value.get("version", STORE_VERSION) != STORE_VERSION:
             raise DataError(
                 f"{folder}: a store of version {value['version']}, and this Meshwright reads version {STORE_VERSION}. Use the"
                 f" one that wrote it, or set another data.root"
             )
-        with name_damage(folder / "store.json"):
-            return cls.from_json(value)
+        return read_json(folder / "store.json", cls.from_json)
 
     def write(self, folder: Path) -> None:
         write_json(folder / "store.json", asdict(self))
@@ -184,9 +156,10 @@ class StoreMeta:
     def list_files(self) -> dict[str, tuple[np.dtype, int]]:
         """(dtype, number of elements) of each file with block hashes, in the order of the hashes."""
         files: dict[str, tuple[np.dtype, int]] = {}
-        for split in SPLITS:
+        for split in () if self.is_streamed else SPLITS:
             if self.is_imported:
                 files[f"{split}.numbers"] = ENDS_DTYPE, self.splits[split].num_documents
+                files[f"{split}.hashes"] = HASH_DTYPE, self.splits[split].num_documents
             else:
                 files[f"{split}.tokens"] = np.dtype(self.dtype), self.splits[split].num_tokens
             files[f"{split}.ends"] = ENDS_DTYPE, self.splits[split].num_documents
@@ -203,6 +176,11 @@ class StoreMeta:
     def is_imported(self) -> bool:
         """Whether the ids are in the source's own files."""
         return "imported" in self.source
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether it grows shard by shard beside a run (stream.py): its splits are then those of its head."""
+        return "shards" in self.source
 
     @property
     def is_masked(self) -> bool:
@@ -222,6 +200,11 @@ class Elements(Protocol):
 
     def __getitem__(self, index: slice) -> np.ndarray: ...
 
+
+@runtime_checkable
+class Fetched(Elements, Protocol):
+    """Elements that come from elsewhere."""
+
     def ask(self, start: int, stop: int) -> object:
         """Start to fetch elements [start, stop), and do not wait."""
 
@@ -239,7 +222,7 @@ class TokenStream:
     tokens: [n] uint16 or uint32, a view of the file's memory map, or the elements of a file elsewhere; ends: [documents] int64,
     ascending, the last is n; trained: [n] uint8, above 0 for each token that is trained, None where all are. is_paired: each two
     documents are answers to compare. reference: [documents] fp64, their log-probabilities under a reference; None until they are
-    known, or not needed. verify_tokens, verify_ends, verify_trained: raise DamagedStore if elements [start, stop) are not what
+    known, or not needed. verify: by the name of each of these files, raises DamagedStore if elements [start, stop) are not what
     was written.
     """
 
@@ -247,41 +230,52 @@ class TokenStream:
         self,
         tokens: "np.ndarray | Elements",
         ends: np.ndarray,
-        verify_tokens: Callable[[int, int], None] = lambda start, stop: None,
-        verify_ends: Callable[[int, int], None] = lambda start, stop: None,
         trained: "np.ndarray | Elements | None" = None,
-        verify_trained: Callable[[int, int], None] = lambda start, stop: None,
         is_paired: bool = False,
+        verify: Mapping[str, Verify] = NO_VERIFIERS,
     ) -> None:
         self.tokens, self.ends, self.trained = tokens, ends, trained
-        self.num_tokens, self.num_documents = len(tokens), len(ends)
-        self.is_paired = is_paired
+        self.is_paired, self._verifiers = is_paired, verify
         self.reference: np.ndarray | None = None
-        self._verify_tokens, self._verify_ends, self._verify_trained = verify_tokens, verify_ends, verify_trained
+
+    def _verify(self, kind: str, start: int, stop: int) -> None:
+        if start < stop and kind in self._verifiers:
+            self._verifiers[kind](start, stop)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.ends)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its tokens are there."""
+        return True
 
     @property
     def is_mapped(self) -> bool:
         """Whether all of it is in memory, or comes there by itself."""
-        return isinstance(self.tokens, np.ndarray | ImportedTokens)
+        return not isinstance(self.tokens, Fetched)
 
     def ask(self, start: int, stop: int) -> None:
         """Start to fetch tokens [start, stop), unless they are mapped, and do not wait."""
         for each in (self.tokens, self.trained):
-            if each is not None and not isinstance(each, np.ndarray):
+            if isinstance(each, Fetched):
                 each.ask(start, stop)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) as stored: a view."""
-        if start < stop:
-            self._verify_tokens(start, stop)
+        self._verify("tokens", start, stop)
         return self.tokens[start:stop]
 
     def read_trained(self, start: int, stop: int) -> np.ndarray | None:
         """Whether each of tokens [start, stop) is trained: uint8, a view; None where all are."""
         if self.trained is None:
             return None
-        if start < stop:
-            self._verify_trained(start, stop)
+        self._verify("trained", start, stop)
         return self.trained[start:stop]
 
     @property
@@ -291,17 +285,16 @@ class TokenStream:
 
     def read_ends(self) -> np.ndarray:
         """The ends of all documents, verified: int64, ascending."""
-        if self.num_documents:
-            self._verify_ends(0, self.num_documents)
+        self._verify("ends", 0, self.num_documents)
         return self.ends
 
     def ends_within(self, start: int, stop: int) -> np.ndarray:
         """The document ends e with start < e <= stop, relative to `start`: int64, ascending."""
         first, last = (int(each) for each in np.searchsorted(self.ends, (start, stop), side="right"))
         # Their neighbours as well: then no damaged end elsewhere can have misled the search.
-        self._verify_ends(max(0, first - 1), min(last + 1, self.num_documents))
+        self._verify("ends", max(0, first - 1), min(last + 1, self.num_documents))
         if not _lies_between(self.ends, first, start) or not _lies_between(self.ends, last, stop):
-            self._verify_ends(0, self.num_documents)
+            self._verify("ends", 0, self.num_documents)
         return self.ends[first:last] - start
 
     def count_ids(self, vocab_size: int) -> np.ndarray:
@@ -334,19 +327,20 @@ def open_stream(
         return TokenStream(np.empty(0, meta.dtype), np.empty(0, ENDS_DTYPE), trained=trained, is_paired=meta.is_paired)
     hashes = map_hashes(folder, meta)
     opened: dict[str, Any] = {}
+    verify: dict[str, Verify] = {}
     for kind, file in meta.list_kinds(split).items():
         path = folder / f"{split}.{kind}"
         if reader is None or kind not in ("tokens", "trained"):
             opened[kind] = map_file(path, *file)
-            opened[f"verify_{kind}"] = _make_verifier(path, opened[kind], hashes)
+            verify[kind] = _make_verifier(path, opened[kind], hashes)
         else:
             opened[kind] = reader.open(folder.name, path.name, file, hashes[path.name])
     if meta.is_imported:
-        numbers, verify = opened.pop("numbers"), opened.pop("verify_numbers")
-        verify(0, len(numbers))
-        opened["verify_ends"](0, len(numbers))
-        opened["tokens"] = ImportedTokens(ids, opened["ends"], numbers, np.dtype(meta.dtype))
-    return TokenStream(**opened, is_paired=meta.is_paired)
+        for each in verify.values():
+            each(0, len(opened["ends"]))
+        words = opened["ends"], opened.pop("numbers"), opened.pop("hashes"), np.dtype(meta.dtype)
+        opened["tokens"] = ImportedTokens(ids, *words)
+    return TokenStream(**opened, is_paired=meta.is_paired, verify=verify)
 
 
 def map_file(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
@@ -419,8 +413,8 @@ def map_hashes(folder: Path, meta: StoreMeta) -> dict[str, np.ndarray]:
     counts = {name: _count_blocks(*file) for name, file in meta.list_files().items()}
     num_bytes = sum(counts.values()) * HASH_DTYPE.itemsize
     hashes = map_file(folder / CHECKSUMS_FILE, np.dtype(np.uint8), num_bytes + SEAL_BYTES)[:num_bytes].view(HASH_DTYPE)
-    cuts = np.cumsum(list(counts.values()))
-    return dict(zip(counts, np.split(hashes, cuts[:-1]), strict=True))
+    stops = np.cumsum([0, *counts.values()])
+    return {name: hashes[stops[at] : stops[at + 1]] for at, name in enumerate(counts)}
 
 
 def _make_verifier(path: Path, values: np.ndarray, hashes: dict[str, np.ndarray]) -> Callable[[int, int], None]:

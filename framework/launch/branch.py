@@ -26,7 +26,7 @@ from framework.recipe.schema import Recipe, Run
 from framework.track.jsonl import LOADS_FILE, METRICS_FILE
 
 # Keys on which the order of samples depends, beside the content of the data.
-ORDER_KEYS = ("batch.context", "data.packing", "data.overlong", "train.seed")
+ORDER_KEYS = ("batch.context", "data.packing", "data.overlong", "data.mode", "train.seed")
 
 
 @dataclass(frozen=True)

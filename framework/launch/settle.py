@@ -142,7 +142,8 @@ def settle_steps(recipe: Recipe) -> tuple[Recipe, Prepared | None]:
 
 
 def count_steps(recipe: Recipe, prepared: Prepared) -> tuple[int, dict[str, float]]:
-    """(steps, passes over each source) for `train.epochs` passes over as many sequences as all sources have together."""
+    """(steps, passes over each source) for `train.epochs` passes over as many sequences as all sources have together, each as
+    often as its own `epochs` say."""
     from framework.data.loader import open_packer  # imports torch
 
     assert recipe.train.epochs is not None, "called for recipes with train.epochs"
@@ -150,7 +151,8 @@ def count_steps(recipe: Recipe, prepared: Prepared) -> tuple[int, dict[str, floa
     data = recipe.data
     packer = open_packer(prepared, "train", derived.context, data.packing, data.overlong, recipe.train.seed)
     sizes = {source.name: size for source, size in zip(prepared.sources, packer.sizes, strict=True)}
-    steps = max(1, math.ceil(recipe.train.epochs * sum(sizes.values()) / derived.sequences_per_step))
+    of_epoch = sum(size * (data.sources[name].epochs or 1.0) for name, size in sizes.items())
+    steps = max(1, math.ceil(recipe.train.epochs * of_epoch / derived.sequences_per_step))
     read = steps * derived.sequences_per_step
     return steps, {
         source.name: read * source.weight / weights / max(1, sizes[source.name]) for source in prepared.sources

@@ -91,7 +91,7 @@ class ChunkedLoss:
         """The loss of the last forward, a scalar in at least fp32.  logits: [B, T, 0], of an empty vocabulary."""
         return self.of_tokens(logits, labels).sum() / num_tokens.clamp(min=1)
 
-    def of_tokens(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def of_tokens(self, logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tensor:
         """The losses of the last forward's tokens, [B, T] in at least fp32, 0 without a label."""
         losses, self._losses, self._labels = self._losses, None, None
         assert losses is not None, "the model did not call its head"

@@ -121,8 +121,8 @@ class Loss(Protocol):
     def likeliest(self, logits: Tensor) -> Tensor:
         """The likeliest next token of each, the first of equal ones: [B, T] int64."""
 
-    def of_tokens(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """-log p of each label, 0 without one: [B, T] in at least fp32."""
+    def of_tokens(self, logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tensor:
+        """-log p of each label, and its z-loss, 0 without one: [B, T] in at least fp32."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from framework.comm.communicator import Communicator
 from framework.comm.duals import copy_to, reduce_from
-from framework.model.loss import IGNORE, Loss, count_loss_tokens
+from framework.model.loss import IGNORE, Loss
 from framework.recipe.data_schema import NONE, PROBE, UNWANTED, WANTED, LossSettings
 
 # Documents of a row that are added up together: their mask has so many elements for each token.
@@ -59,14 +59,14 @@ class Pairs:
         return Pairs(*(None if each is None else change(each) for each in found))  # type: ignore[arg-type]
 
     def count(self) -> Tensor:
-        """The number of pairs, an int64 scalar."""
-        return (self.kinds[:, ::2] != NONE).sum()
+        """The number of pairs of each row: [B] int64."""
+        return (self.kinds[:, ::2] != NONE).sum(1)
 
 
 @dataclass(frozen=True)
 class Statistics:
     """All that a loss may ask of a microbatch, computed when it does. cp: ranks with other tokens of its rows. z_loss: the weight
-    that the head was told."""
+    that the head was told. by_row: whether the losses of rows are asked for, which `sum_losses` then gives."""
 
     head: Loss
     logits: Tensor
@@ -74,9 +74,12 @@ class Statistics:
     pairs: Pairs | None
     cp: Communicator
     z_loss: float = 0.0
+    by_row: bool = False
 
     def sum_losses(self) -> Tensor:
-        """-log p of all labels, and their z-loss, summed: a scalar."""
+        """-log p of all labels, and their z-loss, summed: a scalar, or [B] by row."""
+        if self.by_row:
+            return self.head.of_tokens(self.logits, self.labels, self.z_loss).sum(1)
         return self.head(self.logits, self.labels, self.labels.new_ones(()), self.z_loss)
 
     def of_tokens(self) -> Tensor:
@@ -139,7 +142,8 @@ class Answers:
 
 @dataclass(frozen=True)
 class Terms:
-    """A loss's local sum of a microbatch, a scalar; and of each metric a sum and a count, whose quotient over all is reported."""
+    """A loss's local sum of a microbatch, a scalar or by row [B]; and of each metric a sum and a count, whose quotient over all
+    is reported."""
 
     loss: Tensor
     metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -147,7 +151,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Objective:
-    """An entry of LOSSES. count: this rank's units of a microbatch, from labels and pairs: an int64 scalar."""
+    """An entry of LOSSES. count: this rank's units of each row of a microbatch, from labels and pairs: [B] int64."""
 
     compute: Callable[[Statistics, LossSettings], Terms]
     count: Callable[[Tensor, Pairs | None], Tensor]
@@ -159,7 +163,7 @@ def _next_token(statistics: Statistics, settings: LossSettings) -> Terms:
 
 
 def count_tokens(labels: Tensor, pairs: Pairs | None) -> Tensor:
-    return count_loss_tokens(labels)
+    return (labels != IGNORE).sum(1)
 
 
 def _count_pairs(labels: Tensor, pairs: Pairs | None) -> Tensor:
@@ -219,7 +223,7 @@ def _compare(comparison: Comparison, statistics: Statistics, settings: LossSetti
     }
     if settings.needs_reference:
         found["kl"] = _total(answers.log_ratio.detach(), kinds == PROBE if settings.name == "kto" else kinds != NONE)
-    return Terms(losses.where(is_pair, 0.0).sum(), found)
+    return Terms(losses.where(is_pair, 0.0).sum(1), found)
 
 
 def _total(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:

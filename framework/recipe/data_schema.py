@@ -1,5 +1,6 @@
 """Groups of keys about the data, and about the loss that is minimised on it. See `schema.py`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,11 +44,16 @@ class LossSettings:
 @dataclass(frozen=True)
 class Source:
     path: str = key(
-        "file, folder or glob (jsonl, json, csv, parquet, arrow, txt, py ...), hub dataset, `python-stdlib` or `python-help`"
+        "file, folder or glob (jsonl, json, csv, parquet, arrow, tar, txt, py ...), hub dataset, `python-stdlib` or `python-help`"
     )
     weight: float = key("relative share of the tokens; 0 leaves the source out", 1.0, low=0.0)
+    epochs: float | None = key(
+        "in place of weight, passes over the source for each of train.epochs: all sources have it, or none",
+        None,
+        low=1e-3,
+    )
     format: Literal[
-        "auto", "jsonl", "csv", "tsv", "parquet", "arrow", "text", "hub", "megatron", "datatrove", "mds", "ids"
+        "auto", "jsonl", "csv", "tsv", "parquet", "arrow", "tar", "text", "hub", "megatron", "datatrove", "mds", "ids"
     ] = key(
         "format of the file; auto: by its ending. Of token ids, read where they lie: megatron (.bin and .idx), datatrove (.ds),"
         " mds, and ids: parquet or arrow with lists in field",
@@ -78,6 +84,16 @@ class Source:
 @dataclass(frozen=True)
 class Data:
     sources: dict[str, Source] = key("named sources, blended by weight", {})
+    temperature: float | None = key(
+        "multiply each weight by tokens^(1/temperature): 1 is in proportion to size, larger ones lift small sources; null:"
+        " weights alone",
+        None,
+        low=1.0,
+    )
+    mode: Literal["prepared", "stream"] = key(
+        "prepared: all is tokenized before training; stream: only the beginning, and the rest beside the run",
+        "prepared",
+    )
     root: str = key(
         "folder of the token stores, or the URL of one in an object store (s3://bucket/path); each store is named by its"
         " fingerprint",
@@ -109,9 +125,28 @@ class Data:
     bad_records: int = key("bad records of a source that are quarantined before it is an error", 0, low=0)
 
     @property
+    def read(self) -> dict[str, Source]:
+        """The sources that are read, by name: those of a weight above 0."""
+        return {name: source for name, source in self.sources.items() if source.weight}
+
+    def weigh(self, tokens: Mapping[str, int]) -> dict[str, float]:
+        """The shares of the sources that are read, from the number of tokens of each, to six digits."""
+        power = 0.0 if self.temperature is None else 1 / self.temperature
+        exact = {
+            name: source.weight * tokens[name] ** power if source.epochs is None else source.epochs * tokens[name]
+            for name, source in self.read.items()
+        }
+        return {name: float(f"{weight:.6g}") for name, weight in exact.items()} if self.blends_by_tokens else exact
+
+    @property
+    def blends_by_tokens(self) -> bool:
+        """Whether shares depend on the sizes of sources."""
+        return self.temperature is not None or any(source.epochs is not None for source in self.read.values())
+
+    @property
     def has_conversations(self) -> bool:
         """Whether a source that is read has conversations, or pairs of them."""
-        return any(source.conversation is not None and source.weight for source in self.sources.values())
+        return any(source.conversation is not None for source in self.read.values())
 
     @property
     def packing(self) -> Literal["concat", "documents", "best_fit", "alone"]:

@@ -54,11 +54,11 @@ def _say_context(d: Derived) -> Iterator[tuple[str, str]]:
     yield "context", slices
 
 
-def describe_blend(data: Data) -> str:
-    """The sources that are read, with their shares of the samples where there are several."""
-    weights = {name: source.weight for name, source in data.sources.items() if source.weight > 0}
-    if len(weights) < 2:
-        return ", ".join(weights)
+def describe_blend(data: Data, tokens: Mapping[str, int] | None = None) -> str:
+    """The sources that are read, with their shares of the samples where there are several. tokens: of each, if they are known."""
+    if len(data.read) < 2 or (data.blends_by_tokens and not tokens):
+        return ", ".join(data.read) + ", shares follow from their tokens (meshwright prepare)" * (len(data.read) > 1)
+    weights = data.weigh(tokens or dict.fromkeys(data.read, 1))
     return ", ".join(f"{name} {weight / sum(weights.values()):.0%}" for name, weight in weights.items())
 
 

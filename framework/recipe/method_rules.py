@@ -69,7 +69,7 @@ def adapter(recipe: Recipe) -> Iterator[Problem]:
 
 @rule("loss", "train.z_loss", "adapter", "data.sources", "data.pack", "data.overlong", "data.train_on", "model.weights")
 def preferences(recipe: Recipe) -> Iterator[Problem]:
-    loss, read = recipe.loss, {name: each for name, each in recipe.data.sources.items() if each.weight}
+    loss, read = recipe.loss, recipe.data.read
     if not loss.is_paired:
         for name in ("beta", "reference") if loss.name == "next_token" else ("reference",):
             yield from refuse_useless(recipe, f"loss.{name}", f"{loss.name} compares no answers", "loss=dpo")

@@ -98,9 +98,29 @@ def sources(recipe: Recipe) -> Iterator[Problem]:
     if not sources:
         fix = "a data recipe such as data=python_stdlib; or data.sources.NAME.path=..."
         yield Problem("data.sources", None, "there is nothing to train on", fix)
-    elif not any(source.weight for source in sources.values()):
+    elif not recipe.data.read:
         key = f"data.sources.{next(iter(sources))}.weight"
         yield Problem(key, 0.0, "every source has weight 0, which leaves it out", f"{key}=1")
+
+
+@rule("data.sources", "data.temperature")
+def blend(recipe: Recipe) -> Iterator[Problem]:
+    data = recipe.data
+    passes = {name: source.epochs for name, source in data.read.items()}
+    if not any(passes.values()):
+        return
+    for name, count in passes.items():
+        key = f"data.sources.{name}"
+        if count is None:
+            others = ", ".join(other for other in passes if passes[other])
+            yield Problem(
+                f"{key}.epochs", None, f"{others} is read by epochs, and this source by weight", f"{key}.epochs=1"
+            )
+        elif data.sources[name].weight != Source.weight:
+            message = "epochs are given, from which the share of the source follows"
+            yield Problem(f"{key}.weight", data.sources[name].weight, message, f"leave one of them out (~{key}.weight)")
+    message = "epochs say how often each source is read"
+    yield from refuse_useless(recipe, "data.temperature", message, "weights in place of data.sources.NAME.epochs")
 
 
 @rule("data.sources", "data.chat_template", "data.train_on", "data.overlong", "data.pack", "data.bpe_vocab")
@@ -147,6 +167,28 @@ def imported_sources(recipe: Recipe) -> Iterator[Problem]:
         if is_url(recipe.data.root):
             message = f"{key} is read where it lies, beside which a node needs what was found about it"
             yield refuse(recipe, "data.root", message, "a folder that all nodes see")
+
+
+@rule("data.mode", "data.sources", "data.root", "data.pack", "data.temperature", "train.epochs")
+def streams(recipe: Recipe) -> Iterator[Problem]:
+    data, key = recipe.data, "data.mode"
+    if data.mode != "stream":
+        return
+    if is_url(data.root):
+        message = "the shards of a stream are read from a folder that all nodes see"
+        yield refuse(recipe, key, message, "data.root=FOLDER; or data.mode=prepared")
+    if data.packing in ("best_fit", "alone"):
+        message = f"data.pack={data.packing} packs whole documents, of which all have to be known"
+        fix = "data.pack=documents; or data.mode=prepared" if data.has_conversations else "data.mode=prepared"
+        yield refuse(recipe, key, message, fix)
+    if data.blends_by_tokens or recipe.train.epochs is not None:
+        keys = "train.epochs" if recipe.train.epochs is not None else "shares of sources by their tokens"
+        fix = "train.steps and weights; or data.mode=prepared"
+        yield refuse(recipe, key, f"{keys} need the number of tokens, which is known at a stream's end", fix)
+    for name, source in data.read.items():
+        if source.is_imported:
+            message = f"data.sources.{name} has token ids: there is nothing to tokenize"
+            yield refuse(recipe, key, message, "data.mode=prepared")
 
 
 @rule("data.root", "data.cache_gb", "loss.reference")
@@ -405,7 +447,7 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 RUN_RULES = (
-    *(family, *METHOD_RULES, sources, imported_sources, conversations, token_stores),
+    *(family, *METHOD_RULES, sources, blend, imported_sources, conversations, streams, token_stores),
     *(tokenizer, vocabulary, weights, validation),
     Rule(("run.root",), find_run_root_problems),
     *(intervals, checkpoint_root, neighbors, rewinds, profile, timeline, best, average, names, trackers, wandb, texts),

@@ -163,8 +163,8 @@ def find_stage_problems(recipe: Recipe) -> Iterator[Problem]:
             if key not in others and not any(matches(key, pattern) for pattern in MAY_STATE):
                 fix = f"state {key} outside of train.stages"
                 found.append(Problem(f"{path}.{key}", value, "is the same in all stages of a run", fix))
-        if recipe.data.bpe_vocab is not None and not wrong and _sources_of(was) != _sources_of(recipe):
-            names = ", ".join(_sources_of(recipe))
+        if recipe.data.bpe_vocab is not None and not wrong and list(was.data.read) != list(recipe.data.read):
+            names = ", ".join(recipe.data.read)
             message = f"the tokenizer is trained on the sources that are read, {names}: here they are others"
             found.append(Problem(f"{path}.data", None, message, "a small weight, such as 0.001, in place of 0"))
         stated = [each for each in UNTIL if getattr(stage, each) is not None]
@@ -287,10 +287,6 @@ def _in_stage(problem: Problem, path: str, stage: TrainStage) -> Problem:
     """A mistake in a stage's values, with the stage's place before its key and before keys that its fix names."""
     fix = re.sub(rf"\b({'|'.join(GROUPS)})(?=[.][a-z])", rf"{path}.\1", problem.fix)
     return replace(problem, key=f"{path}.{problem.key}", fix=fix)
-
-
-def _sources_of(recipe: Recipe) -> list[str]:
-    return [name for name, source in recipe.data.sources.items() if source.weight]
 
 
 def _parts(stage: TrainStage) -> dict[str, Any]:

@@ -31,6 +31,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost
@@ -47,6 +48,17 @@ LEAST_ROOM_BYTES = 1 << 20
 # The end of a run waits so long for all trackers; a mirror whose training process was killed ends itself after twice that.
 CLOSE_TIMEOUT_S = 60.0
 ALONE_S = 2 * CLOSE_TIMEOUT_S
+# Groups of charts, and the objects of a record that they show.
+GROUPS = MappingProxyType(
+    {
+        "loss": "source_losses",
+        "validation_loss": "validation_losses",
+        "preference": "preference",
+        "eval": "scores",
+        "stragglers": "stragglers",
+        "goodput": "goodput",
+    }
+)
 # Beyond so many ranks one chart per rank is unreadable: trackers get the slowest and the fastest, metrics.jsonl has all.
 MAX_RANKS_CHARTED = 64
 # Charts of the imbalance of experts: one of each group of layers.
@@ -224,13 +236,10 @@ def chart_values(record: dict[str, Any]) -> dict[str, float]:
     """A record as flat charts: metrics that were not measured are absent, axes and ranks are `traffic/dp/bytes`,
     `.../3`."""
     values = {key: value for key, value in record.items() if isinstance(value, (int, float)) and key != "unix_s"}
-    values |= {f"preference/{name}": mean for name, mean in (record.get("preference") or {}).items()}
-    values |= {f"validation_loss/{name}": loss for name, loss in (record.get("validation_losses") or {}).items()}
-    values |= {f"eval/{name}": score for name, score in (record.get("scores") or {}).items()}
+    for group, name in GROUPS.items():
+        values |= {f"{group}/{each}": value for each, value in (record.get(name) or {}).items()}
     for axis, counts in record.get("traffic", {}).items():
         values |= {f"traffic/{axis}/{what}": count for what, count in counts.items()}
-    values |= {f"stragglers/{name}": seconds for name, seconds in (record.get("stragglers") or {}).items()}
-    values |= {f"goodput/{part}": share for part, share in (record.get("goodput") or {}).items()}
     values |= _chart_imbalance(record.get("expert_imbalance") or {})
     if record.get("skipped_samples"):
         values["skipped_samples"] = sum(stop - first for first, stop in record["skipped_samples"])

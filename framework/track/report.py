@@ -35,6 +35,7 @@ class StepReport:
     mfu: float | None
     memory_bytes: int
     traffic: dict[str, dict[str, int]] = field(default_factory=dict)
+    source_losses: dict[str, float] = field(default_factory=dict)  # of those in this step
     validation_loss: float | None = None
     validation_losses: dict[str, float] = field(default_factory=dict)
     validation_free_fraction: float | None = None

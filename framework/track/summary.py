@@ -78,7 +78,9 @@ class Curves:
     imbalance: list[tuple[int, float, float]] = field(default_factory=list)
     load: dict[str, list[int]] = field(default_factory=dict)  # tokens of each expert in the last reports, by layer
     last: dict[str, Any] = field(default_factory=dict)  # the last record
-    by_source: dict[str, float] = field(default_factory=dict)  # of the last validation
+    # Of each source the last loss of a step that had it, and of a validation.
+    by_source: dict[str, float] = field(default_factory=dict)
+    held_out: dict[str, float] = field(default_factory=dict)
     scores: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # (step, score) of tasks, by name
 
     def __getitem__(self, name: str) -> list[Any]:
@@ -107,20 +109,22 @@ def write_report(run_dir: Path, lease: Lease | None = None) -> list[Path]:
 def collect_curves(records: Iterable[dict[str, Any]]) -> Curves:
     """Columns of the records; one pass, so that only the columns are held."""
     columns: dict[str, list[Any]] = {name: [] for name in _CURVES}
-    validation, last, by_source, imbalance = [], {}, {}, []
+    validation, last, imbalance = [], {}, []
+    by_source, held_out = dict[str, float](), dict[str, float]()
     scores: dict[str, list[tuple[int, float]]] = {}
     for record in records:
         for name, column in columns.items():
             column.append(record[name])
         if record["validation_loss"] is not None:
             validation.append((record["step"], record["validation_loss"]))
-            by_source = record.get("validation_losses", {})  # a run may have begun before there was such a field
+            held_out = record.get("validation_losses", {})  # a run may have begun before there was such a field
+        by_source |= record.get("source_losses", {})
         for name, score in record.get("scores", {}).items():
             scores.setdefault(name, []).append((record["step"], score))
         if record.get("expert_imbalance_max") is not None:
             imbalance.append((record["step"], record["expert_imbalance_mean"], record["expert_imbalance_max"]))
         last = record
-    return Curves(columns, validation, imbalance, last=last, by_source=by_source, scores=scores)
+    return Curves(columns, validation, imbalance, last=last, by_source=by_source, held_out=held_out, scores=scores)
 
 
 def add_loads(records: Iterable[dict[str, Any]]) -> dict[str, list[int]]:
@@ -286,11 +290,12 @@ def _results(run: RunInfo, curves: Curves) -> list[str]:
         ("steps", f"{steps[-1]} of {run.total_steps}, {format_count(curves['tokens'][-1])} tokens"),
         ("loss", f"{losses[-1]:.4f} at step {steps[-1]}; {losses[0]:.4f} at step {steps[0]}"),
     ]
+    rows += [(f"  of {name}", f"{loss:.4f} in the last step that had it") for name, loss in curves.by_source.items()]
     if curves.validation:
         step, loss = curves.validation[-1]
         best_step, best = min(curves.validation, key=lambda pair: pair[1])
         rows.append(("validation loss", f"{loss:.4f} at step {step}; lowest {best:.4f} at step {best_step}"))
-    rows += [(f"  of {name}", f"{loss:.4f} in the last validation") for name, loss in curves.by_source.items()]
+    rows += [(f"  of {name}", f"{loss:.4f} in the last validation") for name, loss in curves.held_out.items()]
     for name, pairs in curves.scores.items():
         (step, score), (first, began) = pairs[-1], pairs[0]
         rows.append((name, f"{score:.4f} at step {step}" + f"; {began:.4f} at step {first}" * (len(pairs) > 1)))

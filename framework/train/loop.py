@@ -178,7 +178,8 @@ class Loop:
         state, recipe = self.state, self.recipe
         started = time.perf_counter()
         before = [ledger.snapshot(self.run.mesh, between_nodes) for between_nodes in (False, True)]
-        with self._phases.within(Phase.DATA):
+        is_growing = self._loader.is_growing  # a slow tokenizer is no hang
+        with self._phases.within(Phase.DATA), self._watchdog.waiting() if is_growing else nullcontext():
             microbatches = self._loader.batch(state.samples)
         loaded, waited_before = time.perf_counter(), self.run.mesh.waits.seconds
         lr = learning_rate(state.step, recipe.optim.schedule, recipe.optim.lr, recipe.train.steps)

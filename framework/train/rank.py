@@ -25,6 +25,8 @@ from framework.comm.connect import (
     stay_beside,
 )
 from framework.comm.objects import broadcast_object
+from framework.data.beside import tokenizing
+from framework.data.growing import Say
 from framework.data.loader import Hear, Loader, validation_batches
 from framework.data.open_data import open_data
 from framework.data.pack import Microbatch
@@ -251,6 +253,7 @@ def train_stage(stage: RunStage, plan: Plan, prepared: Prepared, saves: Saves, g
         run.close()
         return None
     _settle_identity(stage.whole, prepared, mesh, lease, state)
+    state.weights = {source.name: source.weight for source in prepared.sources}
     info = describe_run(stage.whole, plan, prepared, mesh, run_dir, state.step)
     watchdog.progress.pace = StepPace()  # of other steps
     saver = saves.open(state.step)
@@ -264,13 +267,15 @@ def train_stage(stage: RunStage, plan: Plan, prepared: Prepared, saves: Saves, g
     is_writer = all(mesh.axis(name).rank == 0 for name in ("pp", "cp", "tp"))
     samples = SampleLedger(run_dir, mesh.axis("dp").rank if is_writer and recipe.track.sample_ledger else None)
     _begin_samples(samples, plan, mesh, run_dir, state.samples)
-    loader = _open_loader(plan, prepared, mesh, state, [phases.observer.read_batch, samples.note])
+    say = watchdog.say if mesh.rank == 0 else None
+    loader = _open_loader(plan, prepared, mesh, state, [phases.observer.read_batch, samples.note], say)
+    tokenizer = tokenizing(stage.recipe, prepared) if mesh.rank == 0 else nullcontext()
     reporter = Reporter(run, plan, info, observers, saver, watchdog, goodput)
     policy = SavePolicy(recipe.checkpoint, recipe.train.steps, saver)
     loop = Loop(run, state, plan, loader, policy, reporter, watchdog, stage.start, evaluation)
     code = EXIT_FAILED
     try:
-        with explain_out_of_memory(plan, mesh.rank), loader:
+        with explain_out_of_memory(plan, mesh.rank), tokenizer, loader:
             _train_steps(plan, prepared, mesh, lease, loop, saves, samples, observers)
             phases.begin(Phase.SAVE)
             saves.finish(loop, is_stopped=lambda: watchdog.requests.requested)
@@ -355,8 +360,10 @@ def _settle_base(recipe: Recipe, recorded: str) -> str:
     return recorded or fingerprint_base(recipe.model)
 
 
-def _open_loader(plan: Plan, prepared: Prepared, mesh: Mesh, state: RunState, hear: Sequence[Hear]) -> Loader:
-    """The loader of this rank's microbatches, from the run's cursor on. hear: called with each batch."""
+def _open_loader(
+    plan: Plan, prepared: Prepared, mesh: Mesh, state: RunState, hear: Sequence[Hear], say: Say | None
+) -> Loader:
+    """The loader of this rank's microbatches, from the run's cursor on. hear: called with each batch; say: prints a line."""
     loader = Loader(
         prepared,
         seed=plan.recipe.train.seed,
@@ -364,6 +371,7 @@ def _open_loader(plan: Plan, prepared: Prepared, mesh: Mesh, state: RunState, he
         device=mesh.device,
         hear=hear,
         starts=state.read,
+        say=say,
         **_sequences(plan, mesh),
     )
     loader.skip(state.skipped_samples)

@@ -38,7 +38,7 @@ from framework.train.spikes import SpikeLimits
 from framework.train.state import RunState
 from framework.train.step import TrainingRun
 from framework.train.sums import StepValues
-from framework.train.validation import NOT_VALIDATED, Validated, ValidationLoss
+from framework.train.validation import NOT_VALIDATED, Validated
 
 # The number of tokens at the data's beginning that make the prompt of a suggested command.
 PROMPT_TOKENS = 24
@@ -119,7 +119,7 @@ class Reporter:
             self._find_stragglers(pending, times)
             validation = {
                 "validation_loss": None if validated.loss is None else validated.loss.mean,
-                "validation_losses": self._name_losses(validated.loss),
+                "validation_losses": self._name_losses(validated.loss.by_source if validated.loss else ()),
                 "validation_free_fraction": validated.free_fraction,
                 "average_validation_loss": validated.average,
                 "scores": dict(validated.scores),
@@ -156,6 +156,7 @@ class Reporter:
             rewinds=state.rewinds,
             skipped_samples=tuple((first, stop) for first, stop in state.skipped_samples),
             preference=self._describe_preference(values),
+            source_losses=self._name_losses(values.metrics[len(self._run.objective.metrics) :]),
             loss_scale=values.loss_scale if self._plan.recipe.precision.compute == "fp16" else None,
             save_stall_s=self._take_stall(),
             failed_saves=self._saver.failures,
@@ -167,7 +168,7 @@ class Reporter:
 
     def _describe_preference(self, values: StepValues) -> dict[str, float]:
         """The means of the loss's metrics, and the margin between rewards; none of next_token."""
-        named = zip(self._run.objective.metrics, values.metrics, strict=True)
+        named = zip(self._run.objective.metrics, values.metrics, strict=False)
         found = {name: mean for name, mean in named if mean is not None}
         if {"reward_chosen", "reward_rejected"} <= found.keys():
             found["reward_margin"] = found["reward_chosen"] - found["reward_rejected"]
@@ -216,12 +217,10 @@ class Reporter:
             "expert_loads": {layer: load.tokens for layer, load in loads.items()},
         }
 
-    def _name_losses(self, found: ValidationLoss | None) -> dict[str, float]:
-        """Validation losses by source, where there are several."""
-        names = self._info.sources
-        if found is None or len(names) < 2:
-            return {}
-        return {name: loss for name, loss in zip(names, found.by_source, strict=True) if loss is not None}
+    def _name_losses(self, found: Sequence[float | None]) -> dict[str, float]:
+        """Losses by source, where there are several."""
+        names = self._info.sources if len(self._info.sources) > 1 else ()
+        return {name: loss for name, loss in zip(names, found, strict=False) if loss is not None}
 
 
 def find_device_times(pending: PendingStep, device: torch.device) -> StepTimes:

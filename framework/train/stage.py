@@ -42,9 +42,12 @@ class RankStage:
         self._loss, self._load, self._maxima = attached.loss, attached.load, attached.maxima
         self._settings, self._z_loss = attached.plan.recipe.loss, attached.plan.recipe.train.z_loss
         self._objective, self._cp = LOSSES[self._settings.name], attached.plan.axes["cp"]
+        num_sources = len(attached.plan.recipe.data.read)
+        self._sources = torch.arange(num_sources, device=attached.plan.device)
         self.adapters = attached.adapters
-        # Of the step's metrics: sums, and numbers of what was added up.
-        self.metrics = torch.zeros(2, len(self._objective.metrics), dtype=torch.float64, device=attached.plan.device)
+        # Of the step's metrics, and of the losses of sources: sums, and numbers of what was added up.
+        columns = len(self._objective.metrics) + num_sources
+        self.metrics = torch.zeros(2, columns, dtype=torch.float64, device=attached.plan.device)
         self._disabled = dict.fromkeys(set(DISABLED) & accepted_arguments(model.model), False)
         self._inputs: StepInputs | None = None
 
@@ -79,7 +82,7 @@ class RankStage:
                 return (statistics.answers.log_p.flatten(1),)
             case "documents":
                 return (statistics.score_documents(),)
-        return (self._objective.compute(statistics, self._settings).loss,)
+        return (self._objective.compute(statistics, self._settings).loss.sum(),)
 
     def backward(self, outputs: Sequence[GradientEdge], gradients: Tensors, is_last: bool) -> None:
         """Reduce what is complete. gradients: [B, T, D] each, of `outputs`; none of the loss. See the executor's protocol."""
@@ -125,14 +128,25 @@ class RankStage:
         terms = self._objective.compute(self._find_statistics(microbatch, output, self._z_loss), self._settings)
         for index, name in enumerate(self._objective.metrics):
             self.metrics[:, index] += torch.stack([each.to(torch.float64) for each in terms.metrics[name]])
-        loss = terms.loss / inputs.num_tokens.clamp(min=1)
+        if terms.loss.dim() and inputs.microbatches[microbatch].sources is not None:
+            self._add_sources(inputs.microbatches[microbatch], terms.loss.detach())
+        loss = terms.loss.sum() / inputs.num_tokens.clamp(min=1)
         if self.model.routers is not None:
             loss = loss + self.model.routers.compute_loss(*sums) / inputs.num_microbatches
         return loss
 
+    def _add_sources(self, microbatch: Microbatch, losses: Tensor) -> None:
+        """Add the losses of rows, [B], to those of their sources."""
+        assert microbatch.sources is not None, "rows of a blend"
+        values = torch.stack([losses.double(), self._objective.count(microbatch.labels, microbatch.pairs).double()])
+        # A mask and a sum: what is not finite in one source is nothing to the others, and the order is fixed on a GPU, too.
+        is_own = microbatch.sources == self._sources[:, None]
+        self.metrics[:, -len(self._sources) :] += values[:, None].where(is_own, 0.0).sum(-1)
+
     def _find_statistics(self, microbatch: int, output: Any, z_loss: float = 0.0) -> Statistics:
         inputs = self.inputs.microbatches[microbatch]
-        return Statistics(self._loss, output.logits, inputs.labels, inputs.pairs, self._cp, z_loss)
+        by_row = inputs.sources is not None
+        return Statistics(self._loss, output.logits, inputs.labels, inputs.pairs, self._cp, z_loss, by_row)
 
     def _run_backward(self, outputs: Sequence[GradientEdge], gradients: Tensors) -> None:
         if outputs:

@@ -65,6 +65,7 @@ class RunState:
     skipped_samples: list[list[int]] = field(default_factory=list)
     # Samples of each source that earlier stages have read: the cursor counts from there.
     read: dict[str, int] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)  # of the sources of this stage
     recipe: dict[str, Any] = field(default_factory=dict)  # with the tokenizer's hash: launch/identity.py
     tokenizer: str = ""
     base: str = ""  # fingerprint of the pretrained weights beside an adapter, which no checkpoint has
@@ -193,7 +194,7 @@ def begin_branch(
 
 def count_read(state: RunState, data: Data, recipe: Recipe) -> dict[str, int]:
     """Samples that a run has read of each source that `recipe` has as well. data: with which it has read the last of them."""
-    weights = {name: source.weight for name, source in data.sources.items() if source.weight}
+    weights = state.weights or {name: source.weight for name, source in data.read.items()}
     order = SampleOrder.of(recipe.train.seed, {name: (weight, 1) for name, weight in weights.items()})
     [num_samples] = index_samples(np.array([state.samples]), state.skipped_samples)
     read = dict(zip(weights, map(int, order.count(int(num_samples))), strict=True))
@@ -201,7 +202,7 @@ def count_read(state: RunState, data: Data, recipe: Recipe) -> dict[str, int]:
     return {
         name: state.read.get(name, 0) + read.get(name, 0)
         for name, source in data.sources.items()
-        if name in sources and replace(sources[name], weight=source.weight) == source
+        if name in sources and replace(sources[name], weight=source.weight, epochs=source.epochs) == source
     }
 
 

@@ -28,9 +28,9 @@ class Flags:
 @dataclass(frozen=True)
 class StepSums:
     """terms: [6 + 2 M + P] fp64 on the device: loss, squared norm of the gradient (its norm after `take_norm`), ranks that ask to
-    stop, ranks that ask to save, the loss scale (after `take_norm`), ranks that are saving; then of the loss's M metrics the
-    sums, and the numbers of what was added up; then for each of the model's P trained parameters the ranks whose backward has
-    reached it.
+    stop, ranks that ask to save, the loss scale (after `take_norm`), ranks that are saving; then of M metrics, those of the loss
+    and the losses of sources, the sums, and the numbers of what was added up; then for each of the model's P trained parameters
+    the ranks whose backward has reached it.
 
     The last are sent in every step: which parameters a forward uses may depend on its data, so a rank that missed one must hear
     in this very step whether another reached it, and the others cannot know that one asks: to agree on asking, hosts would wait
@@ -106,7 +106,7 @@ class StepValues:
     flags: Flags
     loss_scale: float
     metrics: tuple[float | None, ...] = ()
-    """Means of the loss's metrics over the batch; None where there was nothing to add up."""
+    """Means over the batch of the loss's metrics, then of the losses of sources; None where there was nothing to add up."""
 
     @classmethod
     def unpack(cls, values: Sequence[float]) -> "StepValues":

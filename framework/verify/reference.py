@@ -95,7 +95,8 @@ class _Data:
             ids = [[*tokenizer(text)["input_ids"], self._eos] for text in texts]
             self._train.append([each for each, held in zip(ids, is_held_out, strict=True) if not held])
             self._held_out.append([each for each, held in zip(ids, is_held_out, strict=True) if held])
-        self._period = _blend([source.weight for source in recipe.data.sources.values()])
+        tokens = (sum(map(len, each)) for each in self._train)
+        self._period = _blend(list(recipe.data.weigh(dict(zip(self._names, tokens, strict=True))).values()))
 
     def batch(self, places: Sequence[int]) -> TokenBatch:
         """The samples at these places of the run."""

@@ -176,7 +176,7 @@ def test_it_is_trained_on_in_place_with_its_borders_and_held_out_whole(
 
 
 def test_decoded_row_groups_are_bounded_over_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "GROUPS_KEPT", 1)
+    monkeypatch.setattr(formats, "KEPT_BYTES", 1)
     original, read = formats._read_group, list[str]()
 
     def read_group(path: Path, number: int, field: str) -> Any:
@@ -206,6 +206,26 @@ def test_another_index_beside_the_same_ids_is_another_store(name: str, tmp_path:
     with pytest.raises(DataError, match="changed since"):
         find_prepared(recipe)
     assert prepare(recipe, 1, progress=False).sources[0].meta.splits["train"].num_documents == 1
+
+
+@pytest.mark.parametrize("name", ["megatron", "datatrove", "mds", "arrow"])
+def test_other_ids_of_equal_size_and_time_are_noticed(name: str, tmp_path: Path, tokenizer: str) -> None:
+    kind, write = WRITERS[name]
+    documents = make_documents(6)
+    path = write(tmp_path / "a", documents)
+    before = {each: each.stat() for each in tmp_path.iterdir()}
+    recipe = import_recipe(tmp_path / "tokens", path, kind, tokenizer, share=0)
+    stream = prepare(recipe, 1, progress=False).sources[0].streams["train"]
+    assert len(stream.read(0, stream.num_tokens)) == len(stream.read(0, stream.num_tokens))
+    longest = max(range(6), key=lambda each: len(documents[each]))
+    documents[longest] = [documents[longest][0] ^ 1, *documents[longest][1:]]
+    write(tmp_path / "a", documents)
+    for each, stat in before.items():
+        assert not each.is_file() or each.stat().st_size == stat.st_size
+        os.utime(each, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    stream = open_found(find_prepared(recipe)).sources[0].streams["train"]
+    with pytest.raises(DataError, match=rf"document {longest + 1} of .*a[.\w]* has other ids"):
+        stream.read(0, stream.num_tokens)
 
 
 def test_empty_documents_are_on_neither_side(tmp_path: Path, tokenizer: str) -> None:

@@ -76,7 +76,7 @@ def read_texts(path: Path | str, format: str = "auto", field: str = "text") -> l
         "a.png",
         "a.pdf",
         "a.zip",
-        "a.tar.gz",
+        "a.rar",
         "a.npy",
         "a.safetensors",
         "a.pkl",

@@ -18,6 +18,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from framework import object_store
+from framework.checkpoint.inspect import inspect_command
 from framework.data import cache as cache_module
 from framework.data import remote
 from framework.data.cache import NodeCache
@@ -27,7 +28,7 @@ from framework.data.prepare import prepare
 from framework.data.prepared import Prepared, find_prepared, open_found
 from framework.data.remote import GIB, KEY, Root
 from framework.data.store import BLOCK_BYTES, hash_block
-from framework.errors import DamagedStore, DataError, StorageError
+from framework.errors import EXIT_USER, DamagedStore, DataError, StorageError
 from scripts.bench import data as bench
 from tests.unit.test_data_prepare import make_recipe, make_texts, write_jsonl
 
@@ -227,6 +228,7 @@ def test_the_least_recently_used_block_makes_room(here: Path) -> None:
     assert cache.get(hashes[0], BLOCK_BYTES) == blocks[0]
     cache.put(hashes[2], blocks[2])
     assert [cache.get(hash, BLOCK_BYTES) for hash in hashes] == [blocks[0], None, blocks[2]]
+    del cache
     NodeCache(here, 3 * (BLOCK_BYTES + cache_module.ENTRY.itemsize))
     assert [path.name for path in cache_files(here)] == ["blocks-3", "blocks-3.index"]
 
@@ -361,3 +363,31 @@ def test_a_place_that_cannot_be_written_to_names_its_key(here: Path, monkeypatch
     monkeypatch.setattr(MemoryFileSystem, "_open", refuse)
     with pytest.raises(DataError, match=r"data.root=memory://bucket/tokens: tokens cannot be put there.*Access Denied"):
         prepare(recipe, 1, progress=False)
+
+
+def test_caches_of_two_sizes_stand_beside_each_other_while_both_are_used(here: Path) -> None:
+    small, large = NodeCache(here, 3 * BLOCK_BYTES + 100), NodeCache(here, 9 * BLOCK_BYTES + 300)
+    data = bytes(range(256)) * (BLOCK_BYTES // 256)
+    hash = hash_block(np.frombuffer(data, np.uint8))
+    for cache in (small, large):
+        cache.put(hash, data)
+        assert cache.get(hash, BLOCK_BYTES) == data
+    assert len(cache_files(here)) == 4
+    del small, cache
+    gc.collect()
+    NodeCache(here, 9 * BLOCK_BYTES + 300)
+    assert len(cache_files(here)) == 2
+
+
+def test_a_store_is_inspected_where_it_lies(put: Callable[..., Prepared], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = put().sources[0].folder
+    url = f"{URL}/{folder.name}"
+    assert inspect_command(object_store.open_place(url)) == 0
+    assert "every checksum fits" in capsys.readouterr().out
+    for name, data in MemoryFileSystem.store.items():
+        if name.endswith("train.tokens"):
+            data.seek(BLOCK_BYTES + 5)
+            data.write(b"xx")
+    assert inspect_command(object_store.open_place(url)) == EXIT_USER
+    said = capsys.readouterr().out
+    assert f"DAMAGED       {url}/train.tokens" in said and "block 1)" in said  # noqa: PT018

@@ -1,0 +1,66 @@
+"""Runs whose data is tokenized beside them: killed, and resumed in another layout, they are the run that was not."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from framework.cli import main
+from framework.data import beside
+from framework.data.store import StoreMeta
+from framework.errors import EXIT_DONE, EXIT_USER
+from tests import tiny_run
+from tests.faults.test_stages import curve, train
+
+RECIPE = (
+    *(word for word in tiny_run.RECIPE if "path" not in word),
+    "data.sources.files.path=corpus.jsonl",
+    "data.mode=stream",
+    "data.bpe_text_bytes=100000",
+    "train.steps=9",
+    "checkpoint.every_steps=2",
+    "batch.sequences_per_step=4",
+    "batch.sequences_per_microbatch=1",
+    *("precision.compute=fp64", "precision.master=fp64", "precision.reduce=fp64"),
+)
+
+
+def write_corpus(path: Path) -> None:
+    draw = random.Random(4)
+    with path.open("w") as file:
+        file.writelines(json.dumps({"text": " ".join(draw.choices(tiny_run.WORDS, k=40))}) + "\n" for _ in range(9000))
+
+
+def forget_rest() -> int:
+    """Remove the shards behind the head of the only store; how many there were."""
+    (folder,) = Path("tokens").glob("files-*")
+    meta = StoreMeta.read(folder)
+    assert meta is not None
+    rest = [path for path in folder.glob("[0-9]*") if int(path.name[:5]) >= meta.source["head"]]
+    for path in rest:
+        path.unlink()
+    assert meta.source["head"] < meta.source["shards"]
+    return len([path for path in rest if path.suffix == ".json"])
+
+
+@pytest.mark.grid
+def test_killed_and_resumed_in_another_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(beside, "HEAD_BYTES", 1)
+    write_corpus(tmp_path / "corpus.jsonl")
+    assert main(["train", *RECIPE, "run.id=whole"]) == EXIT_DONE
+    assert re.search(r"the first 1 of \d+ shards, the others come beside the run", capfd.readouterr().out)
+    assert forget_rest() > 1
+    assert train(*RECIPE, "run.id=killed", "launch.ranks=2", until="step 5/") is None
+    assert main(["train", "run.id=killed", "launch.ranks=2", "parallel.tp=2"]) == EXIT_DONE
+    for own, other in zip(curve("killed"), curve("whole"), strict=True):
+        assert own == pytest.approx(other, rel=1e-9)
+    # Then a record that cannot be trained on, which the tokenizer finds beside the run.
+    with (tmp_path / "corpus.jsonl").open("a") as file:
+        file.write("no json\n")
+    assert main(["train", *RECIPE, "run.id=bad"]) == EXIT_USER
+    assert re.search(r"data.sources.files: .*corpus.jsonl, row 9001: not JSON", capfd.readouterr().err)
