@@ -38,7 +38,8 @@ def lay_out_stage(model: PreTrainedModel, plan: StagePlan) -> PlannedStage:
     """Apply the transforms to a copy of the model on meta, and plan its buffers."""
     parameters = lay_out_parameters(model, plan)
     routers, is_random = _find_routers(model, plan), uses_rng_in_training(model)
-    stage = StageModel(model, plan.own_units, plan.bounds, mask_of(plan.tokens), routers, is_random, plan.streams)
+    borders = plan.received, plan.sent
+    stage = StageModel(model, plan.own_units, plan.bounds, *borders, mask_of(plan.tokens), routers, is_random)
     lifetimes = lifetimes_of(plan.recipe.zero)
     buffers = parameters.plan_buffers(plan.own_units, plan.master_dtype, lifetimes, plan.axes)
     placed = choose_homes(buffers, plan.recipe.memory.offload)
