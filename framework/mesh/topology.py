@@ -12,6 +12,7 @@ axis but `embedding`, derived ones included, is a (size, stride) pair over this 
     ring          what is left of `cp` after ulysses: among whom keys and values travel
     context_tp    cp x tp: who holds other tokens of the same sequences where tp divides tokens, too (sequence parallelism)
     kv            the inner part of `tp`: who holds the same key-value heads, where these are fewer than tp ranks
+    pp            the ranks of a pipeline: who shares weights that its layers share
     embedding     of a pipeline the ranks with the first and the last stage: who shares what the embedding and the head share.
                   One rank where both stages are on it; of size 1 for the ranks between
 
@@ -64,6 +65,8 @@ class Axis:
 
 # Axes over which ZeRO sends parameters and gradients.
 ZERO_AXES = ("shard", "replica", "expert_shard", "expert_replica")
+# Axes over which stages of a pipeline share parameters.
+SHARING_AXES = ("embedding", "pp")
 LEVELS = tuple(f"{name}_{level}" for name in ZERO_AXES for level in ("inner", "outer"))
 AXIS_NAMES = (
     *("world", "pp", "batch", "dp", "cp", "tp", "shard", "replica", "kv", "embedding"),

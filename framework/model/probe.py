@@ -1,6 +1,6 @@
 """Questions to a family that only running it answers, each put to a small copy of the model on the CPU.
 
-find_layer_outputs         do its layers hand on hidden states alone, so that pipeline stages can be cut between them?
+find_layer_calls           what do its layers take from one another, so that pipeline stages can be cut between them?
 find_load_balancing_loss   is its load-balancing loss the one that stages can compute from sums?
 keeps_documents_apart      does attention stay inside of documents that are packed into one row?
 refuse_mixed_dtypes        do its tables in fp32 meet weights of another dtype?
@@ -8,8 +8,7 @@ refuse_mixed_dtypes        do its tables in fp32 meet weights of another dtype?
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,8 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
+from framework.model.borders import ROWS, TOKENS, Border, Trace, Value
 from framework.model.initial import seed_rng
-from framework.model.load import FORWARD_ERRORS, accepted_arguments, choose_experts
+from framework.model.load import FORWARD_ERRORS, accepted_arguments, build_meta, choose_experts
 from framework.model.routers import LoadBalancingLoss, Routers, find_routers
 from framework.model.shrink import shrink
 from framework.model.stage import StageModel, copy_stage, hollow_out, refuse_split, split_stages
@@ -67,33 +67,100 @@ def draw_tokens(model: PreTrainedModel, rows: int, length: int) -> Tensor:
     return torch.randint(0, model.config.get_text_config().vocab_size, (rows, length))
 
 
-def find_layer_outputs(config: PretrainedConfig) -> int:
-    """Number of outputs in a tuple that the family's layers return, 0 for a tensor; the small copy is run whole and in stages.
+@dataclass(frozen=True)
+class LayerCalls:
+    """Calls of a model's layers. num_outputs: of a layer, in a tuple; 0: a tensor alone. is_plain: they take hidden states from
+    one another and no more. borders: by the layer that a stage begins with, what it takes from in front of it."""
 
-    Raises ModelError for a family that cannot be split: its layers pass on more than hidden states, or are shared.
+    num_outputs: int = 0
+    is_plain: bool = True
+    borders: Mapping[int, Border] = field(default_factory=dict)
+
+
+def find_layer_calls(
+    config: PretrainedConfig, starts: Sequence[int] = (), compute: torch.dtype = torch.float32
+) -> LayerCalls:
+    """Find how the model of `config` calls its layers; the small copy is run whole, and as stages of one layer each.
+
+    starts: layers that stages begin with, whose borders are asked for. Raises ModelError for a family that cannot be split.
     """
-    counts: list[int] = []
     with small_copy(config) as whole:
-        units, tokens = find_units(whole), draw_tokens(whole, 2, 6)
-        layers = [unit for unit in units if unit.is_layer]
-        for unit in layers:
-            whole.get_submodule(unit.root).register_forward_hook(partial(_note_outputs, counts))
+        units, tokens = find_units(whole), draw_tokens(whole, ROWS, TOKENS)
+        layers = [unit.root for unit in units if unit.is_layer]
         modules = dict(whole.named_modules())
         try:
-            expected = whole(input_ids=tokens).logits
+            trace = Trace(whole, layers, tokens)
         except FORWARD_ERRORS as error:
             raise refuse_split(config, f"it does not run on token ids alone ({error})") from error
         if (replaced := find_replaced(whole, modules)) is not None:
             raise refuse_split(config, replaced)
-        if len(layers) < 2 or len(counts) != len(layers) or len(set(counts)) != 1:
+        if len(layers) < 2 or len(trace.counts) != len(layers) or len(set(trace.counts)) != 1:
             raise refuse_split(config, "its layers are not called one after another")
+        borders = [trace.border(start) for start in range(1, len(layers))]
+        if None in borders:
+            raise refuse_split(config, "its layers hand on a value that has no dims of sequences and tokens")
+        known = [(), *(border for border in borders if border is not None), ()]
         try:
-            found = _run_in_stages(whole, units, len(layers), counts[0], tokens)
+            found = _run_in_stages(whole, units, trace.counts[0], known, tokens)
         except FORWARD_ERRORS as error:
             raise refuse_split(config, f"a part of it does not run alone ({error})") from error
-    if not _is_close(found, expected):
-        raise refuse_split(config, "its layers hand on more than hidden states, or share what they compute")
-    return counts[0]
+        if not _is_close(found, trace.logits):
+            raise refuse_split(config, "its layers hand on more than their arguments tell, or share what they compute")
+        hidden = known[1][0]
+        is_alone = all(len(border) == 1 for border in known[1:-1])
+        dtype = _find_dtype(whole, layers, compute, tokens)
+        width = whole.config.get_text_config().hidden_size
+    if is_alone and hidden.sizes[-1] == width:
+        sizes, path = (*hidden.sizes[:-1], config.get_text_config().hidden_size), hidden.places[0][1]
+        return LayerCalls(
+            trace.counts[0],
+            is_alone,
+            {start: (Value(((start, path),), hidden.rows, sizes, dtype),) for start in starts},
+        )
+    return LayerCalls(trace.counts[0], is_alone, _trace_whole(config, starts, compute) if starts else {})
+
+
+def _run_in_stages(
+    whole: PreTrainedModel, units: Sequence[Unit], num_outputs: int, borders: Sequence[Border], tokens: Tensor
+) -> Tensor:
+    """The logits of stages of one layer each. borders: in front of each stage, and behind the last one."""
+    message: tuple[Any, ...] = ()
+    for bounds in split_stages([1] * (len(borders) - 1)):
+        part = copy_stage(whole, units, bounds, num_outputs)
+        hollow_out(part, units, bounds, torch.float32)
+        stage = StageModel(part, units, bounds, borders[bounds.index], borders[bounds.index + 1])
+        message = stage(message, input_ids=tokens)
+    return message[0].logits
+
+
+def _find_dtype(whole: PreTrainedModel, layers: Sequence[str], compute: torch.dtype, tokens: Tensor) -> torch.dtype:
+    """The dtype of hidden states beside weights of the compute dtype, which some families keep in fp32. Leaves the small copy in
+    that dtype."""
+    for parameter in whole.parameters():
+        parameter.data = parameter.data.to(compute)
+    try:
+        border = Trace(whole, layers, tokens).border(1)
+    except FORWARD_ERRORS:
+        return compute  # `refuse_mixed_dtypes` says why
+    return compute if border is None else border[0].dtype
+
+
+def _trace_whole(config: PretrainedConfig, starts: Sequence[int], compute: torch.dtype) -> dict[int, Border]:
+    """The borders of the model of `config` itself, run on meta: sizes of values that are no hidden states are its own."""
+    model = build_meta(config, dtype=compute)
+    choose_experts(model, "batched_mm", compute)
+    layers = [unit.root for unit in find_units(model) if unit.is_layer]
+    tokens = torch.zeros(ROWS, TOKENS, dtype=torch.int64, device="meta")
+    try:
+        trace = Trace(model, layers, tokens)
+        found = {start: trace.border(start) for start in starts}
+    except FORWARD_ERRORS as error:
+        raise refuse_split(
+            config, f"what its layers hand on cannot be sized, as it does not run on meta ({error})"
+        ) from error
+    if None in found.values():
+        raise refuse_split(config, "its layers hand on a value that has no dims of sequences and tokens")
+    return {start: border for start, border in found.items() if border is not None}
 
 
 def find_replaced(model: nn.Module, before: Mapping[str, nn.Module]) -> str | None:
@@ -101,38 +168,6 @@ def find_replaced(model: nn.Module, before: Mapping[str, nn.Module]) -> str | No
     for short sequences. before: the model's, by name, in front of its first forward."""
     found = next((name for name, each in model.named_modules() if before.get(name) is not each), None)
     return None if found is None else f"its forward puts another module in the place of {found}"
-
-
-def find_streams(config: PretrainedConfig) -> tuple[int, ...]:
-    """Dims that hidden states have between their tokens and their features, [B, T, *streams, D]: the streams of
-    hyper-connections. Raises ModelError for a family whose layers hand on another form of them."""
-    shapes: list[torch.Size] = []
-    with small_copy(config) as whole:
-        layer = next(unit for unit in find_units(whole) if unit.is_layer)
-        whole.get_submodule(layer.root).register_forward_hook(partial(_note_shape, shapes))
-        whole(input_ids=draw_tokens(whole, 2, 6))
-    if shapes[0][:2] != (2, 6) or len(shapes[0]) < 3:
-        raise refuse_split(config, f"its layers hand on hidden states of another form, {[*shapes[0]]} of [2, 6] tokens")
-    return tuple(shapes[0][2:-1])
-
-
-def _note_shape(shapes: list[torch.Size], layer: nn.Module, args: Any, output: Any) -> None:
-    shapes.append((output[0] if isinstance(output, tuple | list) else output).shape)
-
-
-def _note_outputs(counts: list[int], layer: nn.Module, args: Any, output: Any) -> None:
-    counts.append(len(output) if isinstance(output, tuple | list) else 0)
-
-
-def _run_in_stages(
-    whole: PreTrainedModel, units: Sequence[Unit], num_layers: int, num_outputs: int, tokens: Tensor
-) -> Tensor:
-    hidden, streams = tuple[Any, ...](), find_streams(whole.config)
-    for bounds in split_stages((1, num_layers - 1)):
-        part = copy_stage(whole, units, bounds, num_outputs)
-        hollow_out(part, units, bounds, torch.float32)
-        hidden = StageModel(part, units, bounds, streams=streams)(hidden, input_ids=tokens)
-    return hidden[0].logits
 
 
 def find_routers_loss(whole: PreTrainedModel, z_loss: float = 0.0) -> LoadBalancingLoss | None:

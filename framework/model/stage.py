@@ -1,17 +1,19 @@
 """Pipeline stages of a model: a range of its layers, the first stage with the embedding, the last with the head.
 
 A stage is the unmodified Hugging Face model, called as always, so masks, positions and rotary tables are computed on every stage;
-only hidden states come from the stage before. Modules of other stages are replaced on meta, before anything has memory:
+from the stage before come hidden states, and what else layers take from in front of the border (`borders.py`). Modules of other
+stages are replaced on meta, before anything has memory:
 
     layer       returns its input; the list keeps its length, so every layer keeps its index
     embedding   returns zeros of the right shape; what the model computes from them before its layers is not used
     head        returns logits of an empty vocabulary
 
-Received hidden states replace the input of the first own layer. So scalings, position embeddings and norms between embedding and
-layers act once, on the first stage. The output of the last own layer is what the stage returns; the model's code after it runs on
-zeros.
+Received values replace the arguments of own layers. So scalings, position embeddings and norms between embedding and layers act
+once, on the first stage. The arguments of the layers behind its own are what the stage returns; the model's code after them runs
+on zeros.
 
-Shapes: B sequences, T tokens of each (with sequence parallelism those of this rank), D the hidden size, V the vocabulary size.
+Shapes: B sequences, T tokens of each (with sequence parallelism those of this rank), W the width of a border's message, V the
+vocabulary size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,12 +29,17 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
+from framework.model.borders import Border, Path, pack, read, unpack, write
 from framework.model.initial import seed_for, seed_rng
 from framework.model.routers import Routers
 from framework.model.units import Unit
 
 # By an attribute of a module of the layer: values, beside hidden states, that a layer may take from the one before.
 FOLLOWERS: Mapping[str, str] = MappingProxyType({"skip_topk": "the keys that an indexer has chosen"})
+
+
+# Of the values of a border, by number, those that one layer takes.
+Places = Sequence[tuple[int, Path]]
 
 
 @dataclass(frozen=True)
@@ -69,28 +76,33 @@ def own_units(units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], bounds
     """The units that the stage runs, in order, with the parameters that it holds.
 
     Embedding and head run on every stage, without parameters where they are another stage's. A parameter that is tied to a unit
-    of another stage is on both stages, under the same name.
+    of another stage is on both stages, under the same name, in the first of the stage's units that has it.
     """
-    kept = [unit for unit in units if bounds.owns(unit) or not unit.is_layer]
-    return [replace(unit, parameters=_own_parameters(unit, units, ties, bounds)) for unit in kept]
+    elsewhere = [name for unit in units if not bounds.owns(unit) for name in unit.parameters if len(ties[name]) > 1]
+    kept = []
+    for unit in (unit for unit in units if bounds.owns(unit) or not unit.is_layer):
+        tied = [name for name in elsewhere if bounds.owns(unit) and _meets(unit, ties[name])]
+        elsewhere = [name for name in elsewhere if name not in tied]
+        kept.append(replace(unit, parameters=(*unit.parameters, *tied) if bounds.owns(unit) else ()))
+    return kept
 
 
-def _own_parameters(
-    unit: Unit, units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], bounds: StageBounds
-) -> tuple[str, ...]:
-    if not bounds.owns(unit):
-        return ()
-    # A parameter of one name alone is tied to nothing.
-    elsewhere = [name for other in units if not bounds.owns(other) for name in other.parameters if len(ties[name]) > 1]
-    tied = [name for name in elsewhere if any(_holder(alias) in unit.modules for alias in ties[name])]
-    return (*unit.parameters, *tied)
+def find_shared(units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], bounds: StageBounds) -> dict[str, str]:
+    """The stage's parameters that other stages hold as well, tied ones, each with the axis over which their gradients are summed:
+    `embedding` where only the first and the last stage hold it, else `pp`."""
+    elsewhere = [unit for unit in units if not bounds.owns(unit)]
+    own = [name for unit in own_units(units, ties, bounds) for name in unit.parameters]
+    shared = [name for name in own if any(_meets(unit, ties[name]) for unit in elsewhere)]
+    return {name: "pp" if is_of_layers(units, ties[name]) else "embedding" for name in shared}
 
 
-def find_shared(units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]], bounds: StageBounds) -> set[str]:
-    """Names of the stage's parameters that another stage holds as well: tied ones, whose gradients are summed over both."""
-    elsewhere = {module for unit in units if not bounds.owns(unit) for module in unit.modules}
-    own = {name for unit in own_units(units, ties, bounds) for name in unit.parameters}
-    return {name for name in own if any(_holder(alias) in elsewhere for alias in ties[name])}
+def is_of_layers(units: Sequence[Unit], names: Sequence[str]) -> bool:
+    """Whether several layers have a parameter of these names, as zamba's have one attention."""
+    return sum(unit.is_layer and _meets(unit, names) for unit in units) > 1
+
+
+def _meets(unit: Unit, names: Sequence[str]) -> bool:
+    return any(_holder(name) in unit.modules for name in names)
 
 
 def own_ties(model: nn.Module, ties: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
@@ -118,12 +130,12 @@ def copy_stage(whole: PreTrainedModel, units: Sequence[Unit], bounds: StageBound
 
 
 class StageModel:
-    """A hollowed-out model that takes hidden states from the stage before and returns its own. With one stage it is the model.
+    """A hollowed-out model that takes values from the stage before and returns those of the next. With one stage it is the model.
 
-    units: those that the stage runs. seed_mask: exclusive-or'd into the seeds of its layers, on a rank whose layers hold other
-    tokens than those of the other ranks. routers: the model's, if there is a load-balancing loss whose sums are passed on.
-    is_random: its layers take random numbers; else they are not seeded one by one. streams: between a token's dims and its
-    features (`probe.find_streams`); between stages they are features, too.
+    units: those that the stage runs. received, sent: the borders in front of it and behind it, empty at the ends. seed_mask:
+    exclusive-or'd into the seeds of its layers, on a rank whose layers hold other tokens than those of the other ranks. routers:
+    the model's, if there is a load-balancing loss whose sums are passed on. is_random: its layers take random numbers; else they
+    are not seeded one by one.
     """
 
     def __init__(
@@ -131,54 +143,53 @@ class StageModel:
         model: PreTrainedModel,
         units: Sequence[Unit],
         bounds: StageBounds,
+        received: Border = (),
+        sent: Border = (),
         seed_mask: int = 0,
         routers: Routers | None = None,
         is_random: bool = True,
-        streams: tuple[int, ...] = (),
     ):
-        self.model, self.bounds, self.routers, self._streams = model, bounds, routers, streams
-        self._received: Tensor | None = None
-        self._leaving: Tensor | None = None
+        self.model, self.bounds, self.routers, self._received, self._sent = model, bounds, routers, received, sent
+        self._arrived: list[Tensor] = []
+        self._leaving: dict[int, Tensor] = {}
         self._seed: tuple[int | str, ...] | None = None
         self._shape = torch.Size()
         model.register_forward_pre_hook(self._note_shape, with_kwargs=True)
         self._stand_ins = [module for module in model.modules() if isinstance(module, StandIn)]
-        self._layers = layers = [unit.root for unit in units if unit.is_layer and bounds.owns(unit)]
-        for unit in units:
-            if is_random and unit.is_layer and bounds.owns(unit):
-                model.get_submodule(unit.root).register_forward_pre_hook(partial(self._reseed, unit.name, seed_mask))
-        if not bounds.is_first:
-            model.get_submodule(layers[0]).register_forward_pre_hook(self._inject, with_kwargs=True)
-        if not bounds.is_last:
-            model.get_submodule(layers[-1]).register_forward_hook(self._take)
-            behind = _following_layer(layers[-1])
-            model.get_submodule(behind).register_forward_pre_hook(self._blank, with_kwargs=True)
+        layers = {unit.name: unit.root for unit in units if unit.is_layer and bounds.owns(unit)}
+        for name, layer in layers.items() if is_random else ():
+            model.get_submodule(layer).register_forward_pre_hook(partial(self._reseed, name, seed_mask))
+        if not (received or sent):
+            return
+        path = next(iter(layers.values())).rpartition(".")[0]
+        for index, places in _by_layer(received, sent, bounds.stop).items():
+            module = model.get_submodule(f"{path}.{index}")
+            module.register_forward_pre_hook(partial(self._hand_on, *places), with_kwargs=True)
 
     def __call__(
         self, received: tuple[Tensor, ...], seed: tuple[int | str, ...] | None = None, **inputs: Any
     ) -> tuple[Any, ...]:
         """Run the stage on one microbatch.
 
-        received: () on the first stage, else hidden states [B, T, streams D] in compute dtype, and with a load-balancing loss the
-        routers' sums [2E + 1] (`LoadBalancingLoss`). inputs: of the model, at least input_ids [B, T] int64, whole on every stage.
-        Returns the same for the next stage; on the last one the model's output with logits [B, T, V] takes the hidden states'
+        received: () on the first stage, else the message of the border [B, T, W], and with a load-balancing loss the routers'
+        sums [2E + 1] (`LoadBalancingLoss`). inputs: of the model, at least input_ids [B, T] int64, whole on every stage.
+        Returns the same for the next stage; on the last one the model's output with logits [B, T, V] takes the message's
         place. Communicates only inside tensor-parallel layers.
 
         seed: random numbers of a layer are a function of it and of the layer's name, however the model is split into stages.
         None: nothing is seeded, which leaves the RNG streams as they are.
         """
-        self._received, self._leaving, self._seed = received[0] if received else None, None, seed
+        self._arrived = unpack(self._received, received[0]) if self._received else []
+        self._leaving, self._seed = {}, seed
         for stand_in in self._stand_ins:
             stand_in.move(inputs["input_ids"].device)
         self._reseed("embedding", 0)
         if self.routers is not None:
             self.routers.start()
         output = self.model(**inputs)
-        leaving, self._received, self._leaving = self._leaving, None, None
-        if leaving is not None and self._streams:
-            leaving = leaving.flatten(2)
+        leaving, self._arrived, self._leaving = self._leaving, [], {}
         sums = () if self.routers is None else (self.routers.end(*received[1:]),)
-        return output if self.bounds.is_last else leaving, *sums
+        return pack(self._sent, [leaving[index] for index in sorted(leaving)]) if self._sent else output, *sums
 
     def _reseed(self, unit: str, mask: int, *_: Any) -> None:
         if self._seed is not None:
@@ -188,35 +199,33 @@ class StageModel:
         # As the model gets it, which may be all tokens where this rank has some.
         self._shape = kwargs["input_ids"].shape
 
-    # Hooks on layers, because a layer's input and output are all that every family's code agrees on.
-
-    def _inject(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        received = self._received
-        if received is not None and self._streams:
-            received = received.unflatten(-1, (*self._streams, -1))
-        return _replace_input(args, kwargs, received)
-
-    def _take(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._leaving = output[0] if isinstance(output, tuple | list) else output
-
-    def _blank(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Zeros for the model's code after the own layers, whose result is not used: of all tokens, as the final norm and the
-        head may ask for, yet without memory."""
-        assert self._leaving is not None, "a layer runs before those in front of it"
-        zeros = self._leaving.new_zeros(()).expand(*self._shape, *self._leaving.shape[2:])
-        return _replace_input(args, kwargs, zeros)
+    def _hand_on(
+        self, taken: Places, given: Places, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """A hook of layers, because a layer's arguments are all that every family's code agrees on: put received values in their
+        places, `taken`, and take those that leave from theirs, `given`."""
+        both: Any = args, kwargs
+        for index, path in taken:
+            both = write(both, path, self._arrived[index])
+        for index, path in given:
+            self._leaving[index] = read(both, path)
+            if index == 0:
+                # The result of the model's code behind is not used: of all tokens, as the final norm and the head may ask for.
+                both = write(both, path, self._sent[0].blank(self._leaving[0], self._shape))
+        return both
 
 
-def _following_layer(path: str) -> str:
-    """The path of the layer after the one at `path`."""
-    layers, _, index = path.rpartition(".")
-    return f"{layers}.{int(index) + 1}"
-
-
-def _replace_input(args: tuple[Any, ...], kwargs: dict[str, Any], hidden_states: Tensor | None) -> tuple[Any, Any]:
-    if "hidden_states" in kwargs:
-        return args, {**kwargs, "hidden_states": hidden_states}
-    return (hidden_states, *args[1:]), kwargs
+def _by_layer(received: Border, sent: Border, stop: int) -> dict[int, tuple[Places, Places]]:
+    """Places by layer: of values that the stage has received, and of those that leave, which are found among the arguments of the
+    first layer behind `stop` that takes them."""
+    taken = [(layer, index, path) for index, value in enumerate(received) for layer, path in value.places]
+    given = [(value.places[0][0], index, value.places[0][1]) for index, value in enumerate(sent)]
+    assert all(layer >= stop for layer, _, _ in given), f"layers from {stop} on take {given}"
+    layers = sorted({layer for layer, _, _ in (*taken, *given)})
+    return {
+        each: ([(i, p) for at, i, p in taken if at == each], [(i, p) for at, i, p in given if at == each])
+        for each in layers
+    }
 
 
 class PassThrough(nn.Module):
@@ -244,24 +253,38 @@ def _words(layer: nn.Module | None) -> dict[str, str | int | float]:
 
 
 class StandIn(nn.Module):
-    """Stand-in for another stage's module with a weight: [0] in `dtype`, where the inputs are. Families ask for its device
-    (llama4 sends its tokens to that of its embedding) and its dtype (mamba has hidden states cast to that of its head)."""
+    """Stand-in for parameters of another stage: zeros in their shapes without memory, in `dtype`, where the inputs are.
 
-    def __init__(self, width: int | None, dtype: torch.dtype):
+    Families ask for the device of a weight (llama4 sends its tokens to that of its embedding), its dtype (mamba has hidden states
+    cast to that of its head) or a row of it (gemma 4 reads that of the padding token). of: the module whose code goes on with
+    them; None: this one's.
+    """
+
+    def __init__(self, replaced: nn.Module, dtype: torch.dtype, of: nn.Module | None = None):
         super().__init__()
-        self.width, self.dtype = width, dtype
-        self.weight = torch.empty(0, dtype=dtype, device="meta")
+        self._of, self._device = (self if of is None else of,), torch.device("cpu")
+        self._zeros = {name: (each.shape, dtype) for name, each in replaced.named_parameters(recurse=False)}
+        for name in self._zeros:
+            self._of[0]._parameters.pop(name, None)
+        self.move(torch.device("meta"))
 
     def move(self, device: torch.device) -> None:
-        """Move `weight` to the device."""
-        if self.weight.device != device:
-            self.weight = torch.empty(0, dtype=self.dtype, device=device)
+        """Have the zeros on the device."""
+        if self._device != device:
+            self._device = device
+            zeros = {
+                name: torch.zeros((), dtype=dtype, device=device).expand(shape)
+                for name, (shape, dtype) in self._zeros.items()
+            }
+            vars(self._of[0]).update(zeros)
 
 
 class Zeros(StandIn):
     """Stand-in for another stage's embedding: returns zeros [B, T, width] in `dtype` for an input [B, T, ...]."""
 
-    width: int
+    def __init__(self, replaced: nn.Embedding, dtype: torch.dtype):
+        super().__init__(replaced, dtype)
+        self.width, self.dtype = replaced.embedding_dim, dtype
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # opt's position embedding takes the attention mask first, which is None here, or of another shape.
@@ -272,8 +295,12 @@ class Zeros(StandIn):
 class Resized(StandIn):
     """Stand-in for another stage's linear layer or norm: returns its input [..., D], or zeros [..., width] of another width.
 
-    width: None for a norm; 0 for the head, whose logits then take no memory. weight: [0], of the dtype that models cast to.
+    width: None for a norm; 0 for the head, whose logits then take no memory.
     """
+
+    def __init__(self, replaced: nn.Module, dtype: torch.dtype, width: int | None):
+        super().__init__(replaced, dtype)
+        self.width = width
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.width is None or self.width == x.shape[-1]:
@@ -286,35 +313,46 @@ def hollow_out(model: PreTrainedModel, units: Sequence[Unit], bounds: StageBound
 
     units: the whole model's. dtype: of hidden states.
     """
-    head = model.get_output_embeddings()
+    head, layers = model.get_output_embeddings(), next(unit.root for unit in units if unit.is_layer)
     for path in (path for unit in units if not unit.is_layer and not bounds.owns(unit) for path in unit.modules):
         module = model.get_submodule(path)
-        if any(True for _ in module.parameters(recurse=False)):
-            parent, _, name = path.rpartition(".")
-            model.get_submodule(parent)._modules[name] = _stand_in_for(module, module is head, dtype)
+        if not any(True for _ in module.parameters(recurse=False)):
+            continue
+        if not path or layers.startswith(f"{path}."):
+            module.stand_in = StandIn(module, dtype, of=module)  # zaya scales its embedding in front of its layers
+            continue
+        parent, _, name = path.rpartition(".")
+        model.get_submodule(parent)._modules[name] = _stand_in_for(module, module is head, dtype)
 
 
 def _stand_in_for(module: nn.Module, is_head: bool, dtype: torch.dtype) -> nn.Module:
     if isinstance(module, nn.Embedding) and not is_head:
-        return Zeros(module.embedding_dim, dtype)
-    return Resized(0 if is_head else getattr(module, "out_features", None), dtype)
+        return Zeros(module, dtype)
+    return Resized(module, dtype, 0 if is_head else getattr(module, "out_features", None))
 
 
 def _holder(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def refuse_shared_layers(config: PretrainedConfig, units: Sequence[Unit], ties: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise ModelError where layers share weights (zamba's attention), which stages would have to hold together.
+def refuse_shared_layers(
+    config: PretrainedConfig,
+    units: Sequence[Unit],
+    ties: Mapping[str, tuple[str, ...]],
+    stages: Sequence[StageBounds],
+) -> None:
+    """Raise ModelError where some stages hold weights that layers share (zamba's attention), and others do not: their gradients
+    are summed over the whole pipeline.
 
     units: of the whole model; ties: all names of each parameter."""
-    layers = {unit.root: unit.name for unit in units if unit.is_layer}
-    for names in ties.values():
-        if len(names) == 1:
-            continue
-        sharing = {layer for root, layer in layers.items() for name in names if name.startswith(f"{root}.")}
-        if len(sharing) > 1:
-            raise refuse_split(config, f"{' and '.join(sorted(sharing))} share {names[0]}")
+    for names in (names for names in ties.values() if len(names) > 1 and is_of_layers(units, names)):
+        holding = [int(unit.name.removeprefix("layers.")) for unit in units if unit.is_layer and _meets(unit, names)]
+        counts = [sum(each.start <= layer < each.stop for layer in holding) for each in stages]
+        if 0 in counts and sum(count > 0 for count in counts) > 1:
+            raise ModelError(
+                f"{config.model_type}: layers {holding} share {names[0]}, and of the {len(stages)} stages of the pipeline some"
+                f" have {counts} of them: every stage needs one, or one stage all. Set pipeline.layers so, or lower parallel.pp"
+            )
 
 
 def refuse_following_starts(
@@ -335,6 +373,16 @@ def refuse_following_starts(
         raise ModelError(
             f"{config.model_type}: a pipeline stage cannot begin at layer {found[0]}, which takes {taken}"
             f" from the layer before it: set pipeline.layers so that stages begin at any of {legal}"
+        )
+
+
+def refuse_sliced_values(config: PretrainedConfig, tp: int) -> None:
+    """Raise ModelError for tensor parallelism beside a pipeline whose messages have more than hidden states, `config`'s."""
+    if tp > 1:
+        raise ModelError(
+            f"parallel.pp with parallel.tp={tp}: layers of {config.model_type} models take more than hidden states from earlier"
+            " ones (keys, embeddings of ids), and a border does not know a rank's part of that. Use parallel.tp=1 or"
+            " parallel.pp=1"
         )
 
 

@@ -166,12 +166,18 @@ def _allow_graphs(count: int) -> None:
 def cut_to_stage(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
     """Replace what other pipeline stages compute, and keep the layouts of this stage's parameters, each under its one name.
 
-    A tied embedding that the first and the last stage share is one more replica (law 1), over the axis `embedding`.
+    What stages share is one more replica (law 1): tied embeddings over the axis `embedding`, weights of several layers over `pp`.
     """
     hollow_out(model, plan.units, plan.bounds, plan.compute_dtype)
     shared = find_shared(plan.units, plan.ties, plan.bounds)
-    own = {name: layouts[name] for unit in plan.own_units for name in unit.parameters}
-    return {name: _share(layout) if name in shared else layout for name, layout in own.items()}
+    # A layer that shares weights may be here under its own name for them alone.
+    names = {
+        name: next(each for each in plan.ties[name] if each in layouts)
+        for unit in plan.own_units
+        for name in unit.parameters
+    }
+    own = {name: layouts[there] for name, there in names.items()}
+    return {name: _share(layout, shared[name]) if name in shared else layout for name, layout in own.items()}
 
 
 def quantize_gathers(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:
@@ -253,8 +259,8 @@ TRANSFORMS: tuple[Transform, ...] = (
 )
 
 
-def _share(layout: Layout) -> Layout:
-    return replace(layout, replicated=(*layout.replicated, "embedding"), partial=(*layout.partial, "embedding"))
+def _share(layout: Layout, axis: str) -> Layout:
+    return replace(layout, replicated=(*layout.replicated, axis), partial=(*layout.partial, axis))
 
 
 def parallelize(model: PreTrainedModel, layouts: Layouts, plan: StagePlan) -> Layouts:

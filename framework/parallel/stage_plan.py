@@ -9,6 +9,7 @@ import torch
 
 from framework.comm.communicator import Communicator
 from framework.mesh.token_layout import TokenLayout
+from framework.model.borders import Border
 from framework.model.kept_outputs import Policy
 from framework.model.routers import LoadBalancingLoss, RoutedTokens
 from framework.model.stage import StageBounds, own_units
@@ -39,8 +40,10 @@ class StagePlan:
     """Whether layers attend by Meshwright's attention, not by transformers'."""
     whole_mixers: frozenset[str] = frozenset()
     """Classes of modules that get the tokens of all ranks of `cp`; none where our attention divides them."""
-    streams: tuple[int, ...] = ()
-    """Sizes of the dims of hidden states between a token and its features."""
+    received: Border = ()
+    """The values that the stage before hands on; none on the first."""
+    sent: Border = ()
+    """The values for the next stage; none on the last."""
     load_balancing: LoadBalancingLoss | None = None
     policies: Mapping[str, Policy] = field(default_factory=dict)
     """Activation-checkpointing policy by the unit of a layer."""

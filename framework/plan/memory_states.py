@@ -270,7 +270,7 @@ class StateBytes:
         recipe, kv = self.pipelines.recipe, ranks_per_kv_head(self.pipelines.shape.config, each.tp)
         topology = topology_of(each, kv, recipe.zero.secondary_shard)
         # What embedding and head share two stages have, wherever these lie.
-        sizes = {name: topology.size(name) for name in BUFFER_AXES} | {"embedding": 2}
+        sizes = {name: topology.size(name) for name in (*BUFFER_AXES, "pp")} | {"embedding": 2}
         axes = {name: Communicator(Axis(name, size, 0)) for name, size in sizes.items()}
         # The order of a buffer's groups is that of the whole stage.
         groups = {f"group {number}": group for number, group in enumerate(order)} | dict(unit.local.groups)

@@ -8,7 +8,7 @@ It owns no memory and sends no byte; its model is on meta. What differs between 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil, floor, log10, prod
+from math import ceil, floor, log10
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology
 from framework.model.adapter_targets import add_adapters
+from framework.model.borders import Border
 from framework.model.flops import (
     ModelSize,
     flops_per_token,
@@ -32,9 +33,15 @@ from framework.model.load import build_meta
 from framework.model.logit_map import LogitMap
 from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
 from framework.model.precision import DTYPES
-from framework.model.probe import find_layer_outputs, find_routers_loss, find_streams
+from framework.model.probe import LayerCalls, find_layer_calls, find_routers_loss
 from framework.model.routers import LoadBalancingLoss
-from framework.model.stage import StageBounds, copy_stage, refuse_following_starts, refuse_shared_layers
+from framework.model.stage import (
+    StageBounds,
+    copy_stage,
+    refuse_following_starts,
+    refuse_shared_layers,
+    refuse_sliced_values,
+)
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment
 from framework.optim.qk_rows import QkRows, find_qk_rows
@@ -85,8 +92,8 @@ class Plan:
     pipeline: PipelinePlan
     # Of a layer, in a tuple; 0: a tensor alone. Known only where the model is cut into stages.
     num_outputs: int
-    # Of hidden states between layers, beside their features, where there are stages.
-    streams: tuple[int, ...]
+    # What each stage receives, by its index: nothing the first, and nothing is sent behind the last.
+    borders: tuple[Border, ...]
     # The routers' auxiliary losses; None without one.
     load_balancing: LoadBalancingLoss | None
     # Mixtures of experts, in order.
@@ -104,12 +111,6 @@ class Plan:
     def compute_dtype(self) -> torch.dtype:
         """The dtype of forward and backward."""
         return DTYPES[self.recipe.precision.compute]
-
-    @property
-    def message_width(self) -> int:
-        """Features of a token that one stage sends to the next."""
-        width: int = self.config.get_text_config().hidden_size
-        return width * prod(self.streams)
 
     @cached_property
     def size(self) -> ModelSize:
@@ -264,7 +265,8 @@ class Plan:
             device=device,
             owns_attention=self.stock_attention is None,
             whole_mixers=self.whole_mixers,
-            streams=self.streams,
+            received=self.borders[bounds.index],
+            sent=self.borders[bounds.index + 1],
             load_balancing=self.load_balancing,
             policies=policies,
         )
@@ -316,8 +318,6 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     refuse_unknown_operations(recipe.memory, whole)
     ties = tied_names(whole)
     recipe, logit_map = resolve_chunked_loss(recipe, whole)
-    if derived.pp > 1:
-        refuse_shared_layers(config, units, ties)
     costs = unit_flops(whole, units, derived.context)
     named, times = recipe.pipeline.layers, None
     if isinstance(named, str):
@@ -326,7 +326,12 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     if times is not None:  # what forecasts read as well
         layers = [each.stop - each.start for each in pipeline.stages]
         recipe = replace(recipe, pipeline=replace(recipe.pipeline, layers=layers))
+    refuse_shared_layers(config, units, ties, pipeline.stages)
     refuse_following_starts(config, whole, units, [each.start for each in pipeline.stages[1:]])
+    starts = [each.start for each in pipeline.stages[1:]]
+    calls = find_layer_calls(config, starts, DTYPES[recipe.precision.compute]) if starts else LayerCalls()
+    if not calls.is_plain:
+        refuse_sliced_values(config, derived.tp)
     stock_attention = None if derived.cp > 1 else find_stock_attention(config, recipe)
     if whole_mixers:
         stock_attention = f"{' and '.join(sorted(whole_mixers))} mix tokens, and get those of all ranks of cp"
@@ -343,8 +348,8 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         ties,
         groups,
         pipeline,
-        find_layer_outputs(config) if len(pipeline.stages) > 1 else 0,
-        find_streams(config) if len(pipeline.stages) > 1 else (),
+        calls.num_outputs,
+        ((), *calls.borders.values(), ()),
         load_balancing,
         mixtures,
         logit_map,

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from framework.errors import MeshwrightError
 from framework.mesh.context import ContextSlices
 from framework.model.load import layer_configs
-from framework.model.probe import find_layer_outputs
-from framework.model.stage import StageBounds, refuse_shared_layers
+from framework.model.probe import LayerCalls, find_layer_calls
+from framework.model.stage import StageBounds, refuse_shared_layers, refuse_sliced_values
 from framework.parallel.attention import (
     find_whole,
     probe_causes,
@@ -100,15 +100,17 @@ class ModelRules:
         if c.ep > 1 or self.shape.mixtures:
             check_experts(self.shape.whole, c.ep, self.shape.recipe.model.expert_capacity, c.expert_tp < c.tp)
 
-    @remember("pp", "schedule", "virtual")
+    @remember("pp", "schedule", "virtual", "tp", "context")
     @_as_reason
     def refuse_pp(self, c: Candidate) -> None:
         """Refusal of a number of stages."""
         refuse_dropped_layers(self.shape.config, c.pp, 1)
         if c.pp > 1 or c.virtual > 1:
-            refuse_shared_layers(self.shape.config, self.shape.units, self.shape.ties)
             refuse_few_layers(self.shape.num_layers, self.shape.owners(c.pp, c.schedule, c.virtual))
-            _ = self._layer_outputs
+            stages = self.shape.stages(c.pp, c.schedule, c.virtual, c.context)
+            refuse_shared_layers(self.shape.config, self.shape.units, self.shape.ties, stages)
+            if not self._layer_calls.is_plain:
+                refuse_sliced_values(self.shape.config, c.tp)
 
     @remember("tp", "cp", "ulysses", "context", "sequence")
     @_as_reason
@@ -124,8 +126,8 @@ class ModelRules:
                 refuse_undivided_context(config, ContextSlices(c.context, c.ulysses, c.ring), packs, self._causes)
 
     @cached_property
-    def _layer_outputs(self) -> int:
-        return find_layer_outputs(self.shape.config)
+    def _layer_calls(self) -> LayerCalls:
+        return find_layer_calls(self.shape.config)
 
     @cached_property
     def _causes(self) -> tuple[Any, ...]:

@@ -22,13 +22,14 @@ from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology
 from framework.model.adapter_targets import add_adapters
 from framework.model.adapters import B, find_trained
+from framework.model.borders import message_width
 from framework.model.flops import ModelSize, flops_per_token, measure_model, unit_flops
 from framework.model.load import build_meta, kept_in_fp32, layer_configs
 from framework.model.mixtures import Mixture, find_constants, find_mixtures, refuse_bias_rate
 from framework.model.mup import SAME, find_scales
 from framework.model.precision import DTYPES
-from framework.model.probe import find_streams
-from framework.model.stage import StageBounds, copy_stage, split_stages
+from framework.model.probe import find_layer_calls
+from framework.model.stage import StageBounds, copy_stage, is_of_layers, split_stages
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment, group_parameters, group_trained, optimizer_of
 from framework.optim.matrices import count_flops, find_matrices
@@ -152,9 +153,10 @@ class ModelShape:
         return self.text.hidden_size
 
     @cached_property
-    def streams(self) -> tuple[int, ...]:
-        """Dims of hidden states between tokens and features: so many times as wide is a message between stages."""
-        return find_streams(self.config)
+    def message_width(self) -> int:
+        """Features of a token in a message between stages, of one in the middle of the model."""
+        (border,) = find_layer_calls(self.config, [self.num_layers // 2]).borders.values()
+        return message_width(border)
 
     @cached_property
     def vocabulary(self) -> int:
@@ -230,18 +232,20 @@ class ModelShape:
 
     def stage_units(self, bounds: StageBounds, c: Candidate) -> StageUnits:
         """The units of a stage on a rank of a layout. Raises what the transforms raise for degrees that do not fit."""
+        if self.num_layers < 2 or self._shares_layers:
+            return self._lay_out_alone(c, bounds)
         return self._find_stage_units(c, self.kinds[bounds.start : bounds.stop], bounds.is_first, bounds.is_last)
+
+    def _lay_out_alone(self, c: Candidate, bounds: StageBounds) -> StageUnits:
+        """`stage_units` where no layer is another's equal, because they share weights."""
+        found = self._lay_out(c, bounds)
+        alone = [(each, 1) for name, each in found.items() if name.startswith("layers.")]
+        ends = [each for name, each in found.items() if not name.startswith("layers.")]
+        return StageUnits(tuple(ends), tuple(alone), _order_groups(list(found.values())), tuple(range(len(alone))))
 
     @remember(*DEGREES)
     def _find_stage_units(self, c: Candidate, own: tuple[int, ...], is_first: bool, is_last: bool) -> StageUnits:
         """own: the kinds of its layers."""
-        # A model of one layer or none, or whose layers share weights, which no stage divides.
-        if self.num_layers < 2 or self._shares_layers:
-            found = self._lay_out(c, StageBounds(0, 1, 0, self.num_layers))
-            alone = [(each, 1) for name, each in found.items() if name.startswith("layers.")]
-            ends = [each for name, each in found.items() if not name.startswith("layers.")]
-            order = _order_groups(list(found.values()))
-            return StageUnits(tuple(ends), tuple(alone), order, tuple(range(len(alone))))
         by_kind = {kind: self._layer(kind, c) for kind in dict.fromkeys(own)}
         is_shared = not (is_first and is_last)
         first = self._end("embedding", is_shared, c) if is_first else None
@@ -297,12 +301,7 @@ class ModelShape:
 
     @cached_property
     def _shares_layers(self) -> bool:
-        roots = [unit.root for unit in self.units if unit.is_layer]
-        return any(
-            len({root for root in roots for name in names if name.startswith(f"{root}.")}) > 1
-            for names in self.ties.values()
-            if len(names) > 1
-        )
+        return any(len(names) > 1 and is_of_layers(self.units, names) for names in self.ties.values())
 
     @remember(*DEGREES)
     def _lay_out(self, c: Candidate, bounds: StageBounds) -> Mapping[str, RankUnit]:

@@ -40,7 +40,8 @@ def lay_out_stage(model: PreTrainedModel, plan: StagePlan) -> PlannedStage:
     routers, is_random = None, uses_rng_in_training(model)
     if plan.load_balancing is not None:
         routers = Routers(model, plan.load_balancing, plan.compute_dtype, plan.device, plan.routed_tokens)
-    stage = StageModel(model, plan.own_units, plan.bounds, mask_of(plan.tokens), routers, is_random, plan.streams)
+    borders = plan.received, plan.sent
+    stage = StageModel(model, plan.own_units, plan.bounds, *borders, mask_of(plan.tokens), routers, is_random)
     lifetimes = lifetimes_of(plan.recipe.zero)
     buffers = parameters.plan_buffers(plan.own_units, plan.master_dtype, lifetimes, plan.axes)
     placed = choose_homes(buffers, plan.recipe.memory.offload)

@@ -17,7 +17,6 @@ They are the slowest rank's. A step is a pipeline's actions one after another, t
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 
 from framework.comm.codec import BlockCodec
 from framework.model.loss import is_fused
@@ -324,7 +323,7 @@ class TimeModel:
 
     def _message_s(self, c: Candidate) -> float:
         outside = c.tokens / c.tp if c.sequence else c.tokens
-        width = self.shape.hidden * (prod(self.shape.streams) if c.pp > 1 else 1)
+        width = self.shape.message_width if c.pp > 1 else self.shape.hidden
         return self.cluster.message(outside * width * self.rates.itemsize, self.groups(c)["pp"])
 
     @remember("dp", "cp", "tp", "pp", "ep", "expert_tp", "ulysses", "zero", "shard", "ranks_per_node")

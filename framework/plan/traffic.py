@@ -9,12 +9,14 @@ from torch import nn
 
 from framework.comm.communicator import Communicator
 from framework.mesh.context import ContextSlices
+from framework.model.borders import message_dtype, message_width
 from framework.model.flops import expert_groups, experts_per_token
 from framework.model.kept_outputs import ATTENTION
 from framework.model.mixers import count_channels, count_map, find_mixers
 from framework.model.mixtures import Mixture
 from framework.model.precision import DTYPES
 from framework.optim.muon import group_matrices
+from framework.parallel.pipeline.actions import ActionKind
 from framework.parallel.pipeline.lower import SENDS
 from framework.parallel.zero.plan_buffers import BufferDtypes, BufferPlan
 from framework.plan.context import ContextCost, MixerCost, Passes, attention_shapes
@@ -30,7 +32,10 @@ def measure_traffic(plan: Plan, rank: int) -> dict[str, int]:
     shards`, `to replicas`), updates of Muon on their way to owners and back (`matrices`), hidden states over `tp` and over `pp`,
     keys and values, heads, or recurrent states over `cp`, and over `ep` with equally many tokens for each expert."""
     place, accumulation, activations = plan.topology.index("pp", rank), plan.derived.accumulation, plan.activations
-    messages = sum(action.kind in SENDS for action in plan.pipeline.lowered(accumulation).ranks[place])
+    # Each tells the border that it crosses: a gradient that of its own stage, what goes forward that of the next.
+    sends = (each for each in plan.pipeline.lowered(accumulation).ranks[place] if each.kind in SENDS)
+    crossed = [plan.borders[each.stage + (each.kind is ActionKind.SEND_ACTIVATION)] for each in sends]
+    messages = sum(message_width(border) * message_dtype(border).itemsize for border in crossed)
     layers = [number for bounds in plan.own_stages(rank) for number in range(bounds.start, bounds.stop)]
     costs = context_costs(plan, rank)
     cp = sum(cost.sent(passes_of_layer(plan, each)) for each in layers if costs and (cost := costs[each]) is not None)
@@ -42,7 +47,7 @@ def measure_traffic(plan: Plan, rank: int) -> dict[str, int]:
     return _parameter_traffic(plan.of_rank(rank).buffers, accumulation, reduce_dtype, lambda _, sent: sent) | {
         "matrices": sum(num_bytes for each in matrices for num_bytes in each.bytes_sent.values()),
         "tp": activations.sent_per_layer * accumulation * len(layers),
-        "pp": activations.hidden_bytes * prod(plan.streams) * messages,
+        "pp": prod(plan.token_layout(rank).hidden_shape(1)) * messages,
         "cp": cp * accumulation,
         "ep": sum(sum(sent_over_hops(plan, each)) for each in mixtures_of(plan, rank)) * accumulation,
     }

@@ -18,6 +18,7 @@ from framework.model.hub import find_folder
 from framework.model.initial import build_buffers, draw_adapters, draw_with_ties, set_buffers
 from framework.model.mixtures import ExpertLoad
 from framework.model.peft_folder import read_adapter
+from framework.model.precision import sums_dtype
 from framework.model.units import Unit, set_parameter
 from framework.optim.disk_ring import DiskStates, DiskTensor
 from framework.optim.qk_clip import QkClip
@@ -134,7 +135,11 @@ def assemble(
         tied_copies=find_copies(buffers),
         parameter_index={each.parameter: index for index, each in enumerate(plan.groups)},
         activations=ActivationSpec(
-            tokens, plan.message_width, 0 if auxiliary is None else auxiliary.num_sums, plan.compute_dtype, mesh.device
+            tokens,
+            plan.borders,
+            0 if auxiliary is None else auxiliary.num_sums,
+            sums_dtype(plan.compute_dtype),
+            mesh.device,
         ),
         loss=recipe.loss,
         load=load,

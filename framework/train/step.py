@@ -22,6 +22,7 @@ from framework.parallel.pipeline.execute import ActivationSpec, StageLinks, exec
 from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.buffers import MainGradView, UnitBuffer
+from framework.parallel.zero.gradients import sum_over_stages
 from framework.parallel.zero.plan_buffers import Slot
 from framework.parallel.zero.replicas import BitHash, Hashed, hash_parameters
 from framework.recipe.data_schema import PROBE, LossSettings
@@ -185,6 +186,7 @@ def train_step(
     validation.num_free += len(filling)
     for stage in run.stages.values():
         stage.gradients.finish()
+    sum_over_stages([stage.gradients for stage in run.stages.values()], run.exposed_communication)
     run_alone(run, validation)
     for buffer, copy in run.tied_copies:
         copy.reduced.copy_(buffer.reduced.add_(copy.reduced))

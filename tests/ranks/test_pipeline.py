@@ -19,6 +19,7 @@ from framework.comm.connect import connect
 from framework.comm.p2p import start_receive, start_send
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Topology
+from framework.model.borders import Value
 from framework.parallel.pipeline.actions import Action, ActionKind
 from framework.parallel.pipeline.execute import ActivationSpec, StageLinks
 from framework.parallel.pipeline.lower import lower
@@ -176,7 +177,9 @@ def take_one_by_one(rank: int, world: int, rendezvous: str) -> tuple[float, ...]
     mesh = connect(Topology(pp=world), CPU, rendezvous, rank, timeout_s=20)
     axis, word = mesh.axis("pp"), torch.zeros(1)
     lowered = lower(make_schedule("gpipe", world, 2), unit_costs(world))
-    links = StageLinks(axis, lowered, ActivationSpec(TokenLayout(1, 2, axis.axis), 3, 0, torch.float32, CPU))
+    hidden = Value(((1, (0, 0)),), (0, 1), (3,), torch.float32)
+    spec = ActivationSpec(TokenLayout(1, 2, axis.axis), [(), (hidden,)], 0, torch.float32, CPU)
+    links = StageLinks(axis, lowered, spec)
     taken = []
     if rank == 0:
         receives = [Action(0, ActionKind.RECEIVE_GRADIENT, microbatch) for microbatch in range(2)]

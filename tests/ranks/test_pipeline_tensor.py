@@ -19,6 +19,7 @@ from framework.comm.collectives import all_gather_object
 from framework.comm.connect import connect
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Axis
+from framework.model.borders import Value
 from framework.parallel.pipeline.execute import ActivationSpec
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
@@ -135,7 +136,10 @@ def test_streams_of_later_layers_differ_where_ranks_hold_other_tokens_and_heads(
 
 def test_a_message_has_one_ranks_part_of_the_tokens() -> None:
     layouts = {is_sharded: TokenLayout(3, 9, Axis("tp", 2, 0), is_sharded) for is_sharded in (False, True)}
-    buffers = {key: ActivationSpec(tokens, 32, 0, torch.float64, CPU).make_buffers() for key, tokens in layouts.items()}
+    border = (Value(((1, (0, 0)),), (0, 1), (32,), torch.float64),)
+    buffers = {
+        key: ActivationSpec(x, [(), border], 0, torch.float64, CPU).make_buffers(1) for key, x in layouts.items()
+    }
     assert {key: [each.shape for each in found] for key, found in buffers.items()} == {
         False: [(3, 9, 32)],
         True: [(3, 5, 32)],

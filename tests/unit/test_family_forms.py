@@ -9,7 +9,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from framework.errors import ModelError
 from framework.model.load import build_meta
-from framework.model.probe import find_layer_outputs
+from framework.model.probe import find_layer_calls
 from framework.model.shrink import shrink
 from framework.model.stage import PassThrough, refuse_following_starts
 from framework.model.units import find_layers, find_units
@@ -57,7 +57,7 @@ def test_a_stand_in_has_its_layers_words_and_as_many_values() -> None:
 
 @pytest.mark.parametrize(("model_type", "outputs"), [("mamba", 0), ("nemotron_h", 0), ("glm_moe_dsa", 2)])
 def test_families_whose_models_look_at_other_stages_modules_are_cut(model_type: str, outputs: int) -> None:
-    assert find_layer_outputs(AutoConfig.for_model(model_type)) == outputs
+    assert find_layer_calls(AutoConfig.for_model(model_type)).num_outputs == outputs
 
 
 def test_no_stage_begins_with_a_layer_that_takes_anothers_keys() -> None:

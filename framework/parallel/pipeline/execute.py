@@ -3,9 +3,9 @@
 Between the forward and the backward of a microbatch only the autograd graph lives. What a stage computed is sent and dropped;
 what it received is kept by the graph where backward needs it. Two stages on one rank hand tensors over without a message.
 
-Tensors between stages, [B, T, D] in compute dtype with T the tokens that this rank holds of each sequence:
+Tensors between stages, [B, T, W] with T the tokens that this rank holds of each sequence (`model/borders.py`):
 
-    forward    hidden states, from stage s to s + 1; with a load-balancing loss also the sums of the routers, [2E + 1]
+    forward    the values of a border, from stage s to s + 1; with a load-balancing loss also the sums of the routers, [2E + 1]
     backward   the gradients of the same tensors, from stage s + 1 to s
 
 Only the axis `pp` communicates here. What ZeRO and tensor parallelism send is inside the stages' own methods.
@@ -26,7 +26,7 @@ from framework.comm.algorithms import Pending
 from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange_apart
 from framework.mesh.token_layout import TokenLayout
-from framework.model.precision import sums_dtype
+from framework.model.borders import Border, message_dtype, message_width
 from framework.parallel.pipeline.actions import COMPUTE, Action, ActionKind
 from framework.parallel.pipeline.lower import FORWARDS, RECEIVES, SENDS, Lowered, StageMessage
 from framework.parallel.pipeline.simulate import Timed
@@ -74,22 +74,25 @@ class StageActions(Protocol):
 class ActivationSpec:
     """Shapes and dtypes of what stages exchange for a microbatch; all microbatches have the same.
 
-    Hidden states [B, T, width] in `dtype`, T the tokens that this rank holds of each sequence, and, if there is a load-balancing
-    loss, the sums of the routers [num_sums] in at least fp32.
+    The values of a border [B, T, W], T the tokens that this rank holds of each sequence, and, if there is a load-balancing loss,
+    the sums of the routers [num_sums] in `sums_dtype`. borders: in front of each stage.
     """
 
     tokens: TokenLayout
-    width: int
+    borders: Sequence[Border]
     num_sums: int
-    dtype: torch.dtype
+    sums_dtype: torch.dtype
     device: torch.device
 
-    def make_buffers(self) -> Tensors:
-        """Uninitialised tensors on `device` into which one microbatch's message is received: [B, T, width], [num_sums]."""
-        hidden = torch.empty(self.tokens.hidden_shape(self.width), dtype=self.dtype, device=self.device)
+    def make_buffers(self, stage: int) -> Tensors:
+        """Uninitialised tensors on `device` into which a message over the border in front of a stage is received: [B, T, W],
+        [num_sums]."""
+        border = self.borders[stage]
+        shape = self.tokens.hidden_shape(message_width(border))
+        values = torch.empty(shape, dtype=message_dtype(border), device=self.device)
         if not self.num_sums:
-            return (hidden,)
-        return hidden, torch.empty(self.num_sums, dtype=sums_dtype(self.dtype), device=self.device)
+            return (values,)
+        return values, torch.empty(self.num_sums, dtype=self.sums_dtype, device=self.device)
 
 
 class StageLinks:
@@ -130,7 +133,9 @@ class StageLinks:
             if action.kind in SENDS:
                 sends += [(each, message.target) for each in outputs.pop(action)]
             else:
-                places[action] = self._hidden.make_buffers()
+                # A gradient comes over the border behind the stage that waits for it.
+                is_behind = action.kind is ActionKind.RECEIVE_GRADIENT
+                places[action] = self._hidden.make_buffers(action.stage + is_behind)
                 receives += [(each, message.source) for each in places[action]]
         sent, received = exchange_apart(sends, receives, self._axis, " ".join(map(str, actions)))
         self._leaving += [(self._lowered.messages[action], sent) for action in actions if action.kind in SENDS]

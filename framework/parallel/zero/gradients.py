@@ -22,6 +22,8 @@ from torch import Tensor
 
 from framework.comm.algorithms import ExposedCommunication, Pending
 from framework.comm.collectives import start_all_reduce, start_reduce_scatter
+from framework.comm.communicator import Communicator
+from framework.mesh.topology import SHARING_AXES
 from framework.parallel.zero.buffers import DeferredGradients, GradientState, MainGradView, UnitBuffer
 from framework.parallel.zero.plan_buffers import Slot
 from framework.parallel.zero.unit_buckets import find_unit_buckets
@@ -70,6 +72,7 @@ class GradientSync:
         self._reductions: deque[Reduction] = deque()
         # The sum under way of each buffer, and those that follow it.
         self._replica_sums: list[tuple[Pending, Iterator[Pending], UnitBuffer]] = []
+        self._shared: list[UnitBuffer] = []
         for _, _, grad_view in self.grad_views:
             # Weak: Python's collector does not see what autograd's hooks hold. A cycle through one would keep the run for
             # ever, with its memory and the threads of its process groups.
@@ -125,7 +128,7 @@ class GradientSync:
                 self._reduce(buffer)
 
     def finish(self) -> None:
-        """Wait until `reduced` of every buffer holds the sum over all microbatches and ranks."""
+        """Wait until `reduced` of every buffer holds the sum over all microbatches and the ranks of its stage."""
         self.wait_for_reductions()
         while self._replica_sums:
             # All units' sums over one axis are waited for together, then all are sent over the next: one after the other
@@ -232,8 +235,23 @@ class GradientSync:
         pending = next(sums, None)
         if pending is not None:
             self._replica_sums.append((pending, sums, buffer))
+        elif _sharing_axis(buffer) is not None:
+            self._shared.append(buffer)
         else:
             buffer.start_delivery()
+
+    def start_shared(self, buffer: UnitBuffer) -> Pending:
+        """Start the sum of a buffer over the stages that share its parameters, [numel_owned]."""
+        axis = _sharing_axis(buffer)
+        assert axis is not None, f"{buffer.unit} is shared with no other stage"
+        wire = buffer.plan.dtypes.reduce_wire(axis, self.reduce_dtype)
+        # By a name that all stages know, whose units have others.
+        return start_all_reduce(buffer.reduced, axis, label=f"gradient of {buffer.slots[0].name}", wire=wire)
+
+    def take_shared(self) -> list[UnitBuffer]:
+        """The buffers that `sum_over_stages` has yet to sum."""
+        shared, self._shared = self._shared, []
+        return shared
 
     def _sum_replicas(self, buffer: UnitBuffer) -> Iterator[Pending]:
         """The sums that a part still needs, [numel_part] to [numel_owned], one after the other: each reads what the one before
@@ -242,13 +260,26 @@ class GradientSync:
         wire = partial(buffer.plan.dtypes.reduce_wire, reduce_dtype=self.reduce_dtype)
         if axes.update.size > 1:
             yield start_reduce_scatter(buffer.reduced, buffer.summed, axes.update, label, wire(axes.update))
-        for axis in (axis for axis in axes.partial if axis.size > 1):
-            if axis.name == "embedding":
-                # Not before `finish`, behind all messages of the pipeline: over NCCL these may share its communicator, which
-                # runs operations in turn, and the first stage waits for a gradient that would be queued behind this sum.
-                yield Pending()
-                label = f"gradient of {buffer.slots[0].name}"  # both stages', whose units have other names
+        for axis in (axis for axis in axes.partial if axis.size > 1 and axis.name not in SHARING_AXES):
             yield start_all_reduce(buffer.reduced, axis, label=label, wire=wire(axis))
+
+
+def _sharing_axis(buffer: UnitBuffer) -> Communicator | None:
+    """The axis over whose ranks stages share the buffer's parameters; None where there is none."""
+    return next((axis for axis in buffer.plan.axes.partial if axis.size > 1 and axis.name in SHARING_AXES), None)
+
+
+def sum_over_stages(stages: Sequence[GradientSync], exposed: ExposedCommunication) -> None:
+    """Sum the gradients of what stages share, when all of this rank's are finished.
+
+    Behind all messages of the pipeline: over NCCL these may share a communicator, which runs operations in turn, and the first
+    stage waits for a gradient that would be queued behind a sum. By name, because stages come to what they share in other orders.
+    """
+    shared = [(buffer, stage) for stage in stages for buffer in stage.take_shared()]
+    shared.sort(key=lambda each: each[0].slots[0].name)
+    exposed.wait([stage.start_shared(buffer) for buffer, stage in shared])
+    for buffer, _ in shared:
+        buffer.start_delivery()
 
 
 def _clear_padding(buffer: UnitBuffer) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
+from framework.mesh.topology import SHARING_AXES
 from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.recipe.schema import Offload
@@ -53,8 +54,8 @@ def _choose_units(buffers: Sequence[BufferPlan], fraction: float, size: Callable
 
 
 def is_shared(buffer: BufferPlan) -> bool:
-    """Whether another stage has a parameter of the buffer: a tied embedding."""
-    return any("embedding" in slot.layout.replicated for slot in buffer.slots)
+    """Whether another stage has a parameter of the buffer: a tied one."""
+    return any(axis in slot.layout.replicated for slot in buffer.slots for axis in SHARING_AXES)
 
 
 def _place(buffer: BufferPlan, updated: Home, unsharded: Home) -> BufferPlan:
