@@ -17,6 +17,7 @@ from framework.model.precision import DTYPES
 from framework.optim.muon import group_matrices
 from framework.parallel.pipeline.lower import SENDS
 from framework.parallel.zero.plan_buffers import BufferDtypes, BufferPlan
+from framework.plan.borders import find_borders
 from framework.plan.context import ContextCost, MixerCost, Passes, attention_shapes
 from framework.plan.plan import Plan, unconnected
 from framework.plan.policies import count_forwards, spell
@@ -41,7 +42,7 @@ def measure_traffic(plan: Plan, rank: int) -> dict[str, int]:
     reduce_dtype = DTYPES[plan.recipe.precision.reduce]
     return _parameter_traffic(plan.of_rank(rank).buffers, accumulation, reduce_dtype, lambda _, sent: sent) | {
         "matrices": sum(num_bytes for each in matrices for num_bytes in each.bytes_sent.values()),
-        "tp": activations.sent_per_layer * accumulation * len(layers),
+        "tp": sum(border_bytes(plan)[number] for number in layers) * accumulation,
         "pp": activations.hidden_bytes * prod(plan.streams) * messages,
         "cp": cp * accumulation,
         "ep": sum(expert_traffic(plan, each) for each in mixtures_of(plan, rank)) * accumulation,
@@ -102,6 +103,16 @@ def _parameter_traffic(
         "reductions to shards": reductions,
         "to replicas": replicas,
     }
+
+
+def border_bytes(plan: Plan) -> list[int]:
+    """Bytes that a rank sends over tp for each layer of the model and microbatch."""
+    activations, tp = plan.activations, plan.derived.tp
+    if tp == 1:
+        return [0] * sum(unit.is_layer for unit in plan.units)
+    slices_experts = plan.topology.size("expert_tp") == tp
+    borders = find_borders(plan.whole, plan.units, plan.recipe.model.tp_plan, tp, slices_experts)
+    return [each.sent(activations.tokens, activations.width, activations.itemsize) for each in borders]
 
 
 def context_costs(plan: Plan, rank: int) -> list[ContextCost | None]:
