@@ -252,19 +252,20 @@ def read_results(results: Path) -> dict[str, dict[str, tuple[str, str]]]:
 def write_table(results: Path, page: Path) -> None:
     """Write the table of families and layouts between the marks of a page."""
     found, reasons = read_results(results), dict[str, int]()
+    layouts = [name for name in TABLE_LAYOUTS if any(name in row for row in found.values())]
     rows = []
     for family in sorted(found):
-        cells = [shorten(found[family].get(name, ("not run", ""))[0], reasons) for name in TABLE_LAYOUTS]
+        cells = [shorten(found[family].get(name, ("not run", ""))[0], reasons) for name in layouts]
         rows.append(f"| {family} | {' | '.join(cells)} |")
-    counts = [sum(row.get(name, ("",))[0].startswith("equal") for row in found.values()) for name in TABLE_LAYOUTS]
+    counts = [sum(row.get(name, ("",))[0].startswith("equal") for row in found.values()) for name in layouts]
     dates = sorted({date for row in found.values() for _, date in row.values()})
     notes = [f"{number}. {reason}" for reason, number in reasons.items()]
-    equal = ", ".join(f"{name} {number}" for name, number in zip(TABLE_LAYOUTS, counts, strict=True))
+    equal = ", ".join(f"{name} {number}" for name, number in zip(layouts, counts, strict=True))
     head = [
         f"transformers {transformers.__version__}, {dates[0]} to {dates[-1]}; equal: {equal}",
         "",
-        f"| family | {' | '.join(TABLE_LAYOUTS)} |",
-        f"|---{'|---' * len(TABLE_LAYOUTS)}|",
+        f"| family | {' | '.join(layouts)} |",
+        f"|---{'|---' * len(layouts)}|",
     ]
     before, _, rest = page.read_text().partition(TABLE_MARKS[0])
     behind = rest.partition(TABLE_MARKS[1])[2]

@@ -1,4 +1,4 @@
-"""Activations of a decoder layer, in closed form: what it keeps for backward, and what it sends over `tp`.
+"""Activations of a decoder layer, in closed form: what it keeps for backward.
 
 Korthikanti et al. 2022 count 34 sbh bytes for GPT's layer in 16 bits, of which tensor and sequence parallelism leave 1/t. The
 layer that most models have now keeps other tensors. For T tokens on t ranks, of which each holds T' outside of attention and mlp
@@ -218,20 +218,6 @@ class Activations:
 
     def _offloaded_layers(self, stage: StageBounds) -> tuple[bool, ...]:
         return choose_offloaded(self.memory.offload.activations, stage.stop - stage.start)
-
-    @property
-    def sent_per_layer(self) -> int:
-        """Bytes that a rank sends over `tp` for one layer.
-
-        With A bytes of hidden states and n ranks, each of two regions (attention and mlp) moves 2 (n-1)/n A in forward and again
-        in backward: an all-reduce, or with parallel.sequence a gather and a reduce-scatter, which are the same bytes. A mixture
-        whose experts are whole is no region: with parallel.sequence it moves none, without it (n-1)/n A, as a gather of results
-        and of gradients.
-        """
-        n, regions = self.tokens.tp.size, 2.0
-        if not self._slices_experts:
-            regions = 1.0 if self.tokens.num_parts > 1 else 1.5
-        return int(regions * 2 * 2 * (n - 1) * self._num_tokens * self.width * self.itemsize) // n
 
     @cached_property
     def _num_tokens(self) -> int:

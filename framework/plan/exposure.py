@@ -77,7 +77,7 @@ class LayerMessages:
         if c.tp == 1:
             return NOTHING
         is_whole = layer.experts is not None and c.expert_tp < c.tp
-        regions = 1 if is_whole else 2
+        regions = layer.regions_beside if is_whole else layer.regions
         num_bytes = c.tokens * layer.hidden * rates.itemsize
         is_again = c.checkpointing != "none"
         under_gradients = 0.0 if c.splits_backward else profile.hides_tp_gradient * work.column
@@ -86,7 +86,7 @@ class LayerMessages:
             # Whole experts of tokens that all ranks hold: each routes an interval, and results and gradients are gathered.
             joined = seconds("all_gather", num_bytes, group) if is_whole else 0.0
             late, hidden = hide(regions * reduce_s, under_gradients)
-            again = (regions - 1) * reduce_s + joined if is_again else 0.0
+            again = max(regions - 1, 0) * reduce_s + joined if is_again else 0.0
             return Exposure(regions * reduce_s + joined, late + joined + again, hidden)
         gather = seconds("all_gather", num_bytes, group)
         scatter = seconds("reduce_scatter", num_bytes, group)
@@ -96,7 +96,7 @@ class LayerMessages:
         leave, hidden_out = hide(regions * scatter, share * work.row_forward)
         leave_back, hidden_back = hide(regions * gather, share * work.row_forward)
         enter_back, hidden_sum = hide(regions * scatter, under_gradients)
-        again = enter + leave * (regions - 1) / regions if is_again else 0.0
+        again = enter + leave * max(regions - 1, 0) / max(regions, 1) if is_again else 0.0
         if self.settings.memory.gathered_inputs == "regather":
             again += regions * gather
         hidden = hidden_in + hidden_out + hidden_back + hidden_sum

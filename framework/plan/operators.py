@@ -13,8 +13,9 @@ parallelism); R rows in a rank's experts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -29,9 +30,11 @@ from framework.plan.candidate import Candidate, remember
 from framework.plan.context import AttentionShape, attention_shapes
 from framework.plan.layer_widths import MixtureWidths, read_mixture
 from framework.plan.profile import ATTENTION_BACKWARD, BACKWARD_PASSES, Rates
+from framework.plan.tensor_messages import find_tensor_messages
 
 # Below this share of a layer's FLOPs, FLOPs without shapes (a router) are not reported.
 NEGLIGIBLE = 0.02
+NO_PLAN: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,11 @@ class LayerOperators:
     flops: float
     known: float
     is_recurrent: bool = False
+    regions: int = 2
+    """Regions of tensor parallelism with slices of experts."""
+
+    regions_beside: int = 1
+    """The same with whole experts."""
 
     @property
     def estimated(self) -> float:
@@ -103,17 +111,21 @@ class ModelOperators:
         return sum(each.estimated * each.flops for each in self.layers) / total if total else 0.0
 
 
-def read_operators(model: PreTrainedModel, units: Sequence[Unit], context: int) -> ModelOperators:
-    """The operators of a model on meta. context: tokens of a sequence."""
+def read_operators(
+    model: PreTrainedModel, units: Sequence[Unit], context: int, tp_plan: Mapping[str, str] = NO_PLAN
+) -> ModelOperators:
+    """The operators of a model on meta. context: tokens of a sequence; tp_plan: the recipe's."""
     config = model.config.get_text_config()
     flops = unit_flops(model, units, context)
     shapes = attention_shapes(config, 1, context)
     roles = _roles(config)
+    sliced, whole = (find_tensor_messages(model, units, tp_plan, 2, slices_experts) for slices_experts in (True, False))
     seen: dict[LayerOperators, LayerOperators] = {}
     layers = []
     for number, unit in enumerate(each for each in units if each.is_layer):
         shape = shapes[number] if number < len(shapes) else None
         layer = _read_layer(model.get_submodule(unit.root), config, roles, shape, flops[unit.name])
+        layer = replace(layer, regions=sliced[number].regions, regions_beside=whole[number].regions)
         layers.append(seen.setdefault(layer, layer))
     head = model.get_output_embeddings()
     return ModelOperators(

@@ -29,6 +29,7 @@ from framework.plan.traffic import (
     measure_traffic,
     mixtures_of,
     sent_over_hops,
+    tensor_bytes,
 )
 from framework.recipe.data_schema import LossSettings
 from framework.recipe.derive import compiles, find_compile_obstacle
@@ -152,7 +153,6 @@ def save_schedule(path: Path, pipeline: PipelinePlan, num_microbatches: int, tit
 
 def _describe_activations(plan: Plan) -> str:
     """A layer's activations by the formulas of `activations`."""
-    sent = plan.activations.sent_per_layer
     if plan.activations.layer is None:
         words = [
             f"is taken to keep {ESTIMATED_VALUES} hidden values of each token for backward: no formula for its form"
@@ -167,11 +167,13 @@ def _describe_activations(plan: Plan) -> str:
     if plan.derived.cp > 1:
         words.append(f"of {plan.context_slices(0).tokens_local:,} of the {plan.derived.context:,} tokens of a sequence")
     if plan.derived.tp > 1:
-        words.append(f"sends {show_exactly(sent)} per microbatch over tp, forward and backward")
+        sent = tensor_bytes(plan)
+        least, most = min(sent), max(sent)
+        each = show_exactly(most) if least == most else f"{show_exactly(least)} to {show_exactly(most)}"
+        words.append(f"sends {each} per microbatch over tp, forward and backward")
         nodes = place(plan.derived).nodes_spanned("tp")
         if nodes > 1:
-            num_layers = plan.config.get_text_config().num_hidden_layers
-            a_step = sent * plan.derived.accumulation * num_layers // plan.derived.pp
+            a_step = sum(sent) * plan.derived.accumulation // plan.derived.pp
             words.append(f"between {nodes} nodes: {show_exactly(a_step)} a step over their network")
     offloaded = [plan.activations.offloaded_bytes(stage) for stage in plan.pipeline.stages]
     if any(offloaded):

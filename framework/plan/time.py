@@ -341,7 +341,7 @@ class TimeModel:
     @remember()
     def times(self, context: int) -> LayerTimes:
         """Seconds of units, with sequences of `context` tokens."""
-        operators = read_operators(self.shape.whole, self.shape.units, context)
+        operators = read_operators(self.shape.whole, self.shape.units, context, self.settings.model.tp_plan)
         return LayerTimes(
             operators, self.rates, frozenset(self.settings.memory.kept_operations), self._document(context)
         )

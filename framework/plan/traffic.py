@@ -22,6 +22,7 @@ from framework.parallel.zero.plan_buffers import BufferDtypes, BufferPlan
 from framework.plan.context import ContextCost, MixerCost, Passes, attention_shapes
 from framework.plan.plan import Plan, unconnected
 from framework.plan.policies import count_forwards, spell
+from framework.plan.tensor_messages import find_tensor_messages
 from framework.plan.token_hops import Router, TokenHops
 
 META = torch.device("meta")
@@ -31,7 +32,7 @@ def measure_traffic(plan: Plan, rank: int) -> dict[str, int]:
     """Bytes that the rank sends in a step: parameters (`gathers`, those of ZeRO's second copy apart), gradients (`reductions to
     shards`, `to replicas`), updates of Muon on their way to owners and back (`matrices`), hidden states over `tp` and over `pp`,
     keys and values, heads, or recurrent states over `cp`, and over `ep` with equally many tokens for each expert."""
-    place, accumulation, activations = plan.topology.index("pp", rank), plan.derived.accumulation, plan.activations
+    place, accumulation = plan.topology.index("pp", rank), plan.derived.accumulation
     # Each tells the border that it crosses: a gradient that of its own stage, what goes forward that of the next.
     sends = (each for each in plan.pipeline.lowered(accumulation).ranks[place] if each.kind in SENDS)
     crossed = [plan.borders[each.stage + (each.kind is ActionKind.SEND_ACTIVATION)] for each in sends]
@@ -46,7 +47,7 @@ def measure_traffic(plan: Plan, rank: int) -> dict[str, int]:
     reduce_dtype = DTYPES[plan.recipe.precision.reduce]
     return _parameter_traffic(plan.of_rank(rank).buffers, accumulation, reduce_dtype, lambda _, sent: sent) | {
         "matrices": sum(num_bytes for each in matrices for num_bytes in each.bytes_sent.values()),
-        "tp": activations.sent_per_layer * accumulation * len(layers),
+        "tp": sum(tensor_bytes(plan)[number] for number in layers) * accumulation,
         "pp": prod(plan.token_layout(rank).hidden_shape(1)) * messages,
         "cp": cp * accumulation,
         "ep": sum(sum(sent_over_hops(plan, each)) for each in mixtures_of(plan, rank)) * accumulation,
@@ -107,6 +108,16 @@ def _parameter_traffic(
         "reductions to shards": reductions,
         "to replicas": replicas,
     }
+
+
+def tensor_bytes(plan: Plan) -> list[int]:
+    """Bytes that a rank sends over tp for each layer of the model and microbatch."""
+    activations, tp = plan.activations, plan.derived.tp
+    if tp == 1:
+        return [0] * sum(unit.is_layer for unit in plan.units)
+    slices_experts = plan.topology.size("expert_tp") == tp
+    borders = find_tensor_messages(plan.whole, plan.units, plan.recipe.model.tp_plan, tp, slices_experts)
+    return [each.sent(activations.tokens, activations.width, activations.itemsize) for each in borders]
 
 
 def context_costs(plan: Plan, rank: int) -> list[ContextCost | None]:

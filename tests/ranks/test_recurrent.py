@@ -25,6 +25,7 @@ from framework.recipe.derive import context_degrees, has_tokens_everywhere
 from framework.recipe.schema import Zero
 from framework.train.build import build
 from framework.train.step import train_step
+from framework.verify.evidence import keep_double
 from framework.verify.layout import share
 from tests.families import RECURRENT, build_config
 from tests.grid import few_of
@@ -221,16 +222,19 @@ def test_bytes_of_windows_and_states_do_not_grow_with_the_sequence(pool: RankPoo
     assert all(sent == planned > 0 for of_rank in short for sent, planned in of_rank.values())
 
 
-def count_sent(rank: int, world: int, rendezvous: str, ways: list[Way]) -> list[int]:
-    """Body: bytes that a step sends over cp."""
+def count_sent(
+    rank: int, world: int, rendezvous: str, ways: list[Way], axes: tuple[str, ...] = ("ulysses", "ring", "cp")
+) -> list[int]:
+    """Body: bytes that a step sends over axes, by default those of cp."""
     found = []
     for number, way in enumerate(ways):
         case = way.case()
         mesh = connect(topology_of(way.recipe, case.config), CPU, f"{rendezvous}-{number}", rank)
         run = build(make_plan(way.recipe, case.config), mesh)
         microbatches = share(case.batches()[0], way.recipe.batch.sequences_per_microbatch, mesh)
-        train_step(run, microbatches, 0, 1e-3)
-        found.append(sum(sum(mesh.axis(name).traffic.bytes.values()) for name in ("ulysses", "ring", "cp")))
+        with keep_double(torch.float64):
+            train_step(run, microbatches, 0, 1e-3)
+        found.append(sum(sum(mesh.axis(name).traffic.bytes.values()) for name in axes))
         mesh.close()
     return found
 
@@ -244,3 +248,29 @@ def test_a_step_sends_what_was_planned(pool: RankPool) -> None:
     for rank, found in enumerate(pool.run(2, count_sent, ways)):
         plans = [make_plan(way.recipe, way.case().config) for way in ways]
         assert found == [measure_traffic(plan, rank)["cp"] for plan in plans]
+
+
+# A gated norm and B, C of one group (bamba), a sum within a mixer (mamba), mixers beside attention, layers of one region, norms
+# over all heads; llama, whose layers have two regions and nothing else, tells what embedding, head and loss send.
+BORDERS = ("mamba", "bamba", "falcon_h1", "nemotron_h", "jamba", "olmo_hybrid", "qwen3_5_text", "kimi_linear", "lfm2")
+
+
+@pytest.mark.parametrize("names", few_of([(BORDERS[:3],), (BORDERS[3:],)], lambda names: "mamba" in names))
+def test_a_step_sends_over_tp_what_was_planned(pool: RankPool, names: tuple[str, ...]) -> None:
+    """The difference between two lengths, so that gradients drop out; with tokens divided and not."""
+    ways = [
+        [Way(name, tp=2, sequence=sequence, context=context) for sequence in (True, False) for context in (16, 24)]
+        for name in ("llama", *names)
+    ]
+    of_ranks = pool.run(2, count_sent, [way for each in ways for way in each], ("tp",), timeout_s=300)
+    for rank, found in enumerate(of_ranks):
+        sent = [
+            [found[place + 1] - found[place], found[place + 3] - found[place + 2]] for place in range(0, len(found), 4)
+        ]
+        planned = [
+            [measure_traffic(make_plan(way.recipe, way.case().config), rank)["tp"] for way in each] for each in ways
+        ]
+        grown = [[each[1] - each[0], each[3] - each[2]] for each in planned]
+        ends = [one - other for one, other in zip(sent[0], grown[0], strict=True)]
+        beside = [[one - other for one, other in zip(*each, strict=True)] for each in zip(sent, grown, strict=True)]
+        assert dict(zip(names, beside[1:], strict=True)) == dict.fromkeys(names, ends)
