@@ -36,6 +36,7 @@ from framework.plan.forecast import MemoryForecast  # noqa: E402
 from framework.plan.page_charts import KINDS  # noqa: E402
 from framework.plan.plan import Plan, make_plan  # noqa: E402
 from framework.plan.time import TimeModel  # noqa: E402
+from framework.plan.traffic import tensor_bytes
 from framework.recipe.compose import compose  # noqa: E402
 
 FIGURES = REPOSITORY / "docs" / "figures"
@@ -152,7 +153,7 @@ def tensor() -> dict[str, Any]:
         time = times_of(plan).forecast(plan.candidate)
         degrees[degree] = {
             "weights": weights,
-            "sent_mib": round(plan.activations.sent_per_layer / MIB),
+            "sent_mib": round(tensor_bytes(plan)[0] / MIB),
             "step_ms": round(time.step_s * 1e3, 1),
             "tp_ms": round(time.parts["tp"] * 1e3, 1),
         }

@@ -116,8 +116,8 @@ def tensor_bytes(plan: Plan) -> list[int]:
     if tp == 1:
         return [0] * sum(unit.is_layer for unit in plan.units)
     slices_experts = plan.topology.size("expert_tp") == tp
-    borders = find_tensor_messages(plan.whole, plan.units, plan.recipe.model.tp_plan, tp, slices_experts)
-    return [each.sent(activations.tokens, activations.width, activations.itemsize) for each in borders]
+    messages = find_tensor_messages(plan.whole, plan.units, plan.recipe.model.tp_plan, tp, slices_experts)
+    return [each.sent(activations.tokens, activations.width, activations.itemsize) for each in messages]
 
 
 def context_costs(plan: Plan, rank: int) -> list[ContextCost | None]:
