@@ -181,7 +181,7 @@ def share_messages(buffers: Sequence[UnitBuffer]) -> list[list[UnitBuffer]]:
     messages: dict[Hashable, list[UnitBuffer]] = {}
     for buffer in buffers:
         plan = buffer.plan
-        key = (_find_source(buffer)[1], plan.dtypes.compute) if plan.is_sent_as_held and not plan.is_whole else buffer
+        key = (_find_source(buffer)[1], plan.dtypes.compute) if plan.may_be_packed else buffer
         messages.setdefault(key, []).append(buffer)
     return list(messages.values())
 

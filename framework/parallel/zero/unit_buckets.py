@@ -9,12 +9,9 @@ here units keep their buffers, so that nothing changes in what a rank owns: only
 import math
 from collections.abc import Container, Sequence
 
-from framework.parallel.zero.plan_buffers import BufferPlan
+from framework.parallel.zero.plan_buffers import SMALL_BYTES, BufferPlan
 
-# What travels with others is copied into a message and out of it again, which costs as much as the message that it saves where a
-# unit has 0.4 MiB: layers of 0.75 MiB, two in a bucket of 2 MiB, took 1.08 of the time by themselves (two cores of an AMD EPYC,
-# 2026-11-24). Where messages cost more than copies, as between GPUs, a recipe asks for larger buckets.
-SMALL_BYTES, LEAST_UNITS = 2**18, 8
+LEAST_UNITS = 8
 
 
 def largest_shared(bucket_bytes: int) -> int:
