@@ -112,7 +112,7 @@ def test_the_average_of_the_weights_has_scores_of_its_own(folder: Path, capfd: p
     assert {"sums/acc", "average/sums/acc", "average/words/word_perplexity"} <= scores[4].keys()
     assert cli.main(["export", "mine", "--to", "mean", "--average"]) == EXIT_DONE
     context = compose(tiny_run.RECIPE).require().batch.context
-    layout = ["--tasks", "words.txt", "--json", "found.json", f"batch.context={context}", "precision=fp32"]
+    layout = ["--tasks", "words.txt", "--json", "found.json", f"batch.context={context}", "precision.compute=fp32"]
     assert cli.main(["evaluate", "mean", *layout]) == EXIT_DONE, capfd.readouterr().err
     found = json.loads(Path("found.json").read_text())["scores"]["words/word_perplexity"]
     assert scores[4]["average/words/word_perplexity"] == pytest.approx(found, rel=1e-5)
