@@ -27,28 +27,31 @@ Say = Callable[[str], None]
 
 
 class ShardTokens:
-    """The elements of shards, one behind the other. A slice is a copy: [n] of `dtype`."""
+    """The elements of shards, one behind the other. A slice is a copy: [n] of `dtype`. starts: of each shard, and the end."""
 
     def __init__(self, dtype: np.dtype) -> None:
-        self.dtype, self._parts, self._starts = dtype, list[np.ndarray](), [0]
+        self.dtype, self._parts, self.starts = dtype, list[np.ndarray](), [0]
 
     def add(self, part: np.ndarray) -> None:
         self._parts.append(part)
-        self._starts.append(self._starts[-1] + len(part))
+        self.starts.append(self.starts[-1] + len(part))
+
+    def find(self, start: int, stop: int) -> range:
+        """The shards that have elements [start, stop)."""
+        return range(bisect_right(self.starts, start) - 1, bisect_right(self.starts, stop - 1))
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return self.starts[-1]
 
     def __getitem__(self, index: slice) -> np.ndarray:
         start, stop, _ = index.indices(len(self))
-        first, last = bisect_right(self._starts, start) - 1, bisect_right(self._starts, stop - 1)
-        shards = range(first, last) if start < stop else ()
-        parts = [self._parts[each][max(0, start - self._starts[each]) : stop - self._starts[each]] for each in shards]
+        shards = self.find(start, stop) if start < stop else ()
+        parts = [self._parts[each][max(0, start - self.starts[each]) : stop - self.starts[each]] for each in shards]
         return np.concatenate([np.empty(0, self.dtype), *parts])
 
 
 class GrowingStream(TokenStream):
-    """A split of the first `num_shards` shards of a store."""
+    """A split of the first `num_shards` shards of a store. It has document ends by shard alone (`ends_within`)."""
 
     def __init__(self, name: str, folder: Path, meta: StoreMeta, split: Split, num_shards: int) -> None:
         self.tokens: ShardTokens
@@ -57,7 +60,21 @@ class GrowingStream(TokenStream):
         super().__init__(ShardTokens(np.dtype(meta.dtype)), np.empty(0, ENDS_DTYPE), trained=trained)
         self.num_shards, self._num_open = num_shards, 0
         self._name, self._folder, self._split = name, folder, split
+        self._ends: list[np.ndarray] = []  # of shards that have documents, from their starts
         self._grow()
+
+    @property
+    def num_documents(self) -> int:
+        return sum(map(len, self._ends))
+
+    def ends_within(self, start: int, stop: int) -> np.ndarray:
+        """The document ends e with start < e <= stop, relative to `start`: int64, ascending."""
+        parts = [np.empty(0, ENDS_DTYPE)]
+        for shard in self.tokens.find(start, stop):
+            first, ends = self.tokens.starts[shard], self._ends[shard]
+            low, high = np.searchsorted(ends, (start - first, stop - first), side="right")
+            parts.append(ends[low:high] + (first - start))
+        return np.concatenate(parts)
 
     @property
     def is_whole(self) -> bool:
@@ -90,27 +107,17 @@ class GrowingStream(TokenStream):
 
     def _grow(self) -> None:
         """Open the next shards that are there."""
-        ends, count = [self.ends], self.num_tokens
         while not self.is_whole and (report := ShardReport.read(shard_path(self._folder, self._num_open, "json"))):
             if split := report.splits.get(self._split):
-                sizes = {"tokens": self.tokens.dtype, "ends": ENDS_DTYPE, "trained": TRAINED_DTYPE}
-                lengths = {"tokens": split.num_tokens, "ends": split.num_documents, "trained": split.num_tokens}
-                found = {
-                    kind: map_file(
-                        shard_path(self._folder, self._num_open, f"{self._split}.{kind}"), dtype, lengths[kind]
-                    )
-                    for kind, dtype in sizes.items()
-                    if kind != "trained" or self.trained is not None
-                }
+                path = shard_path(self._folder, self._num_open, self._split)
+                files = {"tokens": (self.tokens.dtype, split.num_tokens), "ends": (ENDS_DTYPE, split.num_documents)}
+                if self.trained is not None:
+                    files["trained"] = TRAINED_DTYPE, split.num_tokens
+                found = {kind: map_file(path.with_name(f"{path.name}.{kind}"), *file) for kind, file in files.items()}
                 if hash_shard(found["tokens"], found["ends"], found.get("trained")) != split.checksum:
-                    path = shard_path(self._folder, self._num_open, self._split)
-                    raise DamagedStore(
-                        explain_damage(f"{path}.*: the files of this shard are not as they were written")
-                    )
+                    raise DamagedStore(explain_damage(f"{path}.*: this shard's files are not as they were written"))
                 self.tokens.add(found["tokens"])
                 if self.trained is not None:
                     self.trained.add(found["trained"])
-                ends.append(found["ends"] + count)
-                count += split.num_tokens
+                self._ends.append(found["ends"])
             self._num_open += 1
-        self.ends = np.concatenate(ends)

@@ -79,7 +79,7 @@ def name_damage(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path, build: Callable[[dict[str, Any]], T]) -> T | None:
-    """What `build` makes of the object in a JSON file; None if there is no file. DamagedStore if it was cut or changed."""
+    """The object in a JSON file, as `build` makes it; None if there is no file. DamagedStore if it was cut or changed."""
     with name_damage(path):
         try:
             value = json.loads(path.read_bytes())

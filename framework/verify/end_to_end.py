@@ -121,6 +121,8 @@ def refuse(recipe: Recipe) -> None:
     """Raise RecipeError for what a reference that does not know the layout cannot repeat."""
     if find_forms(recipe) != PluginForms():
         raise RecipeError("the reference of --end-to-end knows no rule of a plugin: `verify` without it compares them")
+    if recipe.data.mode == "stream":
+        raise RecipeError("--end-to-end prepares its data: add data.mode=prepared")
     for key, is_blocked in (
         ("precision.moments=int8", recipe.precision.moments == "int8"),
         (f"zero.quantize_gather={recipe.zero.quantize_gather}", recipe.zero.quantize_gather != "none"),

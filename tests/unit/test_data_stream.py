@@ -150,6 +150,7 @@ def test_a_process_beside_is_killed_and_the_next_goes_on(tmp_path: Path, monkeyp
         os.kill(process, signal.SIGKILL)
         with pytest.raises(DataError, match=r"data.sources.s0: its process \d+ ended with signal 9"):
             stream.wait_for(10**9, threading.Event(), None)
+    (prepared.sources[0].folder / growing.FAILED_FILE).unlink()  # as `open_data` does
     said: list[str] = []
     monkeypatch.setattr(growing, "SAY_AFTER_S", 0.0)
     prepared = reopen(recipe)
