@@ -9,6 +9,7 @@ refuse_mixed_dtypes        do its tables in fp32 meet weights of another dtype?
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from framework.model.initial import seed_rng
 from framework.model.load import FORWARD_ERRORS, accepted_arguments, build_meta, choose_experts
 from framework.model.routers import LoadBalancingLoss, Routers, find_routers
 from framework.model.shrink import shrink
-from framework.model.stage import StageModel, copy_stage, hollow_out, refuse_split, split_stages
+from framework.model.stage import StageModel, copy_stage, find_following, hollow_out, refuse_split, split_stages
 from framework.model.units import Unit, find_units
 
 # Differences relative to the largest number: above the rounding of fp32, below what anything else makes. Of 54 families, those
@@ -80,7 +81,7 @@ class LayerCalls:
 def find_layer_calls(
     config: PretrainedConfig, starts: Sequence[int] = (), compute: torch.dtype = torch.float32
 ) -> LayerCalls:
-    """Find how the model of `config` calls its layers; the small copy is run whole, and as stages of one layer each.
+    """Find how the model of `config` calls its layers; the small copy is run whole, and as stages that are as short as may be.
 
     starts: layers that stages begin with, whose borders are asked for. Raises ModelError for a family that cannot be split.
     """
@@ -96,12 +97,13 @@ def find_layer_calls(
             raise refuse_split(config, replaced)
         if len(layers) < 2 or len(trace.counts) != len(layers) or len(set(trace.counts)) != 1:
             raise refuse_split(config, "its layers are not called one after another")
-        borders = [trace.border(start) for start in range(1, len(layers))]
+        edges = [start for start in range(1, len(layers)) if start not in find_following(whole, units)]
+        borders = [trace.border(start) for start in edges]
         if None in borders:
             raise refuse_split(config, "its layers hand on a value that has no dims of sequences and tokens")
         known = [(), *(border for border in borders if border is not None), ()]
         try:
-            found = _run_in_stages(whole, units, trace.counts[0], known, tokens)
+            found = _run_in_stages(whole, units, trace.counts[0], [0, *edges, len(layers)], known, tokens)
         except FORWARD_ERRORS as error:
             raise refuse_split(config, f"a part of it does not run alone ({error})") from error
         if not _is_close(found, trace.logits):
@@ -121,11 +123,16 @@ def find_layer_calls(
 
 
 def _run_in_stages(
-    whole: PreTrainedModel, units: Sequence[Unit], num_outputs: int, borders: Sequence[Border], tokens: Tensor
+    whole: PreTrainedModel,
+    units: Sequence[Unit],
+    num_outputs: int,
+    edges: Sequence[int],
+    borders: Sequence[Border],
+    tokens: Tensor,
 ) -> Tensor:
-    """The logits of stages of one layer each. borders: in front of each stage, and behind the last one."""
+    """The logits of stages between edges, layers. borders: in front of each stage, and behind the last one."""
     message: tuple[Any, ...] = ()
-    for bounds in split_stages([1] * (len(borders) - 1)):
+    for bounds in split_stages([stop - start for start, stop in pairwise(edges)]):
         part = copy_stage(whole, units, bounds, num_outputs)
         hollow_out(part, units, bounds, torch.float32)
         stage = StageModel(part, units, bounds, borders[bounds.index], borders[bounds.index + 1])

@@ -355,20 +355,24 @@ def refuse_shared_layers(
             )
 
 
+def find_following(whole: nn.Module, units: Sequence[Unit]) -> dict[int, str]:
+    """Layers that read what the layer before them has chosen, each with its word of FOLLOWERS."""
+    return {
+        index: word
+        for index, unit in enumerate(unit for unit in units if unit.is_layer)
+        for word in FOLLOWERS
+        if any(getattr(whole.get_submodule(path), word, False) for path in unit.modules)
+    }
+
+
 def refuse_following_starts(
     config: PretrainedConfig, whole: nn.Module, units: Sequence[Unit], starts: Sequence[int]
 ) -> None:
     """Raise ModelError where a stage begins with a layer that reads what the layer before it has chosen: between stages hidden
     states travel alone. starts: first layers of the stages behind the first."""
-    layers = [unit for unit in units if unit.is_layer]
-    following = {
-        index: word
-        for index, unit in enumerate(layers)
-        for word in FOLLOWERS
-        if any(getattr(whole.get_submodule(path), word, False) for path in unit.modules)
-    }
+    following = find_following(whole, units)
     if found := [index for index in starts if index in following]:
-        legal = [index for index in range(1, len(layers)) if index not in following]
+        legal = [index for index in range(1, sum(unit.is_layer for unit in units)) if index not in following]
         taken = FOLLOWERS[following[found[0]]]
         raise ModelError(
             f"{config.model_type}: a pipeline stage cannot begin at layer {found[0]}, which takes {taken}"
