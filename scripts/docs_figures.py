@@ -36,7 +36,7 @@ from framework.plan.forecast import MemoryForecast  # noqa: E402
 from framework.plan.page_charts import KINDS  # noqa: E402
 from framework.plan.plan import Plan, make_plan  # noqa: E402
 from framework.plan.time import TimeModel  # noqa: E402
-from framework.plan.traffic import tensor_bytes
+from framework.plan.traffic import tensor_bytes  # noqa: E402
 from framework.recipe.compose import compose  # noqa: E402
 
 FIGURES = REPOSITORY / "docs" / "figures"
