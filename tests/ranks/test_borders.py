@@ -102,7 +102,7 @@ def test_the_forecast_of_a_message_has_them() -> None:
     link = replace(times.cluster.links["send"], start_s=0.0, spans=(LinkSpan(1, 1.0, 0.0),), correction=None)
     times.cluster = replace(times.cluster, links={**times.cluster.links, "send": link})
     width = message_width(plan.borders[1])
-    assert times.costs(plan.candidate).message == plan.candidate.tokens * width * times.rates.itemsize
+    assert times.costs(plan.candidate, []).message == plan.candidate.tokens * width * times.rates.itemsize
 
 
 @pytest.mark.parametrize("model_type", few_of(CASES, lambda name: name == "zamba"))
