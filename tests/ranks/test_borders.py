@@ -61,6 +61,10 @@ def test_values_are_found_with_their_forms() -> None:
     assert {each.sizes for each in inputs} >= {(config.hidden_size_per_layer_input,)}
     assert message_width((hidden, keys, values)) == hidden.width + keys.width + values.width
     assert find_layer_calls(CONFIG_MAPPING["zamba"]()).borders == {}
+    # Keys of a layer are handed to all behind it, of which none reads them.
+    alone = find_layer_calls(CONFIG_MAPPING["gemma4_text"](num_hidden_layers=4, hidden_size_per_layer_input=0), [2])
+    assert alone.is_plain
+    assert [each.sizes for each in alone.borders[2]] == [(2304,)]
 
 
 def test_a_message_has_the_dtype_of_hidden_states_that_stay_in_fp32() -> None:
