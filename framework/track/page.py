@@ -113,7 +113,7 @@ def curve_chart(name: str, unit: str, has_borders: bool) -> alt.LayerChart:
     color = alt.Color(
         "curve:N",
         title=None,
-        scale=alt.Scale(range=[BLUE, ORANGE, OTHER, *KINDS.values()]),
+        scale=alt.Scale(range=list(dict.fromkeys([BLUE, ORANGE, OTHER, *KINDS.values()]))),
         legend=alt.Legend(orient="top"),
     )
     details = ["curve:N", alt.Tooltip("step:Q", format=",.0f"), alt.Tooltip("value:Q", format=".5~g")]
@@ -145,10 +145,13 @@ def goodput_chart(rows: Sequence[Row]) -> alt.Chart:
     colors = {name_of(part): color for part, color in COLORS.items()}
     scale = alt.Scale(domain=names, range=[colors[name] for name in names])
     color = alt.Color("part:N", scale=scale, title=None, legend=alt.Legend(orient="top"))
-    x = alt.X("hours:Q", title="hours", stack="zero", scale=alt.Scale(nice=False))
+    most = max((row["hours"] for row in rows), default=0.0)
+    unit, per_hour = ("hours", 1) if most >= 0.5 else ("minutes", 60)
+    x = alt.X("time:Q", title=unit, stack="zero", scale=alt.Scale(nice=False))
     details = ["start:O", "part:N", alt.Tooltip("hours:Q", format=".3~g")]
     bars = (
         of_rows("goodput")
+        .transform_calculate(time=f"datum.hours * {per_hour}")
         .mark_bar()
         .encode(x, alt.Y("start:O", title="start"), color, alt.Order("order:Q"), tooltip=details)
     )

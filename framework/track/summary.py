@@ -375,7 +375,7 @@ def _files(run_dir: Path) -> list[str]:
 
 def describe_title(run: RunInfo) -> str:
     """The run's name, model and layout in a line."""
-    return f"{run.run_id}   {run.model}, {format_count(run.num_parameters)} parameters, {_where(run)}"
+    return f"{run.run_id}: {run.model}, {format_count(run.num_parameters)} parameters, {_where(run)}"
 
 
 def _where(run: RunInfo) -> str:

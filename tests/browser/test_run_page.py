@@ -12,7 +12,7 @@ from framework.track.goodput import Event, Note, append_note
 from framework.track.jsonl import LOADS_FILE, metrics_of
 from framework.track.lines import append_line
 from framework.track.mirror import chart_values
-from framework.track.page import make_page
+from framework.track.page import curve_chart, make_page
 from framework.track.report import HANGS_FILE, Curve, RunInfo, StepReport
 from tests.browser.chromium import Chromium, Tab
 from tests.browser.test_plan_page import read_marks
@@ -99,3 +99,9 @@ def test_a_page_is_read_again_where_its_reader_is(browser: Chromium, run_dir: Pa
     assert tab.ask("document.documentElement.dataset.theme") == "dark"
     assert tab.complaints() == []
     tab.close()
+
+
+def test_curves_of_one_chart_have_colors_of_their_own() -> None:
+    line = curve_chart("times", "seconds", has_borders=False).to_dict()["layer"][0]
+    colors = line["encoding"]["color"]["scale"]["range"]
+    assert len(colors) == len(set(colors)) > 10

@@ -61,6 +61,10 @@ def test_values_are_found_with_their_forms() -> None:
     assert {each.sizes for each in inputs} >= {(config.hidden_size_per_layer_input,)}
     assert message_width((hidden, keys, values)) == hidden.width + keys.width + values.width
     assert find_layer_calls(CONFIG_MAPPING["zamba"]()).borders == {}
+    # Keys of a layer are handed to all behind it, of which none reads them.
+    alone = find_layer_calls(CONFIG_MAPPING["gemma4_text"](num_hidden_layers=4, hidden_size_per_layer_input=0), [2])
+    assert alone.is_plain
+    assert [each.sizes for each in alone.borders[2]] == [(2304,)]
 
 
 def test_a_message_has_the_dtype_of_hidden_states_that_stay_in_fp32() -> None:
@@ -102,7 +106,7 @@ def test_the_forecast_of_a_message_has_them() -> None:
     link = replace(times.cluster.links["send"], start_s=0.0, spans=(LinkSpan(1, 1.0, 0.0),), correction=None)
     times.cluster = replace(times.cluster, links={**times.cluster.links, "send": link})
     width = message_width(plan.borders[1])
-    assert times.costs(plan.candidate).message == plan.candidate.tokens * width * times.rates.itemsize
+    assert times.costs(plan.candidate, []).message == plan.candidate.tokens * width * times.rates.itemsize
 
 
 @pytest.mark.parametrize("model_type", few_of(CASES, lambda name: name == "zamba"))

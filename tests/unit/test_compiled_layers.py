@@ -6,8 +6,11 @@ Graphs run operator by operator (`aot_eager`): the compiler's own sums are in te
 from tests.torchao_folder import FOLDER  # noqa: F401  # isort: skip  first: what follows imports torchao from there
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import prod
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 from weakref import ref
@@ -15,8 +18,11 @@ from weakref import ref
 import pytest
 import torch
 import torch._dynamo
+import torch._inductor.config
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
 
 from framework.comm.connect import connect
 from framework.model.matmul import Matmul
@@ -241,3 +247,77 @@ def test_experts_get_their_gradients_within_the_operator() -> None:
     out.sum().backward()
     assert torch.equal(hidden.grad, torch.full((3, 4), 4.0))
     assert experts.weight.grad == pytest.approx(2 * hidden.sum().item(), rel=1e-6)
+
+
+# Operators that start no kernel: views, memory, and what is done if at all by an operator within.
+NO_LAUNCH = (
+    "view",
+    "empty",
+    "reshape",
+    "transpose",
+    "detach",
+    "expand",
+    "squeeze",
+    "slice",
+    "select",
+    "alias",
+    "as_strided",
+)
+
+
+def count_launches(step: Callable[[], Any]) -> int:
+    """Kernels of a step: those that inductor has made, and torch's operators on tensors of more than a number."""
+    step()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
+        step()
+    launches = 0
+    for event in found.events():
+        above = event.cpu_parent
+        while above is not None and not above.name.startswith(("aten::", "graph_")):
+            above = above.cpu_parent
+        is_large = any(prod(shape) > 1 for shape in event.input_shapes if shape)
+        is_copy = event.name not in ("aten::contiguous", "aten::to") or bool(event.cpu_children)
+        is_operator = event.name.startswith("aten::") and is_large and is_copy
+        is_operator &= event.name != "aten::t" and not any(word in event.name for word in NO_LAUNCH)
+        launches += above is None and (is_operator or "cpp_fused" in event.name)
+    return launches
+
+
+@pytest.mark.grid
+def test_a_layer_launches_about_as_many_kernels_as_a_compiled_one_of_transformers(tmp_path: Path) -> None:
+    """Of a further microbatch, without what is once a step: matmuls, attention, fused kernels, sums of gradients."""
+
+    def run_ours(num_layers: int, microbatches: int) -> int:
+        recipe = replace(small_recipe("bf16", 1, microbatches, 2 * microbatches), memory=Memory(compile="always"))
+        config = build_config(family("llama"), num_hidden_layers=num_layers, use_cache=False)
+        mesh = connect(topology_of(recipe, config), CPU)
+        run = build(make_plan(recipe, config), mesh)
+        (batch,) = make_batches(config, 1, 2 * microbatches, recipe.batch.context, 11)
+        found = count_launches(lambda: train_step(run, share(batch, 2, mesh), 0, 1e-2).read())
+        mesh.close()
+        return found
+
+    def run_stock(num_layers: int, microbatches: int) -> int:
+        config = build_config(family("llama"), num_hidden_layers=num_layers, use_cache=False)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        for layer in model.model.layers:
+            layer.forward = torch.compile(layer.forward)
+        tokens = torch.randint(0, 97, (2, 9))
+
+        def step() -> None:
+            for _ in range(microbatches):
+                model(input_ids=tokens, labels=tokens).loss.backward()
+            model.zero_grad()
+
+        return count_launches(step)
+
+    def of_layer(run: Callable[[int, int], int]) -> float:
+        torch._dynamo.reset()
+        few, many = (run(num_layers, 2) - run(num_layers, 1) for num_layers in (2, 4))
+        return (many - few) / 2
+
+    folder = patch.dict("os.environ", {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
+    with folder, torch._inductor.config.patch({"compile_threads": 1, "cpp.enable_kernel_profile": True}):
+        stock, ours = of_layer(run_stock), of_layer(run_ours)
+    assert stock == 44  # 21 matmuls, 2 of attention, 12 fused, 9 sums
+    assert ours <= 1.1 * stock  # 48: attention's inputs and output are copied by themselves

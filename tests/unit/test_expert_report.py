@@ -51,7 +51,7 @@ def report_steps(name: str) -> list[StepReport]:
     plan = make_plan(recipe, config)
     run = build(plan, connect(topology_of(recipe, config), CPU))
     rows = torch.arange(2 * CONTEXT).view(2, CONTEXT) % 97
-    loader: Any = SimpleNamespace(batch=lambda samples: [Microbatch(rows, rows, None)] * 2)
+    loader: Any = SimpleNamespace(batch=lambda samples: [Microbatch(rows, rows, None)] * 2, is_growing=False)
     reports: list[StepReport] = []
     observers: Any = SimpleNamespace(report=reports.append)
     info, saver = RunInfo("r", {}, 3), Saver(Path(), ALONE, Retention(1))

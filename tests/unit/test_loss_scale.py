@@ -110,7 +110,7 @@ def start_loop(steps: int, reports: list[StepReport]) -> Loop:
     plan = make_plan(recipe, config)
     run = build(plan, connect(topology_of(recipe, config), CPU))
     rows = torch.arange(2 * CONTEXT).view(2, CONTEXT) % 97
-    loader: Any = SimpleNamespace(batch=lambda samples: [Microbatch(rows, rows, None)])
+    loader: Any = SimpleNamespace(batch=lambda samples: [Microbatch(rows, rows, None)], is_growing=False)
     observers: Any = SimpleNamespace(report=reports.append)
     info, saver = RunInfo("r", {}, steps), Saver(Path(), run.mesh.axis("world"), Retention(1))
     watchdog = Watchdog()

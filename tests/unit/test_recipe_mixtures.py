@@ -15,7 +15,7 @@ from framework.plan.check import check_layout, most_bytes
 from framework.plan.page import describe_layouts, describe_ranks
 from framework.plan.text import show_bytes
 from framework.plan.token_hops import Router, TokenHops
-from framework.plan.traffic import expert_traffic, measure_traffic, sent_over_hops
+from framework.plan.traffic import measure_traffic, sent_over_hops
 from framework.recipe.clusters import read_shipped
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
@@ -100,7 +100,7 @@ def test_ranks_of_tp_that_have_whole_experts_send_a_part_of_the_tokens_each(expe
     layout = ("parallel.tp=2", "parallel.ep=4", f"parallel.expert_tp={expert_tp}", "memory=none")
     plan = check_layout(compose(["experiment=qwen3_30b_a3b", *layout]).require())
     rows = 4096 * 8 // share
-    assert expert_traffic(plan, plan.mixtures[0]) == (4 * rows * 2048 * 2 + 128 * 8) * 3 // 4
+    assert sum(sent_over_hops(plan, plan.mixtures[0])) == (4 * rows * 2048 * 2 + 128 * 8) * 3 // 4
 
 
 def test_two_hops_send_a_token_once_to_each_node():
