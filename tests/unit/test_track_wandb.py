@@ -387,6 +387,7 @@ def test_the_mirror_of_a_killed_run_sends_all_that_was_written_and_ends_by_itsel
     assert len(fake_wandb.asked("log")) == 7
 
 
+@pytest.mark.grid
 def test_the_real_wandb_offline_has_the_steps_of_metrics_jsonl(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     (tmp_path / "recipe.yaml").write_text("a: 1")
