@@ -29,6 +29,7 @@ from framework.data.store import SPLITS, StoreMeta
 from framework.errors import EXIT_USER, DamagedStore, DataError
 from framework.recipe.check import check_recipe
 from framework.recipe.schema import Data, Recipe, Source
+from framework.train.state import RunState, count_read
 from tests.unit.test_data_prepare import make_recipe, make_texts, write_jsonl
 
 CONTEXT, STEP = 16, 6
@@ -268,6 +269,15 @@ def test_validation_is_of_the_head(recipe: Recipe) -> None:
     assert [each.input_ids.tolist() for each in validation_batches(reopen(recipe), **keys)] == before
     with pytest.raises(DataError, match=r"data.validation=1e-12 holds no document out"):
         begin(replace(recipe, data=replace(recipe.data, validation=1e-12)))
+
+
+def test_a_stage_of_another_context_goes_on_where_the_tokens_were_read_to(recipe: Recipe) -> None:
+    """Of two sources, one read twice as often as the other, behind a stage of which 7 and 5 samples were read."""
+    longer = replace(recipe, batch=replace(recipe.batch, context=3 * recipe.batch.context))
+    state = RunState("run", "data", samples=90, read={"s0": 7, "s1": 5}, weights={"s0": 2.0, "s1": 1.0})
+    assert count_read(state, recipe, recipe) == {"s0": 67, "s1": 35}
+    assert count_read(state, recipe, longer) == {"s0": 23, "s1": 12}
+    assert count_read(state, longer, recipe) == {"s0": 201, "s1": 105}
 
 
 def test_a_data_set_of_the_hub_is_listed_once_and_fetched_file_by_file(
