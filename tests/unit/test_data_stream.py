@@ -28,7 +28,10 @@ from framework.data.store import SPLITS, StoreMeta
 from framework.errors import DamagedStore, DataError
 from framework.recipe.check import check_recipe
 from framework.recipe.schema import Data, Recipe, Source
+from tests.grid import EVERY_DAY
 from tests.unit.test_data_prepare import make_recipe, make_texts, write_jsonl
+
+pytestmark = EVERY_DAY
 
 CONTEXT, STEP = 16, 6
 KEYS: dict[str, Any] = {"seed": 5, "context": CONTEXT}
