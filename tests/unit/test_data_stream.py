@@ -30,7 +30,10 @@ from framework.errors import EXIT_USER, DamagedStore, DataError
 from framework.recipe.check import check_recipe
 from framework.recipe.schema import Data, Recipe, Source
 from framework.train.state import RunState, count_read
+from tests.grid import EVERY_DAY
 from tests.unit.test_data_prepare import make_recipe, make_texts, write_jsonl
+
+pytestmark = EVERY_DAY
 
 CONTEXT, STEP = 16, 6
 KEYS: dict[str, Any] = {"seed": 5, "context": CONTEXT}
@@ -135,7 +138,6 @@ def children() -> list[int]:
     return [int(each) for each in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 
 
-@pytest.mark.grid
 def test_a_process_beside_is_killed_and_the_next_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process has the usual sizes, so the source has several shards of half a megabyte."""
     monkeypatch.undo()

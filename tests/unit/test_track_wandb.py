@@ -26,7 +26,9 @@ from framework.track.jsonl import Jsonl
 from framework.track.mirror import CLOSE_TIMEOUT_S, MAX_RANKS_CHARTED, POLL_S, Mirror, chart_values
 from framework.track.report import RunInfo, StepReport, save_run_info
 from framework.track.wandb import write_sync
-from tests.grid import few_of
+from tests.grid import EVERY_DAY, few_of
+
+pytestmark = EVERY_DAY
 
 # Of some hundred reports: a page of memory that is not there, a lock of the kernel's.
 SPURIOUS_WAITS = 5
@@ -387,7 +389,6 @@ def test_the_mirror_of_a_killed_run_sends_all_that_was_written_and_ends_by_itsel
     assert len(fake_wandb.asked("log")) == 7
 
 
-@pytest.mark.grid
 def test_the_real_wandb_offline_has_the_steps_of_metrics_jsonl(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     (tmp_path / "recipe.yaml").write_text("a: 1")
