@@ -3,6 +3,7 @@
 import difflib
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from typing import Any
@@ -57,14 +58,13 @@ def _sizes(module: nn.Module, weight: str) -> tuple[tuple[int, ...], tuple[int, 
 def find_targets(model: PreTrainedModel, adapter: Adapter) -> list[str]:
     """The weights that get an adapter, by full name. Raises ModelError with what there is for targets that fit nothing."""
     head, linears = model.get_output_embeddings(), find_linears(model)
-    passed_by = _find_passed_by(model, linears)
+    passed_by, shared = _find_passed_by(model, linears), _find_shared(linears)
     stacked = {f"{path}.{each}": path for path, _, form in find_experts(model) for each in (form.first, form.last)}
     found: set[str] = set()
     for target in adapter.targets:
         if target == ALL_LINEAR:
-            fits = {
-                f"{path}.weight" for path, module in linears.items() if module is not head and path not in passed_by
-            }
+            left_out = passed_by | shared
+            fits = {f"{path}.weight" for path, each in linears.items() if each is not head and path not in left_out}
         else:
             fits = {f"{path}.weight" for path in linears if ends_with(path, target)}
             # By the module's name, or by the weight's with something of its module: `down_proj` alone is an mlp's.
@@ -94,6 +94,11 @@ def find_targets(model: PreTrainedModel, adapter: Adapter) -> list[str]:
             f"adapter.targets: the weight of {of_others[0]} is read by the module around it, past the layer, where an adapter has"
             " no effect: leave it out"
         )
+    if of_several := [path for path in linears if path in shared and f"{path}.weight" in found]:
+        raise ModelError(
+            f"adapter.targets: layers share the weight of {of_several[0]}, and beside it each would train an adapter of its own,"
+            " which no merged model can hold: leave it out"
+        )
     for path in (path for path in linears if f"{path}.weight" in found and not _is_plain(linears[path])):
         kind = type(linears[path]).__name__
         raise ModelError(f"adapter.targets: {path} ({kind}) computes more than a linear layer: leave it out")
@@ -107,6 +112,12 @@ def _is_plain(linear: nn.Module) -> bool:
         return type(linear) in LINEARS or torch.allclose(type(linear).forward(plain, x), plain(x))  # type: ignore[arg-type]
     except (AttributeError, TypeError, RuntimeError):
         return False
+
+
+def _find_shared(linears: Mapping[str, Any]) -> set[str]:
+    """The linear layers whose weight is also that of another one, as zamba's attentions have one weight."""
+    counts = Counter(module.weight for module in linears.values())
+    return {path for path, module in linears.items() if counts[module.weight] > 1}
 
 
 def _find_passed_by(model: PreTrainedModel, linears: Mapping[str, nn.Module]) -> set[str]:

@@ -189,7 +189,9 @@ def train_step(
     sum_over_stages([stage.gradients for stage in run.stages.values()], run.exposed_communication)
     run_alone(run, validation)
     for buffer, copy in run.tied_copies:
-        copy.reduced.copy_(buffer.reduced.add_(copy.reduced))
+        buffer.reduced.add_(copy.reduced)
+    for buffer, copy in run.tied_copies:  # behind all sums: a buffer may have several copies
+        copy.reduced.copy_(buffer.reduced)
         for each in (buffer, copy):
             each.start_delivery()  # what has started before is of one stage alone
     loss = torch.stack(losses[: len(own)]).sum() if losses else torch.zeros((), device=run.mesh.device)

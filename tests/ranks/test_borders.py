@@ -117,6 +117,15 @@ def test_stages_equal_one_process(pool: RankPool, model_type: str) -> None:
     assert_equal(pool, 2, [make_case(model_type)])
 
 
+@pytest.mark.grid
+def test_three_stages_of_a_rank_share_weights(pool: RankPool) -> None:
+    case = make_case("zamba")
+    recipe = case.layouts["pp"]
+    pipeline = replace(recipe.pipeline, layers=[1] * 6, schedule="interleaved", virtual_stages=3)
+    values = {**case.family.config, "num_hidden_layers": 6, "layers_block_type": ["hybrid"] * 6}
+    assert_equal(pool, 2, [Case("zamba", Family("zamba", values), {"pp": replace(recipe, pipeline=pipeline)})])
+
+
 def count_sent(rank: int, world: int, rendezvous: str, case: Case) -> tuple[int, int]:
     """Body: bytes that a step sends from stage to stage, and those of the plan."""
     (recipe,) = case.layouts.values()

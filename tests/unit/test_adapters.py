@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from framework.commands import trained_model
 from framework.commands.trained_model import UnitReader
@@ -28,6 +28,7 @@ from framework.model.low_rank import AdapterMatmul, AdapterSwitch
 from framework.model.matmul import Matmul, accumulate_matmul
 from framework.model.peft_folder import WEIGHTS, read_adapter, write_adapter
 from framework.model.safetensors_files import ADAPTER
+from framework.model.shrink import shrink
 from framework.model.units import find_units, set_parameter, tied_names
 from framework.plan.check import check_weights
 from framework.plan.plan import make_plan
@@ -253,6 +254,13 @@ def test_a_weight_that_a_model_reads_past_its_layer_gets_no_adapter() -> None:
         if is_left_out:
             with pytest.raises(ModelError, match=r"dt_proj is read by the module around it.*leave it out"):
                 find_targets(model, replace(LORA, targets=[leaf]))
+
+
+def test_a_weight_that_layers_share_gets_no_adapter() -> None:
+    model = build_meta(shrink(CONFIG_MAPPING["zamba"](), 4))
+    assert not any("shared_transf" in each for each in find_targets(model, LORA))
+    with pytest.raises(ModelError, match=r"layers share the weight of model.layers.2.*q_proj.*leave it out"):
+        find_targets(model, replace(LORA, targets=["q_proj"]))
 
 
 def test_ranks_that_hold_other_inputs_of_an_adapter_drop_others() -> None:
