@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -27,9 +27,9 @@ from framework.data.growing import FAILED_FILE, GrowingStream
 from framework.data.jobs import list_all, make_jobs, make_meta, read_reports, run_jobs
 from framework.data.join import hold_lock
 from framework.data.prepared import Prepared, StorePlace, locate
-from framework.data.shard import ShardJob
+from framework.data.shard import ShardJob, shard_path
 from framework.data.source import SourceFile, is_hub_name, list_dataset
-from framework.data.store import StoreMeta, complete_store, read_json
+from framework.data.store import StoreMeta, TokenStream, complete_store, read_json
 from framework.data.tokenize import TokenizerInfo, read_info
 from framework.errors import EXIT_DONE, EXIT_USER, DataError, MeshwrightError
 from framework.files import write_atomically, write_json
@@ -72,7 +72,8 @@ def make_head(
     meta = make_meta(recipe, place, len(files), folder.name, tokenizer, splits, head[0].threshold if head else 0)
     words = {"shards": len(jobs), "head": len(head), "seed": recipe.train.seed}
     of_files = [[each.name, each.num_bytes] for each in files]
-    named = [tokenizer.hash, meta.source, words, recipe.data.validation, of_files]
+    # The head's tokens stand for those of all files, which are not known yet.
+    named = [meta.fingerprint, meta.source, words, recipe.data.validation, of_files]
     fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(named).encode())
     meta = replace(meta, source={**meta.source, **words}, fingerprint=fingerprint)
     if recipe.data.validation > 0 and not meta.splits["validation"].num_tokens:
@@ -88,11 +89,11 @@ def make_head(
 @contextmanager
 def tokenizing(recipe: Recipe, prepared: Prepared) -> Iterator[None]:
     """Have a process tokenize what is missing of streams meanwhile. For rank 0."""
-    streams = [each for each in prepared.sources if not each.streams["train"].is_whole]
+    streams = {each.folder: each.streams["train"] for each in prepared.sources if not each.streams["train"].is_whole}
     if not streams:
         yield
         return
-    path = streams[0].folder / f"recipe-{os.getpid()}.yaml"
+    path = next(iter(streams)) / f"recipe-{os.getpid()}.yaml"
     save_recipe(recipe, path)
     process = subprocess.Popen(
         [sys.executable, *python_words(__name__, str(path))],
@@ -102,7 +103,7 @@ def tokenizing(recipe: Recipe, prepared: Prepared) -> Iterator[None]:
     )
     assert process.stdin is not None, "a pipe"
     is_over = threading.Event()
-    watch = threading.Thread(target=_note_end, args=(process, [each.folder for each in streams], is_over), daemon=True)
+    watch = threading.Thread(target=_note_end, args=(process, streams, is_over), daemon=True)
     watch.start()
     try:
         yield
@@ -113,30 +114,44 @@ def tokenizing(recipe: Recipe, prepared: Prepared) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def _note_end(process: "subprocess.Popen[bytes]", folders: Sequence[Path], is_over: threading.Event) -> None:
-    """Wait for the tokenizer, and leave the reason in its folders if it has failed."""
+def _note_end(
+    process: "subprocess.Popen[bytes]", streams: Mapping[Path, TokenStream], is_over: threading.Event
+) -> None:
+    """Wait for the tokenizer, and if it has failed tell this rank's streams why, and those of others by a file in each folder. A
+    disk that has no room for it is the usual reason: then this rank ends the run."""
     assert process.stdout is not None, "a pipe"
     said, code = process.stdout.read().decode().strip(), process.wait()
     ended = f"signal {-code}, perhaps for want of memory" if code < 0 else f"exit code {code}"
-    for folder in folders if code != 0 and not is_over.is_set() else ():
-        with write_atomically(folder / FAILED_FILE) as file:
-            file.write((said or f"its process {process.pid} ended with {ended}").encode())
+    reason = said or f"its process {process.pid} ended with {ended}"
+    for folder, stream in streams.items() if code != 0 and not is_over.is_set() else ():
+        assert isinstance(stream, GrowingStream), "others are whole"
+        stream.reason = reason
+        with suppress(OSError), write_atomically(folder / FAILED_FILE) as file:
+            file.write(reason.encode())
 
 
 def tokenize_rest(recipe: Recipe, workers: int) -> None:
     """Tokenize the shards of all streams that are missing, those first that a run needs first."""
     import_plugins(recipe.plugins)
-    places = locate(recipe)
-    assert places.tokenizer is not None, "the head was made of it"
-    info = read_info(places.tokenizer)
-    assert info is not None, f"{places.tokenizer} is kept"
     due: list[tuple[float, ShardJob]] = []
     with ExitStack() as stack:
-        for place in sorted(places.stores, key=lambda each: each.folder):
-            stack.enter_context(hold_lock(place.folder, is_told=False))
-            jobs = make_jobs(recipe, place, list_stream(place), places.tokenizer, info, progress=False)
+        for place in sorted(locate(recipe).stores, key=lambda each: each.folder):
             meta = StoreMeta.read(place.folder)
-            assert meta is not None, "its head was made"
+            if meta is None:
+                raise DataError(f"the files of data.sources.{place.name} change while the run begins. Start it again")
+            stack.enter_context(hold_lock(place.folder, is_told=False))
+            reports = (shard_path(place.folder, shard, "json") for shard in range(meta.source["shards"]))
+            if all(path.exists() for path in reports):
+                continue
+            if place.files is None:
+                raise DataError(
+                    f"the files of data.sources.{place.name} are gone before all is tokenized. Restore them"
+                )
+            tokenizer = place.folder.parent / meta.tokenizer_folder
+            info = read_info(tokenizer)
+            if info is None:
+                raise DataError(f"{tokenizer}, by which data.sources.{place.name} is tokenized, is gone. Restore it")
+            jobs = make_jobs(recipe, place, list_stream(place), tokenizer, info, progress=False)
             if meta.source["shards"] != len(jobs):
                 raise DataError(
                     f"the files of data.sources.{place.name} have changed since the run began. Restore them"

@@ -30,10 +30,10 @@ class ShardTokens:
     """The elements of shards, one behind the other. A slice is a copy: [n] of `dtype`. starts: of each shard, and the end."""
 
     def __init__(self, dtype: np.dtype) -> None:
-        self.dtype, self._parts, self.starts = dtype, list[np.ndarray](), [0]
+        self.dtype, self.parts, self.starts = dtype, list[np.ndarray](), [0]
 
     def add(self, part: np.ndarray) -> None:
-        self._parts.append(part)
+        self.parts.append(part)
         self.starts.append(self.starts[-1] + len(part))
 
     def find(self, start: int, stop: int) -> range:
@@ -46,7 +46,7 @@ class ShardTokens:
     def __getitem__(self, index: slice) -> np.ndarray:
         start, stop, _ = index.indices(len(self))
         shards = self.find(start, stop) if start < stop else ()
-        parts = [self._parts[each][max(0, start - self.starts[each]) : stop - self.starts[each]] for each in shards]
+        parts = [self.parts[each][max(0, start - self.starts[each]) : stop - self.starts[each]] for each in shards]
         return np.concatenate([np.empty(0, self.dtype), *parts])
 
 
@@ -61,6 +61,8 @@ class GrowingStream(TokenStream):
         self.num_shards, self._num_open = num_shards, 0
         self._name, self._folder, self._split = name, folder, split
         self._ends: list[np.ndarray] = []  # of shards that have documents, from their starts
+        self._unverified: dict[int, tuple[Path, str]] = {}  # path and checksum of those that were not read yet
+        self.reason: str | None = None  # why the tokenizer has ended, where this process has started it
         self._grow()
 
     @property
@@ -69,12 +71,28 @@ class GrowingStream(TokenStream):
 
     def ends_within(self, start: int, stop: int) -> np.ndarray:
         """The document ends e with start < e <= stop, relative to `start`: int64, ascending."""
+        self._verify("ends", start, stop)
         parts = [np.empty(0, ENDS_DTYPE)]
         for shard in self.tokens.find(start, stop):
             first, ends = self.tokens.starts[shard], self._ends[shard]
             low, high = np.searchsorted(ends, (start - first, stop - first), side="right")
             parts.append(ends[low:high] + (first - start))
         return np.concatenate(parts)
+
+    def verify(self) -> None:
+        """Raise DamagedStore unless all that is there is as it was written."""
+        self._verify("tokens", 0, self.num_tokens)
+
+    def _verify(self, kind: str, start: int, stop: int) -> None:
+        """Verify the shards that have these tokens, all files of each, when it is first read: a run that goes on has terabytes
+        behind it that it reads no more."""
+        for shard in self.tokens.find(start, stop) if start < stop else ():
+            if shard in self._unverified:
+                path, checksum = self._unverified[shard]
+                trained = None if self.trained is None else self.trained.parts[shard]
+                if hash_shard(self.tokens.parts[shard], self._ends[shard], trained) != checksum:
+                    raise DamagedStore(explain_damage(f"{path}.*: this shard's files are not as they were written"))
+                del self._unverified[shard]
 
     @property
     def is_whole(self) -> bool:
@@ -95,8 +113,7 @@ class GrowingStream(TokenStream):
 
     def _has(self, num_tokens: int) -> bool:
         if self.num_tokens < num_tokens and not self.is_whole:
-            failed = self._folder / FAILED_FILE
-            reason = failed.read_text() if failed.exists() else None  # before: what it has written until then counts
+            reason = self.reason or self._read_reason()  # before: what it has written until then counts
             self._grow()
             if reason is not None and self.num_tokens < num_tokens and not self.is_whole:
                 raise DataError(
@@ -104,6 +121,12 @@ class GrowingStream(TokenStream):
                     f" data.sources.{self._name}: {reason}. The next start goes on with the others"
                 )
         return self.num_tokens >= num_tokens or self.is_whole
+
+    def _read_reason(self) -> str | None:
+        try:
+            return (self._folder / FAILED_FILE).read_text()
+        except FileNotFoundError:
+            return None
 
     def _grow(self) -> None:
         """Open the next shards that are there."""
@@ -114,8 +137,7 @@ class GrowingStream(TokenStream):
                 if self.trained is not None:
                     files["trained"] = TRAINED_DTYPE, split.num_tokens
                 found = {kind: map_file(path.with_name(f"{path.name}.{kind}"), *file) for kind, file in files.items()}
-                if hash_shard(found["tokens"], found["ends"], found.get("trained")) != split.checksum:
-                    raise DamagedStore(explain_damage(f"{path}.*: this shard's files are not as they were written"))
+                self._unverified[len(self._ends)] = path, split.checksum
                 self.tokens.add(found["tokens"])
                 if self.trained is not None:
                     self.trained.add(found["trained"])

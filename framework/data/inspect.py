@@ -25,7 +25,7 @@ def find_damage(folder: Path, meta: StoreMeta, place: ObjectPath | None = None) 
     try:
         verify_small_files(folder, meta)
         for split in SPLITS if meta.is_streamed else ():
-            GrowingStream(folder.name, folder, meta, split, meta.source["shards"])  # verifies what there is of it
+            GrowingStream(folder.name, folder, meta, split, meta.source["shards"]).verify()  # what there is of it
         hashes = map_hashes(folder, meta)
     except DamagedStore as error:
         yield str(error)

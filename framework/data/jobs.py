@@ -74,8 +74,14 @@ def make_jobs(
 
 def run_jobs(recipe: Recipe, jobs: list[ShardJob], workers: int, progress: bool) -> None:
     """Run the jobs whose shards are not finished. DataError once a source has too many bad records."""
-    pending = [job for job in jobs if not shard_path(job.folder, job.shard, "json").exists()]
+    pending = []
     bad_records: dict[str, list[BadRecord]] = {job.source: [] for job in jobs}
+    for job in jobs:
+        if found := ShardReport.read(shard_path(job.folder, job.shard, "json")):
+            bad_records[job.source] += found.bad_records
+            check_bad_records(job.source, bad_records[job.source], recipe.data.bad_records)
+        else:
+            pending.append(job)
     num_bytes = sum(job.num_bytes for job in jobs)
     done_bytes = num_bytes - sum(job.num_bytes for job in pending)
     bar = tqdm(

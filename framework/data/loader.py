@@ -119,7 +119,7 @@ class Loader:
         """The step at `cursor` and, if steps are small, those after it."""
         index = index_samples(cursor + self._offsets.reshape(-1), self._skipped)
         if self.is_growing:
-            self._await(index)
+            self._await(cursor)
         source, sample = self._order.locate(index)
         self._packer.ask(source, sample)
         self._ask(cursor)
@@ -137,9 +137,11 @@ class Loader:
         """Whether not all tokens are there, so that a batch may take as long as tokenizing."""
         return not all(stream.is_whole for stream in self._packer.streams)
 
-    def _await(self, index: np.ndarray) -> None:
-        """Wait until the streams have the windows of samples at these indices, or their ends."""
-        source, position = self._order.place(index)
+    def _await(self, cursor: int) -> None:
+        """Wait until the streams have the windows of all samples that are read at `cursor`, or their ends: of other ranks', too,
+        so that none waits in a collective for one that waits for tokens."""
+        stop = cursor + len(self._offsets) * self.sequences_per_step
+        source, position = self._order.place(index_samples(np.arange(cursor, stop), self._skipped))
         sizes, context = self._order.sizes.copy(), self._packer.context
         for number, stream in enumerate(self._packer.streams):
             own = position[source == number]

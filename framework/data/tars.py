@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path, PurePath
-from typing import Any
+from tarfile import InvalidHeaderError, ReadError, TruncatedHeaderError  # type: ignore[attr-defined]
+from typing import Any, Self
 
 from framework.data.kinds import open_bytes
 
 
 def read_samples(path: Path) -> Iterator[dict[str, Any]]:
     """The values of each sample of a tar, which may be compressed, in its order. A value that is no UTF-8 stays bytes."""
-    with open_bytes(path) as opened, tarfile.open(fileobj=opened, mode="r|") as tar:
+    with open_bytes(path) as opened, tarfile.open(fileobj=opened, mode="r|", tarinfo=_Member) as tar:
         for _, members in groupby(filter(_is_value, _list_members(tar)), lambda each: _split_name(each)[0]):
             values: dict[str, Any] = {}
             # A stream: each member is read before the next one is looked for.
@@ -25,6 +26,17 @@ def read_samples(path: Path) -> Iterator[dict[str, Any]]:
                 file = tar.extractfile(member)
                 values |= _read_value(_split_name(member)[1], b"" if file is None else file.read())
             yield values
+
+
+class _Member(tarfile.TarInfo):
+    """A member whose header is whole, or a ReadError: `tarfile` takes a damaged one for the end of the tar."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
+        try:
+            return super().fromtarfile(tarfile)
+        except (InvalidHeaderError, TruncatedHeaderError) as error:
+            raise ReadError(f"{error} at byte {tarfile.offset:,}") from error
 
 
 def _list_members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
@@ -35,7 +47,8 @@ def _list_members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 def _is_value(member: tarfile.TarInfo) -> bool:
     """Whether a member belongs to a sample: a file, but none that a system or WebDataset has put there."""
-    return member.isfile() and not PurePath(member.name).name.startswith((".", "__"))
+    name = PurePath(member.name).name
+    return member.isfile() and bool(name) and not name.startswith((".", "__"))
 
 
 def _split_name(member: tarfile.TarInfo) -> tuple[str, str]:

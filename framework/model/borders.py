@@ -3,7 +3,8 @@
 Beside hidden states a family may hand layers the first layer's input (zamba), an embedding of each token for each layer (gemma 3n
 and 4), keys and values of an earlier layer (the same), or a router's states (zaya). Which of a layer's arguments come from where
 is read off autograd's graph of one forward: an argument belongs to the border in front of layer `start` if what it was computed
-from, back to the results of layers, lies in front of that layer. No family has a name here.
+from, back to the results of layers, lies in front of that layer, and if a node of a layer behind reads it. No family has a name
+here.
 
 Shapes: B sequences, T tokens of each. A message is [B, T, W]: the values side by side, each with its other dims flattened, so
 that its gradient is that of all of them.
@@ -150,6 +151,8 @@ class Trace:
     def __init__(self, model: nn.Module, layers: Sequence[str], tokens: Tensor):
         self.counts: list[int] = []
         self._entries: list[dict[Path, _Leaf]] = [{} for _ in layers]
+        # The first number of a node of each layer: nodes are numbered as they are made.
+        self._numbers = [0] * len(layers)
         self._born: dict[Edge, int] = {}
         self._hidden: Path = ()
         handles = []
@@ -159,14 +162,16 @@ class Trace:
             handles.append(module.register_forward_hook(partial(self._leave, index), with_kwargs=True))
         try:
             with torch.enable_grad(), _Answers():
-                self.logits: Tensor = model(input_ids=tokens).logits.detach()
+                logits = model(input_ids=tokens).logits
         finally:
             for handle in handles:
                 handle.remove()
+        self.logits: Tensor = logits.detach()
+        self._last_reads = _find_last_reads(logits)
 
     def _enter(self, index: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
         found = {path: _Leaf(_edge(x), x.shape, x.dtype) for path, x in _leaves((args, kwargs))}
-        self._entries[index] = found
+        self._entries[index], self._numbers[index] = found, torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         self._hidden = (1, "hidden_states") if "hidden_states" in kwargs else (0, 0)
 
     def _leave(self, index: int, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -199,20 +204,46 @@ class Trace:
         return found
 
     def border(self, start: int) -> Border | None:
-        """The values that layers from `start` on take from in front of it, hidden states first. None where one of them has no
+        """The values that layers from `start` on read from in front of it, hidden states first. None where one of them has no
         dims of sequences and tokens, or hidden states are not among them."""
         places: dict[Edge, list[tuple[int, Path]]] = {}
         leaves: dict[Edge, _Leaf] = {}
-        for index, entry in enumerate(self._entries[start:], start):
-            for path, leaf in sorted(entry.items(), key=lambda item: item[0] != self._hidden):
-                # What is made of both sides is left to the stage's own code, and to whoever compares its result.
-                if max(self._origins[leaf.edge]) < start:
-                    places.setdefault(leaf.edge, []).append((index, path))
-                    leaves[leaf.edge] = leaf
+        for index, path, leaf in self._taken(start):
+            # gemma 4 hands the keys of a layer to all others, whether or not they read them.
+            if self._last_reads.get(leaf.edge, -1) >= self._numbers[start]:
+                places.setdefault(leaf.edge, []).append((index, path))
+                leaves[leaf.edge] = leaf
         values = [_value_of(leaf, tuple(places[edge])) for edge, leaf in leaves.items()]
         if not values or values[0] is None or values[0].places[0] != (start, self._hidden):
             return None
         return None if None in values else tuple(value for value in values if value is not None)
+
+    def is_plain(self, start: int) -> bool:
+        """Whether layers from `start` on are handed no more than one value from in front of it."""
+        return len({leaf.edge for _, _, leaf in self._taken(start)}) == 1
+
+    def _taken(self, start: int) -> Iterator[tuple[int, Path, _Leaf]]:
+        """The arguments of layers from `start` on that come from in front of it."""
+        for index, entry in enumerate(self._entries[start:], start):
+            for path, leaf in sorted(entry.items(), key=lambda item: item[0] != self._hidden):
+                # What is made of both sides is left to the stage's own code, and to whoever compares its result.
+                if max(self._origins[leaf.edge]) < start:
+                    yield index, path, leaf
+
+
+def _find_last_reads(result: Tensor) -> dict[Edge, int]:
+    """The largest number of a node that reads each value from which the result is computed."""
+    found, seen, left = dict[Edge, int](), set[Any](), [result.grad_fn]
+    while left:
+        node: Any = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for edge in node.next_functions:
+            if edge[0] is not None:
+                found[edge] = max(found.get(edge, -1), node._sequence_nr())
+                left.append(edge[0])
+    return found
 
 
 def _value_of(leaf: _Leaf, places: tuple[tuple[int, Path], ...]) -> Value | None:

@@ -70,8 +70,8 @@ def draw_tokens(model: PreTrainedModel, rows: int, length: int) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerCalls:
-    """Calls of a model's layers. num_outputs: of a layer, in a tuple; 0: a tensor alone. is_plain: they take hidden states from
-    one another and no more. borders: by the layer that a stage begins with, what it takes from in front of it."""
+    """Calls of a model's layers. num_outputs: of a layer, in a tuple; 0: a tensor alone. borders: by the first layer of a stage,
+    what it takes from in front of it. is_plain: that is known to be hidden states and no more."""
 
     num_outputs: int = 0
     is_plain: bool = True
@@ -109,7 +109,7 @@ def find_layer_calls(
         if not _is_close(found, trace.logits):
             raise refuse_split(config, "its layers hand on more than their arguments tell, or share what they compute")
         hidden = known[1][0]
-        is_alone = all(len(border) == 1 for border in known[1:-1])
+        is_alone = all(trace.is_plain(start) for start in edges)
         dtype = _find_dtype(whole, layers, compute, tokens)
         width = whole.config.get_text_config().hidden_size
     if is_alone and hidden.sizes[-1] == width:
@@ -119,7 +119,8 @@ def find_layer_calls(
             is_alone,
             {start: (Value(((start, path),), hidden.rows, sizes, dtype),) for start in starts},
         )
-    return LayerCalls(trace.counts[0], is_alone, _trace_whole(config, starts, compute) if starts else {})
+    sized = _trace_whole(config, starts, compute) if starts else {}
+    return LayerCalls(trace.counts[0], bool(sized) and all(len(border) == 1 for border in sized.values()), sized)
 
 
 def _run_in_stages(

@@ -174,14 +174,13 @@ class TimeBounds:
         model, (forms, owners) = self.model, self.model.stages(c)
         sums = {form: model.sum_units(c, form) for form in dict.fromkeys(forms)}
         own = [sums[form] for form in forms]
-        costs = Costs([each.forward for each in own], [each.input for each in own], [each.weight for each in own], 0.0)
-        return self._length(c, owners, costs)
+        return self._length(c, owners, replace(model.costs(c, own), message=0.0))
 
     def states(self, c: Candidate) -> float:
         """Seconds with states where `c` keeps them."""
         model = self.model
         ranks = model.ranks(c)
-        costs = replace(model.costs_of(c, ranks.stages), message=0.0)
+        costs = replace(model.costs(c, ranks.stages), message=0.0)
         return self._length(c, model.stages(c)[1], costs) + ranks.late[ranks.slowest]
 
     def _length(self, c: Candidate, owners: Sequence[int], costs: Costs) -> float:

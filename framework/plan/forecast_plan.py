@@ -81,7 +81,7 @@ def forecast_plan(plan: Plan, loads: Mapping[str, Sequence[int]] | None = None) 
         )
     imbalance = measure_imbalance(loads or {}, candidate.ep)
     times = TimeModel(shape, plan.recipe, cluster, imbalance=imbalance)
-    forecast, costs = Forecast(memory, times.forecast(candidate)), times.costs(candidate)
+    forecast, costs = Forecast(memory, times.forecast(candidate)), times.costs(candidate, times.ranks(candidate).stages)
     if plan.recipe.pipeline.table is not None:
         cautions.append("the step time is that of pipeline.schedule=1f1b, not of pipeline.table")
         costs = _scale(plan.pipeline.costs, costs)

@@ -14,7 +14,6 @@ from typing import Any, Literal
 from framework.errors import MeshwrightError
 from framework.mesh.context import ContextSlices
 from framework.model.load import layer_configs
-from framework.model.probe import LayerCalls, find_layer_calls
 from framework.model.stage import StageBounds, refuse_shared_layers, refuse_sliced_values
 from framework.parallel.attention import (
     find_whole,
@@ -109,7 +108,7 @@ class ModelRules:
             refuse_few_layers(self.shape.num_layers, self.shape.owners(c.pp, c.schedule, c.virtual))
             stages = self.shape.stages(c.pp, c.schedule, c.virtual, c.context)
             refuse_shared_layers(self.shape.config, self.shape.units, self.shape.ties, stages)
-            if not self._layer_calls.is_plain:
+            if not self.shape.layer_calls.is_plain:
                 refuse_sliced_values(self.shape.config, c.tp)
 
     @remember("tp", "cp", "ulysses", "context", "sequence")
@@ -124,10 +123,6 @@ class ModelRules:
                     refuse_sequence(config, mixers)
             else:
                 refuse_undivided_context(config, ContextSlices(c.context, c.ulysses, c.ring), packs, self._causes)
-
-    @cached_property
-    def _layer_calls(self) -> LayerCalls:
-        return find_layer_calls(self.shape.config)
 
     @cached_property
     def _causes(self) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ from framework.model.load import build_meta, kept_in_fp32, layer_configs
 from framework.model.mixtures import Mixture, find_constants, find_mixtures, refuse_bias_rate
 from framework.model.mup import SAME, find_scales
 from framework.model.precision import DTYPES
-from framework.model.probe import find_layer_calls
+from framework.model.probe import LayerCalls, find_layer_calls
 from framework.model.stage import StageBounds, copy_stage, is_of_layers, split_stages
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment, group_parameters, group_trained, optimizer_of
@@ -153,9 +153,14 @@ class ModelShape:
         return self.text.hidden_size
 
     @cached_property
+    def layer_calls(self) -> LayerCalls:
+        """The calls of its layers, with the border in the middle of the model."""
+        return find_layer_calls(self.config, [self.num_layers // 2])
+
+    @cached_property
     def message_width(self) -> int:
         """Features of a token in a message between stages, of one in the middle of the model."""
-        (border,) = find_layer_calls(self.config, [self.num_layers // 2]).borders.values()
+        (border,) = self.layer_calls.borders.values()
         return message_width(border)
 
     @cached_property

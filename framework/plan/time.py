@@ -39,21 +39,9 @@ from framework.plan.sharding import ShardedUnit, Sharding, Update, expected_good
 from framework.recipe.derive import compiles
 from framework.recipe.schema import Recipe
 
-PARTS = (
-    *("matmuls", "attention", "elementwise", "recomputation", "tp", "cp", "ep", "ep_outer", "ep_inner", "pp"),
-    *(
-        "gathers",
-        "reductions",
-        "contention",
-        "imbalance",
-        "bubble",
-        "references",
-        "optimizer",
-        "offload",
-        "checkpoint",
-        "host",
-    ),
-)
+KERNELS = ("matmuls", "attention", "elementwise", "recomputation")
+MESSAGES = ("tp", "cp", "ep", "ep_outer", "ep_inner", "pp", "gathers", "reductions", "contention")
+PARTS = (*KERNELS, *MESSAGES, "imbalance", "bubble", "references", "optimizer", "offload", "checkpoint", "host")
 # Fields of a candidate that the seconds of a layer depend on: how ranks divide it, and what they compute of a microbatch.
 DIVISION = ("tp", "ep", "expert_tp", "cp", "ulysses", "is_gather", "sequence", "ranks_per_node")
 WORK = ("tokens", "sequences", "checkpointing", "adds", "offloads_activations", "splits_backward")
@@ -256,10 +244,6 @@ class TimeModel:
         late = [once + sum(update.values()) for once, update in zip(late, updates, strict=True)]
         return PipelineTimes(stages, busy, late, updates, owned)
 
-    def costs(self, candidate: Candidate) -> Costs:
-        """Seconds of each stage's actions for one microbatch, and of a message: the simulator's costs of a step's timeline."""
-        return self.costs_of(candidate, self.ranks(candidate).stages)
-
     def _add_up(self, own: Sequence[StageTime], c: Candidate) -> tuple[Seconds, Seconds]:
         parts: Seconds = dict.fromkeys(PARTS, 0.0)
         hidden: Seconds = {}
@@ -300,7 +284,7 @@ class TimeModel:
         """Seconds of the pipeline's actions, from the first to the last of all ranks."""
         if c.pp == 1:
             return ranks.busy[0]
-        costs, owners = self.costs_of(c, ranks.stages), self.stages(c)[1]
+        costs, owners = self.costs(c, ranks.stages), self.stages(c)[1]
         # The remembered path need not be the longest for these costs.
         least = least_length(c.schedule, owners, c.accumulation, costs)
         return max(self._lengths.length(c.schedule, c.pp, c.accumulation, costs), least, sum(ranks.busy) / c.pp)
@@ -312,8 +296,8 @@ class TimeModel:
             forwards[owner] += stage.forward
         return sum(forwards) + (c.accumulation - 1) * max(forwards)
 
-    def costs_of(self, c: Candidate, stages: Sequence[StageTime]) -> Costs:
-        """`costs` of these stages."""
+    def costs(self, c: Candidate, stages: Sequence[StageTime]) -> Costs:
+        """Seconds of these stages' actions for one microbatch, and of a message: the simulator's costs of a step's timeline."""
         return Costs(
             [each.forward for each in stages],
             [each.input for each in stages],

@@ -248,11 +248,8 @@ def intervals(recipe: Recipe) -> Iterator[Problem]:
 @rule(*COUNTED, *DEGREES, "checkpoint.neighbor_copies", "checkpoint.neighbor_every_steps")
 def neighbors(recipe: Recipe) -> Iterator[Problem]:
     key, other = "checkpoint.neighbor_copies", "checkpoint.neighbor_every_steps"
-    copies, every, nodes = (
-        recipe.checkpoint.neighbor_copies,
-        recipe.checkpoint.neighbor_every_steps,
-        count_nodes(recipe),
-    )
+    saves, nodes = recipe.checkpoint, count_nodes(recipe)
+    copies, every = saves.neighbor_copies, saves.neighbor_every_steps
     if copies >= nodes and copies:
         there = "is" if nodes == 2 else "are"
         message = f"a copy lies on a node of its own, and beside a rank's there {there} {nodes - 1}"
@@ -328,9 +325,8 @@ def checkpoint_root(recipe: Recipe) -> Iterator[Problem]:
 
         if protocol not in (known := [*available_protocols(), *registry]):
             near = nearest(protocol, known) or ["s3", "gs", "abfs"]
-            yield refuse(
-                recipe, key, f"fsspec knows no protocol {protocol}", ", ".join(f"{each}://..." for each in near)
-            )
+            fix = ", ".join(f"{each}://..." for each in near)
+            yield refuse(recipe, key, f"fsspec knows no protocol {protocol}", fix)
 
 
 # --- names, tracking and texts
@@ -370,12 +366,11 @@ def timeline(recipe: Recipe) -> Iterator[Problem]:
 def trackers(recipe: Recipe) -> Iterator[Problem]:
     packages = {"csv": (), "html": ("altair", "vl_convert")}
     for name in recipe.track.trackers:
-        for package in packages.get(name, (name,)):
-            if find_spec(package) is None:
-                key = f"track.{'mlflow.uri' if name == 'mlflow' else 'wandb.mode' if name == 'wandb' else name}"
-                wanted = "'meshwright[page]'" if name == "html" else name
-                message, fix = f"the package {package} is not installed", f"`pip install {wanted}`; or leave it out"
-                yield refuse(recipe, key, message, fix)
+        for package in (each for each in packages.get(name, (name,)) if find_spec(each) is None):
+            key = f"track.{'mlflow.uri' if name == 'mlflow' else 'wandb.mode' if name == 'wandb' else name}"
+            wanted = "'meshwright[page]'" if name == "html" else name
+            message, fix = f"the package {package} is not installed", f"`pip install {wanted}`; or leave it out"
+            yield refuse(recipe, key, message, fix)
     if is_secret("", recipe.track.mlflow.uri):
         message = "has a password, which RUN/recipe.yaml and MLflow's artifacts would keep for all to read"
         fix = "leave it out, and export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"

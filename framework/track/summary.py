@@ -26,6 +26,8 @@ COLORS = {
     TimePart.VALIDATION: "#b79bd8", TimePart.COMPILE: "#e0a020", TimePart.START_UP: "#f0cf7a", TimePart.QUEUE: "#b5b5b5",
     TimePart.RECOVERY: "#c2322d", TimePart.LOST: "#e8837a", TimePart.CLOSE: "#6e6e6e", TimePart.OFF: "#dedede",
 }  # fmt: skip
+# Red, green and blue of a colour on which text is white.
+DARK = 400
 # Beyond so many starts each has no bar of its own: the last ones are shown.
 SHOWN_STARTS = 24
 
@@ -425,14 +427,8 @@ def _draw_bar(axes: Any, position: float, lengths: dict[TimePart, float], says: 
         if length > 0:
             axes.barh(position, length, left=left, color=COLORS[part], edgecolor="white", linewidth=0.4, height=0.72)
             if says and length >= 4:
-                dark = part in (
-                    TimePart.STEP,
-                    TimePart.DATA_WAIT,
-                    TimePart.CHECKPOINT,
-                    TimePart.RECOVERY,
-                    TimePart.CLOSE,
-                )
-                color = "white" if dark else "black"
+                is_dark = sum(bytes.fromhex(COLORS[part][1:])) < DARK
+                color = "white" if is_dark else "black"
                 axes.text(left + length / 2, position, f"{length:.0f}%", ha="center", va="center", color=color)
         left += length
 

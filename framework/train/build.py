@@ -122,8 +122,9 @@ def assemble(
 ) -> TrainingRun:
     """The run of a rank: its stages, one optimizer over all of them, and the values that a step reads."""
     buffers = [buffer for stage in stages.values() for buffer in stage.buffers]
-    shards, auxiliary, recipe = own_shards(buffers), plan.load_balancing, plan.recipe
-    wide = torch.promote_types(plan.compute_dtype, torch.float32)
+    shards, recipe = own_shards(buffers), plan.recipe
+    num_sums = 0 if plan.load_balancing is None else plan.load_balancing.num_sums
+    wide = sums_dtype(plan.compute_dtype)
     world, rows = mesh.axis("world"), plan.qk_rows
     qk_clip = None if maxima is None else QkClip(recipe.optim, rows, find_parts(shards), maxima, world)
     return TrainingRun(
@@ -134,13 +135,7 @@ def assemble(
         shards=shards,
         tied_copies=find_copies(buffers),
         parameter_index={each.parameter: index for index, each in enumerate(plan.groups)},
-        activations=ActivationSpec(
-            tokens,
-            plan.borders,
-            0 if auxiliary is None else auxiliary.num_sums,
-            sums_dtype(plan.compute_dtype),
-            mesh.device,
-        ),
+        activations=ActivationSpec(tokens, plan.borders, num_sums, wide, mesh.device),
         loss=recipe.loss,
         load=load,
         biases=RouterBiases(recipe.model.router_bias_rate, load.mixtures, stages, mesh.device),

@@ -27,7 +27,7 @@ from framework.object_store import Place
 from framework.optim.averages import AVERAGE
 from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
 from framework.recipe.keys import value_of
-from framework.recipe.schema import Data, Recipe
+from framework.recipe.schema import Recipe
 from framework.recipe.stages import tokens_per_step
 from framework.train.spikes import SpikeState
 from framework.train.step import TrainingRun
@@ -126,10 +126,11 @@ def begin_branch(
     load: fills entries from the checkpoint with this manifest and returns its state. data: fingerprint of the prepared data;
     recipe: of this run or stage.
 
-    The position in the data stays if data and `ORDER_KEYS` are the checkpoint's. If only the data differs, a source that is the
-    same goes on from its own position; else the data begins anew. Optimizer states are taken over where the checkpoint has all of
-    a parameter's from the same update rule; the others begin at zero and are reported. AdamW counts its updates once for all
-    parameters, so its states are taken over for all or for none. Raises as `load_checkpoint` does, for weights too.
+    The position in the data stays if data and `ORDER_KEYS` are the checkpoint's. If only the data differs, or of a stream
+    only the context, a source that is the same goes on from its own position; else the data begins anew. Optimizer states are
+    taken over where the checkpoint has all of a parameter's from the same update rule; the others begin at zero and are
+    reported. AdamW counts its updates once for all parameters, so its states are taken over for all or for none. Raises as
+    `load_checkpoint` does, for weights too.
     """
     world = run.mesh.axis("world")
     trained = read_trained(manifest.state)
@@ -175,10 +176,12 @@ def begin_branch(
         others = f" and {len(names) - 3} more" * (len(names) > 3)
         of = f"{state.run_id}@{state.step}"
         report(f"moments begin at zero, as {of} lacks them or some: {', '.join(names[:3])}{others}")
-    is_same_order = all(value_of(trained, key) == value_of(recipe, key) for key in ORDER_KEYS)
-    is_same_data = state.data == data and is_same_order
+    changed = {key for key in ORDER_KEYS if value_of(trained, key) != value_of(recipe, key)}
+    is_same_data = state.data == data and not changed
     if not is_same_data:
-        state.read = count_read(state, trained.data, recipe) if is_same_order else {}
+        # A stream is read from its beginning to its end, in rows of whatever length.
+        goes_on = not changed or (changed == {"batch.context"} and recipe.data.mode == "stream")
+        state.read = count_read(state, trained, recipe) if goes_on else {}
         state.samples, state.skipped_samples = 0, []
         # Losses of other samples: none of them is the best so far, and none says what a spike is.
         state.best_step = state.best_validation_loss = None
@@ -192,15 +195,17 @@ def begin_branch(
     return state
 
 
-def count_read(state: RunState, data: Data, recipe: Recipe) -> dict[str, int]:
-    """Samples that a run has read of each source that `recipe` has as well. data: with which it has read the last of them."""
+def count_read(state: RunState, trained: Recipe, recipe: Recipe) -> dict[str, int]:
+    """Samples of `recipe` that a run has read of each source that it has as well. trained: with which it has read the last of
+    them, perhaps of another length."""
+    data, was, now = trained.data, trained.batch.context, recipe.batch.context
     weights = state.weights or {name: source.weight for name, source in data.read.items()}
     order = SampleOrder.of(recipe.train.seed, {name: (weight, 1) for name, weight in weights.items()})
     [num_samples] = index_samples(np.array([state.samples]), state.skipped_samples)
     read = dict(zip(weights, map(int, order.count(int(num_samples))), strict=True))
     sources = recipe.data.sources
     return {
-        name: state.read.get(name, 0) + read.get(name, 0)
+        name: -(-(state.read.get(name, 0) + read.get(name, 0)) * was // now)
         for name, source in data.sources.items()
         if name in sources and replace(sources[name], weight=source.weight, epochs=source.epochs) == source
     }

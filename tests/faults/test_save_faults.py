@@ -20,7 +20,10 @@ from framework.comm.connect import connect
 from framework.errors import CheckpointError
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Axis, Topology
+from tests.grid import EVERY_DAY
 from tests.saving import save_checkpoint
+
+pytestmark = EVERY_DAY
 
 ALONE = Communicator(Axis("world", 1, 0))
 NUMEL = 70_000

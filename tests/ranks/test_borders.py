@@ -23,12 +23,15 @@ from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import Family, build_config, family
-from tests.grid import few_of
+from tests.grid import EVERY_DAY, few_of
 from tests.ranks.mixers import Way
 from tests.ranks.parity import CPU, Case, assert_equal, topology_of
 from tests.ranks.pool import RankPool
 
-pytestmark = pytest.mark.skipif("deepseek_v4" not in CONFIG_MAPPING, reason="this transformers has no deepseek_v4")
+pytestmark = [
+    pytest.mark.skipif("deepseek_v4" not in CONFIG_MAPPING, reason="this transformers has no deepseek_v4"),
+    EVERY_DAY,
+]
 
 # By family: layers of each stage, and how many of them the schedule gives a rank.
 CASES = {
@@ -61,6 +64,10 @@ def test_values_are_found_with_their_forms() -> None:
     assert {each.sizes for each in inputs} >= {(config.hidden_size_per_layer_input,)}
     assert message_width((hidden, keys, values)) == hidden.width + keys.width + values.width
     assert find_layer_calls(CONFIG_MAPPING["zamba"]()).borders == {}
+    # Keys of a layer are handed to all behind it, of which none reads them.
+    alone = find_layer_calls(CONFIG_MAPPING["gemma4_text"](num_hidden_layers=4, hidden_size_per_layer_input=0), [2])
+    assert alone.is_plain
+    assert [each.sizes for each in alone.borders[2]] == [(2304,)]
 
 
 def test_a_message_has_the_dtype_of_hidden_states_that_stay_in_fp32() -> None:
@@ -102,7 +109,7 @@ def test_the_forecast_of_a_message_has_them() -> None:
     link = replace(times.cluster.links["send"], start_s=0.0, spans=(LinkSpan(1, 1.0, 0.0),), correction=None)
     times.cluster = replace(times.cluster, links={**times.cluster.links, "send": link})
     width = message_width(plan.borders[1])
-    assert times.costs(plan.candidate).message == plan.candidate.tokens * width * times.rates.itemsize
+    assert times.costs(plan.candidate, []).message == plan.candidate.tokens * width * times.rates.itemsize
 
 
 @pytest.mark.parametrize("model_type", few_of(CASES, lambda name: name == "zamba"))

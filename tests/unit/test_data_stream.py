@@ -1,6 +1,7 @@
 """Streams: the order of tokens that come beside a run is that of tokens that are there, however often it is killed."""
 
 import gzip
+import io
 import json
 import os
 import signal
@@ -25,10 +26,14 @@ from framework.data.prepare import prepare, summarize_data
 from framework.data.prepared import Prepared, find_prepared, open_found
 from framework.data.shard import shard_path
 from framework.data.store import SPLITS, StoreMeta
-from framework.errors import DamagedStore, DataError
+from framework.errors import EXIT_USER, DamagedStore, DataError
 from framework.recipe.check import check_recipe
 from framework.recipe.schema import Data, Recipe, Source
+from framework.train.state import RunState, count_read
+from tests.grid import EVERY_DAY
 from tests.unit.test_data_prepare import make_recipe, make_texts, write_jsonl
+
+pytestmark = EVERY_DAY
 
 CONTEXT, STEP = 16, 6
 KEYS: dict[str, Any] = {"seed": 5, "context": CONTEXT}
@@ -107,7 +112,7 @@ def test_every_sample_of_an_epoch_once(recipe: Recipe) -> None:
     tokenize_rest(recipe, 1)
     with open_loader(reopen(recipe)) as opened:
         order = opened._order
-        opened._await(np.arange(10**6, 10**6 + 2))
+        opened._await(10**6)
         order = opened._order
     source, sample = order.locate(np.arange(4 * int(order.sizes.max())))
     for number, size in enumerate(order.sizes.tolist()):
@@ -186,6 +191,57 @@ def test_a_tokenizer_that_fails_says_why(recipe: Recipe, tmp_path: Path) -> None
     assert lines
 
 
+def test_a_full_disk_does_not_hide_the_reason(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk has no room for the file with the reason either."""
+    prepared = begin(recipe)
+    folder, stream = prepared.sources[0].folder, prepared.sources[0].streams["train"]
+    assert isinstance(stream, growing.GrowingStream)
+    (folder / growing.FAILED_FILE).mkdir()
+    process: Any = SimpleNamespace(stdout=io.BytesIO(b"No space left on device"), wait=lambda: EXIT_USER)
+    beside._note_end(process, {folder: stream}, threading.Event())
+    with pytest.raises(DataError, match="s0: No space left on device"):
+        stream.wait_for(10**9, threading.Event(), None)
+
+
+def test_sources_that_are_gone_are_missed_where_tokens_are(recipe: Recipe, tmp_path: Path) -> None:
+    begin(recipe)
+    kept = (tmp_path / "1.jsonl").rename(tmp_path / "kept")
+    with pytest.raises(DataError, match=r"files of data.sources.s1 are gone before all is tokenized. Restore them"):
+        tokenize_rest(recipe, 1)
+    kept.rename(tmp_path / "1.jsonl")
+    tokenize_rest(recipe, 1)
+    (tmp_path / "1.jsonl").unlink()
+    tokenize_rest(recipe, 1)  # has nothing to do
+
+
+def test_bad_records_of_former_starts_count(recipe: Recipe, tmp_path: Path) -> None:
+    """Of those that may be there only the last shard's are left to be met."""
+    lines = (tmp_path / "0.jsonl").read_text().splitlines()
+    for row in range(20, 240, 10):
+        lines[row] = "no json"
+    (tmp_path / "0.jsonl").write_text("\n".join(lines))
+    begin(replace(recipe, data=replace(recipe.data, bad_records=99)))
+    tokenize_rest(replace(recipe, data=replace(recipe.data, bad_records=99)), 1)
+    folder = reopen(recipe).sources[0].folder
+    reports = sorted(folder.glob("[0-9]*.json"))
+    reports[-1].unlink()
+    with pytest.raises(DataError, match=r"data.bad_records=5"):
+        tokenize_rest(replace(recipe, data=replace(recipe.data, bad_records=5)), 1)
+
+
+def test_the_tokens_of_the_head_are_in_the_fingerprint(recipe: Recipe, tmp_path: Path) -> None:
+    """Of a file of equal name and size, whose words have changed."""
+    before = begin(recipe)
+    path = tmp_path / "0.jsonl"
+    text = path.read_text()
+    path.write_text("\n".join(line[:10] + line[10:-2].swapcase() + line[-2:] for line in text.splitlines()) + "\n")
+    other = replace(recipe, model=replace(recipe.model, tokenizer=str(before.tokenizer)))
+    other = replace(other, data=replace(other.data, bpe_vocab=None))
+    changed = begin(other).fingerprint
+    path.write_text(text)
+    assert begin(other).fingerprint != changed
+
+
 def test_a_loader_that_is_closed_waits_no_longer(recipe: Recipe) -> None:
     opened = open_loader(begin(recipe))
     opened.batch(0)
@@ -202,8 +258,8 @@ def test_a_damaged_shard_is_named(recipe: Recipe) -> None:
     data = bytearray(path.read_bytes())
     data[7] ^= 1
     path.write_bytes(data)
-    with pytest.raises(DamagedStore, match=r"00000.train"):
-        reopen(recipe)
+    with open_loader(reopen(recipe)) as opened, pytest.raises(DamagedStore, match=r"00000.train"):
+        opened.batch(0)
     assert any("00000.train" in line for line in find_damage(path.parent, meta))
 
 
@@ -215,6 +271,15 @@ def test_validation_is_of_the_head(recipe: Recipe) -> None:
     assert [each.input_ids.tolist() for each in validation_batches(reopen(recipe), **keys)] == before
     with pytest.raises(DataError, match=r"data.validation=1e-12 holds no document out"):
         begin(replace(recipe, data=replace(recipe.data, validation=1e-12)))
+
+
+def test_a_stage_of_another_context_goes_on_where_the_tokens_were_read_to(recipe: Recipe) -> None:
+    """Of two sources, one read twice as often as the other, behind a stage of which 7 and 5 samples were read."""
+    longer = replace(recipe, batch=replace(recipe.batch, context=3 * recipe.batch.context))
+    state = RunState("run", "data", samples=90, read={"s0": 7, "s1": 5}, weights={"s0": 2.0, "s1": 1.0})
+    assert count_read(state, recipe, recipe) == {"s0": 67, "s1": 35}
+    assert count_read(state, recipe, longer) == {"s0": 23, "s1": 12}
+    assert count_read(state, longer, recipe) == {"s0": 201, "s1": 105}
 
 
 def test_a_data_set_of_the_hub_is_listed_once_and_fetched_file_by_file(

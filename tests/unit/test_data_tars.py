@@ -96,3 +96,21 @@ def test_a_tar_that_breaks_off_is_named(tmp_path: Path, ending: str) -> None:
     (tmp_path / f"a{ending}").write_bytes(data[: len(data) // 2])
     with pytest.raises(DataError, match=rf"a{ending}: cannot be read behind row"):
         read(tmp_path / f"a{ending}", "text")
+
+
+def test_members_without_a_name_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(pack([("/", b"x"), ("", b"x"), ("..", b"x"), ("/abs/a.txt", b"one"), ("../b.txt", b"two")]))
+    assert list(read_samples(path)) == [{"text": "one"}, {"text": "two"}]
+
+
+@pytest.mark.parametrize("cut", [None, 1600], ids=["changed", "cut off"])
+def test_a_damaged_header_is_not_the_end(tmp_path: Path, cut: int | None) -> None:
+    """Of the second of three members, behind the folder's."""
+    path, data = tmp_path / "a.tar", bytearray(pack([(f"{n}.txt", b"x") for n in range(3)]))
+    data[1536 + 7] ^= 1
+    path.write_bytes(data[:cut])
+    with pytest.raises(
+        DataError, match=r"a.tar: cannot be read behind row 0 \((bad checksum|truncated header) at byte 1,536\)"
+    ):
+        read(path, "text")

@@ -13,8 +13,9 @@ import pytest
 
 from framework.launch.slurm import render
 from framework.recipe.schema import Batch, Launch, Recipe
+from tests.grid import EVERY_DAY
 
-pytestmark = pytest.mark.waits
+pytestmark = [pytest.mark.waits, EVERY_DAY]
 
 PROGRAMS = {
     "srun": """name= node=

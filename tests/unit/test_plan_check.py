@@ -48,15 +48,6 @@ MISTAKES = {
         ("model.family=gpt_oss", "model.config.intermediate_size=25", "parallel.tp=2", "launch.ranks=2"),
         ("parallel.tp=2 does not divide the 25 features of", "parallel.expert_tp=1"),
     ),
-    "layers that share weights in stages": (
-        (
-            *("~model", "model.family=zamba", "data.bpe_vocab=300", "parallel.pp=2", "launch.ranks=2", "parallel.dp=1"),
-            "model.config={vocab_size:97,hidden_size:64,attention_hidden_size:128,intermediate_size:256,num_hidden_layers:4,"
-            "num_attention_heads:4,attention_head_dim:32,num_key_value_heads:4,mamba_d_state:8,mamba_dt_rank:4,"
-            "layers_block_type:[linear_attention,linear_attention,hybrid,hybrid]}",
-        ),
-        ("layers.2 and layers.3 share", "Use parallel.pp=1"),
-    ),
     "whole experts without experts": (
         ("parallel.tp=2", "parallel.expert_tp=1", "launch.ranks=2"),
         ("parallel.expert_tp=1: llama has no stacked experts", "leave the key out"),

@@ -13,6 +13,9 @@ from framework.plan.plan import make_plan
 from framework.plan.plan_text import describe_plan
 from framework.plan.traffic import measure_traffic
 from framework.recipe.compose import compose
+from tests.grid import EVERY_DAY
+
+pytestmark = EVERY_DAY
 
 MIB = 2**20
 # Of Llama 3.1 8B.

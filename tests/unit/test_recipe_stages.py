@@ -161,6 +161,7 @@ def test_bad_input(word: str, said: str) -> None:
     assert said in " ".join(render_problems(compose([*WORDS, word]).problems).split())
 
 
+@pytest.mark.grid
 def test_a_plan_has_a_line_for_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
     from framework.commands.plan import print_plan
 

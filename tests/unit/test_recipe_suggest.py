@@ -186,5 +186,5 @@ def test_what_resembles_nothing_is_sent_to_the_list():
 
 def test_what_resembles_nothing_in_a_group_is_told_its_keys():
     found = explain_unknown("data.sources.web.max_bytes")
-    assert found == "the keys of data.sources.web are path, weight, format, field, messages, pairs"
+    assert found == "the keys of data.sources.web are path, weight, epochs, format, field, messages, pairs"
     assert explain_unknown("launch.zzz") == "`meshwright check --keys launch.` lists all keys of launch"

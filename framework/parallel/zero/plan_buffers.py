@@ -7,9 +7,10 @@
 All numbers here follow from layouts, axes and dtypes, so they can be had for any rank of any mesh on a laptop.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -220,13 +221,8 @@ class BufferPlan:
         ]
         return tuple(span for span in clipped if span.start < span.stop)
 
-    @cached_property
-    def read_bounds(self) -> Run:
-        """Elements of the buffer that this rank reads from a checkpoint for all ranks of `axes.reading`."""
-        return self.read_bounds_of(self.axes.reading.rank)
-
     def read_bounds_of(self, reader: int) -> Run:
-        """`read_bounds` of the rank at index `reader` of `axes.reading`."""
+        """Elements of the buffer that the rank at index `reader` of `axes.reading` reads from a checkpoint for all of them."""
         low, high = part(self.numel_owned, reader, self.axes.reading.size)
         return self.start + low, self.start + high
 
@@ -249,7 +245,7 @@ class BufferPlan:
     @cached_property
     def read(self) -> dict[str, Slot]:
         """The elements of `held` that this rank reads from a checkpoint for all ranks of `axes.reading`."""
-        return {slot.name: _clip(slot, self.read_bounds) for slot in self.slots}
+        return {slot.name: _clip(slot, self.read_bounds_of(self.axes.reading.rank)) for slot in self.slots}
 
     @cached_property
     def counted_runs(self) -> tuple[Run, ...]:
@@ -385,7 +381,11 @@ def plan_buffers(
             # Within a group odd sizes lie behind, so that what is before them begins at a wide load's address: without gaps,
             # for an optimizer's call reads all between its first and last element.
             names.sort(key=lambda name: (order[groups[name]], layouts[name].numel_local % ALIGNED_SLOT > 0))
-            slots = _lay_side_by_side(names, layouts, groups)
+            stops = accumulate(layouts[name].numel_local for name in names)
+            slots = [
+                Slot(name, layouts[name], stop - layouts[name].numel_local, stop, groups[name])
+                for name, stop in zip(names, stops, strict=True)
+            ]
             lived = kind.lifetimes(axes, lifetimes)
             own_axes = kind.axes(axes, lived)
             reduced = REDUCE_CODECS.get(kind.reduced_in)
@@ -396,13 +396,6 @@ def plan_buffers(
                 plan = replace(plan, dtypes=replace(dtypes, codec=codec))
             plans.append(plan)
     return plans
-
-
-def _lay_side_by_side(names: Iterable[str], layouts: Mapping[str, Layout], groups: Mapping[str, str]) -> Iterator[Slot]:
-    end = 0
-    for name in names:
-        start, end = end, end + layouts[name].numel_local
-        yield Slot(name, layouts[name], start, end, groups[name])
 
 
 @dataclass(frozen=True)
