@@ -7,6 +7,7 @@ which is empty, and `train` composes recipes. Each run is an ordinary one, `optu
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -35,4 +36,6 @@ def train(_: Any) -> float:
 
 
 if __name__ == "__main__":
+    if find_spec("optuna") is None:
+        sys.exit("the package optuna is not installed: pip install 'meshwright[sweep]'")
     train()

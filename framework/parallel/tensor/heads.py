@@ -3,6 +3,7 @@
 import copy
 import inspect
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from framework.errors import ModelError
 from framework.mesh.topology import Axis
 from framework.model import mixers
+from framework.model.load import layer_configs
 from framework.model.mixers import find_mixers, form_of_mixer, linear_heads
 from framework.parallel.tensor.find_regions import RegionPlan, holder
 from framework.parallel.tensor.partition import Counts
@@ -30,10 +32,21 @@ from framework.parallel.tensor.rules import (
 
 def ranks_per_kv_head(config: PretrainedConfig, tp: int) -> int:
     """Number of ranks, of `tp`, that hold the same key-value heads: 1 unless there are fewer heads than ranks."""
-    text = config.get_text_config()
-    if getattr(text, "num_attention_heads", None) is None:
-        return 1  # no attention: a topology is made for every family, also for those that splitting refuses later
-    return Counts(text.num_attention_heads, count_kv_heads(text), HEAD_BLOCKS.get(text.model_type, 1)).copies(tp)
+    layers = layer_configs(config.get_text_config())
+    # No attention: a topology is made for every family, also for those that splitting refuses later.
+    counts = [_count_in_config(layer) for layer in layers if getattr(layer, "num_attention_heads", None) is not None]
+    copies = {each.copies(tp) for each in counts} or {1}
+    if len(copies) > 1:
+        heads = " and ".join(str(number) for number in sorted({each.kv for each in counts}))
+        raise ModelError(
+            f"parallel.tp={tp}: layers have {heads} key-value heads, so ranks would share heads in some layers and not in others:"
+            f" use parallel.tp={min(each.kv for each in counts)} or less"
+        )
+    return copies.pop()
+
+
+def _count_in_config(config: PretrainedConfig) -> Counts:
+    return Counts(config.num_attention_heads, count_kv_heads(config), HEAD_BLOCKS.get(config.model_type, 1))
 
 
 def count_heads(model: PreTrainedModel, plan: RegionPlan) -> Counts:
@@ -42,14 +55,16 @@ def count_heads(model: PreTrainedModel, plan: RegionPlan) -> Counts:
     mixer = next((module for _, module in find_mixers(model.get_submodule(plan.name))), None)
     if mixer is not None:
         return _count_linear_heads(mixer)
-    config = model.config.get_text_config()
-    heads, kv = config.num_attention_heads, count_kv_heads(config)
+    layers = layer_configs(model.config.get_text_config())
+    number = next((int(part) for part in plan.name.split(".") if part.isdigit()), 0)
+    counts = _count_in_config(layers[number % len(layers)])
+    kv = counts.kv
     for name in plan.roles:
         head_dim = getattr(model.get_submodule(holder(name)), "head_dim", None)
         # Layers may differ from one another and from the config in it: the weight is what is split.
         if name.endswith(".k_proj") and head_dim:
             kv = model.get_parameter(f"{name}.weight").shape[0] // head_dim
-    return Counts(heads, kv, HEAD_BLOCKS.get(config.model_type, 1))
+    return replace(counts, kv=kv)
 
 
 def _count_linear_heads(mixer: Any) -> Counts:
