@@ -8,9 +8,10 @@ import random
 import tempfile
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,11 +27,14 @@ from framework.data.loader import Loader, validation_batches
 from framework.data.pack import Microbatch, Mode
 from framework.data.prepare import prepare
 from framework.data.prepared import Prepared, find_prepared, open_found
-from framework.data.remote import GIB, KEY, Root
+from framework.data.remote import GIB, KEY, RemoteFile, Root
 from framework.data.store import BLOCK_BYTES, hash_block
 from framework.errors import EXIT_USER, DamagedStore, DataError, StorageError
 from scripts.bench import data as bench
+from tests.grid import EVERY_DAY
 from tests.unit.test_data_prepare import make_recipe, make_texts, write_jsonl
+
+pytestmark = EVERY_DAY
 
 URL = "memory://bucket/tokens"
 CONTEXT, B = 128, 3
@@ -213,6 +217,8 @@ def test_what_is_cached_is_not_fetched_again(put: Callable[..., Prepared], monke
     with make_loader(put()) as loader:
         loader.batch(0)
         loader._thread.submit(lambda: None).result()
+        for stream in loader._packer.streams:
+            wait(cast(RemoteFile, stream.tokens)._pending.values())  # what was asked for ahead
     fetched = count_fetches(monkeypatch)
     with make_loader(put()) as loader:
         loader.batch(0)

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.grid import EVERY_DAY
+
+pytestmark = EVERY_DAY
+
 REPOSITORY = Path(__file__).parents[2]
 # Where a page loads something from, and where a reader may go to: only the first must be here.
 LOADING = {("script", "src"), ("link", "href"), ("img", "src"), ("iframe", "src"), ("source", "src")}

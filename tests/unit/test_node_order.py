@@ -21,7 +21,10 @@ from framework.plan.forecast_plan import forecast_cut
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
+from tests.grid import EVERY_DAY
 from tests.unit.test_slurm_script import SHELLCHECK
+
+pytestmark = EVERY_DAY
 
 # Degrees, ranks of a node.
 LAYOUTS = [
