@@ -121,7 +121,7 @@ def _find_shared(linears: Mapping[str, Any]) -> set[str]:
 
 
 def _find_passed_by(model: PreTrainedModel, linears: Mapping[str, nn.Module]) -> set[str]:
-    """The linear layers that a forward never calls, for the module around them computes with their weight itself, as Mamba's does
+    """The linear layers that a forward in training never calls, for the module around them computes with their weight itself, as Mamba's does
     with dt_proj. A small copy of the model is run where the source of a module says that it might."""
 
     def key(owner: nn.Module, path: str) -> tuple[type, str]:
@@ -135,7 +135,7 @@ def _find_passed_by(model: PreTrainedModel, linears: Mapping[str, nn.Module]) ->
     with small_copy(model.config) as small:
         for path, module in find_linears(small).items():
             module.register_forward_hook(partial(_note, called, key(small, path)))
-        small(draw_tokens(small, 1, 8))
+        small.train()(draw_tokens(small, 1, 8))
     return {path for path in suspects if key(model, path) not in called}
 
 

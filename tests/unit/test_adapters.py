@@ -257,6 +257,9 @@ def test_a_weight_that_a_model_reads_past_its_layer_gets_no_adapter() -> None:
         if is_left_out:
             with pytest.raises(ModelError, match=r"dt_proj is read by the module around it.*leave it out"):
                 find_targets(model, replace(LORA, targets=[leaf]))
+    # Clamped, and so read, in training alone.
+    model = build_meta(shrink(CONFIG_MAPPING["gemma3n_text"](), 4))
+    assert not any("correction_coefs" in each for each in find_targets(model, LORA))
 
 
 def test_a_weight_that_layers_share_gets_no_adapter() -> None:
