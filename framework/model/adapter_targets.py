@@ -121,7 +121,7 @@ def _find_shared(linears: Mapping[str, Any]) -> set[str]:
 
 
 def _find_passed_by(model: PreTrainedModel, linears: Mapping[str, nn.Module]) -> set[str]:
-    """The linear layers that a forward in training never calls, for the module around them computes with their weight, as Mamba's does
+    """The linear layers that a forward in training never calls, for the module around them computes with their weight, as Mamba's
     with dt_proj. A small copy of the model is run where the source of a module says that it might."""
 
     def key(owner: nn.Module, path: str) -> tuple[type, str]:
