@@ -22,14 +22,7 @@ from torch import Tensor, nn
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.model.adapters import DROPOUT, MAGNITUDE, A, B, name_beside
-from framework.model.matmul import (
-    GradView,
-    Matmul,
-    RowGroups,
-    StackedMatmul,
-    accumulate_tall_matmul,
-    stacked_matmul,
-)
+from framework.model.matmul import GradView, Matmul, RowGroups, StackedMatmul, stacked_matmul
 
 
 @dataclass
@@ -77,12 +70,12 @@ class AdapterMatmul(Matmul):
     @property
     def a(self) -> Tensor:
         """[r, K], out of autograd."""
-        return _data(self._layer, A)
+        return self._layer.get_parameter(A).data
 
     @property
     def b(self) -> Tensor:
         """[N, r], out of autograd."""
-        return _data(self._layer, B)
+        return self._layer.get_parameter(B).data
 
     @property
     def is_dora(self) -> bool:
@@ -102,8 +95,9 @@ class AdapterMatmul(Matmul):
         if not self.switch.is_on:
             return self.base.forward(x, bias, out)
         if not self.is_dora:
-            y = self.base.forward(x, bias, out)
-            return self._add(y, self._keep("_low", _multiply(self._dropped(x), self.a)), self.b.t())
+            return self._add(
+                self.base.forward(x, bias, out), self._keep("_low", self._dropped(x) @ self.a.t()), self.b.t()
+            )
         self._lengths = self._measure_rows()
         y = self._project(x, out).mul_(self._factors(self._lengths))
         return y if bias is None else y.add_(bias)
@@ -111,10 +105,9 @@ class AdapterMatmul(Matmul):
     def input_gradient(self, dy: Tensor, out: Tensor | None = None) -> Tensor:
         dy = self._scaled(dy)
         dx = self.base.input_gradient(dy, out)
-        low = self._keep("_low_gradient", _multiply(dy, self.b.t()))
         if self._seed is None:
-            return self._add(dx, low, self.a)
-        return dx.add_(self._dropped((low @ self.a).view_as(dx)), alpha=self.scale)
+            return self._add(dx, self._keep("_low_gradient", dy @ self.b), self.a)
+        return dx.add_(self._dropped(self._keep("_low_gradient", dy @ self.b) @ self.a), alpha=self.scale)
 
     def weight_gradient(self, x: Tensor, dy: Tensor) -> None:
         """Add dA, dB and dm to their main gradients."""
@@ -124,15 +117,13 @@ class AdapterMatmul(Matmul):
             wide = self._lengths.dtype
             self.views[MAGNITUDE].add((dy.to(wide) * self._project(x)).sum(0) / self._lengths)
             dy = self._scaled(dy)
-        low = _multiply(x, self.a) if self._low is None else self._low
-        self.views[B].add_matmul(dy, low * self.scale, accumulate_tall_matmul)
+        low = x @ self.a.t() if self._low is None else self._low
+        self.views[B].add_matmul(dy, low * self.scale)
         if self.copied:
             # Each holder of these outputs has the sum of all: together they would count it once for each.
             dy = dy.clone()
             dy[:, -self.copied :] /= self.copies
-        of_low = self._low_gradient
-        if of_low is None or self.copied:
-            of_low = _multiply(dy, self.b.t())
+        of_low = dy @ self.b if self._low_gradient is None or self.copied else self._low_gradient
         self.views[A].add_matmul(of_low * self.scale, x)
 
     def _dropped(self, x: Tensor) -> Tensor:
@@ -143,21 +134,22 @@ class AdapterMatmul(Matmul):
         return x * torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(rest, generator=generator) / rest
 
     def _keep(self, name: str, low: Tensor) -> Tensor:
-        """Keep X A^T or dY B, [R, r], for the weights' gradients, in a passage that has computed it for all rows at once."""
+        """Keep X A^T or dY B, [..., r], for the weights' gradients, in a passage that has computed it for all rows at once."""
+        rows = low.reshape(-1, low.shape[-1])
         # Not of a layer that is computed again in backward, which is to keep little.
-        if len(low) == self._rows and self.kept is None:
-            setattr(self, name, low)
+        if len(rows) == self._rows and self.kept is None:
+            setattr(self, name, rows)
         return low
 
     def _project(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """X W^T + s (X A^T) B^T.  x: [..., K] -> [..., N]."""
-        return self._add(self.base.forward(x, None, out), _multiply(x, self.a), self.b.t())
+        return self._add(self.base.forward(x, None, out), x @ self.a.t(), self.b.t())
 
     def _add(self, y: Tensor, low: Tensor, matrix: Tensor) -> Tensor:
-        """y += s low matrix, in place.  y: [..., n]; low: [R, r]; matrix: [r, n]."""
+        """y += s low matrix, in place.  y: [..., n]; low: [..., r]; matrix: [r, n]."""
         if not y.is_contiguous():
-            return y.add_((low @ matrix).view(y.shape), alpha=self.scale)
-        y.view(-1, y.shape[-1]).addmm_(low, matrix, alpha=self.scale)
+            return y.add_(low @ matrix, alpha=self.scale)
+        y.view(-1, y.shape[-1]).addmm_(low.reshape(-1, low.shape[-1]), matrix, alpha=self.scale)
         return y
 
     def _measure_rows(self) -> Tensor:
@@ -170,7 +162,7 @@ class AdapterMatmul(Matmul):
 
     def _factors(self, lengths: Tensor) -> Tensor:
         """c: [N], in the dtype of the weight."""
-        magnitude = _data(self._layer, MAGNITUDE)
+        magnitude = self._layer.get_parameter(MAGNITUDE).data
         return (magnitude.to(lengths.dtype) / lengths).to(magnitude.dtype)
 
     def _scaled(self, dy: Tensor) -> Tensor:
@@ -179,19 +171,6 @@ class AdapterMatmul(Matmul):
             return dy
         assert self._lengths is not None, "backward comes behind a forward"
         return dy * self._factors(self._lengths)
-
-
-def _data(layer: nn.Module, name: str) -> Tensor:
-    """A parameter of a layer, out of autograd."""
-    parameter = layer._parameters[name]
-    assert parameter is not None, name
-    return parameter.data
-
-
-def _multiply(x: Tensor, matrix: Tensor) -> Tensor:
-    """X M^T of few columns, [R, r], as the transpose of M X^T: libraries of CPUs are up to four times as fast with few rows.
-    x: [..., n]; matrix: [r, n]."""
-    return torch.mm(matrix, x.reshape(-1, x.shape[-1]).t()).t()
 
 
 class StackedAdapterMatmul(StackedMatmul):
@@ -209,12 +188,12 @@ class StackedAdapterMatmul(StackedMatmul):
     @property
     def a(self) -> Tensor:
         """[E, r, K], out of autograd."""
-        return _data(self._layer, self._names[A])
+        return self._layer.get_parameter(self._names[A]).data
 
     @property
     def b(self) -> Tensor:
         """[E, N, r], out of autograd."""
-        return _data(self._layer, self._names[B])
+        return self._layer.get_parameter(self._names[B]).data
 
     def forward(self, x: Tensor, groups: RowGroups) -> Tensor:
         if not self.switch.is_on:

@@ -355,14 +355,6 @@ def accumulate_matmul(view: Tensor, left: Tensor, right: Tensor, is_first: bool)
         view.copy_(gradient) if is_first else view.add_(gradient)
 
 
-def accumulate_tall_matmul(view: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
-    """`accumulate_matmul` for a view of few columns, whose transpose is computed first: libraries of CPUs are up to nine times as
-    fast with few rows as with few columns."""
-    transposed = torch.empty_like(view.t(), memory_format=torch.contiguous_format)
-    accumulate_matmul(transposed, right, left, True)
-    view.copy_(transposed.t()) if is_first else view.add_(transposed.t())
-
-
 def stacked_matmul(x: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
     """y = x W_e^T for the rows of each group e.  x: [R, K]; weights: [E, N, K], any strides -> [R, N]. Not differentiable."""
     if _multiplies_groups(x) and takes_grouped_matmul(x) and takes_grouped_matmul(weights):
