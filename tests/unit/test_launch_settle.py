@@ -5,6 +5,7 @@ import socket
 import time
 from contextlib import suppress
 
+import httpx
 import huggingface_hub
 import pytest
 import torch
@@ -15,6 +16,7 @@ from framework.errors import EXIT_NODE, ModelError, NodeError, RecipeError
 from framework.launch.process import hash_code, take_fingerprint
 from framework.launch.settle import keep_settled, settle, settle_device
 from framework.launch.task import check_node
+from framework.model import hub
 from framework.model.hub import find_folder, pin_revision
 from framework.model.load import load_config
 from framework.recipe.compose import compose
@@ -195,6 +197,15 @@ def test_a_commit_of_which_files_are_missing_here_is_fetched_again(cache, index)
     with suppress(ModelError):  # of a hub that is not reached: its client has gone on with the folder since 2.0
         pin_revision(Model(weights="owner/name", revision=COMMIT))
     assert cache
+
+
+def test_a_download_that_breaks_off_names_its_key(monkeypatch):
+    def break_off(*_, **__):
+        raise httpx.ReadError("connection reset by peer")
+
+    monkeypatch.setattr(hub, "snapshot_download", break_off)
+    with pytest.raises(ModelError, match=r"model\.weights=owner/name .* the hub cannot be reached"):
+        pin_revision(Model(weights="owner/name"))
 
 
 def test_weights_that_this_node_does_not_have_are_explained(cache):

@@ -11,7 +11,7 @@ from framework.optim.stochastic_rounding import draw_bits
 from framework.recipe.schema import Adapter, LearningRateSchedule, Optim, ParameterGroup
 from framework.verify import plain
 from framework.verify.compare import compare_initial
-from framework.verify.evidence import separate
+from framework.verify.evidence import keep_double, separate
 from framework.verify.layout import initial_weights
 from framework.verify.oracle import _stock_model
 from framework.verify.plain import draw_words
@@ -107,3 +107,11 @@ def test_every_family_is_verified_in_fp64(each: Family, tmp_path) -> None:
     recipe = small_recipe("fp64", 1, sequences=6)
     (rows,) = run_cases(0, 1, f"file://{tmp_path}/ranks", [Case(each.name, each, {"one": recipe})]).values()
     assert worst_error(rows) < 1e-9
+
+
+def test_fp64_is_kept_where_integers_are_widened_beside_it():
+    """As rotary tables of transformers 5.17 do with positions."""
+    rates, positions = torch.rand(4, 1, dtype=torch.float64), torch.arange(9)[None]
+    with keep_double(torch.float64):
+        found = rates.float() @ positions.float()
+    assert torch.equal(found, rates @ positions.double())
