@@ -129,6 +129,16 @@ def test_a_store_that_was_prepared_is_ordered_as_before() -> None:
     assert order.locate(np.arange(120))[1].tolist() == windowed.locate(np.arange(120))[1].tolist()
 
 
+def test_shards_take_no_descriptors(recipe: Recipe) -> None:
+    """There are thousands, and `ulimit -n` is often 1024."""
+    begin(recipe)
+    tokenize_rest(recipe, 1)
+    before = len(os.listdir("/proc/self/fd"))
+    prepared = reopen(recipe)
+    assert sum(source.meta.source["shards"] for source in prepared.sources) > 5
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
 def read_shards(prepared: Prepared) -> dict[str, bytes]:
     folders = [source.folder for source in prepared.sources]
     return {f"{folder.name}/{path.name}": path.read_bytes() for folder in folders for path in sorted(folder.iterdir())}
