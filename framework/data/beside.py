@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -66,7 +67,7 @@ def make_head(
     files = list_stream(place)
     jobs = make_jobs(recipe, place, files, folder, tokenizer, progress)
     sums = list(accumulate(job.num_bytes for job in jobs))
-    head = jobs[: 1 + next((at for at, each in enumerate(sums) if each >= HEAD_BYTES), len(jobs))]
+    head = jobs[: 1 + bisect_left(sums, HEAD_BYTES)]
     run_jobs(recipe, head, workers, progress)
     splits = [report.splits for report in read_reports(head)]
     meta = make_meta(recipe, place, len(files), folder.name, tokenizer, splits, head[0].threshold if head else 0)

@@ -13,6 +13,7 @@ document where it ends and its number (`ImportedTokens`): nothing is tokenized, 
 """
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -156,17 +157,23 @@ def _open_parquet(path: Path, field: str, read_group: Callable[[Path, int, str],
 
 
 class _GroupCache:
-    """The row groups that were read last: at most KEPT_BYTES, or one."""
+    """The row groups that were read last: at most KEPT_BYTES, or one. The loader's thread reads beside a validation."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[Path, int], Any] = {}
+        self._num_bytes = 0
+        self._lock = threading.Lock()
 
     def __call__(self, path: Path, number: int, field: str) -> Any:
-        group = self._groups.pop((path, number), None) or _read_group(path, number, field)
-        self._groups[path, number] = group
-        while len(self._groups) > 1 and sum(each.nbytes for each in self._groups.values()) > KEPT_BYTES:
-            del self._groups[next(iter(self._groups))]
-        return group
+        with self._lock:
+            group = self._groups.pop((path, number), None)
+            if group is None:
+                group = _read_group(path, number, field)
+                self._num_bytes += group.nbytes
+                while self._groups and self._num_bytes > KEPT_BYTES:
+                    self._num_bytes -= self._groups.pop(next(iter(self._groups))).nbytes
+            self._groups[path, number] = group
+            return group
 
 
 def _read_group(path: Path, number: int, field: str) -> Any:

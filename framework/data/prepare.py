@@ -40,7 +40,6 @@ from framework.data.rows import Rows, count_overlong, refuse_no_rows
 from framework.data.shard import (
     LARGEST_SHARE,
     ShardReport,
-    check_bad_records,
     read_texts,
     settle_threshold,
     shard_path,
@@ -292,7 +291,6 @@ def _finish(
 ) -> None:
     """Write the files about the whole store; shards.json last, since its presence means that all is tokenized."""
     bad_records = [record for report in reports for record in report.bad_records]
-    check_bad_records(place.name, bad_records, recipe.data.bad_records)
     if bad_records:
         with write_atomically(place.folder / "quarantine.jsonl") as file:
             file.writelines(json.dumps(asdict(record)).encode() + b"\n" for record in bad_records)

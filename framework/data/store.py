@@ -17,14 +17,13 @@
         shards.json                       the source's files and each shard's sizes and checksums; only `prepare` reads it
         store.json                        the store's sizes and origin; its presence means that the store is complete
 
-`shard.py` writes a store shard by shard and `join.py` joins the shards. A rank maps at most seven files, whatever the store's
-size. Rank 0 verifies the small files when it looks for the store. Every rank verifies a block of tokens or ends before it first
-reads from it, once per process. `meshwright inspect STORE` verifies every byte. No file holds a time, a host name or a worker
-count: equal input gives equal bytes.
+`shard.py` writes a store shard by shard and `join.py` joins the shards: a rank maps at most seven files, whatever the store's
+size. A stream stays in shards (growing.py). Rank 0 verifies the small files when it looks for the store. Every rank verifies a
+block of tokens or ends before it first reads from it, once per process. `meshwright inspect STORE` verifies every byte. No file
+holds a time, a host name or a worker count: equal input gives equal bytes.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -33,6 +32,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
+import pyarrow
 import xxhash
 
 from framework.data.formats import IdFile, ImportedTokens
@@ -179,7 +179,7 @@ class StoreMeta:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether it grows shard by shard beside a run (stream.py): its splits are then those of its head."""
+        """Whether it grows shard by shard beside a run (beside.py): its splits are then those of its head."""
         return "shards" in self.source
 
     @property
@@ -348,10 +348,11 @@ def map_file(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
     if length == 0:
         return np.empty(0, dtype)
     try:
-        with open(path, "rb") as file:
-            num_bytes = os.fstat(file.fileno()).st_size
+        # By Arrow: Python keeps a file open as long as it is mapped, and a stream has thousands.
+        with pyarrow.memory_map(str(path)) as file:
+            num_bytes = file.size()
             if num_bytes == length * dtype.itemsize:
-                return np.memmap(file, dtype=dtype, mode="r").view(np.ndarray)
+                return np.frombuffer(file.read_buffer(), dtype)
     except FileNotFoundError:
         num_bytes = None
     raise damaged_size(path, length * dtype.itemsize, num_bytes)

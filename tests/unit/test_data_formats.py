@@ -3,7 +3,10 @@
 import json
 import os
 import struct
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -191,6 +194,23 @@ def test_decoded_row_groups_are_bounded_over_all_files(tmp_path: Path, monkeypat
     for opened in (first, first, second, first):
         assert opened.read(2).tolist() == documents[2]
     assert read[-3:] == ["a", "b", "a"]
+
+
+def test_a_row_group_that_two_threads_ask_for_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the loader and of a validation."""
+    original, both = formats._read_group, threading.Barrier(2)
+
+    def read_group(path: Path, number: int, field: str) -> Any:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.2)  # for another thread, which must not come
+        return original(path, number, field)
+
+    documents = make_documents(10)
+    (opened,) = open_ids([file_of(write_table(tmp_path / "a", documents, "parquet"), "ids")], "tokens", VOCAB)
+    monkeypatch.setattr(formats, "_read_group", read_group)  # behind the first group, which is read to open it
+    with ThreadPoolExecutor(2) as threads:
+        assert [ids.tolist() for ids in threads.map(opened.read, [8, 8])] == [documents[8]] * 2
+    assert both.broken
 
 
 @pytest.mark.parametrize("name", ["megatron", "datatrove"])

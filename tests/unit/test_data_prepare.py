@@ -21,6 +21,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
+from framework.data import jobs as jobs_module
 from framework.data import prepare as prepare_module
 from framework.data import tokenize as tokenize_module
 from framework.data.join import JoinPlan
@@ -326,7 +327,7 @@ def test_after_kill_9_it_resumes_to_equal_bytes_and_leaves_no_worker(
         written_again.update(job.shard for job in jobs)
         return tokenize_shards(jobs, workers)
 
-    monkeypatch.setattr(prepare_module, "tokenize_shards", tokenize)
+    monkeypatch.setattr(jobs_module, "tokenize_shards", tokenize)
     build(make_recipe(tmp_path / "killed", source))
     assert read_tree(tmp_path / "killed") == read_tree(tmp_path / "whole")
     assert written_again

@@ -25,7 +25,7 @@ from framework.data.order import SampleOrder
 from framework.data.prepare import prepare, summarize_data
 from framework.data.prepared import Prepared, find_prepared, open_found
 from framework.data.shard import shard_path
-from framework.data.store import SPLITS, StoreMeta
+from framework.data.store import StoreMeta
 from framework.errors import EXIT_USER, DamagedStore, DataError
 from framework.recipe.check import check_recipe
 from framework.recipe.schema import Data, Recipe, Source
@@ -82,7 +82,7 @@ def ids_of(opened: Loader, steps: range) -> list[Any]:
     ]
 
 
-def test_tokens_that_come_are_those_that_are_there(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_that_come_are_those_that_are_there(recipe: Recipe) -> None:
     """More than an epoch of each source, with shards that come while they are waited for; then anew, in two ranks."""
     prepared = begin(recipe)
     assert not any(source.streams["train"].is_whole for source in prepared.sources)
@@ -90,7 +90,7 @@ def test_tokens_that_come_are_those_that_are_there(recipe: Recipe, capsys: pytes
     held_out = [source.streams["validation"].num_tokens for source in prepared.sources]
     rest = threading.Thread(target=tokenize_rest, args=(recipe, 1))
     with open_loader(prepared) as opened:
-        steps = range(2 * sum(200 * 12 for _ in range(2)) // STEP // CONTEXT + 40)
+        steps = range(140)
         first = ids_of(opened, range(2))
         rest.start()
         found = first + ids_of(opened, range(2, len(steps)))
@@ -111,7 +111,6 @@ def test_every_sample_of_an_epoch_once(recipe: Recipe) -> None:
     begin(recipe)
     tokenize_rest(recipe, 1)
     with open_loader(reopen(recipe)) as opened:
-        order = opened._order
         opened._await(10**6)
         order = opened._order
     source, sample = order.locate(np.arange(4 * int(order.sizes.max())))
@@ -127,6 +126,16 @@ def test_a_store_that_was_prepared_is_ordered_as_before() -> None:
     order = SampleOrder.of(7, {"a": (1.0, 50)})
     windowed = SampleOrder.of(7, {"a": (1.0, 50)}, windows={"a": 50})
     assert order.locate(np.arange(120))[1].tolist() == windowed.locate(np.arange(120))[1].tolist()
+
+
+def test_shards_take_no_descriptors(recipe: Recipe) -> None:
+    """There are thousands, and `ulimit -n` is often 1024."""
+    begin(recipe)
+    tokenize_rest(recipe, 1)
+    before = len(os.listdir("/proc/self/fd"))
+    prepared = reopen(recipe)
+    assert sum(source.meta.source["shards"] for source in prepared.sources) > 5
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def read_shards(prepared: Prepared) -> dict[str, bytes]:
@@ -184,11 +193,9 @@ def test_a_tokenizer_that_fails_says_why(recipe: Recipe, tmp_path: Path) -> None
         read_steps(opened, range(100))
     tokenize_rest(recipe, 1)
     assert reopen(recipe).sources[0].streams["train"].is_whole  # whatever stands there
-    lines = (tmp_path / "0.jsonl").read_text()
     os.utime(tmp_path / "0.jsonl", (1, 1))
     with pytest.raises(DataError, match="not prepared, or changed"):
         find_prepared(recipe)
-    assert lines
 
 
 def test_a_full_disk_does_not_hide_the_reason(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,9 +317,7 @@ def test_a_data_set_of_the_hub_is_listed_once_and_fetched_file_by_file(
     assert source.streams["train"].is_whole
     plain = prepare(replace(local, model=recipe.model, data=replace(local.data, bpe_vocab=None)), 1, progress=False)
     assert {path.suffix for path in source.folder.iterdir()} == {"", ".json", ".tokens", ".ends", ".counts"}
-    for split in SPLITS[:1]:
-        count = sum(each.streams[split].num_tokens for each in (source,))
-        assert count > 0.8 * plain.sources[0].streams[split].num_tokens
+    assert source.streams["train"].num_tokens > 0.8 * plain.sources[0].streams["train"].num_tokens
 
 
 @pytest.mark.parametrize(
@@ -329,5 +334,5 @@ def test_what_a_stream_cannot_do_is_refused(data: dict[str, Any]) -> None:
     recipe = replace(recipe, batch=replace(recipe.batch, sequences_per_step=4, sequences_per_microbatch=4))
     streamed = replace(recipe, data=replace(recipe.data, mode="stream"))
     assert not [each for each in check_recipe(streamed, {}) if each.key == "data.mode"]
-    refused = replace(recipe, data=replace(Data(**{**vars(streamed.data), **data})))
+    refused = replace(recipe, data=Data(**{**vars(streamed.data), **data}))
     assert "data.mode" in [each.key for each in check_recipe(refused, {})]
