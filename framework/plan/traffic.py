@@ -38,7 +38,7 @@ def measure_traffic(plan: Plan, rank: int) -> dict[str, int]:
     crossed = [plan.borders[each.stage + (each.kind is ActionKind.SEND_ACTIVATION)] for each in sends]
     messages = sum(message_width(border) * message_dtype(border).itemsize for border in crossed)
     layers = [number for bounds in plan.own_stages(rank) for number in range(bounds.start, bounds.stop)]
-    costs = context_costs(plan, rank)
+    costs, tp = context_costs(plan, rank), tensor_bytes(plan)
     cp = sum(cost.sent(passes_of_layer(plan, each)) for each in layers if costs and (cost := costs[each]) is not None)
     cp += sum(cost.sent(passes_of_layer(plan, number)) for number, cost in mixer_costs(plan, rank) if number in layers)
     matrices = group_matrices(
@@ -47,7 +47,7 @@ def measure_traffic(plan: Plan, rank: int) -> dict[str, int]:
     reduce_dtype = DTYPES[plan.recipe.precision.reduce]
     return _parameter_traffic(plan.of_rank(rank).buffers, accumulation, reduce_dtype, lambda _, sent: sent) | {
         "matrices": sum(num_bytes for each in matrices for num_bytes in each.bytes_sent.values()),
-        "tp": sum(tensor_bytes(plan)[number] for number in layers) * accumulation,
+        "tp": sum(tp[number] for number in layers) * accumulation,
         "pp": prod(plan.token_layout(rank).hidden_shape(1)) * messages,
         "cp": cp * accumulation,
         "ep": sum(sum(sent_over_hops(plan, each)) for each in mixtures_of(plan, rank)) * accumulation,
