@@ -338,8 +338,8 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         layers = [each.stop - each.start for each in pipeline.stages]
         recipe = replace(recipe, pipeline=replace(recipe.pipeline, layers=layers))
     refuse_shared_layers(config, units, ties, pipeline.stages)
-    refuse_following_starts(config, whole, units, [each.start for each in pipeline.stages[1:]])
     starts = [each.start for each in pipeline.stages[1:]]
+    refuse_following_starts(config, whole, units, starts)
     calls = find_layer_calls(config, starts, DTYPES[recipe.precision.compute]) if starts else LayerCalls()
     if not calls.is_plain:
         refuse_sliced_values(config, derived.tp)
