@@ -36,7 +36,6 @@ from framework.plan.forecast import MemoryForecast  # noqa: E402
 from framework.plan.page_charts import KINDS  # noqa: E402
 from framework.plan.plan import Plan, make_plan  # noqa: E402
 from framework.plan.time import TimeModel  # noqa: E402
-from framework.plan.traffic import tensor_bytes  # noqa: E402
 from framework.recipe.compose import compose  # noqa: E402
 
 FIGURES = REPOSITORY / "docs" / "figures"
@@ -153,7 +152,7 @@ def tensor() -> dict[str, Any]:
         time = times_of(plan).forecast(plan.candidate)
         degrees[degree] = {
             "weights": weights,
-            "sent_mib": round(tensor_bytes(plan)[0] / MIB),
+            "sent_mib": round(plan.tensor_bytes[0] / MIB),
             "step_ms": round(time.step_s * 1e3, 1),
             "tp_ms": round(time.parts["tp"] * 1e3, 1),
         }

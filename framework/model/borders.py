@@ -195,12 +195,13 @@ class Trace:
             if each in seen:
                 continue
             seen.add(each)
-            before = [(node, number) for node, number in each[0].next_functions if node is not None]
             if each in self._born:
                 found.add(self._born[each])
-            elif not before:
+                continue
+            before = [(node, number) for node, number in each[0].next_functions if node is not None]
+            left += before
+            if not before:
                 found.add(START)
-            left += before if each not in self._born else []
         return found
 
     def border(self, start: int) -> Border | None:

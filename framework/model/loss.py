@@ -71,11 +71,6 @@ def chunk_bytes(num_tokens: int, vocabulary_local: int, itemsize: int, fused: bo
     return chunk_size(num_tokens, row_bytes, fused) * (row_bytes + wide_bytes)
 
 
-def count_loss_tokens(labels: Tensor) -> Tensor:
-    """Number of labels [B, T] that count in the loss, as an int64 scalar on their device."""
-    return (labels != IGNORE).sum()
-
-
 def token_loss(logits: Tensor, labels: Tensor, num_tokens: Tensor) -> Tensor:
     """Cross-entropy of this microbatch, divided by the token count of the whole batch: a scalar in at least fp32.
 

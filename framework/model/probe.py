@@ -98,29 +98,28 @@ def find_layer_calls(
         if len(layers) < 2 or len(trace.counts) != len(layers) or len(set(trace.counts)) != 1:
             raise refuse_split(config, "its layers are not called one after another")
         edges = [start for start in range(1, len(layers)) if start not in find_following(whole, units)]
-        borders = [trace.border(start) for start in edges]
-        if None in borders:
-            raise refuse_split(config, "its layers hand on a value that has no dims of sequences and tokens")
-        known = [(), *(border for border in borders if border is not None), ()]
+        known: list[Border] = [(), *_find_borders(config, trace, edges), ()]
         try:
             found = _run_in_stages(whole, units, trace.counts[0], [0, *edges, len(layers)], known, tokens)
         except FORWARD_ERRORS as error:
             raise refuse_split(config, f"a part of it does not run alone ({error})") from error
         if not _is_close(found, trace.logits):
             raise refuse_split(config, "its layers hand on more than their arguments tell, or share what they compute")
-        hidden = known[1][0]
-        is_alone = all(trace.is_plain(start) for start in edges)
-        dtype = _find_dtype(whole, layers, compute, tokens)
-        width = whole.config.get_text_config().hidden_size
-    if is_alone and hidden.sizes[-1] == width:
-        sizes, path = (*hidden.sizes[:-1], config.get_text_config().hidden_size), hidden.places[0][1]
-        return LayerCalls(
-            trace.counts[0],
-            is_alone,
-            {start: (Value(((start, path),), hidden.rows, sizes, dtype),) for start in starts},
-        )
+        hidden, width = known[1][0], whole.config.get_text_config().hidden_size
+        if hidden.sizes[-1] == width and all(trace.is_plain(start) for start in edges):
+            sizes, path = (*hidden.sizes[:-1], config.get_text_config().hidden_size), hidden.places[0][1]
+            dtype = _find_dtype(whole, layers, compute, tokens)
+            alike = {start: (Value(((start, path),), hidden.rows, sizes, dtype),) for start in starts}
+            return LayerCalls(trace.counts[0], True, alike)
     sized = _trace_whole(config, starts, compute) if starts else {}
     return LayerCalls(trace.counts[0], bool(sized) and all(len(border) == 1 for border in sized.values()), sized)
+
+
+def _find_borders(config: PretrainedConfig, trace: Trace, starts: Sequence[int]) -> list[Border]:
+    borders = [trace.border(start) for start in starts]
+    if None in borders:
+        raise refuse_split(config, "its layers hand on a value that has no dims of sequences and tokens")
+    return [border for border in borders if border is not None]
 
 
 def _run_in_stages(
@@ -161,14 +160,11 @@ def _trace_whole(config: PretrainedConfig, starts: Sequence[int], compute: torch
     tokens = torch.zeros(ROWS, TOKENS, dtype=torch.int64, device="meta")
     try:
         trace = Trace(model, layers, tokens)
-        found = {start: trace.border(start) for start in starts}
     except FORWARD_ERRORS as error:
         raise refuse_split(
             config, f"what its layers hand on cannot be sized, as it does not run on meta ({error})"
         ) from error
-    if None in found.values():
-        raise refuse_split(config, "its layers hand on a value that has no dims of sequences and tokens")
-    return {start: border for start, border in found.items() if border is not None}
+    return dict(zip(starts, _find_borders(config, trace, starts), strict=True))
 
 
 def find_replaced(model: nn.Module, before: Mapping[str, nn.Module]) -> str | None:

@@ -118,7 +118,7 @@ def copy_stage(whole: PreTrainedModel, units: Sequence[Unit], bounds: StageBound
     Embedding, final norm and head are copied whole, with their ties, whoever owns them: tensor parallelism asks for their
     shapes, and `hollow_out` replaces them afterwards. With one stage it is a plain deep copy. Nothing is allocated.
 
-    units: of the whole model. num_outputs: of its layers (`probe.find_layer_outputs`).
+    units: of the whole model. num_outputs: of its layers (`probe.find_layer_calls`).
     """
     # deepcopy takes what its memo has for an object's id instead of copying it: a layer that is not needed costs nothing.
     memo: dict[int, Any] = {

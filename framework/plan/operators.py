@@ -15,13 +15,13 @@ parallelism); R rows in a rank's experts.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.model.adapters import is_adapter
+from framework.model.experts import find_experts
 from framework.model.flops import flops_per_token, unit_flops
 from framework.model.mixers import find_mixers
 from framework.model.units import Unit
@@ -34,7 +34,6 @@ from framework.plan.tensor_messages import find_tensor_messages
 
 # Below this share of a layer's FLOPs, FLOPs without shapes (a router) are not reported.
 NEGLIGIBLE = 0.02
-NO_PLAN: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -112,14 +111,17 @@ class ModelOperators:
 
 
 def read_operators(
-    model: PreTrainedModel, units: Sequence[Unit], context: int, tp_plan: Mapping[str, str] = NO_PLAN
+    model: PreTrainedModel, units: Sequence[Unit], context: int, tp_plan: Mapping[str, str]
 ) -> ModelOperators:
     """The operators of a model on meta. context: tokens of a sequence; tp_plan: the recipe's."""
     config = model.config.get_text_config()
     flops = unit_flops(model, units, context)
     shapes = attention_shapes(config, 1, context)
     roles = _roles(config)
-    sliced, whole = (find_tensor_messages(model, units, tp_plan, 2, slices_experts) for slices_experts in (True, False))
+    find_messages = partial(find_tensor_messages, model, units, tp_plan, 2)
+    sliced = whole = find_messages(slices_experts=True)
+    if any(True for _ in find_experts(model)):
+        whole = find_messages(slices_experts=False)
     seen: dict[LayerOperators, LayerOperators] = {}
     layers = []
     for number, unit in enumerate(each for each in units if each.is_layer):

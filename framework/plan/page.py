@@ -29,7 +29,6 @@ from framework.plan.traffic import (
     measure_traffic,
     mixtures_of,
     sent_over_hops,
-    tensor_bytes,
 )
 from framework.recipe.data_schema import LossSettings
 from framework.recipe.derive import compiles, find_compile_obstacle
@@ -167,7 +166,7 @@ def _describe_activations(plan: Plan) -> str:
     if plan.derived.cp > 1:
         words.append(f"of {plan.context_slices(0).tokens_local:,} of the {plan.derived.context:,} tokens of a sequence")
     if plan.derived.tp > 1:
-        sent = tensor_bytes(plan)
+        sent = plan.tensor_bytes
         least, most = min(sent), max(sent)
         each = show_exactly(most) if least == most else f"{show_exactly(least)} to {show_exactly(most)}"
         words.append(f"sends {each} per microbatch over tp, forward and backward")

@@ -62,6 +62,7 @@ from framework.plan.policies import Counts, refuse_unknown_operations, resolve_c
 from framework.plan.shape import ModelShape, group_parameters_of, refuse_dropped_layers, refuse_fresh_seeds
 from framework.plan.stage import PlannedStage, lay_out_stage
 from framework.plan.target import resolve_target
+from framework.plan.tensor_messages import find_tensor_messages
 from framework.recipe import schema
 from framework.recipe.derive import Derived, count_virtual_stages, derive
 from framework.recipe.schema import Recipe
@@ -185,6 +186,16 @@ class Plan:
     def activations(self) -> Activations:
         """Bytes of activations, which all ranks hold alike."""
         return self.memory_model.activations.of_microbatch(self.candidate)
+
+    @cached_property
+    def tensor_bytes(self) -> list[int]:
+        """Bytes that a rank sends over tp for each layer of the model and microbatch."""
+        sizes, tp = self.activations, self.derived.tp
+        if tp == 1:
+            return [0] * sum(unit.is_layer for unit in self.units)
+        slices_experts = self.topology.size("expert_tp") == tp
+        messages = find_tensor_messages(self.whole, self.units, self.recipe.model.tp_plan, tp, slices_experts)
+        return [each.sent(sizes.tokens, sizes.width, sizes.itemsize) for each in messages]
 
     def memory(self, rank: int) -> StageMemory:
         """Bytes that the rank needs at the most: those of the first rank at its place of the pipeline, which holds no less than
@@ -327,8 +338,8 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
         layers = [each.stop - each.start for each in pipeline.stages]
         recipe = replace(recipe, pipeline=replace(recipe.pipeline, layers=layers))
     refuse_shared_layers(config, units, ties, pipeline.stages)
-    refuse_following_starts(config, whole, units, [each.start for each in pipeline.stages[1:]])
     starts = [each.start for each in pipeline.stages[1:]]
+    refuse_following_starts(config, whole, units, starts)
     calls = find_layer_calls(config, starts, DTYPES[recipe.precision.compute]) if starts else LayerCalls()
     if not calls.is_plain:
         refuse_sliced_values(config, derived.tp)

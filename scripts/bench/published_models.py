@@ -41,37 +41,32 @@ def _of(family: str, **values: Any) -> PretrainedConfig:
     return AutoConfig.for_model(family, **values)
 
 
+def _decoder(
+    family: str, vocabulary: int, layers: int, hidden: int, heads: int, kv_heads: int, **values: Any
+) -> PretrainedConfig:
+    """An untied decoder."""
+    return _of(
+        family,
+        vocab_size=vocabulary,
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=False,
+        **values,
+    )
+
+
 def llama(layers: int, hidden: int, inner: int, heads: int) -> PretrainedConfig:
     """A Llama 3 of one of its sizes."""
-    return _of(
-        "llama",
-        vocab_size=128256,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        tie_word_embeddings=False,
-    )
+    return _decoder("llama", 128256, layers, hidden, heads, 8, intermediate_size=inner)
 
 
 def qwen3(layers: int, hidden: int, heads: int, inner: int) -> PretrainedConfig:
     """A Qwen3 mixture: 128 experts, of which a token meets 8."""
-    return _of(
-        "qwen3_moe",
-        vocab_size=151936,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=4,
-        head_dim=128,
-        moe_intermediate_size=inner,
-        num_experts=128,
-        num_experts_per_tok=8,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        tie_word_embeddings=False,
-    )
+    experts = {"moe_intermediate_size": inner, "num_experts": 128, "num_experts_per_tok": 8}
+    sparse = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    return _decoder("qwen3_moe", 151936, layers, hidden, heads, 4, head_dim=128, **experts, **sparse)
 
 
 def deepseek(
@@ -79,15 +74,11 @@ def deepseek(
 ) -> PretrainedConfig:
     """DeepSeek-V3 and Kimi K2. second_token: with the module that predicts a second token, a layer and once more the head.
     A token's experts are of the `chosen` best groups."""
-    return _of(
+    return _decoder(
         "deepseek_v3",
-        vocab_size=vocabulary * (1 + second_token),
-        hidden_size=7168,
+        *(vocabulary * (1 + second_token), 61 + second_token, 7168, heads, heads),
         intermediate_size=18432,
         moe_intermediate_size=2048,
-        num_hidden_layers=61 + second_token,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
         q_lora_rank=1536,
         kv_lora_rank=512,
         qk_nope_head_dim=128,
@@ -99,7 +90,6 @@ def deepseek(
         num_experts_per_tok=8,
         n_group=groups,
         topk_group=chosen,
-        tie_word_embeddings=False,
     )
 
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
-from framework.model.loss import count_loss_tokens
+from framework.model.objective import count_tokens
 from framework.parallel.pipeline.execute import _Step
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.recipe.schema import Zero
@@ -30,7 +30,7 @@ def average_microbatches() -> AbstractContextManager[Any]:
 
     def part_of_loss(stage: RankStage, microbatch: int, output: Any, *sums: Tensor) -> Tensor:
         inputs = stage.inputs
-        own = count_loss_tokens(inputs.microbatches[microbatch].labels) * inputs.num_microbatches
+        own = count_tokens(inputs.microbatches[microbatch].labels, None).sum() * inputs.num_microbatches
         stage.start_step(replace(inputs, num_tokens=own))
         loss = whole(stage, microbatch, output, *sums)
         stage.start_step(inputs)

@@ -18,7 +18,7 @@ from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
 from framework.model import initial, stage
 from framework.model.initial import draw_unit, seed_for
-from framework.model.loss import count_loss_tokens
+from framework.model.objective import count_tokens
 from framework.parallel.zero import gradients
 from framework.parallel.zero.buffers import GradientState, MainGradView, UnitBuffer
 from framework.recipe.schema import Zero
@@ -57,7 +57,7 @@ def average_microbatches() -> Any:
 
     def mean(stage: RankStage, microbatch: int, output: Any, *sums: Tensor) -> Tensor:
         inputs = stage.inputs
-        own = count_loss_tokens(inputs.microbatches[microbatch].labels) * WORLD * ACCUMULATION
+        own = count_tokens(inputs.microbatches[microbatch].labels, None).sum() * WORLD * ACCUMULATION
         stage.start_step(replace(inputs, num_tokens=own))
         loss = whole(stage, microbatch, output, *sums)
         stage.start_step(inputs)

@@ -17,7 +17,7 @@ from framework.comm.connect import connect
 from framework.commands.plan import print_plan
 from framework.errors import EXIT_DONE, EXIT_MEMORY
 from framework.plan.plan import make_plan
-from framework.plan.traffic import measure_traffic, tensor_bytes
+from framework.plan.traffic import measure_traffic
 from framework.recipe.compose import compose
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.train.build import build
@@ -182,7 +182,7 @@ def measure_activations(rank: int, world: int, rendezvous: str, recipe: Recipe) 
 def test_bytes_of_a_tensor_parallel_layer_are_what_ranks_send(pool: RankPool) -> None:
     recipe = small_recipe("fp32", 2, 3, 12, None, Zero(stage=0), Parallel(tp=2, sequence=False))
     config = Case("", family("llama"), {"": recipe}).config
-    planned = 3 * tensor_bytes(make_plan(recipe, config))[0]
+    planned = 3 * make_plan(recipe, config).tensor_bytes[0]
     for two, three in pool.run(2, measure_activations, recipe):
         assert three - two == planned
 

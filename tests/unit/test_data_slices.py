@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from framework.data.loader import validation_batches
 from framework.data.pack import Microbatch, cut_context
 from framework.mesh.context import ContextSlices
-from framework.model.loss import IGNORE, count_loss_tokens
+from framework.model.loss import IGNORE
+from framework.model.objective import count_tokens
 from tests.unit.test_data_loader import CONTEXT, make_loader, make_prepared
 from tests.unit.test_data_pack import DOCUMENTS, pack_all
 
@@ -35,7 +36,8 @@ def test_ranks_together_have_the_microbatch_and_padding_is_in_no_loss(
     positions = torch.arange(context).expand_as(whole.input_ids) if whole.position_ids is None else whole.position_ids
     found = [each.position_ids for each in cut if each.position_ids is not None]
     assert torch.equal(join(everyone[0], found), positions)
-    assert sum(int(count_loss_tokens(each.labels)) for each in cut) == int(count_loss_tokens(whole.labels))
+    counts = [count_tokens(each.labels, None) for each in cut]
+    assert torch.equal(torch.stack(counts).sum(0), count_tokens(whole.labels, None))
     for slices, each in zip(everyone, cut, strict=True):
         assert (each.labels[:, slices.valid_local :] == IGNORE).all()
         assert all(x.is_contiguous() for x in (each.input_ids, each.labels, each.position_ids) if x is not None)

@@ -6,7 +6,7 @@ import torch
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch
 from framework.mesh.topology import Topology
-from framework.model.loss import count_loss_tokens
+from framework.model.objective import count_tokens
 from framework.train.validation import Validation
 
 
@@ -22,7 +22,7 @@ def test_losses_of_sources_are_means_over_their_own_tokens():
     validation = Validation(held_out, num_sources=3)
     losses = iter(torch.tensor([8.0, 6.0, 5.0]))
     while taken := validation.take(2):
-        validation.add(taken, [next(losses) for _ in taken], lambda labels, pairs: count_loss_tokens(labels))
+        validation.add(taken, [next(losses) for _ in taken], count_tokens)
     mesh = connect(Topology(), torch.device("cpu"))
     found = validation.means(mesh)
     assert found.mean == pytest.approx(19 / 7)
