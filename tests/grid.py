@@ -18,8 +18,8 @@ SECONDS_PER_DAY = 86_400
 
 
 def few_of(rows: Iterable[Any], is_shown: Callable[..., bool]) -> list[Any]:
-    """Parameters of a test: all of `rows`, tuples or single values. Those that are shown run in `make test`, the others in the
-    grid."""
+    """Parameters of a test: all of `rows`, tuples or single values. Those that are shown run in `make test`, or each day if their
+    file does, the others in a part of the grid."""
     return [
         pytest.param(*row, marks=() if is_shown(*row) else pytest.mark.grid)
         for row in (each if isinstance(each, tuple) else (each,) for each in rows)

@@ -19,7 +19,7 @@ from statistics import harmonic_mean
 from typing import Any
 
 from framework.recipe.convert import to_recipe
-from framework.recipe.derive import count_sequences
+from framework.recipe.derive import count_sequences, divisors
 from framework.recipe.keys import flatten, matches, nest
 from framework.recipe.problem import Problem
 from framework.recipe.schema import Batch, LearningRateSchedule, Recipe, TrainStage
@@ -262,12 +262,9 @@ def _find_ramp_problems(path: str, ramp: int, ramped: Mapping[str, tuple[Any, An
             f"{path}.{key}", None, "nothing says from which value it grows", f"state {key} before {path}, too"
         )
     for key in (key for key, difference in whole.items() if difference % ramp):
-        common = math.gcd(*whole.values())
-        best = min(
-            (each for each in range(1, 1 + abs(common)) if common % each == 0), key=lambda each: abs(each - ramp)
-        )
+        best = min(divisors(math.gcd(*whole.values()))[1:], key=lambda each: abs(each - ramp), default=None)
         message = f"{key} does not go from {ramped[key][0]} to {ramped[key][1]} in {ramp} equal steps of whole numbers"
-        yield Problem(f"{path}.ramp", ramp, message, f"{path}.ramp={best}" if best > 1 else "other values")
+        yield Problem(f"{path}.ramp", ramp, message, f"{path}.ramp={best}" if best else "other values")
     if all(first == stop for first, stop in ramped.values()):
         message = "the stage changes none of the numbers that may grow: " + ", ".join(RAMPED)
         yield Problem(f"{path}.ramp", ramp, message, f"~{path}.ramp")

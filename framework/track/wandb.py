@@ -31,8 +31,7 @@ class WandbTracker(Tracker):
     def open(self, info: RunInfo, run_dir: Path, name: str) -> int:
         """Begin the wandb run or continue it; the newest step that it has."""
         segments = sorted(run_dir.glob(f"wandb/*run-*-{name}/*.wandb"), key=lambda path: path.stat().st_mtime)
-        fork = find_fork(info) if name == info.run_id and not segments else None
-        self._run, forked = _start(info, run_dir, name, fork)
+        self._run, forked = _start(info, run_dir, name, may_fork=name == info.run_id and not segments)
         return max(forked, self._run.step - 1) if self._run.url else _find_written(segments, info.start_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -88,18 +87,18 @@ def write_sync(run_dir: Path) -> str:
     return f"wandb sync {shlex.quote(str((run_dir / 'wandb').absolute()))}/*run-*"
 
 
-def find_fork(info: RunInfo) -> tuple[str, int] | None:
+def _find_origin(info: RunInfo) -> tuple[str, int] | None:
     """The id of the run that a branch begins with, and the last step that is of it."""
     origin, _, step = (info.config.get("run", {}).get("start_from") or "").rpartition("@")
     return (Path(origin).name, int(step)) if origin else None
 
 
-def _start(info: RunInfo, run_dir: Path, name: str, fork: tuple[str, int] | None) -> tuple[Any, int]:
+def _start(info: RunInfo, run_dir: Path, name: str, may_fork: bool) -> tuple[Any, int]:
     """The wandb run `name`, and the steps that it has from a fork. It is online where that is asked for and possible, else
-    offline: nothing is lost either way. fork: of which run and step it is to be one."""
+    offline: nothing is lost either way."""
     import wandb
 
-    wanted, origin = info.config["track"]["wandb"], find_fork(info)
+    wanted, origin = info.config["track"]["wandb"], _find_origin(info)
     told = {} if origin is None else {"branch_of": {"run": origin[0], "step": origin[1]}}
     arguments = {
         "id": name,
@@ -122,8 +121,8 @@ def _start(info: RunInfo, run_dir: Path, name: str, fork: tuple[str, int] | None
     ways: list[dict[str, Any]] = [{"mode": "offline", "resume": "allow"}]  # the last one that starts a run is taken
     if is_online:
         ways.append({"mode": "online", "resume": "allow"})
-        if fork is not None:
-            ways.append({"mode": "online", "fork_from": f"{fork[0]}?_step={fork[1]}"})
+        if may_fork and origin is not None:
+            ways.append({"mode": "online", "fork_from": f"{origin[0]}?_step={origin[1]}"})
     run, why = None, ""
     while run is None:
         way = ways.pop()
@@ -135,7 +134,7 @@ def _start(info: RunInfo, run_dir: Path, name: str, fork: tuple[str, int] | None
             traceback.print_exc()
             why = "" if "fork_from" in way else f"not reachable ({in_a_line(error)}), "
             wandb.teardown()  # else the id is still in use by the run that did not start
-    forked = fork[1] if fork is not None and "fork_from" in way else 0
+    forked = origin[1] if origin is not None and "fork_from" in way else 0
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     say(f"wandb: {why}{run.url or f'offline; upload with: {write_sync(run_dir)}'}")

@@ -32,7 +32,7 @@ MORE = {
     "ep x pp": Layout("qwen3_moe", 4, "bf16", parallel=Parallel(pp=2, ep=2), pipeline=Pipeline("zb_h1")),
 }
 ALL = LAYOUTS | MORE
-# What `make test` runs.
+# What runs each day.
 FEW = ("zbv, zero 2, experts",)
 
 

@@ -33,7 +33,7 @@ pytestmark = EVERY_DAY
 
 KINDS = ("parameters", "gradients", "master", "optimizer")
 STEPS = 3
-# What `make test` runs: replicas that divide the update, all of stage 3. Copies of parameters on two stages: the grid.
+# What runs each day: replicas that divide the update, all of stage 3. Copies of parameters on two stages: the grid.
 FEW = ("zero 3", "hsdp, bf16, updates divided")
 
 

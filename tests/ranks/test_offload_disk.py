@@ -27,7 +27,7 @@ from tests.saving import save_checkpoint
 pytestmark = EVERY_DAY
 
 STEPS = 3
-# What `make test` runs: parameters in shards, replicas that divide the update, a copy of parameters on two stages of a rank.
+# What runs each day: parameters in shards, replicas that divide the update, a copy of parameters on two stages of a rank.
 FEW = ("hsdp, bf16, updates divided",)
 
 

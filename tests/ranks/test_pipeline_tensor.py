@@ -47,7 +47,7 @@ def layouts_of(*schedules: str) -> dict[str, Recipe]:
     return {f"{each} zero {index % 4}": recipe_of(each, zero=index % 4) for index, each in enumerate(schedules)}
 
 
-# A V with a split backward, in which a rank has the first and the last stage, is in make test recomputed and tied: below.
+# A V with a split backward, in which a rank has the first and the last stage, runs each day, recomputed and tied: below.
 @pytest.mark.grid
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_hands_on_each_ranks_own_tokens(pool: RankPool, schedule: str) -> None:
