@@ -134,6 +134,21 @@ def find_base(model: Model, fingerprint: str) -> Path | None:
     return folder
 
 
+def find_larger(model: Model, kept: Path) -> Path:
+    """The folder whose text model was trained. kept: the run's copy of its config. ModelError where it is gone or another."""
+    try:
+        folder = find_folder(model.weights or "", model.revision)
+        is_same = (folder / CONFIG).read_bytes() == (kept / CONFIG).read_bytes()
+    except (ModelError, OSError):
+        is_same = False
+    if not is_same:
+        raise ModelError(
+            f"model.weights={model.weights} is no longer the model whose text part was trained, and the export keeps the other"
+            " parts: put it back, or export the text model alone with --text"
+        )
+    return folder
+
+
 def _has_weights(folder: Path) -> bool:
     """Whether all files of weights are there: an interrupted download, or one of the configuration alone, leaves a folder too."""
     try:
@@ -169,6 +184,13 @@ def keep_files(weights: Path, folder: Path) -> None:
     for name in (CONFIG, GENERATION, *PROCESSORS):
         if (weights / name).is_file():
             shutil.copy(weights / name, folder)
+
+
+def copy_model(folder: Path, to: Path) -> None:
+    """Copy the files of a model's top folder, those that would be fetched of a hub repository."""
+    for path in folder.iterdir():
+        if path.is_file() and any(path.match(pattern) for pattern in FILES) and not path.match("consolidated*"):
+            shutil.copy(path, to)
 
 
 def list_processors(folder: Path) -> list[Path]:
