@@ -24,7 +24,7 @@ from framework.mesh.layout import Layout
 from framework.model.adapter_targets import add_adapters
 from framework.model.adapters import find_coded, merge_all
 from framework.model.generate import add_end, find_end, find_token_ids, set_token_ids
-from framework.model.hub import CONFIG, find_base, find_larger, list_processors, read_generation
+from framework.model.hub import CONFIG, find_again, find_base, list_processors, read_generation
 from framework.model.initial import build_buffers, draw_unit, persistent_buffers, set_buffers
 from framework.model.load import build_meta, is_part, load_config
 from framework.model.peft_folder import write_adapter
@@ -87,7 +87,7 @@ def export_model(
             if dtype is not None:
                 raise RunError(f"{run} is exported into its vision-language checkpoint: --dtype goes with --text")
             has_own = recipe.model.tokenizer is not None or recipe.data.chat_template is not None
-            whole = find_larger(recipe.model, directory.pretrained)
+            whole = find_again(recipe.model, "the checkpoint of the text model", ", or export this alone with --text")
             write_into(to, whole, model, units.read_all(), tokenizer if has_own else ())
         else:
             kept = units.dtype if dtype is None else DTYPES[dtype]

@@ -118,33 +118,27 @@ def fingerprint_base(model: Model) -> str:
     return "" if model.weights is None else fingerprint_files(find_folder(model.weights, model.revision))
 
 
+def find_again(model: Model, what: str, otherwise: str = "") -> Path:
+    """The folder of the pretrained weights once more. ModelError, with what they were to the run, where it is no longer there."""
+    try:
+        return find_folder(str(model.weights), model.revision)
+    except ModelError as error:
+        raise ModelError(
+            f"{what} is not at model.weights={model.weights}, from which the run has read it: put it back, or a link to it in its"
+            f" place{otherwise} ({error})"
+        ) from error
+
+
 def find_base(model: Model, fingerprint: str) -> Path | None:
     """The folder of the pretrained weights beside which an adapter was trained; None without any. Raises ModelError where it has
     others now, or is no longer there."""
-    try:
-        folder = None if model.weights is None else find_folder(model.weights, model.revision)
-    except ModelError as error:
-        where = f"the frozen model beside the adapter is not at model.weights={model.weights}, from which the run has read it"
-        raise ModelError(f"{where}: put it back, or a link to it in its place ({error})") from error
+    if model.weights is None:
+        return None
+    folder = find_again(model, "the frozen model beside the adapter")
     if fingerprint and (found := fingerprint_base(model)) != fingerprint:
         raise ModelError(
             f"the adapter was trained beside other weights than model.weights={model.weights} has now (fingerprint {found}, was"
             f" {fingerprint}): restore that folder; or start a new run with adapter.weights=FOLDER, an export of this one"
-        )
-    return folder
-
-
-def find_larger(model: Model, kept: Path) -> Path:
-    """The folder whose text model was trained. kept: the run's copy of its config. ModelError where it is gone or another."""
-    try:
-        folder = find_folder(model.weights or "", model.revision)
-        is_same = (folder / CONFIG).read_bytes() == (kept / CONFIG).read_bytes()
-    except (ModelError, OSError):
-        is_same = False
-    if not is_same:
-        raise ModelError(
-            f"model.weights={model.weights} is no longer the model whose text part was trained, and the export keeps the other"
-            " parts: put it back, or export the text model alone with --text"
         )
     return folder
 

@@ -157,8 +157,7 @@ def write_into(
     """Write a text model into a copy of the larger model's folder, `whole`, that it came from. All else stays as it is there to
     the bit: names and dtypes of the text model, other towers' weights, configs, processors.
 
-    tensors, beside: as of `write_weights`. Raises ModelError as that does, and where `whole` holds another model or stores an
-    entry in other pieces than transformers does today.
+    tensors, beside: as of `write_weights`. Raises ModelError as that does, and where `whole` holds another model.
     """
     refuse_other_weights(whole, model_meta, model_meta.state_dict())
     with writing_folder(folder) as partial:
@@ -183,10 +182,9 @@ def write_into(
 def _pair(stored: Assembly, saved: Assembly) -> Iterator[tuple[str, str]]:
     """The keys of a folder's pieces of an entry, each with the key that transformers gives it today."""
     ours, theirs = (sorted(each.sources, key=lambda source: source[0]) for each in (stored, saved))
-    if [pattern for pattern, _ in ours] != [pattern for pattern, _ in theirs]:
-        keys = ", ".join(key for _, key in ours[:SHOWN])
-        raise ModelError(f"{keys} store {stored.targets[0]} in other pieces than transformers writes today: use --text")
-    return ((key, piece) for (_, key), (_, piece) in zip(ours, theirs, strict=True))
+    for (pattern, key), (other, piece) in zip(ours, theirs, strict=True):
+        assert pattern == other, f"{key} and {piece} are pieces of other converters"
+        yield key, piece
 
 
 @contextmanager

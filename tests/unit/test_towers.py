@@ -112,7 +112,8 @@ def test_a_run_that_begins_with_a_vision_language_folder_is_exported_into_it(
     assert main(["export", "tuned", "--to", "none"]) == EXIT_USER
     said = capsys.readouterr().err
     assert "--dtype goes with --text" in said
-    assert "model.weights=theirs is no longer the model whose text part was trained" in said
+    assert "the checkpoint of the text model is not at model.weights=theirs" in said
+    assert "or export this alone with --text" in said
     assert main(["export", "tuned", "--to", "text", "--text", "--dtype", "bf16"]) == EXIT_DONE
     text = AutoModelForCausalLM.from_pretrained("text", dtype=torch.float32)
     assert type(text).__name__ == "MistralForCausalLM"
