@@ -13,9 +13,9 @@ from framework.launch.directory import RunDirectory
 from framework.recipe.compose import load_recipe
 from framework.track.jsonl import METRICS_FILE, read_records
 from tests import tiny_run
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 RECIPE = (
     *tiny_run.RECIPE,

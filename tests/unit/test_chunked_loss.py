@@ -29,11 +29,11 @@ from framework.verify.evidence import keep_double, make_batches
 from framework.verify.layout import share
 from tests.evaluation import evaluate
 from tests.families import FAMILIES, Family, build_config, family, is_kind
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import CPU, small_recipe, topology_of
 from tests.ranks.tensor_parity import NOISE_SHARE, relative_error
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 ONE_RANK = unconnected(Topology(), 0)["tp"]
 CHUNK = 5

@@ -10,11 +10,11 @@ from framework.mesh.topology import Axis
 from framework.model.load import build_meta
 from framework.parallel.tensor.heads import ranks_per_kv_head
 from tests.families import FAMILIES, Family, build_config
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.ranks.tensor_parity import split
 from tests.ranks.test_tensor import CHANGES
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 README = Path(__file__).parents[2] / "README.md"
 FIRST, LAST = "<!-- families: written by tests/unit/test_readme_families.py -->", "<!-- end of families -->"
