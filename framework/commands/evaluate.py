@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 TRAINED_BY_RANKS = "framework.train.evaluation"
 # Tokens of a row where no recipe says it, unless the model has fewer positions.
 FOLDER_CONTEXT = 2048
-# Of a step, which there is none of: many degrees divide it.
+# A batch for the recipe, though nothing is trained: many degrees divide it.
 SEQUENCES = 960
 
 
