@@ -205,7 +205,6 @@ ask_nodes() {
     'echo "$SLURM_NODEID $SLURMD_NODENAME ${SLURM_TOPOLOGY_ADDR:--} ${SLURM_TOPOLOGY_ADDR_PATTERN:--}"' \
     < /dev/null | paste -sd ';')
   export MESHWRIGHT_NODES
-  echo "$MESHWRIGHT_NODES" > "$run/slurm/nodes"    # for `inject`, which looks for a rank from outside
 }
 
 {% endif %}

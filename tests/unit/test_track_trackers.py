@@ -18,9 +18,9 @@ from framework.recipe.schema import Mlflow, Recipe, Track
 from framework.track.jsonl import Jsonl
 from framework.track.mirror import Mirror
 from framework.track.report import RunInfo, StepReport, save_run_info
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugins" / "curve.py"
 # As in test_track_wandb.py: waits that no tracker has caused.
