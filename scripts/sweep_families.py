@@ -228,7 +228,9 @@ def examine_layout(model_type: str, layout: list[str], pool: RankPool, oracles: 
         key = repr((sides.recipe.batch, sides.recipe.data.isolates))
         if key not in oracles:
             oracles[key] = sides.run_oracle(None)
-        found = pool.run(derive(sides.recipe).world, run_rank, sides.recipe, sides.config, sides.num_steps)[0]
+        # Large small copies (llama4) on a busy machine take minutes.
+        ranks = derive(sides.recipe).world
+        found = pool.run(ranks, run_rank, sides.recipe, sides.config, sides.num_steps, timeout_s=900)[0]
         worst = max(compare_evidence(found, oracles[key]), key=lambda row: row.error)
         is_equal = worst.error <= TOLERANCES["fp64"]
         return "equal" if is_equal else f"DIFFERS by {worst.error:.0e} in {worst.quantity}, {worst.where}"
