@@ -43,7 +43,7 @@ from framework.recipe.schema import Recipe
 from framework.start import python_words, slurm_environment
 from framework.track.jsonl import METRICS_FILE, read_records
 
-# How often the run's files are looked at while a step is waited for.
+# Seconds between two looks at the run's files while a step is waited for.
 POLL_S = 0.05
 # Between attempts to find a rank's process: ranks that are started again are gone for seconds.
 FIND_S, FIND_POLL_S = 60.0, 0.5
@@ -150,7 +150,7 @@ def _signal(run: RunDirectory, recipe: Recipe, fault: Fault) -> int:
     if not running:
         return _signal_here(run, fault)
     job = running[0]
-    # Those of the newest start of the job's ranks: a job may have spare nodes, and have lost others.
+    # The nodes of the newest start: a job may have spare nodes, and have lost others.
     started = [note.values["nodes"] for note in read_history(run.history) if "nodes" in note.values]
     expand = ["scontrol", "show", "hostnames", started[-1] if started else job.nodes]
     environment = slurm_environment(os.environ)

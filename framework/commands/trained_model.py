@@ -187,7 +187,7 @@ class UnitReader:
     def _read_base(self, unit: Unit, names: Sequence[str]) -> dict[str, Tensor]:
         """Frozen tensors by name, from the pretrained weights, or drawn as the run drew them."""
         if self._folder is None:
-            # By a model that stays on meta: an initialiser would write to a tied weight that the caller has been given.
+            # Use a model that stays on meta: an initialiser would write to a tied weight that the caller has been given.
             drawn = draw_unit(self._adapted, unit, self._recipe.train.seed, torch.device("cpu"))
             return {name: drawn[name] for name in names}
         shapes = {name: tuple(self._model.get_parameter(name).shape) for name in names}

@@ -48,9 +48,9 @@ SCORES: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
         "text": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
     }
 )
-# By name, functions that make the records of a task. Plugins add to it (`framework/extend.py`).
+# Functions that make the records of a task, by name. Plugins add to it (`framework/extend.py`).
 TASKS: dict[str, Callable[[], Iterable[Mapping[str, Any]]]] = {}
-# Of names of scores, where the average of the weights has them (`eval.average`).
+# Prefix of scores of the averaged weights (`eval.average`).
 OF_AVERAGE = "average/"
 # Scores whose smaller value is the better one.
 LOWER_IS_BETTER = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")

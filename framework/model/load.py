@@ -27,12 +27,11 @@ from framework.model.hub import fetch_config
 from framework.recipe.keys import TOKEN_IDS
 from framework.recipe.schema import STOCK_ATTENTION, Model
 
-# What Hugging Face raises for values of a config that it does not take, or that do not fit one another (a list of layers' kinds).
+# Errors of Hugging Face for config values that it does not take, or that do not fit one another (a list of layers' kinds).
 REFUSALS = (ValueError, TypeError, LookupError, StrictDataclassError, RecursionError)
-# What PyTorch's grouped matmuls want of each row.
+# Alignment of rows that PyTorch's grouped matmuls require.
 GROUPED_ROW_BYTES = 16
-# What models raise, when they are built or run, where they want more than they get: other inputs, or a value that the config
-# leaves open.
+# Errors of models, built or run, that need more than they get: other inputs, or a value that the config leaves open.
 FORWARD_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError)
 # Arguments of the model that are False wherever it takes them. With a cache, packed positions would be ignored and documents
 # would see one another; a load-balancing loss of the model's own would be of the layers of one stage.

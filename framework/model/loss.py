@@ -34,7 +34,7 @@ from framework.comm.communicator import Communicator
 from framework.comm.fused import Fused
 from framework.mesh.layout import part
 
-# Of tokens: the largest logit, the sum of exponentials, the label's logit; [n] each.
+# Softmax statistics of n tokens: the largest logit, the sum of exponentials, the label's logit; [n] each.
 Sums = tuple[Tensor, Tensor, Tensor]
 IGNORE = -100
 aten = torch.ops.aten

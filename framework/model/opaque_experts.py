@@ -123,7 +123,7 @@ def _experts_backward(dout: Tensor, call: Tensor, width: int) -> tuple[Tensor, T
     held: Any = call
     inputs, edge = held.graph
     del held.graph
-    # What is computed again meanwhile is recorded, too.
+    # Recomputation inside of this backward is recorded, too.
     with recording():
         torch.autograd.backward([edge], [dout])
     dhidden, dweights = (torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)

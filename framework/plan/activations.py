@@ -92,9 +92,9 @@ from framework.recipe.schema import Memory
 # Hidden values that a layer of another form is taken to keep: GPT's in 16 bits, without the matrix of its attention
 # (Korthikanti et al. 2022, section 4: 34 s b h bytes).
 ESTIMATED_VALUES = 17
-# Of these, those that stand behind the attention: its second norm and its mlp (in the same count 21 of 34).
+# The part of these behind the attention: the second norm and the mlp (21 of 34 in the same count).
 ESTIMATED_BEHIND = 10
-# What `selective` is taken to keep of such a layer, and to save of its forward: about what it does for Llama's form.
+# Share of such a layer that `selective` is assumed to keep, and of its forward that it saves: about Llama's.
 SELECTIVE_SHARE = 0.4
 
 

@@ -100,7 +100,7 @@ class ActivationBytes:
         """Bytes of each rank of the pipeline. chosen: layers of each stage by policy; None: all as the candidate says."""
         if chosen is not None or self.pipelines.pipeline is not None:
             return [self.find_rank(each, rank, chosen) for rank in range(each.pp)]
-        # As many microbatches as have as many in flight: layouts with more of them have the same bytes.
+        # The fewest microbatches with as many in flight: layouts with more of them have the same bytes.
         few = each.changed({"accumulation": representative(each.schedule, each.pp, each.accumulation)})
         return [self._of_rank(few, rank) for rank in range(each.pp)]
 

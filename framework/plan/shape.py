@@ -48,7 +48,7 @@ from framework.recipe.schema import Launch, Parallel, Pipeline, Precision, Recip
 FRESH_SEEDS = ("reformer",)
 # Fields of a candidate that a rank's parameters depend on before ZeRO.
 DEGREES = ("tp", "ep", "expert_tp", "sequence")
-# What a shape is made for where no recipe says it: bf16 on GPUs.
+# The recipe of a shape that is asked for without one: bf16 on GPUs.
 DEFAULT = Recipe(precision=Precision(compute="bf16"), launch=Launch(device="cuda"))
 
 

@@ -29,7 +29,7 @@ from framework.recipe.overrides import missing_option
 from framework.recipe.problem import Problem, label_of, shipped_recipes, yaml_problem
 from framework.recipe.suggest import nearest
 
-# What composing may raise because of a file; ValueError: not UTF-8, or not a mapping, or a wrong defaults list.
+# Errors of composing that a file may cause; ValueError: not UTF-8, or not a mapping, or a wrong defaults list.
 HYDRA_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError)
 
 

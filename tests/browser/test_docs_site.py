@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.browser.chromium import Chromium, Tab
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.unit.test_docs_site import build
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 REPOSITORY = Path(__file__).parents[2]
 FIGURES = sorted(path.stem for path in (REPOSITORY / "docs" / "figures").glob("*.png"))

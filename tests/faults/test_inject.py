@@ -32,9 +32,9 @@ from framework.faults.plan import HOWS, KINDS, Fault, parse_fault, plan_faults, 
 from framework.monitor.phases import Phase
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from tests import tiny_run
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 STEPS, BATCH = 40, 4
 KILLED = -signal.SIGKILL

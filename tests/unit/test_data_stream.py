@@ -30,10 +30,10 @@ from framework.errors import EXIT_USER, DamagedStore, DataError
 from framework.recipe.check import check_recipe
 from framework.recipe.schema import Data, Recipe, Source
 from framework.train.state import RunState, count_read
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.unit.test_data_prepare import make_recipe, make_texts, write_jsonl
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 CONTEXT, STEP = 16, 6
 KEYS: dict[str, Any] = {"seed": 5, "context": CONTEXT}

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 REPOSITORY = Path(__file__).parents[2]
 # Where a page loads something from, and where a reader may go to: only the first must be here.

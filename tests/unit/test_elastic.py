@@ -17,10 +17,10 @@ from framework.plan.check import bytes_checkpointed, bytes_of_copies, check_copi
 from framework.recipe.compose import compose, load_recipe, save_recipe
 from framework.recipe.derive import at_nodes, can_move, derive, node_counts
 from framework.recipe.schema import Batch, Launch, Recipe
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.tiny_run import RECIPE, write_corpus
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 SLURM = ("launch=slurm", "launch.gres=null", "launch.ranks_per_node=2")
 TINY = (*RECIPE, *SLURM, "batch.sequences_per_microbatch=1")

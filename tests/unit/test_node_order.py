@@ -21,10 +21,10 @@ from framework.plan.forecast_plan import forecast_cut
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.unit.test_slurm_script import SHELLCHECK
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # Degrees, ranks of a node.
 LAYOUTS = [

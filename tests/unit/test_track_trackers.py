@@ -24,9 +24,9 @@ from framework.track.jsonl import Jsonl
 from framework.track.mirror import Mirror
 from framework.track.report import RunInfo, StepReport, save_run_info
 from framework.track.trackers import TRACKERS
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugins" / "curve.py"
 BUILT_IN = tuple(TRACKERS)

@@ -121,7 +121,7 @@ class Region:
         self.rng, self.name, self.differs = rng, name, differs
         self.call = RegionCall(border, None)
         self.columns: list[MatmulLinear] = []
-        # What operators do not know: random numbers, messages under matmuls, features that several ranks compute.
+        # The compiled operators do not cover RNG streams, communication under matmuls, and features that several ranks compute.
         self.has_operators = rng is None and not isinstance(border, AsyncBorder)
         self._outer: Tensor | None = None
 

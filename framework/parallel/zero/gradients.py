@@ -245,7 +245,7 @@ class GradientSync:
         axis = _sharing_axis(buffer)
         assert axis is not None, f"{buffer.unit} is shared with no other stage"
         wire = buffer.plan.dtypes.reduce_wire(axis, self.reduce_dtype)
-        # By a name that all stages know, whose units have others.
+        # Use a name that all stages know: their units have different names.
         return start_all_reduce(buffer.reduced, axis, label=f"gradient of {buffer.slots[0].name}", wire=wire)
 
     def take_shared(self) -> list[UnitBuffer]:

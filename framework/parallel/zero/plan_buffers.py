@@ -27,8 +27,8 @@ from framework.parallel.zero.row_codes import ROW_CODES, RowCodec
 # The optimizer group of parameters that no optimizer updates.
 FROZEN = ""
 
-# What travels with others is copied into a message and out of it again, which costs as much as the message that it saves where a
-# unit has 0.4 MiB: layers of 0.75 MiB, two in a bucket of 2 MiB, took 1.08 of the time by themselves (two cores of an AMD EPYC,
+# A bucket copies units into a message and out of it again, which costs as much as the message that it saves where a unit has
+# 0.4 MiB: layers of 0.75 MiB, two in a bucket of 2 MiB, took 1.08 of the time by themselves (two cores of an AMD EPYC,
 # 2026-11-24). Where messages cost more than copies, as between GPUs, a recipe asks for larger buckets.
 SMALL_BYTES = 2**18
 
@@ -273,7 +273,7 @@ class BufferPlan:
         compute, master, wide = (each.itemsize for each in (dtypes.compute, dtypes.master, dtypes.gradient))
         trained, homes = int(self.is_trained), self.lifetimes.homes
         is_resident = self.lifetimes.resident_parameters
-        # Of resident parameters the part is a view, but for a message, which is memory of its own.
+        # The part of resident parameters is a view, except for a message, which has its own memory.
         part = self.kept_bytes * (not is_resident or self.dtypes.codec is not None)
         kept = self.numel_padded if self.lifetimes.keeps_gradients else self.numel_part
         owned = self.numel_owned * trained
