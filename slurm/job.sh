@@ -209,7 +209,7 @@ ask_nodes() {
 
 {% endif %}
 start_ranks() {
-  rm -f "$outcome" "$run/slurm/nodes"
+  rm -f "$outcome"
 {% if orders %}
   ask_nodes
 {% endif %}

@@ -11,10 +11,10 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from framework.errors import ConnectionFailed, RanksDiffer
+from framework.torch_private import carries_cpu_tensors
 
 # gloo now and then hangs while it connects ranks that are all there (once in some ten thousand times on one machine). So all
 # ranks first arrive, however late; connecting then may take so long, and is tried again from the start so many times.
@@ -119,7 +119,7 @@ def _greet(group: Any) -> None:
     """Use gloo for the first time, where the group has it. Lazy pairs of a barrier (2 log2 n of a rank's n-1, all of up to 5
     ranks') are connected now, where failure means another attempt. NCCL is started later, in `_start_nccl`."""
     # Only asked of gloo: a barrier over NCCL would start it here, inside of an attempt that may be thrown away.
-    if torch.device("cpu") in group._device_types:
+    if carries_cpu_tensors(group):
         dist.barrier(group=group)
 
 

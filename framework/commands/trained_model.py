@@ -114,7 +114,7 @@ def load_model(run: Path) -> tuple[PreTrainedModel, int]:
     if buffers := persistent_buffers(model):
         for name, value in _read(reader, "buffer/", buffers).items():
             path, _, name = name.rpartition(".")
-            model.get_submodule(path)._buffers[name] = value
+            setattr(model.get_submodule(path), name, value)
     return model, reader.manifest.step
 
 

@@ -148,7 +148,8 @@ def list_tasks(paths: Sequence[str]) -> dict[str, Path]:
         names = " ".join(f"--import {Path(each.split()[0]).stem}" for each in missing)
         raise DataError(
             f"eval.tasks: {'; '.join(missing)}. Name a file or folder of tasks (docs/evaluation.md), or write tasks of"
-            f" lm-evaluation-harness: meshwright evaluate {names} --to {Path(missing[0].split()[0]).parent}"
+            f" lm-evaluation-harness: meshwright evaluate {names} --to {Path(missing[0].split()[0]).parent}; a plugin's"
+            " task needs --plugins PLUGIN"
         )
     return found
 

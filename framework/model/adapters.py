@@ -57,7 +57,7 @@ def find_adapted(names: Iterable[str]) -> list[str]:
 
 def has_adapter(module: nn.Module, weight: str = "weight") -> bool:
     """Whether there is an adapter beside a module's weight."""
-    return name_beside(f".{weight}", B)[1:] in module._parameters
+    return name_beside(f".{weight}", B)[1:] in dict(module.named_parameters(recurse=False))
 
 
 def holds_transposed(module: nn.Module) -> bool:

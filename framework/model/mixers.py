@@ -39,7 +39,7 @@ def form_of_mixer(module: nn.Module) -> str | None:
     names = called_names(module)
     form = next((each for each in MIXING if each in names), None)
     # Decays of its own: it carries a state as well, by code that nobody here knows.
-    return None if form == CONVOLUTION and module._parameters else form
+    return None if form == CONVOLUTION and any(True for _ in module.parameters(recurse=False)) else form
 
 
 @dataclass(frozen=True)

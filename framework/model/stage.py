@@ -264,8 +264,8 @@ class StandIn(nn.Module):
         super().__init__()
         self._of, self._device = (self if of is None else of,), torch.device("cpu")
         self._zeros = {name: (each.shape, dtype) for name, each in replaced.named_parameters(recurse=False)}
-        for name in self._zeros:
-            self._of[0]._parameters.pop(name, None)
+        for name in () if of is None else self._zeros:
+            delattr(of, name)
         self.move(torch.device("meta"))
 
     def move(self, device: torch.device) -> None:
@@ -321,8 +321,7 @@ def hollow_out(model: PreTrainedModel, units: Sequence[Unit], bounds: StageBound
         if not path or layers.startswith(f"{path}."):
             module.stand_in = StandIn(module, dtype, of=module)  # zaya scales its embedding in front of its layers
             continue
-        parent, _, name = path.rpartition(".")
-        model.get_submodule(parent)._modules[name] = _stand_in_for(module, module is head, dtype)
+        model.set_submodule(path, _stand_in_for(module, module is head, dtype))
 
 
 def _stand_in_for(module: nn.Module, is_head: bool, dtype: torch.dtype) -> nn.Module:

@@ -108,8 +108,7 @@ class AdaptMatmuls:
 
     def _find_views(self, layer: nn.Module, weight: str) -> dict[str, GradView]:
         names = {part: name_beside(f".{weight}", part)[1:] for part in (A, B, MAGNITUDE)}
+        own = dict(layer.named_parameters(recurse=False))
         return {
-            part: self._views[id(layer.get_parameter(name))]
-            for part, name in names.items()
-            if name in layer._parameters
+            part: self._views[id(parameter)] for part, name in names.items() if (parameter := own.get(name)) is not None
         }

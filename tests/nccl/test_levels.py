@@ -143,7 +143,7 @@ LAYOUTS = {
     "zero 3, bf16": (Layout(4, zero=Z3, on_node=2, reduce="bf16"), 2e-3),
     "zero 0, bf16": (Layout(4, on_node=2, reduce="bf16"), 2e-3),
     "zero 3, int8": (Layout(4, 3, zero=INT8, on_node=2), 1e-2),
-    "zero 2, buckets, int4": (Layout(4, zero=replace(INT4, stage=2, bucket_bytes=20_000), on_node=2), 0.1),
+    "zero 2, int4": (Layout(4, zero=replace(INT4, stage=2), on_node=2), 0.1),
     "hsdp, int8": (Layout(4, zero=replace(INT8, shard_within=2), on_node=2), 1e-2),
     "hsdp, divided, int8": (Layout(4, zero=replace(INT8, shard_within=2, optimizer_within="all"), on_node=2), 1e-2),
     "tp 2, int8": (Layout(4, parallel=Parallel(tp=2), zero=INT8, on_node=2), 1e-2),

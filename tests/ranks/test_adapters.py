@@ -346,19 +346,6 @@ def test_fresh_adapters_equal_the_oracle(pool: RankPool) -> None:
     assert_equal(pool, 2, [plain_case("llama", adapter, layouts, tie_word_embeddings=True)])
 
 
-@pytest.mark.grid
-def test_large_frozen_weights_are_gathered_by_themselves(pool: RankPool) -> None:
-    """1.3 MB of a layer beside 40 kB of adapters: two messages, of which neither is unpacked."""
-    layouts = {"zero 3": layout(2, 3, zero=3)}
-    case = plain_case("llama", LORA, layouts, hidden_size=128, intermediate_size=256)
-    plan = make_plan(case.layouts["zero 3"], case.config)
-    found = {
-        each.is_trained: each.may_be_packed for each in plan.of_rank(0).buffers if "layers.0" in each.slots[0].name
-    }
-    assert found == {False: False, True: True}
-    assert_equal(pool, 2, [case])
-
-
 MORE = {
     "full checkpointing, split backwards": Memory(activation_checkpointing="full", compile="never"),
     "regathered": Memory(gathered_inputs="regather", compile="never"),

@@ -16,7 +16,7 @@ from tests.ranks.pool import RankPool
 pytestmark = IN_TURN
 
 SEQUENCES = 12
-Z3 = Zero(stage=3, bucket_bytes=0)
+Z3 = Zero(stage=3)
 REGATHER = Memory(compile="never", gathered_inputs="regather", chunked_loss=False)
 SPLIT, STAGES = Parallel(tp=2, sequence=True), Parallel(pp=2)
 

@@ -103,7 +103,7 @@ def test_bf16_of_odd_shapes_equals_one_process_that_rounds_alike(pool: RankPool,
 
 PAIRS = {
     "bf16": make(accumulation=3, precision="bf16"),
-    "fp32, small units together": make(precision="fp32", bucket_bytes=20_000),
+    "fp32": make(precision="fp32"),
     "int8": make(precision="bf16", quantize_gather="int8"),
 }
 

@@ -72,8 +72,6 @@ def draw(rng: random.Random) -> Recipe:
     if zero.stage == 3 and not zero.keep_gathered:
         zero = replace(zero, secondary_shard=pick((None, 2)))
     recipe = small_recipe(pick(("fp32", "bf16")), world, pick((1, 2, 4, 6)), 48, None, zero, parallel)
-    if zero.stage:
-        zero = replace(zero, bucket_bytes=pick((0, 50_000, 2**22)))
     return replace(
         recipe,
         zero=zero,

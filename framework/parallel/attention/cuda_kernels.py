@@ -16,11 +16,8 @@ from torch import Tensor
 
 from framework.parallel.attention.kernels import Heads, Packing, Result, TileKernel, pad, pad_heads
 from framework.parallel.attention.visible_rows import PieceKind
+from framework.torch_private import cudnn, cudnn_backward, flash, flash_backward
 
-flash = torch.ops.aten._flash_attention_forward
-flash_backward = torch.ops.aten._flash_attention_backward
-cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 # Heads are filled up with zeros to a multiple of so many features.
 HEAD_MULTIPLE = 8
 
