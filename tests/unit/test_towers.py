@@ -111,7 +111,7 @@ def test_a_run_that_begins_with_a_vision_language_folder_is_exported_into_it(
     shutil.rmtree("theirs")
     assert main(["export", "tuned", "--to", "none"]) == EXIT_USER
     said = capsys.readouterr().err
-    assert "--dtype goes with --text" in said
+    assert "whose dtypes and config stay: --dtype goes with --text" in said
     assert "the checkpoint of the text model is not at model.weights=theirs" in said
     assert "or export this alone with --text" in said
     assert main(["export", "tuned", "--to", "text", "--text", "--dtype", "bf16"]) == EXIT_DONE
