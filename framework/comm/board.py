@@ -15,7 +15,7 @@ import torch.distributed as dist
 # Private: torch has no public name for what its flight recorder knows.
 from torch._C import _distributed_c10d
 
-from framework.comm.sealed import seal_text, unseal_text
+from framework.comm.objects import seal_text, unseal_text
 
 
 class Board:

@@ -23,10 +23,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from framework.comm.communicator import Communicator
-from framework.mesh.context import ContextSlices, Interval
+from framework.mesh.token_layout import ContextSlices, Interval
 from framework.model.kept_outputs import KeptOutputs
-from framework.model.numbered import Numbered
-from framework.model.opaque_map import MAPS
+from framework.model.opaque_map import MAPS, Numbered
 from framework.model.precision import sums_dtype
 from framework.parallel.attention.block_attention import BlockAttention
 from framework.parallel.attention.blocks import RankBlocks

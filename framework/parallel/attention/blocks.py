@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from framework.mesh.context import ContextSlices, Interval
+from framework.mesh.token_layout import ContextSlices, Interval
 from framework.parallel.attention.block_attention import AttentionBlock
 from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.kernels import Heads

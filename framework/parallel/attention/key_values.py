@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from framework.mesh.context import Interval
+from framework.mesh.token_layout import Interval
 
 # Buffers are as large as a message, so a rank's K/V travel in several. A message is worth its cost if enough is computed with it:
 # 2^20 pairs of a query and a key, and no more than 16 messages, so that blocks of long sequences are large enough for a GPU.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import pairwise
 
-from framework.mesh.context import Interval
+from framework.mesh.token_layout import Interval
 from framework.parallel.attention.documents import DocumentRun, Documents
 
 # Documents shorter than this share one MASKED piece: below it a call costs more than the keys that it computes for nothing.
