@@ -25,6 +25,7 @@ from framework.comm.agreement import check_agreement
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.errors import EXIT_USER, ConnectionFailed, MeshwrightError
+from framework.torch_private import carries_cpu_tensors
 
 T = TypeVar("T")
 
@@ -83,7 +84,7 @@ def all_gather_object(obj: Any, axis: Communicator) -> list[Any]:
     check_agreement(axis, "all_gather_object", "", None)
     mine = seal(obj, axis.secret)
     # Over NCCL alone the bytes go by way of the GPU.
-    device = torch.device("cpu" if torch.device("cpu") in axis.group._device_types else "cuda")
+    device = torch.device("cpu" if carries_cpu_tensors(axis.group) else "cuda")
     size = torch.tensor([len(mine)], device=device)
     sizes = [torch.empty_like(size) for _ in range(axis.size)]
     with axis.waiting(axis.record("all_gather_object", (axis.size - 1) * len(mine))):

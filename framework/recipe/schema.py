@@ -276,8 +276,8 @@ class Zero:
     )
 
 
-# Of Llama's form all but queries and the two outputs; what their matmuls need is less than 5% of a step. Names of packed
-# projections and of other families' mlps beside them.
+# In Llama's form all but the queries and the two outputs, whose matmuls take less than 5% of a step; and the names of packed
+# projections and of other families' mlps.
 KEPT_OPERATIONS = (
     "attention",
     "experts",

@@ -100,9 +100,9 @@ def add_until_asked(folder: Path) -> int:
     """Steps under the watch, with tensors and objects whose values are compared; all ranks stop at one step."""
     import torch
 
-    from framework.comm.collectives import all_gather_object, all_reduce
+    from framework.comm.collectives import all_reduce
     from framework.comm.connect import connect, launched_place, open_store_beside
-    from framework.comm.objects import broadcast_object
+    from framework.comm.objects import all_gather_object, broadcast_object
     from framework.mesh.topology import Topology
     from framework.monitor.phases import Phase
     from framework.monitor.progress import Progress
@@ -170,15 +170,15 @@ def _stop_oneself(folder: Path) -> None:
 def reduce_forever(folder, at_work, timeout_s=1800.0) -> None:
     """A real process group; after some rounds rank 1 does `at_work` instead."""
     import torch
-    from torch.distributed.distributed_c10d import _set_pg_timeout
 
     from framework.comm.collectives import all_reduce
     from framework.comm.connect import connect
     from framework.mesh.topology import Topology
+    from framework.torch_private import set_group_timeout
 
     mesh = connect(Topology(dp=2), torch.device("cpu"))
     # Not `connect`'s: on a busy machine a rank may need longer than that to start.
-    _set_pg_timeout(timedelta(seconds=timeout_s), mesh.axis("world").group)
+    set_group_timeout(timedelta(seconds=timeout_s), mesh.axis("world").group)
     with Watchdog(end=end_hung, patience_s=1.0) as watch, StopRequest() as stop, watch.hear(stop):
         for step in count(1):
             with watch.step(step):

@@ -23,7 +23,7 @@ from framework.plan.plan import make_plan
 from framework.plan.traffic import _parameter_traffic, measure_leaving
 from framework.recipe.schema import Memory, Offload, Parallel, Precision, Zero
 from framework.train.step import train_step
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.nccl.gpu import GPU, SimulatedGpu, move_to_host
 from tests.nccl.gpu import installed as gpu_installed
 from tests.nccl.layouts import Z3, Layout, build_layout, find_error
@@ -31,7 +31,7 @@ from tests.nccl.simulator import installed, run_ranks
 from tests.ranks.parity import topology_of
 from tests.ranks.quantized import arrived
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 NODES, ON_NODE = 4, 2
 WORLD = NODES * ON_NODE

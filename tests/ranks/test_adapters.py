@@ -33,13 +33,13 @@ from framework.verify.layout import gather_full, owned_weights, run_layout, shar
 from framework.verify.plain_adapters import round_base
 from scripts.verify_random import Campaign, verify_draws
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CPU, SEQUENCES, STEPS, Case, assert_equal, run_cases, small_recipe, worst_error
 from tests.ranks.pool import RankPool
 from tests.saving import save_checkpoint
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 RANK, ALPHA = 3, 5.0
 

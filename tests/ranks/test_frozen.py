@@ -9,11 +9,11 @@ import pytest
 
 from framework.recipe.schema import Memory, Model, Parallel, Recipe, Zero
 from tests.families import family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import Case, assert_equal, small_recipe
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 SEQUENCES = 12
 Z3 = Zero(stage=3)

@@ -25,14 +25,14 @@ from framework.verify.compare import compare
 from framework.verify.evidence import Evidence
 from framework.verify.layout import run_layout, share
 from tests.families import family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.laws.sabotage import Sabotage, errors_of
 from tests.planned import held_by_buffers
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CPU, Case, assert_equal, expect, small_recipe, topology_of, train_layouts
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # Matrices of the tiny models have some hundred elements.
 SMALL = 64

@@ -22,7 +22,7 @@ from framework.verify.evidence import Evidence, TokenBatch, make_batches
 from framework.verify.layout import gather_full, owned_weights, share
 from tests.evaluation import evaluate
 from tests.families import Family, build_config, family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.covering import cover_pairs
 from tests.ranks.crossed_model import CROSSED
 from tests.ranks.parity import CONTEXT, CPU, Case, assert_equal, small_recipe, topology_of, train_layouts, worst_error
@@ -30,7 +30,7 @@ from tests.ranks.pool import RankPool
 from tests.ranks.spare_model import SPARE
 from tests.saving import save_checkpoint
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 SEQUENCES = 12
 STAGE_3 = Zero(stage=3)

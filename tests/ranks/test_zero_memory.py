@@ -28,12 +28,12 @@ from framework.train.build import build
 from framework.train.step import TrainingRun, train_step
 from framework.verify.layout import share
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.planned import held_by_buffers
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -23,9 +23,9 @@ from framework.parallel.attention.hook import (
 from framework.parallel.attention.visible_rows import Scores
 from framework.recipe.schema import Parallel
 from tests.families import build_config, family, needs_newer_transformers
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 SLICES = ContextSlices(24, ring=2)
 WHOLE = Documents(((0,),), 6)

@@ -24,9 +24,9 @@ from framework.plan.time import PARTS, TimeModel
 from framework.recipe import schema
 from framework.recipe.clusters import read_shipped
 from framework.recipe.schema import Recipe
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 TFLOPS, HUGE = 1e12, 1e30
 NOTHING = Kernels(0, 0, 1)

@@ -42,7 +42,7 @@ from framework.parallel.stage_plan import StagePlan
 from framework.recipe.layout_rules import find_uneven_heads
 from framework.recipe.schema import Parallel
 
-# What a model's config is told; without an entry among the mask functions.
+# The attention implementation of a model's config. It has no mask function.
 IMPLEMENTATION = "meshwright"
 # Tensors that a module may hand over: sinks, and positions, which queries and keys have been rotated by.
 TENSOR_OPTIONS = ("s_aux", "position_ids", "cache_position")
@@ -271,7 +271,7 @@ def _temperature(module: Any, rows: Tensor) -> Tensor:
     return (torch.log1p(steps) * module.attn_scale + 1.0).double()
 
 
-# By the class of an attention that computes something from the rows of its tokens, which a rank with some of them must correct.
+# Keyed by the class of an attention that computes something from the rows of its tokens, which a rank with some of them corrects.
 QUERY_RULES: Mapping[str, QueryRule] = MappingProxyType({"Llama4TextAttention": _attend_within_chunks})
 
 AttentionInterface.register(IMPLEMENTATION, attend_module)

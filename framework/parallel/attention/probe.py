@@ -39,7 +39,7 @@ from framework.recipe.schema import Recipe
 RANKS = 2
 # Documents of a row. One is longer than the small model's windows of 8 or 9 tokens; the second one spans the ranks.
 LENGTHS = (5, 17, 6)
-# Of 105 families, those that pass differ by 3e-6 at most in fp32, the others by 4e-5 at least.
+# Among 105 families those that pass differ by at most 3e-6 in fp32, the others by at least 4e-5.
 LARGEST_DIFFERENCE = 1e-5
 
 

@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.comm import duals
@@ -29,6 +28,7 @@ from framework.errors import ModelError
 from framework.mesh.token_layout import ContextSlices
 from framework.model.load import FORWARD_ERRORS
 from framework.model.units import find_last_module, find_layers
+from framework.torch_private import tree_leaves, tree_map
 
 Map = Callable[[Tensor], Tensor]
 

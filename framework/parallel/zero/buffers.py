@@ -67,7 +67,7 @@ class StoredTensor(Protocol):
         """Set all values, [n]."""
 
 
-# What has elements of a buffer: in memory or not.
+# Elements of a buffer, in memory or not.
 Values = TypeVar("Values", Tensor, StoredTensor)
 
 
@@ -131,6 +131,7 @@ class UnitBuffer:
         yield self.master
         if is_changed:
             self.stored.write(self.master)
+        # The host has memory for one unit's states at a time, not for all.
         self.master = self.master.new_empty(0)
 
     def allocate(self, device: torch.device) -> None:

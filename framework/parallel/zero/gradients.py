@@ -164,6 +164,7 @@ class GradientSync:
     def _wait_for_oldest_reduction(self) -> None:
         """Wait for the oldest reduction; its part is then complete for this microbatch. Oldest first on all ranks: what a wait
         starts next, they must start in one order."""
+        # Its full gradient goes with it, and torch's allocator has that memory for the next unit's.
         reduction = self._reductions.popleft()
         buffer = reduction.buffer
         self._exposed.wait([reduction.pending])
@@ -188,7 +189,7 @@ class GradientSync:
         axis = _sharing_axis(buffer)
         assert axis is not None, f"{buffer.unit} is shared with no other stage"
         wire = buffer.plan.dtypes.reduce_wire(axis, self.reduce_dtype)
-        # By a name that all stages know, whose units have others.
+        # Use a name that all stages know: their units have different names.
         return start_all_reduce(buffer.reduced, axis, label=f"gradient of {buffer.slots[0].name}", wire=wire)
 
     def take_shared(self) -> list[UnitBuffer]:

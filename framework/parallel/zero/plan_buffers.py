@@ -263,7 +263,7 @@ class BufferPlan:
         compute, master, wide = (each.itemsize for each in (dtypes.compute, dtypes.master, dtypes.gradient))
         trained, homes = int(self.is_trained), self.lifetimes.homes
         is_resident = self.lifetimes.resident_parameters
-        # Of resident parameters the part is a view, but for a message, which is memory of its own.
+        # The part of resident parameters is a view, except for a message, which has its own memory.
         part = self.kept_bytes * (not is_resident or self.dtypes.codec is not None)
         kept = self.numel_padded if self.lifetimes.keeps_gradients else self.numel_part
         owned = self.numel_owned * trained
