@@ -73,7 +73,7 @@ class Pending:
         return self._advance()
 
     def _advance(self) -> bool:
-        # Taken out first, so that a second wait finds nothing to do: `finish` gives buffers back, which may be done only once.
+        # Taken out first, so that a second wait finds nothing to do: what `finish` adds may be added only once.
         works, finish = self._works, self._finish
         self._works, self._finish = (), None
         if works:
