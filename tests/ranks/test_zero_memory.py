@@ -179,10 +179,6 @@ def test_parameters_with_zero_axes_of_their_own_get_a_buffer_of_their_own() -> N
         )
 
 
-def full_bytes(buffer: UnitBuffer) -> int:
-    return buffer.plan.numel_padded * buffer.full.element_size()
-
-
 def measure_peaks(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, tuple[int, int]]:
     """Body: for each layout the most bytes of unsharded parameters that a step ever has, and of full gradients."""
     found = {}
