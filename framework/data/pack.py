@@ -32,7 +32,7 @@ import torch
 
 from framework.data.rows import Overlong, Rows
 from framework.data.store import TokenStream
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.model.loss import IGNORE
 from framework.model.objective import Pairs
 from framework.parallel.attention import Documents

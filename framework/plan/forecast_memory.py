@@ -21,8 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from framework.errors import ModelError
-from framework.mesh.context import ContextSlices
-from framework.mesh.token_layout import TokenLayout
+from framework.mesh.token_layout import ContextSlices, TokenLayout
 from framework.mesh.topology import Axis, count_passing
 from framework.model.logit_map import find_logit_map
 from framework.model.loss import is_fused

@@ -23,7 +23,7 @@ from framework.plan.traffic import measure_traffic
 from framework.recipe.plugins import import_plugins
 from framework.recipe.saved import load_recipe
 
-# The page of a run.
+# The file in a run's folder.
 PLAN_PAGE = "plan.html"
 # Boxes that a browser draws without the reader waiting for it.
 MOST_ACTIONS = 4000
