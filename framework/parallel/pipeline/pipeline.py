@@ -18,6 +18,9 @@ from framework.parallel.pipeline.simulate import Costs, Timeline, fill_bubbles, 
 from framework.recipe import schema
 from framework.recipe.derive import count_virtual_stages
 
+# Microbatches that go through the pipeline together where there are forwards alone.
+FORWARDS_AT_ONCE = 64
+
 
 @dataclass(frozen=True)
 class PipelinePlan:

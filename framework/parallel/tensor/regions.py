@@ -45,7 +45,8 @@ class RegionCall:
     def __init__(self, border: Border, kept: Tensor | None) -> None:
         self.border, self.kept = border, kept
         self.leading: tuple[int, ...] = ()
-        # Not where a compiled graph has entered the region, and ended within it.
+        # Not where a compiled graph has entered the region, and ended within it, and where no gradient of the input is asked for:
+        # column layers then compute weight gradients where they stand, as there is no sum to cover.
         self.is_open = False
         self.deferred: list[Callable[[], Any]] = []
         self._input: ref[Tensor] | None = None
@@ -55,7 +56,7 @@ class RegionCall:
 
     def hand_out(self, whole: Tensor) -> None:
         """Tell the call which tensor, [B, S, D], the model is given as the region's input."""
-        self.leading, self.is_open = tuple(whole.shape[:-1]), True
+        self.leading, self.is_open = tuple(whole.shape[:-1]), whole.requires_grad
         # Weak: recomputation ends with the last tensor that backward needs, perhaps in front of the region's border out. Then
         # nobody closes the call, and every layer's whole input would live until its next forward.
         if self.kept is not None:
@@ -131,24 +132,16 @@ class Region:
 
         With tokens sharded it is gathered over `tp`; the gradient is summed over `tp` either way.
         """
-        call = RegionCall(self.border, x.detach() if self.regathers and torch.is_grad_enabled() else None)
-        whole = _Enter.apply(x, self._make_tick(x), call)
+        # Without a gradient of x no backward comes here, to end the layers' use of what is gathered again.
+        is_differentiated = x.requires_grad and torch.is_grad_enabled()
+        call = RegionCall(self.border, x.detach() if self.regathers and is_differentiated else None)
+        whole = _Enter.apply(x, call)
         call.hand_out(whole)
         self.call = call
         # Last: what the border does above takes no random numbers, and the state to go back to is the one in front of the region.
         if self.rng is not None:
             self._outer = self.rng.start_inside(x, self.name, self.differs)
         return whole
-
-    def _make_tick(self, x: Tensor) -> Tensor | None:
-        """A scalar that keeps `_Enter` in autograd's graph where nothing asks for the gradient of x, [B, s, D], and column layers
-        leave weight gradients for it."""
-        # Not where all of them are frozen: backward would go on through layers below every trained weight, and nobody unshards
-        # the parameters that it reads there.
-        if x.requires_grad or not torch.is_grad_enabled():
-            return None
-        trains = any(each.matmul.graph_input.requires_grad for each in self.columns)
-        return x.new_zeros((), requires_grad=True) if trains else None
 
     def leave(self, y: Tensor) -> Tensor:
         """The sum over `tp` of all ranks' y: [B, S, D], of all tokens or of this rank's, as it is outside."""
@@ -171,14 +164,14 @@ class _Enter(torch.autograd.Function):
     """A region's border in."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tick: Tensor | None, call: RegionCall) -> Tensor:
+    def forward(ctx: Any, x: Tensor, call: RegionCall) -> Tensor:
         ctx.call = call
         return call.border.enter(x)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
         call: RegionCall = ctx.call
-        out, pending = call.border.start_enter_adjoint(dx) if ctx.needs_input_grad[0] else (None, Pending())
+        out, pending = call.border.start_enter_adjoint(dx)
         # Under the communication: autograd comes here when all column layers have left their weight gradients.
         for compute in call.deferred:
             compute()
@@ -186,7 +179,7 @@ class _Enter(torch.autograd.Function):
         call.deferred.clear()
         call.end_backward()
         pending.wait()
-        return out, None, None
+        return out, None
 
 
 def enter(region: Region, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
