@@ -286,10 +286,8 @@ class Distributed:
     def new_group(self, ranks: Sequence[int] | None = None, backend: str | None = None, **_: Any) -> Group:
         return self.make(ranks, backend)
 
-    def make_in_store(
-        self, _size: int, _rank: int, ranks: list[int], backend: str, *_: Any, **__: Any
-    ) -> tuple[Group, None]:
-        return self.make(ranks, backend), None
+    def make_in_store(self, ranks: tuple[int, ...], _rank: int, backend: str, *_: Any) -> Group:
+        return self.make(ranks, backend)
 
     def destroy_process_group(self, group: Any = None) -> None:
         pass
@@ -513,9 +511,9 @@ def count_world(world: int, zero: int, folder: Path, files: FileSystem) -> Count
                 proxy = SimpleNamespace(**{name: getattr(os, name) for name in dir(os) if not name.startswith("_")})
                 proxy.environ = Environment()
                 stack.enter_context(patch.object(room, "os", proxy))
-            stack.enter_context(patch.object(connect, "_set_pg_timeout", lambda *_: None))
-            stack.enter_context(patch.object(connect, "_new_process_group_helper", distributed.make_in_store))
-            stack.enter_context(patch.object(connect, "_world", SimpleNamespace(pg_group_ranks={})))
+            stack.enter_context(patch.object(connect, "set_group_timeout", lambda *_: None))
+            stack.enter_context(patch.object(connect, "make_group_in_store", distributed.make_in_store))
+            stack.enter_context(patch.object(connect, "restart_group_names", lambda: None))
             stack.enter_context(
                 patch.object(connect, "choose_backends", lambda _device, is_debug, _backend=None: backends)
             )

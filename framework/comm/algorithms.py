@@ -262,7 +262,7 @@ class _FirstHop:
     def wait(self) -> None:
         # Ranks wait in different orders where one's data leaves a layer out. The second hops of all operations must be under way
         # before anybody waits for a later one: else this rank would wait for a message that a peer sends behind a wait for this.
-        # Those of other axes too: experts and dense parameters have different ones, and two ranks may share both.
+        # Hops of other axes, too: experts and dense parameters have different axes, and two ranks may share both.
         while self.second is None:
             self._hops.popleft()._proceed()
 

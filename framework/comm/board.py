@@ -12,9 +12,6 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-# Private: torch has no public name for what its flight recorder knows.
-from torch._C import _distributed_c10d
-
 from framework.comm.sealed import seal_text, unseal_text
 
 
@@ -80,11 +77,3 @@ class Board:
 
     def _seal(self, text: str) -> str:
         return seal_text(text, self._secret)
-
-
-def dump_flight_records() -> dict[str, bytes]:
-    """Records of the last collectives by torch's flight recorder, by the library that carried them: pickled dicts with sizes,
-    states and Python frames. NCCL's, which only a build for GPUs has, was not run on one."""
-    names = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
-    found = {library: getattr(_distributed_c10d, name, None) for library, name in names.items()}
-    return {library: dump() for library, dump in found.items() if dump is not None}

@@ -37,6 +37,7 @@ from framework.comm.algorithms import Pending, choose, copy, leaving_bytes, on_h
 from framework.comm.coded import Wire, scatter_coded, sum_coded
 from framework.comm.communicator import Communicator
 from framework.comm.sealed import seal, unseal
+from framework.torch_private import carries_cpu_tensors
 
 Reduction = Literal["sum", "max", "min"]
 Start = Callable[[Tensor, Tensor], Pending]  # of (out, x)
@@ -233,7 +234,7 @@ def all_gather_object(obj: Any, axis: Communicator) -> list[Any]:
     check_agreement(axis, "all_gather_object", "", None)
     mine = seal(obj, axis.secret)
     # Over NCCL alone the bytes go by way of the GPU.
-    device = torch.device("cpu" if torch.device("cpu") in axis.group._device_types else "cuda")
+    device = torch.device("cpu" if carries_cpu_tensors(axis.group) else "cuda")
     size = torch.tensor([len(mine)], device=device)
     sizes = [torch.empty_like(size) for _ in range(axis.size)]
     with axis.waiting(axis.record("all_gather_object", (axis.size - 1) * len(mine))):

@@ -24,7 +24,7 @@ class Traffic:
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
         self.bytes: dict[str, int] = {}
-        # Those of the bytes that leave their node.
+        # Bytes that leave their node.
         self.bytes_leaving: dict[str, int] = {}
 
     def record(self, operation: str, num_bytes: int, leaving: int = 0) -> int:

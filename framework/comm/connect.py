@@ -22,9 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Private, because `new_group` lets nobody choose a subgroup's store. Read and run in torch 2.13; 2.11 was not tried.
-from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout, _world
-
 from framework.comm.communicator import Communicator, link_levels
 from framework.comm.groups import (
     SHARD_AXES,
@@ -41,6 +38,7 @@ from framework.comm.waits import DeviceProgress, Waits
 from framework.errors import ConnectionFailed, NodeError, RecipeError, TopologyError
 from framework.host import stay_near
 from framework.mesh.topology import Topology
+from framework.torch_private import connect_eagerly, make_group_in_store, restart_group_names, set_group_timeout
 
 # The variable in which a launcher gives each rank the secret of this start.
 SECRET = "MESHWRIGHT_SECRET"
@@ -152,7 +150,7 @@ def connect_beside(mesh: Mesh, name: str) -> Communicator:
     create = partial(_create_group, GroupPlan(name, world.ranks, "gloo"), mesh.rank, timedelta(seconds=connect_s))
     with _gloo_connects_lazily(is_lazy):
         group = persist(create, dist.PrefixStore(name, mesh.store), world.size, world.timeout, connect_s)
-    _set_pg_timeout(world.timeout, group)
+    set_group_timeout(world.timeout, group)
     return Communicator(world.axis, group, timeout=world.timeout, secret=world.secret)
 
 
@@ -239,7 +237,7 @@ def join_axes(
         with _gloo_connects_lazily(backends.is_lazy):
             group = persist(build, dist.PrefixStore(plan.name, store), len(plan.ranks), timeout, connect_s)
         # Made with a short timeout, so that a hang while connecting is tried again; collectives wait for slow ranks far longer.
-        _set_pg_timeout(timeout, group)
+        set_group_timeout(timeout, group)
         return group
 
     axes = topology.axes(rank)
@@ -263,26 +261,15 @@ def join_axes(
 
 
 def _create_group(plan: GroupPlan, rank: int, timeout: timedelta, attempt: dist.Store) -> Any:
-    """In a store of its own: `new_group` would find what a failed attempt has left there, addresses where nobody listens.
-
-    Read in torch 2.13: beside this `new_group` checks its arguments, chooses the name and notes which ranks are members, as
-    here. The helper registers a group last of all, so nothing is left of one that fails; `destroy_process_group` takes back
-    all of one that was made, and destroying the world takes back all groups.
-    """
-    size, options = (
-        len(plan.ranks),
-        dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if plan.is_urgent else None,
-    )
+    """In a store of its own: `new_group` would find what a failed attempt has left there, addresses where nobody listens."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if plan.is_urgent else None
     if plan.name == "world 0":
         # torch names it by a counter, and its keys in the store after the name. The counter goes up where an attempt fails in
         # here, and back to 0 where it fails later: ranks would look for each other under two names, in all attempts that follow.
-        _world.group_count = 0
-        dist.init_process_group(plan.backend, None, timeout, size, rank, attempt, pg_options=options)
+        restart_group_names()
+        dist.init_process_group(plan.backend, None, timeout, len(plan.ranks), rank, attempt, pg_options=options)
         return dist.group.WORLD
-    place, ranks = plan.ranks.index(rank), list(plan.ranks)
-    group, _ = _new_process_group_helper(size, place, ranks, plan.backend, attempt, plan.name, options, timeout)  # type: ignore[arg-type]
-    _world.pg_group_ranks[group] = {member: index for index, member in enumerate(plan.ranks)}
-    return group
+    return make_group_in_store(plan.ranks, rank, plan.backend, attempt, plan.name, options, timeout)
 
 
 @contextmanager
@@ -309,7 +296,7 @@ def _start_nccl(axes: Iterable[Communicator], device: torch.device) -> None:
     for group, uses in names.items():
         if carry_only_messages(uses):
             # No all-reduce: it would connect rings and trees, with buffers of their own, that no message goes through.
-            group._get_backend(device).eager_connect_single_device(device)
+            connect_eagerly(group, device)
         else:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 

@@ -11,10 +11,10 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from framework.errors import ConnectionFailed, RanksDiffer
+from framework.torch_private import carries_cpu_tensors
 
 # gloo now and then hangs while it connects ranks that are all there (once in some ten thousand times on one machine). So all
 # ranks first arrive, however late; connecting then may take so long, and is tried again from the start so many times.
@@ -22,7 +22,7 @@ CONNECT_S = 60.0
 # And so much longer for each rank: the store and NCCL's root answer ranks one after another, in some milliseconds each.
 CONNECT_S_PER_RANK = 0.02
 CONNECT_ATTEMPTS = 3
-# How a meeting of all ranks has ended: the first word of what the store says of it.
+# Outcome of a meeting of all ranks: the first word of its entry in the store.
 MET, GIVEN_UP = "met ", "given up "
 # Explanations that the last rank to be compared reads from the store.
 DIFFERENCES_SHOWN = 8
@@ -59,7 +59,7 @@ def compare_fingerprints(store: dist.Store, mine: Mapping[str, str], rank: int, 
         raise RanksDiffer(explain_differences(shown, count, world))
 
 
-# What to do about a difference, by its name.
+# Fixes, by the name of a difference.
 FIXES = {
     "recipe": "recipe.yaml of the run was changed or is not yet seen while ranks start (a file system's cache): start again",
     "code": "ranks import different copies of Meshwright: one installation, or one image, on all nodes",
@@ -119,7 +119,7 @@ def _greet(group: Any) -> None:
     """Use gloo for the first time, where the group has it. Lazy pairs of a barrier (2 log2 n of a rank's n-1, all of up to 5
     ranks') are connected now, where failure means another attempt. NCCL is started later, in `_start_nccl`."""
     # Only asked of gloo: a barrier over NCCL would start it here, inside of an attempt that may be thrown away.
-    if torch.device("cpu") in group._device_types:
+    if carries_cpu_tensors(group):
         dist.barrier(group=group)
 
 

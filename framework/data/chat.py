@@ -39,7 +39,7 @@ NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 # Texts that no conversation has, in place of what an assistant says and thinks.
 PROBE, PROBE_THOUGHT = "meshwright:answer", "meshwright:thought"
 NO_CONVERSATION = Conversation([{"role": "user", "content": "."}, {"role": "assistant", "content": PROBE}])
-# What a template raises that does not fit a conversation.
+# Errors of a template that does not fit a conversation.
 FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 # Characters of a difference that a message quotes.
 QUOTED = 120

@@ -31,9 +31,9 @@ from framework.errors import DataError
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 MEGATRON_HEADER = np.dtype([("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("documents", "<u8")])
-# Of dtypes that an MDS array may state in front of its values.
+# Codes of dtypes that an MDS array may state in front of its values.
 MDS_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
-# Of decoded row groups, which random order asks for again and again.
+# Bytes of decoded row groups that are kept, since random order asks for them again and again.
 KEPT_BYTES = 1 << 30
 
 
@@ -48,7 +48,7 @@ class IdFile:
 
 def open_ids(files: Sequence[SourceFile], field: str, vocab_size: int) -> list[IdFile]:
     """Open files of ids. DataError, naming one, where it is not of its format."""
-    # Of all files: a source may have thousands.
+    # One cache for all files: a source may have thousands.
     read_group = _GroupCache()
     openers: dict[str, Callable[[Path], IdFile]] = {
         "megatron": _open_megatron,

@@ -29,8 +29,8 @@ from framework.mesh.context import ContextSlices
 # tokens (about 1 MB).
 STEPS_READ_AT_ONCE = 32
 TOKENS_READ_AT_ONCE = 1 << 15
-# Of tokens in an object store: at least this many are asked for before they are read, and at most this many samples. Some seconds
-# of training, in which a failed request is repeated.
+# Read-ahead from an object store: at least this many tokens, and at most this many samples. Some seconds of training, in which
+# a failed request is repeated.
 TOKENS_ASKED_AHEAD = 1 << 18
 SAMPLES_ASKED_AHEAD = 512
 # The size of a stream whose end is not known yet.

@@ -7,7 +7,6 @@ from transformers import PretrainedConfig
 
 from framework.comm.communicator import Communicator
 from framework.comm.objects import broadcast_object, share_errors
-from framework.data.growing import FAILED_FILE
 from framework.data.prepared import Prepared, check_vocabulary, find_prepared, open_found
 from framework.errors import RecipeError
 from framework.model.probe import keeps_documents_apart
@@ -24,7 +23,7 @@ def open_data(recipe: Recipe, config: PretrainedConfig, world: Communicator) -> 
         found = find_prepared(recipe)
         check_data_fits(recipe, found, config)
         for source in found.sources:  # before any rank waits for the tokenizer of this start
-            (source.folder / FAILED_FILE).unlink(missing_ok=True)
+            (source.folder / found.failed).unlink(missing_ok=True)
         return found
 
     found = broadcast_object(find, world)

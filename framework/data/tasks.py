@@ -48,9 +48,9 @@ SCORES: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
         "text": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
     }
 )
-# By name, functions that make the records of a task. Plugins add to it (`framework/extend.py`).
+# Functions that make the records of a task, by name. Plugins add to it (`framework/extend.py`).
 TASKS: dict[str, Callable[[], Iterable[Mapping[str, Any]]]] = {}
-# Of names of scores, where the average of the weights has them (`eval.average`).
+# Prefix of scores of the averaged weights (`eval.average`).
 OF_AVERAGE = "average/"
 # Scores whose smaller value is the better one.
 LOWER_IS_BETTER = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
@@ -148,7 +148,8 @@ def list_tasks(paths: Sequence[str]) -> dict[str, Path]:
         names = " ".join(f"--import {Path(each.split()[0]).stem}" for each in missing)
         raise DataError(
             f"eval.tasks: {'; '.join(missing)}. Name a file or folder of tasks (docs/evaluation.md), or write tasks of"
-            f" lm-evaluation-harness: meshwright evaluate {names} --to {Path(missing[0].split()[0]).parent}"
+            f" lm-evaluation-harness: meshwright evaluate {names} --to {Path(missing[0].split()[0]).parent}; a plugin's"
+            " task needs --plugins PLUGIN"
         )
     return found
 

@@ -45,7 +45,7 @@ AGREEING_TOKENS = 64
 
 Encode = Callable[[str], np.ndarray]
 
-# Of plugins, by name: what makes a fast tokenizer of transformers, and the text of a template.
+# Tokenizers and templates of plugins, by name: a function that makes a fast tokenizer, and the text of a template.
 TOKENIZERS: dict[str, Callable[[], Any]] = {}
 CHAT_TEMPLATES: dict[str, str] = {}
 

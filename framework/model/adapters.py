@@ -30,7 +30,7 @@ A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 # A child of a module whose adapter drops inputs: it knows their share, and whether the model is in training.
 DROPOUT = "lora_dropout"
 ALL_LINEAR = "all-linear"
-# What PEFT calls all linear layers; GPT-2's are transposed.
+# The layers of PEFT's `all-linear`; GPT-2's are transposed.
 LINEARS = (nn.Linear, Conv1D)
 
 
@@ -57,7 +57,7 @@ def find_adapted(names: Iterable[str]) -> list[str]:
 
 def has_adapter(module: nn.Module, weight: str = "weight") -> bool:
     """Whether there is an adapter beside a module's weight."""
-    return name_beside(f".{weight}", B)[1:] in module._parameters
+    return name_beside(f".{weight}", B)[1:] in dict(module.named_parameters(recurse=False))
 
 
 def holds_transposed(module: nn.Module) -> bool:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from framework.torch_private import ITEM, TorchDispatchMode, next_node_number, number_of_node
 
 # From (positional arguments, keyword arguments) of a layer to a tensor: indices and keys.
 Path = tuple[Any, ...]
@@ -171,13 +172,13 @@ class Trace:
 
     def _enter(self, index: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
         found = {path: _Leaf(_edge(x), x.shape, x.dtype) for path, x in _leaves((args, kwargs))}
-        self._entries[index], self._numbers[index] = found, torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self._entries[index], self._numbers[index] = found, next_node_number()
         self._hidden = (1, "hidden_states") if "hidden_states" in kwargs else (0, 0)
 
     def _leave(self, index: int, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.counts.append(len(output) if isinstance(output, tuple | list) else 0)
         taken = {leaf.edge for leaf in self._entries[index].values()}
-        # What a layer has left in a container that it was handed is its result as well.
+        # A tensor that a layer leaves in a container passed to it is one of its results, too.
         for _, tensor in _leaves((args, kwargs, output)):
             if (edge := _edge(tensor)) not in taken:
                 self._born.setdefault(edge, index)
@@ -227,7 +228,7 @@ class Trace:
         """The arguments of layers from `start` on that come from in front of it."""
         for index, entry in enumerate(self._entries[start:], start):
             for path, leaf in sorted(entry.items(), key=lambda item: item[0] != self._hidden):
-                # What is made of both sides is left to the stage's own code, and to whoever compares its result.
+                # A tensor computed from both sides is left to the stage's own code; the comparison of results covers it.
                 if max(self._origins[leaf.edge]) < start:
                     yield index, path, leaf
 
@@ -242,7 +243,7 @@ def _find_last_reads(result: Tensor) -> dict[Edge, int]:
         seen.add(node)
         for edge in node.next_functions:
             if edge[0] is not None:
-                found[edge] = max(found.get(edge, -1), node._sequence_nr())
+                found[edge] = max(found.get(edge, -1), number_of_node(node))
                 left.append(edge[0])
     return found
 
@@ -259,6 +260,6 @@ class _Answers(TorchDispatchMode):
     nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+        if func is ITEM and args[0].is_meta:
             return 1
         return func(*args, **(kwargs or {}))

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
@@ -29,6 +28,7 @@ from framework.model.adapters import add_magnitudes, draw_pairs, is_adapter
 from framework.model.load import build_meta
 from framework.model.shrink import shrink
 from framework.model.units import Unit, find_units
+from framework.torch_private import TorchDispatchMode
 
 # Parameters of a copy that is drawn on the host: blt's tables of hashes stay as large as they are.
 LARGEST_COPY = 1 << 24
@@ -61,7 +61,7 @@ def draw_unit(model: PreTrainedModel, unit: Unit, seed: int, device: torch.devic
     held = [
         (module, own_name, parameter)
         for module in modules.values()
-        for own_name, parameter in module._parameters.items()
+        for own_name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         if parameter in names and not is_adapter(names[parameter])
     ]
     # NaN marks elements that are not written. A tied parameter is one tensor under all of its names.
@@ -71,7 +71,7 @@ def draw_unit(model: PreTrainedModel, unit: Unit, seed: int, device: torch.devic
     }
     try:
         for module, own_name, parameter in held:
-            module._parameters[own_name] = drawn[parameter]
+            module.register_parameter(own_name, drawn[parameter])
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
             seed_rng(seed_for(seed, "initial", unit.name))
             # Children before parents, which may write to them once more. Parameters of other units stay on meta: such writes
@@ -82,7 +82,7 @@ def draw_unit(model: PreTrainedModel, unit: Unit, seed: int, device: torch.devic
         values = {names[parameter]: module.get_parameter(own_name).detach() for module, own_name, parameter in held}
     finally:
         for module, own_name, parameter in held:
-            module._parameters[own_name] = parameter
+            module.register_parameter(own_name, parameter)
     unwritten = [name for name, value in values.items() if bool(value.isnan().any())]
     if unwritten:
         constants = find_fixed_values(model.config)
@@ -194,7 +194,7 @@ def set_buffers(model: nn.Module, values: Mapping[str, Tensor], device: torch.de
             value = values.get(full_name, buffer)
             assert not value.is_meta, f"{full_name} has no values"
             assert value.shape == buffer.shape, f"{full_name} has {buffer.shape}, its values {value.shape}"
-            module._buffers[name] = value.to(device)
+            setattr(module, name, value.to(device))
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -207,7 +207,7 @@ class MarkUnwritten(TorchDispatchMode):
     """Fills tensors that are allocated without values by NaN or the largest integer, and leaves large ones on meta."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, func._schema.name
+        kwargs, name = kwargs or {}, func.name().partition(".")[0]
         if name not in EMPTY | FILLED:
             return func(*args, **kwargs)
         planned = func(*args, **kwargs | {"device": torch.device("meta")})

@@ -19,21 +19,12 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from framework.torch_private import ATTENTIONS, TorchDispatchMode, tree_leaves, tree_map_only, version_of
 
 Policy = Literal["none", "selective", "full", "sqrt"]
 ATTENTION, EXPERTS = "attention", "experts"
-
 aten = torch.ops.aten
-# torch's fused attentions, each with the place of its dropout among the arguments.
-ATTENTIONS = (
-    (aten._scaled_dot_product_flash_attention.default, 3),
-    (aten._scaled_dot_product_flash_attention_for_cpu.default, 3),
-    (aten._scaled_dot_product_efficient_attention.default, 5),
-    (aten._scaled_dot_product_cudnn_attention.default, 5),
-    (aten._scaled_dot_product_fused_attention_overrideable.default, 4),
-)
 
 
 class _Kept:
@@ -49,7 +40,7 @@ class _Kept:
         return self._versions == self._read_versions()
 
     def _read_versions(self) -> list[int]:
-        return [each._version for each in tree_leaves(self.value) if isinstance(each, Tensor)]
+        return [version_of(each) for each in tree_leaves(self.value) if isinstance(each, Tensor)]
 
 
 class LayerCall:

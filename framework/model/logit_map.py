@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from framework.errors import ModelError
 from framework.model.load import DISABLED, FORWARD_ERRORS, accepted_arguments
 from framework.model.units import find_layers
+from framework.torch_private import TO_COPY, TorchDispatchMode, schema_of
 
 # Tokens of the sequence that the model is run on.
 NUM_TOKENS = 3
@@ -138,12 +138,12 @@ class _Recorder(TorchDispatchMode):
 
 def _operation(func: Any, args: Any, kwargs: Any, num_tensors: int, result: Any) -> Callable[[Tensor], Tensor] | None:
     """The call as a function of its one tensor; None where it is no function of single elements."""
-    is_plain = num_tensors == 1 and isinstance(args[0], Tensor) and not func._schema.is_mutable
+    is_plain = num_tensors == 1 and isinstance(args[0], Tensor) and not schema_of(func).is_mutable
     if not is_plain or not isinstance(result, Tensor) or result.shape != args[0].shape:
         return None
     if func in (aten.slice.Tensor, aten.alias.default, aten.clone.default, aten.detach.default):
         return _keep  # of this shape a slice is the whole
-    if func is aten._to_copy.default:
+    if func is TO_COPY:
         return partial(_cast, dtype=result.dtype)
     if torch.Tag.pointwise not in func.tags:
         return None

@@ -33,8 +33,9 @@ from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.comm.fused import Fused
 from framework.mesh.layout import part
+from framework.torch_private import log_softmax_backward_out
 
-# Of tokens: the largest logit, the sum of exponentials, the label's logit; [n] each.
+# Softmax statistics of n tokens: the largest logit, the sum of exponentials, the label's logit; [n] each.
 Sums = tuple[Tensor, Tensor, Tensor]
 IGNORE = -100
 aten = torch.ops.aten
@@ -100,7 +101,7 @@ class _WholeCrossEntropy(torch.autograd.Function):
             # Its last argument counts only for a mean.
             onehot = aten.nll_loss_backward(gradient, log_probability, own, None, SUM, IGNORE, gradient)
             dtype = log_probability.dtype
-            aten._log_softmax_backward_data.out(onehot, log_probability, -1, dtype, out=log_probability)
+            log_softmax_backward_out(onehot, log_probability, -1, dtype, out=log_probability)
         return whole, None
 
 

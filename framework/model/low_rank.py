@@ -54,15 +54,15 @@ class AdapterMatmul(Matmul):
         super().__init__(layer, base.is_transposed)
         self.base, self.scale, self.views, self.over, self.switch = base, scale, views, over, switch
         self.copied, self.copies = copied, copies
-        # Of the elements of x that the low-rank path drops, in a layer that drops some, and their share. Drawn again where they
-        # are asked for: kept, a byte for each input of the layer would outlive activation checkpointing.
+        # Dropout of the low-rank path: the seed of its mask, and the dropped share. The mask is drawn again where it is needed:
+        # kept, it would hold a byte for each input of the layer beyond activation checkpointing.
         self._seed: int | None = None
         self._dropped_share = 0.0
-        # Of one passage: its rows, and what of it is kept.
+        # State of one forward and backward: the number of rows, and the low-rank activations and gradients.
         self._rows = -1
         self._low: Tensor | None = None
         self._low_gradient: Tensor | None = None
-        # Of the parameters as they are: each forward finds it anew, and backward belongs to the same step.
+        # Norms of the merged columns (DoRA). Each forward computes them anew, and backward belongs to the same step.
         self._lengths: Tensor | None = None
         # Stands for all: whether gradients are left for later, and that something is trained.
         self.write_gradient_to(views[B])

@@ -106,7 +106,7 @@ class LayerWeight:
         return self.weight if self.grad_view is None or self.tick is None else self.tick
 
 
-# By the numbers that are their ticks.
+# Keyed by the numbers that are their ticks.
 WEIGHTS: Numbered[LayerWeight] = Numbered()
 
 

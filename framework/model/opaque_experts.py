@@ -11,7 +11,6 @@ where no backward comes it goes with the scalar.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,21 +18,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from framework.model.numbered import Numbered
+from framework.torch_private import recording
 
 # (hidden [T, H], index [T, k], weights [T, k]) -> [T, H], differentiable.
 ComputeExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@contextmanager
-def recording() -> Iterator[None]:
-    """A context within an operator in which autograd records: torch runs operators below it."""
-    keys = torch._C.DispatchKey
-    below = torch._C._dispatch_tls_local_exclude_set()
-    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor, keys.ADInplaceOrView):
-        below = below.remove(key)
-    included = torch._C._dispatch_tls_local_include_set()
-    with torch._C._ForceDispatchKeyGuard(included, below), torch.enable_grad():
-        yield
 
 
 class OpaqueExperts:
@@ -123,7 +111,7 @@ def _experts_backward(dout: Tensor, call: Tensor, width: int) -> tuple[Tensor, T
     held: Any = call
     inputs, edge = held.graph
     del held.graph
-    # What is computed again meanwhile is recorded, too.
+    # Recomputation inside of this backward is recorded, too.
     with recording():
         torch.autograd.backward([edge], [dout])
     dhidden, dweights = (torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from framework.model.kept_outputs import ATTENTION, ATTENTIONS, aten
+from framework.model.kept_outputs import ATTENTION, aten
 from framework.model.matmul import Matmul, find_matmul
+from framework.torch_private import ATTENTIONS, schema_of
 
 # The operator of `parallel/attention/opaque_attention.py`.
 ATTEND = "meshwright::attend"
@@ -123,7 +124,7 @@ def _checkpoint(
 
 
 def _choose(operations: frozenset[str], ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # As `KeptOutputs` catches them: a choice that is made again may be another.
+    # The choices that `KeptOutputs` keeps, too: recomputed, a choice may differ.
     is_choice = func is aten.topk.default or (func is aten.max.dim and args[0].ndim == 2)
     is_kept = is_choice or _name_of(func, args) in operations
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -132,7 +133,7 @@ def _choose(operations: frozenset[str], ctx: Any, func: Any, *args: Any, **kwarg
 def _name_of(func: Any, args: Sequence[Any]) -> str | None:
     """The name in `memory.kept_operations` of an operator's call."""
     # Operators of ours are told it.
-    for argument, value in zip(func._schema.arguments, args, strict=False):
+    for argument, value in zip(schema_of(func).arguments, args, strict=False):
         if argument.name == "operation":
             return str(value)
     is_attention = func.name() == ATTEND or any(func is each for each, _ in ATTENTIONS)

@@ -21,7 +21,7 @@ class RankMap(Protocol):
         """Contiguous tensors of these shapes and of memory of their own, as many as are given."""
 
 
-# By the numbers that graphs carry.
+# Keyed by the numbers that graphs carry.
 MAPS: Numbered[RankMap] = Numbered()
 
 

@@ -34,11 +34,11 @@ from framework.model.initial import seed_for, seed_rng
 from framework.model.routers import Routers
 from framework.model.units import Unit
 
-# By an attribute of a module of the layer: values, beside hidden states, that a layer may take from the one before.
+# Keyed by an attribute of a module of the layer: values, beside hidden states, that a layer may take from the one before.
 FOLLOWERS: Mapping[str, str] = MappingProxyType({"skip_topk": "the keys that an indexer has chosen"})
 
 
-# Of the values of a border, by number, those that one layer takes.
+# The values of a border that one layer takes: (number of the value, its place in the arguments).
 Places = Sequence[tuple[int, Path]]
 
 
@@ -196,7 +196,7 @@ class StageModel:
             seed_rng(seed_for(*self._seed, unit) ^ mask)
 
     def _note_shape(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # As the model gets it, which may be all tokens where this rank has some.
+        # The shape that the model gets: maybe all tokens, where this rank holds some.
         self._shape = kwargs["input_ids"].shape
 
     def _hand_on(
@@ -264,8 +264,8 @@ class StandIn(nn.Module):
         super().__init__()
         self._of, self._device = (self if of is None else of,), torch.device("cpu")
         self._zeros = {name: (each.shape, dtype) for name, each in replaced.named_parameters(recurse=False)}
-        for name in self._zeros:
-            self._of[0]._parameters.pop(name, None)
+        for name in () if of is None else self._zeros:
+            delattr(of, name)
         self.move(torch.device("meta"))
 
     def move(self, device: torch.device) -> None:
@@ -321,8 +321,7 @@ def hollow_out(model: PreTrainedModel, units: Sequence[Unit], bounds: StageBound
         if not path or layers.startswith(f"{path}."):
             module.stand_in = StandIn(module, dtype, of=module)  # zaya scales its embedding in front of its layers
             continue
-        parent, _, name = path.rpartition(".")
-        model.get_submodule(parent)._modules[name] = _stand_in_for(module, module is head, dtype)
+        model.set_submodule(path, _stand_in_for(module, module is head, dtype))
 
 
 def _stand_in_for(module: nn.Module, is_head: bool, dtype: torch.dtype) -> nn.Module:

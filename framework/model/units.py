@@ -116,7 +116,7 @@ def set_parameter(model: nn.Module, names: tuple[str, ...], parameter: nn.Parame
     """Register one Parameter under all its (tied) names."""
     for full_name in names:
         path, _, name = full_name.rpartition(".")
-        model.get_submodule(path)._parameters[name] = parameter
+        model.get_submodule(path).register_parameter(name, parameter)
 
 
 def _modules_after_layers(model: PreTrainedModel, layers: str) -> set[str]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from framework.comm.board import Board, dump_flight_records
+from framework.comm.board import Board
 from framework.comm.connect import read_secret
 from framework.comm.waits import Operation
 from framework.errors import ConnectionFailed, HungError, LeaseLost
@@ -47,6 +47,7 @@ from framework.monitor.phases import Current, Phase
 from framework.monitor.progress import LONG_S, LONG_STEPS, Progress, Save, Stopwatch
 from framework.monitor.stop import SAVE_FILE, STOP_FILE, StopRequest, end_process
 from framework.recipe.deadlines import Deadlines
+from framework.torch_private import dump_flight_records
 from framework.track.lines import append_line
 from framework.track.report import HANGS_FILE
 

@@ -34,7 +34,7 @@ from framework.optim.update_rules import FlatShard, ShardGroup
 from framework.parallel.zero.plan_buffers import BufferPlan, GroupSpan, Slot
 from framework.recipe.schema import Muon, Optim
 
-# Of the quintic iteration, as torch.optim.Muon has them: the slope at zero is as large as it can be.
+# Coefficients of the quintic iteration, those of torch.optim.Muon: the slope at zero is as large as it can be.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 # Elements of equal matrices that are iterated together: enough to fill a GPU, and 512 MiB of bf16 for each intermediate.
@@ -263,7 +263,7 @@ class MatrixGroup:
             [prod(parts[index].shape) if each is None else each.numel(parts[index].shape) for each in of_ranks]
             for index, of_ranks in zip(here, slices, strict=True)
         ]
-        # Of what all hold alike the owner needs none from others.
+        # The owner has its own copy of a matrix that is replicated, and needs none of it from others.
         there = [
             [
                 length * (each is not None or rank == places[index][2])

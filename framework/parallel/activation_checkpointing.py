@@ -29,6 +29,7 @@ from framework.model.experts import find_experts
 from framework.model.kept_outputs import ATTENTION, EXPERTS, KeepsOutputs, KeptOutputs, LayerCall, Policy
 from framework.model.matmul import StackedMatmul
 from framework.model.opaque_experts import find_opaque_experts
+from framework.torch_private import version_of
 
 Unshard = Callable[[], AbstractContextManager[None]]
 
@@ -229,7 +230,7 @@ class _Chain:
         not what the layer before has returned (another microbatch, or a family that computes in between)."""
         before = None if self._output is None else self._output()
         group = None if self._group is None else self._group()
-        follows = hidden is before and hidden._version == self._version
+        follows = hidden is before and version_of(hidden) == self._version
         if group is None or not follows or len(group.passages) == self._size:
             group = _GroupCall({0: hidden.detach()})
             self._group = ref(group)
@@ -237,4 +238,4 @@ class _Chain:
 
     def leave(self, output: Tensor) -> None:
         """Note what the layer that has been entered last returns."""
-        self._output, self._version = ref(output), output._version
+        self._output, self._version = ref(output), version_of(output)

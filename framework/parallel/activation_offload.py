@@ -28,12 +28,12 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from framework.comm.communicator import Communicator
 from framework.comm.transfer import Copies, CopyPair, CopyStream, segment_on_host
 from framework.errors import ModelError
 from framework.parallel.stage_plan import StagePlan
+from framework.torch_private import storage_number, tree_leaves, version_of
 
 # Starting a copy costs the host about 10 us, in which PCIe carries some 250 KB. So the bound is not about speed: the numbers that
 # are left below it (a scalar per token and layer, in small microbatches) are too few to matter.
@@ -132,7 +132,7 @@ class SavedTensor:
 
     def __init__(self, tensor: Tensor):
         self.tensor: Tensor | None = tensor
-        self.version = tensor._version
+        self.version = version_of(tensor)
         self.storage: OffloadedStorage | None = None
         self._dtype, self._shape, self._stride, self._offset = (
             tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(),
@@ -158,7 +158,7 @@ class SavedTensor:
 
 def refuse_written(tensor: Tensor, version: int) -> None:
     """Raises ModelError where what backward needs was written to, as autograd does for what it keeps itself."""
-    if tensor._version != version:
+    if version_of(tensor) != version:
         raise ModelError(
             f"a tensor {tuple(tensor.shape)} that backward needs was written to in place after it was kept: the model cannot be"
             " trained (torch says the same without memory.offload.activations, at its backward)"
@@ -239,7 +239,7 @@ class ActivationOffload:
         open_stream: Callable[[], CopyStream] = CopyStream,
     ):
         self.pool = HostPool(device)
-        self._staying = frozenset(map(_storage_number, staying))
+        self._staying = frozenset(map(storage_number, staying))
         self._axis, self._device = axis, device
         self._to_host, self._to_device = open_stream(), open_stream()
         self._current: LayerPass | None = None
@@ -316,7 +316,7 @@ class ActivationOffload:
             return None
         if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() < LEAST_BYTES:
             return None
-        return _storage_number(tensor)
+        return storage_number(tensor)
 
     def _before_backward(self, this: LayerPass, gradient: Tensor) -> None:
         """Enter a layer's backward: its storages are on their way already, unless it is the first; those of the one before it
@@ -352,12 +352,7 @@ def _given_from_outside(hidden: Any, *others: Any) -> frozenset[int]:
         each for each in tree_leaves(hidden) if isinstance(each, Tensor) and each.is_leaf and each.requires_grad
     ]
     shared = [each for each in tree_leaves(others) if isinstance(each, Tensor)]
-    return frozenset(map(_storage_number, received + shared))
-
-
-def _storage_number(tensor: Tensor) -> int:
-    """Tells storages apart while they live, also where one has no memory just now, which has no address then."""
-    return tensor.untyped_storage()._cdata
+    return frozenset(map(storage_number, received + shared))
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def _follow(base: Layout, shape: tuple[int, ...], part: str, is_transposed: bool
         return replace(layout, replicated=tuple(replicated), partial=tuple(partial))
     if base.interval is None:
         return layout
-    # Of a packed weight whose last rows others count: as many rows here.
+    # Other ranks count the last rows of such a packed weight: the same rows here.
     low, high = (bound * layout.numel_local // base.numel_local for bound in base.interval)
     return replace(layout, interval=(low, high))
 
@@ -108,8 +108,7 @@ class AdaptMatmuls:
 
     def _find_views(self, layer: nn.Module, weight: str) -> dict[str, GradView]:
         names = {part: name_beside(f".{weight}", part)[1:] for part in (A, B, MAGNITUDE)}
+        own = dict(layer.named_parameters(recurse=False))
         return {
-            part: self._views[id(layer.get_parameter(name))]
-            for part, name in names.items()
-            if name in layer._parameters
+            part: self._views[id(parameter)] for part, name in names.items() if (parameter := own.get(name)) is not None
         }

@@ -71,7 +71,7 @@ def find_fp8_linears(model: PreTrainedModel, plan: StagePlan) -> dict[str, nn.Mo
 
 def _is_recurrent(module: nn.Module) -> bool:
     """Whether this is a mixer with a state: it has a decay of its own, or a convolution over tokens."""
-    has_decay = any("A_log" in name for name in module._parameters)
+    has_decay = any("A_log" in name for name, _ in module.named_parameters(recurse=False))
     return has_decay or any(isinstance(part, nn.Conv1d) for part in module.children())
 
 

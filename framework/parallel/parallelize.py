@@ -66,6 +66,7 @@ from framework.parallel.zero.parameters import ParameterSync
 from framework.parallel.zero.plan_buffers import shard_over_batch
 from framework.recipe.derive import compiles
 from framework.recipe.schema import Recipe
+from framework.torch_private import compiler_config
 
 # Graphs of one layer: in training and in validation, each with an attention mask and without (rows of one document each).
 GRAPHS_PER_LAYER = 4
@@ -157,7 +158,7 @@ def _find_graph_end(layer: nn.Module, plan: StagePlan, keeps_named: bool) -> str
 def _allow_graphs(count: int) -> None:
     """Have torch keep at least so many graphs of one function. Layers may differ in a number (diffllama's lambda_init), and by
     default torch gives up after eight: it warns in the log and runs the others uncompiled."""
-    config = torch._dynamo.config
+    config = compiler_config()
     config.recompile_limit = max(config.recompile_limit, count)
     # Slots hang on a region's input (`tensor/opaque_borders.py`), also within a graph's checkpoint.
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = True

@@ -57,6 +57,8 @@ memory of the host between forward and backward. Of all of them the device then 
 where neighbours are offloaded two. The first layer of a later pipeline stage leaves on the device what the stage has received,
 T' h e, if it keeps that.
 
+A recurrent mixer is counted (`mixer_bytes`). What stands beside it, like any layer of another form, is an estimate.
+
 With context parallelism T is what a rank of cp has of the tokens, padding included, and an attention's FLOPs of a token are still
 those of the whole context. Ulysses has a layer keep more, and while an attention computes there is more than it keeps: K/V of
 other ranks, sums of their gradients (`context`). By then backward has freed what stands behind the attention.
@@ -75,7 +77,7 @@ and with memory.chunked_loss, for c tokens of a chunk (`model.loss.chunk_size`),
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from math import prod
 
 from framework.mesh.token_layout import TokenLayout
@@ -92,9 +94,9 @@ from framework.recipe.schema import Memory
 # Hidden values that a layer of another form is taken to keep: GPT's in 16 bits, without the matrix of its attention
 # (Korthikanti et al. 2022, section 4: 34 s b h bytes).
 ESTIMATED_VALUES = 17
-# Of these, those that stand behind the attention: its second norm and its mlp (in the same count 21 of 34).
+# The part of these behind the attention: the second norm and the mlp (21 of 34 in the same count).
 ESTIMATED_BEHIND = 10
-# What `selective` is taken to keep of such a layer, and to save of its forward: about what it does for Llama's form.
+# Share of such a layer that `selective` is assumed to keep, and of its forward that it saves: about Llama's.
 SELECTIVE_SHARE = 0.4
 
 
@@ -124,6 +126,9 @@ class Activations:
     dispatches: bool = False  # rows are sent to experts, or dropped
     fuses_loss: bool = False  # the device has kernels for it
     crossing: float = 1.0  # rows of a token that come to ranks for their nodes: N p over two hops
+    mixers: tuple[
+        int, ...
+    ] = ()  # bytes beside the estimate of each layer, which may be negative: those of its recurrent mixer
 
     @cached_property
     def hidden_bytes(self) -> int:
@@ -183,7 +188,7 @@ class Activations:
         # and where the layer is computed again, it is what the first layer keeps.
         keeps_copy = counts[-1] == stage.stop - stage.start and self.itemsize < 4
         held = not stage.is_first and keeps_copy
-        more = [self._masked_bytes * (mask is not None) for mask in self.masks_of(stage)]
+        more = self.more_of(stage)
         return StageActivations(
             kept=self.costs.kept(counts, more)
             - self.offloaded_bytes(stage)
@@ -345,6 +350,11 @@ class Activations:
         is_divided = self.tokens.slices is not None and self.tokens.slices.ranks > 1
         rows = self.tokens.sequences if is_divided or self.packs else 1
         return 2 * rows * self.tokens.context * (self.layer.q // self.layer.heads) * self.itemsize
+
+    def more_of(self, stage: StageBounds) -> tuple[int, ...]:
+        """Bytes that each layer of a stage keeps beside those of `cost_of`: for its mask, for its recurrent mixer."""
+        masks = (self._masked_bytes * (mask is not None) for mask in self.masks_of(stage))
+        return tuple(map(sum, zip_longest(masks, self.mixers[stage.start : stage.stop], fillvalue=0)))
 
     def masks_of(self, stage: StageBounds) -> tuple[str | None, ...]:
         """The masks of a stage's layers."""

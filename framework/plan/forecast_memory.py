@@ -100,7 +100,7 @@ class ActivationBytes:
         """Bytes of each rank of the pipeline. chosen: layers of each stage by policy; None: all as the candidate says."""
         if chosen is not None or self.pipelines.pipeline is not None:
             return [self.find_rank(each, rank, chosen) for rank in range(each.pp)]
-        # As many microbatches as have as many in flight: layouts with more of them have the same bytes.
+        # The fewest microbatches with as many in flight: layouts with more of them have the same bytes.
         few = each.changed({"accumulation": representative(each.schedule, each.pp, each.accumulation)})
         return [self._of_rank(few, rank) for rank in range(each.pp)]
 
@@ -120,7 +120,14 @@ class ActivationBytes:
         by_stage = {}
         for stage in stages:
             own = counts[stage.index]
-            form = stage.is_first, stage.is_last, stage.stop - stage.start, own, activations.masks_of(stage)
+            form = (
+                stage.is_first,
+                stage.is_last,
+                stage.stop - stage.start,
+                own,
+                activations.masks_of(stage),
+                activations.more_of(stage),
+            )
             if form not in alike:
                 alike[form] = activations.of_stage(stage, own)
             by_stage[stage.index] = alike[form]
@@ -200,6 +207,20 @@ class ActivationBytes:
             each.ep > 1 or each.expert_tp < each.tp or recipe.model.expert_capacity is not None,
             is_fused(recipe.launch.device, pipelines.compute.itemsize),
             self._count_crossing(each),
+            self._mixers(each),
+        )
+
+    def _mixers(self, each: Candidate) -> tuple[int, ...]:
+        """Bytes of each layer's recurrent mixer beside the layer's estimate; empty where layers have formulas."""
+        shape, dtype, tokens = self.pipelines.shape, self.pipelines.compute, _slices_of(each).tokens_local
+        if shape.widths is not None:
+            return ()
+        outside, e = tokens // (each.tp if each.sequence else 1), dtype.itemsize
+        beside = shape.hidden * (tokens * e + outside * (4 + e))
+        estimated = outside * shape.hidden * e
+        return tuple(
+            0 if found is None else each.sequences * (found.kept // each.tp + beside - found.replaced * estimated)
+            for found in shape.mixers(tokens, dtype)
         )
 
     def _count_crossing(self, each: Candidate) -> float:

@@ -91,9 +91,9 @@ class Plan:
     # The optimizer's group of each trained parameter of the whole model.
     groups: tuple[GroupAssignment, ...]
     pipeline: PipelinePlan
-    # Of a layer, in a tuple; 0: a tensor alone. Known only where the model is cut into stages.
+    # Number of outputs of a layer that returns a tuple; 0: a tensor. Known only where the model is cut into stages.
     num_outputs: int
-    # What each stage receives, by its index: nothing the first, and nothing is sent behind the last.
+    # The values that each stage receives, by its index: none of the first.
     borders: tuple[Border, ...]
     # The routers' auxiliary losses; None without one.
     load_balancing: LoadBalancingLoss | None

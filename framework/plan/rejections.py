@@ -164,7 +164,7 @@ class Constraint:
     @cached_property
     def refuse(self) -> Callable[[Candidate], tuple[str, str] | None]:
         """(key, reason), asked once for all candidates that agree in its fields."""
-        # What is offloaded is read as a whole.
+        # `offload` is one argument: its fields count as one name.
         names = dict.fromkeys(name.partition(".")[0] for name in self.fields) or ("world",)
 
         @remember(*names)

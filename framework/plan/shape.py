@@ -40,6 +40,7 @@ from framework.parallel.tensor.heads import ranks_per_kv_head
 from framework.plan.candidate import Candidate, remember
 from framework.plan.context import AttentionShape, attention_shapes
 from framework.plan.layer_widths import LayerWidths, MixtureWidths, gated_mixture, layer_widths
+from framework.plan.mixer_bytes import MixerBytes, measure_mixer
 from framework.plan.stage import RankParameters, lay_out_parameters
 from framework.plan.target import resolve_target
 from framework.recipe.schema import Launch, Parallel, Pipeline, Precision, Recipe
@@ -48,7 +49,7 @@ from framework.recipe.schema import Launch, Parallel, Pipeline, Precision, Recip
 FRESH_SEEDS = ("reformer",)
 # Fields of a candidate that a rank's parameters depend on before ZeRO.
 DEGREES = ("tp", "ep", "expert_tp", "sequence")
-# What a shape is made for where no recipe says it: bf16 on GPUs.
+# The recipe of a shape that is asked for without one: bf16 on GPUs.
 DEFAULT = Recipe(precision=Precision(compute="bf16"), launch=Launch(device="cuda"))
 
 
@@ -193,6 +194,14 @@ class ModelShape:
                 own = sum(count_flops(each, self.recipe.optim.muon.steps) for each in shapes)
                 flops, dearest = flops + shape[:-2].numel() * own, max(dearest, own)
         return numel / self.size.total, flops / self.size.total, dearest
+
+    @remember()
+    def mixers(self, tokens: int, dtype: torch.dtype) -> Sequence[MixerBytes | None]:
+        """The bytes of each layer's recurrent mixer for a sequence of so many tokens; None of a layer without."""
+        layers = [self.whole.get_submodule(unit.root) for unit in self.units if unit.is_layer]
+        kinds = dict(zip(self.kinds, layers, strict=True))
+        found = {kind: measure_mixer(layer, self.hidden, tokens, dtype) for kind, layer in kinds.items()}
+        return [found[kind] for kind in self.kinds]
 
     # --- computation
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from math import sqrt
 
 from framework.comm.codec import REDUCE_CODECS
-from framework.parallel.zero.unit_buckets import largest_shared
 from framework.plan.candidate import Candidate, remember
 from framework.plan.cluster import ClusterRates, Group, place_group
 from framework.plan.exposure import Groups, hide
@@ -73,7 +72,6 @@ class Sharding:
 
     def time(self, units: Sequence[ShardedUnit], c: Candidate, groups: Groups) -> ShardingTime:
         """Seconds of a stage, whose units are in order of computation."""
-        units = [bucket for each in units for bucket in self._in_buckets(each, c)]
         of_dense, of_experts = (groups["shard"], groups["replica"]), (groups["expert_shard"], groups["expert_replica"])
         messages = [
             self._messages_s(each.dense, each.experts, of_dense, of_experts, c.offloads_parameters) for each in units
@@ -133,17 +131,6 @@ class Sharding:
             return None
         experts = "expert_secondary" if groups["expert_secondary"].size > 1 else "expert_shard"
         return (groups["secondary"], groups["replica"]), (groups[experts], groups["expert_replica"])
-
-    def _in_buckets(self, unit: ShardedUnit, c: Candidate) -> list[ShardedUnit]:
-        """Equal layers as they travel: a bucket is a unit of several layers, and one of the rest. Not predicted: buckets of
-        unequal layers, with embedding and head, or of weights that come from the host."""
-        whole = (unit.dense * c.tp + unit.experts * c.ep * c.expert_tp) * self.parameter_bytes
-        limit = self.zero.bucket_bytes if c.zero and not c.offloads_parameters else 0
-        together = min(int(limit // whole), unit.count) if 0 < whole <= largest_shared(limit) else 0
-        if unit.is_embedding or unit.is_head or together < 2:
-            return [unit]
-        full, left = divmod(unit.count, together)
-        return [_join_layers(unit, n, count) for n, count in ((together, full), (left, 1)) if n and count]
 
     @remember()
     def _messages_s(
@@ -222,11 +209,6 @@ class Sharding:
         ends = [value for unit, value in zip(units, seconds, strict=True) if unit.is_embedding]
         layers = [value for unit, value in zip(units, seconds, strict=True) if not unit.is_embedding]
         return sum(ends) + sum(layers[:1])
-
-
-def _join_layers(layer: ShardedUnit, n: int, count: int) -> ShardedUnit:
-    """Buckets of n layers each."""
-    return ShardedUnit(n * layer.dense, n * layer.experts, n * layer.forward, n * layer.backward, count)
 
 
 # --- the update, saves and failures

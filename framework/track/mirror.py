@@ -69,7 +69,7 @@ _EXIT_KILLED = 1
 
 
 # Files of a run that trackers get, where there are any: at its beginning, at its end.
-FIRST_FILES, LAST_FILES = ("recipe.yaml", "plan.html"), ("report.txt", "report.png", "goodput.png")
+FIRST_FILES, LAST_FILES = ("recipe.yaml",), ("plan.html", "report.txt", "report.png", "goodput.png")
 
 
 class Mirror(Observer):

@@ -80,7 +80,7 @@ class Curves:
     imbalance: list[tuple[int, float, float]] = field(default_factory=list)
     load: dict[str, list[int]] = field(default_factory=dict)  # tokens of each expert in the last reports, by layer
     last: dict[str, Any] = field(default_factory=dict)  # the last record
-    # Of each source the last loss of a step that had it, and of a validation.
+    # The last loss of each source: of a step that had it, and of a validation.
     by_source: dict[str, float] = field(default_factory=dict)
     held_out: dict[str, float] = field(default_factory=dict)
     scores: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # (step, score) of tasks, by name

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from framework.lease import Lease
 from framework.model.units import Unit
 from framework.recipe.schema import Track
+from framework.torch_private import dump_memory_history, record_memory_history
 from framework.train.step import TrainingRun
 
 FOLDER = "profile"
@@ -69,15 +70,15 @@ class StepProfiler:
         self._lease.write(Path(f"{path}.txt"), table.encode())
         if self._is_on_gpu:
             with self._lease.replacing(Path(f"{path}.memory.pickle")) as made:
-                torch.cuda.memory._dump_snapshot(str(made))
-            torch.cuda.memory._record_memory_history(enabled=None)
+                dump_memory_history(str(made))
+            record_memory_history(False)
         self._say(f"profile: {path}.json.gz (ui.perfetto.dev), {path}.txt")
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._is_on_gpu else [])]
         self._profile = profile(activities=activities, profile_memory=True)
         if self._is_on_gpu:
-            torch.cuda.memory._record_memory_history()
+            record_memory_history(True)
         self._name_ranges(True)
         self._profile.start()
 

@@ -168,7 +168,7 @@ def begin_branch(
         state.num_updates, state.squared_norms = 0, None
     _take_loaded(run, state)
     if run.optimizer.averages is not None:
-        # Of parameters that were frozen, or of all.
+        # Averages that the checkpoint lacks: of parameters that were frozen, or of all.
         new = [part for part in find_parts(run.shards) if f"{AVERAGE}/{part.name}" not in known]
         run.optimizer.averages.restart(new)
     names = sorted(lacking[False] | lacking[True])

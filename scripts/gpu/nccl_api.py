@@ -17,11 +17,11 @@ from torch import Tensor
 
 from framework.comm import connect
 from framework.comm.algorithms import Pending, gather_by_tensor, scatter_by_tensor
-from framework.comm.board import dump_flight_records
 from framework.comm.coded import Rounding, scatter_coded, sum_coded
 from framework.comm.communicator import Communicator
 from framework.comm.groups import GroupPlan
 from framework.mesh.topology import Axis
+from framework.torch_private import dump_flight_records
 
 TINY = "--tiny" in sys.argv
 DEVICE = torch.device("cpu") if TINY else torch.device("cuda", 0)

@@ -170,15 +170,15 @@ def _stop_oneself(folder: Path) -> None:
 def reduce_forever(folder, at_work, timeout_s=1800.0) -> None:
     """A real process group; after some rounds rank 1 does `at_work` instead."""
     import torch
-    from torch.distributed.distributed_c10d import _set_pg_timeout
 
     from framework.comm.collectives import all_reduce
     from framework.comm.connect import connect
     from framework.mesh.topology import Topology
+    from framework.torch_private import set_group_timeout
 
     mesh = connect(Topology(dp=2), torch.device("cpu"))
     # Not `connect`'s: on a busy machine a rank may need longer than that to start.
-    _set_pg_timeout(timedelta(seconds=timeout_s), mesh.axis("world").group)
+    set_group_timeout(timedelta(seconds=timeout_s), mesh.axis("world").group)
     with Watchdog(end=end_hung, patience_s=1.0) as watch, StopRequest() as stop, watch.hear(stop):
         for step in count(1):
             with watch.step(step):

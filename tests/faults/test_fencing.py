@@ -42,9 +42,9 @@ from framework.track.jsonl import METRICS_FILE, Jsonl, read_records
 from framework.track.observers import Observers
 from framework.track.report import RunInfo, StepReport, save_run_info
 from tests import tiny_run
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 ALONE = Communicator(Axis("world", 1, 0))
 OLD, NEW = Holder("n1", 11, "then", "4", 0), Holder("n2", 22, "now", "4", 1)

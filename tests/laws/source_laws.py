@@ -8,7 +8,8 @@ imports inside functions.
 import ast
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import pairwise
 
 Breach = tuple[int, str]
 Law = Callable[["Source"], Iterator[Breach]]
@@ -19,6 +20,7 @@ FLOORS = (
     ("lease", "object_store"),
     ("recipe",),
     ("mesh",),
+    ("torch_private",),
     ("comm",),
     ("model",),
     ("parallel",),
@@ -76,6 +78,11 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of the tree, walked once for all laws."""
+        return list(ast.walk(self.tree))
+
     @property
     def parts(self) -> tuple[str, ...]:
         """("mesh", "box")."""
@@ -85,10 +92,20 @@ class Source:
     def room(self) -> str:
         return self.parts[0]
 
-    def imports(self) -> Iterator[tuple[int, str]]:
+    @cached_property
+    def imports(self) -> frozenset[tuple[int, str]]:
         """(line, dotted name) of all imports; `from a.b import c` is a.b.c, relative ones are made absolute."""
+        return frozenset(self._imports())
+
+    @cached_property
+    def dotted_names(self) -> frozenset[tuple[int, str]]:
+        """(line, dotted name) of every attribute chain that starts at a name: os.environ.get, os.environ."""
+        attributes = (node for node in self.nodes if isinstance(node, ast.Attribute))
+        return frozenset((node.lineno, name) for node in attributes if (name := dotted(node)))
+
+    def _imports(self) -> Iterator[tuple[int, str]]:
         package = ("framework", *self.parts[:-1])
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     yield node.lineno, alias.name
@@ -98,12 +115,6 @@ class Source:
                     origin = [*package[: len(package) - node.level + 1], *origin]
                 for alias in node.names:
                     yield node.lineno, ".".join([*origin, alias.name])
-
-    def dotted_names(self) -> Iterator[tuple[int, str]]:
-        """(line, dotted name) of every attribute chain that starts at a name: os.environ.get, os.environ."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Attribute) and (name := dotted(node)):
-                yield node.lineno, name
 
 
 def dotted(node: ast.AST) -> str | None:
@@ -117,7 +128,7 @@ def dotted(node: ast.AST) -> str | None:
 
 def imports_downwards(source: Source) -> Iterator[Breach]:
     """A room imports from lower floors or from itself."""
-    for line, name in source.imports():
+    for line, name in source.imports:
         if not name.startswith("framework."):
             continue
         target = name.split(".")[1]
@@ -132,7 +143,7 @@ def parallelisms_do_not_know_each_other(source: Source) -> Iterator[Breach]:
     a StagePlan is."""
     if source.room != "parallel" or source.parts[1] == "parallelize":
         return
-    for line, name in source.imports():
+    for line, name in source.imports:
         if name.startswith("framework.parallel.") and name.split(".")[2] not in (source.parts[1], "stage_plan"):
             yield line, f"parallel/{source.parts[1]} imports {name}: they meet in parallelize.py only"
 
@@ -141,17 +152,17 @@ def the_oracle_shares_nothing(source: Source) -> Iterator[Breach]:
     """The oracle of `verify` imports nothing that it judges."""
     if source.room != "verify" or source.parts[1] not in ORACLE:
         return
-    for line, name in source.imports():
+    for line, name in source.imports:
         is_known = any(name == known or name.startswith(f"{known}.") for known in ORACLE_KNOWS)
         if name.split(".")[0] == "framework" and not is_known:
             yield line, f"verify/{source.parts[1]} imports {name}, which the oracle judges: write it again, plainly"
 
 
 def only_comm_communicates(source: Source) -> Iterator[Breach]:
-    """torch.distributed appears in comm/ and launch/ (for its elastic launcher)."""
-    if source.room in ("comm", "launch"):
+    """torch.distributed appears in comm/, launch/ (for its elastic launcher) and torch_private.py."""
+    if source.room in ("comm", "launch", "torch_private"):
         return
-    for line, name in {*source.imports(), *source.dotted_names()}:
+    for line, name in source.imports | source.dotted_names:
         if name.startswith("torch.distributed"):
             yield line, f"{name}: collectives go through comm/"
 
@@ -161,12 +172,34 @@ def only_transfer_sends_to_devices(source: Source) -> Iterator[Breach]:
     comm/transfer.py only."""
     if source.room not in ("parallel", "optim", "data", "monitor", "faults", "train"):
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call):
             given = {keyword.arg for keyword in node.keywords}
             makes = dotted(node.func) in ("torch.tensor", "torch.as_tensor") and "device" in given
             if makes or given & {"non_blocking", "pin_memory"} or (dotted(node.func) or "").endswith(".pin_memory"):
                 yield node.lineno, "a copy that makes the host wait: send it by comm/transfer.py"
+
+
+def only_torch_private_knows_private_names(source: Source) -> Iterator[Breach]:
+    """Private names of torch stand in torch_private.py only: of its modules, and of its objects where the file does not bind such
+    a name itself. `torch._foreach_*` is documented."""
+    if source.room == "torch_private":
+        return
+    named = dict(_aliases(source))
+    for line, name in source.imports | source.dotted_names:
+        parts = _spell_out(name, named).split(".")
+        if parts[0] == "torch" and any(_is_private(part) and not part.startswith("_foreach_") for part in parts):
+            yield line, f"{name} is private of torch"
+    own = {node.name for node in source.nodes if isinstance(node, ast.FunctionDef)}
+    own |= {name for node in source.nodes if isinstance(node, ast.stmt) for name, _ in _bindings(node)}
+    own |= {node.attr for node in source.nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    for node in source.nodes:
+        match node:
+            case ast.Attribute(ast.Name("self" | "cls"), name) if name in own:
+                pass
+            case ast.Attribute(attr=name) | ast.Call(ast.Name("getattr"), [_, ast.Constant(name), *_]):
+                if name in _private_names_of_objects():
+                    yield node.lineno, f".{name} is private of torch's objects"
 
 
 def mesh_is_integers(source: Source) -> Iterator[Breach]:
@@ -186,14 +219,14 @@ def only_connect_launch_and_cli_read_the_environment(source: Source) -> Iterator
     if source.room in ("launch", "commands", "cli", "start") or source.path == "comm/connect.py":
         return
     readers = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
-    for line, name in {*source.imports(), *source.dotted_names()}:
+    for line, name in source.imports | source.dotted_names:
         if name in readers:
             yield line, f"{name}: pass it as an argument"
 
 
 def nothing_is_global(source: Source) -> Iterator[Breach]:
     """No `global` statement."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Global):
             yield node.lineno, f"global {', '.join(node.names)}"
 
@@ -201,7 +234,7 @@ def nothing_is_global(source: Source) -> Iterator[Breach]:
 def foreign_code_never_runs(source: Source) -> Iterator[Breach]:
     """transformers is told that no code of a folder is trusted wherever an Auto class loads one, and nothing is unpickled from
     files."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not isinstance(node, ast.Call):
             continue
         name = dotted(node.func) or ""
@@ -224,7 +257,7 @@ def modules_hold_no_state(source: Source) -> Iterator[Breach]:
                 if not name.startswith("__") and isinstance(value, MUTABLE_DISPLAYS):
                     yield member.lineno, f"{node.name}.{name} is one mutable object for all instances"
     constants = _constants(source)
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         for changed in _changed_by(node):
             if (name := dotted(changed)) and name.split(".")[0] in constants:
                 yield changed.lineno, f"{name} is a constant and is changed here"
@@ -235,7 +268,7 @@ def options_are_passed_by_name(source: Source) -> Iterator[Breach]:
     checker knows no type, so it sees no swap."""
     if source.room not in ("cli", "commands", "launch"):
         return
-    for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
+    for call in (node for node in source.nodes if isinstance(node, ast.Call)):
         for value in call.args[1:]:
             owner, _, option = (dotted(value) or "").rpartition(".")
             if owner.split(".")[-1] in ("arguments", "options") and option not in ("overrides", "recipes"):
@@ -244,16 +277,25 @@ def options_are_passed_by_name(source: Source) -> Iterator[Breach]:
 
 def docstrings_name_the_thing(source: Source) -> Iterator[Breach]:
     """A docstring, also that of a field, begins with a noun phrase or an imperative, as those of PyTorch do."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for each in node.body:
                 match each:
                     case ast.Expr(ast.Constant(str(text))):
-                        if (
-                            text.startswith("The one that")
-                            or text.split(maxsplit=1)[0].strip(",.:;") in REFUSED_OPENINGS
-                        ):
+                        if _opens_as_refused(text):
                             yield each.lineno, f"a docstring begins with {' '.join(text.split()[:4])!r}"
+
+
+def comments_name_the_thing(source: Source) -> Iterator[Breach]:
+    """A comment on lines of its own begins as docstrings do."""
+    lines = ["", *map(str.strip, source.text.splitlines())]
+    for number, (before, line) in enumerate(pairwise(lines), start=1):
+        if line.startswith("# ") and not before.startswith("#") and _opens_as_refused(line[2:]):
+            yield number, f"a comment begins with {' '.join(line.split()[1:5])!r}"
+
+
+def _opens_as_refused(text: str) -> bool:
+    return text.startswith("The one that") or text.split(maxsplit=1)[0].strip(",.:;") in REFUSED_OPENINGS
 
 
 LAWS: tuple[Law, ...] = (
@@ -262,6 +304,7 @@ LAWS: tuple[Law, ...] = (
     the_oracle_shares_nothing,
     only_comm_communicates,
     only_transfer_sends_to_devices,
+    only_torch_private_knows_private_names,
     mesh_is_integers,
     recipe_is_instant,
     only_connect_launch_and_cli_read_the_environment,
@@ -270,11 +313,46 @@ LAWS: tuple[Law, ...] = (
     modules_hold_no_state,
     options_are_passed_by_name,
     docstrings_name_the_thing,
+    comments_name_the_thing,
 )
 
 
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@cache
+def _private_names_of_objects() -> frozenset[str]:
+    """Private attributes of what torch hands out: tensors and their memory, modules, nodes of a graph, operators, groups."""
+    import torch
+    from torch.autograd.graph import Node
+    from torch.distributed import ProcessGroup
+
+    found = torch.ones(()), torch.UntypedStorage, torch.nn.Module(), Node, torch.ops.aten.add.Tensor, ProcessGroup
+    return frozenset(name for each in found for name in dir(each) if _is_private(name))
+
+
+def _aliases(source: Source) -> Iterator[tuple[str, str]]:
+    """(name, dotted name) of `import torch.distributed as dist`, of `from torch import ops` and of `aten = ops.aten`."""
+    for node in source.nodes:
+        if isinstance(node, ast.Import):
+            yield from ((each.asname, each.name) for each in node.names if each.asname)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((each.asname or each.name, f"{node.module}.{each.name}") for each in node.names)
+    for node in source.tree.body:
+        yield from ((alias, name) for alias, value in _bindings(node) if (name := dotted(value)))
+
+
+def _spell_out(name: str, named: dict[str, str]) -> str:
+    """A dotted name with the first of its parts as it was imported or bound."""
+    for _ in range(3):
+        first, dot, rest = name.partition(".")
+        name = f"{named.get(first, first)}{dot}{rest}"
+    return name
+
+
 def _imports_of(source: Source, packages: set[str]) -> Iterator[Breach]:
-    for line, name in source.imports():
+    for line, name in source.imports:
         if name.split(".")[0] in packages:
             yield line, f"{source.path} imports {name}"
 
@@ -298,7 +376,7 @@ def _can_change(value: ast.expr) -> bool:
 def _constants(source: Source) -> set[str]:
     """Names in capitals that the module binds or imports; inside functions, capitals are shapes."""
     bound = {name for node in source.tree.body for name, _ in _bindings(node)}
-    imported = {name.split(".")[-1] for _, name in source.imports()}
+    imported = {name.split(".")[-1] for _, name in source.imports}
     return {name for name in bound | imported if name.upper() == name and not name.startswith("__")}
 
 

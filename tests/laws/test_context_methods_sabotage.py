@@ -14,11 +14,11 @@ from framework.parallel.attention import attention, blocks, merge, ring, ulysses
 from framework.parallel.attention.attention import RankBlocks
 from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.merge import MergedOutput
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.ranks.pool import RankPool
 from tests.ranks.test_context_methods import CASES, TOLERANCE, Case, Layout, find_errors
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # A broken step must show far beyond the tolerance, not at its edge.
 VISIBLE = 1e-4

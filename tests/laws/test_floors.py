@@ -40,6 +40,19 @@ BREACHES = [
     ("only_transfer_sends_to_devices", "train/step.py", "sums = torch.tensor([0.0], device=device)"),
     ("only_transfer_sends_to_devices", "train/step.py", "x = x.to(device, non_blocking=True)"),
     ("only_transfer_sends_to_devices", "data/loader.py", "x = x.pin_memory()"),
+    *(
+        ("only_torch_private_knows_private_names", "train/step.py", text)
+        for text in (
+            "from torch.utils._pytree import tree_map",
+            "from torch.autograd.graph import _engine_run_backward",
+            "import torch._dynamo as dynamo",
+            "import torch\ndef f():\n    torch._dynamo.reset()",
+            "import torch.distributed as dist\ndef f(x):\n    dist._all_gather_base(x)",
+            "from torch import ops\naten = ops.aten\ncopy = aten._to_copy",
+            "def f(x):\n    return x._version",
+            "def f(module):\n    return getattr(module, '_parameters')",
+        )
+    ),
     ("mesh_is_integers", "mesh/layout.py", "import torch"),
     ("mesh_is_integers", "mesh/connect.py", "import torch.distributed as dist"),
     ("recipe_is_instant", "recipe/check.py", "def f():\n    from transformers import AutoConfig"),
@@ -69,6 +82,7 @@ BREACHES = [
     ("docstrings_name_the_thing", "mesh/box.py", 'def f():\n    """Of all boxes."""'),
     ("docstrings_name_the_thing", "mesh/box.py", 'class Box:\n    """The one that is asked for."""'),
     ("docstrings_name_the_thing", "mesh/box.py", 'class Box:\n    size: int\n    """Of the box."""'),
+    ("comments_name_the_thing", "mesh/box.py", "# Of a box.\nSIDES = 4"),
     ("options_are_passed_by_name", "cli.py", "export_command(run, arguments.to, best=arguments.best)"),
     ("options_are_passed_by_name", "commands/search.py", "describe(result, name, asked.options.best)"),
 ]
@@ -76,6 +90,14 @@ BREACHES = [
 # (path, source that keeps every law)
 KEPT = [
     ("comm/duals.py", "import torch.distributed as dist\nfrom framework.mesh.topology import Axis"),
+    (
+        "torch_private.py",
+        "from torch.utils._pytree import tree_map\nimport torch.distributed\ndef f(x):\n    return x._version",
+    ),
+    (
+        "model/load.py",
+        "import torch\nclass A:\n    _version = 1\n    def f(self):\n        torch._foreach_neg(self._version)",
+    ),
     ("comm/connect.py", "import os\nimport torch.distributed as dist\nrank = os.environ['RANK']"),
     ("launch/agent.py", "from torch.distributed.launcher.api import elastic_launch\nimport os\nx = os.environ"),
     ("cli.py", "import os\nos.environ['A'] = 'b'\nfrom framework.train.build import build"),

@@ -27,7 +27,7 @@ from framework.recipe.schema import Memory, Offload
 from framework.train import step
 from framework.train.step import run_alone
 from framework.train.validation import Validation
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.nccl import gpu
 from tests.nccl.layouts import (
     FROZEN,
@@ -46,7 +46,7 @@ from tests.nccl.simulator import installed, run_ranks
 from tests.ranks.parity import CPU, topology_of
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # Any two values that may meet; shown is each value. Some of the rows are of devices that run one message at a time.
 COVERED = cover()

@@ -41,12 +41,12 @@ from framework.verify.evidence import Evidence, TokenBatch, make_batches
 from framework.verify.layout import initial_weights, run_layout, share
 from tests.evaluation import evaluate
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CONTEXT, CPU, Case, expect, small_recipe, topology_of, worst_error
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 SEQUENCES = 12
 # Of every layout: graphs are for one shape, and cases of equal shape find each other's kernels in inductor's cache.

@@ -23,12 +23,12 @@ from framework.parallel.attention.block_attention import AttentionBlock, BlockAt
 from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.kernels import Result
 from framework.parallel.attention.visible_rows import Scores
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.pool import RankPool
 from tests.ranks.test_tensor_memory import peak_of
 from tests.visible_pairs import documents_of, visible_pairs
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-12

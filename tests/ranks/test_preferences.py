@@ -44,13 +44,13 @@ from framework.verify.compare import compare
 from framework.verify.evidence import TokenBatch, keep_double, make_batches
 from framework.verify.layout import initial_weights, run_layout, share
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CPU, STEPS, Case, assert_equal, expect, small_recipe, topology_of, worst_error
 from tests.ranks.pool import RankPool
 from tests.unit.test_preferences import make_pairs, make_recipe
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 SEQUENCES, CONTEXT = 12, 26
 SETTINGS = {

@@ -28,13 +28,13 @@ from framework.train.step import train_step
 from framework.verify.evidence import keep_double
 from framework.verify.layout import share
 from tests.families import RECURRENT, build_config
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.covering import cover_pairs
 from tests.ranks.mixers import PLAIN, RECOMPUTES, SELECTS, Way, find
 from tests.ranks.parity import CPU, assert_equal, topology_of
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # Each mechanism once: pieces on two ranks and on four, by either method, documents that span them, recomputation.
 SHOWN = (

@@ -19,10 +19,10 @@ from framework.recipe.schema import Model
 from framework.train.build import build
 from framework.train.step import train_step
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import CPU, small_recipe, topology_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 TOKENS = 2**14
 # A sixteenth of the square: what a token has of its own, experts' features included, is less.

@@ -24,9 +24,9 @@ from framework.plan.time import PARTS, TimeModel
 from framework.recipe import schema
 from framework.recipe.clusters import read_shipped
 from framework.recipe.schema import Recipe
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 TFLOPS, HUGE = 1e12, 1e30
 NOTHING = Kernels(0, 0, 1)
@@ -223,21 +223,6 @@ def test_sums_that_travel_coded_go_in_two_hops() -> None:
     # In a node nothing is coded but what precision.reduce says.
     alone = replace(base, ranks_per_node=8)
     assert reductions(schema.Zero(quantize_reduce="int4"), "fp32", alone) == reductions(schema.Zero(), "fp32", alone)
-
-
-def test_layers_that_travel_together_are_one_message() -> None:
-    """Messages that take their latency alone: of four layers, of two pairs, of all, each once in forward and once in backward,
-    beside the embedding and the head in forward."""
-    links = {kind: Link(1.0, (LinkSpan(1, HUGE, 0.0),)) for kind in KINDS}
-    layer = 2 * (LAYER + 2 * 64)
-    for layers, messages in ((0, 4), (2, 2), (3, 2), (4, 1)):
-        settings = replace(DEFAULT, zero=schema.Zero(bucket_bytes=layers * layer))
-        found = forecast_time(
-            shape(), replace(ONE, dp=8, shard=8, zero=3), settings, replace(machine(), links=links), BARE
-        )
-        assert found.parts["gathers"] / found.parts["reductions"] == pytest.approx(
-            (2 * messages + 2) / (messages + 2), rel=1e-3
-        )
 
 
 def test_without_shards_gradients_are_summed_over_replicas() -> None:

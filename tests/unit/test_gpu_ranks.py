@@ -82,7 +82,7 @@ def test_ranks_that_compare_what_they_start_can_do_so_over_every_axis(
         return object()
 
     monkeypatch.setattr(connect, "persist", persist)
-    monkeypatch.setattr(connect, "_set_pg_timeout", lambda *_: None)
+    monkeypatch.setattr(connect, "set_group_timeout", lambda *_: None)
     monkeypatch.setattr(connect.dist, "PrefixStore", lambda name, store: SimpleNamespace())
     topology, backends = Topology(dp=4, ep=2), connect.choose_backends("cuda", is_debug)
     axes = connect.join_axes(topology, 0, backends, None, timedelta(seconds=1))  # type: ignore[arg-type]

@@ -25,9 +25,9 @@ from framework.parallel.attention.recurrent.hook import FUNCTIONS
 from framework.parallel.attention.recurrent.libraries import KERNELS, Libraries
 from framework.parallel.attention.recurrent.pieces import ONE_RANK
 from tests.families import RECURRENT, build_config
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 LENGTH = 40
 DOCUMENTS = Documents(((0, 3, 29), (0, 22, 23)), LENGTH)

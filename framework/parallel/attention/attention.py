@@ -133,7 +133,7 @@ class ContextAttention:
         return work.dq, work.total.k, work.total.v, dsinks
 
 
-# By the numbers that graphs carry (`opaque_attention.py`).
+# Keyed by the numbers that graphs carry (`opaque_attention.py`).
 ATTENTIONS: Numbered[ContextAttention] = Numbered()
 
 

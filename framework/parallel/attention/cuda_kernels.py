@@ -16,11 +16,8 @@ from torch import Tensor
 
 from framework.parallel.attention.kernels import Heads, Packing, Result, TileKernel, pad, pad_heads
 from framework.parallel.attention.visible_rows import PieceKind
+from framework.torch_private import cudnn, cudnn_backward, flash, flash_backward
 
-flash = torch.ops.aten._flash_attention_forward
-flash_backward = torch.ops.aten._flash_attention_backward
-cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 # Heads are filled up with zeros to a multiple of so many features.
 HEAD_MULTIPLE = 8
 
@@ -76,7 +73,7 @@ class CudaFlash:
         gradient, out = (_join_sequences(pad(x.to(q.dtype), q.shape[-1])) for x in (result.gradient, result.out))
         B = heads.q.shape[0]
         ends, longest = packing.ends(B, q.device)
-        # Of all blocks and sinks, in the order of a packed call: then the kernel's probabilities are those of the merged softmax.
+        # Over all blocks and sinks, in the order of a packed call: the kernel's probabilities are those of the merged softmax.
         log_sum = result.log_sum.transpose(0, 1).flatten(1).contiguous()
         lengths, random, sight = (ends, ends, longest, longest), _no_dropout(q), _find_sight(packing)
         is_causal = packing.window is None

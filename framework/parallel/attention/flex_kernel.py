@@ -16,10 +16,10 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-from torch.utils._python_dispatch import _disable_current_modes
 
 from framework.parallel.attention.kernels import Heads, Packing, Result, TileKernel
 from framework.parallel.attention.visible_rows import PieceKind
+from framework.torch_private import without_modes
 
 # (q, k, v, score_mod, block mask, scale) -> (out [B, H, n, Dv], log-sum-exp [B, H, n]).
 Attend = Callable[[Tensor, Tensor, Tensor, Any, BlockMask | None, float], tuple[Tensor, Tensor]]
@@ -31,7 +31,7 @@ def attend_compiled(
 ) -> tuple[Tensor, Tensor]:
     """FlexAttention's kernel. Without the modes that catch a layer's outputs: under these nothing is compiled, and scores of all
     pairs are made."""
-    with _disable_current_modes():
+    with without_modes():
         out, aux = _compiled()(q, k, v, score_mod, mask, scale, True, return_aux=AuxRequest(lse=True))
     return out, aux.lse
 

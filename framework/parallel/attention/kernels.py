@@ -21,9 +21,7 @@ from torch import Tensor
 from framework.mesh.context import Interval
 from framework.parallel.attention.documents import Documents, Ends
 from framework.parallel.attention.visible_rows import PieceKind
-
-flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+from framework.torch_private import flash_cpu, flash_cpu_backward
 
 # Without it these kernels would read and write behind k and v, so nothing but a version that was read or run may have it.
 SHARES_HEADS = torch.__version__ >= "2.13"

@@ -36,7 +36,7 @@ MOST_PIECES = 4
 
 # For each rank the heads that it gets of each tensor.
 Shares = Sequence[tuple[Interval, ...]]
-# By rank and tensor [B, chunks, n, heads, D]: n tokens of each chunk, in the heads that one of two ranks has.
+# Keyed by rank and tensor [B, chunks, n, heads, D]: n tokens of each chunk, in the heads that one of two ranks has.
 Views = Sequence[Sequence[Tensor]]
 
 

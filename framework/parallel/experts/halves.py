@@ -25,13 +25,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from framework.comm.transfer import choose_current
 from framework.parallel.experts.dispatch import ExpertDispatch
+from framework.torch_private import count_nodes_to, modes_of_thread, next_node_number, tree_flatten, tree_unflatten
 
 # Attributes that hooks set for one call of a module, where the other half's call would meet them: (namespace, name).
 Place = tuple[dict[str, Any], str]
@@ -73,7 +70,7 @@ class Turns:
             error = other.exception()
             self._first, self._places = None, ()
             try:
-                # Of two errors one is the other's echo.
+                # If both halves have errors, one only echoes the other.
                 if error is not None and not isinstance(error, HalfStopped):
                     raise error
             finally:
@@ -115,23 +112,20 @@ class Turns:
                 self._give(1 - half)
 
     def _give(self, half: int) -> None:
-        self._number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self._number = next_node_number()
         self._gates[half].release()
 
     def _wait(self, half: int) -> None:
         self._gates[half].acquire()
         if self._has_failed:
             raise HalfStopped
-        # Each thread counts its nodes by itself, and of nodes that are ready autograd runs that with the largest number. A node
-        # that is not used takes a number, 0.1 us.
-        while torch.autograd._get_sequence_nr() < self._number:  # type: ignore[attr-defined]
-            torch._C._functions.UndefinedGrad()
+        # Each thread counts its nodes by itself, and of nodes that are ready autograd runs that with the largest number.
+        count_nodes_to(self._number)
 
 
 def _in_this_state(compute: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
     """`compute` in what torch keeps for each thread, as it is in this one."""
-    has_gradients, hooks = torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False)
-    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    has_gradients, modes = torch.is_grad_enabled(), modes_of_thread()
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def run() -> Any:
@@ -143,8 +137,6 @@ def _in_this_state(compute: Callable[[], Any], device: torch.device) -> Callable
             if stream is not None:
                 choose_current(device)
                 stack.enter_context(torch.cuda.stream(stream))
-            if hooks is not None:
-                stack.enter_context(saved_tensors_hooks(*hooks))
             stack.enter_context(torch.set_grad_enabled(has_gradients))
             return compute()
 

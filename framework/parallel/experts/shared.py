@@ -15,6 +15,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from framework.torch_private import storage_number, version_of
+
 # Names of what a mixture computes for every token beside its routed experts.
 NAMES = ("shared_experts", "shared_expert", "shared_mlp")
 
@@ -43,13 +45,13 @@ class SharedExperts:
         """Compute them now, for the model to ask for them later."""
         x = None if self._input is None else self._input()
         if x is not None:
-            self._ahead = x, x._version, self.module(x)
+            self._ahead = x, version_of(x), self.module(x)
 
     @torch.compiler.disable
     def __call__(self, x: Tensor) -> Any:
         # Used once: a second call is of another input, or of this one after a write in place, which its version shows.
         ahead, self._ahead = self._ahead, None
-        if ahead is None or not _has_same_rows(x, ahead[0]) or x._version != ahead[1]:
+        if ahead is None or not _has_same_rows(x, ahead[0]) or version_of(x) != ahead[1]:
             return self.module(x)
         return ahead[2] if x is ahead[0] else ahead[2].view(x.shape)
 
@@ -59,9 +61,7 @@ def _has_same_rows(x: Tensor, other: Tensor) -> bool:
     if x is other:
         return True
     # Compared by storage, not by address: on meta tensors have none. A view of other rows of the storage begins elsewhere.
-    is_shared = (
-        x.untyped_storage()._cdata == other.untyped_storage()._cdata and x.storage_offset() == other.storage_offset()
-    )
+    is_shared = storage_number(x) == storage_number(other) and x.storage_offset() == other.storage_offset()
     has_same_size = x.numel() == other.numel() and x.shape[-1] == other.shape[-1]
     return is_shared and has_same_size and x.is_contiguous() and other.is_contiguous()
 
@@ -71,7 +71,7 @@ def stand_in(mixture: nn.Module, experts: str, width: int) -> SharedExperts | No
 
     mixture: on meta. experts: the name of its routed experts; width: H.
     """
-    name = next((name for name in NAMES if name in mixture._modules), None)
+    name = next((name for name in NAMES if name in dict(mixture.named_children())), None)
     if name is None or _find_order(mixture, name, experts, width) != ["routed", "shared, of the input"]:
         return None
     shared = SharedExperts(mixture.get_submodule(name), name)

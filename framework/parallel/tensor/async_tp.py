@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_map
 
 from framework.comm.algorithms import Pending, peers
 from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange
 from framework.model.matmul import Matmul
+from framework.torch_private import make_wrapper, schema_of, tree_map
 
 
 class AsyncGather:
@@ -89,7 +89,7 @@ class AsyncGatherTensor(Tensor):
     @staticmethod
     def __new__(cls, arrival: AsyncGather, like: Tensor) -> "AsyncGatherTensor":
         """like: a tensor of its dtype and device."""
-        made = Tensor._make_wrapper_subclass(cls, arrival.shape, dtype=like.dtype, device=like.device)
+        made: AsyncGatherTensor = make_wrapper(cls, arrival.shape, like)
         made.arrival = arrival
         return made
 
@@ -101,7 +101,7 @@ class AsyncGatherTensor(Tensor):
     ) -> Any:
         """Wait, then compute with the whole. What writes to its first argument returns that, as callers expect."""
         out = func(*tree_map(_whole, args), **tree_map(_whole, kwargs or {}))
-        first = func._schema.arguments[0].alias_info
+        first = schema_of(func).arguments[0].alias_info
         if args and isinstance(args[0], AsyncGatherTensor) and first is not None and first.is_write:
             # Column layers may have kept the whole for backward: autograd must see that it is another now, and refuse.
             increment_version(args[0].arrival.whole())

@@ -31,6 +31,7 @@ from framework.model.matmul import MatmulLinear
 from framework.parallel.tensor.borders import AsyncBorder, Border, ShardedBorder
 from framework.parallel.tensor.opaque_borders import enter_in_graph, leave_in_graph
 from framework.parallel.tensor.rng import RngStreams
+from framework.torch_private import base_of, version_of
 
 
 class RegionCall:
@@ -58,7 +59,7 @@ class RegionCall:
         # Weak: recomputation ends with the last tensor that backward needs, perhaps in front of the region's border out. Then
         # nobody closes the call, and every layer's whole input would live until its next forward.
         if self.kept is not None:
-            self._input, self._version = ref(whole), whole._version
+            self._input, self._version = ref(whole), version_of(whole)
 
     def find_kept(self, x: Tensor) -> Tensor | None:
         """The tensor from which x comes back in backward, [B, s, D]; None where x itself must be kept.
@@ -68,12 +69,12 @@ class RegionCall:
         """
         # After a write in place (mixtral's router jitter) a second gather would bring what the layer has not seen.
         whole = None if self._input is None else self._input()
-        if whole is None or x._version != self._version:
+        if whole is None or version_of(x) != self._version:
             return None
         if x is whole:
             return self.kept
         has_its_rows = x.numel() == whole.numel() and x.shape[-1] == whole.shape[-1] and x.is_contiguous()
-        return self.kept if x._base is whole and has_its_rows else None
+        return self.kept if base_of(x) is whole and has_its_rows else None
 
     def close(self) -> None:
         """The region is left: forget its input."""
@@ -121,7 +122,7 @@ class Region:
         self.rng, self.name, self.differs = rng, name, differs
         self.call = RegionCall(border, None)
         self.columns: list[MatmulLinear] = []
-        # What operators do not know: random numbers, messages under matmuls, features that several ranks compute.
+        # The compiled operators do not cover RNG streams, communication under matmuls, and features that several ranks compute.
         self.has_operators = rng is None and not isinstance(border, AsyncBorder)
         self._outer: Tensor | None = None
 
@@ -313,7 +314,7 @@ def lend_bias(degree: int, experts: Any, args: Any) -> None:
         return
     # An instance's own attribute is found before __getattr__ asks for parameters: the unmodified forward reads this one. Divided
     # anew in each pass, so the gradient reaches the parameter, and is one rank's part like everything inside.
-    experts.__dict__["down_proj_bias"] = experts._parameters["down_proj_bias"] / degree
+    experts.__dict__["down_proj_bias"] = dict(experts.named_parameters(recurse=False))["down_proj_bias"] / degree
 
 
 def return_bias(experts: nn.Module, args: Any, output: Any) -> None:

@@ -293,8 +293,9 @@ class _Splitter:
         bias = None if head.bias is None else self.parameters.take(f"{names[head]}.bias", head.bias, found)
         # BERT's heads have the bias under a name of their own, too.
         for module in self.model.modules():
-            for name in [each for each, whole in module._parameters.items() if bias is not None and whole is head.bias]:
-                module._parameters[name] = bias
+            named = list(module.named_parameters(recurse=False, remove_duplicate=False))
+            for name in [each for each, whole in named if bias is not None and whole is head.bias]:
+                module.register_parameter(name, bias)
         region = Region(self.head_border, self.regathers)
         self._put(names[head], ColumnLinear(weight, bias, False, region, self.kv))
         return region

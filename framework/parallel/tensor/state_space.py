@@ -29,7 +29,7 @@ from framework.parallel.tensor.layers import ColumnLinear, RowLinear
 from framework.parallel.tensor.partition import Counts
 from framework.parallel.tensor.regions import Region
 
-# What a tensor becomes while it is lent.
+# The change of a tensor while it is lent.
 Change = Callable[[Tensor], Tensor]
 
 

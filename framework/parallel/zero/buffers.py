@@ -68,7 +68,7 @@ class StoredTensor(Protocol):
         """Set all values, [n]."""
 
 
-# What has elements of a buffer: in memory or not.
+# Elements of a buffer, in memory or not.
 Values = TypeVar("Values", Tensor, StoredTensor)
 
 

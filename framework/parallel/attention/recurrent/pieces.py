@@ -34,7 +34,7 @@ from framework.mesh.topology import Axis
 from framework.model.opaque_map import apply_map
 from framework.parallel.attention.documents import Documents
 
-# Of who has whole sequences, outside of any layout.
+# The axis of a caller with whole sequences, outside of any layout.
 ONE_RANK = Communicator(Axis("cp", 1, 0))
 
 
