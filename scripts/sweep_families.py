@@ -42,7 +42,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from framework.cli import main as meshwright
 from framework.errors import MeshwrightError, ModelError, RecipeError
 from framework.mesh.box import Box
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.model.experts import find_experts, find_unknown_experts
 from framework.model.shrink import shrink
 from framework.model.weights import read_weights, write_weights

@@ -16,9 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
-from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
-from framework.mesh.token_layout import TokenLayout
+from framework.mesh.token_layout import ContextSlices, TokenLayout
 from framework.mesh.topology import Topology
 from framework.model.adapter_targets import add_adapters
 from framework.model.adapters import B, find_trained
@@ -180,18 +179,20 @@ class ModelShape:
         return measure_model(self.whole)
 
     @cached_property
-    def matrices(self) -> tuple[float, float]:
-        """Averages over all parameters: the share that Muon updates, and FLOPs of its orthogonalisation."""
+    def matrices(self) -> tuple[float, float, float]:
+        """Averages over all parameters: the share that Muon updates, and FLOPs of its orthogonalisation; FLOPs of the dearest
+        weight, or expert, which has one owner."""
         if self.recipe.optim.name != "muon":
-            return 0.0, 0.0
-        numel, flops = 0, 0.0
+            return 0.0, 0.0, 0.0
+        numel, flops, dearest = 0, 0.0, 0.0
         for name, form in find_matrices(self.whole, self.units, self.recipe.model.tp_plan).items():
             if optimizer_of(self.recipe.optim, self.groups.get(name, "")) == "muon":
                 shape = self.whole.get_parameter(name).shape
                 numel += shape.numel()
-                each = form.shapes((shape[-2], shape[-1]))
-                flops += shape[:-2].numel() * sum(count_flops(one, self.recipe.optim.muon.steps) for one in each)
-        return numel / self.size.total, flops / self.size.total
+                shapes = form.shapes((shape[-2], shape[-1]))
+                own = sum(count_flops(each, self.recipe.optim.muon.steps) for each in shapes)
+                flops, dearest = flops + shape[:-2].numel() * own, max(dearest, own)
+        return numel / self.size.total, flops / self.size.total, dearest
 
     @remember()
     def mixers(self, tokens: int, dtype: torch.dtype) -> Sequence[MixerBytes | None]:

@@ -231,7 +231,7 @@ class Update:
     cluster: ClusterRates
     profile: Profile
     itemsize: int
-    matrices: tuple[float, float] = (0.0, 0.0)
+    matrices: tuple[float, float, float] = (0.0, 0.0, 0.0)
     hidden: int = 1
 
     @property
@@ -259,8 +259,8 @@ class Update:
 
     def _orthogonalize(self, elements: float, c: Candidate) -> float:
         """Seconds of Muon's iterations, and of the way of matrices to their owners and back, for a rank that owns so many
-        elements and as many of whole matrices."""
-        share, flops = self.matrices
+        elements and as many of whole matrices; a step waits for the owner of the dearest one."""
+        share, flops, dearest = self.matrices
         if not share:
             return 0.0
         dtype = "bf16" if self.settings.optim.muon.dtype == "bf16" else "fp32"
@@ -270,7 +270,7 @@ class Update:
             place_group(size, stride, c.ranks_per_node, c.world) for size, stride in ((c.shard, c.tp), (c.tp, 1))
         )
         way = sum(self.cluster.collective("all_to_all", num_bytes, each) for each in (shard, tp))
-        return elements * flops * per_flop + 2 * way
+        return max(elements * flops, dearest) * per_flop + 2 * way
 
     def save(self, elements: float, c: Candidate, step_s: float) -> tuple[float, float]:
         """(seconds for which a save holds training up, seconds from one save to the next); 0 and 0 where nothing is saved on the

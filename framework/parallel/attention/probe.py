@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.mesh.topology import Axis
 from framework.model.load import FORWARD_ERRORS
 from framework.model.mixers import find_mixers
