@@ -65,7 +65,7 @@ def _simulate(
     """The longest path of a schedule with such costs."""
     schedule = make_schedule(name, num_ranks, num_microbatches, len(forward) // num_ranks)
     timeline = simulate(schedule, Costs(forward, inputs, weights, message))
-    return find_path(schedule, timeline, message)
+    return find_path(schedule, timeline)
 
 
 def least_length(name: str, owners: Sequence[int], num_microbatches: int, costs: Costs) -> float:
@@ -104,7 +104,7 @@ def _round(costs: Costs) -> tuple[tuple[float, ...], tuple[float, ...], tuple[fl
     return steps(costs.forward), steps(costs.input), steps(costs.weight), round(costs.message / unit) * ROUNDED
 
 
-def find_path(schedule: Schedule, timeline: Timeline, message: float) -> Path:
+def find_path(schedule: Schedule, timeline: Timeline) -> Path:
     """The longest path of a timeline, from its last end back to time 0."""
     places = {
         (timed.action.stage, _pass_of(timed.action.kind), timed.action.microbatch): (rank, position)
