@@ -76,7 +76,9 @@ class Chat:
         try:
             return self._apply(messages, options | conversation.options)
         except FAILURES as error:
-            if _has_calls(messages):  # some templates take arguments of a call as a string of JSON
+            if any(
+                each.get("tool_calls") for each in messages
+            ):  # some templates take arguments of a call as a string of JSON
                 with suppress(*FAILURES):
                     return self._apply([_write_arguments(each) for each in messages], options | conversation.options)
             raise DataError(
@@ -96,15 +98,12 @@ class Chat:
         DataError, with the reason alone, where the template fails or what is trained is not what the assistant says.
         """
         turns = conversation.trained[-1:] if self._train_on == "last" else conversation.trained
-        documents = self._lay_out_all(conversation) if self._train_on == "all" else self._lay_out(conversation, turns)
-        encoded = [self._tokenize(each) for each in documents]
-        if self._train_on != "all":
-            self._prove(conversation, turns, encoded)
+        if self._train_on == "all":
+            text = self.render(conversation, conversation.messages).rstrip()
+            return [self._tokenize(Rendering(text, [(0, len(text))]))]
+        encoded = [self._tokenize(each) for each in self._lay_out(conversation, turns)]
+        self._prove(conversation, turns, encoded)
         return encoded
-
-    def _lay_out_all(self, conversation: Conversation) -> list[Rendering]:
-        text = self.render(conversation, conversation.messages).rstrip()
-        return [Rendering(text, [(0, len(text))])]
 
     def _lay_out(self, conversation: Conversation, turns: list[int]) -> list[Rendering]:
         documents: list[Rendering] = []
@@ -331,10 +330,6 @@ def _find_leaves(value: Any) -> Iterator[str]:
         yield value if json.dumps(value) == f'"{value}"' else ""
     elif not isinstance(value, bool) and value is not None:
         yield json.dumps(value)
-
-
-def _has_calls(messages: list[Message]) -> bool:
-    return any(each.get("tool_calls") for each in messages)
 
 
 def _write_arguments(message: Message) -> Message:

@@ -54,9 +54,7 @@ def open_ids(files: Sequence[SourceFile], field: str, vocab_size: int) -> list[I
         "megatron": _open_megatron,
         "datatrove": lambda path: _open_datatrove(path, vocab_size),
         "mds": lambda path: _open_mds(path, field),
-        "ids": lambda path: (
-            _open_parquet(path, field, read_group) if path.suffix in (".parquet", ".pq") else _open_arrow(path, field)
-        ),
+        "ids": lambda path: _open_ids(path, field, read_group),
     }
     opened = []
     for file in files:
@@ -145,12 +143,10 @@ def _open_mds(path: Path, field: str) -> IdFile:
     return IdFile(count, read)
 
 
-def _open_arrow(path: Path, field: str) -> IdFile:
-    batches = list(open_batches(path))
-    return _open_columns([batch.num_rows for batch in batches], batches.__getitem__, field)
-
-
-def _open_parquet(path: Path, field: str, read_group: Callable[[Path, int, str], Any]) -> IdFile:
+def _open_ids(path: Path, field: str, read_group: Callable[[Path, int, str], Any]) -> IdFile:
+    if path.suffix not in (".parquet", ".pq"):
+        batches = list(open_batches(path))
+        return _open_columns([batch.num_rows for batch in batches], batches.__getitem__, field)
     metadata = pyarrow.parquet.read_metadata(path)
     counts = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
     return _open_columns(counts, lambda number: read_group(path, number, field), field)

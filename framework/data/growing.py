@@ -114,7 +114,9 @@ class GrowingStream(TokenStream):
 
     def _has(self, num_tokens: int) -> bool:
         if self.num_tokens < num_tokens and not self.is_whole:
-            reason = self.reason or self._read_reason()  # before: what it has written until then counts
+            reason = self.reason or (
+                self._failed.read_text() if self._failed.is_file() else None
+            )  # before: what it has written until then counts
             self._grow()
             if reason is not None and self.num_tokens < num_tokens and not self.is_whole:
                 raise DataError(
@@ -122,12 +124,6 @@ class GrowingStream(TokenStream):
                     f" data.sources.{self._name}: {reason}. The next start goes on with the others"
                 )
         return self.num_tokens >= num_tokens or self.is_whole
-
-    def _read_reason(self) -> str | None:
-        try:
-            return self._failed.read_text()
-        except FileNotFoundError:
-            return None
 
     def _grow(self) -> None:
         """Open the next shards that are there."""

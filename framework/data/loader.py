@@ -23,7 +23,7 @@ from framework.data.pack import NO_SAMPLE, Microbatch, Mode, Packer, cut_context
 from framework.data.prepared import Prepared
 from framework.data.rows import Overlong, refuse_no_rows
 from framework.data.store import Split
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 
 # Small steps are read several at once, since a read costs some 0.2 ms however little it reads: at most this many steps and
 # tokens (about 1 MB).

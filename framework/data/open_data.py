@@ -34,8 +34,7 @@ def check_data_fits(recipe: Recipe, found: Prepared, config: PretrainedConfig) -
     """DataError or RecipeError unless every token has an embedding, every position has one, and the model keeps packed documents
     apart."""
     check_vocabulary(recipe, found.vocab_size, config.get_text_config().vocab_size)
-    problems = list(find_sequence_problems(recipe, config))
-    if problems:
+    if problems := list(find_sequence_problems(recipe, config)):
         raise RecipeError(render_problems(problems))
 
 
@@ -48,7 +47,9 @@ def find_sequence_problems(recipe: Recipe, config: PretrainedConfig) -> Iterator
         if recipe.model.weights is None:
             fix += f"; or model.config.max_position_embeddings={context}"
         yield Problem("batch.context", context, message, fix)
-    if recipe.data.isolates and not _keeps_documents_apart(recipe, config):
+    # Meshwright's own attention keeps documents apart in every family; transformers' does in some.
+    is_stock = recipe.data.isolates and find_stock_attention(config, recipe) is not None
+    if is_stock and not keeps_documents_apart(config):
         message = (
             f"in {config.model_type} models documents that share a row see one another: the model does not derive its mask from"
             " positions, or carries state along"
@@ -62,8 +63,3 @@ def keeps_any_documents_apart(recipe: Recipe, config: PretrainedConfig) -> bool:
     packed = replace(recipe, data=replace(recipe.data, pack="documents"))
     is_ours = recipe.parallel.cp > 1 or find_stock_attention(config, recipe) is None
     return find_stock_attention(config, packed) is None if is_ours else keeps_documents_apart(config)
-
-
-def _keeps_documents_apart(recipe: Recipe, config: PretrainedConfig) -> bool:
-    """Whether Meshwright's attention is exact for documents of the family, or transformers' masks keep them apart."""
-    return find_stock_attention(config, recipe) is None or keeps_documents_apart(config)

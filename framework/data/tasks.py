@@ -25,7 +25,7 @@ import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -224,7 +224,10 @@ def _read_record(record: Any) -> tuple[Kind, list[Request]]:
     if "choices" not in record and "contexts" not in record:
         return "continuation", [Request(_take(record, "context", may_be_empty=True), _take(record, "continuation"))]
     name = "choices" if "choices" in record else "contexts"
-    several = _take_list(record, name)
+    several = record[name]
+    is_texts = isinstance(several, list) and all(isinstance(each, str) and each.strip() for each in several)
+    if not is_texts or len(several) < 2:
+        raise ValueError(f"`{name}` is a list of at least two texts, not {json.dumps(several)[:40]}")
     answers = record.get("answer")
     answers = answers if isinstance(answers, list) else [answers]
     if not answers or any(type(each) is not int or not 0 <= each < len(several) for each in answers):
@@ -254,14 +257,6 @@ def _take(record: Mapping[str, Any], name: str, may_be_empty: bool = False) -> s
     return value
 
 
-def _take_list(record: Mapping[str, Any], name: str) -> list[str]:
-    values = record[name]
-    is_text = isinstance(values, list) and all(isinstance(each, str) and each.strip() for each in values)
-    if not is_text or len(values) < 2:
-        raise ValueError(f"`{name}` is a list of at least two texts, not {json.dumps(values)[:40]}")
-    return list(values)
-
-
 # --- from requests to tokens
 
 
@@ -273,10 +268,7 @@ class TaskEncoder:
         self._encode_long = load_encoder(folder)
         bos = self._tokenizer.bos_token_id
         self.prefix = int(self._tokenizer.eos_token_id if bos is None else bos)
-
-    @cached_property
-    def _prefix_text(self) -> str:
-        return str(self._tokenizer.decode([self.prefix]))
+        self._prefix_text = str(self._tokenizer.decode([self.prefix]))
 
     def encode(self, text: str, is_bare: bool = False) -> list[int]:
         """The ids of a text. is_bare: without special tokens, which a text that begins with one does not get either."""

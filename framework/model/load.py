@@ -46,7 +46,7 @@ def load_config(model: Model, locate: Callable[[str, str | None], Path] = fetch_
     Raises ModelError for an unknown family and for a key that the family's config does not have, with the nearest names.
     """
     if model.weights is not None:
-        return _for_training(_load_pretrained_config(model, locate(model.weights, model.revision)))
+        return for_training(_load_pretrained_config(model, locate(model.weights, model.revision)))
     if model.config_file is not None:
         config = load_config_file(Path(model.config_file).expanduser())
         _refuse_unknown_keys(config, model)
@@ -54,7 +54,7 @@ def load_config(model: Model, locate: Callable[[str, str | None], Path] = fetch_
             config.update(model.config)
         except REFUSALS as error:
             raise ModelError(f"model.config is refused by {config.model_type}: {_reason(error)}") from error
-        return _for_training(config)
+        return for_training(config)
     if model.family not in CONFIG_MAPPING:
         near = difflib.get_close_matches(model.family, list(CONFIG_MAPPING), n=3)
         raise ModelError(
@@ -68,7 +68,7 @@ def load_config(model: Model, locate: Callable[[str, str | None], Path] = fetch_
         config = AutoConfig.for_model(model.family, **(unset | _without_nulls(model.config)))
     except REFUSALS as error:
         raise ModelError(f"model.config is refused by {model.family}: {_reason(error)}") from error
-    return _for_training(config)
+    return for_training(config)
 
 
 def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def load_config_file(path: Path) -> PretrainedConfig:
     if not file.is_file():
         raise ModelError(f"{path}: there is no such config.json, which transformers writes beside a model")
     try:
-        return _for_training(read_config(file))
+        return for_training(read_config(file))
     except (OSError, *REFUSALS) as error:
         raise ModelError(f"{path} is no readable Hugging Face config with a model_type: {_reason(error)}") from error
 
@@ -177,6 +177,10 @@ def build_meta(
     `attention`: `model.attention`; auto: the implementation that the model prefers. dtype: that of parameters,
     and of buffers that state none (gemma's scale of its embedding).
     """
+    if attention == "sdpa" and _has_soft_caps(config):
+        raise ModelError(
+            f"model.attention=sdpa would drop the soft caps of {config.model_type}'s scores: use model.attention=auto or eager"
+        )
     chosen = {} if attention == "auto" else {"attn_implementation": STOCK_ATTENTION.get(attention, attention)}
     try:
         with torch.device("meta"):
@@ -230,13 +234,22 @@ def refuse_unaligned_experts(model: PreTrainedModel, compute: torch.dtype) -> No
             )
 
 
-def _for_training(config: PretrainedConfig) -> PretrainedConfig:
-    """The config without key-value cache, with which a model ignores packed positions silently (docs/models.md)."""
+def for_training(config: PretrainedConfig) -> PretrainedConfig:
+    """The config without key-value cache, with which a model ignores packed positions silently (docs/models.md), and with an
+    attention that knows soft caps where it has them."""
     for layer in layer_configs(config.get_text_config()):
         _refuse_uneven_heads(layer)
     config.use_cache = False
     config.get_text_config().use_cache = False
+    if _has_soft_caps(config):
+        config._attn_implementation = (
+            "eager"  # transformers 5.17 chooses sdpa for gemma 2, which drops caps without a word
+        )
     return config
+
+
+def _has_soft_caps(config: PretrainedConfig) -> bool:
+    return bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
 
 
 def layer_configs(config: PretrainedConfig) -> Sequence[PretrainedConfig]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from framework.model.numbered import Numbered
+from framework.model.opaque_map import Numbered
 from framework.torch_private import recording
 
 # (hidden [T, H], index [T, k], weights [T, k]) -> [T, H], differentiable.

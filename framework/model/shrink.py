@@ -88,8 +88,10 @@ def shrink(config: PretrainedConfig, least_layers: int = MIN_LAYERS) -> Pretrain
     special tokens lie inside the vocabulary, windows are 8 or 9 tokens wide. Sequences have at most 256 tokens.
     It has least_layers layers or more, if the original has. Raises ModelError where no small sizes are found.
     """
-    text = config.get_text_config()
-    return _shrink(config, _choose_sizes(_values(text), least_layers), least_layers)
+    small = _shrink(config, _choose_sizes(_values(config.get_text_config()), least_layers), least_layers)
+    # Chosen for soft caps. A model that has been built names the attention that was chosen for it.
+    small._attn_implementation = "eager" if config._attn_implementation == "eager" else None
+    return small
 
 
 def _shrink(config: PretrainedConfig, sizes: Sizes, least_layers: int) -> PretrainedConfig:

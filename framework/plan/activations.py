@@ -196,7 +196,7 @@ class Activations:
             + self._model_masks(stage, counts)
             + held * self.hidden_bytes,
             head=self._behind_layers * stage.is_last,
-            logits=self._logits_bytes * stage.is_last,
+            logits=self.logits_bytes * stage.is_last,
             left=self._factor_bytes * (stage.stop - stage.start)
             + self._embedding_factor_bytes * stage.is_first
             + self._head_factor_bytes * stage.is_last,
@@ -409,8 +409,8 @@ class Activations:
         return shard * (self.width * (4 + self.itemsize) + 4) + self._gathered * self.width * self.itemsize
 
     @cached_property
-    def _logits_bytes(self) -> int:
-        """Bytes that the loss keeps."""
+    def logits_bytes(self) -> int:
+        """Bytes of logits, or of what the loss keeps in their place."""
         e, is_narrow = self.itemsize, self.tokens.tp.size > 1 or self.fuses_loss
         if self.memory.chunked_loss:
             return self._num_tokens * max(e, 4)
@@ -428,6 +428,15 @@ class Activations:
             return 0
         e, is_divided = self.itemsize, self.tokens.tp.size > 1
         return self._num_tokens * self._words * (max(e, 4) + (0 if is_divided or e >= 4 else e))
+
+    @property
+    def forward_bytes(self) -> int:
+        """The most bytes that a layer holds in a forward without autograd: in its mlp two factors and their product, the norm's
+        output, and what is added behind the mlp. Of another form or with a mixture as much as it keeps."""
+        if self.mixture is not None or self.layer is None:
+            return self._all_of_layer + self.transient_bytes
+        inner = -(-self.layer.inner // self.tokens.tp.size)
+        return (3 * self._num_tokens * inner + self._gathered * self.width) * self.itemsize + self.hidden_bytes
 
     @property
     def backward_temporaries(self) -> int:

@@ -23,8 +23,6 @@ from framework.plan.traffic import measure_traffic
 from framework.recipe.plugins import import_plugins
 from framework.recipe.saved import load_recipe
 
-# Of a run.
-PLAN_PAGE = "plan.html"
 # Boxes that a browser draws without the reader waiting for it.
 MOST_ACTIONS = 4000
 MOST_RANKS = 1024
@@ -245,7 +243,7 @@ def main(run_dir: Path) -> None:
     recipe = load_recipe(run_dir / "recipe.yaml")
     import_plugins(recipe.plugins)
     found, _ = forecast_run(recipe)
-    write_file(run_dir / PLAN_PAGE, render_html(make_page(found)).encode())
+    write_file(run_dir / "plan.html", render_html(make_page(found)).encode())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache, partial, wraps
 from typing import Any, Literal
 
 from framework.errors import MeshwrightError
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.model.load import layer_configs
 from framework.model.stage import StageBounds, refuse_shared_layers, refuse_sliced_values
 from framework.parallel.attention import (

@@ -16,9 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
-from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
-from framework.mesh.token_layout import TokenLayout
+from framework.mesh.token_layout import ContextSlices, TokenLayout
 from framework.mesh.topology import Topology
 from framework.model.adapter_targets import add_adapters
 from framework.model.adapters import B, find_trained

@@ -14,8 +14,7 @@ from framework.checkpoint.folder import report
 from framework.checkpoint.index import Manifest
 from framework.checkpoint.load import form_of, load_checkpoint, load_newest
 from framework.checkpoint.staging import Entry
-from framework.comm.collectives import all_gather_object
-from framework.comm.objects import broadcast_object
+from framework.comm.objects import all_gather_object, broadcast_object
 from framework.data.order import SampleOrder, index_samples
 from framework.errors import StorageError
 from framework.launch.branch import ORDER_KEYS, Origin

@@ -12,16 +12,16 @@ from framework.plan.profile import (
     Profile,
 )
 
-# torchtitan with FSDP2, end of 2024: rms_norm and rope (in fp32, as complex numbers) are several kernels unless compiled; the
-# loss is computed of fp32 logits, by kernels that read rows of this length three times, and in backward both inputs twice
-# (ATen/native/cuda/SoftMax.cu). A gather is issued a unit ahead, a reduction under the next unit's backward; both copy, a
-# parameter at a time, out of and into one buffer. TP's borders are waited for. AdamW is fused only where --optimizer.fused is
-# given: else one kernel for each operation of it, 20 passes over fp32 states where one kernel has 7.
+# torchtitan with FSDP2 at 9dec370, end of 2024: rms_norm (its models/norms.py, written as transformers writes it) and rope (in
+# fp32, as complex numbers) are several kernels unless compiled; the loss is computed of fp32 logits, by kernels that read rows
+# of this length three times, and in backward both inputs twice (ATen/native/cuda/SoftMax.cu). A gather is issued a unit ahead, a
+# reduction under the next unit's backward; both copy, a parameter at a time, out of and into one buffer. TP's borders are waited
+# for. AdamW is fused only where --optimizer.fused is given: else one kernel for each operation of it, 20 passes over fp32 states
+# where one kernel has 7.
 TORCHTITAN = Profile(
     "torchtitan",
     dispatch="rows",
     kernel="flash2",
-    norm=Kernels(14, 7, 6),
     rope=Kernels(10, 6, 6),
     loss=Kernels(11, 4, 4),
     loss_gradient=Kernels(15, 6, 4),

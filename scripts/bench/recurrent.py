@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from framework.comm.collectives import all_gather_object
 from framework.comm.connect import Mesh, connect
+from framework.comm.objects import all_gather_object
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.schema import Batch, Launch, Memory, Parallel, Recipe, Train, Zero
 from framework.train.build import build

@@ -235,7 +235,6 @@ def stale_life(lease):
 
 # More than there are; `test_every_operation_is_met` says so if that is no longer true.
 MOST_OPERATIONS = 140
-EVERY_OPERATION = range(MOST_OPERATIONS)
 
 
 @pytest.mark.parametrize("first", few_of(range(0, MOST_OPERATIONS, 10), lambda first: first in (20, 50)))

@@ -52,7 +52,7 @@ def mask_the_wrong_pair() -> AbstractContextManager[Any]:
 
 def keep_gradients_of_keys() -> AbstractContextManager[Any]:
     """What other ranks' queries give to a rank's keys and values does not come home (TransformerEngine 1557, Megatron 1464)."""
-    return patch.object(attention._Backward, "add", lambda work, portion, sums: None)
+    return patch.object(blocks.BackwardPass, "add", lambda work, portion, sums: None)
 
 
 def normalise_blocks_alone() -> AbstractContextManager[Any]:

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from framework.comm.connect import connect
 from framework.mesh.topology import Topology
+from framework.model.load import for_training
 from framework.model.precision import DTYPES
 from framework.plan.plan import make_plan, make_topology
 from framework.recipe.derive import derive
@@ -45,9 +46,7 @@ class Case:
 
     @property
     def config(self) -> PretrainedConfig:
-        config = build_config(self.family, **self.changes)
-        config.use_cache = False
-        return config
+        return for_training(build_config(self.family, **self.changes))
 
     @property
     def recipe(self) -> Recipe:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from framework.comm import collectives, ledger
 from framework.comm.connect import Mesh, connect
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.mesh.topology import Topology
 from framework.parallel.attention import key_values, ulysses
 from framework.parallel.attention.attention import ContextAttention

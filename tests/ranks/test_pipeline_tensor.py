@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import framework.plan.stage
-from framework.comm.collectives import all_gather_object
 from framework.comm.connect import connect
+from framework.comm.objects import all_gather_object
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Axis
 from framework.model.borders import Value

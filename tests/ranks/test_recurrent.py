@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from framework.comm.collectives import all_gather
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.mesh.topology import Topology
 from framework.model.mixers import count_channels, count_map, find_mixers
 from framework.parallel.attention.documents import Documents

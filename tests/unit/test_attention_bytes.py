@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch, cut_context
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.parallel.attention import find_stock_attention
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Model

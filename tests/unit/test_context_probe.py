@@ -8,7 +8,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from framework.errors import ModelError, TopologyError
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.model.load import layer_configs
 from framework.parallel.attention import hook, refuse_undivided_context
 from framework.parallel.attention.documents import Documents

@@ -12,6 +12,7 @@ from framework.errors import ModelError
 from framework.model.flops import measure_model
 from framework.model.initial import seed_rng
 from framework.model.load import build_meta, load_config, load_config_file
+from framework.model.probe import draw_tokens, small_copy
 from framework.recipe.compose import compose
 from framework.recipe.schema import Model
 from tests.families import family
@@ -54,6 +55,18 @@ def test_uneven_heads_of_one_layer_are_refused() -> None:
     own[1]["num_key_value_heads"] = 4
     with pytest.raises(ModelError, match=r"num_key_value_heads=4 does not divide model.config.num_attention_heads=6"):
         load_config(Model("gemma4_text", values | {"num_key_value_heads": 4, "per_layer_config": own}))
+
+
+def test_soft_caps_are_computed_also_where_transformers_would_choose_sdpa() -> None:
+    """sdpa leaves them out without a word, and transformers 5.17 chooses it for gemma 2."""
+    values = family("gemma2").config | {"attn_logit_softcapping": 1e-3}
+    config = load_config(Model(values.pop("model_type"), values))
+    with small_copy(config) as capped, small_copy(config, attn_logit_softcapping=None) as free:
+        tokens = draw_tokens(capped, 1, 12)
+        assert build_meta(config).config._attn_implementation == capped.config._attn_implementation == "eager"
+        assert (capped(tokens).logits - free(tokens).logits).abs().max() > 1e-4
+    with pytest.raises(ModelError, match=r"sdpa would drop the soft caps of gemma2's scores: use .*eager"):
+        build_meta(config, "sdpa")
 
 
 def test_no_config_keeps_a_cache() -> None:

@@ -12,7 +12,7 @@ from framework.comm.connect import connect
 from framework.data.pack import Microbatch, cut_context
 from framework.data.prepare import prepare
 from framework.errors import ModelError, RecipeError
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.mesh.topology import Topology
 from framework.model.loss import IGNORE
 from framework.model.probe import keeps_documents_apart

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from framework.errors import ModelError
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.model.mixers import CHANNEL_DELTA_RULE, CONVOLUTION, DELTA_RULE, STATE_OF_CHANNELS, STATE_OF_HEADS
 from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.recurrent import Pieces, hook_mixers

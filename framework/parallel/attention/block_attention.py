@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from framework.errors import ModelError
-from framework.mesh.context import Interval
+from framework.mesh.token_layout import Interval
 from framework.model.precision import sums_dtype
 from framework.parallel.attention.cuda_kernels import CudaFlash, CudnnFlash
 from framework.parallel.attention.documents import Documents

@@ -26,8 +26,8 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from framework.comm.collectives import all_gather
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError, TopologyError
-from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
+from framework.mesh.token_layout import ContextSlices
 from framework.model.load import layer_configs
 from framework.parallel.attention.attention import TRANSPORTS, ContextAttention
 from framework.parallel.attention.block_attention import BlockAttention

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.mesh.topology import Axis
 from framework.model.load import FORWARD_ERRORS
 from framework.model.mixers import find_mixers
@@ -35,7 +35,6 @@ from framework.parallel.attention.recurrent.pieces import ONE_RANK
 from framework.parallel.attention.visible_rows import Scores
 from framework.parallel.attention.whole_tokens import WholeTokens, find_whole_mixers, hook_whole
 from framework.recipe.schema import Recipe
-from framework.torch_private import tree_leaves
 
 RANKS = 2
 # Documents of a row. One is longer than the small model's windows of 8 or 9 tokens; the second one spans the ranks.

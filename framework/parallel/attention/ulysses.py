@@ -25,7 +25,7 @@ from torch import Tensor
 
 from framework.comm.collectives import all_gather, start_all_to_all
 from framework.comm.communicator import Communicator
-from framework.mesh.context import Interval
+from framework.mesh.token_layout import Interval
 from framework.model.opaque_map import apply_map
 from framework.model.precision import sums_dtype
 

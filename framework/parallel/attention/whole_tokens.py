@@ -25,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from framework.comm import duals
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.model.load import FORWARD_ERRORS
 from framework.model.units import find_last_module, find_layers
 from framework.torch_private import tree_leaves, tree_map

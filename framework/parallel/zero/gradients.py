@@ -34,7 +34,8 @@ REDUCTIONS_IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduce-scatter under way: from the full gradient into `part`, which is `summed` itself or a scratch to be added."""
+    """A reduce-scatter under way: from the full gradient into `part`, which is `summed` itself or a scratch to be added. It holds
+    their memory: until the wait the communication stream, or the peer that reads from this rank, uses both."""
 
     buffer: UnitBuffer
     pending: Pending
@@ -142,8 +143,8 @@ class GradientSync:
         buffer.open_gradient()
         for grad_view in buffer.grad_views.values():
             if grad_view.state is not GradientState.WRITTEN:
-                # Pooled memory holds another unit's gradient. This rank takes part even if nothing here was written: others'
-                # data may have reached the parameter, and they wait in the same collective.
+                # New memory holds anything. This rank takes part even if nothing here was written: others' data may have
+                # reached the parameter, and they wait in the same collective.
                 grad_view.view.zero_()
         if buffer.plan.dtypes.reduced is not None:
             _clear_padding(buffer)
@@ -151,27 +152,24 @@ class GradientSync:
         shard, summed = buffer.plan.axes.shard, buffer.summed
         # A later microbatch's sum must not overwrite the former ones': it lands in a scratch and is added when it is there.
         is_first = buffer not in self._has_reduced
-        part = summed if is_first else buffer.pool.take(summed.numel(), summed.dtype, summed.device)
+        part = summed if is_first else torch.empty_like(summed)
         self._has_reduced.add(buffer)
         full, wire = buffer.close_gradient(), buffer.plan.dtypes.reduce_wire(shard, self.reduce_dtype)
         pending = start_reduce_scatter(part, full, shard, f"gradient of {buffer.unit}", wire)
         self._reductions.append(Reduction(buffer, pending, full, part))
-        # With one shard there is nothing to wait for, so its memory goes back to the pool at once.
+        # With one shard there is nothing to wait for, so its memory goes at once.
         while self._reductions and (len(self._reductions) > REDUCTIONS_IN_FLIGHT or shard.size == 1):
             self._wait_for_oldest_reduction()
 
     def _wait_for_oldest_reduction(self) -> None:
         """Wait for the oldest reduction; its part is then complete for this microbatch. Oldest first on all ranks: what a wait
         starts next, they must start in one order."""
+        # Its full gradient goes with it, and torch's allocator has that memory for the next unit's.
         reduction = self._reductions.popleft()
         buffer = reduction.buffer
         self._exposed.wait([reduction.pending])
-        # Only now: until the wait the communication stream, or the peer that reads from this rank, uses both.
         if reduction.part is not buffer.summed:
             buffer.summed.add_(reduction.part)
-            buffer.pool.give_back(reduction.part)
-        if not buffer.plan.lifetimes.keeps_gradients:
-            buffer.pool.give_back(reduction.full)
         # Once a step and not for each microbatch: a sum over replicas of a sum over microbatches, and 1/k of the bytes.
         if self.is_last_backward:
             self._sum_next(self._sum_replicas(buffer), buffer)

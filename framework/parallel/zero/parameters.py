@@ -189,7 +189,7 @@ def _start_unshard(buffer: UnitBuffer, fp8: "Fp8Gather | None") -> Pending:
     """All-gather over the shard axis, or over that of the second copy: the share of each rank into [numel_padded], in place where
     parameters travel as they are read; codes arrive in other memory, from which they are decoded."""
     full, plan, (held, axis) = _take_full(buffer), buffer.plan, _find_source(buffer)
-    arriving = buffer.pool.take(plan.arriving_bytes, torch.uint8, full.device) if plan.is_decoded else full
+    arriving = full.new_empty(plan.arriving_bytes, dtype=torch.uint8) if plan.is_decoded else full
     share, label = arriving.view(axis.size, -1)[axis.rank], f"parameters of {buffer.unit}"
     if plan.dtypes.gathered is not None and fp8 is not None and not buffer.has_secondary:
         pending = start_all_gather(arriving, fp8.encode(buffer), axis, label)
@@ -208,8 +208,6 @@ def _finish_unshard(buffer: UnitBuffer, arrived: Tensor, full: Tensor, fp8: "Fp8
         plan.dtypes.codec.decode(arrived.view(plan.num_owners, -1), full.view(plan.num_owners, -1))
     elif plan.dtypes.gathered is not None and fp8 is not None:
         fp8.decode(buffer, arrived, full)
-    if arrived is not full:
-        buffer.pool.give_back(arrived)
 
 
 def _start_gather_from_home(

@@ -29,7 +29,7 @@ from framework.comm import duals
 from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange
 from framework.comm.transfer import upload
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.mesh.topology import Axis
 from framework.model.opaque_map import apply_map
 from framework.parallel.attention.documents import Documents
