@@ -26,7 +26,8 @@ from torch import Tensor
 
 from framework.mesh.box import Box
 from framework.mesh.layout import Run
-from framework.optim.low_bit import BITS, BLOCK, SIGNED, UNSIGNED
+from framework.optim.bit_kernels import BITS
+from framework.optim.low_bit import BLOCK, SIGNED, UNSIGNED
 from framework.optim.stochastic_rounding import ROUNDING_BITS, is_needed
 from framework.optim.update_rules import FlatShard
 

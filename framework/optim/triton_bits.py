@@ -1,4 +1,4 @@
-"""Optimizer states in few bits: random words, codes and roundings, in one pass each.
+"""Optimizer states in few bits: random words, codes and roundings, in one pass each (`optim/bit_kernels.py`).
 
 The integer arithmetic of `optim/low_bit.py` and `optim/stochastic_rounding.py`, with equal results, bit for bit.
 """
@@ -108,7 +108,7 @@ def _decode_blocks(
 
 
 class TritonBits:
-    """`optim.low_bit.TorchBits` in Triton."""
+    """`optim.bit_kernels.TorchBits` in Triton."""
 
     def draw(self, key: Key, boxes: Sequence[Box], shape: Sequence[int], out: Tensor) -> None:
         strides, start = find_strides(shape), 0

@@ -155,7 +155,7 @@ class ActivationBytes:
         own = {stage.index for stage in stages}
         sending = sum(not stage.is_last and stage.index + 1 not in own for stage in stages)
         arriving = any(not stage.is_first and stage.index - 1 not in own for stage in stages)
-        # The one that it computes with and the next; where it sends, the last of those is its own.
+        # It holds the one that it computes with and the next; where it sends, the last of those is its own.
         count = sending * min(each.accumulation, FORWARDS_AT_ONCE) + arriving * (1 if sending else 2)
         between = count * activations.hidden_bytes
         layer = Peak(activations.forward_bytes, between=between)

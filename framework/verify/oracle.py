@@ -47,8 +47,7 @@ from framework.verify.plain import (
 )
 from framework.verify.plain_adapters import PlainAdapters
 from framework.verify.plain_codes import PlainCodes, PlainReduction, round_rows_of_experts
-from framework.verify.plain_lion import Noise, PlainLion, measure_noise
-from framework.verify.plain_muon import PlainMuon, find_matrices
+from framework.verify.plain_optimizers import Noise, PlainLion, PlainMuon, find_matrices, measure_noise
 from framework.verify.plain_preferences import PROBE, AnswerBatch, compare_answers, score_answers
 from framework.verify.plain_stability import PlainStability, widen
 

@@ -44,11 +44,9 @@ ORACLE = (
     "plain",
     "plain_adapters",
     "plain_codes",
-    "plain_lion",
-    "plain_muon",
+    "plain_optimizers",
     "plain_preferences",
     "plain_stability",
-    "reference",
     "evidence",
     "compare",
 )

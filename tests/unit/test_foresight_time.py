@@ -11,7 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Costs, simulate
-from framework.plan.bubble import Lengths, least_length
+from framework.plan.bubble import find_length, least_length
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import ClusterRates, Grid, Group, Link, LinkSpan, place_group
 from framework.plan.exposure import Halves, place_groups
@@ -283,13 +283,13 @@ def test_lengths_are_the_simulators(name: str, num_microbatches: int) -> None:
     )
     schedule = make_schedule(name, 4, num_microbatches, virtual)
     exact = simulate(schedule, costs).length
-    assert Lengths().length(name, 4, num_microbatches, costs) == pytest.approx(exact, rel=0.01)
+    assert find_length(name, 4, num_microbatches, costs) == pytest.approx(exact, rel=0.01)
     alike = Costs(*[[1.0] * stages] * 3, message=0.125)  # type: ignore[misc]
     if num_microbatches == 8:  # nothing is rounded, nothing extrapolated
-        assert Lengths().length(name, 4, 8, alike) == pytest.approx(simulate(schedule, alike).length)
+        assert find_length(name, 4, 8, alike) == pytest.approx(simulate(schedule, alike).length)
     uneven = Costs([0.97 * x for x in costs.forward], [1.04 * x for x in costs.input], costs.weight, 0.11)
     exact = simulate(schedule, uneven).length
-    assert Lengths().length(name, 4, num_microbatches, uneven) == pytest.approx(exact, rel=0.03)
+    assert find_length(name, 4, num_microbatches, uneven) == pytest.approx(exact, rel=0.03)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"])

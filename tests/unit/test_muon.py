@@ -16,7 +16,7 @@ from framework.plan.plan import make_plan, unconnected
 from framework.plan.traffic import measure_traffic
 from framework.recipe.check import check_recipe
 from framework.recipe.schema import Adapter, Muon, Optim, Parallel, ParameterGroup, Zero
-from framework.verify.plain_muon import PlainMuon
+from framework.verify.plain_optimizers import PlainMuon
 from tests.families import build_config, family
 from tests.ranks.parity import small_recipe
 
