@@ -76,7 +76,9 @@ class Chat:
         try:
             return self._apply(messages, options | conversation.options)
         except FAILURES as error:
-            if _has_calls(messages):  # some templates take arguments of a call as a string of JSON
+            if any(
+                each.get("tool_calls") for each in messages
+            ):  # some templates take arguments of a call as a string of JSON
                 with suppress(*FAILURES):
                     return self._apply([_write_arguments(each) for each in messages], options | conversation.options)
             raise DataError(
@@ -331,10 +333,6 @@ def _find_leaves(value: Any) -> Iterator[str]:
         yield value if json.dumps(value) == f'"{value}"' else ""
     elif not isinstance(value, bool) and value is not None:
         yield json.dumps(value)
-
-
-def _has_calls(messages: list[Message]) -> bool:
-    return any(each.get("tool_calls") for each in messages)
 
 
 def _write_arguments(message: Message) -> Message:

@@ -78,18 +78,14 @@ class ContextSlices:
     @property
     def chunk_intervals(self) -> tuple[Interval, ...]:
         """(start, stop) of the rows of whole chunks: all ulysses parts of them, as the rank has them with heads exchanged."""
-        length = self.part * self.ulysses
-        return tuple((number * length, (number + 1) * length) for number in self._chunk_numbers)
+        length, numbers = self.part * self.ulysses, (self.ring_index, 2 * self.ring - 1 - self.ring_index)
+        return tuple((number * length, (number + 1) * length) for number in numbers[: self.chunks])
 
     @property
     def intervals(self) -> tuple[Interval, ...]:
         """(start, stop) of the rows of this rank's parts, in its order. Rows of padding count on from `context`."""
         starts = [start + self.ulysses_index * self.part for start, _ in self.chunk_intervals]
         return tuple((start, start + self.part) for start in starts)
-
-    @property
-    def _chunk_numbers(self) -> tuple[int, ...]:
-        return (self.ring_index, 2 * self.ring - 1 - self.ring_index)[: self.chunks]
 
     def of_rank(self, rank: int) -> "ContextSlices":
         """The same sequence as another rank of `cp` holds it."""

@@ -31,7 +31,8 @@ def refuse_unordered_layers(config: PretrainedConfig) -> None:
     """
     try:
         with small_copy(config) as model:
-            reason = _find_reason(_record_calls(model), _has_weights(model))
+            has_weights = any(parameter.requires_grad for parameter in find_last_module(model).parameters())
+            reason = _find_reason(_record_calls(model), has_weights)
     except (ModelError, *FORWARD_ERRORS):
         return
     if reason is not None:
@@ -39,10 +40,6 @@ def refuse_unordered_layers(config: PretrainedConfig) -> None:
             f"parallel.sequence=true cannot divide the tokens of {config.model_type} models between layers: {reason}. Use"
             " parallel.sequence=false"
         )
-
-
-def _has_weights(model: PreTrainedModel) -> bool:
-    return any(parameter.requires_grad for parameter in find_last_module(model).parameters())
 
 
 def _record_calls(model: PreTrainedModel) -> list[Call]:
