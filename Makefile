@@ -71,8 +71,8 @@ tests: develop
 test-slurm: develop
 	$(PYTEST) tests/slurm $(if $(PART),--grid-part $(PART))
 
-# More families, ranks and ties of what `make test` shows, and dear files of one mechanism. PART=0 to 27, or today: these, and a part of
-# the others, as CI runs each day.
+# More families, ranks and ties of what `make test` shows, and dear files of one mechanism. PART=0 to 27, or today: a part of them, as
+# CI runs each day.
 test-grid: develop
 	$(PYTEST) $(SPREAD) -m grid --ignore tests/slurm $(if $(PART),--grid-part $(PART))
 

@@ -87,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     fault of ours keeps its traceback."""
     if argv is None:
         _speak_utf8()
+        gc.set_threshold(100_000)  # imports make objects that stay: to look through them 60 times is a tenth of `check`
         guard_imports()
         keep_streams()
     words = list(sys.argv[1:] if argv is None else argv)

@@ -9,7 +9,7 @@ EXIT_USER = 86
 EXIT_NODE = 87
 EXIT_NUMERICS = 88
 EXIT_MEMORY = 89
-# What a shell reports of a program that Ctrl-C ended: 128 + SIGINT.
+# The exit code by which a shell reports a program that Ctrl-C ended: 128 + SIGINT.
 EXIT_INTERRUPTED = 130
 
 

@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-# What a process needs of the cores beside its device, to be bound to them.
+# Fewest cores near its device to which a process is bound.
 LEAST_NEAR = 4
-# What the kernel lets a container or a job take of the memory; "max" without a limit.
+# The memory limit of a container or a job; "max" without one.
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 

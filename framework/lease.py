@@ -35,10 +35,10 @@ from framework.files import create_file, sync
 
 LEASE_FILE = "lease"
 WORKPLACE = ".epoch-"
-# Of a run directory: those in which files are made to be renamed. A folder of its own for checkpoints, for it may be a link to
-# another disk, to which nothing can be renamed.
+# Folders of a run in which files are made to be renamed. Checkpoints have their own, since it may be a link to another disk, to
+# which nothing can be renamed.
 FOLDERS = (".", "checkpoints")
-# Of what a former epoch has left in its workplace: damaged checkpoints on their way to this name stay, as evidence.
+# Suffix of evidence: damaged checkpoints that a former epoch was renaming to this name stay.
 EVIDENCE = ".bad"
 
 

@@ -30,7 +30,7 @@ _NAMES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
 )
-# How SLURM's commands find their cluster, and prove who calls.
+# Variables by which SLURM's commands find their cluster and authenticate.
 _KEPT = frozenset(("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK_KEY", "SLURM_SACK_JWKS"))
 
 

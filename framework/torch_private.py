@@ -47,7 +47,7 @@ TO_COPY, ITEM = aten._to_copy.default, aten._local_scalar_dense.default
 log_softmax_backward_out = aten._log_softmax_backward_data.out
 
 
-# How often a tensor's memory was written to, and the tensor that it is a view of; the arguments of an operator, and which of them
+# The number of writes to a tensor's memory, and the tensor that it is a view of; the arguments of an operator, and which of them
 # it writes to.
 version_of, base_of, schema_of = attrgetter("_version"), attrgetter("_base"), attrgetter("_schema")
 # A context in which no dispatch mode sees what is computed; another time-out for a group (ProcessGroup.set_timeout knows not all

@@ -23,8 +23,8 @@ REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from framework.errors import ScheduleError  # noqa: E402
-from framework.mesh.context import ContextSlices  # noqa: E402
 from framework.mesh.layout import part  # noqa: E402
+from framework.mesh.token_layout import ContextSlices  # noqa: E402
 from framework.mesh.topology import Topology  # noqa: E402
 from framework.model.load import load_config  # noqa: E402
 from framework.parallel.pipeline.draw import COLORS  # noqa: E402

@@ -250,7 +250,6 @@ CHOICES = (
     Choice("zero.accumulate", ("sharded", "local"), _from_stage(2)),
     Choice("zero.keep_gathered", (False, True), _from_stage(3)),
     Choice("zero.prefetch_units", (0, 1, 2, 3)),
-    Choice("zero.bucket_bytes", (0, 0, 20_000, 2**20), _from_stage(1)),
     Choice("memory.activation_checkpointing", ("none", "none", "selective", "full", "sqrt")),
     Choice("memory.kept_operations", (list(KEPT_OPERATIONS), ["attention"]), _keeps_operations),
     Choice("memory.chunked_loss", (False, True)),

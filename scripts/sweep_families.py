@@ -42,7 +42,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from framework.cli import main as meshwright
 from framework.errors import MeshwrightError, ModelError, RecipeError
 from framework.mesh.box import Box
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.model.experts import find_experts, find_unknown_experts
 from framework.model.shrink import shrink
 from framework.model.weights import read_weights, write_weights
@@ -126,8 +126,9 @@ TABLE_LAYOUTS = {
     "pp": ["parallel.pp=2"],
     "ep": ["parallel.ep=2"],
 }
+DOCUMENTS = " documents"
 TABLE_LAYOUTS |= {
-    f"{name} documents": [*TABLE_LAYOUTS[name], "data.pack=documents"] for name in ("tp", "cp", "ulysses", "pp")
+    f"{name}{DOCUMENTS}": [*TABLE_LAYOUTS[name], "data.pack=documents"] for name in ("tp", "cp", "ulysses", "pp")
 }
 FALLBACKS = ("parallel.sequence=false", "parallel.expert_tp=1", "parallel.expert_tp=1 parallel.sequence=false")
 TABLE_MARKS = ("<!-- families: begin -->", "<!-- families: end -->")
@@ -227,7 +228,9 @@ def examine_layout(model_type: str, layout: list[str], pool: RankPool, oracles: 
         key = repr((sides.recipe.batch, sides.recipe.data.isolates))
         if key not in oracles:
             oracles[key] = sides.run_oracle(None)
-        found = pool.run(derive(sides.recipe).world, run_rank, sides.recipe, sides.config, sides.num_steps)[0]
+        # Large small copies (llama4) on a busy machine take minutes.
+        ranks = derive(sides.recipe).world
+        found = pool.run(ranks, run_rank, sides.recipe, sides.config, sides.num_steps, timeout_s=900)[0]
         worst = max(compare_evidence(found, oracles[key]), key=lambda row: row.error)
         is_equal = worst.error <= TOLERANCES["fp64"]
         return "equal" if is_equal else f"DIFFERS by {worst.error:.0e} in {worst.quantity}, {worst.where}"
@@ -253,10 +256,11 @@ def write_table(results: Path, page: Path) -> None:
     """Write the table of families and layouts between the marks of a page."""
     found, reasons = read_results(results), dict[str, int]()
     layouts = [name for name in TABLE_LAYOUTS if any(name in row for row in found.values())]
+    plain = [name for name in layouts if DOCUMENTS not in name]
     rows = []
     for family in sorted(found):
-        cells = [shorten(found[family].get(name, ("not run", ""))[0], reasons) for name in layouts]
-        rows.append(f"| {family} | {' | '.join(cells)} |")
+        cells = [shorten(found[family].get(name, ("not run", ""))[0], reasons) for name in plain]
+        rows.append(f"| {family} | {' | '.join([*cells, join_documents(found[family], reasons)])} |")
     counts = [sum(row.get(name, ("",))[0].startswith("equal") for row in found.values()) for name in layouts]
     dates = sorted({date for row in found.values() for _, date in row.values()})
     notes = [f"{number}. {reason}" for reason, number in reasons.items()]
@@ -264,13 +268,26 @@ def write_table(results: Path, page: Path) -> None:
     head = [
         f"transformers {transformers.__version__}, {dates[0]} to {dates[-1]}; equal: {equal}",
         "",
-        f"| family | {' | '.join(layouts)} |",
-        f"|---{'|---' * len(layouts)}|",
+        f"| family | {' | '.join([*plain, 'documents'])} |",
+        f"|---{'|---' * (len(plain) + 1)}|",
     ]
     before, _, rest = page.read_text().partition(TABLE_MARKS[0])
     behind = rest.partition(TABLE_MARKS[1])[2]
     body = "\n".join([*head, *rows, "", *notes])
     page.write_text(f"{before}{TABLE_MARKS[0]}\n{body}\n{TABLE_MARKS[1]}{behind}")
+
+
+def join_documents(row: dict[str, tuple[str, str]], reasons: dict[str, int]) -> str:
+    """The cell of layouts with several documents in a row: the layouts that are equal; what else there is of those that are equal
+    without them."""
+    found = {name.removesuffix(DOCUMENTS): outcome for name, (outcome, _) in row.items() if name.endswith(DOCUMENTS)}
+    equal = [name for name, outcome in found.items() if outcome.startswith("equal")]
+    others = [
+        outcome for name, outcome in found.items() if name not in equal and row.get(name, ("equal",))[0] == "equal"
+    ]
+    others = [each.replace("shared: ", "refused: ", 1) for each in dict.fromkeys(others)]
+    cells = [f"equal: {' '.join(equal)}"] * bool(equal) + [shorten(each, reasons) for each in others]
+    return ", ".join(cells) or ("not run" if not found else "as without")
 
 
 def shorten(outcome: str, reasons: dict[str, int]) -> str:

@@ -205,12 +205,11 @@ ask_nodes() {
     'echo "$SLURM_NODEID $SLURMD_NODENAME ${SLURM_TOPOLOGY_ADDR:--} ${SLURM_TOPOLOGY_ADDR_PATTERN:--}"' \
     < /dev/null | paste -sd ';')
   export MESHWRIGHT_NODES
-  echo "$MESHWRIGHT_NODES" > "$run/slurm/nodes"    # for `inject`, which looks for a rank from outside
 }
 
 {% endif %}
 start_ranks() {
-  rm -f "$outcome" "$run/slurm/nodes"
+  rm -f "$outcome"
 {% if orders %}
   ask_nodes
 {% endif %}

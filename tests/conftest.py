@@ -11,7 +11,7 @@ from hypothesis import settings
 
 from framework import extend
 from framework.recipe import plugins
-from tests.grid import NUM_PARTS, part_of_day, part_of_item
+from tests.grid import NUM_PARTS, is_in_part, part_of_day
 from tests.ranks.pool import RankPool
 
 # A property must hold, not be fast: a busy machine is no counter-example. Each run draws other examples, so a week of them draws
@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part = _chosen_part(config)
     if part is None:
         return
-    others = [item for item in items if part_of_item(item) not in (None, part)]
+    others = [item for item in items if not is_in_part(item, part)]
     config.hook.pytest_deselected(items=others)
     dropped = set(others)
     items[:] = [item for item in items if item not in dropped]

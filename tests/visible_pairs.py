@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from framework.mesh.context import Interval
+from framework.mesh.token_layout import Interval
 from framework.parallel.attention.documents import DocumentRun, Documents
 from framework.parallel.attention.visible_rows import Scores, find_runs
 

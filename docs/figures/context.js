@@ -41,7 +41,7 @@ figures.add("context", (ui, data) => {
     const totals = intervals.map((_, rank) => pairs.reduce((sum, row) => sum + row[rank], 0));
     const most = Math.max(...totals);
     const high = Math.min(30, side / n);
-    parts.push(text(barLeft, 12, "pairs computed, by step", { class: "faint" }));
+    parts.push(text(barLeft, 12, "pairs by step", { class: "faint" }));
     intervals.forEach((_, rank) => {
       const y = top + rank * high;
       let x = barLeft;

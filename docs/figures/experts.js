@@ -20,7 +20,7 @@ figures.add("experts", (ui, data) => {
     const high = n > 4 ? 34 : 44;
     const cell = Math.min(13, (wide / 2 - 150) / most);
     const [leftX, rightX] = [52, wide - 152 - most * cell];
-    const parts = [text(leftX, 12, "sent: rows of its tokens", { class: "faint" }), text(rightX, 12, "rows of its experts", { class: "faint" })];
+    const parts = [text(leftX, 12, "rows it sends", { class: "faint" }), text(rightX, 12, "rows it gets", { class: "faint" })];
     const filled = received.map(() => 0);
     ranks.forEach(({ rows }, from) => {
       const y = 22 + from * high;
@@ -49,7 +49,7 @@ figures.add("experts", (ui, data) => {
       const y = 22 + rank * high;
       const numbers = own.length > 1 ? `${own[0]}-${own.at(-1)}` : own[0];
       parts.push(svg("line", { x1: rightX, x2: wide - 152, y1: y + 27, y2: y + 27, class: "line" }));
-      parts.push(text(wide - 4, y + 18, `experts ${numbers}: ${count} rows`, { "text-anchor": "end", class: count > 1.5 * per ? "over" : "" }));
+      parts.push(text(wide - 4, y + 18, `expert${own.length > 1 ? "s" : ""} ${numbers}: ${count} rows`, { "text-anchor": "end", class: count > 1.5 * per ? "over" : "" }));
     });
     const legend = ui.legend(COLORS.slice(0, n).map((color, rank) => [color, `rows of rank ${rank}`]), 40 + n * high);
     ui.show(legend.bottom + 8, ...parts, ...legend.parts);

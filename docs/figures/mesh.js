@@ -54,7 +54,7 @@ figures.add("mesh", (ui, data) => {
     for (let stage = 0; stage < sizes.pp; stage += 1) {
       const x = (stage % perLine) * (ui.width / perLine) + 8;
       const y = Math.floor(stage / perLine) * plane;
-      parts.push(text(x + rows * shear, y + 14, sizes.pp > 1 ? `pp ${stage}: stage ${stage} of the model` : "one stage: the whole model", { class: "faint" }));
+      parts.push(text(Math.max(x, Math.min(x + rows * shear, x + ui.width / perLine - 180)), y + 14, sizes.pp > 1 ? `pp ${stage}: stage ${stage} of the model` : "one stage: the whole model", { class: "faint" }));
     }
     for (const each of order) {
       const stage = coordinates.pp[each];

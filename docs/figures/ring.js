@@ -40,7 +40,7 @@ figures.add("ring", (ui, data) => {
         }
       });
     });
-    [...Array(n).keys()].forEach((chunk) => parts.push(text(56 + chunk * cell + (cell - 8) / 2, 14, `chunk ${chunk}`, { "text-anchor": "middle", class: "faint" })));
+    [...Array(n).keys()].forEach((chunk) => parts.push(text(56 + chunk * cell + (cell - 8) / 2, 14, cell > 60 ? `chunk ${chunk}` : chunk, { "text-anchor": "middle", class: "faint" })));
     const legend = ui.legend(COLORS.slice(0, n).map((color, rank) => [color, `of rank ${rank}`]), 42 + n * (high + 12), 56);
     ui.show(legend.bottom + 8, ...parts, ...legend.parts);
     const last = 2 * (n - 1);

@@ -9,7 +9,7 @@ figures.add("scaling", (ui, data) => {
   const mode = ui.choice("tokens of a step", values(2));
   return () => {
     const lines = [0, 1, 2, 3].map((stage) => data.series[[cluster(), model(), mode(), stage].join("|")]);
-    const [left, right, top, high] = [58, 16, 16, 220];
+    const [left, right, top, high] = [58, 20, 16, 220];
     const most = Math.max(...lines.flat().map(([rate]) => rate));
     const step = 10 ** Math.floor(Math.log10(most));
     const tick = most / step > 5 ? step * 2 : most / step > 2 ? step : step / 2;
@@ -17,13 +17,14 @@ figures.add("scaling", (ui, data) => {
     const y = (rate) => top + high * (1 - rate / (most * 1.05));
     const parts = [];
     for (let rate = 0; rate <= most; rate += tick) parts.push(svg("line", { x1: left, x2: ui.width - right, y1: y(rate), y2: y(rate), class: "line" }), text(left - 6, y(rate) + 4, count(rate), { "text-anchor": "end", class: "faint" }));
-    data.degrees.forEach((degree, at) => parts.push(text(x(at), top + high + 18, count(degree), { "text-anchor": "middle", class: "faint" })));
-    parts.push(text(left, 10, "tokens/s of a GPU", { class: "faint" }), text(ui.width - right, top + high + 34, "GPUs", { "text-anchor": "end", class: "faint" }));
+    const every = ui.width < 500 ? 2 : 1;
+    data.degrees.forEach((degree, at) => at % every || parts.push(text(x(at), top + high + 18, count(degree), { "text-anchor": "middle", class: "faint" })));
+    parts.push(text(left, 10, "tokens/s of a GPU", { class: "faint" }), text(left - 14, top + high + 18, "GPUs", { "text-anchor": "end", class: "faint" }));
     lines.forEach((line, stage) => {
       parts.push(svg("polyline", { points: line.map(([rate], at) => `${x(at)},${y(rate)}`).join(" "), fill: "none", stroke: COLORS[stage], "stroke-width": 2 }));
       line.forEach(([rate, mfu, step_s, exposed, mib], at) => {
         const fits = mib <= data.limit;
-        const words = `ZeRO ${stage} on ${count(data.degrees[at])} GPUs: ${count(rate)} tokens/s of a GPU, ${count(rate * data.degrees[at])} of all, MFU ${(mfu * 100).toFixed(1)}%, a step of ${seconds(step_s)}, `
+        const words = `ZeRO ${stage} on ${count(data.degrees[at])} GPU${at ? "s" : ""}: ${count(rate)} tokens/s of a GPU, ${count(rate * data.degrees[at])} of all, MFU ${(mfu * 100).toFixed(1)}%, a step of ${seconds(step_s)}, `
           + `${(exposed * 100).toFixed(1)}% of it for messages of ZeRO; ${bytes(mib * 2 ** 20)}${fits ? "" : ", does not fit"}`;
         parts.push(mark(ui, `${stage}-${at}`, words, svg("circle", { cx: x(at), cy: y(rate), r: 5, fill: fits ? COLORS[stage] : "var(--paper)", stroke: COLORS[stage], "stroke-width": 1.5, "data-rate": rate })));
       });

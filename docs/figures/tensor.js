@@ -48,7 +48,7 @@ figures.add("tensor", (ui, data) => {
     const columns = names.slice(0, -1);
     const top = 20;
     box(0, top + h - tall / 2 - 20, h, tall, "x");
-    parts.push(text(h / 2, top + h + tall / 2 - 5, "[T, H], all ranks", { "text-anchor": "middle", class: "faint" }), text(h + 8, top + h + 4, "×"));
+    parts.push(text(h / 2, top + h + tall / 2 - 5, h > 90 ? "[T, H], all ranks" : "[T, H]", { "text-anchor": "middle", class: "faint" }), text(h + 8, top + h + 4, "×"));
     const total = columns.reduce((sum, name) => sum + named[name].shape[0], 0);
     const gap = 10;
     let x = h + 24;
@@ -57,14 +57,14 @@ figures.add("tensor", (ui, data) => {
       const width = room * named[name].shape[0] / total;
       bands(name, x, top, width, h, true);
       parts.push(text(x + width / 2, top - 6, named[name].shape[0] * 6 > total || width > 60 ? name : name.slice(0, 1), { "text-anchor": "middle", class: "faint" }));
-      strip(x, top + h + 14, width, tall * 0.6, name === columns.at(-1) || columns.length < 3 ? "each rank's outputs" : "");
+      strip(x, top + h + 14, width, tall * 0.6, name === columns[0] || columns.length < 3 ? "each rank's outputs" : "");
       x += width + gap;
     });
-    parts.push(text(h + 24, top + h + 10 + tall * 0.6 + 40, region() === "mlp" ? "silu(gate) × up, element by element: nothing is sent" : "attention, head by head: nothing is sent", { class: "faint" }));
+    parts.push(text(Math.min(h + 24, wide - 330), top + h + 10 + tall * 0.6 + 40, region() === "mlp" ? "silu(gate) × up, element by element: nothing is sent" : "attention, head by head: nothing is sent", { class: "faint" }));
     // Second line: outputs times the row layer.
     const down = top + h + tall + 76;
     const into = Math.min(i, wide * 0.34);
-    strip(0, down + 30, into, tall * 0.6, "[T, F]");
+    strip(0, down + 30, into, tall * 0.6, region() === "mlp" ? "[T, F]" : "[T, heads × d]");
     parts.push(text(into + 8, down + 30 + tall * 0.3 + 4, "×"));
     bands(row, into + 24, down, h, Math.min(i, 130), false);
     parts.push(text(into + 24 + h / 2, down - 6, row, { "text-anchor": "middle", class: "faint" }), text(into + h + 32, down + 60, "="));

@@ -30,7 +30,7 @@ from framework.object_store import Place, read, retry
 
 Fault = Callable[[str], None]
 
-# What the file system and the manifest may need beyond the tensors' bytes.
+# Bytes that the file system and the manifest may need beyond the tensors.
 SPARE_BYTES = 1 << 20
 # Suffixes of the names of damaged checkpoints, and of those that a rewind has left.
 BAD, REWOUND = ".bad", ".rewound"

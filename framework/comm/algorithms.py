@@ -73,7 +73,7 @@ class Pending:
         return self._advance()
 
     def _advance(self) -> bool:
-        # Taken out first, so that a second wait finds nothing to do: `finish` gives buffers back, which may be done only once.
+        # Taken out first, so that a second wait finds nothing to do: what `finish` adds may be added only once.
         works, finish = self._works, self._finish
         self._works, self._finish = (), None
         if works:
@@ -168,11 +168,10 @@ def scatter_by_messages(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
     """Reduce-scatter: send every peer its part of x; when the peers' parts have come, add them to this rank's own.
 
     out: any shape; x: n times its elements, its dtype. The sum goes in the order of ranks, so that an element's result does not
-    depend on which rank's part it is in. Needs n - 1 parts of memory besides, which the axis keeps for the next one.
+    depend on which rank's part it is in. Needs n - 1 parts of memory besides.
     """
     parts = x.view(axis.size, -1)
-    buffer = axis.take_buffer((axis.size - 1) * out.numel(), x)
-    received = list(buffer[: (axis.size - 1) * out.numel()].view(axis.size - 1, -1))
+    received = list(x.new_empty(axis.size - 1, out.numel()))
     works = exchange_parts(received, parts, axis)
 
     def add() -> None:
@@ -182,8 +181,6 @@ def scatter_by_messages(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
             # Not into `out`, which may be this rank's own part, still to be added; received[0] has been added.
             total = torch.add(total, term, out=received[0])
         torch.add(total, terms[-1], out=out.view(-1))
-        # Only now: an operation that starts before this wait must receive into other memory.
-        axis.give_back(buffer)
 
     return Pending(works, [x], add)
 
@@ -193,14 +190,8 @@ def scatter_over_nodes(out: Tensor, x: Tensor, axis: Communicator) -> Pending:
     inner, outer = _levels_of(axis)
     parts = x.view(outer.size, inner.size, -1).transpose(0, 1)
     # A rank's parts for all nodes side by side: what the first hop leaves, the second one sends as it lies.
-    buffer, sums = axis.take_buffer(x.numel(), x), x.new_empty(outer.size * out.numel())
-    packed = buffer[: x.numel()].view(parts.shape).copy_(parts)
-
-    def cross() -> Pending:
-        axis.give_back(buffer)
-        return scatter_by_messages(out, sums, outer)
-
-    return in_turn(axis, scatter_by_messages(sums, packed, inner), cross)
+    sums, first = x.new_empty(outer.size * out.numel()), parts.contiguous()
+    return in_turn(axis, scatter_by_messages(sums, first, inner), lambda: scatter_by_messages(out, sums, outer))
 
 
 def sum_by_tensor(x: Tensor, _: Tensor, axis: Communicator) -> Pending:
@@ -214,8 +205,7 @@ def sum_over_nodes(x: Tensor, _: Tensor, axis: Communicator) -> Pending:
     inner, outer = _levels_of(axis)
     shares = x.view(-1).tensor_split(inner.size)
     mine = shares[inner.rank]
-    buffer = axis.take_buffer(inner.size * mine.numel(), x)
-    terms = buffer[: inner.size * mine.numel()].view(inner.size, -1)
+    terms = x.new_empty(inner.size, mine.numel())
     terms[inner.rank] = mine
     works = []
     for to, source in peers(inner):
@@ -224,7 +214,6 @@ def sum_over_nodes(x: Tensor, _: Tensor, axis: Communicator) -> Pending:
 
     def cross() -> Pending:
         torch.sum(terms, 0, out=mine)
-        axis.give_back(buffer)
         return in_turn(axis, sum_by_tensor(mine, mine, outer), spread)
 
     def spread() -> Pending:
@@ -262,7 +251,7 @@ class _FirstHop:
     def wait(self) -> None:
         # Ranks wait in different orders where one's data leaves a layer out. The second hops of all operations must be under way
         # before anybody waits for a later one: else this rank would wait for a message that a peer sends behind a wait for this.
-        # Those of other axes too: experts and dense parameters have different ones, and two ranks may share both.
+        # Hops of other axes, too: experts and dense parameters have different axes, and two ranks may share both.
         while self.second is None:
             self._hops.popleft()._proceed()
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from framework.comm.sealed import seal_text, unseal_text
+from framework.comm.objects import seal_text, unseal_text
 
 
 class Board:

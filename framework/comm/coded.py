@@ -107,10 +107,8 @@ class _CodedParts:
     """Messages of every rank for every rank, on their way.  rows: this rank's numbers for each, [ranks, places, n]."""
 
     def __init__(self, rows: Tensor, axis: Communicator, wire: Wire):
-        self._axis, self._wire = axis, wire
-        shape = torch.Size((2, *rows.shape[:2], wire.message_bytes(rows.shape[2])))
-        self._buffer = axis.take_buffer(shape.numel(), rows.new_empty(0, dtype=torch.uint8))
-        sent, self._received = self._buffer[: shape.numel()].view(shape)
+        self._wire = wire
+        sent, self._received = rows.new_empty(2, *rows.shape[:2], wire.message_bytes(rows.shape[2]), dtype=torch.uint8)
         wire.encode(rows, sent)
         self.works: list[Any]
         if rows.is_cuda:
@@ -122,6 +120,5 @@ class _CodedParts:
             self.works = exchange_parts(of_peers, sent, axis)
 
     def end(self, out: Tensor) -> None:
-        """Write the sum of what has come to out, [places, n], and give the memory back."""
+        """Write the sum of what has come to out, [places, n]."""
         self._wire.decode_sum(self._received, out)
-        self._axis.give_back(self._buffer)

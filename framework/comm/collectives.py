@@ -26,7 +26,7 @@ they are. Traced, they would be guarded on what they count, and recompiled in ev
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,6 @@ from framework.comm.agreement import check_agreement
 from framework.comm.algorithms import Pending, choose, copy, leaving_bytes, on_host
 from framework.comm.coded import Wire, scatter_coded, sum_coded
 from framework.comm.communicator import Communicator
-from framework.comm.sealed import seal, unseal
-from framework.torch_private import carries_cpu_tensors
 
 Reduction = Literal["sum", "max", "min"]
 Start = Callable[[Tensor, Tensor], Pending]  # of (out, x)
@@ -221,31 +219,6 @@ def _choose(name: str, axis: Communicator, out: Tensor, x: Tensor) -> Pending:
 
 def _all_reduce(axis: Communicator, op: Reduction, x: Tensor, _: Tensor) -> Pending:
     return Pending([dist.all_reduce(x, op=_REDUCTIONS[op], group=axis.group, async_op=True)], [x])
-
-
-@torch.compiler.disable
-def all_gather_object(obj: Any, axis: Communicator) -> list[Any]:
-    """Every rank's picklable object, in the axis's order. For a few names and numbers, not for tensors.
-
-    Bytes: this rank's object to each other rank. The axis must carry tensors of the CPU.
-    """
-    if axis.size == 1:
-        return [obj]
-    check_agreement(axis, "all_gather_object", "", None)
-    mine = seal(obj, axis.secret)
-    # Over NCCL alone the bytes go by way of the GPU.
-    device = torch.device("cpu" if carries_cpu_tensors(axis.group) else "cuda")
-    size = torch.tensor([len(mine)], device=device)
-    sizes = [torch.empty_like(size) for _ in range(axis.size)]
-    with axis.waiting(axis.record("all_gather_object", (axis.size - 1) * len(mine))):
-        dist.all_gather(sizes, size, group=axis.group)
-        lengths = [int(each) for each in sizes]
-        # Sizes differ between ranks, and every object is padded to the largest: hence only for what is small.
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-        padded[: len(mine)] = mine
-        gathered = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(gathered, padded, group=axis.group)
-    return [unseal(each[:length].cpu(), axis.secret) for each, length in zip(gathered, lengths, strict=True)]
 
 
 def _check(full: Tensor, part: Tensor | None = None, ratio: int = 1) -> None:

@@ -24,7 +24,7 @@ class Traffic:
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
         self.bytes: dict[str, int] = {}
-        # Those of the bytes that leave their node.
+        # Bytes that leave their node.
         self.bytes_leaving: dict[str, int] = {}
 
     def record(self, operation: str, num_bytes: int, leaving: int = 0) -> int:
@@ -50,7 +50,7 @@ class Message:
 
 
 class Communicator:
-    """An axis with its process groups, this rank's Traffic along it, and buffers to receive into.
+    """An axis with its process groups, and this rank's Traffic along it.
 
     An axis of size 1 has no group, and every collective over it returns its input. A larger one without a group is
     *unconnected*: plans are made with it (sizes, ranks, bytes), and a collective over it is an AssertionError.
@@ -85,8 +85,6 @@ class Communicator:
         self.secret = secret
         self.names_ranges = False  # while a profiler records
         self._group, self._scatter_group = group, scatter_group
-        # Idle only: an operation under way holds its buffer itself, so two at once never receive into one memory.
-        self._buffers: list[Tensor] = []
 
     def range(self, what: str, label: object = "") -> AbstractContextManager[Any]:
         """Names what is done meanwhile in a profiler's trace; nothing where none records."""
@@ -148,25 +146,6 @@ class Communicator:
     def groups(self) -> tuple[Any, ...]:
         """The process groups that there are: none, `group`, or `group` and `scatter_group`."""
         return tuple(group for group in (self._group, self._scatter_group) if group is not None)
-
-    def take_buffer(self, numel: int, like: Tensor) -> Tensor:
-        """A flat tensor [numel or more], of the dtype of `like` and on its device, that no operation uses.
-
-        On CPUs a large new tensor costs a page fault every 4 KiB: half as much again as receiving into it. So a buffer that an
-        earlier operation gave back is taken if it is large enough; if none is, one of them goes and a new one takes its place.
-        """
-        # The first that fits will do: no more are idle than operations were ever under way at once, which is two or three.
-        for index, buffer in enumerate(self._buffers):
-            if buffer.numel() >= numel and buffer.dtype == like.dtype:
-                return self._buffers.pop(index)
-        # Else sizes that grow would leave every smaller buffer behind for the rest of the run.
-        if self._buffers:
-            self._buffers.pop()
-        return like.new_empty(numel)
-
-    def give_back(self, buffer: Tensor) -> None:
-        """Let later operations use a buffer, [n], that `take_buffer` gave. Nobody may read or write it after this."""
-        self._buffers.append(buffer)
 
 
 def link_levels(axes: dict[str, Communicator]) -> dict[str, Communicator]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from framework.comm import collectives
 from framework.comm.communicator import Communicator
 
-Map = Callable[[Tensor], Tensor]
+Map = Callable[..., Tensor]
 
 
 def copy_to(x: Tensor, axis: Communicator) -> Tensor:
@@ -86,25 +86,28 @@ class _Linear(torch.autograd.Function):
     right."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_map: Map, adjoint: Map) -> Tensor:
-        # Only the maps are kept, no tensor: a linear map's gradient does not depend on its input.
+    def forward(ctx: Any, x: Tensor, forward_map: Map, adjoint: Map, *tensors: Tensor) -> Tensor:
+        # Not x: a linear map's gradient does not depend on its input.
+        ctx.save_for_backward(*tensors)
         ctx.maps = forward_map, adjoint
-        return forward_map(x)
+        return forward_map(x, *tensors)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         forward_map, adjoint = ctx.maps
-        return _Linear.apply(gradient, adjoint, forward_map), None, None
+        dx = _Linear.apply(gradient, adjoint, forward_map, *ctx.saved_tensors)
+        return dx, None, None, *(None for _ in ctx.saved_tensors)
+
+
+@torch.compiler.disable
+def linear(x: Tensor, forward_map: Map, adjoint: Map, *tensors: Tensor) -> Tensor:
+    """forward_map(x, *tensors), linear in x, whose gradient is adjoint(dy, *tensors). tensors: indices, without gradient."""
+    return _Linear.apply(x, forward_map, adjoint, *tensors)
 
 
 def _apply(x: Tensor, axis: Communicator, forward_map: Map, adjoint: Map) -> Tensor:
     # One rank gets x itself and no node in the graph: a layer that is not split is compiled and differentiated as if stock.
-    return x if axis.size == 1 else _communicate(x, forward_map, adjoint)
-
-
-@torch.compiler.disable
-def _communicate(x: Tensor, forward_map: Map, adjoint: Map) -> Tensor:
-    return _Linear.apply(x, forward_map, adjoint)
+    return x if axis.size == 1 else linear(x, forward_map, adjoint)
 
 
 def _alias(x: Tensor) -> Tensor:

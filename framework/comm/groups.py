@@ -101,7 +101,7 @@ def plan_groups(axes: Mapping[str, Axis], backends: Backends) -> Iterator[GroupP
     for axis in _distinct(axes, SHARD_AXES):
         yield GroupPlan(axis.name, axis.ranks, backends.scatter, "scatter")
     for axis in _distinct(axes, TOKEN_AXES):
-        # Of the axes' backends: in debug mode ranks compare over them what they start, by tensors of the CPU.
+        # On the axes' backends: in debug mode ranks compare over them what they start, by CPU tensors.
         yield GroupPlan(axis.name, axis.ranks, backends.axes, "tokens", only_messages=True)
 
 

@@ -22,7 +22,7 @@ CONNECT_S = 60.0
 # And so much longer for each rank: the store and NCCL's root answer ranks one after another, in some milliseconds each.
 CONNECT_S_PER_RANK = 0.02
 CONNECT_ATTEMPTS = 3
-# How a meeting of all ranks has ended: the first word of what the store says of it.
+# Outcome of a meeting of all ranks: the first word of its entry in the store.
 MET, GIVEN_UP = "met ", "given up "
 # Explanations that the last rank to be compared reads from the store.
 DIFFERENCES_SHOWN = 8
@@ -59,7 +59,7 @@ def compare_fingerprints(store: dist.Store, mine: Mapping[str, str], rank: int, 
         raise RanksDiffer(explain_differences(shown, count, world))
 
 
-# What to do about a difference, by its name.
+# Fixes, by the name of a difference.
 FIXES = {
     "recipe": "recipe.yaml of the run was changed or is not yet seen while ranks start (a file system's cache): start again",
     "code": "ranks import different copies of Meshwright: one installation, or one image, on all nodes",

@@ -5,19 +5,27 @@ are a load of their own, and two of them may see different answers (NFS caches a
 would send n answers to each of n ranks; here n answers go to one rank, or one answer goes to all.
 
 The axis must carry tensors of the CPU, as `world` does on every backend.
+
+Objects and words travel with a seal that only ranks of this run can make. Reading a pickle executes what its writer wants, and
+whoever reaches a port of the store may write there, other addresses of ranks included. So what arrives is compared with its
+seal before it is read. secret: of the run's start, as the launcher has given it to each rank (`connect.read_secret`); empty
+where ranks are one another's children and meet in a private folder.
 """
 
+import hmac
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from framework.comm.agreement import check_agreement
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
-from framework.comm.sealed import seal, unseal
-from framework.errors import EXIT_USER, MeshwrightError
+from framework.errors import EXIT_USER, ConnectionFailed, MeshwrightError
+from framework.torch_private import carries_cpu_tensors
 
 T = TypeVar("T")
 
@@ -63,6 +71,31 @@ def share_errors(work: Callable[[], T], axis: Communicator) -> T:
     if first < 2 * axis.size:
         broadcast_object(lambda: _raise(failure), axis, source=int(first) % axis.size)
     return result  # type: ignore[return-value]  # no rank has failed
+
+
+@torch.compiler.disable
+def all_gather_object(obj: Any, axis: Communicator) -> list[Any]:
+    """Every rank's picklable object, in the axis's order. For a few names and numbers, not for tensors.
+
+    Bytes: this rank's object to each other rank. The axis must carry tensors of the CPU.
+    """
+    if axis.size == 1:
+        return [obj]
+    check_agreement(axis, "all_gather_object", "", None)
+    mine = seal(obj, axis.secret)
+    # Over NCCL alone the bytes go by way of the GPU.
+    device = torch.device("cpu" if carries_cpu_tensors(axis.group) else "cuda")
+    size = torch.tensor([len(mine)], device=device)
+    sizes = [torch.empty_like(size) for _ in range(axis.size)]
+    with axis.waiting(axis.record("all_gather_object", (axis.size - 1) * len(mine))):
+        dist.all_gather(sizes, size, group=axis.group)
+        lengths = [int(each) for each in sizes]
+        # Sizes differ between ranks, and every object is padded to the largest: hence only for what is small.
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+        padded[: len(mine)] = mine
+        gathered = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(gathered, padded, group=axis.group)
+    return [unseal(each[:length].cpu(), axis.secret) for each, length in zip(gathered, lengths, strict=True)]
 
 
 def gather_object(obj: Any, axis: Communicator) -> list[Any]:
@@ -152,3 +185,38 @@ def _broadcast(obj: Any, source: int, axis: Communicator) -> Any:
 def _raise(error: MeshwrightError | None) -> None:
     assert error is not None, "only a rank that has failed raises its error"
     raise error
+
+
+_DIGEST = "sha256"
+SEAL_BYTES = 32
+
+
+def seal(obj: Any, secret: bytes) -> Tensor:
+    """A picklable object as uint8 [n]: its seal and its pickle."""
+    pickled = pickle.dumps(obj)
+    # A bytearray, because torch warns of tensors over memory that cannot be written to.
+    return torch.frombuffer(bytearray(hmac.digest(secret, pickled, _DIGEST) + pickled), dtype=torch.uint8)
+
+
+def unseal(data: Tensor, secret: bytes) -> Any:
+    """The object. Raises ConnectionFailed where no rank of this run has sealed it."""
+    content = data.numpy().data
+    found, pickled = content[:SEAL_BYTES], content[SEAL_BYTES:]
+    if not hmac.compare_digest(found, hmac.digest(secret, pickled, _DIGEST)):
+        raise ConnectionFailed(
+            f"a message of {len(data):,} bytes was not written by a rank of this run, and is not read: who else reaches the ports"
+            " of its ranks? docs/reliability.md lists them"
+        )
+    return pickle.loads(pickled)
+
+
+def seal_text(text: str, secret: bytes) -> str:
+    """A text with its seal in front."""
+    return f"{hmac.digest(secret, text.encode(), _DIGEST).hex()} {text}"
+
+
+def unseal_text(sealed: bytes, secret: bytes) -> str | None:
+    """The text; None where no rank of this run has sealed it."""
+    found, _, text = sealed.partition(b" ")
+    is_ours = hmac.compare_digest(found, hmac.digest(secret, text, _DIGEST).hex().encode())
+    return text.decode() if is_ours else None

@@ -18,7 +18,7 @@ from framework.comm.algorithms import Pending, copy, to_host
 from framework.comm.communicator import Communicator
 from framework.comm.waits import Operation
 
-# Those of collectives have others: messages of one tag match in the order in which they are started.
+# Collectives use other tags: messages of one tag match in the order in which they are started.
 _TAG = 0
 
 
@@ -58,7 +58,7 @@ def exchange_apart(
     # Without messages of its kind a Pending is over: nobody waits for it, and NCCL's one work of a batch would leave it open.
     leaving = Pending(sent, [x for x, _ in sends]) if sends else Pending()
     arriving = Pending(received, [x for x, _ in receives], finish) if receives else Pending()
-    # What is one work is held up by the peers of either kind.
+    # Sends and receives that are one work wait for the peers of both.
     is_one = sent is received
     names = _name(sends, receives if is_one else [], axis, label), _name(sends if is_one else [], receives, axis, label)
     return leaving.named(names[0], axis), arriving.named(names[1], axis)
@@ -120,7 +120,7 @@ def _start_batch(
 
 # Apart from the tags of `algorithms`, `agreement` and `objects`: streams may follow one of their messages at once.
 STREAM_TAG = 5
-# As much as staging fills at once: large enough that the time between two segments does not show.
+# Bytes that staging fills at once: large enough that the time between two segments does not show.
 SEGMENT_BYTES = 16 << 20
 
 

@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-# Of the host's memory.
+# Page size of the host's memory.
 PAGE_BYTES = 4096
 
 
@@ -203,7 +203,7 @@ class Download:
             assert same, f"{tuple(self._source.shape)} was written to while it was on its way to the host"
 
 
-# What memory holds that nobody has copied to yet: as a float of any width it is NaN.
+# Byte of memory that no copy has reached yet: as a float of any width it is NaN.
 NO_VALUE = 0xFF
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 # Beside a number that is 1.5 * 2^23 spacings large fp32 has whole spacings only.
 WHOLE, SMALLEST_SCALE = tl.constexpr(12582912.0), tl.constexpr(2.0**-126)
-# Of fp8: a number's spacing, of the power of two below it, and the least one.
+# Spacing of fp8 numbers relative to the power of two below them, and the smallest spacing.
 SPACING, LEAST_SPACING = tl.constexpr(2.0**-3), tl.constexpr(2.0**-9)
 
 
@@ -41,7 +41,7 @@ def _encode(
     places = block * BLOCK + 2 * tl.arange(0, BLOCK // 2)
     even = tl.load(x + places, mask=places < n, other=0.0).to(tl.float32)
     odd = tl.load(x + places + 1, mask=places + 1 < n, other=0.0).to(tl.float32)
-    # As integers: without a sign they have the order of the numbers, and NaN is above all.
+    # Compare absolute values as integers: these have the same order, and NaN is the largest.
     words = tl.maximum(even.to(tl.int32, bitcast=True) & 0x7FFFFFFF, odd.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     largest = tl.max(words, 0).to(tl.float32, bitcast=True)
     scale = tl.maximum(tl.div_rn(largest, LARGEST), SMALLEST_SCALE)

@@ -39,8 +39,13 @@ def run(arguments: argparse.Namespace) -> int:
 def describe_difference(first: RunDirectory, second: RunDirectory) -> Iterator[str]:
     """The lines of the page; one word on a section that is equal."""
     yield f"runs: {first.path} and {second.path}"
-    for name, read in (("recipe", _read_recipe), ("code", _read_code), ("environment", _read_environment)):
-        values = read(first), read(second)
+    launches = [each.last_launch for each in (first, second)]
+    read: dict[str, list[dict[str, Any]]] = {
+        "recipe": [_read_recipe(each) for each in (first, second)],
+        "code": [{name: each[name] for name in ("commit", "edited") if name in each} for each in launches],
+        "environment": [{"host": each.get("host"), **each.get("versions", {})} for each in launches],
+    }
+    for name, values in read.items():
         yield from _section(name, list(find_differences(*values)), "equal" if any(values) else "was not recorded")
     yield from _section("curves", list(_compare_curves(first, second)), "no step that both have")
 
@@ -60,16 +65,6 @@ def _read_recipe(run: RunDirectory) -> dict[str, Any]:
         for key, value in values.items()
         if key not in OWN_KEYS
     }
-
-
-def _read_code(run: RunDirectory) -> dict[str, Any]:
-    launch = run.last_launch
-    return {name: launch[name] for name in ("commit", "edited") if name in launch}
-
-
-def _read_environment(run: RunDirectory) -> dict[str, Any]:
-    launch = run.last_launch
-    return {"host": launch.get("host"), **launch.get("versions", {})}
 
 
 def _compare_curves(first: RunDirectory, second: RunDirectory) -> Iterator[tuple[str, ...]]:

@@ -32,7 +32,7 @@ class DoctorLine:
 
     what: str
     found: str
-    # How to fix it; empty where it is ok.
+    # The fix; empty where it is ok.
     fix: str = ""
     # The recipe cannot be run without it.
     is_needed: bool = True

@@ -18,9 +18,11 @@ from framework.host import count_cores
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory, find_run
 from framework.output import align
-from framework.recipe.compose import compose, save_recipe
+from framework.recipe.check import check_recipe
+from framework.recipe.compose import compose, save_recipe, with_choices
 from framework.recipe.derive import derive
 from framework.recipe.layout_keys import with_layout_of
+from framework.recipe.problem import render_problems
 from framework.recipe.schema import Batch, Checkpoint, Eval, Launch, Recipe, Train
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 TRAINED_BY_RANKS = "framework.train.evaluation"
 # Tokens of a row where no recipe says it, unless the model has fewer positions.
 FOLDER_CONTEXT = 2048
-# Of a step, which there is none of: many degrees divide it.
+# A batch for the recipe, though nothing is trained: many degrees divide it.
 SEQUENCES = 960
 
 
@@ -139,7 +141,10 @@ def choose_layout(known: Recipe, arguments: argparse.Namespace, place: Path) -> 
     )
     base = place / "recipe.yaml"
     save_recipe(alone, base)
-    recipe = compose(arguments.overrides, base=base).require()
+    composed = compose(arguments.overrides, base=base)
+    recipe, _ = with_choices(composed.require(), compose(arguments.overrides).draft, arguments.overrides)
+    if problems := check_recipe(recipe, composed.origins):
+        raise RecipeError(render_problems(problems))
     if not recipe.eval.tasks:
         raise RecipeError("nothing to score: give --tasks PATH, a file or folder of tasks (docs/evaluation.md)")
     return recipe

@@ -22,6 +22,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--average", action="store_true", help="with train.ema: the average of the weights, in their place"
     )
     parser.add_argument(
+        "--text",
+        action="store_true",
+        help="of a run that has trained the text model of a vision-language checkpoint: that alone, not the checkpoint with it",
+    )
+    parser.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), help="the dtype of the weights; else the one that was trained"
     )
     which = parser.add_mutually_exclusive_group()
@@ -36,5 +41,5 @@ def run(arguments: argparse.Namespace) -> int:
         from framework.commands.trained_model import export_model
 
     which = {"best": arguments.best, "step": arguments.step, "averaged": arguments.average, "dtype": arguments.dtype}
-    export_model(path, to=arguments.to, merged=arguments.merged, **which)
+    export_model(path, to=arguments.to, merged=arguments.merged, text=arguments.text, **which)
     return EXIT_DONE

@@ -9,7 +9,7 @@ from typing import Any
 from framework.errors import EXIT_DONE, DataError, ModelError
 from framework.files import write_atomically
 
-# What its own `simple_evaluate` draws few-shot examples with.
+# Seed with which lm-eval's `simple_evaluate` draws few-shot examples.
 FEWSHOT_SEED = 1234
 
 
@@ -52,7 +52,7 @@ def convert_task(name: str, task: Any) -> Iterator[dict[str, Any]]:
 def _convert_choices(task: Any, requests: Sequence[Any]) -> dict[str, Any]:
     doc = requests[0].doc
     choices = task.doc_to_choice(doc)
-    # Of mutual information each choice without its context follows.
+    # For mutual information each choice follows again, without its context.
     contexts, continuations = zip(*(each.args for each in requests[: len(choices)]), strict=True)
     answer = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
     answer = choices.index(answer) if isinstance(answer, str) else answer

@@ -78,23 +78,15 @@ def print_plan(
     experts."""
     with loading_libraries():
         from framework.plan.advice import find_changes
-        from framework.plan.check import check_stages, check_weights
-        from framework.plan.forecast_plan import forecast_plan
         from framework.plan.page import save_schedule
         from framework.plan.page_html import require_page, write_html
-        from framework.plan.plan_stages import join_stages, plan_within
+        from framework.plan.plan_stages import forecast_run
         from framework.plan.plan_text import describe_plan
-        from framework.recipe.stages import split_stages
         from framework.track.summary import read_loads
 
     if html is not None:
         require_page(html, overwrite)
-    first, *plans = check_stages(recipe)
-    check_weights(first)
-    stages = split_stages(recipe)
-    recorded = None if loads is None else read_loads(find_run(loads))
-    forecasts = [forecast_plan(plan_within(*each), recorded) for each in zip(stages, plans or [first], strict=True)]
-    found, table = join_stages(stages, forecasts)
+    found, table = forecast_run(recipe, None if loads is None else read_loads(find_run(loads)))
     plan, changes = found.plan, find_changes(found)
     if recipe.data.blends_by_tokens:
         print(f"data          {describe_data(recipe)}")
@@ -108,7 +100,7 @@ def print_plan(
 
         write_html(html, make_page(found, changes))
         print(f"wrote {html}")
-    return EXIT_DONE if all(each.forecast.memory.fits for each in forecasts) else EXIT_MEMORY
+    return EXIT_DONE if found.forecast.memory.fits else EXIT_MEMORY
 
 
 def _describe_details(plan: "Plan", details: Collection[str]) -> Iterator[str]:

@@ -35,7 +35,7 @@ LAYOUTS = "layouts"
 CORRECTED = "cluster.yaml"
 # The first steps of a run warm up: memory is allocated, kernels are chosen.
 WARM_UP = 2
-# What makes a run a trial: each step is reported, nothing is saved on the way, nothing is mirrored elsewhere.
+# Overrides of a trial run: each step is reported, nothing is saved on the way, nothing is mirrored elsewhere.
 TRIAL = {
     "train.epochs": "null",
     "train.validate_every_steps": "null",

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from framework.comm.collectives import all_gather, all_gather_object, all_reduce, all_to_all, barrier, reduce_scatter
+from framework.comm.collectives import all_gather, all_reduce, all_to_all, barrier, reduce_scatter
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh
-from framework.comm.objects import broadcast_object
+from framework.comm.objects import all_gather_object, broadcast_object
 from framework.comm.p2p import start_receive, start_send
 from framework.comm.transfer import pin, upload
 from framework.model.matmul import accumulate_matmul

@@ -115,7 +115,7 @@ def _show_sample(run: RunDirectory, lease: Lease, prompt: str, chat: bool) -> No
 
     folder = run.path / EXPORT_FOLDER
     with lease.replacing(folder) as made:
-        export_model(run.path, made, name=folder)
+        export_model(run.path, made, name=folder, text=True)
     how = "what the model answers" if chat else "how the model goes on"
     print(f"sample   the text of train.sample, and {how}:\n", flush=True)
     generate_command(folder, prompt, max_new_tokens=80, temperature=0.0 if chat else 0.7, chat=chat)

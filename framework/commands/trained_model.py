@@ -24,13 +24,13 @@ from framework.mesh.layout import Layout
 from framework.model.adapter_targets import add_adapters
 from framework.model.adapters import find_coded, merge_all
 from framework.model.generate import add_end, find_end, find_token_ids, set_token_ids
-from framework.model.hub import CONFIG, find_base, list_processors, read_generation
+from framework.model.hub import CONFIG, find_again, find_base, list_processors, read_generation
 from framework.model.initial import build_buffers, draw_unit, persistent_buffers, set_buffers
-from framework.model.load import build_meta, load_config
+from framework.model.load import build_meta, is_part, load_config
 from framework.model.peft_folder import write_adapter
 from framework.model.precision import DTYPES
 from framework.model.units import Unit, find_units, set_parameter, tied_names
-from framework.model.weights import read_weights, write_weights, writing_folder
+from framework.model.weights import read_weights, write_into, write_weights, writing_folder
 from framework.object_store import Place
 from framework.optim.averages import AVERAGE
 from framework.parallel.zero.row_codes import round_rows
@@ -53,9 +53,13 @@ def export_model(
     merged: bool = False,
     averaged: bool = False,
     dtype: str | None = None,
+    text: bool = False,
 ) -> None:
     """Write the newest checkpoint of `run`, or the best, or that of a step, to the folder `to`, with its tokenizer. Needs memory
     for one unit.
+
+    Where the run has trained the text model of a vision-language checkpoint, the folder is that checkpoint with its weights in
+    place of the old ones, and in their dtypes; with text, the text model alone.
 
     Weights keep the dtype in which the optimizer updated them, so nothing is lost, unless `dtype`, a key of DTYPES, names
     another. Of a run with an adapter the folder has that alone, in PEFT's format, or, merged, the whole model in the dtype of its
@@ -79,8 +83,15 @@ def export_model(
         _export_adapter(to, model, recipe, reader, tokenizer, kind)
     else:
         units = UnitReader(recipe, model, reader, kind)
-        kept = units.dtype if dtype is None else DTYPES[dtype]
-        write_weights(to, model, units.read_all(), kept, [*tokenizer, *list_processors(directory.pretrained)])
+        if not text and is_part(model, directory.pretrained):
+            if dtype is not None:
+                raise RunError(f"{run} is exported into its vision-language checkpoint: --dtype goes with --text")
+            has_own = recipe.model.tokenizer is not None or recipe.data.chat_template is not None
+            whole = find_again(recipe.model, "the checkpoint of the text model", ", or export this alone with --text")
+            write_into(to, whole, model, units.read_all(), tokenizer if has_own else ())
+        else:
+            kept = units.dtype if dtype is None else DTYPES[dtype]
+            write_weights(to, model, units.read_all(), kept, [*tokenizer, *list_processors(directory.pretrained)])
     template = directory.tokenizer / "chat_template.jinja"
     chat = f", with the chat template {hash_file(template)[:16]}" if template.is_file() else ""
     print(f"exported step {reader.manifest.step:,} of {run} to {name or to}{chat}")
@@ -187,7 +198,7 @@ class UnitReader:
     def _read_base(self, unit: Unit, names: Sequence[str]) -> dict[str, Tensor]:
         """Frozen tensors by name, from the pretrained weights, or drawn as the run drew them."""
         if self._folder is None:
-            # By a model that stays on meta: an initialiser would write to a tied weight that the caller has been given.
+            # Use a model that stays on meta: an initialiser would write to a tied weight that the caller has been given.
             drawn = draw_unit(self._adapted, unit, self._recipe.train.seed, torch.device("cpu"))
             return {name: drawn[name] for name in names}
         shapes = {name: tuple(self._model.get_parameter(name).shape) for name in names}

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from framework.data.growing import FAILED_FILE, GrowingStream
+from framework.data.growing import GrowingStream
 from framework.data.jobs import list_all, make_jobs, make_meta, read_reports, run_jobs
 from framework.data.join import hold_lock
 from framework.data.prepared import Prepared, StorePlace, locate
@@ -104,7 +104,7 @@ def tokenizing(recipe: Recipe, prepared: Prepared) -> Iterator[None]:
     )
     assert process.stdin is not None, "a pipe"
     is_over = threading.Event()
-    watch = threading.Thread(target=_note_end, args=(process, streams, is_over), daemon=True)
+    watch = threading.Thread(target=_note_end, args=(process, streams, prepared.failed, is_over), daemon=True)
     watch.start()
     try:
         yield
@@ -116,7 +116,7 @@ def tokenizing(recipe: Recipe, prepared: Prepared) -> Iterator[None]:
 
 
 def _note_end(
-    process: "subprocess.Popen[bytes]", streams: Mapping[Path, TokenStream], is_over: threading.Event
+    process: "subprocess.Popen[bytes]", streams: Mapping[Path, TokenStream], failed: str, is_over: threading.Event
 ) -> None:
     """Wait for the tokenizer, and if it has failed tell this rank's streams why, and those of others by a file in each folder. A
     disk that has no room for it is the usual reason: then this rank ends the run."""
@@ -127,7 +127,7 @@ def _note_end(
     for folder, stream in streams.items() if code != 0 and not is_over.is_set() else ():
         assert isinstance(stream, GrowingStream), "others are whole"
         stream.reason = reason
-        with suppress(OSError), write_atomically(folder / FAILED_FILE) as file:
+        with suppress(OSError), write_atomically(folder / failed) as file:
             file.write(reason.encode())
 
 

@@ -39,7 +39,7 @@ NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 # Texts that no conversation has, in place of what an assistant says and thinks.
 PROBE, PROBE_THOUGHT = "meshwright:answer", "meshwright:thought"
 NO_CONVERSATION = Conversation([{"role": "user", "content": "."}, {"role": "assistant", "content": PROBE}])
-# What a template raises that does not fit a conversation.
+# Errors of a template that does not fit a conversation.
 FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 # Characters of a difference that a message quotes.
 QUOTED = 120
@@ -98,15 +98,12 @@ class Chat:
         DataError, with the reason alone, where the template fails or what is trained is not what the assistant says.
         """
         turns = conversation.trained[-1:] if self._train_on == "last" else conversation.trained
-        documents = self._lay_out_all(conversation) if self._train_on == "all" else self._lay_out(conversation, turns)
-        encoded = [self._tokenize(each) for each in documents]
-        if self._train_on != "all":
-            self._prove(conversation, turns, encoded)
+        if self._train_on == "all":
+            text = self.render(conversation, conversation.messages).rstrip()
+            return [self._tokenize(Rendering(text, [(0, len(text))]))]
+        encoded = [self._tokenize(each) for each in self._lay_out(conversation, turns)]
+        self._prove(conversation, turns, encoded)
         return encoded
-
-    def _lay_out_all(self, conversation: Conversation) -> list[Rendering]:
-        text = self.render(conversation, conversation.messages).rstrip()
-        return [Rendering(text, [(0, len(text))])]
 
     def _lay_out(self, conversation: Conversation, turns: list[int]) -> list[Rendering]:
         documents: list[Rendering] = []

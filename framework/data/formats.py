@@ -31,9 +31,9 @@ from framework.errors import DataError
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 MEGATRON_HEADER = np.dtype([("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("documents", "<u8")])
-# Of dtypes that an MDS array may state in front of its values.
+# Codes of dtypes that an MDS array may state in front of its values.
 MDS_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
-# Of decoded row groups, which random order asks for again and again.
+# Bytes of decoded row groups that are kept, since random order asks for them again and again.
 KEPT_BYTES = 1 << 30
 
 
@@ -48,15 +48,13 @@ class IdFile:
 
 def open_ids(files: Sequence[SourceFile], field: str, vocab_size: int) -> list[IdFile]:
     """Open files of ids. DataError, naming one, where it is not of its format."""
-    # Of all files: a source may have thousands.
+    # One cache for all files: a source may have thousands.
     read_group = _GroupCache()
     openers: dict[str, Callable[[Path], IdFile]] = {
         "megatron": _open_megatron,
         "datatrove": lambda path: _open_datatrove(path, vocab_size),
         "mds": lambda path: _open_mds(path, field),
-        "ids": lambda path: (
-            _open_parquet(path, field, read_group) if path.suffix in (".parquet", ".pq") else _open_arrow(path, field)
-        ),
+        "ids": lambda path: _open_ids(path, field, read_group),
     }
     opened = []
     for file in files:
@@ -145,12 +143,10 @@ def _open_mds(path: Path, field: str) -> IdFile:
     return IdFile(count, read)
 
 
-def _open_arrow(path: Path, field: str) -> IdFile:
-    batches = list(open_batches(path))
-    return _open_columns([batch.num_rows for batch in batches], batches.__getitem__, field)
-
-
-def _open_parquet(path: Path, field: str, read_group: Callable[[Path, int, str], Any]) -> IdFile:
+def _open_ids(path: Path, field: str, read_group: Callable[[Path, int, str], Any]) -> IdFile:
+    if path.suffix not in (".parquet", ".pq"):
+        batches = list(open_batches(path))
+        return _open_columns([batch.num_rows for batch in batches], batches.__getitem__, field)
     metadata = pyarrow.parquet.read_metadata(path)
     counts = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
     return _open_columns(counts, lambda number: read_group(path, number, field), field)

@@ -20,8 +20,6 @@ from framework.errors import DamagedStore, DataError
 # Tokens of a window of samples that are shuffled among themselves: some seconds of tokenizing on a few cores.
 WINDOW_TOKENS = 1 << 21
 LOOK_EVERY_S, SAY_AFTER_S, SAY_EVERY_S = 0.2, 5.0, 60.0
-# In a stream's folder, the reason why its tokenizer has ended.
-FAILED_FILE = "failed"
 
 Say = Callable[[str], None]
 
@@ -51,15 +49,18 @@ class ShardTokens:
 
 
 class GrowingStream(TokenStream):
-    """A split of the first `num_shards` shards of a store. It has document ends by shard alone (`ends_within`)."""
+    """A split of the first `num_shards` shards of a store. It has document ends by shard alone (`ends_within`). failed: the file
+    of the store that says why this run's tokenizer has ended."""
 
-    def __init__(self, name: str, folder: Path, meta: StoreMeta, split: Split, num_shards: int) -> None:
+    def __init__(
+        self, name: str, folder: Path, meta: StoreMeta, split: Split, num_shards: int, failed: str = "failed"
+    ) -> None:
         self.tokens: ShardTokens
         self.trained: ShardTokens | None
         trained = ShardTokens(TRAINED_DTYPE) if meta.is_masked else None
         super().__init__(ShardTokens(np.dtype(meta.dtype)), np.empty(0, ENDS_DTYPE), trained=trained)
         self.num_shards, self._num_open = num_shards, 0
-        self._name, self._folder, self._split = name, folder, split
+        self._name, self._folder, self._split, self._failed = name, folder, split, folder / failed
         self._ends: list[np.ndarray] = []  # of shards that have documents, from their starts
         self._unverified: dict[int, tuple[Path, str]] = {}  # path and checksum of those that were not read yet
         self.reason: str | None = None  # why the tokenizer has ended, where this process has started it
@@ -113,7 +114,9 @@ class GrowingStream(TokenStream):
 
     def _has(self, num_tokens: int) -> bool:
         if self.num_tokens < num_tokens and not self.is_whole:
-            reason = self.reason or self._read_reason()  # before: what it has written until then counts
+            reason = self.reason or (
+                self._failed.read_text() if self._failed.is_file() else None
+            )  # before: what it has written until then counts
             self._grow()
             if reason is not None and self.num_tokens < num_tokens and not self.is_whole:
                 raise DataError(
@@ -121,12 +124,6 @@ class GrowingStream(TokenStream):
                     f" data.sources.{self._name}: {reason}. The next start goes on with the others"
                 )
         return self.num_tokens >= num_tokens or self.is_whole
-
-    def _read_reason(self) -> str | None:
-        try:
-            return (self._folder / FAILED_FILE).read_text()
-        except FileNotFoundError:
-            return None
 
     def _grow(self) -> None:
         """Open the next shards that are there."""

@@ -27,7 +27,7 @@ ENDINGS_OF_IDS = {
     "mds": (".mds",),
     "ids": (".parquet", ".pq", ".arrow", ".feather"),
 }
-# What lies beside such a file and says where its documents end.
+# Files beside such a file that say where its documents end.
 BESIDE_IDS = {".bin": (".idx",), ".ds": (".ds.index", ".ds.metadata")}
 KIND_OF_ENDING: dict[str, Kind] = {
     ".jsonl": "jsonl",
@@ -63,7 +63,7 @@ HEAD_BYTES = 4096
 MOST_CONTROLS = 0.1
 CONTROLS = bytes(set(range(32)) - set(b"\t\n\r\f\b\x1b"))
 OTHER_ENCODING = "{0} text (`iconv -f {0} -t UTF-8` converts it)"
-# Of every four bytes of ASCII and most other text: those that are control characters, and those that are seldom.
+# Among every four bytes of ASCII and most other text: those that are control characters, and those that seldom are.
 WIDE_ENCODINGS = (
     ("UTF-32LE", (2, 3), (0, 0)),
     ("UTF-32BE", (0, 1), (3, 3)),

@@ -23,14 +23,14 @@ from framework.data.pack import NO_SAMPLE, Microbatch, Mode, Packer, cut_context
 from framework.data.prepared import Prepared
 from framework.data.rows import Overlong, refuse_no_rows
 from framework.data.store import Split
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 
 # Small steps are read several at once, since a read costs some 0.2 ms however little it reads: at most this many steps and
 # tokens (about 1 MB).
 STEPS_READ_AT_ONCE = 32
 TOKENS_READ_AT_ONCE = 1 << 15
-# Of tokens in an object store: at least this many are asked for before they are read, and at most this many samples. Some seconds
-# of training, in which a failed request is repeated.
+# Read-ahead from an object store: at least this many tokens, and at most this many samples. Some seconds of training, in which
+# a failed request is repeated.
 TOKENS_ASKED_AHEAD = 1 << 18
 SAMPLES_ASKED_AHEAD = 512
 # The size of a stream whose end is not known yet.

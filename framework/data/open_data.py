@@ -7,7 +7,6 @@ from transformers import PretrainedConfig
 
 from framework.comm.communicator import Communicator
 from framework.comm.objects import broadcast_object, share_errors
-from framework.data.growing import FAILED_FILE
 from framework.data.prepared import Prepared, check_vocabulary, find_prepared, open_found
 from framework.errors import RecipeError
 from framework.model.probe import keeps_documents_apart
@@ -24,7 +23,7 @@ def open_data(recipe: Recipe, config: PretrainedConfig, world: Communicator) -> 
         found = find_prepared(recipe)
         check_data_fits(recipe, found, config)
         for source in found.sources:  # before any rank waits for the tokenizer of this start
-            (source.folder / FAILED_FILE).unlink(missing_ok=True)
+            (source.folder / found.failed).unlink(missing_ok=True)
         return found
 
     found = broadcast_object(find, world)
@@ -35,8 +34,7 @@ def check_data_fits(recipe: Recipe, found: Prepared, config: PretrainedConfig) -
     """DataError or RecipeError unless every token has an embedding, every position has one, and the model keeps packed documents
     apart."""
     check_vocabulary(recipe, found.vocab_size, config.get_text_config().vocab_size)
-    problems = list(find_sequence_problems(recipe, config))
-    if problems:
+    if problems := list(find_sequence_problems(recipe, config)):
         raise RecipeError(render_problems(problems))
 
 
@@ -49,7 +47,9 @@ def find_sequence_problems(recipe: Recipe, config: PretrainedConfig) -> Iterator
         if recipe.model.weights is None:
             fix += f"; or model.config.max_position_embeddings={context}"
         yield Problem("batch.context", context, message, fix)
-    if recipe.data.isolates and not _keeps_documents_apart(recipe, config):
+    # Meshwright's own attention keeps documents apart in every family; transformers' does in some.
+    is_stock = recipe.data.isolates and find_stock_attention(config, recipe) is not None
+    if is_stock and not keeps_documents_apart(config):
         message = (
             f"in {config.model_type} models documents that share a row see one another: the model does not derive its mask from"
             " positions, or carries state along"
@@ -63,8 +63,3 @@ def keeps_any_documents_apart(recipe: Recipe, config: PretrainedConfig) -> bool:
     packed = replace(recipe, data=replace(recipe.data, pack="documents"))
     is_ours = recipe.parallel.cp > 1 or find_stock_attention(config, recipe) is None
     return find_stock_attention(config, packed) is None if is_ours else keeps_documents_apart(config)
-
-
-def _keeps_documents_apart(recipe: Recipe, config: PretrainedConfig) -> bool:
-    """Whether Meshwright's attention is exact for documents of the family, or transformers' masks keep them apart."""
-    return find_stock_attention(config, recipe) is None or keeps_documents_apart(config)

@@ -32,7 +32,7 @@ import torch
 
 from framework.data.rows import Overlong, Rows
 from framework.data.store import TokenStream
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.model.loss import IGNORE
 from framework.model.objective import Pairs
 from framework.parallel.attention import Documents
@@ -194,7 +194,10 @@ class Packer:
         place = 0
         for start, stop in zip(begins.tolist(), stops.tolist(), strict=True):
             end = place + stop - start - 1
-            _read_pairs(stream, start, stop, input_ids[place:end], labels[place:end])
+            tokens, trained = stream.read(start, stop), stream.read_trained(start, stop)
+            following = tokens[1:].astype(np.int64)
+            input_ids[place:end] = tokens[:-1]
+            labels[place:end] = following if trained is None else np.where(trained[1:], following, IGNORE)
             if starts is not None and self.mode in WHOLE:
                 starts[place] = place
             elif starts is not None:
@@ -212,13 +215,6 @@ class Packer:
         return torch.from_numpy(np.arange(self.context) - np.maximum.accumulate(starts, axis=1))
 
 
-def _read_pairs(stream: TokenStream, start: int, stop: int, input_ids: np.ndarray, labels: np.ndarray) -> None:
-    """Write tokens [start, stop) of a stream as inputs and, where they are trained, as labels: [stop - start - 1] each."""
-    tokens, trained = stream.read(start, stop), stream.read_trained(start, stop)
-    input_ids[:] = tokens[:-1]
-    labels[:] = tokens[1:] if trained is None else np.where(trained[1:], tokens[1:].astype(np.int64), IGNORE)
-
-
 def cut_context(rows: Microbatch, slices: ContextSlices) -> Microbatch:
     """Cut [b, context] into the tokens that a rank of `cp` holds, [b, tokens_local], all of them where it is one, and find where
     documents begin.
@@ -232,7 +228,8 @@ def cut_context(rows: Microbatch, slices: ContextSlices) -> Microbatch:
         return replace(rows, documents=documents)
     assert rows.input_ids.shape[1] == context, f"sequences of {rows.input_ids.shape[1]} tokens, not of {context}"
     row = torch.arange(context + slices.padding).expand(len(rows.input_ids), -1)
-    positions = row if given is None else _count_on(given, slices.padding)
+    beyond = torch.arange(1, slices.padding + 1)  # the last document counts on over the padding
+    positions = row if given is None else torch.cat([given, given[:, -1:] + beyond], dim=1)
     return replace(
         rows,
         input_ids=slices.cut(rows.input_ids, 0),
@@ -242,8 +239,3 @@ def cut_context(rows: Microbatch, slices: ContextSlices) -> Microbatch:
         documents=documents,
         pairs=None if rows.pairs is None else replace(rows.pairs, places=slices.cut(rows.pairs.places, 0)),
     )
-
-
-def _count_on(positions: torch.Tensor, padding: int) -> torch.Tensor:
-    """Continue the positions of the last document over the padding.  positions: [b, T] -> [b, T + padding]."""
-    return torch.cat([positions, positions[:, -1:] + torch.arange(1, padding + 1)], dim=1)

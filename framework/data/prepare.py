@@ -311,15 +311,11 @@ def _keep_tokenizer(recipe: Recipe, places: DataPlaces, progress: bool) -> tuple
     with hold_lock(places.tokenizer, progress):
         info = read_info(places.tokenizer)
         if info is None:
-            info = save_tokenizer(_make_tokenizer(recipe, places, progress), places.tokenizer)
+            tokenizer = _load_or_train(recipe, places, progress)
+            if recipe.data.has_conversations:
+                set_template(tokenizer, recipe.data.chat_template)
+            info = save_tokenizer(tokenizer, places.tokenizer)
     return places.tokenizer, info
-
-
-def _make_tokenizer(recipe: Recipe, places: DataPlaces, progress: bool) -> Any:
-    tokenizer = _load_or_train(recipe, places, progress)
-    if recipe.data.has_conversations:
-        set_template(tokenizer, recipe.data.chat_template)
-    return tokenizer
 
 
 def _load_or_train(recipe: Recipe, places: DataPlaces, progress: bool) -> Any:

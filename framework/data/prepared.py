@@ -97,6 +97,8 @@ class Prepared:
     """Nats per token: -sum p ln p of the token frequencies p of the validation split itself, all sources together; None without
     one. No predictor that ignores context has a lower loss there, not even one that knows p. So a lower validation loss shows
     that context is used."""
+    failed: str = "failed"
+    """In the store of a stream, which other runs may share: the file with the reason why this run's tokenizer has ended."""
     root: Root = field(default_factory=partial(Root, "tokens"))
     """`data.root`, below which folders of other nodes have other names."""
 
@@ -263,6 +265,7 @@ def find_prepared(recipe: Recipe, places: DataPlaces | None = None) -> Prepared:
         eos_id=first.eos_id,
         fingerprint=xxhash.xxh3_128_hexdigest(json.dumps(identity).encode()),
         unigram_entropy=compute_entropy(np.sum(counts, axis=0)),
+        failed=f"failed-{recipe.run.id}",
         root=root,
     )
 
@@ -304,7 +307,10 @@ def open_found(found: Prepared) -> Prepared:
             streams: dict[Split, TokenStream]
             if source.meta.is_streamed:
                 number = {"train": source.meta.source["shards"], "validation": source.meta.source["head"]}
-                streams = {each: GrowingStream(source.name, folder, source.meta, each, number[each]) for each in SPLITS}
+                streams = {
+                    each: GrowingStream(source.name, folder, source.meta, each, number[each], found.failed)
+                    for each in SPLITS
+                }
             else:
                 streams = {split: open_stream(folder, source.meta, split, reader, ids) for split in SPLITS}
             sources.append(replace(source, folder=folder, streams=streams))

@@ -20,17 +20,13 @@ def write_help(folder: Path) -> Path:
     """Write the conversations to a file in `folder`, one on each line: equal ones for one version of Python."""
     path = folder / f"{PYTHON_HELP}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
+    facts, conversations = list(_list_facts()), list[list[dict[str, str]]]()
+    for question in QUESTIONS:  # each answer by itself, and behind that to the question before
+        conversations += [_ask(question, *fact) for fact in facts]
+        conversations += [_ask(question, *first) + _ask("And {}?", *second) for first, second in pairwise(facts)]
     with write_atomically(path) as file:
-        file.writelines(json.dumps({"messages": each}).encode() + b"\n" for each in make_conversations())
+        file.writelines(json.dumps({"messages": each}).encode() + b"\n" for each in conversations)
     return path
-
-
-def make_conversations() -> Iterator[list[dict[str, str]]]:
-    """Each answer by itself, to several questions, and behind that to the question before."""
-    facts = list(_list_facts())
-    for question in QUESTIONS:
-        yield from (_ask(question, *fact) for fact in facts)
-        yield from (_ask(question, *first) + _ask("And {}?", *second) for first, second in pairwise(facts))
 
 
 def _ask(question: str, name: str, answer: str) -> list[dict[str, str]]:

@@ -57,7 +57,7 @@ LENIENT_JSON = json.JSONDecoder(parse_int=float)
 DIALECTS = {"csv": csv.excel, "tsv": csv.excel_tab}
 # Formats that are read as a whole, those of plugins, too: of a file's path, its records as mappings, or as texts.
 READERS: dict[str, Callable[[Path], Iterable[Any]]] = {"tar": read_samples}
-# What libraries raise for a truncated, corrupt or unreadable file.
+# Errors of libraries for a truncated, corrupt or unreadable file.
 DAMAGE = (pyarrow.ArrowException, zlib.error, lzma.LZMAError, tarfile.TarError, EOFError, OSError)
 
 

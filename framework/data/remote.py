@@ -250,7 +250,7 @@ class RemoteFile:
             for block in range(first, last + 1):
                 if block not in self._pending:
                     self._pending[block] = self._reader.threads.submit(self._load, block)
-            # What was asked for and never read, because a run went back, must not stay.
+            # Blocks that were fetched and never read, because a run went back, must not stay.
             for block in list(self._pending)[: max(0, len(self._pending) - MAX_PENDING)]:
                 self._pending.pop(block).cancel()
         return range(first, last + 1)

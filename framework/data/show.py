@@ -1,14 +1,14 @@
 """Records of conversations as `meshwright prepare --show N` prints them: with what is trained marked."""
 
-from collections.abc import Iterator
+from itertools import islice
 
 from framework.data.conversation import read_conversation
 from framework.data.document import load_chat
 from framework.data.pairs import encode_answers
-from framework.data.prepared import Prepared, StorePlace, locate
-from framework.data.records import FileSpan, Record, plan_shards, read_records
+from framework.data.prepared import Prepared, locate
+from framework.data.records import plan_shards, read_records
 from framework.data.shard import beside_of
-from framework.data.source import SourceFile, get_files
+from framework.data.source import get_files
 from framework.errors import DataError
 from framework.output import paint
 from framework.recipe.schema import Recipe
@@ -25,15 +25,18 @@ def show_record(recipe: Recipe, prepared: Prepared, number: int) -> None:
         if place.files is None:
             raise DataError(f"--show {number}: the files of data.sources.{name} are gone")
         files = get_files(name, place.source, place.files, place.folder.parent)
-        found = next((each for each in _read_all(files, place) if each[0] == number), None)
+        field = place.source.conversation
+        assert field is not None, "the sources of conversations are shown"
+        spans, beside = (span for shard in plan_shards(files) for span in shard), beside_of(field, place.form)
+        records = ((span, each) for span in spans for each in read_records(span, field, beside))
+        found = next(islice(records, number - 1, None), None)
         if found is None:
             raise DataError(f"--show {number}: data.sources.{name} has fewer records on this machine")
-        _, span, record = found
+        span, record = found
         print(f"data.sources.{name}, record {number} ({span.file.path.name})")
         if record.values is None:
             raise DataError(str(record.problem))
-        chat, field = load_chat(prepared.tokenizer, recipe.data.train_on), place.source.conversation
-        assert field is not None, "the sources of conversations are shown"
+        chat = load_chat(prepared.tokenizer, recipe.data.train_on)
         if place.form is None:
             encoded = chat.encode(read_conversation(record.values, field))
         else:
@@ -44,13 +47,3 @@ def show_record(recipe: Recipe, prepared: Prepared, number: int) -> None:
             print(f"{document}{trained.sum():,} of {len(ids):,} tokens are trained\n")
             paint(chat.read_runs(ids, trained))
             print("\n")
-
-
-def _read_all(files: tuple[SourceFile, ...], place: StorePlace) -> Iterator[tuple[int, FileSpan, Record]]:
-    """All records of a source with their numbers, from 1, in the order of its files."""
-    spans = (span for shard in plan_shards(files) for span in shard)
-    field = place.source.conversation
-    beside = beside_of(field, place.form)
-    records = ((span, each) for span in spans for each in read_records(span, field or "", beside))
-    for number, (span, record) in enumerate(records, start=1):
-        yield number, span, record

@@ -50,7 +50,7 @@ HELD_OUT = re.compile(
 )
 TRAIN = re.compile(r"(?<![a-z])train(ing)?(set|data|split)?(?![a-z])")
 ABOUT_THE_DATA = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|authors|security)\b")
-# What `datasets` writes about a data set, and the caches of its `map` and `filter`.
+# Files that `datasets` writes about a data set, and the caches of its `map` and `filter`.
 NOTES = (
     "dataset_info.json",
     "dataset_infos.json",

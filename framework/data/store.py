@@ -348,7 +348,7 @@ def map_file(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
     if length == 0:
         return np.empty(0, dtype)
     try:
-        # By Arrow: Python keeps a file open as long as it is mapped, and a stream has thousands.
+        # Mapped by Arrow: Python keeps a file open as long as it is mapped, and a stream has thousands.
         with pyarrow.memory_map(str(path)) as file:
             num_bytes = file.size()
             if num_bytes == length * dtype.itemsize:

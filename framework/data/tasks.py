@@ -25,7 +25,7 @@ import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -48,9 +48,9 @@ SCORES: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
         "text": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
     }
 )
-# By name, functions that make the records of a task. Plugins add to it (`framework/extend.py`).
+# Functions that make the records of a task, by name. Plugins add to it (`framework/extend.py`).
 TASKS: dict[str, Callable[[], Iterable[Mapping[str, Any]]]] = {}
-# Of names of scores, where the average of the weights has them (`eval.average`).
+# Prefix of scores of the averaged weights (`eval.average`).
 OF_AVERAGE = "average/"
 # Scores whose smaller value is the better one.
 LOWER_IS_BETTER = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
@@ -148,7 +148,8 @@ def list_tasks(paths: Sequence[str]) -> dict[str, Path]:
         names = " ".join(f"--import {Path(each.split()[0]).stem}" for each in missing)
         raise DataError(
             f"eval.tasks: {'; '.join(missing)}. Name a file or folder of tasks (docs/evaluation.md), or write tasks of"
-            f" lm-evaluation-harness: meshwright evaluate {names} --to {Path(missing[0].split()[0]).parent}"
+            f" lm-evaluation-harness: meshwright evaluate {names} --to {Path(missing[0].split()[0]).parent}; a plugin's"
+            " task needs --plugins PLUGIN"
         )
     return found
 
@@ -223,7 +224,10 @@ def _read_record(record: Any) -> tuple[Kind, list[Request]]:
     if "choices" not in record and "contexts" not in record:
         return "continuation", [Request(_take(record, "context", may_be_empty=True), _take(record, "continuation"))]
     name = "choices" if "choices" in record else "contexts"
-    several = _take_list(record, name)
+    several = record[name]
+    is_texts = isinstance(several, list) and all(isinstance(each, str) and each.strip() for each in several)
+    if not is_texts or len(several) < 2:
+        raise ValueError(f"`{name}` is a list of at least two texts, not {json.dumps(several)[:40]}")
     answers = record.get("answer")
     answers = answers if isinstance(answers, list) else [answers]
     if not answers or any(type(each) is not int or not 0 <= each < len(several) for each in answers):
@@ -253,14 +257,6 @@ def _take(record: Mapping[str, Any], name: str, may_be_empty: bool = False) -> s
     return value
 
 
-def _take_list(record: Mapping[str, Any], name: str) -> list[str]:
-    values = record[name]
-    is_text = isinstance(values, list) and all(isinstance(each, str) and each.strip() for each in values)
-    if not is_text or len(values) < 2:
-        raise ValueError(f"`{name}` is a list of at least two texts, not {json.dumps(values)[:40]}")
-    return list(values)
-
-
 # --- from requests to tokens
 
 
@@ -272,10 +268,7 @@ class TaskEncoder:
         self._encode_long = load_encoder(folder)
         bos = self._tokenizer.bos_token_id
         self.prefix = int(self._tokenizer.eos_token_id if bos is None else bos)
-
-    @cached_property
-    def _prefix_text(self) -> str:
-        return str(self._tokenizer.decode([self.prefix]))
+        self._prefix_text = str(self._tokenizer.decode([self.prefix]))
 
     def encode(self, text: str, is_bare: bool = False) -> list[int]:
         """The ids of a text. is_bare: without special tokens, which a text that begins with one does not get either."""

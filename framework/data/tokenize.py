@@ -45,7 +45,7 @@ AGREEING_TOKENS = 64
 
 Encode = Callable[[str], np.ndarray]
 
-# Of plugins, by name: what makes a fast tokenizer of transformers, and the text of a template.
+# Tokenizers and templates of plugins, by name: a function that makes a fast tokenizer, and the text of a template.
 TOKENIZERS: dict[str, Callable[[], Any]] = {}
 CHAT_TEMPLATES: dict[str, str] = {}
 
@@ -78,7 +78,10 @@ def load_tokenizer(name: str, revision: str | None = None, key: str = "model.tok
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, ImportError, KeyError, RecursionError) as error:
-        why = str(error).partition("\n")[0] if _has_tokenizer_files(Path(folder)) else "it has no tokenizer files"
+        # Without any, transformers lists what a tokenizer may be made of, and not what is missing.
+        patterns = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken")
+        has_files = any(any(Path(folder).glob(pattern)) for pattern in patterns)
+        why = str(error).partition("\n")[0] if has_files else "it has no tokenizer files"
         if "trust_remote_code" in str(error):
             why = "only code that comes with it reads it, and Meshwright runs none"
         raise DataError(f"{key}={name}: no tokenizer can be loaded from it ({why}). {_OTHER_TOKENIZER}") from error
@@ -86,11 +89,6 @@ def load_tokenizer(name: str, revision: str | None = None, key: str = "model.tok
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
         raise DataError(f"{key}={name} has no tokenizer: no text would become tokens. {_OTHER_TOKENIZER}")
     return tokenizer
-
-
-def _has_tokenizer_files(folder: Path) -> bool:
-    # Without any, transformers lists what a tokenizer may be made of, and not what is missing.
-    return any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken"))
 
 
 def read_template(name: str) -> str | None:

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from framework.faults.plan import Fault
 
-# Of fp32: large enough that no rounding hides it, small enough that the run does not diverge at once.
+# A bit of fp32: high enough that no rounding hides the flip, low enough that the run does not diverge at once.
 FLIPPED_BIT = 20
 
 

@@ -28,19 +28,17 @@ NUMBERS = {"rank": int, "step": int, "times": int, "seconds": float}
 
 @dataclass(frozen=True)
 class FaultKind:
-    """A kind of fault. options: beside `rank`, `step` and `times`. from_outside: another process can inject it, by a signal or
-    into files, where ranks have no injector."""
+    """A kind of fault. options: beside `rank`, `step` and `times`."""
 
     meaning: str
     options: tuple[str, ...] = ()
-    from_outside: bool = False
 
 
-_SIGNAL = ("phase", "point", "node")
+_SIGNAL = ("phase", "point")
 KINDS: Mapping[str, FaultKind] = {
-    "kill": FaultKind("SIGKILL", _SIGNAL, True),
-    "term": FaultKind("SIGTERM: the run is asked to save and stop", _SIGNAL, True),
-    "stop": FaultKind("SIGSTOP, for so many seconds, or for good", (*_SIGNAL, "seconds"), True),
+    "kill": FaultKind("SIGKILL", _SIGNAL),
+    "term": FaultKind("SIGTERM: the run is asked to save and stop", _SIGNAL),
+    "stop": FaultKind("SIGSTOP, for so many seconds, or for good", (*_SIGNAL, "seconds")),
     "slow": FaultKind("the forward of the rank takes so many seconds more (1), in so many steps (times=10)", ("seconds",)),
     "nan": FaultKind("what the rank's backward begins with becomes NaN"),
     "flip": FaultKind("one bit of the rank's own master weights flips, after the update of the step before"),
@@ -52,7 +50,6 @@ KINDS: Mapping[str, FaultKind] = {
         f"the newest checkpoint is damaged; how={'|'.join(HOWS)}: the rank's file cut, with a bit flipped, empty, gone; or the"
         " manifest cut",
         ("how",),
-        True,
     ),
 }  # fmt: skip
 
@@ -71,7 +68,6 @@ class Fault:
     step: int | None = None
     phase: str | None = None
     point: str | None = None
-    node: str | None = None
     how: str | None = None
     seconds: float | None = None
     times: int = 1
@@ -104,9 +100,8 @@ def parse_fault(words: Sequence[str], points: Sequence[str]) -> Fault:
     fault = Fault(name, secrets.token_hex(3), **values)
     if PHASES.get(values.get("phase", "")) in START_UP and values.get("step") is not None:
         raise RunError(f"phase={values['phase']} is of the start-up, where no step is known yet: leave step= out")
-    chosen = [key for key in ("phase", "point", "node") if values.get(key) is not None]
-    if len(chosen) > 1:
-        raise RunError(f"{' and '.join(chosen)}: a fault acts at one of them; inject two faults")
+    if fault.phase is not None and fault.point is not None:
+        raise RunError("phase and point: a fault acts at one of them; inject two faults")
     return fault
 
 
@@ -115,8 +110,6 @@ def _read_value(key: str, text: str, points: Sequence[str]) -> Any:
     if legal is not None:
         if text not in legal:
             raise RunError(f"{key}={text}: there is no such {key}{_guess(text, legal)}; one of {', '.join(legal)}")
-        return text
-    if key not in NUMBERS:
         return text
     try:
         value = NUMBERS[key](text)

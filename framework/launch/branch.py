@@ -17,10 +17,8 @@ from framework.launch.places import explain_errors
 from framework.lease import Lease
 from framework.object_store import Place
 from framework.recipe.check import check_recipe
-from framework.recipe.compose import Composition, compose, load_recipe
-from framework.recipe.files import search_path
-from framework.recipe.keys import value_of, with_value
-from framework.recipe.overrides import parse_overrides
+from framework.recipe.compose import Composition, compose, load_recipe, with_choices
+from framework.recipe.keys import value_of
 from framework.recipe.problem import Problem, render_problems, show
 from framework.recipe.schema import Recipe, Run
 from framework.track.jsonl import LOADS_FILE, METRICS_FILE
@@ -126,22 +124,7 @@ def compose_branch(fresh: Composition, overrides: Sequence[str], recipe_dirs: Se
     assert draft.run.start_from is not None
     origin = find_origin(draft.run.start_from)
     composed = compose(overrides, recipe_dirs, base=origin.run.recipe)
-    recipe, folders = composed.draft, search_path(recipe_dirs)
-    choices = parse_overrides(overrides, folders).choices
-    chosen = [choice.key_or_group.replace("/", ".") for choice in choices]
-    if "experiment" in chosen:
-        raise RecipeError(
-            f"a branch has the recipe of {origin.run.path}, no experiment: change single keys or groups of it"
-        )
-    # A group within a group, such as optim/schedule, is chosen by itself.
-    keys = [
-        f"{group}.{name}"
-        for group in chosen
-        for name in vars(value_of(draft, group))
-        if not any((folder / group.replace(".", "/") / name).is_dir() for folder in folders)
-    ]
-    for key in keys:
-        recipe = with_value(recipe, key, value_of(draft, key))
+    recipe, keys = with_choices(composed.draft, draft, overrides, recipe_dirs)
     was = load_recipe(origin.run.recipe)
     beside_adapters = ["adapter.base", "train.seed"] if recipe.adapter.is_used else []
     for key in ("model.weights", "adapter.weights", *beside_adapters):

@@ -70,7 +70,6 @@ class RunDirectory:
         self.log = path / "log"  # one error file per failed rank and launch
         self.job_log = path / "job.log"  # output of a submitted run's jobs, one after another
         self.script = path / "slurm" / "job.sh"  # that sbatch got
-        self.nodes = path / "slurm" / "nodes"  # where each node of this start lies, by its script (launch/order.py)
         self.history = path / "slurm" / "history"  # a line for each start and end of a job's ranks, by the script
         self.jobs = path / "slurm" / "jobs"  # the ids of the newest submission's jobs, a chain
         self.code = path / "code"  # the package as it was submitted, which every start imports

@@ -70,7 +70,7 @@ class NodeOrder:
 
 def read_order(derived: Derived, variables: Mapping[str, str] | None = None) -> NodeOrder | None:
     """The order that the script's answers mean; None where it has not asked, or not all nodes have answered: ranks then keep
-    SLURM's numbers. variables: the environment of another rank than this process."""
+    SLURM's numbers. variables: the environment, of this process unless given."""
     placement = place(derived)
     text = (os.environ if variables is None else variables).get(NODES, "")
     answers = [answer.split() for answer in text.split(";")]

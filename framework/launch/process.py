@@ -32,7 +32,7 @@ _PACKAGE = Path(__file__).parents[1]
 # Device files of the drivers of NVIDIA and AMD, and of NVIDIA inside Windows.
 # torch's, and its name before 2.9.
 ALLOCATOR_VARIABLES = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
-# Of a rank with a GPU.
+# Fewest cores of a rank with a GPU.
 LEAST_CORES = 4
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 

@@ -30,9 +30,9 @@ CPUS_OF_GPU_RANK = 8
 TEMPLATES = {"none": "bare.sh", "apptainer": "apptainer.sh", "pyxis": "pyxis.sh"}
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
 _CONTROL = r"\x00-\x1f\x7f"
-# What apptainer's --bind and pyxis' mounts split a path at; pyxis passes on lines of an fstab.
+# Characters at which apptainer's --bind and pyxis' mounts split a path; pyxis passes on lines of an fstab.
 _UNFIT_TO_MOUNT = {"none": "", "apptainer": r":,\\", "pyxis": r":,\\\s"}
-# How long srun waits for the other ranks once the first has ended: rank 0 still closes what it writes.
+# Seconds that srun waits for the other ranks once the first has ended: rank 0 still closes what it writes.
 WAIT_S = 180
 
 

@@ -67,7 +67,7 @@ def find_targets(model: PreTrainedModel, adapter: Adapter) -> list[str]:
             fits = {f"{path}.weight" for path, each in linears.items() if each is not head and path not in left_out}
         else:
             fits = {f"{path}.weight" for path in linears if ends_with(path, target)}
-            # By the module's name, or by the weight's with something of its module: `down_proj` alone is an mlp's.
+            # Match the module's name, or the weight's with something of its module: `down_proj` alone is an mlp's.
             fits |= {
                 name
                 for name, path in stacked.items()

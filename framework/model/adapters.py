@@ -30,7 +30,7 @@ A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 # A child of a module whose adapter drops inputs: it knows their share, and whether the model is in training.
 DROPOUT = "lora_dropout"
 ALL_LINEAR = "all-linear"
-# What PEFT calls all linear layers; GPT-2's are transposed.
+# The layers of PEFT's `all-linear`; GPT-2's are transposed.
 LINEARS = (nn.Linear, Conv1D)
 
 

@@ -178,7 +178,7 @@ class Trace:
     def _leave(self, index: int, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.counts.append(len(output) if isinstance(output, tuple | list) else 0)
         taken = {leaf.edge for leaf in self._entries[index].values()}
-        # What a layer has left in a container that it was handed is its result as well.
+        # A tensor that a layer leaves in a container passed to it is one of its results, too.
         for _, tensor in _leaves((args, kwargs, output)):
             if (edge := _edge(tensor)) not in taken:
                 self._born.setdefault(edge, index)
@@ -228,7 +228,7 @@ class Trace:
         """The arguments of layers from `start` on that come from in front of it."""
         for index, entry in enumerate(self._entries[start:], start):
             for path, leaf in sorted(entry.items(), key=lambda item: item[0] != self._hidden):
-                # What is made of both sides is left to the stage's own code, and to whoever compares its result.
+                # A tensor computed from both sides is left to the stage's own code; the comparison of results covers it.
                 if max(self._origins[leaf.edge]) < start:
                     yield index, path, leaf
 

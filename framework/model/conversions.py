@@ -56,11 +56,12 @@ class Assembly:
         return Assembly(self.targets, tuple(kept), self.converter)
 
 
-def match_keys(model: PreTrainedModel, keys: Iterable[str]) -> tuple[dict[str, Assembly], list[str]]:
+def match_keys(model: PreTrainedModel, keys: Iterable[str], tower: str = "") -> tuple[dict[str, Assembly], list[str]]:
     """The assembly of each entry of the model's state dict from keys of a folder, by entry; and the keys that no entry uses.
 
     A prefix that only one side has ("model.") is added or dropped. Keys that the family declares superfluous are not
-    reported: old rotary tables, the layers of a multi-token prediction head.
+    reported: old rotary tables, the layers of a multi-token prediction head. tower: the part of a name that only keys of this
+    model have, in a folder of a larger model (`find_tower`); keys without it that no entry uses are not reported.
     """
     entries = model.state_dict()
     transforms: list[Any] = get_model_conversion_mapping(model)
@@ -71,12 +72,13 @@ def match_keys(model: PreTrainedModel, keys: Iterable[str]) -> tuple[dict[str, A
     sources: dict[str, list[tuple[str, str]]] = {}
     unwanted: set[str] = set()
     for key in sorted(keys, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, entries)
+        plain = _without_tower(key, tower)
+        name, pattern = rename_source_key(plain, renamings, converters, model.base_model_prefix, entries)
         if name not in entries and key in entries:  # a renaming for old checkpoints caught a key of a new one
             name, pattern = key, None
         if name in entries:
             sources.setdefault(name, []).append((pattern or "", key))
-        else:
+        elif not tower or plain != key:
             unwanted.add(key)
 
     assemblies: dict[str, Assembly] = {}
@@ -85,6 +87,20 @@ def match_keys(model: PreTrainedModel, keys: Iterable[str]) -> tuple[dict[str, A
         targets = (name,) if converter is None else _targets(name, converter)
         assemblies |= dict.fromkeys(targets, Assembly(targets, tuple(made_of), converter))
     return assemblies, _without_superfluous(model, unwanted)
+
+
+def find_tower(model: PreTrainedModel, keys: Iterable[str]) -> str:
+    """The part of a name, `language_model`, without which a key of a larger model's folder names this text model's embedding of
+    tokens; empty where no key does."""
+    embedding = model.get_input_embeddings().weight
+    names = [name for name, each in model.named_parameters(remove_duplicate=False) if each is embedding]
+    parts = ((key, part) for key in keys for part in key.split(".")[:2])
+    return next((part for key, part in parts if key not in names and _without_tower(key, part) in names), "")
+
+
+def _without_tower(key: str, tower: str) -> str:
+    """A name without its first part `tower`: model.language_model.norm, language_model.model.norm -> model.norm."""
+    return ".".join(part for index, part in enumerate(key.split(".")) if index > 1 or part != tower)
 
 
 def assemble(model: PreTrainedModel, assembly: Assembly, read: Callable[[str], Tensor]) -> dict[str, Tensor]:

@@ -118,14 +118,23 @@ def fingerprint_base(model: Model) -> str:
     return "" if model.weights is None else fingerprint_files(find_folder(model.weights, model.revision))
 
 
+def find_again(model: Model, what: str, otherwise: str = "") -> Path:
+    """The folder of the pretrained weights once more. ModelError, with what they were to the run, where it is no longer there."""
+    try:
+        return find_folder(str(model.weights), model.revision)
+    except ModelError as error:
+        raise ModelError(
+            f"{what} is not at model.weights={model.weights}, from which the run has read it: put it back, or a link to it in its"
+            f" place{otherwise} ({error})"
+        ) from error
+
+
 def find_base(model: Model, fingerprint: str) -> Path | None:
     """The folder of the pretrained weights beside which an adapter was trained; None without any. Raises ModelError where it has
     others now, or is no longer there."""
-    try:
-        folder = None if model.weights is None else find_folder(model.weights, model.revision)
-    except ModelError as error:
-        where = f"the frozen model beside the adapter is not at model.weights={model.weights}, from which the run has read it"
-        raise ModelError(f"{where}: put it back, or a link to it in its place ({error})") from error
+    if model.weights is None:
+        return None
+    folder = find_again(model, "the frozen model beside the adapter")
     if fingerprint and (found := fingerprint_base(model)) != fingerprint:
         raise ModelError(
             f"the adapter was trained beside other weights than model.weights={model.weights} has now (fingerprint {found}, was"
@@ -169,6 +178,13 @@ def keep_files(weights: Path, folder: Path) -> None:
     for name in (CONFIG, GENERATION, *PROCESSORS):
         if (weights / name).is_file():
             shutil.copy(weights / name, folder)
+
+
+def copy_model(folder: Path, to: Path) -> None:
+    """Copy the files of a model's top folder, those that would be fetched of a hub repository."""
+    for path in folder.iterdir():
+        if path.is_file() and any(path.match(pattern) for pattern in FILES) and not path.match("consolidated*"):
+            shutil.copy(path, to)
 
 
 def list_processors(folder: Path) -> list[Path]:

@@ -23,16 +23,15 @@ from transformers import (
 
 from framework.errors import ModelError
 from framework.model.experts import find_experts
-from framework.model.hub import fetch_config
+from framework.model.hub import CONFIG, fetch_config
 from framework.recipe.keys import TOKEN_IDS
 from framework.recipe.schema import STOCK_ATTENTION, Model
 
-# What Hugging Face raises for values of a config that it does not take, or that do not fit one another (a list of layers' kinds).
+# Errors of Hugging Face for config values that it does not take, or that do not fit one another (a list of layers' kinds).
 REFUSALS = (ValueError, TypeError, LookupError, StrictDataclassError, RecursionError)
-# What PyTorch's grouped matmuls want of each row.
+# Alignment of rows that PyTorch's grouped matmuls require.
 GROUPED_ROW_BYTES = 16
-# What models raise, when they are built or run, where they want more than they get: other inputs, or a value that the config
-# leaves open.
+# Errors of models, built or run, that need more than they get: other inputs, or a value that the config leaves open.
 FORWARD_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError)
 # Arguments of the model that are False wherever it takes them. With a cache, packed positions would be ignored and documents
 # would see one another; a load-balancing loss of the model's own would be of the layers of one stage.
@@ -88,8 +87,9 @@ def _load_pretrained_config(model: Model, folder: Path) -> PretrainedConfig:
             " folder that holds config.json and the safetensors files"
         )
     try:
-        config = read_config(folder / "config.json")
-        _refuse_other_family(config, model)
+        whole = read_config(folder / "config.json")
+        _refuse_other_family(whole, model)
+        config = _choose_trained(whole)
         _refuse_unknown_keys(config, model)
         config.update(model.config)
     except (OSError, *REFUSALS) as error:
@@ -110,6 +110,23 @@ def read_config(file: Path) -> PretrainedConfig:
             " transformers has, or a transformers version that has this one"
         )
     return _without_code(AutoConfig.from_pretrained(file, trust_remote_code=False))
+
+
+def is_part(model: PreTrainedModel, folder: Path) -> bool:
+    """Whether the folder's config.json is of a larger model, vision-language as a rule, of which this one is the text model."""
+    if not (folder / CONFIG).is_file():
+        return False
+    whole = read_config(folder / CONFIG)
+    return type(whole.get_text_config()) is type(model.config) is not type(whole)
+
+
+def _choose_trained(whole: PretrainedConfig) -> PretrainedConfig:
+    """The config itself, or that of its text model where transformers has a causal model for that alone."""
+    text = whole.get_text_config()
+    if type(whole) in MODEL_FOR_CAUSAL_LM_MAPPING or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return whole
+    text.tie_word_embeddings = whole.tie_word_embeddings  # the whole model's counts
+    return text
 
 
 def load_config_file(path: Path) -> PretrainedConfig:

@@ -35,7 +35,7 @@ from framework.comm.fused import Fused
 from framework.mesh.layout import part
 from framework.torch_private import log_softmax_backward_out
 
-# Of tokens: the largest logit, the sum of exponentials, the label's logit; [n] each.
+# Softmax statistics of n tokens: the largest logit, the sum of exponentials, the label's logit; [n] each.
 Sums = tuple[Tensor, Tensor, Tensor]
 IGNORE = -100
 aten = torch.ops.aten

@@ -14,6 +14,7 @@ rank's part, and so is dB.
 
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.model.adapters import DROPOUT, MAGNITUDE, A, B, name_beside
-from framework.model.matmul import GradView, Matmul, RowGroups, StackedMatmul, stacked_matmul
+from framework.model.matmul import GradView, Matmul, RowGroups, StackedMatmul, accumulate_matmul, stacked_matmul
 
 
 @dataclass
@@ -54,15 +55,15 @@ class AdapterMatmul(Matmul):
         super().__init__(layer, base.is_transposed)
         self.base, self.scale, self.views, self.over, self.switch = base, scale, views, over, switch
         self.copied, self.copies = copied, copies
-        # Of the elements of x that the low-rank path drops, in a layer that drops some, and their share. Drawn again where they
-        # are asked for: kept, a byte for each input of the layer would outlive activation checkpointing.
+        # Dropout of the low-rank path: the seed of its mask, and the dropped share. The mask is drawn again where it is needed:
+        # kept, it would hold a byte for each input of the layer beyond activation checkpointing.
         self._seed: int | None = None
         self._dropped_share = 0.0
-        # Of one passage: its rows, and what of it is kept.
+        # State of one forward and backward: the number of rows, and the low-rank activations and gradients.
         self._rows = -1
         self._low: Tensor | None = None
         self._low_gradient: Tensor | None = None
-        # Of the parameters as they are: each forward finds it anew, and backward belongs to the same step.
+        # Norms of the merged columns (DoRA). Each forward computes them anew, and backward belongs to the same step.
         self._lengths: Tensor | None = None
         # Stands for all: whether gradients are left for later, and that something is trained.
         self.write_gradient_to(views[B])
@@ -118,13 +119,14 @@ class AdapterMatmul(Matmul):
             self.views[MAGNITUDE].add((dy.to(wide) * self._project(x)).sum(0) / self._lengths)
             dy = self._scaled(dy)
         low = x @ self.a.t() if self._low is None else self._low
-        self.views[B].add_matmul(dy, low * self.scale)
+        accumulate = partial(accumulate_matmul, scale=self.scale)
+        self.views[B].add_matmul(dy, low, accumulate)
         if self.copied:
             # Each holder of these outputs has the sum of all: together they would count it once for each.
             dy = dy.clone()
             dy[:, -self.copied :] /= self.copies
         of_low = dy @ self.b if self._low_gradient is None or self.copied else self._low_gradient
-        self.views[A].add_matmul(of_low * self.scale, x)
+        self.views[A].add_matmul(of_low, x, accumulate)
 
     def _dropped(self, x: Tensor) -> Tensor:
         """x as the low-rank path has it, [..., K]: without what is dropped, and the rest larger."""

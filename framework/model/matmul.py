@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from framework.comm.transfer import upload_values
 from framework.model.kept_outputs import KeptOutputs
-from framework.model.numbered import Numbered
+from framework.model.opaque_map import Numbered
 
 # (view [M, N], left [K, M], right [K, N], is_first): view = left^T right if it is the first, else that is added.
 Accumulate = Callable[[Tensor, Tensor, Tensor, bool], None]
@@ -106,7 +106,7 @@ class LayerWeight:
         return self.weight if self.grad_view is None or self.tick is None else self.tick
 
 
-# By the numbers that are their ticks.
+# Keyed by the numbers that are their ticks.
 WEIGHTS: Numbered[LayerWeight] = Numbered()
 
 
@@ -333,26 +333,26 @@ def matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = No
     return out
 
 
-def accumulate_matmul(view: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
-    """view = left^T right if it is the first, else view += left^T right.  left: [K, M]; right: [K, N]; any strides.
+def accumulate_matmul(view: Tensor, left: Tensor, right: Tensor, is_first: bool, scale: float = 1.0) -> None:
+    """view = s left^T right if it is the first, else view += s left^T right.  left: [K, M]; right: [K, N]; any strides; s: scale.
 
     In place, without a tensor between, where the dtypes agree. Factors of 16 bits, whose products a kernel adds in fp32,
     reach an fp32 view unrounded where the device can: on NVIDIA's GPUs. Elsewhere each matmul is rounded to their dtype first.
     """
     rows = left.t()
     if left.dtype == view.dtype:
-        if is_first:
-            torch.mm(rows, right, out=view)
-        else:
-            view.addmm_(rows, right)
-    elif _writes_fp32(left, view):
-        if is_first:
+        view.addmm_(rows, right, beta=0 if is_first else 1, alpha=scale)
+    elif is_first:
+        if _writes_fp32(left, view):
             torch.mm(rows, right, out_dtype=view.dtype, out=view)
         else:
-            torch.addmm(view, rows, right, out_dtype=view.dtype, out=view)
+            view.copy_(torch.mm(rows, right))
+        if scale != 1:
+            view.mul_(scale)
+    elif _writes_fp32(left, view):
+        torch.addmm(view, rows, right, alpha=scale, out_dtype=view.dtype, out=view)
     else:
-        gradient = torch.mm(rows, right)
-        view.copy_(gradient) if is_first else view.add_(gradient)
+        view.add_(torch.mm(rows, right), alpha=scale)
 
 
 def stacked_matmul(x: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:

@@ -21,7 +21,7 @@ CONVOLUTION, DELTA_RULE, CHANNEL_DELTA_RULE = (
     "chunk_kimi_delta_attention",
 )
 STATE_OF_HEADS, STATE_OF_CHANNELS = "mamba2_chunk_scan", "mamba_selective_scan"
-# Of kernels for a whole mixer; without one they return None, and the mixer calls the functions above.
+# Names of kernels for a whole mixer. Without a kernel they return None, and the mixer calls the functions above.
 WHOLE_MIXERS = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 # Takes padding out by a mask.
 MASK = "apply_mask_to_padding_states"

@@ -4,12 +4,10 @@ al. 2022, arXiv 2203.03466, table 3, for Adam and its like).
 With r = inputs of a matrix over those in the base model:
 
     hidden matrices, whose outputs grow too     deviation / sqrt(r)     rate / r
-    routers, whose outputs do not               deviation / r           rate / r
-    head                                        0                       rate / r
+    head and routers, whose outputs do not      deviation / r           rate / r
     embeddings, norms, biases                   as in the base model
 
-The head starts at zero, in the base model too: a random one adds a function that shrinks with the width (appendix D.2).
-No multipliers: what is trained and exported is the family's own model.
+The base model itself is as without muP. No multipliers: what is trained and exported is the family's own model.
 """
 
 from collections.abc import Mapping
@@ -73,8 +71,6 @@ def find_scales(whole: PreTrainedModel, base_values: Mapping[str, Any]) -> dict[
             is_transposed = isinstance(module, Conv1D) or name in transposed
             is_matrix = len(shapes.get(name, ())) > 1 and not isinstance(module, nn.Embedding)
             found[name] = _scale(shapes[name], of_base[name], is_transposed) if is_matrix else SAME
-            if module is head and is_matrix:
-                found[name] = found[name]._replace(initial=0.0)
     return found
 
 

@@ -171,7 +171,7 @@ def _count_pairs(labels: Tensor, pairs: Pairs | None) -> Tensor:
     return pairs.count()
 
 
-# Of answers and settings: the losses of pairs [B, P], and rewards [B, P, 2] whose order they teach.
+# (answers, settings) -> losses of pairs [B, P], and the rewards [B, P, 2] that they compare.
 Comparison = Callable[[Answers, LossSettings], tuple[Tensor, Tensor]]
 
 

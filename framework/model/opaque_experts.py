@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from framework.model.numbered import Numbered
+from framework.model.opaque_map import Numbered
 from framework.torch_private import recording
 
 # (hidden [T, H], index [T, k], weights [T, k]) -> [T, H], differentiable.
@@ -111,7 +111,7 @@ def _experts_backward(dout: Tensor, call: Tensor, width: int) -> tuple[Tensor, T
     held: Any = call
     inputs, edge = held.graph
     del held.graph
-    # What is computed again meanwhile is recorded, too.
+    # Recomputation inside of this backward is recorded, too.
     with recording():
         torch.autograd.backward([edge], [dout])
     dhidden, dweights = (torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)

@@ -124,7 +124,7 @@ def _checkpoint(
 
 
 def _choose(operations: frozenset[str], ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # As `KeptOutputs` catches them: a choice that is made again may be another.
+    # The choices that `KeptOutputs` keeps, too: recomputed, a choice may differ.
     is_choice = func is aten.topk.default or (func is aten.max.dim and args[0].ndim == 2)
     is_kept = is_choice or _name_of(func, args) in operations
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

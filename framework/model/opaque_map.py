@@ -1,15 +1,38 @@
-"""Linear maps between ranks whose gradients are their adjoints; in code that is being compiled one operator of torch's, which a
-compiler puts into its graph and does not look inside. Messages begin and end within a call: in memory of one that is on its way
-the compiler would write its next tensors.
+"""Objects that operators of compiled layers find by number, and the linear maps between ranks among them.
+
+Graphs hold tensors and no objects, so that one serves all layers that are alike. A map's gradient is its adjoint; in code that
+is being compiled it is one operator of torch's, which a compiler puts into its graph and does not look inside. Messages begin and
+end within a call: in memory of one that is on its way the compiler would write its next tensors.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from itertools import count
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from framework.model.numbered import Numbered
+T = TypeVar("T")
+
+
+class Numbered(Generic[T]):
+    """Objects of the process, each under a number, held weakly. Operators belong to the process, and so do these."""
+
+    def __init__(self) -> None:
+        self._objects: WeakValueDictionary[int, T] = WeakValueDictionary()
+        self._numbers = count()
+
+    def number(self, each: T) -> Tensor:
+        """A new number for the object: a scalar on the host, where an operator reads it without waiting for a device."""
+        found = next(self._numbers)
+        self._objects[found] = each
+        # Exact, and of a dtype that may require a gradient.
+        return torch.tensor(float(found), dtype=torch.float64)
+
+    def find(self, number: Tensor) -> T:
+        """The object with this number, which is in use."""
+        return self._objects[int(number)]
 
 
 class RankMap(Protocol):
@@ -21,7 +44,7 @@ class RankMap(Protocol):
         """Contiguous tensors of these shapes and of memory of their own, as many as are given."""
 
 
-# By the numbers that graphs carry.
+# Keyed by the numbers that graphs carry.
 MAPS: Numbered[RankMap] = Numbered()
 
 

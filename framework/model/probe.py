@@ -4,11 +4,13 @@ find_layer_calls           what do its layers take from one another, so that pip
 find_load_balancing_loss   is its load-balancing loss the one that stages can compute from sums?
 keeps_documents_apart      does attention stay inside of documents that are packed into one row?
 refuse_mixed_dtypes        do its tables in fp32 meet weights of another dtype?
+refuse_unordered_layers    can tokens be divided between its layers, which are called in their order?
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +25,7 @@ from framework.model.load import FORWARD_ERRORS, accepted_arguments, build_meta,
 from framework.model.routers import LoadBalancingLoss, Routers, find_routers
 from framework.model.shrink import shrink
 from framework.model.stage import StageModel, copy_stage, find_following, hollow_out, refuse_split, split_stages
-from framework.model.units import Unit, find_units
+from framework.model.units import Unit, find_last_module, find_layers, find_units
 
 # Differences relative to the largest number: above the rounding of fp32, below what anything else makes. Of 54 families, those
 # that keep documents apart differ by 4e-7 at most, the others by 1e-2 at least.
@@ -278,3 +280,66 @@ def refuse_mixed_dtypes(model: PreTrainedModel, config: PretrainedConfig, comput
 
 def _is_close(found: Tensor, expected: Tensor) -> bool:
     return bool((found - expected).abs().max() <= LARGEST_DIFFERENCE * expected.abs().max())
+
+
+NUM_TOKENS = 6
+# In the place of a layer's index.
+LAST = -1
+
+Call = tuple[int, int | None]
+
+
+def refuse_unordered_layers(config: PretrainedConfig) -> None:
+    """Raises ModelError for a family whose tokens cannot be divided between layers, which ranks find out in their first forward.
+
+    Tokens are scattered in front of the first layer and come together behind the last module of the decoder. So the first layer
+    runs first and once, with all tokens of a sequence, and a last module with weights runs behind all layers only. hrm_text goes
+    through one list of layers again and again. Says nothing where there is no small copy that runs: others tell why.
+    """
+    try:
+        with small_copy(config) as model:
+            reason = _find_reason(_record_calls(model), _has_weights(model))
+    except (ModelError, *FORWARD_ERRORS):
+        return
+    if reason is not None:
+        raise ModelError(
+            f"parallel.sequence=true cannot divide the tokens of {config.model_type} models between layers: {reason}. Use"
+            " parallel.sequence=false"
+        )
+
+
+def _has_weights(model: PreTrainedModel) -> bool:
+    return any(parameter.requires_grad for parameter in find_last_module(model).parameters())
+
+
+def _record_calls(model: PreTrainedModel) -> list[Call]:
+    """The layers by index, and the last module, as the model calls them, each with the tokens of its input; None: unknown."""
+    calls: list[Call] = []
+    found = find_layers(model)
+    assert found is not None, "a model was split that has no layers"
+    for index, layer in enumerate(found[1]):
+        layer.register_forward_pre_hook(partial(_note, calls, index), with_kwargs=True)
+    find_last_module(model).register_forward_pre_hook(partial(_note, calls, LAST), with_kwargs=True)
+    model(input_ids=torch.zeros(1, NUM_TOKENS, dtype=torch.int64))
+    return calls
+
+
+def _note(calls: list[Call], index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    x = args[0] if args else kwargs.get("hidden_states")
+    calls.append((index, x.shape[-2] if isinstance(x, Tensor) and x.ndim > 1 else None))
+
+
+def _find_reason(calls: list[Call], has_weights: bool) -> str | None:
+    """The reason why tokens cannot be divided, if there is one. has_weights: of the last module."""
+    layers = [call for call in calls if call[0] != LAST]
+    if not layers:
+        return None
+    if layers[0][0] != 0 or sum(index == 0 for index, _ in layers) > 1:
+        return "its first layer does not run first and once"
+    if layers[0][1] != NUM_TOKENS:
+        return f"its first layer gets {layers[0][1] or 'unknown'} tokens of a sequence of {NUM_TOKENS}"
+    first = next((index for index, call in enumerate(calls) if call[0] == LAST), len(calls))
+    is_early = first < max(index for index, call in enumerate(calls) if call[0] != LAST)
+    return (
+        "the norm behind its layers, which has weights, runs in front of one, too" if is_early and has_weights else None
+    )

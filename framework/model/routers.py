@@ -27,8 +27,7 @@ from transformers import PreTrainedModel
 from framework.comm.collectives import all_gather
 from framework.comm.communicator import Communicator
 from framework.comm.duals import reduce_from
-from framework.mesh.context import ContextSlices
-from framework.mesh.token_layout import TokenLayout
+from framework.mesh.token_layout import ContextSlices, TokenLayout
 from framework.mesh.topology import Axis
 from framework.model.precision import sums_dtype
 

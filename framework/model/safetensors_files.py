@@ -176,6 +176,22 @@ class FilePosition:
             file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
+def find_positions(folder: Path) -> dict[str, tuple[FilePosition, torch.dtype]]:
+    """Position and dtype of each tensor of a folder, from the headers of its files."""
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    found: dict[str, tuple[FilePosition, torch.dtype]] = {}
+    for path in (folder / name for name in find_files(folder)):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        found |= {
+            key: (FilePosition(path, 8 + length + entry["data_offsets"][0]), dtypes.get(entry["dtype"], torch.uint8))
+            for key, entry in header.items()
+            if key != "__metadata__"
+        }
+    return found
+
+
 def plan_files(folder: Path, tensors: Mapping[str, Tensor], max_file_bytes: int) -> dict[str, FilePosition]:
     """Create the files that will hold `tensors` (meta), in full size but without content, and return each tensor's position.
 

@@ -57,7 +57,7 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 EXPERT_GROUPS = ("n_group", "num_expert_group")
 
-# How a config says which layers are of another kind, where it does not list all layers.
+# Config names that say which layers are of another kind, where it does not list all layers.
 LEADING_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 LAYER_INDICES = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "cross_attention_layers", "hybrid_layer_ids")
 LAYER_PERIODS = (("attn_layer_period", "attn_layer_offset"), ("expert_layer_period", "expert_layer_offset"))
@@ -206,7 +206,7 @@ def _window(value: int, sizes: Sizes) -> int:
     return value if value >= sizes.positions else min(value, WINDOW + value % 2)
 
 
-# What values measure, by their names; the first pattern that matches a whole name decides.
+# Replacements of config values, by name; the first pattern that matches a whole name decides.
 RULES: dict[str, Callable[[Any, Sizes], Any]] = {
     r".*(dropout|pdrop|layerdrop|jitter_noise).*": lambda value, sizes: type(value)(0),
     r".*vocab_size.*": lambda value, sizes: sizes.vocabulary,

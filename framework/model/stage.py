@@ -34,11 +34,11 @@ from framework.model.initial import seed_for, seed_rng
 from framework.model.routers import Routers
 from framework.model.units import Unit
 
-# By an attribute of a module of the layer: values, beside hidden states, that a layer may take from the one before.
+# Keyed by an attribute of a module of the layer: values, beside hidden states, that a layer may take from the one before.
 FOLLOWERS: Mapping[str, str] = MappingProxyType({"skip_topk": "the keys that an indexer has chosen"})
 
 
-# Of the values of a border, by number, those that one layer takes.
+# The values of a border that one layer takes: (number of the value, its place in the arguments).
 Places = Sequence[tuple[int, Path]]
 
 
@@ -196,7 +196,7 @@ class StageModel:
             seed_rng(seed_for(*self._seed, unit) ^ mask)
 
     def _note_shape(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # As the model gets it, which may be all tokens where this rank has some.
+        # The shape that the model gets: maybe all tokens, where this rank holds some.
         self._shape = kwargs["input_ids"].shape
 
     def _hand_on(

@@ -26,7 +26,7 @@ def _find_largest(
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     is_in = (row < rows)[:, None] & (column < columns)[None, :]
     numbers = tl.load(x + row[:, None] * row_stride + column[None, :] * column_stride, mask=is_in, other=0.0)
-    # As integers: without a sign they have the order of the numbers, and NaN is above all.
+    # Compare absolute values as integers: these have the same order, and NaN is the largest.
     words = numbers.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if BY_ROW:
         tl.atomic_max(largest + row, tl.max(words, 1), mask=row < rows)

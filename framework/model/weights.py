@@ -22,9 +22,18 @@ from transformers import PreTrainedModel
 from framework.errors import ModelError
 from framework.files import sync, sync_tree
 from framework.mesh.box import Box
-from framework.model.conversions import Assembly, assemble, dropped_on_save, kept_dtype, match_keys, to_checkpoint
-from framework.model.hub import GENERATION
-from framework.model.safetensors_files import FilePosition, LazyFiles, plan_files
+from framework.model.conversions import (
+    Assembly,
+    assemble,
+    dropped_on_save,
+    find_tower,
+    kept_dtype,
+    match_keys,
+    to_checkpoint,
+)
+from framework.model.hub import GENERATION, copy_model
+from framework.model.load import is_part
+from framework.model.safetensors_files import FilePosition, LazyFiles, find_positions, plan_files
 
 # Names shown per kind of difference: an error stays on one screen even when not one of 40,000 experts' keys matches.
 SHOWN = 20
@@ -73,7 +82,8 @@ class _Match:
 
 
 def _match(model_meta: PreTrainedModel, files: LazyFiles, names: Iterable[str]) -> _Match:
-    assemblies, unexpected = match_keys(model_meta, files.keys())
+    tower = find_tower(model_meta, files.keys()) if is_part(model_meta, files.folder) else ""
+    assemblies, unexpected = match_keys(model_meta, files.keys(), tower)
     stored = {name: _stored_names(model_meta, name, assemblies) for name in names}
     needed = list(dict.fromkeys(assemblies[name] for names in stored.values() for name in names))
     missing, shapes = [name for name, names in stored.items() if not names], [*_find_shapes(model_meta, needed, files)]
@@ -128,9 +138,53 @@ def write_weights(
             del unit  # or it would live on while the iterator gathers the next one
         assert written == set(places), f"no unit holds {sorted(set(places) - written)}"
         _write_configs(partial, model_meta, dtype)
-        for path in beside:
-            shutil.copytree(path, partial / path.name) if path.is_dir() else shutil.copy(path, partial)
+        _copy(beside, partial)
     return folder
+
+
+def _copy(paths: Iterable[Path], folder: Path) -> None:
+    for path in paths:
+        shutil.copytree(path, folder / path.name) if path.is_dir() else shutil.copy(path, folder)
+
+
+def write_into(
+    folder: Path,
+    whole: Path,
+    model_meta: PreTrainedModel,
+    tensors: Iterable[dict[str, Tensor]],
+    beside: Iterable[Path] = (),
+) -> None:
+    """Write a text model into a copy of the larger model's folder, `whole`, that it came from. All else stays as it is there to
+    the bit: names and dtypes of the text model, other towers' weights, configs, processors.
+
+    tensors, beside: as of `write_weights`. Raises ModelError as that does, and where `whole` holds another model.
+    """
+    refuse_other_weights(whole, model_meta, model_meta.state_dict())
+    with writing_folder(folder) as partial:
+        copy_model(whole, partial)
+        places = find_positions(partial)
+        stored, _ = match_keys(model_meta, places, find_tower(model_meta, places))
+        saved, _ = match_keys(model_meta, to_checkpoint(model_meta, dict(model_meta.state_dict())))
+        for unit in tensors:
+            pieces = to_checkpoint(model_meta, unit)
+            entries = {own: name for name in unit for own in _stored_names(model_meta, name, stored)}
+            for own, name in entries.items():
+                if stored[own].converter is None:
+                    named = {stored[own].sources[0][1]: unit[name]}
+                else:
+                    named = {key: pieces[piece] for key, piece in _pair(stored[own], saved[own])}
+                for key, tensor in named.items():
+                    position, dtype = places[key]
+                    position.write(tensor.to(dtype))
+        _copy(beside, partial)
+
+
+def _pair(stored: Assembly, saved: Assembly) -> Iterator[tuple[str, str]]:
+    """The keys of a folder's pieces of an entry, each with the key that transformers gives it today."""
+    ours, theirs = (sorted(each.sources, key=lambda source: source[0]) for each in (stored, saved))
+    for (pattern, key), (other, piece) in zip(ours, theirs, strict=True):
+        assert pattern == other, f"{key} and {piece} are pieces of other converters"
+        yield key, piece
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 
 from framework.optim.disk_file import PAGE_BYTES
 
-# Of all states of a chunk together: large enough that a disk reads it at its full speed, small enough for any host.
+# Size of a chunk with all its states: large enough that a disk reads it at its full speed, small enough for any host.
 CHUNK_BYTES = 8 << 20
 # Three would do: a chunk is computed while the next is read and the one before is written. On two busy cores three reached 0.87
 # of the disk's bandwidth, four 0.99 and six 1.09 (scripts/bench/disk_ring.py): a thread that comes late holds up nobody.

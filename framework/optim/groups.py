@@ -179,7 +179,7 @@ def _near(pattern: str, names: list[str], count: int = 3) -> list[str]:
     return sorted(shapes_of_names, key=likeness, reverse=True)[:count]
 
 
-# By the name of a schedule, from the share of the way between warm-up and end that is done, the share of the way between the
+# Keyed by a schedule's name: from the share of the way between warm-up and end that is done, the share of the way between the
 # last rate and the peak.
 SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,

@@ -17,6 +17,7 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import prod, sqrt
 from operator import itemgetter
 
@@ -33,7 +34,7 @@ from framework.optim.update_rules import FlatShard, ShardGroup
 from framework.parallel.zero.plan_buffers import BufferPlan, GroupSpan, Slot
 from framework.recipe.schema import Muon, Optim
 
-# Of the quintic iteration, as torch.optim.Muon has them: the slope at zero is as large as it can be.
+# Coefficients of the quintic iteration, those of torch.optim.Muon: the slope at zero is as large as it can be.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 # Elements of equal matrices that are iterated together: enough to fill a GPU, and 512 MiB of bf16 for each intermediate.
@@ -135,9 +136,11 @@ class Slice:
         return shape[1 - self.dim] * len(self.indices)
 
 
-def assign_owners(costs: Sequence[int], num_owners: int) -> list[int]:
-    """An owner for each matrix, so that the owners' costs are about equal: the dearest first, each to whoever has least."""
-    heap = [(0, owner) for owner in range(num_owners)]
+def assign_owners(costs: Sequence[int], loads: Sequence[int]) -> list[int]:
+    """An owner for each matrix, so that the owners' costs are about equal: the dearest first, each to whoever has least. loads:
+    costs that each owner has already."""
+    heap = [(load, owner) for owner, load in enumerate(loads)]
+    heapq.heapify(heap)
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
         load, owner = heapq.heappop(heap)
@@ -222,13 +225,24 @@ class OwnerHop:
 
 
 class MatrixGroup:
-    """Matrices whose parts the same ranks hold: those of the axes of their buffers, and of `tp`."""
+    """Matrices whose parts the same ranks hold: those of the axes of their buffers, and of `tp`.
 
-    def __init__(self, parts: Sequence[MatrixPart], tp: Communicator, settings: Muon):
+    loads: FLOPs of all groups so far, by how far the owner's number is from this rank's. Those of another group count where it
+    has all owners of this one: they all see them then, and choose alike.
+    """
+
+    def __init__(self, parts: Sequence[MatrixPart], tp: Communicator, settings: Muon, others: Mapping[int, int]):
         self.parts, self._settings = parts, settings
         update, shard = parts[0].buffer.axes.update, parts[0].buffer.axes.shard
         self._dtype = torch.bfloat16 if settings.dtype == "bf16" else parts[0].own.momentum.dtype
-        owners = assign_owners([each.flops(settings.steps) for each in parts], update.size * shard.size * tp.size)
+        costs = [each.flops(settings.steps) for each in parts]
+        steps = [[rank - axis.ranks[axis.rank] for rank in axis.ranks] for axis in (update, shard, tp)]
+        ranks = [sum(each) for each in product(*steps)]
+        loads = [others[rank] for rank in ranks] if others.keys() >= set(ranks) else [0] * len(ranks)
+        owners = assign_owners(costs, loads)
+        for owner, cost in zip(owners, costs, strict=True):
+            loads[owner] += cost
+        self.loads = dict(zip(ranks, loads, strict=True))
         places = [(owner // (shard.size * tp.size), owner // tp.size % shard.size, owner % tp.size) for owner in owners]
 
         def owned(each: MatrixPart) -> list[int]:
@@ -249,7 +263,7 @@ class MatrixGroup:
             [prod(parts[index].shape) if each is None else each.numel(parts[index].shape) for each in of_ranks]
             for index, of_ranks in zip(here, slices, strict=True)
         ]
-        # Of what all hold alike the owner needs none from others.
+        # The owner has its own copy of a matrix that is replicated, and needs none of it from others.
         there = [
             [
                 length * (each is not None or rank == places[index][2])
@@ -258,7 +272,7 @@ class MatrixGroup:
             for index, *both in zip(here, slices, back, strict=True)
         ]
         self._last = OwnerHop(tp, [places[index][2] for index in here], there, back)
-        self._own = [parts[here[index]] for index in self._last.own]
+        self.owned = [parts[here[index]] for index in self._last.own]
         self._slices = [slices[index] for index in self._last.own]
 
     def update(self, rate: Tensor, momentum: float, decay_rate: Tensor) -> None:
@@ -293,10 +307,10 @@ class MatrixGroup:
         collected = self._last.collect(held, empty)
         matrices = [
             part.form.split(_join(part.shape, of_ranks, slices))
-            for part, of_ranks, slices in zip(self._own, collected, self._slices, strict=True)
+            for part, of_ranks, slices in zip(self.owned, collected, self._slices, strict=True)
         ]
         done = _orthogonalize_all(matrices, self._settings)
-        weights = [part.form.join(each) for part, each in zip(self._own, done, strict=True)]
+        weights = [part.form.join(each) for part, each in zip(self.owned, done, strict=True)]
         cut = [[_cut(weight, each) for each in slices] for weight, slices in zip(weights, self._slices, strict=True)]
         results = self._last.give_back(cut, empty)
         for hop in reversed(self._hops):
@@ -403,8 +417,10 @@ def group_matrices(
             own = find(plan, slot, low, high) if has_some and find else OwnedValues(nothing, nothing, nothing, 0.0, 0.0)
             part = MatrixPart(plan, form, start, start + size, slot.layout, own)
             by_axes.setdefault(slot.layout.shard_axis, []).append((order[slot.name], part))
-    slicing = {"expert_shard": "expert_tp"}
-    return [
-        MatrixGroup([part for _, part in sorted(parts, key=itemgetter(0))], axes[slicing.get(name, "tp")], settings)
-        for name, parts in sorted(by_axes.items())
-    ]
+    groups: list[MatrixGroup] = []
+    # Experts last: they are many, and even out what their owners have of the rest.
+    for name, parts in sorted(by_axes.items(), reverse=True):
+        ordered = [part for _, part in sorted(parts, key=itemgetter(0))]
+        tp = axes["expert_tp" if name == "expert_shard" else "tp"]
+        groups.append(MatrixGroup(ordered, tp, settings, groups[-1].loads if groups else {}))
+    return groups

@@ -127,7 +127,7 @@ def update_in_place(rule: ElementRule, optim: Optim) -> InPlaceRule:
     return update
 
 
-# By the name of an optimizer; of Muon the elementwise part (`muon.py`). torch's own with its fused kernels, each over all tensors
+# Keyed by an optimizer's name; for Muon the elementwise part (`muon.py`). torch's with its fused kernels, each over all tensors
 # of a parameter group.
 OPTIMIZERS: dict[str, UpdateRule] = {
     "adamw": UpdateRule(

@@ -77,7 +77,7 @@ def _follow(base: Layout, shape: tuple[int, ...], part: str, is_transposed: bool
         return replace(layout, replicated=tuple(replicated), partial=tuple(partial))
     if base.interval is None:
         return layout
-    # Of a packed weight whose last rows others count: as many rows here.
+    # Other ranks count the last rows of such a packed weight: the same rows here.
     low, high = (bound * layout.numel_local // base.numel_local for bound in base.interval)
     return replace(layout, interval=(low, high))
 

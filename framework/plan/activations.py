@@ -57,6 +57,8 @@ memory of the host between forward and backward. Of all of them the device then 
 where neighbours are offloaded two. The first layer of a later pipeline stage leaves on the device what the stage has received,
 T' h e, if it keeps that.
 
+A recurrent mixer is counted (`mixer_bytes`). What stands beside it, like any layer of another form, is an estimate.
+
 With context parallelism T is what a rank of cp has of the tokens, padding included, and an attention's FLOPs of a token are still
 those of the whole context. Ulysses has a layer keep more, and while an attention computes there is more than it keeps: K/V of
 other ranks, sums of their gradients (`context`). By then backward has freed what stands behind the attention.
@@ -75,7 +77,7 @@ and with memory.chunked_loss, for c tokens of a chunk (`model.loss.chunk_size`),
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from math import prod
 
 from framework.mesh.token_layout import TokenLayout
@@ -92,9 +94,9 @@ from framework.recipe.schema import Memory
 # Hidden values that a layer of another form is taken to keep: GPT's in 16 bits, without the matrix of its attention
 # (Korthikanti et al. 2022, section 4: 34 s b h bytes).
 ESTIMATED_VALUES = 17
-# Of these, those that stand behind the attention: its second norm and its mlp (in the same count 21 of 34).
+# The part of these behind the attention: the second norm and the mlp (21 of 34 in the same count).
 ESTIMATED_BEHIND = 10
-# What `selective` is taken to keep of such a layer, and to save of its forward: about what it does for Llama's form.
+# Share of such a layer that `selective` is assumed to keep, and of its forward that it saves: about Llama's.
 SELECTIVE_SHARE = 0.4
 
 
@@ -124,6 +126,9 @@ class Activations:
     dispatches: bool = False  # rows are sent to experts, or dropped
     fuses_loss: bool = False  # the device has kernels for it
     crossing: float = 1.0  # rows of a token that come to ranks for their nodes: N p over two hops
+    mixers: tuple[
+        int, ...
+    ] = ()  # bytes beside the estimate of each layer, which may be negative: those of its recurrent mixer
 
     @cached_property
     def hidden_bytes(self) -> int:
@@ -183,7 +188,7 @@ class Activations:
         # and where the layer is computed again, it is what the first layer keeps.
         keeps_copy = counts[-1] == stage.stop - stage.start and self.itemsize < 4
         held = not stage.is_first and keeps_copy
-        more = [self._masked_bytes * (mask is not None) for mask in self.masks_of(stage)]
+        more = self.more_of(stage)
         return StageActivations(
             kept=self.costs.kept(counts, more)
             - self.offloaded_bytes(stage)
@@ -191,7 +196,7 @@ class Activations:
             + self._model_masks(stage, counts)
             + held * self.hidden_bytes,
             head=self._behind_layers * stage.is_last,
-            logits=self._logits_bytes * stage.is_last,
+            logits=self.logits_bytes * stage.is_last,
             left=self._factor_bytes * (stage.stop - stage.start)
             + self._embedding_factor_bytes * stage.is_first
             + self._head_factor_bytes * stage.is_last,
@@ -346,6 +351,11 @@ class Activations:
         rows = self.tokens.sequences if is_divided or self.packs else 1
         return 2 * rows * self.tokens.context * (self.layer.q // self.layer.heads) * self.itemsize
 
+    def more_of(self, stage: StageBounds) -> tuple[int, ...]:
+        """Bytes that each layer of a stage keeps beside those of `cost_of`: for its mask, for its recurrent mixer."""
+        masks = (self._masked_bytes * (mask is not None) for mask in self.masks_of(stage))
+        return tuple(map(sum, zip_longest(masks, self.mixers[stage.start : stage.stop], fillvalue=0)))
+
     def masks_of(self, stage: StageBounds) -> tuple[str | None, ...]:
         """The masks of a stage's layers."""
         return self.masks[stage.start : stage.stop]
@@ -399,8 +409,8 @@ class Activations:
         return shard * (self.width * (4 + self.itemsize) + 4) + self._gathered * self.width * self.itemsize
 
     @cached_property
-    def _logits_bytes(self) -> int:
-        """Bytes that the loss keeps."""
+    def logits_bytes(self) -> int:
+        """Bytes of logits, or of what the loss keeps in their place."""
         e, is_narrow = self.itemsize, self.tokens.tp.size > 1 or self.fuses_loss
         if self.memory.chunked_loss:
             return self._num_tokens * max(e, 4)
@@ -418,6 +428,15 @@ class Activations:
             return 0
         e, is_divided = self.itemsize, self.tokens.tp.size > 1
         return self._num_tokens * self._words * (max(e, 4) + (0 if is_divided or e >= 4 else e))
+
+    @property
+    def forward_bytes(self) -> int:
+        """The most bytes that a layer holds in a forward without autograd: in its mlp two factors and their product, the norm's
+        output, and what is added behind the mlp. Of another form or with a mixture as much as it keeps."""
+        if self.mixture is not None or self.layer is None:
+            return self._all_of_layer + self.transient_bytes
+        inner = -(-self.layer.inner // self.tokens.tp.size)
+        return (3 * self._num_tokens * inner + self._gathered * self.width) * self.itemsize + self.hidden_bytes
 
     @property
     def backward_temporaries(self) -> int:

@@ -53,8 +53,8 @@ WORTH_SAYING = 0.01
 SHOWN = 3
 MOST_TOGETHER = 2
 
-# Of the host's allocator; of CUDA outside torch's own, such as while it starts or captures; of cuBLAS' workspaces; of NCCL's
-# buffers. torch.OutOfMemoryError is of its caching allocator for GPUs only.
+# Messages of the host's allocator, of CUDA outside of torch's allocator (start-up, graph capture), of cuBLAS' workspaces and of
+# NCCL's buffers. torch.OutOfMemoryError covers only the caching allocator of GPUs.
 SIGNS = (
     "can't allocate memory",
     "CUDA error: out of memory",
@@ -129,7 +129,7 @@ def describe_verdict(memory: MemoryForecast, cluster: ClusterRates) -> str:
     if shortages:
         return f"does not fit: {'; '.join(shortages)}"
     node = memory.node
-    # What is assumed of NCCL and of the allocator may be off by as much.
+    # The estimates for NCCL and the allocator may be off by as much.
     is_tight = cluster.device != "cpu" and memory.spare < LITTLE * memory.limit
     tight = "tight, it may run out of memory: it " if is_tight else ""
     return f"{tight}fits the {limit} with {show_bytes(memory.spare)} to spare" + (

@@ -38,7 +38,7 @@ from framework.plan.memory import sum_largest
 from framework.plan.memory_states import FRAGMENTATION
 from framework.plan.time import DIVISION, WORK, TimeModel
 
-# Of an element's gradient at the least (`BufferDtypes.gradient`).
+# Lower bound of the bytes of a gradient's element (`BufferDtypes.gradient`).
 GRADIENT_BYTES = 4
 # A way to keep activations: checkpointing, and `activations` where they are offloaded.
 Way = tuple[Checkpointing, frozenset[str]]

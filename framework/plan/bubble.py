@@ -8,6 +8,7 @@ than the busiest rank's own work. Of many microbatches the last ones only repeat
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from framework.parallel.pipeline.actions import ActionKind, B, F, I, Schedule, W
 from framework.parallel.pipeline.schedules import make_schedule
@@ -38,35 +39,33 @@ class Path:
         return total
 
 
-class Lengths:
-    """Lengths of pipelines' steps."""
+def find_length(name: str, num_ranks: int, num_microbatches: int, costs: Costs) -> float:
+    """Length of the named schedule, in the unit of `costs`: one for each stage. Raises ScheduleError like `make_schedule`."""
+    if name == "gpipe":
+        return _gpipe(num_ranks, num_microbatches, costs)
+    steady = STEADY * num_ranks
+    if num_microbatches <= steady + num_ranks:
+        return _simulate(name, num_ranks, num_microbatches, *_round(costs)).length(costs)
+    # The groups of an interleaved schedule have num_ranks microbatches: the rest must be that of the whole.
+    fewer = steady - num_ranks + num_microbatches % num_ranks
+    short, more = (_simulate(name, num_ranks, n, *_round(costs)).length(costs) for n in (fewer, fewer + num_ranks))
+    return short + (more - short) * (num_microbatches - fewer) / num_ranks
 
-    def __init__(self) -> None:
-        self._paths: dict[tuple[object, ...], Path] = {}
 
-    def length(self, name: str, num_ranks: int, num_microbatches: int, costs: Costs) -> float:
-        """Length of the named schedule, in the unit of `costs`: one for each stage. Raises ScheduleError like
-        `make_schedule`."""
-        if name == "gpipe":
-            return _gpipe(num_ranks, num_microbatches, costs)
-        steady = STEADY * num_ranks
-        if num_microbatches <= steady + num_ranks:
-            return self._simulated(name, num_ranks, num_microbatches, costs)
-        # The groups of an interleaved schedule have num_ranks microbatches: the rest must be that of the whole.
-        fewer = steady - num_ranks + num_microbatches % num_ranks
-        short = self._simulated(name, num_ranks, fewer, costs)
-        more = self._simulated(name, num_ranks, fewer + num_ranks, costs)
-        return short + (more - short) * (num_microbatches - fewer) / num_ranks
-
-    def _simulated(self, name: str, num_ranks: int, num_microbatches: int, costs: Costs) -> float:
-        rounded = _round(costs)
-        key = (name, num_ranks, num_microbatches, rounded)
-        if key not in self._paths:
-            schedule = make_schedule(name, num_ranks, num_microbatches, len(costs.forward) // num_ranks)
-            relative = Costs(*rounded[:3], rounded[3])
-            timeline = simulate(schedule, relative)
-            self._paths[key] = find_path(schedule, timeline, relative.message)
-        return self._paths[key].length(costs)
+@lru_cache(maxsize=2**14)
+def _simulate(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    forward: tuple[float, ...],
+    inputs: tuple[float, ...],
+    weights: tuple[float, ...],
+    message: float,
+) -> Path:
+    """The longest path of a schedule with such costs."""
+    schedule = make_schedule(name, num_ranks, num_microbatches, len(forward) // num_ranks)
+    timeline = simulate(schedule, Costs(forward, inputs, weights, message))
+    return find_path(schedule, timeline)
 
 
 def least_length(name: str, owners: Sequence[int], num_microbatches: int, costs: Costs) -> float:
@@ -105,7 +104,7 @@ def _round(costs: Costs) -> tuple[tuple[float, ...], tuple[float, ...], tuple[fl
     return steps(costs.forward), steps(costs.input), steps(costs.weight), round(costs.message / unit) * ROUNDED
 
 
-def find_path(schedule: Schedule, timeline: Timeline, message: float) -> Path:
+def find_path(schedule: Schedule, timeline: Timeline) -> Path:
     """The longest path of a timeline, from its last end back to time 0."""
     places = {
         (timed.action.stage, _pass_of(timed.action.kind), timed.action.microbatch): (rank, position)

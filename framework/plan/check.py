@@ -17,10 +17,9 @@ from framework.model.hub import find_weights, read_generation
 from framework.model.initial import refuse_uninitialised
 from framework.model.load import load_config, refuse_unaligned_experts
 from framework.model.peft_folder import read_adapter
-from framework.model.probe import refuse_mixed_dtypes
+from framework.model.probe import refuse_mixed_dtypes, refuse_unordered_layers
 from framework.model.weights import refuse_other_weights, refuse_unwritable_configs
 from framework.optim.optimizers import state_names
-from framework.parallel.tensor.probe import refuse_unordered_layers
 from framework.plan.memory import USABLE, sum_fullest_node
 from framework.plan.plan import Plan, make_plan
 from framework.plan.text import show_bytes

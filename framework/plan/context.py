@@ -20,7 +20,7 @@ from math import gcd
 import torch
 from transformers import PretrainedConfig
 
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.model.flops import attention_reach
 from framework.model.load import layer_configs
 from framework.parallel.attention.blocks import find_steps

@@ -190,7 +190,7 @@ class LayerMessages:
             Exposure(own, own_back + again * own, (1 + again) * (whole - own) + whole_back - own_back)
             for own, own_back, whole, whole_back in zip(late, late_back, forward, backward, strict=True)
         ]
-        # Of one hop the other has no seconds.
+        # Where there is one hop, the other takes no time.
         return dict(zip(("ep_outer", "ep_inner") if self._has_two_hops else ("ep",), hops, strict=False))
 
     @property

@@ -22,7 +22,7 @@ from framework.recipe.clusters import refuse_crowded_nodes
 from framework.recipe.layout_keys import value_of
 from framework.recipe.schema import Recipe
 
-# By which share of a step's seconds layouts count as equally fast: far less than forecasts are off (docs/foresight.md).
+# Layouts within this share of a step's seconds count as equally fast: forecasts are off by far more (docs/foresight.md).
 AS_FAST = 0.02
 
 

@@ -21,14 +21,13 @@ from functools import cached_property
 import numpy as np
 
 from framework.errors import ModelError
-from framework.mesh.context import ContextSlices
-from framework.mesh.token_layout import TokenLayout
+from framework.mesh.token_layout import ContextSlices, TokenLayout
 from framework.mesh.topology import Axis, count_passing
 from framework.model.logit_map import find_logit_map
 from framework.model.loss import is_fused
 from framework.model.stage import StageBounds
 from framework.parallel.pipeline.lower import LiveMoment, live_moments
-from framework.parallel.pipeline.pipeline import PipelinePlan
+from framework.parallel.pipeline.pipeline import FORWARDS_AT_ONCE, PipelinePlan
 from framework.parallel.pipeline.simulate import Costs
 from framework.plan.activation_peaks import MomentTable, Peak, StageActivations, make_moments, representative
 from framework.plan.activations import Activations
@@ -100,8 +99,11 @@ class ActivationBytes:
         """Bytes of each rank of the pipeline. chosen: layers of each stage by policy; None: all as the candidate says."""
         if chosen is not None or self.pipelines.pipeline is not None:
             return [self.find_rank(each, rank, chosen) for rank in range(each.pp)]
-        # As many microbatches as have as many in flight: layouts with more of them have the same bytes.
-        few = each.changed({"accumulation": representative(each.schedule, each.pp, each.accumulation)})
+        # The fewest microbatches with as many in flight: layouts with more of them have the same bytes, but for `_scoring_peak`.
+        fewest = representative(each.schedule, each.pp, each.accumulation)
+        if self.pipelines.recipe.loss.extra_forwards:
+            fewest = max(fewest, min(each.accumulation, FORWARDS_AT_ONCE))
+        few = each.changed({"accumulation": fewest})
         return [self._of_rank(few, rank) for rank in range(each.pp)]
 
     @remember(
@@ -120,11 +122,21 @@ class ActivationBytes:
         by_stage = {}
         for stage in stages:
             own = counts[stage.index]
-            form = stage.is_first, stage.is_last, stage.stop - stage.start, own, activations.masks_of(stage)
+            form = (
+                stage.is_first,
+                stage.is_last,
+                stage.stop - stage.start,
+                own,
+                activations.masks_of(stage),
+                activations.more_of(stage),
+            )
             if form not in alike:
                 alike[form] = activations.of_stage(stage, own)
             by_stage[stage.index] = alike[form]
         peaks = table.find_peaks(by_stage)
+        if self.pipelines.recipe.loss.extra_forwards:
+            scoring = self._scoring_peak(each, stages, activations)
+            peaks["forward"] = max(peaks["forward"], scoring, key=lambda peak: peak.total)
         on_the_way = max(map(activations.transfer_bytes, stages)) if activations.memory.offload.activations else 0
         has_loss = any(stage.is_last for stage in stages)
         more = (0, activations.loss_temporaries * has_loss, activations.backward_temporaries)
@@ -135,6 +147,22 @@ class ActivationBytes:
         nothing = self._phase(Peak(), 0, 0) | {"workspace": self.pipelines.workspace}
         on_host = {"activations": self._offloaded_bytes(activations, stages, moments)}
         return PhaseBytes.of([*phases, nothing, nothing], self.pipelines.workspace, on_host, 0)
+
+    def _scoring_peak(self, each: Candidate, stages: Sequence[StageBounds], activations: Activations) -> Peak:
+        """The most that a rank has in a forward for a reference, without backward: of one layer, or of logits and their loss, and
+        of hidden states those that arrive and those that it has sent, which it holds until all microbatches are through
+        (`execute.StageLinks`). A number for each document is what comes of it."""
+        own = {stage.index for stage in stages}
+        sending = sum(not stage.is_last and stage.index + 1 not in own for stage in stages)
+        arriving = any(not stage.is_first and stage.index - 1 not in own for stage in stages)
+        # It holds the one that it computes with and the next; where it sends, the last of those is its own.
+        count = sending * min(each.accumulation, FORWARDS_AT_ONCE) + arriving * (1 if sending else 2)
+        between = count * activations.hidden_bytes
+        layer = Peak(activations.forward_bytes, between=between)
+        if not any(stage.is_last for stage in stages):
+            return layer
+        beside = activations.loss_temporaries + activations.chunk_bytes
+        return max(layer, Peak(0, activations.logits_bytes, beside, between), key=lambda peak: peak.total)
 
     @remember("pp", "schedule", "virtual", "context", "accumulation")
     def _moments(self, each: Candidate, rank: int) -> tuple[Sequence[LiveMoment], MomentTable]:
@@ -200,6 +228,20 @@ class ActivationBytes:
             each.ep > 1 or each.expert_tp < each.tp or recipe.model.expert_capacity is not None,
             is_fused(recipe.launch.device, pipelines.compute.itemsize),
             self._count_crossing(each),
+            self._mixers(each),
+        )
+
+    def _mixers(self, each: Candidate) -> tuple[int, ...]:
+        """Bytes of each layer's recurrent mixer beside the layer's estimate; empty where layers have formulas."""
+        shape, dtype, tokens = self.pipelines.shape, self.pipelines.compute, _slices_of(each).tokens_local
+        if shape.widths is not None:
+            return ()
+        outside, e = tokens // (each.tp if each.sequence else 1), dtype.itemsize
+        beside = shape.hidden * (tokens * e + outside * (4 + e))
+        estimated = outside * shape.hidden * e
+        return tuple(
+            0 if found is None else each.sequences * (found.kept // each.tp + beside - found.replaced * estimated)
+            for found in shape.mixers(tokens, dtype)
         )
 
     def _count_crossing(self, each: Candidate) -> float:

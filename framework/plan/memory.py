@@ -8,7 +8,6 @@ from framework.optim.disk_chunks import DiskShard, DiskState, file_bytes, place_
 from framework.optim.states import MomentsDtype, count_state_bytes
 from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.plan_buffers import BufferPlan, GroupSpan
-from framework.parallel.zero.unit_buckets import gathers_alone, largest_shared, unit_bytes
 
 # The share of a node's memory that ranks have for offloaded states: Python, torch, NCCL and page tables need the rest.
 USABLE = 0.9
@@ -31,22 +30,10 @@ class UnitMemory:
     # Bytes of its full parameters and full gradients, which come and go.
     unsharded: int
     unreduced: int
-    # Bytes of its parameters in the compute dtype, of all ranks.
-    whole: int
-    # Units of up to so many bytes travel in one message, in which this one's parameters and gradients take these.
-    bucket_bytes: int
-    gather_message: int
-    reduce_message: int
-    # Its parameters travel in messages of their own.
-    gathers_alone: bool
     # Whether unsharded parameters stay for the step.
     keeps_parameters: bool
     # Units that are unsharded ahead.
     prefetch_units: int
-
-    @property
-    def may_share_messages(self) -> bool:
-        return self.whole <= largest_shared(self.bucket_bytes)
 
 
 def measure_unit(
@@ -66,11 +53,6 @@ def measure_unit(
         sum(map(_pinning_bytes, buffers)),
         sum(each.unsharded_bytes for each in buffers),
         sum(each.unreduced_bytes for each in buffers),
-        unit_bytes(buffers),
-        max(each.lifetimes.bucket_bytes for each in buffers),
-        sum(each.gather_message_bytes for each in buffers),
-        sum(each.reduce_message_bytes for each in buffers),
-        gathers_alone(buffers),
         all(each.lifetimes.keeps_parameters for each in buffers),
         buffers[0].lifetimes.prefetch_units,
     )
@@ -174,45 +156,15 @@ def _low_bit_bytes(buffer: BufferPlan, moments: MomentsDtype) -> int:
 
 def count_gathered(units: Sequence[tuple[UnitMemory, int]]) -> tuple[int, int]:
     """Full parameters and full gradients, where these come and go: at most those of the unit in use and of the units ahead of it
-    beside the larger of embedding and head; and of three units, one being written and two under way. Units that travel
-    together count as one, beside the messages that are unpacked, and packed with their sums."""
-    gathered, alone = _divide(units, lambda each: not each.gathers_alone)
-    unsharded = _fill_bucket([(each.unsharded, each, count) for each, count in gathered])
-    message = _fill_bucket([(each.gather_message, each, count) for each, count in gathered])
-    ahead = max((each.prefetch_units for each, _ in units), default=0)
-    if any(each.keeps_parameters for each, _ in units):
-        parameters = sum(each.unsharded * count for each, count in units)
-    else:
-        layers = [*((each.unsharded, count) for each, count in alone if each.is_layer), (unsharded, 1 + ahead)]
-        ends = max((each.unsharded for each, _ in alone if not each.is_layer), default=0)
-        parameters = min(sum_largest(layers, 1 + ahead) + ends, sum(each.unsharded * count for each, count in units))
-    reduced, alone = _divide(units, lambda each: bool(each.reduce_message))
-    written = _fill_bucket([(each.unreduced, each, count) for each, count in reduced])
-    packed = _fill_bucket([(each.reduce_message, each, count) for each, count in reduced])
-    gradients = sum_largest([(each.unreduced, count) for each, count in alone], 3)
-    # Also for a single bucket: its packed source, two messages and their sums are different memory of the pool, which keeps
-    # memory of other sizes besides. A message is unpacked when computation reaches it: of those ahead each may be under way.
-    return parameters + message * max(1, ahead), gradients + written + 4 * packed
-
-
-Units = Sequence[tuple[UnitMemory, int]]
-
-
-def _divide(units: Units, may_share: Callable[[UnitMemory], bool]) -> tuple[Units, Units]:
-    """(units that may travel with others, those that travel by themselves)."""
-    shared = [(each, count) for each, count in units if each.may_share_messages and may_share(each)]
-    if sum(count for _, count in shared) < 2:
-        return [], units
-    return shared, [(each, count) for each, count in units if not (each.may_share_messages and may_share(each))]
-
-
-def _fill_bucket(units: Sequence[tuple[int, UnitMemory, int]]) -> int:
-    """The most bytes that a bucket of such units may have. units: bytes of each, itself, and how many are alike."""
-    total = sum(size * count for size, _, count in units)
-    # A byte of the model is a byte of a bucket: what it brings to this rank is at most that of the densest unit.
-    return min(
-        total, max((-(-size * each.bucket_bytes // each.whole) for size, each, _ in units if each.whole), default=0)
-    )
+    beside the larger of embedding and head; and of three units, one being written and two under way."""
+    parameters = sum(each.unsharded * count for each, count in units)
+    if not any(each.keeps_parameters for each, _ in units):
+        ahead = max((each.prefetch_units for each, _ in units), default=0)
+        layers = sum_largest([(each.unsharded, count) for each, count in units if each.is_layer], 1 + ahead)
+        parameters = min(
+            layers + max((each.unsharded for each, _ in units if not each.is_layer), default=0), parameters
+        )
+    return parameters, sum_largest([(each.unreduced, count) for each, count in units], 3)
 
 
 def sum_largest(sizes: Iterable[tuple[int, int]], most: int) -> int:

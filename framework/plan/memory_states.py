@@ -132,7 +132,7 @@ class Pipelines:
         moment = 4 if self.master is None else master
         shape = self.shape
         trained = {name: shape.whole.get_parameter(name).numel() for name in shape.groups}
-        # What is frozen counts as trained, but for adapters: it may be trained in a branch of the run.
+        # Frozen parameters count as trained, except beside adapters: a branch of the run may train them.
         frozen = 0 if self.recipe.adapter.is_used else shape.size.total - sum(trained.values())
         averages = self.recipe.train.ema is not None
         moments = sum(numel * (len(self.states(shape.groups[name])) + averages) for name, numel in trained.items())
@@ -151,7 +151,7 @@ class Pipelines:
         if self.pipeline is not None:
             return self.pipeline.stages
         layers = self.recipe.pipeline.layers
-        # Of layouts that have other numbers of stages `let_rest_follow` leaves the recipe's out.
+        # `let_rest_follow` drops the recipe's split for layouts with another number of stages.
         stated = tuple(layers) if isinstance(layers, list) and len(layers) == each.pp * each.virtual else None
         return self.shape.stages(each.pp, each.schedule, each.virtual, each.context, stated)
 
@@ -269,7 +269,7 @@ class StateBytes:
         """Buffers of a unit before states have homes."""
         recipe, kv = self.pipelines.recipe, ranks_per_kv_head(self.pipelines.shape.config, each.tp)
         topology = topology_of(each, kv, recipe.zero.secondary_shard)
-        # What embedding and head share two stages have, wherever these lie.
+        # A tied embedding is on two stages, wherever these lie.
         sizes = {name: topology.size(name) for name in (*BUFFER_AXES, "pp")} | {"embedding": 2}
         axes = {name: Communicator(Axis(name, size, 0)) for name, size in sizes.items()}
         # The order of a buffer's groups is that of the whole stage.

@@ -254,7 +254,7 @@ def _describe_copies(plan: Plan) -> Iterator[str]:
 
 
 def _sizes(num_bytes: Mapping[str, int]) -> dict[str, str]:
-    # As wide as any, so that tables of several rows are as wide.
+    # A fixed width, so that all tables align.
     return {what: show_exactly(number).rjust(14) for what, number in num_bytes.items()}
 
 

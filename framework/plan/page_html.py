@@ -16,7 +16,7 @@ from typing import Any
 from framework.errors import RecipeError
 
 MOST_BYTES = 2_000_000
-# By which a file is known for one of ours, within its first bytes: those of page.html.
+# Identifies a file as one of ours, within its first bytes: those of page.html.
 HTML_MARK = b'<meta name="generator" content="meshwright">'
 MARKED_BYTES = 1024
 

@@ -1,17 +1,27 @@
-"""The page of a plan: its forecasts as rows, charts over them, and words."""
+"""The page of a plan: its forecasts as rows, charts over them, and words.
 
+`python page_of_plan.py RUN` writes the page of a run's saved recipe.
+"""
+
+import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
+from framework.files import write_file
 from framework.mesh.placement import Placement
 from framework.parallel.pipeline.simulate import Timeline, simulate
 from framework.plan.advice import FittingChange, describe_changes, describe_verdict
 from framework.plan.forecast import OUTSIDE, SLACK, MemoryForecast, StageMemory, TimeForecast
 from framework.plan.forecast_plan import PlanForecast
 from framework.plan.page_charts import WORDS, Row, Rows, plan_charts
-from framework.plan.page_html import Page, Section
+from framework.plan.page_html import Page, Section, render_html
 from framework.plan.plan import Plan
+from framework.plan.plan_stages import forecast_run
 from framework.plan.text import GIB, show_bytes, show_hours, show_seconds
 from framework.plan.traffic import measure_traffic
+from framework.recipe.plugins import import_plugins
+from framework.recipe.saved import load_recipe
 
 # Boxes that a browser draws without the reader waiting for it.
 MOST_ACTIONS = 4000
@@ -226,3 +236,16 @@ def _describe_sections(plan: Plan, found: PlanForecast, shown: int) -> dict[str,
         "Mesh": f"Ranks on their nodes{first}: point at one to see its coordinates.",
     }
     return dict(zip(("memory", "phases", "parts", "timeline", "links", "mesh"), sentences.items(), strict=True))
+
+
+def main(run_dir: Path) -> None:
+    """Write RUN/plan.html, while the run trains."""
+    recipe = load_recipe(run_dir / "recipe.yaml")
+    import_plugins(recipe.plugins)
+    found, _ = forecast_run(recipe)
+    write_file(run_dir / "plan.html", render_html(make_page(found)).encode())
+
+
+if __name__ == "__main__":
+    os.nice(10)
+    main(Path(sys.argv[1]))

@@ -17,12 +17,12 @@ from framework.plan.text import GIB, show_bytes, show_seconds
 from framework.recipe.layout_keys import with_value
 from framework.recipe.schema import Recipe
 
-# Of rows that a page holds; Vega takes 0.9 MB of the 2 that a page may have.
+# Bytes of a page's rows; Vega takes 0.9 MB of the 2 that a page may have.
 MOST_ROW_BYTES = 900_000
 MOST_REASONS = 60
 # Rows that the page fills in as the reader chooses.
 FILLED = ("layouts", "picked", "memory", "totals", "parts")
-# Of a search for a page: layouts that are ranked, and those of too much memory that are shown beside them.
+# Layouts of a page: at most so many that fit, and so many that do not.
 MOST_RANKED = 400
 MOST_OVER = 200
 # Sliders: field of a row, its name for readers.

@@ -16,9 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.comm.communicator import Communicator, link_levels
 from framework.errors import RecipeError
-from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
-from framework.mesh.token_layout import TokenLayout
+from framework.mesh.token_layout import ContextSlices, TokenLayout
 from framework.mesh.topology import Topology
 from framework.model.adapter_targets import add_adapters
 from framework.model.borders import Border
@@ -44,7 +43,7 @@ from framework.model.stage import (
 )
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment
-from framework.optim.qk_rows import QkRows, find_qk_rows
+from framework.optim.qk_clip import QkRows, find_qk_rows
 from framework.parallel.attention import find_stock_attention, find_whole, refuse_undivided_context
 from framework.parallel.experts.split import check_experts
 from framework.parallel.parallelize import refuse_halves
@@ -91,9 +90,9 @@ class Plan:
     # The optimizer's group of each trained parameter of the whole model.
     groups: tuple[GroupAssignment, ...]
     pipeline: PipelinePlan
-    # Of a layer, in a tuple; 0: a tensor alone. Known only where the model is cut into stages.
+    # Number of outputs of a layer that returns a tuple; 0: a tensor. Known only where the model is cut into stages.
     num_outputs: int
-    # What each stage receives, by its index: nothing the first, and nothing is sent behind the last.
+    # The values that each stage receives, by its index: none of the first.
     borders: tuple[Border, ...]
     # The routers' auxiliary losses; None without one.
     load_balancing: LoadBalancingLoss | None

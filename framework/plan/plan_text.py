@@ -10,7 +10,7 @@ from framework.plan.page import describe_run
 from framework.plan.plan import Plan
 from framework.plan.text import show_bytes, show_hours, show_seconds, wrap
 
-# Of a step: what takes less is not named.
+# Share of a step below which a part is not named.
 SMALL = 0.005
 MORE = "more: --ranks, --layouts, --schedule, --options; as a page: --html FILE"
 

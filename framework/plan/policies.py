@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from framework.errors import ModelError, RecipeError
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.model.experts import find_experts
 from framework.model.kept_outputs import ATTENTION, EXPERTS, Policy
 from framework.model.load import build_meta

@@ -39,8 +39,8 @@ EXPERT_BIAS = Kernels(4, 4, 2)
 EAGER_LOSS = Kernels(7, 3, 4)
 # A matmul's factor to fp8: its largest absolute value, the scaled and clamped values, the cast.
 EAGER_CAST = Kernels(8.5, 0, 6)
-# What torch.compile makes of a norm, of rope, of an activation and of a cast: each element is read and written once, of a cast
-# read twice, because the scale is known behind the first pass.
+# The kernels that torch.compile makes of a norm, of rope, of an activation and of a cast: each element is read and written once;
+# a cast reads it twice, because the scale is known after the first pass.
 FUSED_NORM, FUSED_ROPE, FUSED_ACTIVATION = Kernels(3, 3, 1), Kernels(2, 2, 1), Kernels(3, 3, 1)
 FUSED_CAST = Kernels(2.5, 0, 2)
 # Kernels in Triton: statistics of the softmax read logits once, their gradient is written where they were.

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache, partial, wraps
 from typing import Any, Literal
 
 from framework.errors import MeshwrightError
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.model.load import layer_configs
 from framework.model.stage import StageBounds, refuse_shared_layers, refuse_sliced_values
 from framework.parallel.attention import (
@@ -164,7 +164,7 @@ class Constraint:
     @cached_property
     def refuse(self) -> Callable[[Candidate], tuple[str, str] | None]:
         """(key, reason), asked once for all candidates that agree in its fields."""
-        # What is offloaded is read as a whole.
+        # `offload` is one argument: its fields count as one name.
         names = dict.fromkeys(name.partition(".")[0] for name in self.fields) or ("world",)
 
         @remember(*names)

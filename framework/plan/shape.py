@@ -16,9 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
-from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
-from framework.mesh.token_layout import TokenLayout
+from framework.mesh.token_layout import ContextSlices, TokenLayout
 from framework.mesh.topology import Topology
 from framework.model.adapter_targets import add_adapters
 from framework.model.adapters import B, find_trained
@@ -40,6 +39,7 @@ from framework.parallel.tensor.heads import ranks_per_kv_head
 from framework.plan.candidate import Candidate, remember
 from framework.plan.context import AttentionShape, attention_shapes
 from framework.plan.layer_widths import LayerWidths, MixtureWidths, gated_mixture, layer_widths
+from framework.plan.mixer_bytes import MixerBytes, measure_mixer
 from framework.plan.stage import RankParameters, lay_out_parameters
 from framework.plan.target import resolve_target
 from framework.recipe.schema import Launch, Parallel, Pipeline, Precision, Recipe
@@ -48,7 +48,7 @@ from framework.recipe.schema import Launch, Parallel, Pipeline, Precision, Recip
 FRESH_SEEDS = ("reformer",)
 # Fields of a candidate that a rank's parameters depend on before ZeRO.
 DEGREES = ("tp", "ep", "expert_tp", "sequence")
-# What a shape is made for where no recipe says it: bf16 on GPUs.
+# The recipe of a shape that is asked for without one: bf16 on GPUs.
 DEFAULT = Recipe(precision=Precision(compute="bf16"), launch=Launch(device="cuda"))
 
 
@@ -179,18 +179,28 @@ class ModelShape:
         return measure_model(self.whole)
 
     @cached_property
-    def matrices(self) -> tuple[float, float]:
-        """Averages over all parameters: the share that Muon updates, and FLOPs of its orthogonalisation."""
+    def matrices(self) -> tuple[float, float, float]:
+        """Averages over all parameters: the share that Muon updates, and FLOPs of its orthogonalisation; FLOPs of the dearest
+        weight, or expert, which has one owner."""
         if self.recipe.optim.name != "muon":
-            return 0.0, 0.0
-        numel, flops = 0, 0.0
+            return 0.0, 0.0, 0.0
+        numel, flops, dearest = 0, 0.0, 0.0
         for name, form in find_matrices(self.whole, self.units, self.recipe.model.tp_plan).items():
             if optimizer_of(self.recipe.optim, self.groups.get(name, "")) == "muon":
                 shape = self.whole.get_parameter(name).shape
                 numel += shape.numel()
-                each = form.shapes((shape[-2], shape[-1]))
-                flops += shape[:-2].numel() * sum(count_flops(one, self.recipe.optim.muon.steps) for one in each)
-        return numel / self.size.total, flops / self.size.total
+                shapes = form.shapes((shape[-2], shape[-1]))
+                own = sum(count_flops(each, self.recipe.optim.muon.steps) for each in shapes)
+                flops, dearest = flops + shape[:-2].numel() * own, max(dearest, own)
+        return numel / self.size.total, flops / self.size.total, dearest
+
+    @remember()
+    def mixers(self, tokens: int, dtype: torch.dtype) -> Sequence[MixerBytes | None]:
+        """The bytes of each layer's recurrent mixer for a sequence of so many tokens; None of a layer without."""
+        layers = [self.whole.get_submodule(unit.root) for unit in self.units if unit.is_layer]
+        kinds = dict(zip(self.kinds, layers, strict=True))
+        found = {kind: measure_mixer(layer, self.hidden, tokens, dtype) for kind, layer in kinds.items()}
+        return [found[kind] for kind in self.kinds]
 
     # --- computation
 

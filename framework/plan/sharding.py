@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from math import sqrt
 
 from framework.comm.codec import REDUCE_CODECS
-from framework.parallel.zero.unit_buckets import largest_shared
 from framework.plan.candidate import Candidate, remember
 from framework.plan.cluster import ClusterRates, Group, place_group
 from framework.plan.exposure import Groups, hide
@@ -73,7 +72,6 @@ class Sharding:
 
     def time(self, units: Sequence[ShardedUnit], c: Candidate, groups: Groups) -> ShardingTime:
         """Seconds of a stage, whose units are in order of computation."""
-        units = [bucket for each in units for bucket in self._in_buckets(each, c)]
         of_dense, of_experts = (groups["shard"], groups["replica"]), (groups["expert_shard"], groups["expert_replica"])
         messages = [
             self._messages_s(each.dense, each.experts, of_dense, of_experts, c.offloads_parameters) for each in units
@@ -133,17 +131,6 @@ class Sharding:
             return None
         experts = "expert_secondary" if groups["expert_secondary"].size > 1 else "expert_shard"
         return (groups["secondary"], groups["replica"]), (groups[experts], groups["expert_replica"])
-
-    def _in_buckets(self, unit: ShardedUnit, c: Candidate) -> list[ShardedUnit]:
-        """Equal layers as they travel: a bucket is a unit of several layers, and one of the rest. Not predicted: buckets of
-        unequal layers, with embedding and head, or of weights that come from the host."""
-        whole = (unit.dense * c.tp + unit.experts * c.ep * c.expert_tp) * self.parameter_bytes
-        limit = self.zero.bucket_bytes if c.zero and not c.offloads_parameters else 0
-        together = min(int(limit // whole), unit.count) if 0 < whole <= largest_shared(limit) else 0
-        if unit.is_embedding or unit.is_head or together < 2:
-            return [unit]
-        full, left = divmod(unit.count, together)
-        return [_join_layers(unit, n, count) for n, count in ((together, full), (left, 1)) if n and count]
 
     @remember()
     def _messages_s(
@@ -224,11 +211,6 @@ class Sharding:
         return sum(ends) + sum(layers[:1])
 
 
-def _join_layers(layer: ShardedUnit, n: int, count: int) -> ShardedUnit:
-    """Buckets of n layers each."""
-    return ShardedUnit(n * layer.dense, n * layer.experts, n * layer.forward, n * layer.backward, count)
-
-
 # --- the update, saves and failures
 
 # muon: of what adamw updates; one fewer of matrices.
@@ -249,7 +231,7 @@ class Update:
     cluster: ClusterRates
     profile: Profile
     itemsize: int
-    matrices: tuple[float, float] = (0.0, 0.0)
+    matrices: tuple[float, float, float] = (0.0, 0.0, 0.0)
     hidden: int = 1
 
     @property
@@ -277,8 +259,8 @@ class Update:
 
     def _orthogonalize(self, elements: float, c: Candidate) -> float:
         """Seconds of Muon's iterations, and of the way of matrices to their owners and back, for a rank that owns so many
-        elements and as many of whole matrices."""
-        share, flops = self.matrices
+        elements and as many of whole matrices; a step waits for the owner of the dearest one."""
+        share, flops, dearest = self.matrices
         if not share:
             return 0.0
         dtype = "bf16" if self.settings.optim.muon.dtype == "bf16" else "fp32"
@@ -288,7 +270,7 @@ class Update:
             place_group(size, stride, c.ranks_per_node, c.world) for size, stride in ((c.shard, c.tp), (c.tp, 1))
         )
         way = sum(self.cluster.collective("all_to_all", num_bytes, each) for each in (shard, tp))
-        return elements * flops * per_flop + 2 * way
+        return max(elements * flops, dearest) * per_flop + 2 * way
 
     def save(self, elements: float, c: Candidate, step_s: float) -> tuple[float, float]:
         """(seconds for which a save holds training up, seconds from one save to the next); 0 and 0 where nothing is saved on the

@@ -196,7 +196,7 @@ def _keeps_offload(name: str) -> dict[str, Keeps]:
     return {f"memory.offload.{name}": lambda base, c: (name in c.offload) == bool(getattr(base.memory.offload, name))}
 
 
-# Of each choice, the keys that may fix it, and whether a candidate has the recipe's value of it.
+# The keys that may fix each choice, and whether a candidate has the recipe's value of it.
 KEEPS: Mapping[str, Mapping[str, Keeps]] = {
     "degrees": {
         "parallel.dp": lambda base, c: base.parallel.dp in (None, c.dp),

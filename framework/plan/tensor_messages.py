@@ -44,7 +44,7 @@ class TensorMessages:
         return int(4 * (tokens.tp.size - 1) * tokens.sequences * tokens.context * of_token) // tokens.tp.size
 
 
-# Of a layer that no rule of tensor parallelism knows: attention and mlp.
+# Messages of a layer that no rule of tensor parallelism knows: one each for attention and mlp.
 USUAL = TensorMessages(2)
 
 

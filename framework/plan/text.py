@@ -4,7 +4,7 @@ import textwrap
 
 GIB = 2**30
 WIDTH = 100
-# Of the names on the left of a screen.
+# Width of the column of names.
 MARGIN = 14
 
 

@@ -26,7 +26,7 @@ from framework.parallel.activation_checkpointing import count_groups
 from framework.parallel.attention import find_stock_attention
 from framework.parallel.pipeline.simulate import Costs
 from framework.parallel.zero.row_codes import bytes_per_number
-from framework.plan.bubble import Lengths, least_length
+from framework.plan.bubble import find_length, least_length
 from framework.plan.candidate import Candidate, remember
 from framework.plan.cluster import ClusterRates, Collective
 from framework.plan.exposure import NOTHING, Exposure, Groups, LayerMessages, hide, place_groups
@@ -201,7 +201,6 @@ class TimeModel:
         self.sharding = Sharding(settings.zero, gathered, reduced, cluster, self.profile, base != "bf16")
         self.update = Update(settings, cluster, self.profile, itemsize, shape.matrices, shape.hidden)
         self.memory = MemoryModel.of(shape, settings)
-        self._lengths = Lengths()
 
     def _own_profile(self, itemsize: int) -> Profile:
         """Ours. Rows of documents are one packed call, which cuDNN's kernel does not take; nor is it transformers' first."""
@@ -287,7 +286,7 @@ class TimeModel:
         costs, owners = self.costs(c, ranks.stages), self.stages(c)[1]
         # The remembered path need not be the longest for these costs.
         least = least_length(c.schedule, owners, c.accumulation, costs)
-        return max(self._lengths.length(c.schedule, c.pp, c.accumulation, costs), least, sum(ranks.busy) / c.pp)
+        return max(find_length(c.schedule, c.pp, c.accumulation, costs), least, sum(ranks.busy) / c.pp)
 
     def _scoring(self, c: Candidate, ranks: PipelineTimes) -> float:
         """Seconds of a forward of all microbatches alone: the slowest rank computes them one after another behind the first."""

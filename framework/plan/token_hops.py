@@ -16,7 +16,7 @@ from math import comb
 
 from framework.parallel.experts.exchange import ROW_CODEC, packed_bytes
 
-# Of an expert's number beside a row, and of a number of rows, which goes ahead.
+# Bytes of an expert's index, which travels with each row, and of a number of rows, which is sent first.
 INDEX_BYTES, COUNT_BYTES = 4, 8
 
 
@@ -40,7 +40,7 @@ def _reach(router: Router, nodes: int) -> Fraction:
     if router.kept == router.groups or (own % size and size % own):
         return 1 - _miss(router.experts, own, router.top_k)
     missed, inside = Fraction(0), max(1, own // size)
-    # Of the groups on the node some are chosen, of whose experts it has all, or a part.
+    # Some of the node's groups are chosen; it holds all of their experts, or a part.
     for chosen in range(min(inside, router.kept) + 1):
         ways = comb(inside, chosen) * comb(router.groups - inside, router.kept - chosen)
         missed += Fraction(ways, choices) * _miss(router.kept * size, chosen * min(own, size), router.top_k)

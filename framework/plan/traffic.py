@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from framework.comm.communicator import Communicator
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.model.borders import message_dtype, message_width
 from framework.model.flops import expert_groups, experts_per_token
 from framework.model.kept_outputs import ATTENTION

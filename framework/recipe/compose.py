@@ -22,7 +22,7 @@ from framework.recipe.convert import MANDATORY, to_recipe
 from framework.recipe.derive import count_ranks
 from framework.recipe.environment import keep_references
 from framework.recipe.files import compose_files, search_path
-from framework.recipe.keys import flatten, join
+from framework.recipe.keys import flatten, join, value_of, with_value
 from framework.recipe.layout_keys import LAYOUT_KEYS
 from framework.recipe.origins import origin_of
 from framework.recipe.overrides import PLUGINS, apply_values, expand_sweep, parse_overrides
@@ -93,6 +93,27 @@ def compose(overrides: Iterable[str], recipe_dirs: Sequence[Path] = (), base: Pa
         problems += check_recipe(recipe, origins, broken=[problem.key for problem in problems])
     origins = {key: origin_of(origins, key) for key in flatten(asdict(recipe))}
     return Composition(None if problems else recipe, recipe, problems, origins)
+
+
+def with_choices(
+    recipe: Recipe, draft: Recipe, overrides: Iterable[str], recipe_dirs: Sequence[Path] = ()
+) -> tuple[Recipe, list[str]]:
+    """A saved recipe with the groups that `overrides` choose, and the keys that these have. draft: composed without the saved
+    recipe. RecipeError for an experiment, a whole recipe."""
+    folders = search_path(recipe_dirs)
+    chosen = [choice.key_or_group.replace("/", ".") for choice in parse_overrides(overrides, folders).choices]
+    if "experiment" in chosen:
+        raise RecipeError("experiment: a saved run has a recipe. Change single keys or groups of it")
+    # A group within a group, such as optim/schedule, is chosen by itself.
+    keys = [
+        f"{group}.{name}"
+        for group in chosen
+        for name in vars(value_of(draft, group))
+        if not any((folder / group.replace(".", "/") / name).is_dir() for folder in folders)
+    ]
+    for key in keys:
+        recipe = with_value(recipe, key, value_of(draft, key))
+    return recipe, keys
 
 
 def settle_plugins(

@@ -14,7 +14,7 @@ from framework.recipe.schema import Recipe
 PHASE_S = 1800.0
 # The first steps compile, load kernels and connect.
 FIRST_STEPS_S = 1200.0
-# What follows the measured steps never gives one less: a machine may be busy for a minute, and a hang that is found after two
+# Shortest deadline, however short the measured steps: a machine may be busy for a minute, and a hang that is found after two
 # minutes costs little.
 FLOOR_S = 120.0
 # Collectives wait so much longer than the longest deadline.

@@ -24,7 +24,7 @@ _KEY = "launch.environment"
 
 _REFERENCE = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_][A-Za-z0-9_]*)\s*\}")
 _WRITTEN = re.compile(r"(\\*)" + _REFERENCE.pattern)
-# What reads the environment in another way: with a default, or inside of another interpolation.
+# A reference to the environment in another form: with a default, or inside of another interpolation.
 _OTHER_REFERENCE = re.compile(r"(?<!\\)(?:\\\\)*\$\{[^}]*oc\.env")
 _PASSWORD = re.compile(r"(://[^/\s:@]*:)(?!\$)[^/\s@]+(?=@)")
 _ASSIGNMENT = re.compile(

@@ -29,7 +29,7 @@ from framework.recipe.overrides import missing_option
 from framework.recipe.problem import Problem, label_of, shipped_recipes, yaml_problem
 from framework.recipe.suggest import nearest
 
-# What composing may raise because of a file; ValueError: not UTF-8, or not a mapping, or a wrong defaults list.
+# Errors of composing that a file may cause; ValueError: not UTF-8, or not a mapping, or a wrong defaults list.
 HYDRA_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError)
 
 
@@ -80,9 +80,9 @@ def _merge(folders: tuple[Path, ...], lines: tuple[str, ...]) -> tuple[dict[str,
         _search_first(folders[:-1], loader)
         # The steps of Hydra's `compose`, which does not tell which files it merged: to ask for them would read all again.
         overrides, repository = loader._parse_overrides_and_create_caching_repo("config", list(lines))
-        merged = create_defaults_list(repository, "config", overrides, prepend_hydra=True, skip_missing=False).defaults
+        merged = create_defaults_list(repository, "config", overrides, prepend_hydra=False, skip_missing=False).defaults
         tree = loader._compose_config_from_defaults_list(merged, repository)
-        del tree["hydra"]
+        tree.pop("hydra", None)
     origins: dict[str, str] = {}
     for entry in merged:
         file = find_file(entry.config_path or "", folders)

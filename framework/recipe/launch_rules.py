@@ -13,7 +13,7 @@ from framework.recipe.problem import COUNTED, DEGREES, Problem, Rule, refuse, re
 from framework.recipe.schema import Recipe
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# What meshwright renders itself; a second one in launch.sbatch would silently win or lose.
+# Options that meshwright renders itself; a second one in launch.sbatch would silently win or lose.
 _OWN_OPTIONS = {
     "--job-name": "run.id", "--nodes": "launch.nodes", "--ntasks": "launch.ranks", "--time": "launch.time",
     "--ntasks-per-node": "launch.ranks_per_node", "--partition": "launch.partition", "--account": "launch.account",

@@ -184,7 +184,7 @@ def zero(recipe: Recipe) -> Iterator[Problem]:
     if stage and within is None:
         message = "zero.shard_within=null leaves no replicas: all ranks divide the optimizer state already"
         yield from refuse_useless(recipe, "zero.optimizer_within", message, "zero.shard_within=node")
-    sharded = ("shard_within", "optimizer_within", "bucket_bytes", "quantize_gather", "quantize_reduce")
+    sharded = ("shard_within", "optimizer_within", "quantize_gather", "quantize_reduce")
     later = {"accumulate": (2, 3), "keep_gathered": (3,), "secondary_shard": (3,)}
     for name, stages in {**dict.fromkeys(sharded, (1, 2, 3)), **later}.items():
         if stage not in stages:

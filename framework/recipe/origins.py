@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.plugins.config_source import ConfigResult
+from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
 
 from framework.recipe.keys import join
@@ -26,7 +27,7 @@ from framework.recipe.problem import COMMAND_LINE, DEFAULT
 
 def trace_file(origins: dict[str, str], file: Path, package: str, label: str) -> None:
     """Enter the keys of `file`, which Hydra placed at `package` (dotted, "" for the top)."""
-    root = read_nodes(str(file), file.read_text(encoding="utf-8"))
+    root, _ = read_yaml(str(file), file.read_text(encoding="utf-8"))
     if not isinstance(root, yaml.MappingNode):
         set_origin(origins, package, f"{label}:1")
         return
@@ -115,13 +116,14 @@ class YamlLoader(get_yaml_loader()):  # type: ignore[misc]
 
 
 @lru_cache(maxsize=256)
-def read_nodes(name: str, text: str) -> yaml.Node | None:
-    """The graph of a file's nodes, which nobody changes: all compositions of a process read the same few dozen files. name: of
-    the file, for errors."""
+def read_yaml(name: str, text: str) -> tuple[yaml.Node | None, Any]:
+    """The graph of a file's nodes and its value, which nobody changes: all compositions of a process read the same few dozen
+    files. name: of the file, for errors."""
     loader = YamlLoader(text)
     loader.name = name
     try:
-        return loader.get_single_node()
+        root = loader.get_single_node()
+        return root, None if root is None else loader.construct_document(root)
     finally:
         loader.dispose()
 
@@ -130,11 +132,12 @@ class RecipeSource(FileConfigSource):
     """Hydra's source of a folder of recipes, with files that YamlLoader accepts."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """The file at a path such as `optim/adamw`, as Hydra reads it."""
+        """The file at a path such as `optim/adamw`, which Hydra has found."""
         file = Path(self.path, self._normalize_file_name(config_path))
-        if file.is_file():
-            read_nodes(str(file), file.read_text(encoding="utf-8"))
-        return super().load_config(config_path)
+        text = file.read_text(encoding="utf-8")
+        _, value = read_yaml(str(file), text)
+        config = OmegaConf.create({} if value is None else value)
+        return ConfigResult(self.provider, f"file://{self.path}", config, self._get_header_dict(text[:512]))
 
 
 def _count_values(node: yaml.Node, known: dict[int, int]) -> int:

@@ -26,7 +26,7 @@ KINDS = (
     *("optimizer", "loss", "reader", "tokenizer", "chat template", "schedule", "tracker", "model", "context method"),
     *("pipeline schedule", "evaluation task"),
 )
-# By kind the names that plugins have added, and of which plugin each is. They grow while plugins are imported, and never after.
+# Names that plugins have added, by kind, each with its plugin. They grow while plugins are imported, and never after.
 ADDED: Mapping[str, dict[str, str]] = MappingProxyType({kind: {} for kind in KINDS})
 # The plugin that is being imported; empty for the code of a script.
 IMPORTING: ContextVar[str] = ContextVar("IMPORTING", default="")

@@ -19,9 +19,9 @@ from framework.recipe.problem import COUNTED, DEGREES, Problem, Rule, refuse, re
 from framework.recipe.schema import Recipe, Source
 from framework.recipe.suggest import nearest
 
-# What folders, wandb ids and SLURM job names all accept.
+# Names that folders, wandb ids and SLURM job names all accept.
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-# Of wandb's own settings (wandb/sdk/wandb_settings.py): names that it would refuse when the run begins, whose telemetry would be
+# Limits of wandb's settings (wandb/sdk/wandb_settings.py): it would refuse such names when the run begins, and telemetry would be
 # lost. Only its server refuses an unknown team.
 PROJECT_CHARACTERS, TAG_CHARACTERS = 128, 64
 NOT_IN_PROJECTS = "/\\#?%:"

@@ -256,7 +256,6 @@ class Zero:
     )
     keep_gathered: bool = key("stage 3: keep unsharded parameters over all microbatches of a step", False)
     prefetch_units: int = key("units unsharded ahead of the one in use", 1, low=0)
-    bucket_bytes: int = key("largest bytes of small consecutive units in one message; 0: each by itself", 2**21, low=0)
     optimizer_within: Literal["shard", "all"] = key(
         "HSDP: ranks that divide master and optimizer state: those of shard_within, or all, replicas too", "shard"
     )
@@ -277,8 +276,8 @@ class Zero:
     )
 
 
-# Of Llama's form all but queries and the two outputs; what their matmuls need is less than 5% of a step. Names of packed
-# projections and of other families' mlps beside them.
+# In Llama's form all but the queries and the two outputs, whose matmuls take less than 5% of a step; and the names of packed
+# projections and of other families' mlps.
 KEPT_OPERATIONS = (
     "attention",
     "experts",

@@ -144,7 +144,7 @@ def find_stage_problems(recipe: Recipe) -> Iterator[Problem]:
     for name, stage in recipe.train.stages.items():
         path = f"train.stages.{name}"
         before, (was, wrong) = was, apply_stage(was, stage)
-        found += [_in_stage(each, path, stage) for each in wrong]
+        found += [_in_stage(each, path) for each in wrong]
         if stage.ramp is not None and not wrong:
             found += _find_ramp_problems(path, stage.ramp, _find_ramped(stage, before))
             if name == last:
@@ -280,7 +280,7 @@ def _place_schedule(schedule: LearningRateSchedule, stage: TrainStage, start: in
     return schedule
 
 
-def _in_stage(problem: Problem, path: str, stage: TrainStage) -> Problem:
+def _in_stage(problem: Problem, path: str) -> Problem:
     """A mistake in a stage's values, with the stage's place before its key and before keys that its fix names."""
     fix = re.sub(rf"\b({'|'.join(GROUPS)})(?=[.][a-z])", rf"{path}.\1", problem.fix)
     return replace(problem, key=f"{path}.{problem.key}", fix=fix)

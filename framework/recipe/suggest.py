@@ -30,7 +30,7 @@ class Foreign:
     key: str = ""
     # Our values by theirs, in lower case, where they have other names.
     values: Mapping[str, Any] = field(default_factory=dict)
-    # How other values, or all, are written here.
+    # The form in which other values, or all, are written here.
     note: str = ""
     # A difference that remains.
     differs: str = ""

@@ -163,8 +163,9 @@ def _summary(
     ending = endings.get(exit_code, f"ended with exit code {exit_code}")
     if last is None:
         return f"{ending}: run {run.run_id}, no step reported"
+    what = "step" if exit_code == EXIT_DONE else "reported up to step"  # a stop need not be at a step that is reported
     lines = [
-        f"{ending}: run {run.run_id}, step {last.step} of {run.total_steps}, {format_count(last.tokens)} tokens",
+        f"{ending}: run {run.run_id}, {what} {last.step} of {run.total_steps}, {format_count(last.tokens)} tokens",
         f"  loss             {last.loss:.4f}",
     ]
     if validated is not None:

@@ -69,7 +69,7 @@ _EXIT_KILLED = 1
 
 
 # Files of a run that trackers get, where there are any: at its beginning, at its end.
-FIRST_FILES, LAST_FILES = ("recipe.yaml", "plan.html"), ("report.txt", "report.png", "goodput.png")
+FIRST_FILES, LAST_FILES = ("recipe.yaml",), ("plan.html", "report.txt", "report.png", "goodput.png")
 
 
 class Mirror(Observer):
@@ -165,14 +165,13 @@ def mirror(tracker: str, run_dir: Path, said_by_parent: IO[str], lease: Lease) -
     if tracker not in TRACKERS:
         import_plugins(info.config["plugins"])
     curve = MirroredRun(TRACKERS[tracker], info, run_dir)
-    exit_code, folder = None, run_dir / tracker
-    has_room = True
+    exit_code, folder, has_room = None, run_dir / tracker, True
     while exit_code is None:
         # Asked before reading, so that what was written before the end is read after it.
         exit_code = _read_exit_code(said_by_parent, POLL_S)
         curve.send(lease)
-        # wandb silently drops records that it cannot write.
-        if has_room and not _has_room(folder):
+        # wandb silently drops records that it cannot write; it has another folder where it could not make this one.
+        if has_room and folder.is_dir() and shutil.disk_usage(folder).free < LEAST_ROOM_BYTES:
             has_room = False
             say(f"{tracker}: no room at {folder}: what it shows may have gaps; {METRICS_FILE} has all")
     curve.finish(EXIT_DONE if exit_code in (EXIT_DONE, EXIT_RESUME) else exit_code)
@@ -225,11 +224,6 @@ class MirroredRun:
 
 def _rewinds_of(record: dict[str, Any]) -> int:
     return int(record.get("rewinds") or 0)
-
-
-def _has_room(folder: Path) -> bool:
-    """Whether a tracker can write there; wandb has another folder where it could not make this one."""
-    return not folder.is_dir() or shutil.disk_usage(folder).free >= LEAST_ROOM_BYTES
 
 
 def chart_values(record: dict[str, Any]) -> dict[str, float]:

@@ -114,7 +114,7 @@ def curve_chart(name: str, unit: str, has_borders: bool) -> alt.LayerChart:
         "curve:N",
         title=None,
         scale=alt.Scale(range=list(dict.fromkeys([BLUE, ORANGE, OTHER, *KINDS.values()]))),
-        legend=alt.Legend(orient="top"),
+        legend=alt.Legend(orient="top", labelLimit=300),
     )
     details = ["curve:N", alt.Tooltip("step:Q", format=",.0f"), alt.Tooltip("value:Q", format=".5~g")]
     base = of_rows(name).encode(x, y, color, tooltip=details)

@@ -80,7 +80,7 @@ class Curves:
     imbalance: list[tuple[int, float, float]] = field(default_factory=list)
     load: dict[str, list[int]] = field(default_factory=dict)  # tokens of each expert in the last reports, by layer
     last: dict[str, Any] = field(default_factory=dict)  # the last record
-    # Of each source the last loss of a step that had it, and of a validation.
+    # The last loss of each source: of a step that had it, and of a validation.
     by_source: dict[str, float] = field(default_factory=dict)
     held_out: dict[str, float] = field(default_factory=dict)
     scores: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # (step, score) of tasks, by name
@@ -256,15 +256,10 @@ def _plot(axes: Any, steps: list[int], values: list[float], is_noisy: bool) -> N
 
 
 def thin(steps: Sequence[float], values: Sequence[float], width: int) -> Curve:
-    """Means of the steps and the values of `width` neighbours each."""
-    starts = range(0, len(values), width)
-    means = [_finite_mean(values[start : start + width]) for start in starts]
-    return [statistics.fmean(steps[start : start + width]) for start in starts], means
-
-
-def _finite_mean(values: Sequence[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    return statistics.fmean(finite) if finite else math.nan
+    """Means of the steps, and of the values that are finite, of `width` neighbours each."""
+    parts = [slice(start, start + width) for start in range(0, len(values), width)]
+    means = [statistics.fmean(list(filter(isfinite, values[part])) or [math.nan]) for part in parts]
+    return [statistics.fmean(steps[part]) for part in parts], means
 
 
 def _what_was_run(run: RunInfo) -> list[str]:
@@ -398,7 +393,8 @@ def draw_goodput(account: Account, title: str) -> bytes:
     from matplotlib.figure import Figure
 
     rows = list(enumerate(account.rows, start=1))[-SHOWN_STARTS:]
-    unit_s, unit = _choose_unit(account.wall_s)
+    units = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
+    unit_s, unit = next((each for each in units if account.wall_s >= 2 * each[0]), units[-1])
     figure = Figure(figsize=(11, 3.2 + 0.32 * len(rows)), dpi=120, layout="constrained", facecolor="white")
     figure.suptitle(f"{title}   {account.ettr:.1%} of {format_duration(account.on_s)} were steps that count")
     whole, starts = figure.subplots(2, 1, height_ratios=(1, 0.6 + 0.45 * len(rows)))
@@ -440,10 +436,3 @@ def _draw_legend(figure: Any, account: Account) -> None:
     patches = [Patch(color=COLORS[part]) for part in shown]
     labels = [f"{name_of(part)} {format_duration(account.seconds[part])}" for part in shown]
     figure.legend(patches, labels, loc="outside lower center", ncols=5, frameon=False)
-
-
-def _choose_unit(seconds: float) -> tuple[float, str]:
-    for unit_s, unit in ((3600.0, "hours"), (60.0, "minutes")):
-        if seconds >= 2 * unit_s:
-            return unit_s, unit
-    return 1.0, "seconds"

@@ -16,6 +16,8 @@ import csv
 import os
 import shutil
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from importlib import import_module
@@ -24,7 +26,9 @@ from typing import Any, TextIO
 
 from framework.files import write_file
 from framework.recipe.keys import flatten
+from framework.start import python_words
 from framework.track.report import TAG_OF_REWOUND, Curve, RunInfo, Tracker
+from framework.track.summary import thin
 from framework.track.wandb import WandbTracker
 
 # MLflow's limits.
@@ -32,6 +36,8 @@ PARAM_CHARACTERS, PARAMS_AT_ONCE = 500, 100
 PAGE_FILE = "track.html"
 # The page is written so often, or less often where that takes a larger share of the time.
 REFRESH_S, LARGEST_SHARE = 10, 0.05
+# Points of a curve that the page's process keeps, several for each that is drawn.
+MOST_KEPT = 4000
 
 
 class Csv(Tracker):
@@ -135,13 +141,40 @@ class MLflow(Tracker):
         self._client.set_terminated(self._id, "FAILED" if exit_code else "FINISHED")
 
 
+class Thinned:
+    """A curve of fewer than MOST_KEPT points, of which each is the mean of equally many steps, however many there are."""
+
+    def __init__(self) -> None:
+        self._kept: Curve = ([], [])
+        self._new: Curve = ([], [])
+        self._width = 1
+
+    @property
+    def points(self) -> Curve:
+        """Steps and values, with those for which no mean is complete yet."""
+        (steps, values), (new_steps, new_values) = self._kept, thin(*self._new, self._width)
+        return steps + new_steps, values + new_values
+
+    def add(self, step: float, value: float) -> None:
+        self._new[0].append(step)
+        self._new[1].append(value)
+        if len(self._new[0]) == self._width:
+            self._kept, self._new = self.points, ([], [])
+        if len(self._kept[0]) == MOST_KEPT:
+            self._kept, self._width = thin(*self._kept, 2), 2 * self._width
+
+
 class Html(Tracker):
     """RUN/track.html: keeps the curves of a run, and writes the page of them."""
 
     def open(self, info: RunInfo, run_dir: Path, name: str) -> int:
-        """Begin the page anew."""
+        """Begin the page anew, and have that of the plan written, by a process that takes torch's memory for seconds."""
         self._info, self._run_dir = info, run_dir
-        self._curves: dict[str, Curve] = {}
+        self._plan: subprocess.Popen[bytes] | None = None
+        if (run_dir / "recipe.yaml").exists():
+            words = python_words("framework.plan.page_of_plan", str(run_dir))
+            self._plan = subprocess.Popen([sys.executable, *words], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        self._curves: dict[str, Thinned] = {}
         self._last: dict[str, float] = {}
         self._due_s = 0.0
         return 0
@@ -153,9 +186,7 @@ class Html(Tracker):
 
         self._last |= values
         for name in filter(is_drawn, values):
-            steps, column = self._curves.setdefault(name, ([], []))
-            steps.append(step)
-            column.append(values[name])
+            self._curves.setdefault(name, Thinned()).add(step, values[name])
 
     def look(self) -> None:
         """Write the page where that is due."""
@@ -167,6 +198,8 @@ class Html(Tracker):
 
     def close(self, exit_code: int, is_rewound: bool = False) -> None:
         """Write the page that stays: no browser reads it again."""
+        if self._plan is not None:
+            self._plan.wait()
         if not is_rewound:
             self._write(exit_code)
 
@@ -175,7 +208,8 @@ class Html(Tracker):
         from framework.track.page import make_page
 
         refresh_s = REFRESH_S if exit_code is None else None
-        page = make_page(self._info, self._curves, self._last, self._run_dir, exit_code, refresh_s)
+        curves = {name: each.points for name, each in self._curves.items()}
+        page = make_page(self._info, curves, self._last, self._run_dir, exit_code, refresh_s)
         write_file(self._run_dir / PAGE_FILE, render_html(page).encode())
 
 

@@ -87,18 +87,13 @@ def write_sync(run_dir: Path) -> str:
     return f"wandb sync {shlex.quote(str((run_dir / 'wandb').absolute()))}/*run-*"
 
 
-def _find_origin(info: RunInfo) -> tuple[str, int] | None:
-    """The id of the run that a branch begins with, and the last step that is of it."""
-    origin, _, step = (info.config.get("run", {}).get("start_from") or "").rpartition("@")
-    return (Path(origin).name, int(step)) if origin else None
-
-
 def _start(info: RunInfo, run_dir: Path, name: str, may_fork: bool) -> tuple[Any, int]:
     """The wandb run `name`, and the steps that it has from a fork. It is online where that is asked for and possible, else
     offline: nothing is lost either way."""
     import wandb
 
-    wanted, origin = info.config["track"]["wandb"], _find_origin(info)
+    wanted, (path, _, step) = info.config["track"]["wandb"], (info.config["run"]["start_from"] or "").rpartition("@")
+    origin = (Path(path).name, int(step)) if path else None  # of a branch
     told = {} if origin is None else {"branch_of": {"run": origin[0], "step": origin[1]}}
     arguments = {
         "id": name,

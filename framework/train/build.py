@@ -21,8 +21,7 @@ from framework.model.peft_folder import read_adapter
 from framework.model.precision import sums_dtype
 from framework.model.units import Unit, set_parameter
 from framework.optim.disk_ring import DiskStates, DiskTensor
-from framework.optim.qk_clip import QkClip
-from framework.optim.qk_rows import count_key_heads
+from framework.optim.qk_clip import QkClip, count_key_heads
 from framework.parallel.attention.logit_maxima import LogitMaxima
 from framework.parallel.parallelize import AttachedStage, attach
 from framework.parallel.pipeline.execute import ActivationSpec

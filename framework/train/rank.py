@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from framework.checkpoint.held import StartPoint
-from framework.comm.collectives import all_gather_object
 from framework.comm.connect import (
     Mesh,
     choose_device,
@@ -24,7 +23,7 @@ from framework.comm.connect import (
     ranks_per_node,
     stay_beside,
 )
-from framework.comm.objects import broadcast_object
+from framework.comm.objects import all_gather_object, broadcast_object
 from framework.data.beside import tokenizing
 from framework.data.growing import Say
 from framework.data.loader import Hear, Loader, validation_batches

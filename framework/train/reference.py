@@ -37,12 +37,13 @@ from framework.model.adapters import is_adapter
 from framework.model.hub import find_folder
 from framework.model.load import load_config
 from framework.model.safetensors_files import fingerprint_files
+from framework.parallel.pipeline.pipeline import FORWARDS_AT_ONCE
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.data_schema import NONE
 from framework.recipe.schema import Adapter, Offload, Optim, Recipe
 from framework.train.build import build
 from framework.train.state import begin_from
-from framework.train.step import VALIDATION_MICROBATCHES, score, to_device
+from framework.train.step import score, to_device
 
 # One pass over the rows of a split, as this rank reads them.
 ReadRows = Callable[[Split], Iterator[Microbatch]]
@@ -115,7 +116,7 @@ def _score_all(
             found = [torch.zeros(2, each.streams[split].num_documents) for each in prepared.sources]
             found = [each.to(mesh.device, torch.float64) for each in found]
             rows = read_rows(split)
-            while part := list(islice(rows, VALIDATION_MICROBATCHES)):
+            while part := list(islice(rows, FORWARDS_AT_ONCE)):
                 begin()
                 scores = score(run, to_device(run, part))
                 for microbatch, log_p in zip(part, scores, strict=bool(scores)):

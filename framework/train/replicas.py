@@ -25,7 +25,8 @@ from socket import gethostname
 import torch
 from torch import Tensor
 
-from framework.comm.collectives import all_gather_object, all_reduce
+from framework.comm.collectives import all_reduce
+from framework.comm.objects import all_gather_object
 from framework.comm.transfer import upload
 from framework.errors import DriftError
 from framework.model.initial import persistent_buffers

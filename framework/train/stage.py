@@ -45,7 +45,7 @@ class RankStage:
         num_sources = len(attached.plan.recipe.data.read)
         self._sources = torch.arange(num_sources, device=attached.plan.device)
         self.adapters = attached.adapters
-        # Of the step's metrics, and of the losses of sources: sums, and numbers of what was added up.
+        # Metrics of the step and losses of sources: sums, and the number of terms of each.
         columns = len(self._objective.metrics) + num_sources
         self.metrics = torch.zeros(2, columns, dtype=torch.float64, device=attached.plan.device)
         self._disabled = dict.fromkeys(set(DISABLED) & accepted_arguments(model.model), False)

@@ -14,8 +14,7 @@ from framework.checkpoint.folder import report
 from framework.checkpoint.index import Manifest
 from framework.checkpoint.load import form_of, load_checkpoint, load_newest
 from framework.checkpoint.staging import Entry
-from framework.comm.collectives import all_gather_object
-from framework.comm.objects import broadcast_object
+from framework.comm.objects import all_gather_object, broadcast_object
 from framework.data.order import SampleOrder, index_samples
 from framework.errors import StorageError
 from framework.launch.branch import ORDER_KEYS, Origin
@@ -168,7 +167,7 @@ def begin_branch(
         state.num_updates, state.squared_norms = 0, None
     _take_loaded(run, state)
     if run.optimizer.averages is not None:
-        # Of parameters that were frozen, or of all.
+        # Averages that the checkpoint lacks: of parameters that were frozen, or of all.
         new = [part for part in find_parts(run.shards) if f"{AVERAGE}/{part.name}" not in known]
         run.optimizer.averages.restart(new)
     names = sorted(lacking[False] | lacking[True])

@@ -19,7 +19,7 @@ from framework.model.objective import LOSSES, Objective
 from framework.optim.disk_ring import DiskStates
 from framework.optim.optimizers import Missed, clip_divisor, norm_rows, squared_norm
 from framework.parallel.pipeline.execute import ActivationSpec, StageLinks, execute
-from framework.parallel.pipeline.pipeline import PipelinePlan
+from framework.parallel.pipeline.pipeline import FORWARDS_AT_ONCE, PipelinePlan
 from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.buffers import MainGradView, UnitBuffer
 from framework.parallel.zero.gradients import sum_over_stages
@@ -34,8 +34,6 @@ from framework.train.sums import Flags, StepSums, StepValues
 from framework.train.update import OwnedShard, StepOptimizer
 from framework.train.validation import Validation, ValidationLoss
 
-# Microbatches that go through the pipeline together in a validation.
-VALIDATION_MICROBATCHES = 64
 NO_FLAGS = Flags()
 
 
@@ -284,7 +282,7 @@ def _missed_elements(run: TrainingRun, missed: Sequence[TrainedParameter], reach
 
 def run_alone(run: TrainingRun, validation: Validation) -> None:
     """Run what is left of a validation, forwards only."""
-    while filling := _take(run, validation, VALIDATION_MICROBATCHES):
+    while filling := _take(run, validation, FORWARDS_AT_ONCE):
         results, _ = _execute(run, _without_training(run, filling))
         validation.add(filling, results, run.objective.count)
 
@@ -294,7 +292,10 @@ def score(run: TrainingRun, microbatches: Sequence[Microbatch], with_adapters: b
     the last stage. Collective. with_adapters: else of the frozen model under them."""
     for stage in run.stages.values():
         stage.adapters.is_on = with_adapters
-    found, _ = _execute(run, _without_training(run, [replace(each, asks="answers") for each in microbatches]))
+    asking, found = [replace(each, asks="answers") for each in microbatches], []
+    # In parts: ranks of a pipeline hold what they have sent until all of a part is through.
+    for first in range(0, len(asking), FORWARDS_AT_ONCE):
+        found += _execute(run, _without_training(run, asking[first : first + FORWARDS_AT_ONCE]))[0]
     for stage in run.stages.values():
         stage.adapters.is_on = True
     return found

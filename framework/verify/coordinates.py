@@ -125,18 +125,13 @@ def _draw(found: Mapping[str, Changes], picture: Path) -> None:
 
     outputs: Sequence[str] = list(next(iter(found["muP"].values()))[0])
     figure = Figure(figsize=(3 * len(outputs), 5.4), layout="constrained")
-    for row, (way, changes) in enumerate(found.items()):
-        for column, output in enumerate(outputs):
-            axes = figure.add_subplot(len(found), len(outputs), row * len(outputs) + column + 1)
-            for step in range(len(next(iter(changes.values())))):
+    panels = figure.subplots(len(found), len(outputs), sharey="col")
+    for own, (way, changes) in zip(panels, found.items(), strict=True):
+        num_steps = len(next(iter(changes.values())))
+        for axes, output in zip(own, outputs, strict=True):
+            for step in range(num_steps):
                 values = [changes[width][step][output] for width in changes]
-                axes.plot(
-                    list(changes),
-                    values,
-                    color="#3b6fb6",
-                    alpha=0.3 + 0.7 * step / len(next(iter(changes.values()))),
-                    marker=".",
-                )
+                axes.plot(list(changes), values, color="#3b6fb6", alpha=0.3 + 0.7 * step / num_steps, marker=".")
             axes.set(title=f"{output}, {way}", xscale="log", yscale="log", xlabel="width", ylabel="mean change")
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=110)

@@ -10,13 +10,14 @@ from transformers import PretrainedConfig
 from transformers.utils.logging import set_verbosity_error
 
 from framework.comm.codec import BlockCodec
-from framework.comm.collectives import all_gather, all_gather_object
+from framework.comm.collectives import all_gather
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh, connect
+from framework.comm.objects import all_gather_object
 from framework.data.loader import split_rows
 from framework.data.pack import Microbatch, cut_context
-from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
+from framework.mesh.token_layout import ContextSlices
 from framework.model.adapter_targets import add_adapters
 from framework.model.initial import draw_unit
 from framework.model.load import build_meta

@@ -47,15 +47,14 @@ from framework.verify.plain import (
 )
 from framework.verify.plain_adapters import PlainAdapters
 from framework.verify.plain_codes import PlainCodes, PlainReduction, round_rows_of_experts
-from framework.verify.plain_lion import Noise, PlainLion, measure_noise
-from framework.verify.plain_muon import PlainMuon, find_matrices
+from framework.verify.plain_optimizers import Noise, PlainLion, PlainMuon, find_matrices, measure_noise
 from framework.verify.plain_preferences import PROBE, AnswerBatch, compare_answers, score_answers
 from framework.verify.plain_stability import PlainStability, widen
 
 CPU = torch.device("cpu")
 # For Lion: how many more times each step's gradients are computed, from weights that are rounded differently.
 NUM_PERTURBED = 3
-# What stock models raise, built or run, where they want another config or other inputs than they get.
+# Errors of stock models, built or run, that want another config or other inputs.
 STOCK_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError)
 
 
@@ -119,7 +118,7 @@ class Oracle:
         weights = {name: weight * widths[name][0] if name in widths else weight for name, weight in weights.items()}
         stock = {name: weight for name, weight in weights.items() if name not in of_adapters}
         self.model = _stock_model(recipe, config, stock, dtype, device)
-        # By the names under which a stock model lists them; `_given`: as they were given, others of tied ones (camembert's head).
+        # Keyed by the names under which a stock model lists them; `_given`: as given, others of tied ones (camembert's head).
         every = dict(self.model.named_parameters(remove_duplicate=False))
         first = {parameter: name for name, parameter in self.model.named_parameters()}
         self._given = {first[every[name]]: name for name in stock if name in every}
@@ -368,7 +367,7 @@ def _stock_model(
     disable_progress_bar()
     with _telling_of_stock(config, dtype):
         values = {name: weight.clone() for name, weight in weights.items()}
-        # Of a checkpoint with towers the text model is built, of a config of its own.
+        # A checkpoint with towers: its text model is built, which has a config of its own.
         blank = _build_blank(config)
         model: Any = type(blank).from_pretrained(None, config=blank.config, state_dict=values, dtype=dtype, **chosen)
     stored = model.state_dict()

@@ -39,7 +39,7 @@ BLOCK = 64  # elements that share an exponent in int8
 MASK = 0xFFFFFFFF
 # Rounds of the hash `triple32`: (shift, factor) each, then a last shift.
 ROUNDS, LAST_SHIFT = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB)), 14
-# What torchao's layers take.
+# Alignment that torchao's layers require.
 ALIGNMENT = 16
 CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 # Weights of pairs are compared in these units: those that differ by rounding are equal.

@@ -21,7 +21,7 @@ class PlainAdapters:
     def __init__(self, model: PreTrainedModel, adapter: Adapter, masters: Mapping[str, nn.Parameter]):
         self._scale = adapter.alpha / (math.sqrt(adapter.rank) if adapter.rank_stabilized else adapter.rank)
         self._masters = masters
-        # By the name of a weight, what the names of its adapter begin with. Linear layers have one weight, stacks several.
+        # Prefix of an adapter's names, by the name of its weight. Linear layers have one weight, stacks several.
         prefixes = [name.removesuffix("lora_A") for name in masters if name.endswith("lora_A")]
         self._prefixes = {f"{each}weight" if each.endswith(".") else each[:-1]: each for each in prefixes}
         holders = {name: model.get_submodule(name.rpartition(".")[0]) for name in self._prefixes}

@@ -30,8 +30,6 @@ def widen(model: PreTrainedModel, base: PreTrainedModel) -> dict[str, tuple[floa
             turned = isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
             fan_in, fan_out = ratios if turned else ratios[::-1]
             factors[name] = (fan_in**-1.0 if fan_out == 1.0 else fan_in**-0.5), fan_in**-1.0
-            if module is model.get_output_embeddings():
-                factors[name] = 0.0, fan_in**-1.0
     return factors
 
 

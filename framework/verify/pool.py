@@ -35,7 +35,7 @@ from framework.errors import ConnectionFailed, MeshwrightError
 GRACE_S = 10.0
 # A rank that got SIGUSR1 writes its stacks at once, whatever it waits for.
 STACKS_S = 0.5
-# What a rank raises whose connection to another one broke, by gloo, c10d and NCCL. A timeout is none of it.
+# Errors of gloo, c10d and NCCL on a rank whose connection to another one broke. A timeout is none of them.
 LOST = re.compile(
     r"(closed|reset) by peer|Broken pipe|Connection refused|connectFullMesh|DistNetworkError"
     r"|ncclRemoteError|communicator was aborted"

@@ -25,7 +25,7 @@ from framework.verify.layout import initial_weights, is_followed, make_run_batch
 from framework.verify.oracle import run_oracle
 from framework.verify.pool import RankFailed, RankPool
 
-# By `--dtype`: compute, master and reduce.
+# Keyed by `--dtype`: compute, master and reduce.
 PRECISIONS = {
     "fp64": Precision("fp64", "fp64", "fp64"),
     "fp32": Precision("fp32", "fp32", "fp32"),
@@ -34,7 +34,7 @@ PRECISIONS = {
     # Far from an overflow, after which there would be nothing to compare, and enough for gradients of few tokens.
     "fp16": Precision("fp16", "fp32", "fp32", loss_scale=1024.0),
 }
-# What ranks need, imported once for all of them.
+# The module that ranks need, imported once for all of them.
 PRELOAD = run_rank.__module__
 
 
@@ -71,7 +71,7 @@ class Sides:
     # Its precision has no `auto`.
     recipe: Recipe
     config: PretrainedConfig
-    # How many of train.steps are run.
+    # The number of train.steps that are run.
     num_steps: int
     # Ranks that run the layout; None: processes of its own.
     pool: RankPool | None = None

@@ -35,8 +35,9 @@ from torch.distributed.tensor import DTensor, Shard
 from framework.checkpoint.commit import Retention
 from framework.checkpoint.load import load_newest
 from framework.checkpoint.save import Saver
-from framework.comm.collectives import all_gather_object, all_reduce
+from framework.comm.collectives import all_reduce
 from framework.comm.connect import connect
+from framework.comm.objects import all_gather_object
 from framework.mesh.layout import part
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Parallel, Recipe, Zero

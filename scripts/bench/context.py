@@ -55,10 +55,10 @@ from interleave import (
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from framework.comm.collectives import all_gather_object
 from framework.comm.connect import Mesh
+from framework.comm.objects import all_gather_object
 from framework.data.pack import Microbatch
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.parallel.attention.attention import ContextAttention
 from framework.parallel.attention.block_attention import BlockAttention
 from framework.parallel.attention.visible_rows import Scores

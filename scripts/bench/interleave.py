@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from framework.comm.collectives import all_gather_object
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh, connect
+from framework.comm.objects import all_gather_object
 from framework.data.pack import Microbatch, cut_context
 from framework.mesh.topology import Topology
 from framework.model.load import load_config

@@ -9,8 +9,8 @@ fitted:
                   it has passed that stage's share. So the last of many stages may have no parameter, or no block at all
     schedule      1F1B: stage s holds min(pp - s, ga) microbatches
     tp            with sequence parallelism: a layer has 4 collectives in forward and 6 in backward, of T h elements
-    logits        of all tokens at once, in fp32 twice: before and behind the softmax; with more than one microbatch a third time,
-                  because the last one's are still referenced
+    logits        of all tokens at once, in fp32 twice: before and behind the softmax; a third time where the host is ahead of the
+                  device, which has the last microbatch's still to free
     dp            one all-reduce of fp32 gradients behind the last backward, with ZeRO 1 an all-gather of bf16 weights behind it
 
 Symbols: T tokens of a microbatch, h hidden features, f features inside the MLP, n layers of a stage, V rows of the vocabulary.
@@ -59,7 +59,7 @@ class Fitted:
     slow_step_s: float = 0.24e-3
     node_step_s: float = 0.035e-3
     message_s: float = 0.46
-    ahead: float = 39.5
+    ahead: float = 43.0
     reserve_gib: float = 11.0
     bucket_s: float = 0.43e-3
     far_s: float = 0.45
@@ -272,17 +272,17 @@ class Nanotron:
             "master": 4 * numel / owners,
             "optimizer": 8 * numel / owners,
             "activations": flying * kept,
-            "logits": tokens * llama.vocabulary / tp * self._logit_bytes(blocks, flying, candidate.accumulation),
+            "logits": tokens * llama.vocabulary / tp * self._logit_bytes(candidate, choice, blocks, flying),
             "workspace": 2.0 * tokens * llama.hidden * buffers + MATMUL_WORKSPACE,
         }
         counted = {kind: int(size) for kind, size in held.items()}
         return StageMemory(counted, 0, {"step": counted})
 
-    @staticmethod
-    def _logit_bytes(blocks: Blocks, flying: int, accumulation: int) -> float:
+    def _logit_bytes(self, candidate: Candidate, choice: Choice, blocks: Blocks, flying: int) -> float:
         """Bytes of a logit that a stage holds."""
         if blocks.has("head") and blocks.has("loss"):
-            return 8.0 + (4.0 if accumulation > 1 else 0.0)
+            is_ahead = choice.forwards > 0 and self._layer_seconds(candidate, choice) > self.fitted.host_layer_s
+            return 8.0 + (4.0 if candidate.accumulation > 1 and is_ahead else 0.0)
         # Logits that travel between stages: in bf16 behind the head, in fp32 behind the cast.
         return flying * sum({"head": 2.0, "cast": 6.0, "loss": 8.0}.get(name, 0.0) for name in blocks.others)
 

@@ -40,7 +40,7 @@ from framework.verify.layout import share
 
 WORLD, ON_NODE = 4, 2
 FREE = 1e15  # bytes/s of a network that nobody notices
-EXACT = Zero(stage=3, bucket_bytes=0)
+EXACT = Zero(stage=3)
 SIDES = {
     "zero 3": EXACT,
     "qgZ": replace(EXACT, quantize_reduce="int4"),

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from framework.comm.collectives import all_gather_object
 from framework.comm.connect import Mesh, connect
+from framework.comm.objects import all_gather_object
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.schema import Batch, Launch, Memory, Parallel, Recipe, Train, Zero
 from framework.train.build import build
@@ -102,7 +102,8 @@ def main() -> None:
     print(f"torch {torch.__version__}, {options.layers} layers of {options.hidden}, {options.context} tokens")
     pool, config = RankPool(2, __name__), config_of(options.layers, options.hidden)
     for side, parallel in SIDES.items():
-        by_rank = pool.run(2, measure, options.rounds, config, parallel, options.context)
+        # Beside other programs a step takes ten times as long as alone.
+        by_rank = pool.run(2, measure, options.rounds, config, parallel, options.context, timeout_s=3600)
         for kind, word in enumerate(("CPU", "wall")):
             ones = [each[kind] for each in by_rank[0]["torch"]]
             ours = [

@@ -125,7 +125,7 @@ def main() -> None:
         GroupPlan("shard", (0,), own, is_urgent=own == "nccl"), 0, LIMIT, dist.PrefixStore("b", store)
     )
     axis = Communicator(Axis("shard", 1, 0), sub, sub)
-    rows.attempt("time-outs are set", lambda: connect._set_pg_timeout(timedelta(seconds=1800), sub))
+    rows.attempt("time-outs are set", lambda: connect.set_group_timeout(timedelta(seconds=1800), sub))
     rows.attempt("NCCL starts two communicators", lambda: start(axis, world), "s")
     if not TINY:
         free, total = torch.cuda.mem_get_info()

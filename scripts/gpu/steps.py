@@ -168,7 +168,7 @@ def joined_alone(recipe: Recipe, config: LlamaConfig, device: torch.device) -> I
         with (
             patch.object(connect, "persist", lambda build, *_: Alone(len(build.args[0].ranks))),
             patch.object(connect, "dist", SimpleNamespace(PrefixStore=lambda *_: None)),
-            patch.object(connect, "_set_pg_timeout", lambda *_: None),
+            patch.object(connect, "set_group_timeout", lambda *_: None),
             patch.object(connect, "DeviceProgress", DeviceProgress if device.type == "cuda" else lambda: None),
         ):
             backends = choose_backends("cuda", is_debug=False)

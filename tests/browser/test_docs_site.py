@@ -6,20 +6,34 @@ from pathlib import Path
 import pytest
 
 from tests.browser.chromium import Chromium, Tab
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.unit.test_docs_site import build
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 REPOSITORY = Path(__file__).parents[2]
 FIGURES = sorted(path.stem for path in (REPOSITORY / "docs" / "figures").glob("*.png"))
 
-# Moves each control of a figure to its last value and focuses the marks; returns the controls that changed nothing.
+# Moves each control of a figure to its last value and focuses the marks; returns the controls that changed nothing, and words
+# that are cut or lie over others.
 MOVE = """
 (() => {
   const figure = document.querySelector('figure[data-figure=NAME]');
   const picture = figure.querySelector('.picture');
   const idle = [];
+  const meets = (a, b) => Math.min(a.right, b.right) > Math.max(a.left, b.left) + 1
+    && Math.min(a.bottom, b.bottom) > Math.max(a.top, b.top) + 4;
+  const read = () => {
+    const [frame, ...boxes] = [...picture.querySelectorAll('svg, svg text')].map((each) => each.getBoundingClientRect());
+    const words = [...picture.querySelectorAll('svg text')].map((each) => each.textContent);
+    boxes.forEach((box, at) => {
+      const isCut = box.left < frame.left - 1 || box.right > frame.right + 1 || box.bottom > frame.bottom + 1;
+      if (isCut) idle.push(words[at] + ' is cut');
+      const over = boxes.findIndex((other, place) => place > at && meets(box, other));
+      if (over > 0) idle.push(words[at] + ' lies over ' + words[over]);
+    });
+  };
+  read();
   for (const input of figure.querySelectorAll('input')) {
     const before = picture.innerHTML;
     const isSlider = input.type === 'range';
@@ -28,6 +42,7 @@ MOVE = """
     else input.checked = true;
     input.dispatchEvent(new Event(isSlider ? 'input' : 'change', { bubbles: true }));
     if (picture.innerHTML === before) idle.push(input.ariaLabel ?? input.value);
+    read();
     for (const mark of [...picture.querySelectorAll('[tabindex]')].slice(0, 40)) mark.focus();
     if (!figure.querySelector('.words').textContent) throw new Error('no words');
     if (/NaN|undefined|Infinity/.test(figure.innerHTML)) throw new Error('not a number with ' + input.value);
@@ -79,6 +94,7 @@ def test_every_control_of_a_figure_moves_it(browser: Chromium, site: Path, name:
     picture = f"document.querySelector('figure[data-figure={name}] svg')"
     tab.emulate("light", 420)
     tab.wait_until(f"{picture}.getBoundingClientRect().right <= innerWidth")
+    assert tab.ask(MOVE.replace("NAME", name)) == []
     assert_quiet(tab)
     tab.close()
 

@@ -13,9 +13,9 @@ from framework.plan.page_of_plan import make_page
 from framework.plan.text import GIB, show_seconds
 from framework.recipe.compose import compose
 from tests.browser.chromium import Chromium, Tab
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 PIPELINE = [
     *("model=llama3_2_1b", "parallel.pp=2", "parallel.tp=2", "launch.ranks=8", "launch.device=cuda", "cluster=h100_ib"),

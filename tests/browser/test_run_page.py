@@ -16,9 +16,9 @@ from framework.track.page import curve_chart, make_page
 from framework.track.report import HANGS_FILE, Curve, RunInfo, StepReport
 from tests.browser.chromium import Chromium, Tab
 from tests.browser.test_plan_page import read_marks
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 INFO = RunInfo("demo-1", {}, total_steps=3000, stages={"base": 0, "long<b>": 1000}, model="llama", num_parameters=10**9)
 REPORT = StepReport(1, 8, 512, 2.0, 1.0, 1e-3, 0.5, 1024.0, (1024.0,), 0.01, 0.4, 3 << 30)

@@ -12,9 +12,9 @@ from framework.plan.search import Ranked, Search
 from framework.plan.text import GIB, show_seconds
 from framework.recipe.compose import compose
 from tests.browser.chromium import Chromium, Tab
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # Few layouts, of which some do not fit: whole sequences of many tokens.
 WORDS = [

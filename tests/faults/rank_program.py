@@ -100,9 +100,9 @@ def add_until_asked(folder: Path) -> int:
     """Steps under the watch, with tensors and objects whose values are compared; all ranks stop at one step."""
     import torch
 
-    from framework.comm.collectives import all_gather_object, all_reduce
+    from framework.comm.collectives import all_reduce
     from framework.comm.connect import connect, launched_place, open_store_beside
-    from framework.comm.objects import broadcast_object
+    from framework.comm.objects import all_gather_object, broadcast_object
     from framework.mesh.topology import Topology
     from framework.monitor.phases import Phase
     from framework.monitor.progress import Progress

@@ -16,9 +16,9 @@ from framework.launch.directory import RunDirectory
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from tests import tiny_run
 from tests.faults.test_inject import in_child
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 STEPS, BATCH = 12, 4
 RECIPE = (

@@ -13,9 +13,9 @@ from framework.launch.directory import RunDirectory
 from framework.recipe.compose import load_recipe
 from framework.track.jsonl import METRICS_FILE, read_records
 from tests import tiny_run
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 RECIPE = (
     *tiny_run.RECIPE,
@@ -140,7 +140,7 @@ def test_a_resume_keeps_the_origin(
         (["run.start_from=origin@4"], "Saved steps: 3, 6, 9"),
         (["run.start_from=nothing"], "is not a run"),
         (["run.start_from=origin@6", "train.steps=6"], "set train.steps=12"),
-        (["run.start_from=origin@6", "experiment=quickstart"], "no experiment"),
+        (["run.start_from=origin@6", "experiment=quickstart"], "a saved run has a recipe"),
         (["run.start_from=origin@6", "optim.lr=-1"], "optim.lr"),
         (["run.start_from=origin@6", "model.weights=elsewhere"], "leave model.weights out"),
     ],

@@ -46,8 +46,7 @@ def test_a_run_its_checkpoint_and_its_export_have_the_same_scores(tmp_path, monk
     best = min(scores[3], scores[6], key=lambda each: each["last_word/perplexity"])
     assert evaluate("runs/a", "--best")["scores"] == pytest.approx(best, rel=1e-9)
     export_model(run, tmp_path / "model")
-    words = ("batch.context=24", "precision.compute=fp64", "precision.master=fp64", "precision.reduce=fp64")
-    assert evaluate("model", *words)["scores"] == pytest.approx(scores[6], rel=1e-9)
+    assert evaluate("model", *EXACT)["scores"] == pytest.approx(scores[6], rel=1e-9)
     assert "prose     " in capfd.readouterr().out
     assert main(["diff", "runs/a", "runs/a"]) == EXIT_DONE
     assert "6 last_word/acc" in capfd.readouterr().out

@@ -42,9 +42,9 @@ from framework.track.jsonl import METRICS_FILE, Jsonl, read_records
 from framework.track.observers import Observers
 from framework.track.report import RunInfo, StepReport, save_run_info
 from tests import tiny_run
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 ALONE = Communicator(Axis("world", 1, 0))
 OLD, NEW = Holder("n1", 11, "then", "4", 0), Holder("n2", 22, "now", "4", 1)
@@ -235,7 +235,6 @@ def stale_life(lease):
 
 # More than there are; `test_every_operation_is_met` says so if that is no longer true.
 MOST_OPERATIONS = 140
-EVERY_OPERATION = range(MOST_OPERATIONS)
 
 
 @pytest.mark.parametrize("first", few_of(range(0, MOST_OPERATIONS, 10), lambda first: first in (20, 50)))

@@ -5,12 +5,8 @@ Ranks are forked from the test's process, which has imported torch. The ledger o
 
 import json
 import multiprocessing
-import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +19,6 @@ from framework.checkpoint.index import DamagedCheckpoint, read_manifest
 from framework.checkpoint.inspect import verify_files
 from framework.checkpoint.load import Reader
 from framework.cli import main
-from framework.commands.inject import find_ranks
 from framework.commands.trained_model import _read
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_MEMORY, EXIT_RESUME, EXIT_USER
 from framework.faults import injector
@@ -32,9 +27,9 @@ from framework.faults.plan import HOWS, KINDS, Fault, parse_fault, plan_faults, 
 from framework.monitor.phases import Phase
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from tests import tiny_run
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 STEPS, BATCH = 40, 4
 KILLED = -signal.SIGKILL
@@ -180,53 +175,6 @@ def test_a_run_that_does_not_allow_faults_suffers_none(capsys):
     assert suffered("closed") == [("kill", 6)]
 
 
-@pytest.mark.grid
-def test_a_running_run_is_killed_from_outside(capsys):
-    prepare_run("outside")
-    process = multiprocessing.get_context("fork").Process(
-        target=begin_here, args=("outside", "run.allow_faults=false", "train.steps=100000", "checkpoint.keep=1")
-    )
-    process.start()
-    deadline = time.monotonic() + 60
-    while not (Path("runs/outside/recipe.yaml").exists() and Path("runs/outside/metrics.jsonl").exists()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert main(["inject", "runs/outside", "kill", "step=30"]) == EXIT_DONE
-    process.join(30)
-    assert process.exitcode == KILLED
-    assert f"SIGKILL to rank 0, process {process.pid}" in capsys.readouterr().out
-    [record] = read_log(Path("runs/outside"))
-    assert record["step"] >= 30
-    assert record["victim"] == process.pid
-    assert main(["inject", "runs/outside", "kill"]) == EXIT_USER
-    assert "does not run" in capsys.readouterr().err
-
-
-def test_ranks_are_found_by_their_run_and_not_what_starts_them(tmp_path):
-    package = tmp_path / "framework" / "launch"
-    package.mkdir(parents=True)
-    (package / "rank.py").write_text("import time; time.sleep(60)")
-    words = (sys.executable, "-m", "framework.train.program", "runs/here", "7")
-    starts = ([*words], ["sh", "-c", "sleep 60; :", *words], [*words[:3], "runs/there"])
-    variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
-    processes = [
-        subprocess.Popen(command, cwd=tmp_path, env=variables | {name: "3"})
-        for command, name in zip(starts, ("RANK", "SLURM_PROCID", "RANK"), strict=True)
-    ]
-    try:
-        deadline = time.monotonic() + 20
-        while not (found := find_ranks(tmp_path / "runs" / "here")):
-            assert time.monotonic() < deadline
-        assert found == {3: processes[0].pid}
-    finally:
-        for process in processes:
-            process.kill()
-
-
-def begin_here(run, *overrides):
-    exit_with(main(["train", *RECIPE, f"run.id={run}", *overrides]))
-
-
 @pytest.mark.parametrize("how", HOWS)
 def test_a_damaged_checkpoint_is_no_checkpoint(how, tmp_path, capsys):
     """What a run makes of each damage: tests/unit/test_checkpoint_newest.py, test_launch_train.py."""
@@ -245,7 +193,7 @@ def test_a_damaged_checkpoint_is_no_checkpoint(how, tmp_path, capsys):
     ("words", "answer"),
     [
         ("kil step=3", "did you mean kill?"),
-        ("kill stp=3", "kill takes rank=, step=, times=, phase=, point=, node="),
+        ("kill stp=3", "kill takes rank=, step=, times=, phase=, point="),
         ("kill step=0", "step=0: not a number from 1 on"),
         ("kill step=nine", "not a number"),
         ("kill step=41", "the run has train.steps=40"),

@@ -13,9 +13,9 @@ import pytest
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_NUMERICS, EXIT_RESUME, EXIT_USER, RunError
 from framework.launch.agent import run_ranks
 from framework.launch.directory import RunDirectory
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 ROOT = PROGRAM.parents[2]

@@ -10,9 +10,9 @@ from framework.checkpoint.held import RunLineage
 from framework.checkpoint.index import INDEX
 from framework.checkpoint.neighbors import COPY_POINTS, HELD_POINTS
 from tests.faults.copying_ranks import Ranks, copy_place, cut_power, held_on, run, spoil_disk
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 KILLED = (1, "copy begun", 10)  # rank 1, as the copy of step 10 begins: held is step 8, saved is step 6
 

@@ -15,9 +15,9 @@ import pytest
 from framework.cli import main
 from framework.errors import EXIT_DONE, EXIT_USER
 from tests import tiny_run
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 DOCS = Path(__file__).parents[2] / "docs" / "reliability.md"
 HARMS = ("flip", "halve", "empty", "delete", "swap")

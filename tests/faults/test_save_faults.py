@@ -20,10 +20,10 @@ from framework.comm.connect import connect
 from framework.errors import CheckpointError
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Axis, Topology
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.saving import save_checkpoint
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 ALONE = Communicator(Axis("world", 1, 0))
 NUMEL = 70_000

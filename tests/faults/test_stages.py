@@ -23,9 +23,9 @@ from framework.recipe.compose import load_recipe
 from framework.track.jsonl import METRICS_FILE, read_records
 from tests import tiny_run
 from tests.faults.test_branches import weights
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 RECIPE = (
     *tiny_run.RECIPE,

@@ -9,6 +9,7 @@ import ast
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 
 Breach = tuple[int, str]
 Law = Callable[["Source"], Iterator[Breach]]
@@ -43,11 +44,9 @@ ORACLE = (
     "plain",
     "plain_adapters",
     "plain_codes",
-    "plain_lion",
-    "plain_muon",
+    "plain_optimizers",
     "plain_preferences",
     "plain_stability",
-    "reference",
     "evidence",
     "compare",
 )
@@ -281,11 +280,20 @@ def docstrings_name_the_thing(source: Source) -> Iterator[Breach]:
             for each in node.body:
                 match each:
                     case ast.Expr(ast.Constant(str(text))):
-                        if (
-                            text.startswith("The one that")
-                            or text.split(maxsplit=1)[0].strip(",.:;") in REFUSED_OPENINGS
-                        ):
+                        if _opens_as_refused(text):
                             yield each.lineno, f"a docstring begins with {' '.join(text.split()[:4])!r}"
+
+
+def comments_name_the_thing(source: Source) -> Iterator[Breach]:
+    """A comment on lines of its own begins as docstrings do."""
+    lines = ["", *map(str.strip, source.text.splitlines())]
+    for number, (before, line) in enumerate(pairwise(lines), start=1):
+        if line.startswith("# ") and not before.startswith("#") and _opens_as_refused(line[2:]):
+            yield number, f"a comment begins with {' '.join(line.split()[1:5])!r}"
+
+
+def _opens_as_refused(text: str) -> bool:
+    return text.startswith("The one that") or text.split(maxsplit=1)[0].strip(",.:;") in REFUSED_OPENINGS
 
 
 LAWS: tuple[Law, ...] = (
@@ -303,6 +311,7 @@ LAWS: tuple[Law, ...] = (
     modules_hold_no_state,
     options_are_passed_by_name,
     docstrings_name_the_thing,
+    comments_name_the_thing,
 )
 
 

@@ -14,11 +14,11 @@ from framework.parallel.attention import attention, blocks, merge, ring, ulysses
 from framework.parallel.attention.attention import RankBlocks
 from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.merge import MergedOutput
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.ranks.pool import RankPool
 from tests.ranks.test_context_methods import CASES, TOLERANCE, Case, Layout, find_errors
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # A broken step must show far beyond the tolerance, not at its edge.
 VISIBLE = 1e-4
@@ -52,7 +52,7 @@ def mask_the_wrong_pair() -> AbstractContextManager[Any]:
 
 def keep_gradients_of_keys() -> AbstractContextManager[Any]:
     """What other ranks' queries give to a rank's keys and values does not come home (TransformerEngine 1557, Megatron 1464)."""
-    return patch.object(attention._Backward, "add", lambda work, portion, sums: None)
+    return patch.object(blocks.BackwardPass, "add", lambda work, portion, sums: None)
 
 
 def normalise_blocks_alone() -> AbstractContextManager[Any]:

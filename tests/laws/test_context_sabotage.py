@@ -11,7 +11,7 @@ import torch
 from framework.comm.collectives import Pending
 from framework.comm.communicator import Communicator
 from framework.data.pack import Microbatch, cut_context
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.model.loss import IGNORE
 from framework.model.routers import RoutedTokens, Routers
 from framework.parallel.zero import gradients

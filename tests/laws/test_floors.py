@@ -82,6 +82,7 @@ BREACHES = [
     ("docstrings_name_the_thing", "mesh/box.py", 'def f():\n    """Of all boxes."""'),
     ("docstrings_name_the_thing", "mesh/box.py", 'class Box:\n    """The one that is asked for."""'),
     ("docstrings_name_the_thing", "mesh/box.py", 'class Box:\n    size: int\n    """Of the box."""'),
+    ("comments_name_the_thing", "mesh/box.py", "# Of a box.\nSIDES = 4"),
     ("options_are_passed_by_name", "cli.py", "export_command(run, arguments.to, best=arguments.best)"),
     ("options_are_passed_by_name", "commands/search.py", "describe(result, name, asked.options.best)"),
 ]

@@ -7,14 +7,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from torch import Tensor
 
 from framework.comm.codec import BlockCodec
 from framework.comm.coded import _CodedParts
 from framework.parallel.zero import gradients
 from framework.parallel.zero.buffers import UnitBuffer
-from framework.parallel.zero.pool import BufferPool
 from framework.recipe.schema import Zero
 from framework.verify.compare import compare
 from tests.families import family
@@ -31,7 +29,7 @@ TOLERANCE, VISIBLE = 1e-9, 1e-4
 # An embedding whose numbers four ranks do not divide.
 ODD = {"hidden_size": 30, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 10}
 CASE = Case("llama", family("llama"), {"": recipe_of(Zero(stage=3), "int8", 2)}, ODD)
-TAKE = BufferPool.take
+OPEN = UnitBuffer.open_gradient
 
 
 def scales_stay_behind() -> AbstractContextManager[Any]:
@@ -85,12 +83,14 @@ def padding_counts() -> AbstractContextManager[Any]:
 
 @contextmanager
 def memory_is_used() -> Iterator[None]:
-    """Memory of the pool holds what no gradient is as large as."""
+    """New memory holds what no gradient is as large as."""
 
-    def take(pool: BufferPool, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return TAKE(pool, numel, dtype, device).fill_(1e3)
+    def open_gradient(buffer: UnitBuffer) -> None:
+        if not buffer.gradient.numel():
+            OPEN(buffer)
+            buffer.gradient.fill_(1e3)
 
-    with patch.object(BufferPool, "take", take):
+    with patch.object(UnitBuffer, "open_gradient", open_gradient):
         yield
 
 

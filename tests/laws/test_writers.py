@@ -23,7 +23,6 @@ IN_WORKPLACE = "in the workplace, which is gone for a stale process, or renames 
 EPOCH = (
     "below names of this epoch, and counted only by it; what is removed or amended: the lease is checked right before"
 )
-REMOTE = "in a store, below the name of this epoch and folder; what is removed is of an older one"
 OUTSIDE = "before there is a run, or outside of it"
 ASKED = "a request of a user's, who holds no lease; rank 0 takes it away by its lease"
 MEMORY = "this node's memory, below the folder of the start's epoch, which the next start renames"

@@ -20,7 +20,6 @@ from framework.parallel.zero.buffers import GradientState, UnitBuffer
 from framework.parallel.zero.gradients import GradientSync
 from framework.parallel.zero.hooks import UnitOrder
 from framework.parallel.zero.parameters import ParameterSync
-from framework.parallel.zero.pool import BufferPool
 from framework.recipe.schema import Zero
 from tests.families import family
 from tests.laws.sabotage import Errors, Sabotage, errors_of, train_each
@@ -52,19 +51,21 @@ def late(start: Callable[..., Pending]) -> Callable[..., Pending]:
 def at_the_worst_moment() -> Iterator[None]:
     """Every result comes as late as it may; memory holds no number until it is written."""
 
-    def take(pool: BufferPool, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return TAKE(pool, numel, dtype, device).fill_(torch.nan)
+    def open_gradient(buffer: UnitBuffer) -> None:
+        if not buffer.gradient.numel():
+            OPEN(buffer)
+            buffer.gradient.fill_(torch.nan)
 
     with (
         patch.object(parameters, "start_all_gather", late(parameters.start_all_gather)),
         patch.object(gradients, "start_reduce_scatter", late(gradients.start_reduce_scatter)),
         patch.object(gradients, "start_all_reduce", late(gradients.start_all_reduce)),
-        patch.object(BufferPool, "take", take),
+        patch.object(UnitBuffer, "open_gradient", open_gradient),
     ):
         yield
 
 
-TAKE = BufferPool.take
+OPEN = UnitBuffer.open_gradient
 
 
 # --- waits and references

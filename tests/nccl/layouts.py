@@ -115,7 +115,7 @@ def find_error(layout: Layout, serial: bool = False) -> float:
     return float(((found - expected) / expected).abs().nan_to_num(nan=torch.inf).max())
 
 
-Z3 = Zero(stage=3, bucket_bytes=0)
+Z3 = Zero(stage=3)
 REGATHER = Memory(gathered_inputs="regather")
 TIED, UNTIED, EIGHT_LAYERS = ("tie_word_embeddings", True), ("tie_word_embeddings", False), ("num_hidden_layers", 8)
 
@@ -123,7 +123,6 @@ LAYOUTS = {
     "dp 2, zero 0": Layout(2),
     "dp 2, zero 2": Layout(2, 3, zero=Zero(stage=2)),
     "dp 2, zero 3": Layout(2, 3, zero=Z3),
-    "dp 2, zero 3, buckets": Layout(2, 3, zero=Zero(stage=3, bucket_bytes=20_000)),
     "dp 2, zero 3, local, kept": Layout(2, 3, zero=replace(Z3, keep_gathered=True, accumulate="local")),
     "dp 2, zero 3, full": Layout(2, zero=Z3, memory=Memory("full")),
     "dp 2, zero 3, sqrt": Layout(2, zero=Z3, memory=Memory("sqrt")),
@@ -187,7 +186,7 @@ MESHES = {
 }
 ZEROS = {
     "zero 0": Zero(stage=0),
-    "zero 1": Zero(stage=1, bucket_bytes=20_000),
+    "zero 1": Zero(stage=1),
     "zero 2, local": Zero(stage=2, accumulate="local"),
     "zero 3": Z3,
     "zero 3, kept": replace(Z3, keep_gathered=True),

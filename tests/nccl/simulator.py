@@ -394,7 +394,7 @@ def make_mesh(network: Network, topology: Topology, rank: int) -> connect.Mesh:
     with (
         patch.object(connect, "persist", persist),
         patch.object(connect, "dist", stores),
-        patch.object(connect, "_set_pg_timeout", lambda *_: None),
+        patch.object(connect, "set_group_timeout", lambda *_: None),
     ):
         backends = connect.choose_backends("cuda", is_debug=False)
         axes = connect.join_axes(topology, rank, backends, None, timedelta(seconds=1))  # type: ignore[arg-type]

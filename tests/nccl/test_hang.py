@@ -13,13 +13,13 @@ from framework.monitor.progress import Progress, name_coordinates
 from framework.monitor.watchdog import Watchdog
 from framework.parallel.zero import gradients
 from framework.train.step import train_step
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.nccl.gpu import HostHeld, here
 from tests.nccl.layouts import LAYOUTS, LR, build_layout
 from tests.nccl.simulator import installed, run_ranks
 from tests.ranks.parity import topology_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 ALARM = Alarm(0, TRAINING, Phase.STEP, 1, 125.0, 120.0, "launch.step_deadline_s")
 Harm = Callable[[Callable[[], Pending]], Pending]

@@ -27,7 +27,7 @@ from framework.recipe.schema import Memory, Offload
 from framework.train import step
 from framework.train.step import run_alone
 from framework.train.validation import Validation
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.nccl import gpu
 from tests.nccl.layouts import (
     FROZEN,
@@ -46,7 +46,7 @@ from tests.nccl.simulator import installed, run_ranks
 from tests.ranks.parity import CPU, topology_of
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # Any two values that may meet; shown is each value. Some of the rows are of devices that run one message at a time.
 COVERED = cover()
@@ -158,28 +158,28 @@ def memory_of_a_unit_on_its_way_is_given_back() -> Iterator[None]:
 
 @contextmanager
 def memory_of_a_gradient_is_used_again_while_it_is_sent() -> Iterator[None]:
-    start = GradientSync._start_reduction
+    reduce = GradientSync._reduce
 
-    def give_back_early(self: GradientSync, message: Any) -> None:
-        start(self, message)
+    def write_early(self: GradientSync, buffer: Any) -> None:
+        reduce(self, buffer)
         for reduction in list(self._reductions)[-1:]:
-            if not reduction.buffers[0].plan.lifetimes.keeps_gradients:
-                reduction.buffers[0].pool.give_back(reduction.full)
+            if not reduction.buffer.plan.lifetimes.keeps_gradients:
+                reduction.full.zero_()
 
-    with patch.object(GradientSync, "_start_reduction", give_back_early):
+    with patch.object(GradientSync, "_reduce", write_early):
         yield
 
 
 @contextmanager
 def one_rank_gathers_two_units_in_another_order() -> Iterator[None]:
-    unshard = UnitOrder._unshard_forward
+    unshard = ParameterSync.start_unshard
 
-    def second_first(self: UnitOrder, index: int) -> None:
+    def second_first(self: ParameterSync, index: int) -> None:
         if threading.current_thread().name == "rank 1" and index == 1:
             unshard(self, 2)
         unshard(self, index)
 
-    with patch.object(UnitOrder, "_unshard_forward", second_first):
+    with patch.object(ParameterSync, "start_unshard", second_first):
         yield
 
 

@@ -12,13 +12,13 @@ import pytest
 import framework
 from framework.comm.connect import Mesh
 from framework.train.step import train_step
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.nccl.gpu import CountReads, here
 from tests.nccl.layouts import LAYOUTS, LR, Layout, build_layout
 from tests.nccl.simulator import installed, run_ranks
 from tests.ranks.parity import topology_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 PACKAGE = Path(framework.__file__).parent
 # Nothing of the step's own, by name of the layout.

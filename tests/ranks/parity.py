@@ -75,15 +75,12 @@ def small_recipe(
     zero: Zero = STAGE_0,
     parallel: Parallel = DATA_PARALLEL,
 ) -> Recipe:
-    """A recipe whose global batch does not depend on the layout. Units travel as those of a large model do, each by itself,
-    unless `zero` says of how many bytes a bucket is: by default all of so small a model would be one.
+    """A recipe whose global batch does not depend on the layout.
 
     In fp32 Adam's eps is 1e-3, as in `meshwright verify`: at 1e-8 it divides rounding noise by itself.
     """
     master = "fp32" if precision == "bf16" else precision
     dp = world // (parallel.tp * parallel.pp * parallel.cp)
-    if zero.stage and zero.bucket_bytes == STAGE_0.bucket_bytes:
-        zero = replace(zero, bucket_bytes=0)
     return Recipe(
         train=Train(steps=STEPS, seed=5),
         batch=Batch(

@@ -23,7 +23,8 @@ from framework.mesh.topology import Axis, Topology
 from framework.model.chunked_loss import ChunkedLoss
 from framework.model.load import build_meta, choose_experts
 from framework.model.logit_map import find_logit_map
-from framework.model.loss import IGNORE, Loss, TokenLoss, count_loss_tokens
+from framework.model.loss import IGNORE, Loss, TokenLoss
+from framework.model.objective import count_tokens
 from framework.model.probe import find_load_balancing_loss
 from framework.model.routers import RoutedTokens, Routers
 from framework.model.stage import StageBounds
@@ -111,7 +112,7 @@ def compare_case(case: TensorCase, tp: Communicator, kv: Communicator) -> float:
             routers.start()
         loss_of.expect(labels)
         output = split(input_ids=ids)
-        loss = loss_of(output.logits, labels, count_loss_tokens(labels))
+        loss = loss_of(output.logits, labels, count_tokens(labels, None).sum())
         if routers is not None:
             loss = loss + routers.loss.weight * routers.loss.compute(routers.end())
         loss.backward()

@@ -17,13 +17,13 @@ from framework.verify.evidence import Evidence, make_batches
 from framework.verify.layout import share
 from scripts.bench.foresight_memory import count_activations
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of, train_layouts
 from tests.ranks.pool import RankPool
 from tests.ranks.test_parity_options import assert_bitwise_equal
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 WORLD = 4
 EVERYTHING = "everything"  # is kept: selective, of which every operation is kept

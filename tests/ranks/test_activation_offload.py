@@ -15,12 +15,12 @@ from framework.recipe.schema import Offload, Parallel, Pipeline, Recipe, Zero
 from framework.verify.evidence import make_batches
 from framework.verify.layout import run_layout
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.ranks.parity import CONTEXT, CPU, topology_of
 from tests.ranks.pool import RankPool
 from tests.ranks.recorded import LAYOUTS, SEQUENCES, Layout, describe
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 STEPS = 2
 MORE = {

@@ -33,13 +33,13 @@ from framework.verify.layout import gather_full, owned_weights, run_layout, shar
 from framework.verify.plain_adapters import round_base
 from scripts.verify_random import Campaign, verify_draws
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CPU, SEQUENCES, STEPS, Case, assert_equal, run_cases, small_recipe, worst_error
 from tests.ranks.pool import RankPool
 from tests.saving import save_checkpoint
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 RANK, ALPHA = 3, 5.0
 
@@ -344,19 +344,6 @@ def test_fresh_adapters_equal_the_oracle(pool: RankPool) -> None:
     layouts = {"tp, zero 3": layout(2, 3, zero=3, tp=2)}
     adapter = replace(LORA, kind="dora", b_lr_ratio=2.0, train=["lm_head"])  # by its second name: it is tied
     assert_equal(pool, 2, [plain_case("llama", adapter, layouts, tie_word_embeddings=True)])
-
-
-@pytest.mark.grid
-def test_large_frozen_weights_are_gathered_by_themselves(pool: RankPool) -> None:
-    """1.3 MB of a layer beside 40 kB of adapters: two messages, of which neither is unpacked."""
-    layouts = {"zero 3": layout(2, 3, zero=3)}
-    case = plain_case("llama", LORA, layouts, hidden_size=128, intermediate_size=256)
-    plan = make_plan(case.layouts["zero 3"], case.config)
-    found = {
-        each.is_trained: each.may_be_packed for each in plan.of_rank(0).buffers if "layers.0" in each.slots[0].name
-    }
-    assert found == {False: False, True: True}
-    assert_equal(pool, 2, [case])
 
 
 MORE = {

@@ -23,14 +23,14 @@ from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import Family, build_config, family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.mixers import Way
 from tests.ranks.parity import CPU, Case, assert_equal, topology_of
 from tests.ranks.pool import RankPool
 
 pytestmark = [
     pytest.mark.skipif("deepseek_v4" not in CONFIG_MAPPING, reason="this transformers has no deepseek_v4"),
-    EVERY_DAY,
+    IN_TURN,
 ]
 
 # By family: layers of each stage, and how many of them the schedule gives a rank.

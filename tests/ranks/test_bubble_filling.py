@@ -21,12 +21,12 @@ from framework.train.validation import Validation
 from framework.verify.evidence import make_batches
 from framework.verify.layout import owned_weights, share
 from tests.evaluation import evaluate
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import CONTEXT, CPU, STEPS, Case, topology_of
 from tests.ranks.pool import RankPool
 from tests.ranks.test_pipeline import SCHEDULES, case_of, recipe_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 DROPOUT = {"resid_pdrop": 0.3, "attn_pdrop": 0.2, "embd_pdrop": 0.1}
 NUM_VALIDATION = (

@@ -10,11 +10,11 @@ from framework.model import loss
 from framework.recipe.schema import Memory, Model, Parallel, Pipeline, Recipe, Zero
 from framework.verify.compare import ErrorRow
 from tests.families import family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import Case, assert_equal, run_cases, small_recipe
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # Of the microbatches here a chunk is at most an eighth: most have eight chunks, and the last is smaller.
 LEAST_CHUNK = 2

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from framework.comm import collectives, ledger
 from framework.comm.connect import Mesh, connect
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.mesh.topology import Topology
 from framework.parallel.attention import key_values, ulysses
 from framework.parallel.attention.attention import ContextAttention
@@ -23,12 +23,12 @@ from framework.parallel.attention.block_attention import AttentionBlock, BlockAt
 from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.kernels import Result
 from framework.parallel.attention.visible_rows import Scores
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.pool import RankPool
 from tests.ranks.test_tensor_memory import peak_of
 from tests.visible_pairs import documents_of, visible_pairs
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-12

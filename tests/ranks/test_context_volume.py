@@ -17,7 +17,7 @@ from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.planned import kept_activations
 from tests.ranks.parity import CPU, small_recipe, topology_of
 from tests.ranks.parity import Case as ParityCase
@@ -25,7 +25,7 @@ from tests.ranks.pool import RankPool
 from tests.ranks.test_context_methods import Case, Layout, Share, connect_context, draw, make_attention
 from tests.ranks.test_plan import counting_saved_bytes
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 CASES = {
     "one key-value head": Case(heads=8, kv_heads=1),

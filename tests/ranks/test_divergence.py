@@ -26,12 +26,12 @@ from framework.train.state import RunState, restore, saved_entries
 from framework.train.step import TrainingRun, train_step
 from framework.verify.layout import share
 from tests.families import family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 from tests.saving import save_checkpoint
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 WORLD = 4
 FLIPPED = 1  # the rank whose memory is faulty

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from framework.comm.collectives import all_reduce
 from framework.comm.communicator import Communicator
 from framework.comm.connect import Mesh, connect
-from framework.mesh.context import ContextSlices
-from framework.mesh.token_layout import TokenLayout
+from framework.mesh.token_layout import ContextSlices, TokenLayout
 from framework.mesh.topology import Topology
 from framework.model import routers
 from framework.model.probe import find_load_balancing_loss

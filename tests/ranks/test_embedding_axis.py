@@ -17,11 +17,11 @@ from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import CPU, Case, assert_equal, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # One microbatch; the line is the rank. First and last stage on ranks 1 and 2; on 2 and 0; both on 1, of two stages each.
 TABLES = {

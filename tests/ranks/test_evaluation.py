@@ -29,13 +29,13 @@ from framework.train.validation import Validation
 from framework.verify.evidence import keep_double, make_batches
 from framework.verify.layout import owned_weights, share
 from tests.families import family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.lm_eval_figures import CONTEXT, FIGURES, write_model, write_tasks
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CPU, small_recipe
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # Chunks of 7 tokens where the head computes its own loss.
 DROPOUT = {"resid_pdrop": 0.3, "attn_pdrop": 0.2, "embd_pdrop": 0.1}

@@ -26,13 +26,13 @@ from framework.train.build import build
 from framework.train.state import RunState, restore, saved_entries
 from framework.verify.evidence import keep_double
 from tests.families import family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 from tests.ranks.test_zero_lifetimes import states_of, train_steps
 from tests.saving import save_checkpoint
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 SEQUENCES = 12
 MIXTRAL = family("mixtral")

@@ -25,11 +25,11 @@ from framework.train.validation import Validation
 from framework.verify.evidence import keep_double, make_batches
 from framework.verify.layout import initial_weights, share
 from tests.families import LLAMA, Family, build_config, family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.ranks.parity import CONTEXT, CPU, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 SEQUENCES = 12
 SEED = 5

@@ -18,13 +18,13 @@ from framework.plan.plan import make_plan
 from framework.recipe.schema import Launch, Memory, Model, Parallel, Pipeline, Recipe, Zero
 from framework.verify.layout import run_layout
 from tests.families import family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import SEQUENCES, Case, assert_equal, run_cases, small_recipe, worst_error
 from tests.ranks.pool import RankPool
 from tests.ranks.test_expert_load import count_layouts
 from tests.ranks.test_experts import FOUR_LAYERS, skew_routers
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 CPU = torch.device("cpu")
 RECOMPUTES = Memory(activation_checkpointing="full", compile="never")

@@ -30,12 +30,12 @@ from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import CONTEXT, CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 from tests.ranks.quantized import on_nodes
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 SEQUENCES = 16
 NUM_EXPERTS, TOP_K, HIDDEN = 4, 2, 32

@@ -4,10 +4,10 @@ import pytest
 
 from framework.recipe.schema import Batch, Launch, Memory, Model, Parallel, Pipeline, Precision, Recipe, Zero
 from scripts.bench.foresight_memory import WIDTHS, count_layouts, draw_recipe
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 
 def recipe_of(compute: str, policy: str, schedule: str, parallel: Parallel) -> Recipe:

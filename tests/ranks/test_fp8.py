@@ -20,11 +20,11 @@ from framework.verify.compare import ErrorRow, compare
 from framework.verify.evidence import Evidence
 from framework.verify.layout import share
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.ranks.parity import CPU, Case, expect, small_recipe, topology_of, train_layouts
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 SEQUENCES = 8
 # Wide enough for layers of every tp rank to be multiples of 16.

@@ -9,14 +9,14 @@ import pytest
 
 from framework.recipe.schema import Memory, Model, Parallel, Recipe, Zero
 from tests.families import family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import Case, assert_equal, small_recipe
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 SEQUENCES = 12
-Z3 = Zero(stage=3, bucket_bytes=0)
+Z3 = Zero(stage=3)
 REGATHER = Memory(compile="never", gathered_inputs="regather", chunked_loss=False)
 SPLIT, STAGES = Parallel(tp=2, sequence=True), Parallel(pp=2)
 

@@ -13,12 +13,12 @@ from framework.mesh.topology import Topology
 from framework.model.chunked_loss import ChunkedLoss
 from framework.model.logit_map import LogitMap
 from framework.model.loss import IGNORE, TokenLoss
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.interpreted_triton import fused_kernels, interpreted_triton
 from tests.ranks.parity import CPU
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 WORDS, WIDTH, CHUNK = 97, 16, 5
 

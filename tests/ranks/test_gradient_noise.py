@@ -11,11 +11,11 @@ from framework.optim.gradient_noise import average_squares, estimate_noise_scale
 from framework.recipe.compose import compose
 from framework.track.jsonl import read_records
 from tests import tiny_run
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.ranks.pool import RankPool
 from tests.ranks.spiking_run import compose_run, train_body
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 BETA, UPDATES = 0.9, 40
 KV_HEADS = "model.config.num_key_value_heads=2"

@@ -26,11 +26,11 @@ from framework.verify.evidence import perturb
 from framework.verify.layout import initial_weights, share
 from framework.verify.oracle import run_oracle
 from tests.families import family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of, train_layouts
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 BALANCE = {"output_router_logits": True, "router_aux_loss_coef": 0.05}
 SCALED = Precision("fp32", loss_scale=1024.0)

@@ -8,12 +8,12 @@ import pytest
 
 from framework.recipe.schema import Optim, Parallel, Recipe, Zero
 from tests.families import family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import Case, assert_equal, small_recipe
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # On 4 ranks, but for the first.
 DEGREES: dict[str, dict[str, int]] = {"dp": {}, "tp": {"tp": 2}, "pp": {"pp": 2}, "ep": {"ep": 2}}

@@ -24,13 +24,13 @@ from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.laws.sabotage import errors_of
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CPU, Case, assert_equal, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # In the gradient's dtype: iterations in bf16 would turn a difference of 1e-16 into one of 2^-9 wherever it changes a rounding.
 OPTIM = Optim(name="muon", lr=1e-2, momentum=0.9, clip_norm=0.05, muon=Muon(dtype="master"))

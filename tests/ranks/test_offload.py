@@ -22,14 +22,14 @@ from framework.train.update import UpdatedTogether
 from framework.verify.evidence import make_batches
 from framework.verify.layout import run_layout, share
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import CONTEXT, CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankFailure, RankPool
 from tests.ranks.recorded import LAYOUTS, SEQUENCES, describe
 from tests.ranks.test_zero_lifetimes import train_steps
 from tests.saving import save_checkpoint
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 KINDS = ("parameters", "gradients", "master", "optimizer")
 STEPS = 3

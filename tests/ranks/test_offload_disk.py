@@ -18,13 +18,13 @@ from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import owned_weights, run_layout, share
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.ranks.parity import CONTEXT, CPU, topology_of
 from tests.ranks.pool import RankPool
 from tests.ranks.recorded import LAYOUTS, SEQUENCES, describe, digest
 from tests.saving import save_checkpoint
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 STEPS = 3
 # What runs each day: parameters in shards, replicas that divide the update, a copy of parameters on two stages of a rank.

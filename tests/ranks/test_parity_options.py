@@ -12,12 +12,12 @@ from framework.recipe.schema import LearningRateSchedule, Memory, Model, Optim, 
 from framework.verify.compare import compare
 from framework.verify.evidence import Evidence
 from tests.families import family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import Case, assert_equal, expect, small_recipe, train_layouts, worst_error
 from tests.ranks.pool import RankPool
 from tests.ranks.spare_model import SPARE
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 WORLD = 2
 SEQUENCES = 12

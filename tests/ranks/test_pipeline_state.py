@@ -25,13 +25,13 @@ from framework.verify.compare import TOLERANCES
 from framework.verify.evidence import Evidence, keep_double
 from framework.verify.layout import gather_full, owned_weights, run_layout, share
 from tests.families import family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import CPU, Case, expect, topology_of
 from tests.ranks.pool import RankPool
 from tests.ranks.test_pipeline import case_of, recipe_of
 from tests.saving import save_checkpoint
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import framework.plan.stage
-from framework.comm.collectives import all_gather_object
 from framework.comm.connect import connect
+from framework.comm.objects import all_gather_object
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Axis
 from framework.model.borders import Value
@@ -27,12 +27,12 @@ from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.compare import compare
 from framework.verify.layout import share
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import CPU, Case, assert_equal, small_recipe, topology_of, worst_error
 from tests.ranks.pool import RankPool
 from tests.ranks.test_pipeline import SCHEDULES, case_of, train
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 RECOMPUTES = Memory(activation_checkpointing="full", gathered_inputs="regather", compile="never")
 

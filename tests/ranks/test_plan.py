@@ -24,12 +24,13 @@ from framework.train.build import build
 from framework.train.step import TrainingRun, train_step
 from framework.verify.layout import share
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.planned import held_by_buffers, kept_activations
+from tests.ranks.mixers import Way
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 SEQUENCES = 12
 KINDS = ("parameters", "gradients", "master", "optimizer")
@@ -314,6 +315,30 @@ def observe_pipelines(rank: int, world: int, rendezvous: str, case: Case) -> dic
         found[label] = peak[0], ledger.totals(ledger.snapshot(mesh))["pp"]["bytes"] - before
         mesh.close()
     return found
+
+
+def observe_mixers(rank: int, world: int, rendezvous: str, ways: list[Way]) -> list[int]:
+    """Body: of each way the most bytes that a step kept for backward."""
+    found = []
+    for number, way in enumerate(ways):
+        case = way.case()
+        mesh = connect(topology_of(way.recipe, case.config), CPU, f"{rendezvous}-{number}", rank)
+        run = build(make_plan(way.recipe, case.config), mesh)
+        microbatches = share(case.batches()[0], way.recipe.batch.sequences_per_microbatch, mesh)
+        with counting_saved_bytes({buffer.full.untyped_storage().data_ptr() for buffer in run.buffers}) as peak:
+            train_step(run, microbatches, 0, 1e-3)
+        found.append(peak[0])
+        mesh.close()
+    return found
+
+
+def test_recurrent_mixers_keep_what_was_planned(pool: RankPool) -> None:
+    """Beside attentions and mixtures whose bytes are estimates."""
+    ways = [Way(name, context=128, dp=2) for name in ("qwen3_5_text", "nemotron_h", "lfm2", "kimi_linear")]
+    ways += [Way("qwen3_5_text", context=128, tp=2), Way("qwen3_5_text", 2, context=256)]
+    for way, kept in zip(ways, pool.run(2, observe_mixers, ways)[0], strict=True):
+        planned = kept_activations(make_plan(way.recipe, way.case().config), 0)
+        assert kept == pytest.approx(planned, rel=0.15), (way.family, way.tp, way.cp)
 
 
 @pytest.mark.parametrize("label", few_of(PIPELINES, lambda label: label == "zbv"))

@@ -17,10 +17,10 @@ from framework.track.jsonl import METRICS_FILE, read_records
 from framework.verify.compare import compare
 from framework.verify.prepare import VerifyOptions, prepare
 from tests import tiny_run
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plugins"
 SHARDED = ("parallel.tp=2", "zero.stage=3")

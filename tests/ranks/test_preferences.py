@@ -43,14 +43,15 @@ from framework.train.step import score, train_step
 from framework.verify.compare import compare
 from framework.verify.evidence import TokenBatch, keep_double, make_batches
 from framework.verify.layout import initial_weights, run_layout, share
+from scripts.bench.foresight_memory import Allocations
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CPU, STEPS, Case, assert_equal, expect, small_recipe, topology_of, worst_error
 from tests.ranks.pool import RankPool
 from tests.unit.test_preferences import make_pairs, make_recipe
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 SEQUENCES, CONTEXT = 12, 26
 SETTINGS = {
@@ -122,6 +123,42 @@ def test_answers_that_change_places_show() -> None:
         swapped = run_layout(plan, case.batches(), mesh)
     mesh.close()
     assert worst_error(compare(swapped, expect(case))) > 1e-3
+
+
+def count_scoring(rank: int, world: int, rendezvous: str, recipe: Recipe) -> int:
+    """Body: the most bytes that the frozen model's forwards over a step's microbatches hold behind one of them."""
+    case = case_of(recipe)
+    mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
+    run = build(make_plan(recipe, case.config), mesh)
+    microbatches = share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh)
+    allocations, found = Allocations(), [0]
+    for stage in run.stages.values():
+        validate = stage.validate
+
+        def counted(*args: Any, validate: Any = validate) -> Any:
+            outputs = validate(*args)
+            found.append(allocations.count(set()))
+            return outputs
+
+        stage.validate = counted  # type: ignore[method-assign]
+    with allocations:
+        score(run, microbatches, with_adapters=False)
+    run.close()
+    mesh.close()
+    return max(found)
+
+
+@pytest.mark.grid
+def test_hidden_states_that_references_hold_are_planned(pool: RankPool) -> None:
+    """With few layers on a rank a pipeline has most in the forwards of the reference, whose messages nothing answers."""
+    recipe = recipe_of("base", pp=3, count=12)
+    recipe = replace(recipe, memory=replace(recipe.memory, activation_checkpointing="full"))
+    plan = make_plan(recipe, case_of(recipe).config)
+    found = pool.run(3, count_scoring, recipe, timeout_s=300)
+    for rank in (0, 1):
+        held = plan.memory(rank).phases["forward"]
+        assert held["communication"] == plan.activations.hidden_bytes * (12 + rank)
+        assert found[rank] == pytest.approx(held["communication"], abs=64)
 
 
 def find_metrics(rank: int, world: int, rendezvous: str, recipe: Recipe) -> dict[str, float | None]:

@@ -28,7 +28,6 @@ def zeros(draw: st.DrawFn, world: int) -> Zero:
         accumulate=draw(st.sampled_from(["sharded", "local"])) if stage > 1 else "sharded",
         keep_gathered=draw(st.booleans()) if stage == 3 else False,
         prefetch_units=draw(st.integers(0, 3)),
-        bucket_bytes=draw(st.sampled_from([0, 30_000, 2**20])) if stage else 0,
     )
 
 

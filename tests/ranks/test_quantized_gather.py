@@ -25,14 +25,14 @@ from framework.verify.compare import compare
 from framework.verify.evidence import Evidence
 from framework.verify.layout import run_layout, share
 from tests.families import family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.laws.sabotage import Sabotage, errors_of
 from tests.planned import held_by_buffers
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CPU, Case, assert_equal, expect, small_recipe, topology_of, train_layouts
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # Matrices of the tiny models have some hundred elements.
 SMALL = 64
@@ -103,7 +103,7 @@ def test_bf16_of_odd_shapes_equals_one_process_that_rounds_alike(pool: RankPool,
 
 PAIRS = {
     "bf16": make(accumulation=3, precision="bf16"),
-    "fp32, small units together": make(precision="fp32", bucket_bytes=20_000),
+    "fp32": make(precision="fp32"),
     "int8": make(precision="bf16", quantize_gather="int8"),
 }
 

@@ -20,14 +20,14 @@ from framework.verify.plain_codes import PlainReduction
 from framework.verify.prepare import VerifyOptions, shrink_recipe
 from framework.verify.sides import Sides
 from tests.families import family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CPU, DATA_PARALLEL, Case, small_recipe, topology_of, train_layouts, worst_error
 from tests.ranks.pool import RankPool
 from tests.ranks.quantized import on_nodes, run_quantized_oracle
 from tests.saving import save_checkpoint
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 WORLD = 4
 TOLERANCE = 1e-9

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from framework.comm.collectives import all_gather
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.mesh.topology import Topology
 from framework.model.mixers import count_channels, count_map, find_mixers
 from framework.parallel.attention.documents import Documents
@@ -28,13 +28,13 @@ from framework.train.step import train_step
 from framework.verify.evidence import keep_double
 from framework.verify.layout import share
 from tests.families import RECURRENT, build_config
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.covering import cover_pairs
 from tests.ranks.mixers import PLAIN, RECOMPUTES, SELECTS, Way, find
 from tests.ranks.parity import CPU, assert_equal, topology_of
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # Each mechanism once: pieces on two ranks and on four, by either method, documents that span them, recomputation.
 SHOWN = (

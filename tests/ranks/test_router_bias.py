@@ -31,12 +31,12 @@ from framework.verify.compare import ErrorRow
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
 from tests.families import Family, build_config, family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import CPU, Case, assert_equal, expect, run_cases, small_recipe, topology_of, train_layouts
 from tests.ranks.pool import RankPool
 from tests.ranks.test_pipeline_state import resume
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # Large, so that the second step routes by what the first has moved.
 BALANCED = Model(router_bias_rate=0.05)

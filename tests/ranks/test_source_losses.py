@@ -18,13 +18,13 @@ from framework.train.step import train_step
 from framework.verify.evidence import keep_double
 from framework.verify.layout import initial_weights, share
 from tests.families import family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CPU, SEQUENCES, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 from tests.ranks.test_preferences import case_of, recipe_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 NAMES = ("web", "code", "absent", "books")
 

@@ -23,7 +23,7 @@ from framework.train import rewind, saves
 from framework.train.state import RunState
 from framework.train.step import TrainingRun
 from tests import tiny_run
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.pool import RankPool
 from tests.ranks.spiking_run import (
     BAD,
@@ -39,7 +39,7 @@ from tests.ranks.spiking_run import (
 )
 from tests.unit.test_checksums import flip
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 NOTHING = (0, 0)
 TARGET = 50  # the newest checkpoint that is MARGIN steps older than the first spike

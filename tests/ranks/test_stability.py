@@ -25,12 +25,12 @@ from framework.train.step import run_alone, train_step, validate_average
 from framework.train.validation import Validation
 from framework.verify.layout import share
 from tests.families import family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import CPU, STEPS, Case, assert_equal, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 Parts = Mapping[str, object]
 ADAMW = Optim(lr=1e-2, clip_norm=0.05)

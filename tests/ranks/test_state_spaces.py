@@ -10,13 +10,13 @@ from torch import Tensor
 from framework.parallel.tensor import state_space
 from framework.recipe.schema import Zero
 from tests.families import STATE_SPACES
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.mixers import RECOMPUTES, Way, find
 from tests.ranks.parity import assert_equal
 from tests.ranks.pool import RankPool
 from tests.ranks.tensor_parity import TensorCase, compare_cases
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 NAMES = tuple(each.name for each in STATE_SPACES)
 

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
-from framework.comm.collectives import all_gather_object
 from framework.comm.communicator import Communicator
 from framework.comm.connect import connect
+from framework.comm.objects import all_gather_object
 from framework.errors import ModelError, TopologyError
 from framework.mesh.layout import Layout
 from framework.mesh.topology import Axis, Topology

@@ -10,14 +10,14 @@ import pytest
 
 from framework.recipe.schema import Parallel, Recipe, Zero
 from tests.families import FAMILIES, Family, family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.covering import cover_pairs
 from tests.ranks.parity import Case, assert_equal, small_recipe
 from tests.ranks.pool import RankPool
 from tests.ranks.test_parity import WITHOUT_FP64
 from tests.ranks.test_tensor import CHANGES
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 SEQUENCES = 4
 NAMES = (

@@ -32,12 +32,12 @@ from framework.train.build import build
 from framework.train.step import TrainingRun, train_step
 from framework.verify.layout import share
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 from tests.ranks.test_expert_volume import route_evenly
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 WIDTHS = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 4}
 CONTEXT = 64

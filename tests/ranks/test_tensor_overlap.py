@@ -21,12 +21,12 @@ from framework.parallel.tensor.async_tp import AsyncGather, AsyncGatherTensor
 from framework.parallel.tensor.borders import ShardedBorder, make_border
 from framework.parallel.tensor.regions import Region
 from tests.families import family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.ranks.pool import RankFailure, RankPool
 from tests.ranks.tensor_parity import CPU, TensorCase
 from tests.ranks.test_tensor import assert_equal, errors
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # Dense; biases in rows and columns, transposed weights, two dims instead of three; what reads a region's input besides column
 # layers: routers, down-projections of latent attention; sequences that the ranks do not divide.

@@ -27,11 +27,11 @@ from framework.train.step import train_step
 from framework.verify.layout import share
 from tests import tiny_run
 from tests.families import family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 STEPS = 20
 WORLD = 4

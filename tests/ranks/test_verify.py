@@ -21,7 +21,7 @@ from framework.verify.compare import ErrorRow, compare, exceeds, judge, render
 from framework.verify.evidence import Evidence, NothingToCompare, make_batches
 from framework.verify.layout import choose_rank_device
 from framework.verify.left_out import NO_PART_OF_A_STEP, find_changes, find_config_changes
-from framework.verify.plain_lion import Noise, PlainLion, measure_noise
+from framework.verify.plain_optimizers import Noise, PlainLion, measure_noise
 from framework.verify.pool import RankFailed
 from framework.verify.pool import RankPool as AnyRankPool
 from framework.verify.prepare import MAX_CONTEXT, VerifyOptions, shrink_recipe

@@ -13,11 +13,11 @@ from framework.verify.layout import run_rank
 from framework.verify.pool import RankPool as AnyRankPool
 from scripts import verify_random
 from scripts.verify_random import Campaign, run_command, verify_draws
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.laws.test_sabotage import count_tokens_of_the_rank
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # What takes long, or is refused by most families, is given.
 CHEAP = ("launch.ranks=2", "parallel.cp=1", "model.family=qwen3", "parallel.ep=1", "precision=fp64", "optim.name=adamw",

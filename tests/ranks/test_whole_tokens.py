@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.model.shrink import shrink
 from framework.parallel.attention import find_whole, hook
 from framework.parallel.attention.whole_tokens import WholeTokens, tokens_of

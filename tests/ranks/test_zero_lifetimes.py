@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from framework.comm.connect import connect
-from framework.model.load import build_meta
-from framework.model.units import find_layers
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Recipe, Zero
 from framework.train.build import build
@@ -24,7 +22,7 @@ from framework.verify.evidence import Evidence, TokenBatch, make_batches
 from framework.verify.layout import gather_full, owned_weights, share
 from tests.evaluation import evaluate
 from tests.families import Family, build_config, family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.covering import cover_pairs
 from tests.ranks.crossed_model import CROSSED
 from tests.ranks.parity import CONTEXT, CPU, Case, assert_equal, small_recipe, topology_of, train_layouts, worst_error
@@ -32,7 +30,7 @@ from tests.ranks.pool import RankPool
 from tests.ranks.spare_model import SPARE
 from tests.saving import save_checkpoint
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 SEQUENCES = 12
 STAGE_3 = Zero(stage=3)
@@ -72,51 +70,6 @@ def test_prefetch_and_kept_parameters_are_bitwise_equal(
     recipe = small_recipe("fp32", world, 3, SEQUENCES, clip_norm=0.05)
     layouts = {str(zero): replace(recipe, zero=zero) for zero in ways}
     assert_bitwise_equal(train(pool, world, Case("", family("gemma2"), layouts, {"tie_word_embeddings": tied})))
-
-
-@pytest.mark.parametrize(
-    ("stage", "world", "name"),
-    few_of(
-        [*product((1, 2, 3), (1, 2, 3), ("llama",)), (3, 4, "qwen3_moe")],
-        lambda stage, world, name: (stage, world, name) == (3, 2, "llama"),
-    ),
-)
-def test_units_that_travel_together_change_nothing(pool: RankPool, stage: int, world: int, name: str) -> None:
-    """Bit by bit, with fewer messages: pairs of layers, and all units."""
-    model = build_meta(build_config(family(name), num_hidden_layers=5))
-    layer = 4 * sum(parameter.numel() for parameter in find_layers(model)[1][1].parameters())  # type: ignore[index]
-    recipe = small_recipe("fp32", world, 2, SEQUENCES, None)
-    ways = [Zero(stage, bucket_bytes=count * layer) for count in (0, 2, 9)]
-    ways += [replace(ways[1], prefetch_units=0), replace(ways[1], prefetch_units=3)]
-    if stage == 3:
-        ways.append(replace(ways[1], keep_gathered=True))
-    layouts = {str(zero): replace(recipe, zero=zero) for zero in ways}
-    case = Case("", family(name), layouts, {"num_hidden_layers": 5})
-    assert_bitwise_equal(train(pool, world, case))
-    if world > 1 and name == "llama":
-        calls = pool.run(world, count_messages, case)[0]
-        # Embedding with the first layer, two pairs, and the head; backward, from the last: pairs, the first layer. Once in a
-        # step, at stage 3 in forward and in backward of both microbatches.
-        forward, backward = (7, 4, 1), (5, 3, 1)
-        gathers = [2 * (one + other) if stage == 3 else one for one, other in zip(forward, backward, strict=True)]
-        assert [calls[str(way)]["all_gather"] for way in ways[:3]] == gathers, calls
-        # The head with the last layer, two pairs, and the embedding.
-        per = 1 if stage == 1 else 2
-        assert [calls[str(way)]["reduce_scatter"] for way in ways[:3]] == [each * per for each in forward], calls
-
-
-def count_messages(rank: int, world: int, rendezvous: str, case: Case) -> dict[str, dict[str, int]]:
-    """Body: for each layout how often each collective of `shard` was called in one step."""
-    found = {}
-    mesh = connect(topology_of(next(iter(case.layouts.values())), case.config), CPU, rendezvous, rank)
-    for label, recipe in case.layouts.items():
-        run = build(make_plan(recipe, case.config), mesh)
-        before = dict(mesh.axes["shard"].traffic.calls)
-        train_step(run, share(case.batches()[0], recipe.batch.sequences_per_microbatch, run.mesh), 0, 1e-3)
-        after = mesh.axes["shard"].traffic.calls
-        found[label] = {operation: calls - before.get(operation, 0) for operation, calls in after.items()}
-    mesh.close()
-    return found
 
 
 @pytest.mark.parametrize(("stage", "precision"), few_of([(1, "fp32"), (3, "bf16")], lambda stage, _: stage == 3))

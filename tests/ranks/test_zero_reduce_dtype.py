@@ -20,11 +20,11 @@ from framework.train.step import train_step
 from framework.verify.compare import compare
 from framework.verify.layout import share
 from tests.families import family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of, train_layouts, worst_error
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 WORLD = 4
 ZEROS = (

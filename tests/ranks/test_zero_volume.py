@@ -23,11 +23,11 @@ from framework.train.build import build
 from framework.train.step import train_step
 from framework.verify.layout import share
 from tests.families import family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.ranks.parity import CPU, Case, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 SEQUENCES = 12
 ITEM_BYTES = {"fp32": (4, 4), "bf16": (2, 4)}  # compute, reduce

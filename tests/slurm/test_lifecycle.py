@@ -126,10 +126,6 @@ def test_killed_ranks_are_started_again_in_the_same_job(desk, evidence, referenc
     assert max(found["vanish_s"]) < 30
     assert [start["restart"] for start in found["starts"]] == [0, 0, 0]
     assert [start["from"] for start in found["starts"]] == [0, 20, 60]
-    assert found["injected"].code == 0, found["injected"]
-    assert "SIGKILL to rank 0" in found["injected"].out
-    [record] = read_log(desk.folder("killed"))
-    assert record["host"] in ("n1", "n2", "n3")  # done there, not where it was asked for
     assert found["ends"][-1] == 0
     assert_equals_undisturbed(desk, "killed", 2, reference)
 

@@ -37,11 +37,11 @@ from framework.train.build import build
 from framework.train.stage import StepInputs
 from scripts.bench.foresight_memory import FAMILIES, WIDTHS, compare, count
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.planned import held_by_buffers, moments_of
 from tests.ranks.parity import CPU, topology_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 CONTEXT = 96
 MISTRAL = {"sliding_window": 48}

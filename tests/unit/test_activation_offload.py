@@ -35,10 +35,10 @@ from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.ranks.parity import CPU, small_recipe, topology_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 NUM_LAYERS = 4
 WIDTH = 32

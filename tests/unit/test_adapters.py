@@ -38,11 +38,11 @@ from framework.recipe.schema import Adapter, Model, Recipe
 from framework.verify.layout import initial_weights
 from tests.chat_templates import build_tokenizer
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.ranks.mixers import find
 from tests.ranks.parity import CPU, small_recipe
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 LORA = Adapter("lora", 3, 5.0)
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

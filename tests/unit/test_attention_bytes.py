@@ -12,17 +12,17 @@ from transformers import PretrainedConfig
 
 from framework.comm.connect import connect
 from framework.data.pack import Microbatch, cut_context
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.parallel.attention import find_stock_attention
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Model
 from framework.train.build import build
 from framework.train.step import train_step
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import CPU, small_recipe, topology_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 TOKENS = 2**14
 # A sixteenth of the square: what a token has of its own, experts' features included, is less.

@@ -200,13 +200,17 @@ def test_1f1b_holds_as_many_microbatches_as_stages_follow():
     assert held[0] > held[-1]
 
 
-def test_the_last_stage_holds_the_logits_twice_or_thrice():
-    machine, choice = _machine(), Choice(False, 0)
-    logits = 4096 * 131072
-    for accumulation, bytes_each in ((1, 8), (2, 12)):
-        assert (
-            machine.memory(Candidate(accumulation=accumulation), choice).stages[0].held["logits"] == logits * bytes_each
-        )
+def test_the_last_stage_holds_the_logits_twice_and_thrice_where_the_host_is_ahead():
+    fast = _machine("8B")
+    slow = replace(fast, fitted=replace(fast.fitted, host_layer_s=1.0))
+    for machine, accumulation, forwards, expected in (
+        (fast, 1, 1, 8),
+        (fast, 2, 0, 8),
+        (fast, 2, inf, 12),
+        (slow, 2, inf, 8),
+    ):
+        memory = machine.memory(Candidate(accumulation=accumulation), Choice(False, forwards))
+        assert memory.stages[0].held["logits"] == 4096 * 131072 * expected
 
 
 def test_a_layout_beyond_the_limit_does_not_fit():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from framework.mesh.context import Interval
+from framework.mesh.token_layout import Interval
 from framework.parallel.attention.block_attention import AttentionBlock, BlockAttention, find_fault
 from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.kernels import CpuFlash, Heads, Result, TileKernel

@@ -19,7 +19,8 @@ from framework.mesh.topology import Topology
 from framework.model.chunked_loss import ChunkedLoss
 from framework.model.load import build_meta, choose_experts
 from framework.model.logit_map import LogitMap, find_logit_map
-from framework.model.loss import IGNORE, Loss, TokenLoss, chunk_bytes, chunk_size, count_loss_tokens
+from framework.model.loss import IGNORE, Loss, TokenLoss, chunk_bytes, chunk_size
+from framework.model.objective import count_tokens
 from framework.parallel.zero.buffers import GradientState
 from framework.plan.plan import Plan, make_plan, unconnected
 from framework.plan.policies import keep_chunked_loss
@@ -29,11 +30,11 @@ from framework.verify.evidence import keep_double, make_batches
 from framework.verify.layout import share
 from tests.evaluation import evaluate
 from tests.families import FAMILIES, Family, build_config, family, is_kind
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import CPU, small_recipe, topology_of
 from tests.ranks.tensor_parity import NOISE_SHARE, relative_error
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 ONE_RANK = unconnected(Topology(), 0)["tp"]
 CHUNK = 5
@@ -76,7 +77,7 @@ def differentiate(model: PreTrainedModel, loss_of: Loss) -> dict[str, Tensor]:
     with keep_double(model.dtype):
         loss_of.expect(labels)
         output = model(input_ids=ids, use_cache=False)
-        loss = loss_of(output.logits, labels, count_loss_tokens(labels))
+        loss = loss_of(output.logits, labels, count_tokens(labels, None).sum())
         torch.autograd.backward(loss, torch.tensor(1024.0, dtype=loss.dtype))
     gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
     return {"loss": loss.detach()} | gradients
@@ -233,7 +234,7 @@ def test_weights_left_for_later_are_those_of_a_whole_backward() -> None:
 def step_inputs(microbatches: list[Any]) -> Any:
     from framework.train.stage import StepInputs
 
-    num_tokens = torch.stack([count_loss_tokens(each.labels) for each in microbatches]).sum()
+    num_tokens = torch.stack([count_tokens(each.labels, None).sum() for each in microbatches]).sum()
     seeds = [(0, "dropout", 0, index) for index in range(len(microbatches))]
     return StepInputs(microbatches, seeds, num_tokens, 2, torch.ones(()))
 

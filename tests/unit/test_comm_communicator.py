@@ -59,14 +59,3 @@ def test_reduce_scatters_have_the_group_of_the_others_unless_they_have_their_own
     assert Communicator(axis, "group").scatter_group == "group"
     assert Communicator(axis, "group", "second").scatter_group == "second"
     assert Communicator(axis, "group", "second").groups == ("group", "second")
-
-
-def test_a_buffer_given_back_is_taken_again_where_it_fits() -> None:
-    communicator, like = Communicator(Axis("dp", 2, 0)), torch.empty(0)
-    first = communicator.take_buffer(8, like)
-    assert communicator.take_buffer(8, like) is not first  # it is in use
-    communicator.give_back(first)
-    assert communicator.take_buffer(4, like) is first
-    communicator.give_back(first)
-    assert communicator.take_buffer(4, like.double()).dtype == torch.float64  # and `first` has gone for it
-    assert communicator.take_buffer(8, like) is not first

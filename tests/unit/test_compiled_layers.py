@@ -35,10 +35,10 @@ from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
 from tests.families import RECURRENT, build_config, family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import CPU, small_recipe, topology_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 STEPS = 3
 # Multiples of 16, which fp8 asks for.

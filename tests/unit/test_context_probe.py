@@ -8,7 +8,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from framework.errors import ModelError, TopologyError
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.model.load import layer_configs
 from framework.parallel.attention import hook, refuse_undivided_context
 from framework.parallel.attention.documents import Documents
@@ -23,9 +23,9 @@ from framework.parallel.attention.hook import (
 from framework.parallel.attention.visible_rows import Scores
 from framework.recipe.schema import Parallel
 from tests.families import build_config, family, needs_newer_transformers
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 SLICES = ContextSlices(24, ring=2)
 WHOLE = Documents(((0,),), 6)
@@ -39,7 +39,7 @@ SHOWN = ("llama", "gemma2", "deepseek_v3", "gpt_oss", "llama4_text", "qwen3_next
 
 NO_REGISTRY = "asks no registry for its function"
 # Families whose attention Hugging Face's registry does not reach.
-OWN_ATTENTION = {"bloom": "BloomAttention", "mpt": NO_REGISTRY, "falcon": NO_REGISTRY, "gpt_neo": "GPTNeoSelfAttention"}
+OWN_ATTENTION = {"bloom": "BloomAttention", "mpt": NO_REGISTRY, "falcon": NO_REGISTRY, "gpt_neo": "GPTNeoAttention"}
 
 
 def probe(name: str, has_documents: bool = False, slices: ContextSlices = SLICES, **changes: Any) -> None:
@@ -57,7 +57,7 @@ def test_families_whose_attention_can_be_divided_are_admitted(name: str, has_doc
         (build_config(family("xglm")), "XGLMAttention (model.layers.0.self_attn) mixes tokens outside"),
         *((build_config(family(name)), attention) for name, attention in OWN_ATTENTION.items()),
         (AutoConfig.for_model("bert", hidden_size=32, num_hidden_layers=2, num_attention_heads=2), "BertSelfAttention"),
-        (AutoConfig.for_model("rembert", hidden_size=32, num_hidden_layers=2, num_attention_heads=2), "RemBertSelfAttention"),
+        (AutoConfig.for_model("rembert", hidden_size=32, num_hidden_layers=2, num_attention_heads=2), "RemBertAttention"),
     ],
     ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else None,
 )  # fmt: skip

@@ -29,10 +29,10 @@ from framework.recipe.schema import Data, Model, Recipe, Source
 from tests.chat_templates import FAMILIES, answer, build_tokenizer, user
 from tests.families import build_config
 from tests.families import family as find_family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.unit.test_data_prepare import read_tree
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 TWO = [user("Hi"), answer("Hello, 猫!"), user("More?"), answer("Sure.")]
 ADD = [user("Add"), answer("3")]

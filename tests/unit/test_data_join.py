@@ -22,10 +22,10 @@ from framework.data.shard import SplitReport, fingerprint_shards, shard_path, su
 from framework.data.store import SPLITS, STORE_VERSION, StoreMeta, open_stream
 from framework.errors import DataError
 from framework.recipe.schema import Data, Recipe, Source
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.unit.test_data_prepare import build, make_recipe, make_texts, read_tree, tokenize_only, write_jsonl
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 NUM_SHARDS = 3
 

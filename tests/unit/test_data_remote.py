@@ -31,10 +31,10 @@ from framework.data.remote import GIB, KEY, RemoteFile, Root
 from framework.data.store import BLOCK_BYTES, hash_block
 from framework.errors import EXIT_USER, DamagedStore, DataError, StorageError
 from scripts.bench import data as bench
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.unit.test_data_prepare import make_recipe, make_texts, write_jsonl
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 URL = "memory://bucket/tokens"
 CONTEXT, B = 128, 3

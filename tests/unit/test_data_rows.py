@@ -16,7 +16,7 @@ from framework.data.prepared import Prepared, PreparedSource
 from framework.data.rows import Rows, count_overlong
 from framework.data.store import TokenStream
 from framework.errors import DataError
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.model.loss import IGNORE
 
 CONTEXT = 8

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from framework.data.loader import validation_batches
 from framework.data.pack import Microbatch, cut_context
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.model.loss import IGNORE
 from framework.model.objective import count_tokens
 from tests.unit.test_data_loader import CONTEXT, make_loader, make_prepared

@@ -30,10 +30,10 @@ from framework.errors import EXIT_USER, DamagedStore, DataError
 from framework.recipe.check import check_recipe
 from framework.recipe.schema import Data, Recipe, Source
 from framework.train.state import RunState, count_read
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.unit.test_data_prepare import make_recipe, make_texts, write_jsonl
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 CONTEXT, STEP = 16, 6
 KEYS: dict[str, Any] = {"seed": 5, "context": CONTEXT}
@@ -164,7 +164,7 @@ def test_a_process_beside_is_killed_and_the_next_goes_on(tmp_path: Path, monkeyp
         os.kill(process, signal.SIGKILL)
         with pytest.raises(DataError, match=r"data.sources.s0: its process \d+ ended with signal 9"):
             stream.wait_for(10**9, threading.Event(), None)
-    (prepared.sources[0].folder / growing.FAILED_FILE).unlink()  # as `open_data` does
+    (prepared.sources[0].folder / prepared.failed).unlink()  # as `open_data` does
     said: list[str] = []
     monkeypatch.setattr(growing, "SAY_AFTER_S", 0.0)
     prepared = reopen(recipe)
@@ -185,7 +185,8 @@ def test_a_process_beside_is_killed_and_the_next_goes_on(tmp_path: Path, monkeyp
 def test_a_tokenizer_that_fails_says_why(recipe: Recipe, tmp_path: Path) -> None:
     prepared = begin(recipe)
     folder = prepared.sources[0].folder
-    (folder / growing.FAILED_FILE).write_text("0.jsonl, row 3: not JSON")
+    (folder / "failed-other").write_text("the disk of another run's node is full")
+    (folder / prepared.failed).write_text("0.jsonl, row 3: not JSON")
     with (
         open_loader(prepared) as opened,
         pytest.raises(DataError, match=r"s0: 0.jsonl, row 3: not JSON. The next start"),
@@ -203,9 +204,9 @@ def test_a_full_disk_does_not_hide_the_reason(recipe: Recipe, monkeypatch: pytes
     prepared = begin(recipe)
     folder, stream = prepared.sources[0].folder, prepared.sources[0].streams["train"]
     assert isinstance(stream, growing.GrowingStream)
-    (folder / growing.FAILED_FILE).mkdir()
+    (folder / prepared.failed).mkdir()
     process: Any = SimpleNamespace(stdout=io.BytesIO(b"No space left on device"), wait=lambda: EXIT_USER)
-    beside._note_end(process, {folder: stream}, threading.Event())
+    beside._note_end(process, {folder: stream}, prepared.failed, threading.Event())
     with pytest.raises(DataError, match="s0: No space left on device"):
         stream.wait_for(10**9, threading.Event(), None)
 

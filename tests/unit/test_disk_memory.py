@@ -13,10 +13,10 @@ from framework.optim import disk_chunks
 from framework.plan.plan import Plan
 from framework.recipe.schema import Offload
 from framework.train.step import TrainingRun, train_step
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.unit.test_activation_checkpointing import memory_of, plan_of, start
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 NUM_LAYERS = 6
 # A unit's states are twenty chunks.

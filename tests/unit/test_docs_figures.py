@@ -1,9 +1,9 @@
 """The figures of the site show what the code says today."""
 
 from scripts import docs_figures
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 
 def test_the_numbers_are_the_codes_of_today():

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 REPOSITORY = Path(__file__).parents[2]
 # Where a page loads something from, and where a reader may go to: only the first must be here.
@@ -35,6 +35,19 @@ QUESTIONS = [
     ("What is a microbatch?", "words", r"microbatch.*computes at once"),
     ("How do I train on my conversations?", "finetuning", r"data\.sources\.\w+\.messages|sft_qwen3_0_6b"),
     ("How fast would my own machine be?", "foresight", r"doctor --measure"),
+    (
+        "My own 13B model does not fit on 8 GPUs of 80 GB.",
+        "fit",
+        r"zero\.stage=3.*yes, and fastest.*model\.config_file",
+    ),
+    ("What does ZeRO-2 hold per GPU?", "zero", r"2\s*cP\s*4P/n\s*4P/n\s*4sP/n"),
+    ("How do I resume on half of the nodes?", "slurm", r"meshwright submit run\.id=RUN launch\.nodes=4"),
+    ("How do I add my own loss?", "extend", r'@loss\("focal"\).*loss\.name=focal'),
+    ("How do I read data from S3?", "data", r"Text in an object store is no source.*data\.root=s3://"),
+    ("How do I compare two runs?", "metrics", r"meshwright diff one four"),
+    ("What does a hang report tell?", "reliability", r"The report names the call"),
+    ("How do I evaluate during training?", "evaluation", r"eval\.every_steps"),
+    ("When is pp better than tp?", "pipeline", r"links between nodes are slow pp across nodes, tp or dp inside"),
 ]
 
 
@@ -112,6 +125,11 @@ def test_nothing_is_loaded_from_elsewhere(site):
 def test_a_newcomers_question_is_answered(site, question, page, answer):
     words = next(" ".join("".join(each.words).split()) for path, each in site.items() if path.stem == page)
     assert re.search(answer, words), f"{question} {page}.md should say"
+
+
+def test_an_example_in_a_page_is_the_file_that_is_run():
+    text = (REPOSITORY / "docs" / "extend.md").read_text(encoding="utf-8")
+    assert f"```python\n{(REPOSITORY / 'examples/plugins/focal.py').read_text(encoding='utf-8')}```" in text
 
 
 def test_lists_and_tables_are_what_they_are_on_github(site):

@@ -8,19 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.cli import main
-from framework.commands.inject import _choose_node
-from framework.errors import EXIT_DONE, EXIT_USER, RecipeError, RunError, TopologyError
-from framework.faults.plan import Fault
+from framework.errors import EXIT_DONE, EXIT_USER, RecipeError, TopologyError
 from framework.launch.elastic import describe_counts, legal_counts, plan_counts
 from framework.launch.task import check_place
 from framework.plan.check import bytes_checkpointed, bytes_of_copies, check_copies, check_layout
 from framework.recipe.compose import compose, load_recipe, save_recipe
 from framework.recipe.derive import at_nodes, can_move, derive, node_counts
 from framework.recipe.schema import Batch, Launch, Recipe
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.tiny_run import RECIPE, write_corpus
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 SLURM = ("launch=slurm", "launch.gres=null", "launch.ranks_per_node=2")
 TINY = (*RECIPE, *SLURM, "batch.sequences_per_microbatch=1")
@@ -209,12 +207,3 @@ def test_a_rank_checks_its_place_by_the_nodes_of_its_start(monkeypatch):
     check_place(derive(at_nodes(recipe, 2)))
     with pytest.raises(TopologyError, match="node 1 of 2, but the plan is node 1 of 4"):
         check_place(derive(recipe))
-
-
-def test_a_fault_for_a_rank_on_a_node_that_the_run_has_lost_is_refused():
-    recipe = of("launch.nodes=[1,4]", "batch.sequences_per_step=32")
-    assert _choose_node(recipe, Fault("kill", rank=3), ["n1", "n4"], "7") == "n4"
-    with pytest.raises(RunError, match="rank=4: it would be on node 2 of the run, which has 2 now: n1, n4"):
-        _choose_node(recipe, Fault("kill", rank=4), ["n1", "n4"], "7")
-    with pytest.raises(RunError, match="node=n2: job 7 runs on n1, n4"):
-        _choose_node(recipe, Fault("kill", node="n2"), ["n1", "n4"], "7")

@@ -13,9 +13,9 @@ import pytest
 
 from framework.launch.slurm import render
 from framework.recipe.schema import Batch, Launch, Recipe
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = [pytest.mark.waits, EVERY_DAY]
+pytestmark = [pytest.mark.waits, IN_TURN]
 
 PROGRAMS = {
     "srun": """name= node=

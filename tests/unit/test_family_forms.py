@@ -13,13 +13,14 @@ from framework.model.probe import find_layer_calls
 from framework.model.shrink import shrink
 from framework.model.stage import PassThrough, refuse_following_starts
 from framework.model.units import find_layers, find_units
-from framework.parallel.attention import probe_causes
+from framework.parallel.attention import find_whole, probe_causes
 from framework.parallel.attention.block_attention import AttentionBlock, BlockAttention
 from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.indexers import GatheredKeys, find_visible
 from framework.parallel.attention.kernels import Heads, Result
 from framework.parallel.attention.visible_rows import Scores
 from framework.parallel.tensor.find_regions import RegionPlan, find_regions
+from framework.recipe.schema import Data, Recipe
 
 
 def small(model_type: str, **values: Any) -> PreTrainedModel:
@@ -119,11 +120,12 @@ def test_an_indexer_chooses_among_the_keys_of_all_ranks(monkeypatch: pytest.Monk
     assert probe_causes(config, has_documents=True)
 
 
-def test_positions_that_a_model_counts_itself_are_those_of_the_sequence() -> None:
+def test_a_model_that_counts_positions_itself_gets_the_tokens_of_all_ranks() -> None:
     config = AutoConfig.for_model("bart")
-    assert not probe_causes(config, has_documents=False)
-    # Nobody tells it where documents begin.
-    assert probe_causes(config, has_documents=True)
+    assert probe_causes(config, has_documents=False)
+    # Nobody tells it where documents begin, either.
+    found = {pack: find_whole(config, Recipe(data=Data(pack=pack))) for pack in ("concat", "documents")}
+    assert found == {"concat": {"BartAttention"}, "documents": frozenset()}
 
 
 def test_chosen_keys_are_all_that_queries_see() -> None:

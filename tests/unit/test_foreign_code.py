@@ -18,9 +18,9 @@ from framework.model.load import build_meta, load_config, load_config_file
 from framework.recipe.compose import compose, load_recipe
 from framework.recipe.schema import Model
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 CODE = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
 AUTO_MAP = {

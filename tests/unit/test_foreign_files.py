@@ -14,9 +14,9 @@ from framework.errors import EXIT_DONE, EXIT_USER, RecipeError
 from framework.recipe.compose import compose
 from framework.recipe.foreign_files import read_file
 from framework.recipe.layout_keys import value_of
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 TORCHTITAN = """
 [job]

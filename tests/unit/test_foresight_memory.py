@@ -25,11 +25,11 @@ from framework.recipe.check import check_recipe
 from framework.recipe.clusters import read_shipped
 from framework.recipe.schema import Batch, Memory, Offload, Optim, Parallel, ParameterGroup, Pipeline, Recipe, Zero
 from tests.families import FAMILIES, Family, build_config, family, is_kind
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.planned import held_by_buffers, moments_of
 from tests.ranks.parity import small_recipe
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 
 def draw(rng: random.Random) -> Recipe:
@@ -72,8 +72,6 @@ def draw(rng: random.Random) -> Recipe:
     if zero.stage == 3 and not zero.keep_gathered:
         zero = replace(zero, secondary_shard=pick((None, 2)))
     recipe = small_recipe(pick(("fp32", "bf16")), world, pick((1, 2, 4, 6)), 48, None, zero, parallel)
-    if zero.stage:
-        zero = replace(zero, bucket_bytes=pick((0, 50_000, 2**22)))
     return replace(
         recipe,
         zero=zero,

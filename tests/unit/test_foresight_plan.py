@@ -24,9 +24,9 @@ from framework.recipe.compose import compose, compose_for_nodes
 from framework.recipe.schema import Recipe
 from framework.track.summary import read_loads
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 TINY = ("model=tiny_llama", "data=python_stdlib", "cluster=h100_ib", "batch.sequences_per_step=8")
 

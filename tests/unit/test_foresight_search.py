@@ -44,10 +44,10 @@ from framework.recipe.compose import change_pins, compose, compose_open, find_pi
 from framework.recipe.layout_keys import LAYOUT_KEYS
 from framework.recipe.saved import write_layout
 from framework.recipe.schema import Recipe
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.planned import moments_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 SMALL = [
     "model.family=llama",

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from framework.parallel.pipeline.schedules import make_schedule
 from framework.parallel.pipeline.simulate import Costs, simulate
-from framework.plan.bubble import Lengths, least_length
+from framework.plan.bubble import find_length, least_length
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import ClusterRates, Grid, Group, Link, LinkSpan, place_group
 from framework.plan.exposure import Halves, place_groups
@@ -24,9 +24,9 @@ from framework.plan.time import PARTS, TimeModel
 from framework.recipe import schema
 from framework.recipe.clusters import read_shipped
 from framework.recipe.schema import Recipe
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 TFLOPS, HUGE = 1e12, 1e30
 NOTHING = Kernels(0, 0, 1)
@@ -225,21 +225,6 @@ def test_sums_that_travel_coded_go_in_two_hops() -> None:
     assert reductions(schema.Zero(quantize_reduce="int4"), "fp32", alone) == reductions(schema.Zero(), "fp32", alone)
 
 
-def test_layers_that_travel_together_are_one_message() -> None:
-    """Messages that take their latency alone: of four layers, of two pairs, of all, each once in forward and once in backward,
-    beside the embedding and the head in forward."""
-    links = {kind: Link(1.0, (LinkSpan(1, HUGE, 0.0),)) for kind in KINDS}
-    layer = 2 * (LAYER + 2 * 64)
-    for layers, messages in ((0, 4), (2, 2), (3, 2), (4, 1)):
-        settings = replace(DEFAULT, zero=schema.Zero(bucket_bytes=layers * layer))
-        found = forecast_time(
-            shape(), replace(ONE, dp=8, shard=8, zero=3), settings, replace(machine(), links=links), BARE
-        )
-        assert found.parts["gathers"] / found.parts["reductions"] == pytest.approx(
-            (2 * messages + 2) / (messages + 2), rel=1e-3
-        )
-
-
 def test_without_shards_gradients_are_summed_over_replicas() -> None:
     elements = 4 * (LAYER + 2 * 64) + 64 + 2 * HEAD
     found = of(replace(ONE, dp=8), rate=1e9)
@@ -298,13 +283,13 @@ def test_lengths_are_the_simulators(name: str, num_microbatches: int) -> None:
     )
     schedule = make_schedule(name, 4, num_microbatches, virtual)
     exact = simulate(schedule, costs).length
-    assert Lengths().length(name, 4, num_microbatches, costs) == pytest.approx(exact, rel=0.01)
+    assert find_length(name, 4, num_microbatches, costs) == pytest.approx(exact, rel=0.01)
     alike = Costs(*[[1.0] * stages] * 3, message=0.125)  # type: ignore[misc]
     if num_microbatches == 8:  # nothing is rounded, nothing extrapolated
-        assert Lengths().length(name, 4, 8, alike) == pytest.approx(simulate(schedule, alike).length)
+        assert find_length(name, 4, 8, alike) == pytest.approx(simulate(schedule, alike).length)
     uneven = Costs([0.97 * x for x in costs.forward], [1.04 * x for x in costs.input], costs.weight, 0.11)
     exact = simulate(schedule, uneven).length
-    assert Lengths().length(name, 4, num_microbatches, uneven) == pytest.approx(exact, rel=0.03)
+    assert find_length(name, 4, num_microbatches, uneven) == pytest.approx(exact, rel=0.03)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"])

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.grid import EVERY_DAY, NUM_PARTS, SECONDS_PER_DAY, part_of, part_of_day, part_of_item
+from tests.grid import IN_TURN, NUM_PARTS, SECONDS_PER_DAY, TURN, is_in_part, part_of, part_of_day
 
 CASES = [f"tests/ranks/test_x.py::test_layout[family{number}-zero3]" for number in range(2_000)]
 
@@ -27,14 +27,23 @@ def item(*marks: pytest.MarkDecorator) -> SimpleNamespace:
     return SimpleNamespace(nodeid=CASES[1], get_closest_marker=found.get)
 
 
+def parts_of(*marks: pytest.MarkDecorator) -> list[int]:
+    """The parts in which a test with these marks runs."""
+    return [part for part in range(NUM_PARTS) if is_in_part(item(*marks), part)]
+
+
 def test_a_mark_says_the_part_of_tests_that_belong_together():
-    assert part_of_item(item(pytest.mark.grid)) == part_of(CASES[1]) == 9
-    assert part_of_item(item(pytest.mark.grid(part=5))) == 5
-    assert part_of_item(item(pytest.mark.needs("a"))) is None
-    assert part_of_item(item(EVERY_DAY)) is None
-    assert part_of_item(item(pytest.mark.grid, EVERY_DAY)) == 9  # a row of a file of every day
+    assert parts_of(pytest.mark.grid) == [part_of(CASES[1])] == [9]
+    assert parts_of(pytest.mark.grid(part=5)) == [5]
+    assert parts_of(pytest.mark.needs("a")) == list(range(NUM_PARTS))
+    assert parts_of(pytest.mark.grid, IN_TURN) == [9]  # a row of a file that has turns
     with pytest.raises(AssertionError, match="the parts are 0 to 27"):
-        part_of_item(item(pytest.mark.grid(part=28)))
+        parts_of(pytest.mark.grid(part=28))
+
+
+def test_a_file_has_its_turn_within_four_days_and_its_tests_together():
+    first = part_of("tests/ranks/test_x.py") % TURN
+    assert parts_of(IN_TURN) == list(range(first, NUM_PARTS, TURN)), "of the file's name alone"
 
 
 def test_a_case_stays_in_its_part():

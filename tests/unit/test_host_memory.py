@@ -25,9 +25,9 @@ from framework.plan.page import describe_ranks
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.compose import compose
 from framework.recipe.schema import Offload
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 WORDS = ("model=tiny_llama", "data=python_stdlib", "launch.device=cuda", "precision=bf16", "batch.context=64")
 WORDS += ("batch.sequences_per_step=8", "batch.sequences_per_microbatch=1", "launch.ranks=4")

@@ -29,9 +29,9 @@ from framework.plan.time import TimeModel
 from framework.recipe.compose import compose
 from framework.recipe.schema import Pipeline, Recipe, Zero
 from framework.train.unit_times import UnitClock
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # Seconds of (forward, backward) by kind of unit: where they differ as FLOPs do not say.
 HYBRID = {"attention": (1.0, 2.2), "recurrent": (1.9, 5.0)}  # a recurrence in torch, with as many FLOPs as attention

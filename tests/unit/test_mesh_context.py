@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.mesh.context import ContextSlices
-from framework.mesh.token_layout import TokenLayout
+from framework.mesh.token_layout import ContextSlices, TokenLayout
 from framework.mesh.topology import Axis
 
 degrees = st.tuples(st.integers(1, 70), st.integers(1, 4), st.integers(1, 4))

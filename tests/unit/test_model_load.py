@@ -16,10 +16,10 @@ from framework.model.probe import draw_tokens, small_copy
 from framework.recipe.compose import compose
 from framework.recipe.schema import Model
 from tests.families import family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.unit.test_recipe_shipped import PARAMETERS
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS))

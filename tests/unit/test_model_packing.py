@@ -12,7 +12,7 @@ from framework.comm.connect import connect
 from framework.data.pack import Microbatch, cut_context
 from framework.data.prepare import prepare
 from framework.errors import ModelError, RecipeError
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.mesh.topology import Topology
 from framework.model.loss import IGNORE
 from framework.model.probe import keeps_documents_apart
@@ -27,10 +27,10 @@ from framework.verify.evidence import Evidence, keep_double
 from framework.verify.layout import gather_full, owned_gradients
 from tests.families import FAMILIES, VOCABULARY, Family, build_config, is_kind
 from tests.families import family as find_family
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import CPU, small_recipe, worst_error
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # One longer than a sliding window of 5, one not longer than it.
 LENGTHS = (5, 9, 3)

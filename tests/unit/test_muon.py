@@ -16,7 +16,7 @@ from framework.plan.plan import make_plan, unconnected
 from framework.plan.traffic import measure_traffic
 from framework.recipe.check import check_recipe
 from framework.recipe.schema import Adapter, Muon, Optim, Parallel, ParameterGroup, Zero
-from framework.verify.plain_muon import PlainMuon
+from framework.verify.plain_optimizers import PlainMuon
 from tests.families import build_config, family
 from tests.ranks.parity import small_recipe
 
@@ -109,11 +109,6 @@ def test_matrices_of_a_family(name: str, weight: str, expected: int) -> None:
 MATRICES = {
     "Llama 3.1 8B": [(64, 4096, 4096), (64, 1024, 4096), (64, 14336, 4096), (32, 4096, 14336)],
     "Llama 3.1 70B": [(160, 8192, 8192), (160, 1024, 8192), (160, 28672, 8192), (80, 8192, 28672)],
-    "DeepSeek-V3": [
-        *((61, 1536, 7168), (61, 24576, 1536), (61, 576, 7168), (61, 32768, 512), (61, 7168, 16384)),  # attention
-        *((6, 18432, 7168), (3, 7168, 18432), (58, 256, 7168)),  # dense layers; routers
-        *((2 * 58 * 257, 2048, 7168), (58 * 257, 7168, 2048)),  # experts, with the shared one
-    ],
 }
 
 
@@ -122,7 +117,6 @@ OWNERS = (8, 32, 64, 128, 256, 512, 1024)
 BUSIEST = {
     "Llama 3.1 8B": (1.00, 1.00, 1.06, 1.06, 2.1, 4.2, 8.5),
     "Llama 3.1 70B": (1.00, 1.01, 1.01, 1.01, 1.17, 1.7, 3.4),
-    "DeepSeek-V3": (1.00,) * 7,
 }
 
 
@@ -131,9 +125,30 @@ def test_owners_have_equal_work(model: str) -> None:
     costs = [count_flops((a, b), 5) for number, a, b in MATRICES[model] for _ in range(number)]
     for num_owners, expected in zip(OWNERS, BUSIEST[model], strict=True):
         loads = [0] * num_owners
-        for owner, cost in zip(assign_owners(costs, num_owners), costs, strict=True):
+        for owner, cost in zip(assign_owners(costs, loads), costs, strict=True):
             loads[owner] += cost
         assert max(loads) * num_owners / sum(costs) == pytest.approx(expected, rel=0.02), num_owners
+
+
+# Of a stage of DeepSeek-V3 with four layers, (number, rows, columns): attention; shared experts and routers.
+ATTENTION = ((4, 1536, 7168), (4, 24576, 1536), (4, 576, 7168), (4, 32768, 512), (4, 7168, 16384))
+BESIDE = ((8, 2048, 7168), (4, 7168, 2048), (4, 256, 7168))
+
+
+@pytest.mark.parametrize("dp", [16, 32, 64])
+def test_owners_of_experts_even_out_what_attention_costs_a_few(dp: int) -> None:
+    dense = [count_flops((a, b), 5) for number, a, b in (*ATTENTION, *BESIDE) for _ in range(number)]
+    pair, down = 2 * count_flops((2048, 7168), 5), count_flops((7168, 2048), 5)
+    loads = [0] * dp
+    for owner, cost in zip(assign_owners(dense, loads), dense, strict=True):
+        loads[owner] += cost
+    uneven = max(loads) + 128 * (pair + down) * 8 // dp
+    for place in range(8):  # of ep; ranks with the same experts are 8 apart
+        costs = [pair] * 128 + [down] * 128
+        for owner, cost in zip(assign_owners(costs, loads[place::8]), costs, strict=True):
+            loads[place + 8 * owner] += cost
+    assert max(loads) * dp / sum(loads) < 1.05
+    assert dp < 64 or uneven * dp / sum(loads) > 1.5
 
 
 def test_every_matrix_has_one_owner_and_bytes_are_theory() -> None:
@@ -151,6 +166,38 @@ def test_every_matrix_has_one_owner_and_bytes_are_theory() -> None:
     of_ranks = [sum(group.bytes_sent.values()) for group in groups]
     assert max(of_ranks) < 1.5 * sent / 4
     assert [measure_traffic(plan, rank)["matrices"] for rank in range(4)] == of_ranks
+
+
+@pytest.mark.parametrize(
+    "parallel", [Parallel(ep=2), Parallel(ep=2, tp=2), Parallel(ep=4)], ids=("ep2", "ep2 tp2", "ep4")
+)
+def test_experts_even_out_what_their_owners_have_of_the_rest(parallel: Parallel) -> None:
+    recipe = replace(
+        small_recipe("fp64", 4, zero=Zero(stage=3), parallel=parallel), optim=Optim(name="muon", muon=SETTINGS)
+    )
+    # One matrix of attention is dearer than any other.
+    plan = make_plan(
+        recipe,
+        build_config(
+            family("qwen3_moe"), num_hidden_layers=1, mlp_only_layers=[], num_experts=8, num_attention_heads=16
+        ),
+    )
+    ranks = range(4)
+    groups = [
+        group_matrices(
+            plan.of_rank(rank).buffers, plan.groups, unconnected(plan.topology, rank), SETTINGS, torch.device("meta")
+        )
+        for rank in ranks
+    ]
+    own = [[sum(part.flops(SETTINGS.steps) for part in group.owned) for group in of_rank] for of_rank in groups]
+    # All see the same owners.
+    for rank in ranks:
+        assert groups[rank][-1].loads == {
+            peer - rank: sum(own[peer]) for peer in ranks if peer - rank in groups[rank][-1].loads
+        }
+    if parallel.ep == 2:  # else each expert is on one rank only
+        dense, experts = (max(loads) for loads in zip(*own, strict=True))
+        assert max(map(sum, own)) < dense + experts
 
 
 def test_ranks_of_tp_with_uneven_slices_order_parameters_alike() -> None:

@@ -8,9 +8,7 @@ from itertools import permutations
 
 import pytest
 
-from framework.commands.inject import _choose_node
 from framework.errors import TopologyError
-from framework.faults.plan import Fault
 from framework.launch.order import NODES, NodeOrder, describe_nodes, find_rank, read_order
 from framework.launch.slurm import render
 from framework.launch.task import adopt_task
@@ -21,10 +19,10 @@ from framework.plan.forecast_plan import forecast_cut
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.unit.test_slurm_script import SHELLCHECK
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # Degrees, ranks of a node.
 LAYOUTS = [
@@ -156,14 +154,6 @@ def test_blocks_are_read_from_slurms_addresses_or_from_names(addresses, pattern,
     assert order.cut == {}
 
 
-def test_a_fault_from_outside_reaches_the_node_that_the_order_gives_its_rank():
-    said = answers(["r1.n1", "r2.n2", "r2.n3", "r1.n4"], "block.node")[NODES]  # an order that is not its own inverse
-    names = ["n1", "n2", "n3", "n4"]
-    found = [_choose_node(recipe_of(), Fault("kill", rank=rank), names, "7", said) for rank in range(8)]
-    assert found == ["n1", "n1", "n4", "n4", "n2", "n2", "n3", "n3"]
-    assert _choose_node(recipe_of(), Fault("kill", rank=2), names, "7", said.rpartition(";")[0]) == "n2"
-
-
 def test_without_all_answers_ranks_keep_their_numbers():
     derived = derive(recipe_of())
     said = answers(["r1.n1", "r2.n2", "r1.n3", "r2.n4"], "block.node")[NODES]
@@ -222,7 +212,6 @@ def script_of(tmp_path, *overrides: str) -> str:
 def test_nodes_are_asked_only_where_their_order_matters(tmp_path, spares):
     script = script_of(tmp_path, f"launch.spares={spares}")
     assert "  ask_nodes\n" in script
-    assert '> "$run/slurm/nodes"' in script
     checked = subprocess.run([SHELLCHECK, "-"], input=script, text=True, capture_output=True, check=False)
     assert checked.returncode == 0, checked.stdout
     assert "ask_nodes" not in script_of(tmp_path, "parallel.tp=2")

@@ -13,9 +13,9 @@ from framework.plan.advice import describe_savings, explain_out_of_memory, find_
 from framework.plan.plan import make_plan
 from framework.plan.text import show_bytes
 from framework.recipe.compose import compose
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 WORDS = ("model=tiny_llama", "data=python_stdlib", "launch.ranks=4", "launch.device=cpu", "precision=fp32")
 WORDS += ("batch.sequences_per_step=32", "batch.sequences_per_microbatch=8", "batch.context=512")

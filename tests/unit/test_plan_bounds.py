@@ -19,9 +19,9 @@ from framework.plan.memory import measure_units, ranks_on_nodes, total_on_host
 from framework.plan.plan import Plan
 from framework.recipe.clusters import BY_GPU, OF_CPUS, read_shipped
 from framework.recipe.compose import compose, compose_for_nodes, compose_open, find_pins
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 WORDS = ["model=tiny_llama", "data=python_stdlib", "cluster=h100_ib", "launch.device=cuda", "precision=bf16"]
 WORDS += ["batch.sequences_per_step=64", "batch.sequences_per_microbatch=1", "launch.ranks=4"]

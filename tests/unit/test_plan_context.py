@@ -13,9 +13,9 @@ from framework.plan.plan import make_plan
 from framework.plan.plan_text import describe_plan
 from framework.plan.traffic import measure_traffic
 from framework.recipe.compose import compose
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 MIB = 2**20
 # Of Llama 3.1 8B.

@@ -16,9 +16,9 @@ from framework.plan.plan_text import describe_plan
 from framework.plan.search import Engine
 from framework.plan.text import show_bytes
 from framework.recipe.compose import compose
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 GPUS = ("model=llama3_2_1b", "launch.device=cuda", "launch.ranks=8", "cluster=h100_ib", "precision=bf16")
 LAYOUTS = {

@@ -15,9 +15,9 @@ from framework.recipe.compose import compose, compose_open
 from framework.recipe.layout_keys import value_of
 from framework.recipe.problem import render_problems, shipped_recipes
 from framework.recipe.schema import Recipe
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 SMALL = {
     "hidden_size": 32,

@@ -20,9 +20,9 @@ from framework.recipe.clusters import read_shipped
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
 from framework.verify.prepare import VerifyOptions, shrink_recipe
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # Of a GPU of 80 GB that ranks may use, as the verdict has it; what the plan counts includes what is not in tensors.
 BYTES = (read_shipped("h100_ib").memory_gb or 0) * 2**30

@@ -9,9 +9,9 @@ from framework.recipe.derive import derive
 from framework.recipe.keys import list_groups
 from framework.recipe.overrides import list_options
 from framework.recipe.problem import shipped_recipes
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 FOLDERS = [shipped_recipes()]
 OPTIONS = [

@@ -105,7 +105,7 @@ def test_every_translated_value_is_a_legal_one():
         ("learning_rate_scheduler.min_decay_lr", 1e-5, "optim.schedule.final_ratio: over optim.lr"),
         ("parallelism.tp_mode", "REDUCE_SCATTER", "parallel.sequence=True"),
         ("parallelism.recompute_layer", True, "memory.activation_checkpointing=full"),
-        ("reduce_bucket_size", 5e8, "zero.bucket_bytes, in bytes"),
+        ("reduce_bucket_size", 5e8, "travel in a message of their own"),
         ("partition_activations", True, "parallel.sequence divides"),
         ("distributed_timeout_minutes", 10, "launch.step_deadline_s"),
     ],

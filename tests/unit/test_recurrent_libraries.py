@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from framework.errors import ModelError
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.model.mixers import CHANNEL_DELTA_RULE, CONVOLUTION, DELTA_RULE, STATE_OF_CHANNELS, STATE_OF_HEADS
 from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.recurrent import Pieces, hook_mixers
@@ -25,9 +25,9 @@ from framework.parallel.attention.recurrent.hook import FUNCTIONS
 from framework.parallel.attention.recurrent.libraries import KERNELS, Libraries
 from framework.parallel.attention.recurrent.pieces import ONE_RANK
 from tests.families import RECURRENT, build_config
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 LENGTH = 40
 DOCUMENTS = Documents(((0, 3, 29), (0, 22, 23)), LENGTH)

@@ -20,10 +20,10 @@ from framework.recipe.compose import compose
 from framework.recipe.schema import Adapter, Parallel, Recipe, Zero
 from framework.verify.plain_adapters import _make_nf4, _round
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.ranks.parity import small_recipe
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 QLORA = Adapter("lora", 3, 5.0, base="nf4")
 

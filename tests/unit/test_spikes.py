@@ -16,9 +16,9 @@ from framework.train.spikes import (
     PERSISTENT_WITHIN,
     SpikeState,
 )
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 STEPS = 1000
 Curve = list[tuple[float, float]]

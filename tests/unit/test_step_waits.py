@@ -27,11 +27,11 @@ from framework.train.sums import Flags
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
 from tests.families import build_config, family
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.ranks.parity import CPU, small_recipe, topology_of
 from tests.ranks.pool import RankPool
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 PACKAGE = Path(framework.__file__).parent
 DOOR = Path(transfer.__file__)

@@ -8,9 +8,9 @@ import pytest
 from framework.track.jsonl import LOADS_FILE, METRICS_FILE, Jsonl, loads_of, read_records
 from framework.track.report import RunInfo, StepReport, save_run_info
 from framework.track.summary import add_loads, write_report
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 RUN = RunInfo("demo-1", {"optim": {"name": "adamw", "lr": 1e-3}}, total_steps=400, tokens_per_step=512, world=2,
               degrees={"dp": 2}, model="llama", num_parameters=5_200_000, num_parameters_active=1_300_000,

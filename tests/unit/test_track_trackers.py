@@ -3,42 +3,41 @@
 import csv
 import json
 import resource
+import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
+from framework.plan import page_of_plan
 from framework.recipe import run_rules
-from framework.recipe.compose import compose
+from framework.recipe.compose import compose, save_recipe
 from framework.recipe.plugins import import_plugins
 from framework.recipe.schema import Mlflow, Recipe, Track
 from framework.track.jsonl import Jsonl
 from framework.track.mirror import Mirror
 from framework.track.report import RunInfo, StepReport, save_run_info
-from tests.grid import EVERY_DAY
+from framework.track.trackers import MOST_KEPT, TRACKERS, Thinned
+from tests.grid import IN_TURN
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugins" / "curve.py"
+BUILT_IN = tuple(TRACKERS)
 # As in test_track_wandb.py: waits that no tracker has caused.
 SPURIOUS_WAITS = 5
-BAD = """
+SLOW = """
 import time
 from framework.extend import tracker
 from framework.track.report import Tracker
-
-@tracker("hangs")
-class Hangs(Tracker):
-    def open(self, info, run_dir, name):
-        time.sleep(1000)
-
-@tracker("refuses")
-class Refuses(Tracker):
-    def open(self, info, run_dir, name):
-        raise ConnectionRefusedError("no such server")
 
 @tracker("slow")
 class Slow(Tracker):
@@ -46,13 +45,10 @@ class Slow(Tracker):
         return 0
     def log(self, step, values):
         time.sleep(5)
-
-@tracker("dies")
-class Dies(Tracker):
-    def open(self, info, run_dir, name):
-        import os
-        os._exit(7)
 """
+# All that the step's thread calls for a tracker: whether its process lives (under a lock that it tries), and what it has said.
+ASKED = {"waitpid", "lock.acquire", "lock.release", "BufferedReader.read"}
+SAID = {"bytes.decode", "str.splitlines", "list.append", "waitstatus_to_exitcode"}
 
 
 def report(step: int) -> StepReport:
@@ -64,10 +60,32 @@ def count_waits() -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
+def note_call(called: Counter[str], _: FrameType, event: str, function: Any) -> None:
+    if event == "c_call" and function is not sys.setprofile:
+        called[function.__qualname__] += 1
+
+
+def install(files: Mapping[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put modules of the test's making before the real ones, in processes that are started from now on."""
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        for package in (folder / path).relative_to(folder).parents[:-1]:
+            (folder / package / "__init__.py").touch()
+        (folder / path).write_text(textwrap.dedent(text))
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{Path(__file__).parents[2]}")
+
+
 def train(
-    run_dir: Path, trackers: Sequence[str], steps: range, plugins: Sequence[str] = (), close_timeout_s: float = 60.0
+    run_dir: Path,
+    trackers: Sequence[str],
+    steps: range,
+    plugins: Sequence[str] = (),
+    close_timeout_s: float = 60.0,
+    called: Counter[str] | None = None,
+    is_over: Callable[[], bool] = lambda: True,
 ) -> tuple[list[str], int, float]:
-    """Report steps; returns (what was said, how often reports waited, close in seconds)."""
+    """Report steps; returns (what was said, how often reports waited, close in seconds). called: gets the calls of C functions by
+    reports. is_over: asked before the end of the run."""
     recipe = Recipe(track=Track(mlflow=Mlflow(uri="http://nowhere")), plugins=list(plugins))
     info = RunInfo("r-1", asdict(recipe), total_steps=100, start_step=steps[0] - 1)
     save_run_info(run_dir, info)
@@ -81,41 +99,95 @@ def train(
     for step in steps:
         jsonl.report(report(step))
         before = count_waits()
+        sys.setprofile(None if called is None else partial(note_call, called))
         for mirror in mirrors:
             mirror.report(report(step))
+        sys.setprofile(None)
         waits += count_waits() - before
         if steps[0] == 1:
             time.sleep(0.02)
+    until_s = time.monotonic() + 120
+    while not is_over() and time.monotonic() < until_s:
+        time.sleep(0.1)
     start_s = time.perf_counter()
     for mirror in mirrors:
         mirror.close(0)
     return said, waits, time.perf_counter() - start_s
 
 
-def test_csv_and_page_have_each_step_of_metrics_jsonl(tmp_path: Path) -> None:
-    train(tmp_path, ["csv", "html"], range(1, 6))
+def test_csv_has_each_step_of_metrics_jsonl(tmp_path: Path) -> None:
+    train(tmp_path, ["csv"], range(1, 6))
     train(tmp_path, ["csv"], range(5, 8))  # goes on from step 4
     with (tmp_path / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(int(row["step"]), float(row["loss"])) for row in rows] == [(step, 9.0 / step) for step in range(1, 8)]
     assert [row["validation_loss"] for row in rows] == ["", "", "1.5", "", "", "", ""]
-    assert "stopped and saved: step 5 of 100" in (tmp_path / "track.html").read_text()  # as the first start has left it
 
 
-def test_trackers_that_hang_refuse_and_die_delay_no_step_and_end_together(tmp_path: Path) -> None:
-    plugin = tmp_path / "bad_trackers.py"
-    plugin.write_text(BAD)
+def test_trackers_of_every_kind_that_hang_refuse_and_die_delay_no_step_and_end_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = {
+        "wandb.py": "import time\ntime.sleep(1000)",
+        "tensorboard/summary/writer/event_file_writer.py": "import os\nos._exit(7)",
+        "mlflow/__init__.py": "def MlflowClient(uri): raise ConnectionRefusedError('no such server')",
+    }
+    install(bad, tmp_path / "fake", monkeypatch)
+    plugin, run, called = tmp_path / "bad_trackers.py", tmp_path / "run", Counter[str]()
+    plugin.write_text(SLOW)
+    run.mkdir()
     import_plugins([str(plugin)])
-    names = ["hangs", "refuses", "slow", "dies", "csv"]
-    said, waits, close_s = train(tmp_path, names, range(1, 21), [str(plugin)], close_timeout_s=12.0)
+    names, num_steps = [*BUILT_IN, "slow"], 20
+    said, waits, close_s = train(
+        run, names, range(1, num_steps + 1), [str(plugin)], 12.0, called, (run / "track.html").exists
+    )
     assert waits <= SPURIOUS_WAITS
+    assert ASKED < called.keys() <= ASKED | SAID
+    assert max(called.values()) <= num_steps * len(names), "each once a step for each tracker that lives"
     assert close_s < 20
     text = "\n".join(said)
-    assert "hangs: not finished after 12 s, ended" in text
+    assert "wandb: not finished after 12 s, ended" in text
     assert "slow: not finished after 12 s, ended" in text
-    assert "refuses: failed, training goes on: ConnectionRefusedError: no such server" in text
-    assert "dies: the mirror died (7), training goes on" in text
-    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 21
+    assert "mlflow: failed, training goes on: ConnectionRefusedError: no such server" in text
+    assert "tensorboard: the mirror died (7), training goes on" in text
+    assert "csv: " not in text
+    assert "html: " not in text
+    assert len((run / "metrics.csv").read_text().splitlines()) == num_steps + 1
+    assert f"stopped and saved: step {num_steps} of 100" in (run / "track.html").read_text()
+
+
+def test_a_curve_of_many_steps_is_kept_in_means_of_equally_many() -> None:
+    curve, num_steps = Thinned(), 10 * MOST_KEPT + 3
+    for step in range(1, num_steps + 1):
+        curve.add(step, 2.0 * step)
+    steps, values = curve.points
+    assert MOST_KEPT / 2 <= len(steps) < MOST_KEPT
+    assert values == [2 * step for step in steps]
+    gaps = {later - step for step, later in pairwise(steps[:-1])}
+    assert gaps == {16.0}
+    assert steps[0] == 8.5
+    assert steps[-1] == num_steps - 1, "of the last three, which are no 16 yet"
+
+
+def test_the_page_of_a_plan_is_written_for_a_run(tmp_path: Path) -> None:
+    save_recipe(
+        compose(["experiment=quickstart", "launch.ranks=2", "launch.device=cpu"]).require(), tmp_path / "recipe.yaml"
+    )
+    page_of_plan.main(tmp_path)
+    text = (tmp_path / "plan.html").read_text()
+    assert "meshwright plan; machine" in text
+    assert "dp=2, zero 0" in text
+
+
+def test_files_that_cannot_be_written_delay_no_step(tmp_path: Path) -> None:
+    for name in ("track.html", "metrics.csv"):
+        (tmp_path / name / "in the way").mkdir(parents=True)
+    said, waits, _ = train(tmp_path, ["csv", "html"], range(1, 4))
+    assert waits <= SPURIOUS_WAITS
+    assert sorted(line.partition(" failed, training goes on: IsADirectoryError")[0] for line in said) == [
+        "csv:",
+        "html:",
+    ]
 
 
 # Packages of the test's making, which write down what they are asked.
@@ -158,12 +230,8 @@ def test_a_tracker_gets_each_step_once_and_the_recipe(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = tmp_path / "asked.jsonl"
-    for path, text in FAKES[name].items():
-        for folder in [*(tmp_path / "fake" / path).relative_to(tmp_path).parents][-3::-1]:
-            (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-            (tmp_path / folder / "__init__.py").touch()
-        (tmp_path / "fake" / path).write_text(textwrap.dedent(text).replace("{asked!r}", repr(str(asked))))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'fake'}:{Path(__file__).parents[2]}")
+    files = {path: text.replace("{asked!r}", repr(str(asked))) for path, text in FAKES[name].items()}
+    install(files, tmp_path / "fake", monkeypatch)
     run = tmp_path / "run"
     run.mkdir()
     (run / "recipe.yaml").write_text("batch: {}\n")

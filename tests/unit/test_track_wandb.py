@@ -26,9 +26,9 @@ from framework.track.jsonl import Jsonl
 from framework.track.mirror import CLOSE_TIMEOUT_S, MAX_RANKS_CHARTED, POLL_S, Mirror, chart_values
 from framework.track.report import RunInfo, StepReport, save_run_info
 from framework.track.wandb import write_sync
-from tests.grid import EVERY_DAY, few_of
+from tests.grid import IN_TURN, few_of
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 # Of some hundred reports: a page of memory that is not there, a lock of the kernel's.
 SPURIOUS_WAITS = 5

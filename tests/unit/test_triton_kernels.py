@@ -35,10 +35,10 @@ from framework.optim.update_rules import FlatShard, ShardGroup
 from framework.parallel.zero.row_codes import ROWS
 from framework.plan.plan import unconnected
 from framework.recipe.schema import Optim
-from tests.grid import EVERY_DAY
+from tests.grid import IN_TURN
 from tests.interpreted_triton import DEVICE, FOLDER, fused_kernels, interpreted_triton
 
-pytestmark = EVERY_DAY
+pytestmark = IN_TURN
 
 ONE_RANK = unconnected(Topology(), 0)["tp"]
 ALL = [LOSS, CASTS, BITS, CODES, ROWS]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from framework.errors import ModelError
-from framework.mesh.context import Interval
+from framework.mesh.token_layout import Interval
 from framework.model.precision import sums_dtype
 from framework.parallel.attention.cuda_kernels import CudaFlash, CudnnFlash
 from framework.parallel.attention.documents import Documents
@@ -34,7 +34,7 @@ FLASH: dict[str, tuple[CpuFlash | CudaFlash, ...]] = {"cpu": (CpuFlash(),), "cud
 # Added to the score of a key that is not chosen. Finite: all keys of a piece may be, and what such a piece gives is merged with
 # the weight exp(HIDDEN) = 0.
 HIDDEN = -1e30
-# Of the scores that kernels are compared on.
+# Scale of the scores on which kernels are compared.
 SCALE = 0.25
 # Where a kernel for bf16 and the tiles may differ: each rounds out to 8 bits, and a gradient comes through two of these.
 AGREEMENT = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.model.load import FORWARD_ERRORS
 from framework.model.probe import small_copy
 from framework.parallel.attention.documents import Documents

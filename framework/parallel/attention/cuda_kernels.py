@@ -73,7 +73,7 @@ class CudaFlash:
         gradient, out = (_join_sequences(pad(x.to(q.dtype), q.shape[-1])) for x in (result.gradient, result.out))
         B = heads.q.shape[0]
         ends, longest = packing.ends(B, q.device)
-        # Of all blocks and sinks, in the order of a packed call: then the kernel's probabilities are those of the merged softmax.
+        # Over all blocks and sinks, in the order of a packed call: the kernel's probabilities are those of the merged softmax.
         log_sum = result.log_sum.transpose(0, 1).flatten(1).contiguous()
         lengths, random, sight = (ends, ends, longest, longest), _no_dropout(q), _find_sight(packing)
         is_causal = packing.window is None

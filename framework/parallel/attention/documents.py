@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from framework.comm.transfer import upload
-from framework.mesh.context import Interval
+from framework.mesh.token_layout import Interval
 
 T = TypeVar("T")
 

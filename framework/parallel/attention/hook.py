@@ -26,8 +26,8 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from framework.comm.collectives import all_gather
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError, TopologyError
-from framework.mesh.context import ContextSlices
 from framework.mesh.layout import Layout
+from framework.mesh.token_layout import ContextSlices
 from framework.model.load import layer_configs
 from framework.parallel.attention.attention import TRANSPORTS, ContextAttention
 from framework.parallel.attention.block_attention import BlockAttention
@@ -42,7 +42,7 @@ from framework.parallel.stage_plan import StagePlan
 from framework.recipe.layout_rules import find_uneven_heads
 from framework.recipe.schema import Parallel
 
-# What a model's config is told; without an entry among the mask functions.
+# The attention implementation of a model's config. It has no mask function.
 IMPLEMENTATION = "meshwright"
 # Tensors that a module may hand over: sinks, and positions, which queries and keys have been rotated by.
 TENSOR_OPTIONS = ("s_aux", "position_ids", "cache_position")
@@ -153,11 +153,6 @@ def hook_attentions(model: PreTrainedModel, make_hook: Callable[[], Hook]) -> No
         module.context_hook = make_hook()
         if has_indexer(module):
             hook_indexer(module)
-    for module in find_position_tables(model):
-        if not hasattr(module, "rows_hook"):
-            module.register_forward_pre_hook(_ask_all_positions, with_kwargs=True)
-            module.register_forward_hook(_take_rows)
-        module.rows_hook = make_hook()
     # Tensor parallelism gives some modules a config of their own.
     for module in model.modules():
         config = vars(module).get("config")
@@ -174,32 +169,6 @@ def find_attentions(model: nn.Module) -> Iterator[Any]:
             asks[kind] = _asks_registry(kind)
         if asks[kind]:
             yield module
-
-
-def find_position_tables(model: PreTrainedModel) -> Iterator[Any]:
-    """Tables that count positions from the shape of their input (bart's decoder), of models that nobody tells positions."""
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
-        yield from (module for module in tables if "position_ids" in inspect.signature(module.forward).parameters)
-
-
-def _ask_all_positions(table: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    x, rows = args[0], _count_positions(table)
-    shape = (*(x if isinstance(x, tuple) else x.shape)[:1], rows)
-    whole = torch.Size(shape) if isinstance(x, tuple) else x.new_zeros(()).expand(shape)
-    # The model may have counted itself, from this rank's tokens.
-    return (whole, *args[1:]), kwargs | ({"position_ids": None} if "position_ids" in kwargs else {})
-
-
-def _take_rows(table: Any, args: Any, output: Tensor) -> Tensor:
-    """output: of the whole sequence, [S, D] or [B, S, D] -> of this rank's rows."""
-    rows = table.rows_hook.rows(output.device).clamp(max=_count_positions(table) - 1)
-    return (output if output.ndim == 2 or rows.ndim == 1 else output[0])[..., rows, :]
-
-
-def _count_positions(table: Any) -> int:
-    """Rows of the sequence, without padding that the table may have no position for."""
-    return min(int(table.rows_hook.whole.length), int(table.num_embeddings) - getattr(table, "offset", 0))
 
 
 def _asks_registry(kind: type[nn.Module]) -> bool:
@@ -302,7 +271,7 @@ def _temperature(module: Any, rows: Tensor) -> Tensor:
     return (torch.log1p(steps) * module.attn_scale + 1.0).double()
 
 
-# By the class of an attention that computes something from the rows of its tokens, which a rank with some of them must correct.
+# Keyed by the class of an attention that computes something from the rows of its tokens, which a rank with some of them corrects.
 QUERY_RULES: Mapping[str, QueryRule] = MappingProxyType({"Llama4TextAttention": _attend_within_chunks})
 
 AttentionInterface.register(IMPLEMENTATION, attend_module)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from framework.mesh.context import Interval
+from framework.mesh.token_layout import Interval
 from framework.parallel.attention.documents import Documents, Ends
 from framework.parallel.attention.visible_rows import PieceKind
 from framework.torch_private import flash_cpu, flash_cpu_backward

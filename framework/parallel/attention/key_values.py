@@ -1,13 +1,13 @@
 """Keys and values of one rank's tokens and their gradients, and the portions of them that travel as one message each."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from framework.mesh.context import Interval
+from framework.mesh.token_layout import Interval
 
 # Buffers are as large as a message, so a rank's K/V travel in several. A message is worth its cost if enough is computed with it:
 # 2^20 pairs of a query and a key, and no more than 16 messages, so that blocks of long sequences are large enough for a GPU.
@@ -90,6 +90,16 @@ class HeadGroup:
 
     heads: Interval
     portions: tuple[Portion, ...]
+
+
+@dataclass(frozen=True)
+class RingRoute:
+    """The order in which K/V travel. steps: s > 0 for every rank whose K/V, s before this one's, are needed; rising. chunks: of a
+    rank's tokens."""
+
+    groups: Sequence[HeadGroup]
+    steps: Sequence[int]
+    chunks: int
 
 
 def group_heads(of: KeyValues, chunks: int, num_portions: int) -> list[HeadGroup]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from framework.mesh.context import Interval
+from framework.mesh.token_layout import Interval
 from framework.model.precision import sums_dtype
 
 

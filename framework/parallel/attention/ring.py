@@ -22,7 +22,6 @@ needs them next, several ranks on. With n steps left n messages are sent instead
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -33,58 +32,17 @@ from framework.comm.collectives import reduce_scatter, start_all_gather
 from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange
 from framework.model.precision import sums_dtype
-from framework.parallel.attention.key_values import Contribution, HeadGroup, KeyValues, Portion
-
-
-@dataclass(frozen=True)
-class RingRoute:
-    """The order in which K/V travel. steps: s > 0 for every rank whose K/V, s before this one's, are needed; rising. chunks: of a
-    rank's tokens."""
-
-    groups: Sequence[HeadGroup]
-    steps: Sequence[int]
-    chunks: int
-
-
-class Attends(Protocol):
-    """Computes forward, one group of heads after another."""
-
-    def start(self, group: HeadGroup) -> None:
-        """Attend to this rank's own keys."""
-
-    def attend(self, portion: Portion, source: int, held: KeyValues) -> None:
-        """Attend to a portion of the keys of the rank at index `source`."""
-
-    def finish(self, group: HeadGroup) -> None:
-        """All keys have come."""
-
-
-class Differentiates(Protocol):
-    """Computes backward, one group of heads after another."""
-
-    def start(self, group: HeadGroup) -> None:
-        """Sums are zero."""
-
-    def differentiate(self, portion: Portion, source: int, held: KeyValues) -> list[Contribution]:
-        """The gradients of a portion of the K/V of the rank at index `source`, by this rank's queries."""
-
-    def differentiate_own(self, group: HeadGroup) -> None:
-        """Add what this rank's queries give to its own K/V."""
-
-    def add(self, portion: Portion, sums: KeyValues) -> None:
-        """Add what others' queries give to a portion of this rank's K/V."""
-
-    def finish(self, group: HeadGroup) -> None:
-        """All has been added."""
+from framework.parallel.attention.blocks import BackwardPass, ForwardPass
+from framework.parallel.attention.key_values import KeyValues, Portion, RingRoute
 
 
 class Transport(Protocol):
     """A way in which the keys and values of other ranks come to this one."""
 
-    def forward(self, own: KeyValues, route: RingRoute, work: Attends) -> None:
+    def forward(self, own: KeyValues, route: RingRoute, work: ForwardPass) -> None:
         """Have `work` attend to the K/V of all ranks of the route."""
 
-    def backward(self, own: KeyValues, route: RingRoute, work: Differentiates) -> None:
+    def backward(self, own: KeyValues, route: RingRoute, work: BackwardPass) -> None:
         """Have `work` differentiate by the K/V of all ranks of the route, and add what all ranks give to this one's."""
 
 
@@ -94,7 +52,7 @@ class Ring:
     def __init__(self, axis: Communicator):
         self.axis = axis
 
-    def forward(self, own: KeyValues, route: RingRoute, work: Attends) -> None:
+    def forward(self, own: KeyValues, route: RingRoute, work: ForwardPass) -> None:
         """Have `work` attend to the K/V of all ranks of the route."""
         # The first message leaves before anything is computed.
         conveyor = _Conveyor(own, route, self.axis)
@@ -105,7 +63,7 @@ class Ring:
                     work.attend(portion, self._source(step), conveyor.take())
             work.finish(group)
 
-    def backward(self, own: KeyValues, route: RingRoute, work: Differentiates) -> None:
+    def backward(self, own: KeyValues, route: RingRoute, work: BackwardPass) -> None:
         """Have `work` differentiate by the K/V of all ranks of the route, and add what all ranks give to this one's."""
         conveyor = _Conveyor(own, route, self.axis)
         for group in route.groups:
@@ -123,7 +81,7 @@ class Ring:
             work.finish(group)
 
     def _sum_around(
-        self, portion: Portion, steps: Sequence[int], conveyor: "_Conveyor", work: Differentiates
+        self, portion: Portion, steps: Sequence[int], conveyor: "_Conveyor", work: BackwardPass
     ) -> "_Shift | None":
         """Add to the sums of others that come by. Returns the last hop, with which this rank's own come home."""
         sums: _Shift | None = None
@@ -196,7 +154,7 @@ class _Shift:
         return self._received
 
 
-def _add_arrived(homeward: "list[tuple[Portion, _Shift]]", work: Differentiates) -> None:
+def _add_arrived(homeward: "list[tuple[Portion, _Shift]]", work: BackwardPass) -> None:
     while homeward:
         portion, shift = homeward.pop()
         work.add(portion, shift.arrive())
@@ -208,7 +166,7 @@ class Gather:
     def __init__(self, axis: Communicator):
         self.axis = axis
 
-    def forward(self, own: KeyValues, route: RingRoute, work: Attends) -> None:
+    def forward(self, own: KeyValues, route: RingRoute, work: ForwardPass) -> None:
         """Have `work` attend to the K/V of all ranks of the route: `Ring.forward`."""
         for group in route.groups:
             for portion in group.portions:
@@ -222,7 +180,7 @@ class Gather:
                 del coming  # before the next are received
             work.finish(group)
 
-    def backward(self, own: KeyValues, route: RingRoute, work: Differentiates) -> None:
+    def backward(self, own: KeyValues, route: RingRoute, work: BackwardPass) -> None:
         """Have `work` differentiate by the K/V of all ranks of the route: `Ring.backward`."""
         for group in route.groups:
             work.start(group)
@@ -235,7 +193,7 @@ class Gather:
                 del coming
             work.finish(group)
 
-    def _differentiate(self, portion: Portion, coming: "_Gathered", route: RingRoute, work: Differentiates) -> None:
+    def _differentiate(self, portion: Portion, coming: "_Gathered", route: RingRoute, work: BackwardPass) -> None:
         everyone, sources = coming.everyone, self._sources(route)
         # Where dtypes agree a rank's sums take the place of its K/V, which have been read by then.
         dtype = sums_dtype(everyone.dtype)

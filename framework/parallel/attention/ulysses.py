@@ -25,7 +25,7 @@ from torch import Tensor
 
 from framework.comm.collectives import all_gather, start_all_to_all
 from framework.comm.communicator import Communicator
-from framework.mesh.context import Interval
+from framework.mesh.token_layout import Interval
 from framework.model.opaque_map import apply_map
 from framework.model.precision import sums_dtype
 
@@ -36,7 +36,7 @@ MOST_PIECES = 4
 
 # For each rank the heads that it gets of each tensor.
 Shares = Sequence[tuple[Interval, ...]]
-# By rank and tensor [B, chunks, n, heads, D]: n tokens of each chunk, in the heads that one of two ranks has.
+# Keyed by rank and tensor [B, chunks, n, heads, D]: n tokens of each chunk, in the heads that one of two ranks has.
 Views = Sequence[Sequence[Tensor]]
 
 

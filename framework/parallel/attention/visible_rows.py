@@ -11,11 +11,8 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import pairwise
 
-from framework.mesh.context import Interval
+from framework.mesh.token_layout import Interval
 from framework.parallel.attention.documents import DocumentRun, Documents
-
-# Documents shorter than this share one MASKED piece: below it a call costs more than the keys that it computes for nothing.
-SHORT_DOCUMENT = 128
 
 
 @dataclass(frozen=True)
@@ -63,38 +60,9 @@ def find_pieces(
     """Pieces of a block, those of the same queries side by side; none if no query sees any key."""
     pieces: list[BlockPiece] = []
     for sequence, runs in find_runs(q_rows, documents):
-        for group in _group_short(runs, tile):
-            found = _pieces_of(group, k_rows, scores, tile)
-            pieces += found if sequence is None else [replace(piece, sequence=sequence) for piece in found]
+        found = [piece for run in runs for piece in _pieces_of_run(run, k_rows, scores, tile)]
+        pieces += found if sequence is None else [replace(piece, sequence=sequence) for piece in found]
     return pieces
-
-
-def _group_short(runs: list[DocumentRun], tile: int) -> Iterator[list[DocumentRun]]:
-    """Short documents that begin and end here together, as many as fit in a tile; every other run alone."""
-    group: list[DocumentRun] = []
-    for run in runs:
-        # A document that began before these rows is not short, however few of its rows are here.
-        is_short = run.first == run.start and run.stop - run.start < min(SHORT_DOCUMENT, tile)
-        if group and not (is_short and run.stop - group[0].start <= tile):
-            yield group
-            group = []
-        if is_short:
-            group.append(run)
-        else:
-            yield [run]
-    if group:
-        yield group
-
-
-def _pieces_of(group: list[DocumentRun], k_rows: Interval, scores: Scores, tile: int) -> list[BlockPiece]:
-    if len(group) == 1:
-        return list(_pieces_of_run(group[0], k_rows, scores, tile))
-    lowest, stop = max(k_rows[0], group[0].start), min(k_rows[1], group[-1].stop)
-    # Queries in front of the first of these keys see none, and neither do those of documents behind the last one.
-    queries = [(max(run.start, lowest), run.stop) for run in group if run.start < stop and run.stop > lowest]
-    window = scores.window or group[-1].stop
-    last = min(queries[-1][1], stop + window - 1) if queries else 0
-    return [BlockPiece(PieceKind.MASKED, (queries[0][0], last), (lowest, stop))] if queries else []
 
 
 def _pieces_of_run(run: DocumentRun, k_rows: Interval, scores: Scores, tile: int) -> Iterator[BlockPiece]:

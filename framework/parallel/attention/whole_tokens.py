@@ -25,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from framework.comm import duals
 from framework.comm.communicator import Communicator
 from framework.errors import ModelError
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.model.load import FORWARD_ERRORS
 from framework.model.units import find_last_module, find_layers
 from framework.torch_private import tree_leaves, tree_map
@@ -161,12 +161,13 @@ def _take_rows(tokens: WholeTokens, x: Tensor) -> Tensor:
     return x if x.shape[1] == tokens.local else tokens.take(x)
 
 
-def find_whole_mixers(model: PreTrainedModel, tokens: Tensor) -> set[str]:
-    """The classes of the outermost modules within layers that mix tokens: of which another row of the hidden states that they get
-    changes more rows than its own. model: a small copy; tokens: [1, T]."""
+def find_whole_mixers(model: PreTrainedModel, tokens: Tensor) -> dict[str, str]:
+    """The outermost modules within layers that mix tokens: of which another row of the hidden states that they get changes more
+    rows than its own. Their classes, each with the path of the first; where the model fails, of what ran before. model: a small
+    copy; tokens: [1, T]."""
     found, calls = find_layers(model), dict[nn.Module, tuple[Any, ...]]()
     if found is None:
-        return set()
+        return {}
 
     def note(module: nn.Module, *call: Any) -> None:
         calls.setdefault(module, call)
@@ -174,17 +175,25 @@ def find_whole_mixers(model: PreTrainedModel, tokens: Tensor) -> set[str]:
     handles = [module.register_forward_hook(note, with_kwargs=True) for layer in found[1] for module in layer.modules()]
     try:
         model(input_ids=tokens)
+    except FORWARD_ERRORS:
+        pass  # what ran before may tell
     finally:
         for handle in handles:
             handle.remove()
     length = tokens.shape[1]
 
-    def visit(module: nn.Module) -> set[str]:
-        if module in calls and _mixes(module, calls[module], length):
-            return {type(module).__name__}
-        return {name for child in module.children() for name in visit(child)}
+    mixers: dict[str, str] = {}
 
-    return {name for layer in found[1] for child in layer.children() for name in visit(child)}
+    def visit(path: str, module: nn.Module) -> None:
+        for name, child in module.named_children():
+            if child in calls and _mixes(child, calls[child], length):
+                mixers.setdefault(type(child).__name__, f"{path}.{name}")
+            else:
+                visit(f"{path}.{name}", child)
+
+    for index, layer in enumerate(found[1]):
+        visit(f"{found[0]}.{index}", layer)
+    return mixers
 
 
 def _mixes(module: nn.Module, call: tuple[Any, ...], length: int) -> bool:

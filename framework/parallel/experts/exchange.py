@@ -28,8 +28,8 @@ from framework.comm.communicator import Communicator
 
 # Any column of a message may be read as numbers of up to so many bytes.
 ALIGNMENT = 8
-# Of rows that travel as codes. Rounding what has been rounded changes nothing, so two hops round as one does: scales are powers
-# of two, and a block's largest code is one of at least half the largest.
+# Codec of rows that travel as codes. Rounding is idempotent, so two hops round as one does: scales are powers of two, and the
+# largest code of a block is at least half of the largest there is.
 ROW_CODEC = BlockCodec("fp8")
 
 

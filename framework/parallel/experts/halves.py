@@ -70,7 +70,7 @@ class Turns:
             error = other.exception()
             self._first, self._places = None, ()
             try:
-                # Of two errors one is the other's echo.
+                # If both halves have errors, one only echoes the other.
                 if error is not None and not isinstance(error, HalfStopped):
                     raise error
             finally:

@@ -81,7 +81,7 @@ class DispatchedRows:
         # On their way over the outer hop: hidden states, weights, ids. Over the inner one: rows.
         self._columns: tuple[Tensor, ...] = ()
         self._rows: tuple[Tensor, ...] = ()
-        # Of the rows for this node: weights, and the sorted pairs.
+        # The weights of the rows for this node, and their sorted pairs.
         self._weighted: tuple[Tensor, Tensor] | None = None
 
     def depart(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
@@ -166,7 +166,7 @@ class ExpertRoute:
         """
         nodes = self.outer.size
         places, to_nodes = self._count(ids, num_experts)
-        # Of each node: rows, pairs by expert. [N, 1 + G e]
+        # From each node: the number of rows, and of pairs by expert. [N, 1 + G e]
         of_nodes = torch.empty_like(to_nodes)
         all_to_all(of_nodes, to_nodes, self.outer)
         # Pairs of what comes to this rank from all nodes are those that it passes on: [G, e].
@@ -178,7 +178,7 @@ class ExpertRoute:
         known = iter(map(int, AsyncHostCopy(torch.cat(numbers)).values()))
         to_outer, of_outer, to_inner, of_inner, groups = ([*islice(known, len(each))] for each in numbers)
         labels = torch.arange(len(groups), device=ids.device).expand_as(of_ranks).flatten()
-        # How many rows there are is told, or a GPU would be waited for to learn it.
+        # The number of rows is passed in: the host would have to wait for the GPU to learn it.
         arriving = labels.repeat_interleave(of_ranks.flatten(), output_size=sum(of_inner))
         # Stable, so that an expert meets its rows in the order of ranks and tokens, whatever came first: sums are reproducible.
         own, order = arriving.sort(stable=True)

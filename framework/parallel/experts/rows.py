@@ -9,24 +9,27 @@ the pair behind each row. Pairs that are not sent are in no row, and their slots
     combine    the same, weighted               spread, weighted
     permute    x[order[r]]                      permute by the inverse
 
-Written out as autograd functions: autograd's own gradient of a gather adds into zeros row by row, where these gather again.
+Adjoints are written out: autograd's own gradient of a gather adds into zeros row by row, where these gather again.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from framework.comm.duals import linear
+
 
 def spread(x: Tensor, order: Tensor, slots: int) -> Tensor:
     """The token of each pair.  x: [T, H] -> [P, H]."""
-    return _Spread.apply(x, order, slots)
+    return linear(x, partial(_take_tokens, slots=slots), partial(_sum_slots, num_tokens=len(x), slots=slots), order)
 
 
 def add_up(y: Tensor, order: Tensor, num_tokens: int, slots: int) -> Tensor:
     """The sum of each token's rows.  y: [P, H] -> [T, H]."""
-    return _AddUp.apply(y, order, num_tokens, slots)
+    return linear(y, partial(_sum_slots, num_tokens=num_tokens, slots=slots), partial(_take_tokens, slots=slots), order)
 
 
 def combine(y: Tensor, weights: Tensor, order: Tensor) -> Tensor:
@@ -36,38 +39,13 @@ def combine(y: Tensor, weights: Tensor, order: Tensor) -> Tensor:
 
 def permute(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """x in another order of rows, [R, H]; inverse: the permutation that undoes `order`, both [R] int64."""
-    return _Permute.apply(x, order, inverse)
+    # The gradient is a gather, too.
+    return linear(x, _reorder, lambda dy, order, inverse: _reorder(dy, inverse, order), order, inverse)
 
 
 def invert(order: Tensor) -> Tensor:
     """The permutation that undoes `order`, [R] int64."""
     return torch.empty_like(order).index_copy_(0, order, _count_up(order))
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, slots: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.shape = len(x), slots
-        return x.index_select(0, order // slots)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        return _sum_slots(dy, order, *ctx.shape), None, None
-
-
-class _AddUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, order: Tensor, num_tokens: int, slots: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.slots = slots
-        return _sum_slots(y, order, num_tokens, slots)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:
-        (order,) = ctx.saved_tensors
-        return dx.index_select(0, order // ctx.slots), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -104,17 +82,12 @@ class _Combine(torch.autograd.Function):
         return rows, dweights.view_as(weights), None
 
 
-class _Permute(torch.autograd.Function):
-    # Saves the inverse, so that the gradient is a gather, too.
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, order)
+def _take_tokens(x: Tensor, order: Tensor, slots: int) -> Tensor:
+    return x.index_select(0, order // slots)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return dy.index_select(0, inverse), None, None
+
+def _reorder(x: Tensor, order: Tensor, _: Tensor) -> Tensor:
+    return x.index_select(0, order)
 
 
 def _sum_slots(rows: Tensor, order: Tensor, num_tokens: int, slots: int) -> Tensor:

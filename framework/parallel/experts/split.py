@@ -129,7 +129,7 @@ def _codec_of(recipe: Recipe, form: ExpertsForm) -> BlockCodec | None:
 def _replace_forward(model: PreTrainedModel, name: str, form: ExpertsForm, plan: StagePlan) -> None:
     experts: Any = model.get_submodule(name)
     axes, shared = plan.axes, None
-    # Of one node the ledger says `ep`.
+    # On one node the ledger counts under `ep`.
     inner = axes["ep"] if axes["ep_outer"].size == 1 else axes["ep_inner"]
     parent, _, child = name.rpartition(".")
     # Looked for on meta: the mixture's own code runs once, without memory. Where slices of experts compute inside a region, it is

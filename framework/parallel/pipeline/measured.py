@@ -54,7 +54,7 @@ class UnitTimes:
             ]
             for times in (self.forward, self.backward)
         )
-        # As many matmuls; what a layer takes for either is not known apart, because hooks see the input's gradient alone.
+        # Both halves have as many matmuls; hooks, which see only the input's gradient, cannot time them apart.
         half = [seconds / 2 for seconds in backward]
         return Costs(forward, half, half)
 

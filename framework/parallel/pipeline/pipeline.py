@@ -18,6 +18,9 @@ from framework.parallel.pipeline.simulate import Costs, Timeline, fill_bubbles, 
 from framework.recipe import schema
 from framework.recipe.derive import count_virtual_stages
 
+# Microbatches that go through the pipeline together where there are forwards alone.
+FORWARDS_AT_ONCE = 64
+
 
 @dataclass(frozen=True)
 class PipelinePlan:
@@ -191,10 +194,6 @@ def count_layers(
     return settings.layers
 
 
-# Halvings of what is not known of the slowest stage's cost: to a part in a hundred thousand of the whole model's.
-STEPS = 20
-
-
 def split_by_cost(layers: Sequence[float], first: float, last: float, num_stages: int) -> list[int]:
     """Number of layers of each stage, at least one, that minimises the largest cost of a stage; among equals the one with the
     least sum of squares, that is the most even one.
@@ -202,7 +201,7 @@ def split_by_cost(layers: Sequence[float], first: float, last: float, num_stages
     layers: cost of each layer, in order. first, last: additional cost of the first stage (embedding) and the last (head).
     """
     # Dynamic programming over (stages so far, layers so far): at most S L^2 steps, whereas the number of splits is exponential.
-    # No stage of the best split costs more than the slowest one of a split that is known, so most steps are left out.
+    # No stage of the best split costs more than the slowest one of an even split, so most steps are left out.
     sums = [0.0, *accumulate(layers)]
     num_layers = len(layers)
     assert num_stages <= num_layers, f"{num_stages} stages of {num_layers} layers"
@@ -210,7 +209,8 @@ def split_by_cost(layers: Sequence[float], first: float, last: float, num_stages
     def cost(stage: int, start: int, stop: int) -> float:
         return sums[stop] - sums[start] + first * (stage == 0) + last * (stage == num_stages - 1)
 
-    most = _slowest_of_greedy(cost, num_layers, num_stages, sums[-1] + first + last)
+    even = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
+    most = max(map(cost, range(num_stages), even, even[1:]))
     # best[stop]: (largest cost, sum of squares, split) of the stages so far over the first `stop` layers.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(num_stages):
@@ -227,30 +227,6 @@ def split_by_cost(layers: Sequence[float], first: float, last: float, num_stages
                     after[stop] = found
         best = after
     return list(best[num_layers][2])
-
-
-def _slowest_of_greedy(cost: Callable[[int, int, int], float], num_layers: int, num_stages: int, high: float) -> float:
-    """The cost of the slowest stage of a split that is nearly the best. cost: of a stage over layers [start, stop); high: of all
-    in one stage."""
-
-    def fill(limit: float) -> list[float] | None:
-        """Costs of stages that take as many layers as the limit lets them; None where some are left over."""
-        costs, start = [], 0
-        for stage in range(num_stages):
-            end = num_layers - (num_stages - 1 - stage)
-            stop = start + 1
-            while stop < end and cost(stage, start, stop + 1) <= limit:
-                stop += 1
-            costs.append(cost(stage, start, stop))
-            start = stop
-        return costs if start == num_layers and max(costs) <= limit else None
-
-    slowest, low = high, 0.0
-    for _ in range(STEPS):
-        limit = (low + slowest) / 2
-        costs = fill(limit)
-        low, slowest = (low, max(costs)) if costs is not None else (limit, slowest)
-    return slowest
 
 
 def balance_ranks(

@@ -2,5 +2,5 @@
 
 `rules` says what each module is, `find_regions` finds the regions of a model, `partition` how a weight divides, `layers` compute
 with the parts, `regions` and their `borders` are where ranks communicate, `async_tp` under matmuls. `split` puts it
-all into a model; `probe` asks a small copy whether tokens can be divided between its layers.
+all into a model.
 """

@@ -23,7 +23,7 @@ from framework.mesh.token_layout import TokenLayout
 from framework.model.matmul import Matmul
 from framework.parallel.tensor.async_tp import AsyncGather, AsyncGatherTensor, matmul_reduce_scatter
 
-# Of hidden states, [B, S, D]; all but the last two dims are batch.
+# The dim of tokens in hidden states [B, S, D]; all but the last two dims are batch.
 TOKEN_DIM = -2
 
 

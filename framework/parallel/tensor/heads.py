@@ -17,7 +17,7 @@ from framework.model.load import layer_configs
 from framework.model.mixers import find_mixers, form_of_mixer, linear_heads
 from framework.parallel.tensor.find_regions import RegionPlan, holder
 from framework.parallel.tensor.partition import Counts
-from framework.parallel.tensor.regions import select_heads
+from framework.parallel.tensor.regions import change_argument, select_heads
 from framework.parallel.tensor.rules import (
     HEAD_BIASES,
     HEAD_BLOCKS,
@@ -143,7 +143,7 @@ def _select_head_arguments(attention: nn.Module, counts: Counts, tp: Axis) -> No
         return
     for argument in (*HEAD_BIASES, "attention_mask"):
         if argument in arguments:
-            hook = partial(select_heads, argument, arguments.index(argument), counts.q, tp)
+            hook = partial(change_argument, partial(select_heads, counts.q, tp), argument, arguments.index(argument))
             attention.register_forward_pre_hook(hook, with_kwargs=True)
 
 

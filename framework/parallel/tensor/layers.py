@@ -98,7 +98,7 @@ class RowLinear(MatmulLinear):
             return self._compute(x)
         if not self.leaves:
             return linear(x, self.matmul, None, self.out_features, self.operation)
-        # What is kept is the sum: this rank's tokens of it.
+        # The sum is kept: this rank's tokens of it.
         y = linear(x, self.matmul, None, self.out_features, "")
         return leave_in_graph(self.region.border, y, operation=self.operation)
 

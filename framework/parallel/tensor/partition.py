@@ -36,7 +36,7 @@ ARRANGEMENTS = (
     "", "pair", "triple", "heads", "kv_heads", "qkv", "per_head", "groups", "block_qvk",
     "linear_key_heads", "linear_value_heads", "linear_channels", "state_rows", "state_channels",
 )  # fmt: skip
-# Those that divide anywhere.
+# Kinds of features that divide anywhere.
 FEATURES = ("", "pair", "triple")
 
 

@@ -15,7 +15,7 @@ computed under that communication: dX = sum_r dY_r W_r travels while dW_r = dY_r
 Behind the classes stand the hooks by which regions and tokens attach to modules that are Hugging Face's own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -45,7 +45,8 @@ class RegionCall:
     def __init__(self, border: Border, kept: Tensor | None) -> None:
         self.border, self.kept = border, kept
         self.leading: tuple[int, ...] = ()
-        # Not where a compiled graph has entered the region, and ended within it.
+        # Not where a compiled graph has entered the region, and ended within it, and where no gradient of the input is asked for:
+        # column layers then compute weight gradients where they stand, as there is no sum to cover.
         self.is_open = False
         self.deferred: list[Callable[[], Any]] = []
         self._input: ref[Tensor] | None = None
@@ -55,7 +56,7 @@ class RegionCall:
 
     def hand_out(self, whole: Tensor) -> None:
         """Tell the call which tensor, [B, S, D], the model is given as the region's input."""
-        self.leading, self.is_open = tuple(whole.shape[:-1]), True
+        self.leading, self.is_open = tuple(whole.shape[:-1]), whole.requires_grad
         # Weak: recomputation ends with the last tensor that backward needs, perhaps in front of the region's border out. Then
         # nobody closes the call, and every layer's whole input would live until its next forward.
         if self.kept is not None:
@@ -122,7 +123,7 @@ class Region:
         self.rng, self.name, self.differs = rng, name, differs
         self.call = RegionCall(border, None)
         self.columns: list[MatmulLinear] = []
-        # What operators do not know: random numbers, messages under matmuls, features that several ranks compute.
+        # The compiled operators do not cover RNG streams, communication under matmuls, and features that several ranks compute.
         self.has_operators = rng is None and not isinstance(border, AsyncBorder)
         self._outer: Tensor | None = None
 
@@ -131,24 +132,16 @@ class Region:
 
         With tokens sharded it is gathered over `tp`; the gradient is summed over `tp` either way.
         """
-        call = RegionCall(self.border, x.detach() if self.regathers and torch.is_grad_enabled() else None)
-        whole = _Enter.apply(x, self._make_tick(x), call)
+        # Without a gradient of x no backward comes here, to end the layers' use of what is gathered again.
+        is_differentiated = x.requires_grad and torch.is_grad_enabled()
+        call = RegionCall(self.border, x.detach() if self.regathers and is_differentiated else None)
+        whole = _Enter.apply(x, call)
         call.hand_out(whole)
         self.call = call
         # Last: what the border does above takes no random numbers, and the state to go back to is the one in front of the region.
         if self.rng is not None:
             self._outer = self.rng.start_inside(x, self.name, self.differs)
         return whole
-
-    def _make_tick(self, x: Tensor) -> Tensor | None:
-        """A scalar that keeps `_Enter` in autograd's graph where nothing asks for the gradient of x, [B, s, D], and column layers
-        leave weight gradients for it."""
-        # Not where all of them are frozen: backward would go on through layers below every trained weight, and nobody unshards
-        # the parameters that it reads there.
-        if x.requires_grad or not torch.is_grad_enabled():
-            return None
-        trains = any(each.matmul.graph_input.requires_grad for each in self.columns)
-        return x.new_zeros((), requires_grad=True) if trains else None
 
     def leave(self, y: Tensor) -> Tensor:
         """The sum over `tp` of all ranks' y: [B, S, D], of all tokens or of this rank's, as it is outside."""
@@ -171,14 +164,14 @@ class _Enter(torch.autograd.Function):
     """A region's border in."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tick: Tensor | None, call: RegionCall) -> Tensor:
+    def forward(ctx: Any, x: Tensor, call: RegionCall) -> Tensor:
         ctx.call = call
         return call.border.enter(x)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
         call: RegionCall = ctx.call
-        out, pending = call.border.start_enter_adjoint(dx) if ctx.needs_input_grad[0] else (None, Pending())
+        out, pending = call.border.start_enter_adjoint(dx)
         # Under the communication: autograd comes here when all column layers have left their weight gradients.
         for compute in call.deferred:
             compute()
@@ -186,7 +179,7 @@ class _Enter(torch.autograd.Function):
         call.deferred.clear()
         call.end_backward()
         pending.wait()
-        return out, None, None
+        return out, None
 
 
 def enter(region: Region, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -208,14 +201,20 @@ def scatter(border: ShardedBorder, module: nn.Module, args: tuple[Any, ...], kwa
     return _on_input(border.scatter, args, kwargs)
 
 
-def scatter_argument(
-    border: ShardedBorder, name: str, position: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+def change_argument(
+    change: Callable[[Any], Any],
+    name: str,
+    position: int,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ):
-    """In front of every layer: what its argument has for each token becomes this rank's, [B, S, P] to [B, s, P]."""
-    if name in kwargs:
-        return args, kwargs | {name: None if kwargs[name] is None else border.scatter(kwargs[name])}
+    """In front of a module: change its argument `name`, which has the place `position`, where it is given."""
+    # Families differ in how they call their modules: by keyword, by position, or without the argument.
+    if kwargs.get(name) is not None:
+        return args, kwargs | {name: change(kwargs[name])}
     if len(args) > position and args[position] is not None:
-        return (*args[:position], border.scatter(args[position]), *args[position + 1 :]), kwargs
+        return (*args[:position], change(args[position]), *args[position + 1 :]), kwargs
     return args, kwargs
 
 
@@ -282,43 +281,30 @@ def _on_output(change: Callable[[Tensor], Tensor], output: Any):
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
-def select_heads(
-    argument: str,
-    position: int,
-    heads: int,
-    axis: Axis,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-):
-    """Cut an argument that has something for each head to this rank's heads: [B, heads, ...], else [B * heads, ., .]."""
+def select_heads(heads: int, axis: Axis, x: Any) -> Any:
+    """This rank's heads of an argument that has something for each head: [B, heads, ...], else [B * heads, ., .]."""
     start, stop = part(heads, axis.rank, axis.size)
-
-    def select(x: Any) -> Any:
-        # A mask that is the same for all heads, [B, 1, S, S] or none, serves this rank's heads as it is.
-        if not isinstance(x, Tensor) or (x.ndim == 4 and x.shape[1] != heads):
-            return x
-        return x[:, start:stop] if x.ndim == 4 else x.unflatten(0, (-1, heads))[:, start:stop].flatten(0, 1)
-
-    # Families differ in how they call their attention: by keyword, by position, or without the argument.
-    if argument in kwargs:
-        return args, kwargs | {argument: select(kwargs[argument])}
-    if len(args) > position:
-        return (*args[:position], select(args[position]), *args[position + 1 :]), kwargs
-    return args, kwargs
+    # A mask that is the same for all heads, [B, 1, S, S] or none, serves this rank's heads as it is.
+    if not isinstance(x, Tensor) or (x.ndim == 4 and x.shape[1] != heads):
+        return x
+    return x[:, start:stop] if x.ndim == 4 else x.unflatten(0, (-1, heads))[:, start:stop].flatten(0, 1)
 
 
-def lend_bias(degree: int, experts: Any, args: Any) -> None:
-    """For one forward pass a rank's part of the bias stands before the parameter: the ranks' outputs are summed."""
-    if torch.compiler.is_compiling():  # then experts are an operator, within which this is called
+# Values by the module and the name under which its unmodified forward reads them, each with what it becomes for one call.
+Lent = Mapping[tuple[nn.Module, str], Callable[[Tensor], Tensor]]
+
+
+def lend(lent: Lent, module: nn.Module, args: Any) -> None:
+    """In front of a module: have what is lent stand before parameters and buffers of the same names."""
+    if torch.compiler.is_compiling():  # then what reads them is an operator, within which this is called
         return
-    # An instance's own attribute is found before __getattr__ asks for parameters: the unmodified forward reads this one. Divided
-    # anew in each pass, so the gradient reaches the parameter, and is one rank's part like everything inside.
-    experts.__dict__["down_proj_bias"] = dict(experts.named_parameters(recurse=False))["down_proj_bias"] / degree
+    # An instance's own attribute is found before __getattr__ asks for parameters. Made anew in each call, so that the gradient
+    # reaches the parameter, and is one rank's part like everything inside.
+    for (holder, name), change in lent.items():
+        holder.__dict__[name] = change(getattr(holder, name))
 
 
-def return_bias(experts: nn.Module, args: Any, output: Any) -> None:
-    """Undo `lend_bias`."""
-    if torch.compiler.is_compiling():
-        return
-    del experts.__dict__["down_proj_bias"]
+def take_back(lent: Lent, module: nn.Module, args: Any, output: Any) -> None:
+    """Undo `lend`."""
+    for holder, name in () if torch.compiler.is_compiling() else lent:
+        del holder.__dict__[name]

@@ -38,7 +38,7 @@ def parse_role(text: str) -> Role | None:
     return Role(kind, arrangement) if kind in KINDS and arrangement in ARRANGEMENTS else None
 
 
-# By the last part of a module's name. A name means the same in all families that use it, but for FAMILIES.
+# Keyed by the last part of a module's name. A name means the same in all families that use it, but for FAMILIES.
 ROLES: Mapping[str, str] = MappingProxyType({
     # attention
     "q_proj": "column:heads", "k_proj": "column:kv_heads", "v_proj": "column:kv_heads",
@@ -78,7 +78,7 @@ def _falcon(config: PretrainedConfig) -> str:
 
 Choice = str | Callable[[PretrainedConfig], str]
 
-# What a family does otherwise, or alone: packed projections above all, whose arrangement no name tells.
+# Exceptions of families: above all packed projections, whose arrangement no name tells.
 FAMILIES: Mapping[str, Mapping[str, Choice]] = MappingProxyType({
     "gpt2": {"c_attn": "column:qkv"},
     "gpt_bigcode": {"c_attn": lambda config: "column:qkv" if config.multi_query else "column:per_head"},
@@ -98,7 +98,7 @@ FAMILIES: Mapping[str, Mapping[str, Choice]] = MappingProxyType({
     "gpt_neox_japanese": {"query_key_value": "column:per_head"},
     "ctrl": {"Wq": "column:heads", "Wk": "column:heads", "Wv": "column:heads", "0": "column", "2": "row"},
     "phi4_multimodal": {"qkv_proj": "column:qkv"},
-    # How the streams of a residual are mixed.
+    # Mixers of the streams of a residual.
     "hy_v4": {"attn_hc": "outside", "ffn_hc": "outside"},
     "moshi": {"fc1": "column:pair"},
     "dbrx": {"Wqkv": "column:qkv"},
@@ -120,7 +120,7 @@ _DELTA: Mapping[str, str] = MappingProxyType({
     "conv1d": _CHANNELS,
     "norm": "replicated", "o_norm": "replicated",  # of one head
 })  # fmt: skip
-# By the form of a recurrent mixer, and the last part of the name of a module within: there names mean other things.
+# Keyed by the form of a recurrent mixer, and the last part of the name of a module within: there names mean other things.
 MIXERS: Mapping[str, Mapping[str, str]] = MappingProxyType({
     DELTA_RULE: _DELTA,
     CHANNEL_DELTA_RULE: _DELTA,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -27,16 +28,16 @@ from framework.parallel.tensor.layers import ColumnLinear, RowLinear, SplitRMSNo
 from framework.parallel.tensor.partition import FEATURES, Counts, PartitionedDim, SplitParameters, partition
 from framework.parallel.tensor.regions import (
     Region,
+    change_argument,
     end_outside,
     end_region,
     enter,
     gather_behind,
     leave,
-    lend_bias,
-    return_bias,
+    lend,
     scatter,
-    scatter_argument,
     start_outside,
+    take_back,
 )
 from framework.parallel.tensor.rng import RngStreams, uses_rng_in_training
 from framework.parallel.tensor.rules import PARAMETERS, TOKEN_ARGUMENTS, WEIGHT_BEFORE_CAST, Role
@@ -242,10 +243,11 @@ class _Splitter:
             if attribute in ("intermediate_dim", "intermediate_size", "expert_dim") and value == inner:
                 setattr(experts, attribute, mine)
         if getattr(experts, "down_proj_bias", None) is not None:
-            lend = partial(lend_bias, self.tp.size)
-            experts.register_forward_pre_hook(lend)
-            experts.register_forward_hook(return_bias)
-            experts.untraced_hooks = (lend, return_bias)
+            # The ranks' outputs are summed, and the bias in them.
+            lent = {(experts, "down_proj_bias"): partial(torch.div, other=self.tp.size)}
+            hooks = experts.untraced_hooks = partial(lend, lent), partial(take_back, lent)
+            experts.register_forward_pre_hook(hooks[0])
+            experts.register_forward_hook(hooks[1])
 
     def _take_of_experts(self, name: str, parameter: str, dim: int, arrangement: str) -> None:
         experts = self.model.get_submodule(name)
@@ -318,7 +320,7 @@ class _Splitter:
             for name in TOKEN_ARGUMENTS:
                 parameters = list(inspect.signature(layer.forward).parameters)
                 if name in parameters:
-                    hook = partial(scatter_argument, border, name, parameters.index(name))
+                    hook = partial(change_argument, border.scatter, name, parameters.index(name))
                     layer.register_forward_pre_hook(hook, with_kwargs=True)
         if self.plan.bounds.is_first:
             first = self.layers[1][0]

@@ -13,7 +13,7 @@ The family's forward stays: it reads numbers of heads, which are divided, and we
     B sequences, T tokens, D features of this rank, G groups of the mixer
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,17 +27,14 @@ from framework.mesh.layout import part
 from framework.model.precision import sums_dtype
 from framework.parallel.tensor.layers import ColumnLinear, RowLinear
 from framework.parallel.tensor.partition import Counts
-from framework.parallel.tensor.regions import Region
-
-# What a tensor becomes while it is lent.
-Change = Callable[[Tensor], Tensor]
+from framework.parallel.tensor.regions import Region, lend, take_back
 
 
 def divide_mixer(mixer: Any, counts: Counts, tp: Communicator) -> None:
     """Have a mixer of heads, whose weights are still whole, compute with those of this rank."""
     whole = counts.linear["state_rows"]
     own = find_own_rows(counts, tp)
-    lent: dict[tuple[nn.Module, str], Change] = {
+    lent: dict[tuple[nn.Module, str], Callable[[Tensor], Tensor]] = {
         (mixer, name): partial(_select, sizes=whole, own=own)
         for name, each in mixer.named_buffers(recurse=False)
         if each.shape[-1] == sum(whole)
@@ -49,8 +46,8 @@ def divide_mixer(mixer: Any, counts: Counts, tp: Communicator) -> None:
         share = partial(_share_channels, sizes=(mixer.intermediate_size, *whole[2:4]), own=own[2:4], tp=tp)
         lent |= {(mixer.conv1d, name): share for name, _ in mixer.conv1d.named_parameters()}
     if lent:
-        mixer.register_forward_pre_hook(partial(_lend, lent))
-        mixer.register_forward_hook(partial(_take_back, lent))
+        mixer.register_forward_pre_hook(partial(lend, lent))
+        mixer.register_forward_hook(partial(take_back, lent))
 
 
 def find_own_rows(counts: Counts, tp: Communicator) -> list[slice]:
@@ -72,20 +69,6 @@ def _share_channels(x: Tensor, sizes: Sequence[int], own: Sequence[slice], tp: C
     """This rank's rows of a convolution's parameter: of those for all B and C, which all ranks have, the ones of its group."""
     divided, shared = x.split([sizes[0], sum(sizes[1:])])
     return torch.cat([divided, _select(duals.copy_to(shared, tp), sizes[1:], own, dim=0)])
-
-
-# An instance's own attribute is found before __getattr__ asks for parameters and buffers: the unmodified forward reads this one.
-# Made anew in each call, so that the gradient reaches the parameter.
-@torch.compiler.disable
-def _lend(lent: Mapping[tuple[nn.Module, str], Change], mixer: nn.Module, args: Any) -> None:
-    for (module, name), change in lent.items():
-        module.__dict__[name] = change(getattr(module, name))
-
-
-@torch.compiler.disable
-def _take_back(lent: Mapping[tuple[nn.Module, str], Change], mixer: nn.Module, args: Any, output: Any) -> None:
-    for module, name in lent:
-        del module.__dict__[name]
 
 
 class StateColumn(ColumnLinear):

@@ -35,7 +35,6 @@ from framework.mesh.layout import Layout
 from framework.model.matmul import Accumulate, RowGroups, accumulate_matmul, accumulate_stacked_matmul
 from framework.parallel.zero.lifetimes import Home
 from framework.parallel.zero.plan_buffers import BufferPlan, Slot
-from framework.parallel.zero.pool import BufferPool
 from framework.parallel.zero.row_codes import RowCodec
 
 # Calls that add weight gradients which a backward has left for later, by the unit's name.
@@ -68,26 +67,24 @@ class StoredTensor(Protocol):
         """Set all values, [n]."""
 
 
-# What has elements of a buffer: in memory or not.
+# Elements of a buffer, in memory or not.
 Values = TypeVar("Values", Tensor, StoredTensor)
 
 
 class UnitBuffer:
     """The memory of one unit's parameters that share a lifetime, a dtype and their axes, as `plan` says. None until `allocate`.
 
-    pool: the stage's, in which its units take turns with their full gradients. transfers: the stage's, to and from the host.
+    transfers: the stage's, to and from the host.
     """
 
-    def __init__(self, plan: BufferPlan, pool: BufferPool, transfers: CopyStream):
-        self.plan, self.pool, self.transfers = plan, pool, transfers
+    def __init__(self, plan: BufferPlan, transfers: CopyStream):
+        self.plan, self.transfers = plan, transfers
         self.parameters: dict[str, nn.Parameter] = {}
         self.grad_views: dict[str, MainGradView] = {}
         # Another stage on this rank has the same parameters and counts them.
         self.is_copy = False
         # Backward has left the unit, so no gradient of this microbatch may come any more.
         self.is_complete = False
-        # Address of the memory of `gradient`; 0 while it has none.
-        self.gradient_address = 0
         self.full = self.shard = self.master = self.gradient = self.summed = self.reduced = self.delivered = (
             torch.empty(0)
         )
@@ -134,6 +131,7 @@ class UnitBuffer:
         yield self.master
         if is_changed:
             self.stored.write(self.master)
+        # The host has memory for one unit's states at a time, not for all.
         self.master = self.master.new_empty(0)
 
     def allocate(self, device: torch.device) -> None:
@@ -195,7 +193,6 @@ class UnitBuffer:
         if plan.lifetimes.keeps_gradients:
             # The sum lands in this rank's part of the full gradient itself: after the reduction nobody reads the rest.
             self.gradient = torch.zeros(plan.numel_padded, dtype=dtype, device=device)
-            self.gradient_address = self.gradient.data_ptr()
             self.summed = self.part(self.gradient)
         else:
             self.summed = torch.zeros(plan.numel_part, dtype=dtype, device=device)
@@ -213,20 +210,18 @@ class UnitBuffer:
 
     def open_gradient(self) -> None:
         """Have memory for the full gradient, of any content: every view is written or zeroed before it is read."""
-        if not self.gradient_address:
-            self.gradient = self.pool.take(self.plan.numel_padded, self.plan.dtypes.gradient, self.full.device)
-            self.gradient_address = self.gradient.data_ptr()
+        if not self.gradient.numel():
+            self.gradient = self.summed.new_empty(self.plan.numel_padded)
 
     def close_gradient(self) -> Tensor:
-        """Take the full gradient, [numel_padded], out for a reduction that reads it; the next one is written afresh. Whoever
-        takes it returns it to the pool, unless it is kept for the whole step."""
+        """Take the full gradient, [numel_padded], out for a reduction that reads it; the next one is written afresh."""
         full = self.gradient
         for grad_view in self.grad_views.values():
             if grad_view.state is GradientState.WRITTEN:
                 grad_view.state = GradientState.REDUCED
         if not self.plan.lifetimes.keeps_gradients:
             # The next microbatch's backward must not write where a reduction still reads: it gets other memory.
-            self.gradient, self.gradient_address = full[:0], 0
+            self.gradient = full.new_empty(0)
         return full
 
     def start_delivery(self) -> None:
@@ -337,8 +332,6 @@ class MainGradView:
         self._buffer, self._slot = buffer, slot
         self._shape = slot.layout.shape_local
         self._kept = self._make_view() if buffer.plan.lifetimes.keeps_gradients else None
-        # Keyed by address: in the pool, the memory behind the gradient changes with each unit that takes its turn.
-        self._pooled: dict[int, Tensor] = {}
 
     @property
     def view(self) -> Tensor:
@@ -399,13 +392,8 @@ class MainGradView:
         self.state = GradientState.WRITTEN
         if self._kept is not None:
             return self._kept, is_first
-        if not self._buffer.gradient_address:
-            self._buffer.open_gradient()
-        # A view keeps its memory, so nothing else can come to lie at this address.
-        view = self._pooled.get(self._buffer.gradient_address)
-        if view is None:
-            view = self._pooled[self._buffer.gradient_address] = self._make_view()
-        return view, is_first
+        self._buffer.open_gradient()
+        return self._make_view(), is_first
 
 
 def _add_rows(view: Tensor, ids: Tensor, rows: Tensor, is_first: bool) -> None:
@@ -419,6 +407,6 @@ def _add_rows(view: Tensor, ids: Tensor, rows: Tensor, is_first: bool) -> None:
 
 
 def make_buffers(plans: Iterable[BufferPlan]) -> list[UnitBuffer]:
-    """The buffers of one stage, which share a pool; without memory until each is allocated."""
-    pool, transfers = BufferPool(), CopyStream()
-    return [UnitBuffer(plan, pool, transfers) for plan in plans]
+    """The buffers of one stage; without memory until each is allocated."""
+    transfers = CopyStream()
+    return [UnitBuffer(plan, transfers) for plan in plans]

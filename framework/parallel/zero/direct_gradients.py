@@ -79,7 +79,7 @@ def write_gradients_directly(
 
 
 def _direct_forward(module: Any, matmul: Matmul, operation: str) -> Callable[[Tensor], Tensor]:
-    # Of the shape alone: the weight's memory may have been given back.
+    # Only the shape is read: the weight's memory may have been freed.
     num_outputs = module.weight.shape[1 if matmul.is_transposed else 0]
 
     def forward(x: Tensor) -> Tensor:

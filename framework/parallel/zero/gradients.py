@@ -11,8 +11,8 @@ nothing else to know.
     all-reduce over a partial axis 2 (m-1)/m P/n, once a step
 """
 
-from collections import Counter, deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from weakref import ref
@@ -26,7 +26,6 @@ from framework.comm.communicator import Communicator
 from framework.mesh.topology import SHARING_AXES
 from framework.parallel.zero.buffers import DeferredGradients, GradientState, MainGradView, UnitBuffer
 from framework.parallel.zero.plan_buffers import Slot
-from framework.parallel.zero.unit_buckets import find_unit_buckets
 
 # Full gradients that may be under way to their shards while backward fills the next one. With two, a reduction may take as
 # long as the backward of a unit and a half before anyone waits. FSDP2 allows one unless told otherwise.
@@ -35,11 +34,10 @@ REDUCTIONS_IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduce-scatter under way: from the full gradient into `part`, which is `summed` itself or a scratch to be added. Of
-    several buffers both are scratches, with the buffers' parts side by side. is_first: of the step."""
+    """A reduce-scatter under way: from the full gradient into `part`, which is `summed` itself or a scratch to be added. It holds
+    their memory: until the wait the communication stream, or the peer that reads from this rank, uses both."""
 
-    buffers: Sequence[UnitBuffer]
-    is_first: bool
+    buffer: UnitBuffer
     pending: Pending
     full: Tensor
     part: Tensor
@@ -67,8 +65,6 @@ class GradientSync:
         self.is_last_backward = False
         self._deferred: DeferredGradients | None = None
         self._has_reduced: set[UnitBuffer] = set()
-        self._message_of = {buffer: message for message in self._share_messages() for buffer in message}
-        self._complete: Counter[UnitBuffer] = Counter()  # by a message's first buffer, how many of it have come
         self._reductions: deque[Reduction] = deque()
         # The sum under way of each buffer, and those that follow it.
         self._replica_sums: list[tuple[Pending, Iterator[Pending], UnitBuffer]] = []
@@ -83,7 +79,6 @@ class GradientSync:
         for _, _, grad_view in self.grad_views:
             grad_view.state = GradientState.UNREACHED
         self._has_reduced = set()
-        self._complete.clear()
 
     def start_backward(self, is_last: bool) -> None:
         """Announce the backward of a microbatch, and whether it is the step's last."""
@@ -148,87 +143,36 @@ class GradientSync:
         buffer.open_gradient()
         for grad_view in buffer.grad_views.values():
             if grad_view.state is not GradientState.WRITTEN:
-                # Pooled memory holds another unit's gradient. This rank takes part even if nothing here was written: others'
-                # data may have reached the parameter, and they wait in the same collective.
+                # New memory holds anything. This rank takes part even if nothing here was written: others' data may have
+                # reached the parameter, and they wait in the same collective.
                 grad_view.view.zero_()
         if buffer.plan.dtypes.reduced is not None:
             _clear_padding(buffer)
-        message = self._message_of[buffer]
-        self._complete[message[0]] += 1
-        if self._complete[message[0]] == len(message):
-            del self._complete[message[0]]
-            self._start_reduction(message)
-
-    def _start_reduction(self, message: Sequence[UnitBuffer]) -> None:
-        """Start the reduce-scatter of a message's full gradients: side by side if there are several."""
         # Sent as it is, padding needs no zeros: nobody counts it, the optimizer never sees it, and it reaches no other element.
-        first, shard = message[0], message[0].plan.axes.shard
-        is_first = first not in self._has_reduced
-        self._has_reduced.update(message)
-        label = f"gradient of {first.unit}"
-        if len(message) > 1:
-            label += f" to {message[-1].unit}"
-            # A packed message takes memory beside the gradients that it is packed from.
-            while len(self._reductions) >= REDUCTIONS_IN_FLIGHT:
-                self._wait_for_oldest_reduction()
-        full = self._pack(message)
-        numel = sum(buffer.plan.numel_part for buffer in message)
+        shard, summed = buffer.plan.axes.shard, buffer.summed
         # A later microbatch's sum must not overwrite the former ones': it lands in a scratch and is added when it is there.
-        is_direct = is_first and len(message) == 1
-        part = first.summed if is_direct else first.pool.take(numel, first.summed.dtype, first.summed.device)
-        pending = start_reduce_scatter(
-            part, full, shard, label, first.plan.dtypes.reduce_wire(shard, self.reduce_dtype)
-        )
-        self._reductions.append(Reduction(message, is_first, pending, full, part))
-        # With one shard there is nothing to wait for, so its memory goes back to the pool at once.
+        is_first = buffer not in self._has_reduced
+        part = summed if is_first else torch.empty_like(summed)
+        self._has_reduced.add(buffer)
+        full, wire = buffer.close_gradient(), buffer.plan.dtypes.reduce_wire(shard, self.reduce_dtype)
+        pending = start_reduce_scatter(part, full, shard, f"gradient of {buffer.unit}", wire)
+        self._reductions.append(Reduction(buffer, pending, full, part))
+        # With one shard there is nothing to wait for, so its memory goes at once.
         while self._reductions and (len(self._reductions) > REDUCTIONS_IN_FLIGHT or shard.size == 1):
             self._wait_for_oldest_reduction()
-
-    def _pack(self, message: Sequence[UnitBuffer]) -> Tensor:
-        """The full gradient of a message, taken out of its buffers: itself if there is one, else [n, the sum of their
-        numel_part], so that each rank's parts lie side by side."""
-        fulls = [buffer.close_gradient() for buffer in message]
-        if len(message) == 1:
-            return fulls[0]
-        first = message[0]
-        packed = first.pool.take(sum(full.numel() for full in fulls), fulls[0].dtype, fulls[0].device)
-        n = first.plan.axes.shard.size
-        torch.cat([full.view(n, -1) for full in fulls], dim=1, out=packed.view(n, -1))
-        for buffer, full in zip(message, fulls, strict=True):
-            if not buffer.plan.lifetimes.keeps_gradients:
-                buffer.pool.give_back(full)
-        return packed
-
-    def _share_messages(self) -> Iterator[list[UnitBuffer]]:
-        """The buffers as they are reduced: those of a unit bucket together, where they have one shard axis and one dtype."""
-        units = list(self._of_unit.values())
-        for bucket in find_unit_buckets([[buffer.plan for buffer in unit] for unit in units]):
-            messages: dict[Hashable, list[UnitBuffer]] = {}
-            for buffer in (buffer for index in bucket for buffer in units[index]):
-                plan = buffer.plan
-                key = (plan.axes.shard, plan.dtypes.gradient, plan.dtypes.reduced, plan.lifetimes.keeps_gradients)
-                # On one rank nothing travels, and nothing need be packed.
-                messages.setdefault(key if buffer.plan.axes.shard.size > 1 else buffer, []).append(buffer)
-            yield from messages.values()
 
     def _wait_for_oldest_reduction(self) -> None:
         """Wait for the oldest reduction; its part is then complete for this microbatch. Oldest first on all ranks: what a wait
         starts next, they must start in one order."""
+        # Its full gradient goes with it, and torch's allocator has that memory for the next unit's.
         reduction = self._reductions.popleft()
-        first, is_packed = reduction.buffers[0], len(reduction.buffers) > 1
+        buffer = reduction.buffer
         self._exposed.wait([reduction.pending])
-        # Only now: until the wait the communication stream, or the peer that reads from this rank, uses both.
-        if reduction.part is not first.summed:
-            parts = list(reduction.part.split([buffer.plan.numel_part for buffer in reduction.buffers]))
-            add = torch._foreach_copy_ if reduction.is_first else torch._foreach_add_
-            add([buffer.summed for buffer in reduction.buffers], parts)
-            first.pool.give_back(reduction.part)
-        if is_packed or not first.plan.lifetimes.keeps_gradients:
-            first.pool.give_back(reduction.full)
+        if reduction.part is not buffer.summed:
+            buffer.summed.add_(reduction.part)
         # Once a step and not for each microbatch: a sum over replicas of a sum over microbatches, and 1/k of the bytes.
         if self.is_last_backward:
-            for buffer in reduction.buffers:
-                self._sum_next(self._sum_replicas(buffer), buffer)
+            self._sum_next(self._sum_replicas(buffer), buffer)
 
     def _sum_next(self, sums: Iterator[Pending], buffer: UnitBuffer) -> None:
         """Start the next of a buffer's sums over replicas; after the last, the way to where its master lives."""
@@ -245,7 +189,7 @@ class GradientSync:
         axis = _sharing_axis(buffer)
         assert axis is not None, f"{buffer.unit} is shared with no other stage"
         wire = buffer.plan.dtypes.reduce_wire(axis, self.reduce_dtype)
-        # By a name that all stages know, whose units have others.
+        # Use a name that all stages know: their units have different names.
         return start_all_reduce(buffer.reduced, axis, label=f"gradient of {buffer.slots[0].name}", wire=wire)
 
     def take_shared(self) -> list[UnitBuffer]:

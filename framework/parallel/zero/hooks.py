@@ -61,10 +61,9 @@ class UnitOrder:
 
     def unshard_ahead(self, is_forward: bool) -> None:
         """Start to unshard the unit that computation meets first; the others follow as it goes on."""
-        if is_forward:
-            self._unshard_forward(self._with_parameters[0])
-        elif self._uses[self._with_parameters[-1]].is_read_in_backward:
-            self._unshard_backward(self._with_parameters[-1])
+        index = self._with_parameters[0 if is_forward else -1]
+        if is_forward or self._uses[index].is_read_in_backward:
+            self._parameters.start_unshard(index)
 
     def start_forward(self) -> None:
         """Begin a forward, before the first unit."""
@@ -81,8 +80,7 @@ class UnitOrder:
             )
             self._forward += 1
             for each in range(self._forward, min(self._forward + self._prefetch_units, self._last) + 1):
-                if each not in self._parameters.unsharded:
-                    self._unshard_forward(each)
+                self._parameters.start_unshard(each)
 
     def end_forward(self, has_backward: bool) -> None:
         """Finish a forward: all units have been entered, and without a backward to come all are resharded."""
@@ -99,8 +97,8 @@ class UnitOrder:
             self._backward -= 1
             self._reshard(each for each in self._parameters.transient if each > self._backward)
             for each in range(self._backward, max(self._backward - self._prefetch_units, 0) - 1, -1):
-                if each not in self._parameters.unsharded and self._uses[each].is_read_in_backward:
-                    self._unshard_backward(each)
+                if self._uses[each].is_read_in_backward:
+                    self._parameters.start_unshard(each)
             # After the unshards: backward waits for these within a unit's time, nobody waits for a reduction so soon, and on one
             # communicator what is started first is sent first.
             self._reduce(self._backward + 1)
@@ -112,15 +110,6 @@ class UnitOrder:
         # Not before: gradients of the first unit may arrive until autograd has returned.
         self._reduce(0)
         self._backward = self._last + 1
-
-    def _unshard_forward(self, index: int) -> None:
-        # And the units of its bucket that are still to come: those that forward has left are resharded.
-        self._parameters.start_unshard(index, *(each for each in self._parameters.buckets[index] if each > index))
-
-    def _unshard_backward(self, index: int) -> None:
-        bucket = reversed(self._parameters.buckets[index])
-        others = (each for each in bucket if each < index and self._uses[each].is_read_in_backward)
-        self._parameters.start_unshard(index, *others)
 
     def _reshard(self, indices: Iterable[int]) -> None:
         for index in list(indices):  # a copy: resharding takes the unit out of `transient`

@@ -52,8 +52,6 @@ class Lifetimes:
     divides_updates: bool
     """Ranks that hold the same part divide its optimizer state and its update, and all-gather the updated part."""
     homes: Homes = Homes()
-    bucket_bytes: int = 0
-    """Units of together at most so many bytes travel in one message."""
     prefetch_units: int = 1
     """Units that are unsharded ahead of the one in use."""
 
@@ -67,6 +65,5 @@ def lifetimes_of(zero: Zero) -> Lifetimes:
         keeps_parameters=zero.stage < 3 or zero.keep_gathered,
         resident_parameters=zero.stage < 3,
         divides_updates=zero.optimizer_within == "all",
-        bucket_bytes=zero.bucket_bytes if zero.stage else 0,
         prefetch_units=zero.prefetch_units,
     )

@@ -6,7 +6,7 @@ Zhao et al. 2023): every view stays true. The all-gather lands in the tensor its
 FSDP2 gathers a group of parameters into one tensor and copies each of them out of it.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,7 +20,6 @@ from framework.comm.communicator import Communicator
 from framework.comm.transfer import Arrival, fetch, start_copy, write_across
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.lifetimes import Home
-from framework.parallel.zero.unit_buckets import find_unit_buckets, gathers_alone
 
 if TYPE_CHECKING:
     from framework.parallel.zero.fp8_gather import Fp8Gather
@@ -30,8 +29,7 @@ class ParameterSync:
     """The full parameters of one stage's units, which are named by their index.
 
     unsharded: units that are there or on their way; always those of which this rank owns all. transient: those of them whose
-    lifetime ends with their use. buckets: of each unit the units that travel with it, itself among them, in order. forget: called
-    when values are about to change, for what was found of them.
+    lifetime ends with their use. forget: called when values are about to change, for what was found of them.
     """
 
     def __init__(
@@ -51,31 +49,22 @@ class ParameterSync:
         self._has_old_parts = True  # where replicas divide the update, each has updated only what it owns
         self._part_updates: dict[int, list[Pending]] = {}
         self._fp8 = _find_fp8(units)
-        plans = [[buffer.plan for buffer in unit] for unit in units]
-        found = find_unit_buckets(plans, {index for index, unit in enumerate(plans) if gathers_alone(unit)})
-        self.buckets = {index: bucket for bucket in found for index in bucket}
 
-    def start_unshard(self, index: int, *others: int) -> None:
-        """Start to unshard a unit that is not there and not on its way: (n-1)/n of its bytes from each rank of the shard axis.
-        others: of its bucket; those that are not there either come in the same message."""
+    def start_unshard(self, index: int) -> None:
+        """Start to unshard a unit that is not there and not on its way: (n-1)/n of its bytes from each rank of the shard axis."""
         if index in self.unsharded:
             return
         self._start_part_updates()
-        indices = [index, *(each for each in others if each not in self.unsharded)]
-        for each in indices:
-            self.unsharded.add(each)
-            if not all(buffer.plan.lifetimes.keeps_parameters for buffer in self.units[each]):
-                self.transient.add(each)
-            # The other ranks of the shard axis read this rank's part: what its replicas have updated must have arrived in it.
-            self._exposed.wait(self._part_updates.pop(each, ()))
+        self.unsharded.add(index)
+        if not all(buffer.plan.lifetimes.keeps_parameters for buffer in self.units[index]):
+            self.transient.add(index)
+        # The other ranks of the shard axis read this rank's part: what its replicas have updated must have arrived in it.
+        self._exposed.wait(self._part_updates.pop(index, ()))
         # Beside parameters that are decoded for each use there may be others that are resident: those stay.
-        old = [buffer for each in indices for buffer in self.units[each] if not buffer.has_full]
+        old = [buffer for buffer in self.units[index] if not buffer.has_full]
         for buffer in old:
             buffer.has_full = True
-        messages = share_messages(old)
-        pendings = [_start_unshard_together(message, self._fp8) for message in messages]
-        for each in indices:
-            self._unshards[each] = pendings
+        self._unshards[index] = [_start_unshard(buffer, self._fp8) for buffer in old]
 
     def unshard(self, index: int) -> None:
         """Return when the unit's parameters can be read."""
@@ -84,11 +73,7 @@ class ParameterSync:
         self._wait_for_unshard(index)
 
     def _wait_for_unshard(self, index: int) -> None:
-        pendings = self._unshards.pop(index, None)
-        if pendings:
-            self._exposed.wait(pendings)
-            # The list is that of all units that were asked for together: nothing is left for the others to wait for.
-            pendings.clear()
+        self._exposed.wait(self._unshards.pop(index, ()))
 
     def wait_for_unshards(self) -> None:
         """Wait for units that are on their way, also where nobody has asked for them."""
@@ -175,17 +160,6 @@ def _find_fp8(units: Sequence[Sequence[UnitBuffer]]) -> "Fp8Gather | None":
     return Fp8Gather(buffers)
 
 
-def share_messages(buffers: Sequence[UnitBuffer]) -> list[list[UnitBuffer]]:
-    """The buffers as they are unsharded: together where they have one axis and one dtype, and nothing stands between the
-    memory that is sent and the memory that is written."""
-    messages: dict[Hashable, list[UnitBuffer]] = {}
-    for buffer in buffers:
-        plan = buffer.plan
-        key = (_find_source(buffer)[1], plan.dtypes.compute) if plan.may_be_packed else buffer
-        messages.setdefault(key, []).append(buffer)
-    return list(messages.values())
-
-
 def _find_source(buffer: UnitBuffer) -> tuple[Tensor, Communicator]:
     """This rank's share of an all-gather, as it keeps it, and the axis over which it goes: that of the second copy, if there is
     one that is not old, else the shard axis. The same on all ranks of that axis."""
@@ -202,34 +176,6 @@ def _keep_secondary(buffer: UnitBuffer, arrived: Tensor) -> None:
         buffer.has_secondary = True
 
 
-def _start_unshard_together(buffers: Sequence[UnitBuffer], fp8: "Fp8Gather | None") -> Pending:
-    """All-gather over their axis: the shares of all, side by side, from each rank; they are copied to where they belong when
-    they have come. One by itself lands in place."""
-    if len(buffers) == 1:
-        return _start_unshard(buffers[0], fp8)
-    first, (_, axis) = buffers[0], _find_source(buffers[0])
-    shares = [_find_source(buffer)[0] for buffer in buffers]
-    numel = sum(map(len, shares))
-    # Pooled: memory that comes and goes with every message costs a page fault every 4 KiB on CPUs.
-    arriving = first.pool.take(axis.size * numel, first.shard.dtype, first.full.device).view(axis.size, numel)
-    # In place: this rank's shares lie where its own will be read from.
-    mine = arriving[axis.rank]
-    torch.cat(shares, out=mine)
-    label = f"parameters of {buffers[0].unit} to {buffers[-1].unit}"
-    return then(start_all_gather(arriving, mine, axis, label), partial(_copy_apart, buffers, arriving))
-
-
-def _copy_apart(buffers: Sequence[UnitBuffer], arriving: Tensor) -> None:
-    """Copy what has come for several buffers, [n, the sum of their shares], to the full parameters of each."""
-    n = len(arriving)
-    apart = arriving.split([buffer.plan.numel_padded // n for buffer in buffers], dim=1)
-    fulls = [_take_full(buffer) for buffer in buffers]
-    torch._foreach_copy_([full.view(n, -1) for full in fulls], list(apart))
-    buffers[0].pool.give_back(arriving)
-    for buffer, full in zip(buffers, fulls, strict=True):
-        _keep_secondary(buffer, full)
-
-
 def _take_full(buffer: UnitBuffer) -> Tensor:
     """The full parameters, [numel_padded], with memory again: of any content, because the all-gather writes all of it."""
     storage = buffer.full.untyped_storage()
@@ -243,7 +189,7 @@ def _start_unshard(buffer: UnitBuffer, fp8: "Fp8Gather | None") -> Pending:
     """All-gather over the shard axis, or over that of the second copy: the share of each rank into [numel_padded], in place where
     parameters travel as they are read; codes arrive in other memory, from which they are decoded."""
     full, plan, (held, axis) = _take_full(buffer), buffer.plan, _find_source(buffer)
-    arriving = buffer.pool.take(plan.arriving_bytes, torch.uint8, full.device) if plan.is_decoded else full
+    arriving = full.new_empty(plan.arriving_bytes, dtype=torch.uint8) if plan.is_decoded else full
     share, label = arriving.view(axis.size, -1)[axis.rank], f"parameters of {buffer.unit}"
     if plan.dtypes.gathered is not None and fp8 is not None and not buffer.has_secondary:
         pending = start_all_gather(arriving, fp8.encode(buffer), axis, label)
@@ -262,8 +208,6 @@ def _finish_unshard(buffer: UnitBuffer, arrived: Tensor, full: Tensor, fp8: "Fp8
         plan.dtypes.codec.decode(arrived.view(plan.num_owners, -1), full.view(plan.num_owners, -1))
     elif plan.dtypes.gathered is not None and fp8 is not None:
         fp8.decode(buffer, arrived, full)
-    if arrived is not full:
-        buffer.pool.give_back(arrived)
 
 
 def _start_gather_from_home(

@@ -27,11 +27,6 @@ from framework.parallel.zero.row_codes import ROW_CODES, RowCodec
 # The optimizer group of parameters that no optimizer updates.
 FROZEN = ""
 
-# What travels with others is copied into a message and out of it again, which costs as much as the message that it saves where a
-# unit has 0.4 MiB: layers of 0.75 MiB, two in a bucket of 2 MiB, took 1.08 of the time by themselves (two cores of an AMD EPYC,
-# 2026-11-24). Where messages cost more than copies, as between GPUs, a recipe asks for larger buckets.
-SMALL_BYTES = 2**18
-
 
 @dataclass(frozen=True)
 class Slot:
@@ -135,11 +130,6 @@ class BufferPlan:
     def is_whole(self) -> bool:
         """Whether this rank owns all of the buffer, and keeps it: nothing is ever unsharded, nothing scattered."""
         return self.lifetimes.resident_parameters and self.axes.shard.size == self.axes.update.size == 1
-
-    @property
-    def is_sent_as_held(self) -> bool:
-        """Whether an all-gather sends the parameters from where they live, in the dtype in which they are read."""
-        return not self.is_decoded and self.lifetimes.homes.parameters == Home.DEVICE
 
     @property
     def is_decoded(self) -> bool:
@@ -273,7 +263,7 @@ class BufferPlan:
         compute, master, wide = (each.itemsize for each in (dtypes.compute, dtypes.master, dtypes.gradient))
         trained, homes = int(self.is_trained), self.lifetimes.homes
         is_resident = self.lifetimes.resident_parameters
-        # Of resident parameters the part is a view, but for a message, which is memory of its own.
+        # The part of resident parameters is a view, except for a message, which has its own memory.
         part = self.kept_bytes * (not is_resident or self.dtypes.codec is not None)
         kept = self.numel_padded if self.lifetimes.keeps_gradients else self.numel_part
         owned = self.numel_owned * trained
@@ -305,24 +295,6 @@ class BufferPlan:
         if self.lifetimes.keeps_gradients or not self.is_trained:
             return codes
         return self.numel_padded * self.dtypes.gradient.itemsize + codes
-
-    @property
-    def may_be_packed(self) -> bool:
-        """Whether its parameters travel beside those of other buffers where they can. A large one lands in place by itself:
-        another message costs less than to unpack it (the frozen weights of a unit beside its adapters)."""
-        is_small = self.numel_padded * self.dtypes.compute.itemsize <= max(SMALL_BYTES, self.lifetimes.bucket_bytes)
-        return self.is_sent_as_held and not self.is_whole and is_small
-
-    @property
-    def gather_message_bytes(self) -> int:
-        """Bytes of its elements, of all ranks, in an all-gather that brings several buffers: such a message is unpacked."""
-        return self.numel_padded * self.dtypes.compute.itemsize * self.may_be_packed
-
-    @property
-    def reduce_message_bytes(self) -> int:
-        """Bytes of its full gradient in a reduce-scatter of several buffers: such a message is packed."""
-        is_packed = self.is_trained and not (self.is_whole and self.lifetimes.keeps_gradients)
-        return self.numel_padded * self.dtypes.gradient.itemsize * is_packed
 
     @cached_property
     def _counted_share(self) -> Run:

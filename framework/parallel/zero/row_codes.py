@@ -60,7 +60,7 @@ def find_codes(kind: RowKind, x: Tensor) -> tuple[Tensor, Tensor]:
     w = x.shape[-1]
     blocks = F.pad(x.float(), (0, -w % BLOCK)).unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(-1)
-    # Of a block of zeros any scale does.
+    # Any scale serves for a block of zeros.
     ratios = blocks / torch.where(scales == 0, 1, scales).unsqueeze(-1)
     if kind == "fp8":
         codes = (ratios * 448).to(torch.float8_e4m3fn).view(torch.uint8)

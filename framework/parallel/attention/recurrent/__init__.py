@@ -5,7 +5,7 @@ state with which it begins. Each form of mixer is a file of functions that take 
 calls: `convolution`, `delta_rule`. `hook` puts them into a model.
 """
 
-from framework.parallel.attention.recurrent.hook import hook_mixers
-from framework.parallel.attention.recurrent.pieces import Pieces
+from framework.parallel.attention.recurrent.hook import hook_mixer, hook_mixers
+from framework.parallel.attention.recurrent.pieces import ONE_RANK, Pieces
 
-__all__ = ["Pieces", "hook_mixers"]
+__all__ = ["ONE_RANK", "Pieces", "hook_mixer", "hook_mixers"]

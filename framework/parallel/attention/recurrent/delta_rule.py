@@ -30,9 +30,9 @@ from torch import Tensor
 from framework.model.precision import sums_dtype
 from framework.parallel.attention.recurrent.pieces import Pieces
 
-# Of decays by channel P_ij is [C, C, K] and not [C, C]: then small chunks.
+# With decays by channel P_ij is [C, C, K] instead of [C, C]: smaller chunks.
 CHUNK, CHUNK_OF_CHANNELS = 64, 16
-# Of a key's or query's square, as all kernels of the rule have it.
+# Added to the square of a key or query, as in all kernels of the rule.
 NORM_EPS = 1e-6
 
 

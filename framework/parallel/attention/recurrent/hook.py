@@ -63,17 +63,19 @@ def hook_mixers(model: PreTrainedModel, pieces: Pieces, libraries: Libraries | N
     if not mixers or found is None:
         return
     for mixer in mixers.values():
-        names = called_names(mixer)
-        call_by(
-            mixer,
-            {name: partial(libraries.compute, name, each, pieces) for name, each in FUNCTIONS.items() if name in names},
-        )
+        hook_mixer(mixer, pieces, libraries)
     notes = _Notes()
     model.register_forward_pre_hook(notes.read, with_kwargs=True)
     for layer in found[1]:
         if any(module in mixers.values() for module in layer.modules()):
             layer.register_forward_pre_hook(notes.hand_over, with_kwargs=True)
             layer.forward = partial(_compute_layer, pieces, layer.forward)
+
+
+def hook_mixer(mixer: nn.Module, pieces: Pieces, libraries: Libraries | None = None) -> None:
+    """Have one recurrent mixer compute on these pieces."""
+    names, compute = called_names(mixer), (libraries or Libraries()).compute
+    call_by(mixer, {name: partial(compute, name, each, pieces) for name, each in FUNCTIONS.items() if name in names})
 
 
 class _Notes:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from framework.errors import ModelError
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.model.mixers import CHANNEL_DELTA_RULE, CONVOLUTION, DELTA_RULE, STATE_OF_CHANNELS, STATE_OF_HEADS
 from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.recurrent.delta_rule import apply_by
@@ -26,9 +26,10 @@ from framework.parallel.attention.recurrent.pieces import ONE_RANK, Pieces
 log = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float16)
-# Of a difference's root mean square to that of torch's operations. Kernels round within a chunk, to 0.02 by their own tests.
+# Largest ratio of a difference's root mean square to that of torch's operations. Kernels round within a chunk, to 0.02 by their
+# own tests.
 AGREEMENT = 2.0**-4
-# Of the example: more tokens than a chunk, and the documents in them.
+# The example: more tokens than a chunk, and its documents.
 LENGTH, STARTS = 96, ((0, 5, 17, 31, 88),)
 
 
@@ -79,7 +80,7 @@ class LibraryKernel(NamedTuple):
     tokens: int
 
 
-# By the function of a mixer that it stands for.
+# Keyed by the function of a mixer that it stands for.
 KERNELS: Mapping[str, LibraryKernel] = MappingProxyType({
     CONVOLUTION: LibraryKernel("causal-conv1d", "causal_conv1d", "causal_conv1d_fn", convolve_by, 2),
     DELTA_RULE: LibraryKernel(

@@ -29,12 +29,12 @@ from framework.comm import duals
 from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange
 from framework.comm.transfer import upload
-from framework.mesh.context import ContextSlices
+from framework.mesh.token_layout import ContextSlices
 from framework.mesh.topology import Axis
 from framework.model.opaque_map import apply_map
 from framework.parallel.attention.documents import Documents
 
-# Of who has whole sequences, outside of any layout.
+# The axis of a caller with whole sequences, outside of any layout.
 ONE_RANK = Communicator(Axis("cp", 1, 0))
 
 

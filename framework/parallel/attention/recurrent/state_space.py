@@ -157,7 +157,7 @@ def scan_tokens(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, starts: 
     x, dt: [Z, T, D]; a: A, [D, N]; b, c: [Z, T, N]; starts, carry: as for `scan_in_chunks`.
     """
     length = x.shape[1]
-    # As many steps within chunks as from chunk to chunk: 2 sqrt(T) steps instead of T.
+    # Equal numbers of steps within chunks and from chunk to chunk: 2 sqrt(T) instead of T.
     chunk = isqrt(length - 1) + 1
     inputs, dt, b, c = (_cut(each, chunk) for each in (x * dt, dt, b, c))
     inputs = inputs.unsqueeze(-1) * b.unsqueeze(3)  # [Z, K, L, D, N]

@@ -1,0 +1,42 @@
+"""muP: factors of initial values and of rates, by the widths of a base model."""
+
+import pytest
+
+from framework.errors import ModelError
+from framework.model.load import build_meta
+from framework.model.mup import SAME, WidthScale, find_scales
+from tests.families import build_config, family
+
+BASE = {"hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 12, "num_attention_heads": 2}
+WIDE = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 24, "num_attention_heads": 4}
+HEADS = {"num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 2, "tie_word_embeddings": False}
+
+
+def test_factors_follow_inputs_and_outputs() -> None:
+    found = find_scales(build_meta(build_config(family("qwen3_moe"), **HEADS, **WIDE)), BASE)
+    layers = "model.layers.{}.".format
+    expected = {
+        "model.embed_tokens.weight": SAME,
+        layers(0) + "self_attn.q_norm.weight": SAME,
+        layers(0) + "self_attn.q_proj.weight": WidthScale(1 / 2, 1 / 4),
+        layers(0) + "mlp.down_proj.weight": WidthScale(2**-0.5, 1 / 2),
+        layers(1) + "mlp.experts.down_proj": WidthScale(2**-0.5, 1 / 2),
+        # Their outputs are as many in every width.
+        layers(1) + "mlp.gate.weight": WidthScale(1 / 4, 1 / 4),
+        "lm_head.weight": WidthScale(1 / 4, 1 / 4),
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_the_base_model_is_as_without() -> None:
+    found = find_scales(build_meta(build_config(family("qwen3_moe"), **HEADS, **BASE)), BASE)
+    assert set(found.values()) == {SAME}
+
+
+def test_what_has_two_scales_is_refused() -> None:
+    tied = build_meta(build_config(family("llama"), **{**HEADS, "tie_word_embeddings": True}, hidden_size=64))
+    with pytest.raises(ModelError, match="tie_word_embeddings=false"):
+        find_scales(tied, {"hidden_size": 16})
+    longer = build_meta(build_config(family("qwen3_moe"), **{**HEADS, **WIDE, "head_dim": 16}))
+    with pytest.raises(ModelError, match="let their number grow"):
+        find_scales(longer, {**BASE, "head_dim": 8})
