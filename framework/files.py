@@ -6,13 +6,14 @@ Without the first fsync a power loss may leave an empty file under the new name,
 Inside a workplace of a lease the rename to the final name is the lease's (lease.py), which syncs that folder.
 """
 
+import fcntl
 import json
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 # The mode of a file that only the user reads: it may have values of launch.environment.
 PRIVATE = 0o600
@@ -94,3 +95,12 @@ def sync_tree(folder: Path) -> None:
     for path in (*folder.rglob("*"), folder):
         with name_errors(path):
             sync(path)
+
+
+def try_lock(file: int | TextIO) -> bool:
+    """Whether the lock of an open file could be had for this process, without a wait."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

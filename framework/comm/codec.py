@@ -112,22 +112,6 @@ class BlockCodec:
         self.decode(messages, terms)
         out.copy_(terms.sum(0))
 
-    def error_bound(self, x: Tensor) -> Tensor:
-        """Bounds of the numbers' errors when they arrive in fp32 or wider, from this file's table. x: [..., n] -> [..., n]."""
-        n = x.shape[-1]
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        numbers = self._rotate(F.pad(wide, (0, -n % self.block))) if self.is_rotated else wide
-        bound = torch.empty_like(numbers)
-        for run in self.runs(numbers.shape[-1]):
-            blocks = _blocks_of(numbers, run)
-            scale = self.scale(blocks).unsqueeze(-1)
-            # Codes, scales and products are rounded to fp32, each by 2^-24 of a block's largest number at most.
-            rounding = scale * self.largest * 2**-22
-            step = torch.maximum(blocks.abs() / 16, scale / 1024) if self.kind == "fp8" else scale / 2
-            spread = isqrt(self.block) if self.is_rotated else 1
-            _blocks_of(bound, run).copy_((step + rounding) * spread)
-        return bound[..., :n].to(x.dtype)
-
     def split(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Scales, [..., blocks] fp32, and codes, [..., bytes] uint8, of messages of `numel` numbers: views."""
         assert message.shape[-1] == self.message_bytes(numel), (tuple(message.shape), numel, self)

@@ -27,6 +27,7 @@ from typing import Any, TextIO
 
 from framework.checkpoint.storage import CHECKPOINTS, checkpoints_of
 from framework.errors import LeaseLost, RunError, RunInUse
+from framework.files import try_lock
 from framework.launch.places import explain_errors
 from framework.launch.record import begin_anew, first_record, now, read_record, write_record
 from framework.lease import Holder, Lease, read_lease, take
@@ -225,7 +226,7 @@ class RunDirectory:
         """The file `lock`, locked; None while another process has it."""
         file = open(self.path / "lock", "a+")  # noqa: SIM115
         # A start that takes a run over replaces the file: the one locked here may have lost its name meanwhile.
-        if _flock(file) and _is_at(file, self.path / "lock"):
+        if try_lock(file) and _is_at(file, self.path / "lock"):
             return stack.enter_context(file)
         file.close()
         return None
@@ -240,7 +241,7 @@ class RunDirectory:
         )
         made = self.path / f"lock.{os.getpid()}"
         file = stack.enter_context(open(made, "a+"))  # noqa: SIM115
-        assert _flock(file), f"{made} is new"
+        assert try_lock(file), f"{made} is new"
         made.replace(self.path / "lock")
         return file
 
@@ -250,7 +251,7 @@ class RunDirectory:
         if file is None:
             raise RunError(f"{self.path} is in use by {self._read_lock()}: wait for it, or stop it.{self._if_dead()}")
         with open(self.path / "lock.ranks", "a+") as ranks:
-            if not _flock(ranks):
+            if not try_lock(ranks):
                 raise RunError(
                     f"{self.path} is in use by ranks whose launching process is gone: they save and end by"
                     f" themselves; try again in a while.{self._if_dead()}"
@@ -346,14 +347,6 @@ def _name_holder(file: TextIO, me: Holder) -> None:
     file.truncate(0)
     file.write(me.describe())
     file.flush()
-
-
-def _flock(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _is_at(file: TextIO, path: Path) -> bool:

@@ -41,6 +41,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from framework.errors import TopologyError
+from framework.recipe.derive import divisors
 
 
 @dataclass(frozen=True)
@@ -240,12 +241,12 @@ def count_expert_shards(shard: int, tp: int, ep: int, expert_tp: int, batch: int
     are among those shard * tp neighbours, so that experts' shards stay within a node where the others do."""
     copies = batch * tp // (expert_tp * ep)
     # Neighbours begin at multiples of their number, so it has to divide that of the others: else some lie across their border.
-    return max(degree for degree in _divisors(copies) if degree == 1 or shard * tp % (degree * ep * expert_tp) == 0)
+    return max(degree for degree in divisors(copies) if degree == 1 or shard * tp % (degree * ep * expert_tp) == 0)
 
 
 def count_node_neighbours(size: int, stride: int, ranks_per_node: int) -> int:
     """Neighbours along an axis of so many ranks, `stride` apart, who are on one node, as far as nodes divide it."""
-    return max(each for each in _divisors(size) if each == 1 or ranks_per_node % (each * stride) == 0)
+    return max(each for each in divisors(size) if each == 1 or ranks_per_node % (each * stride) == 0)
 
 
 def count_passing(hierarchical: int | str | None, ep: int, expert_tp: int, ranks_per_node: int, world: int) -> int:
@@ -269,10 +270,6 @@ def shards_within_node(world: int, batch: int, tp: int, ranks_per_node: int, num
     if ranks_per_node % tp or (degree := min(batch, ranks_per_node // tp)) < 1 or batch % degree:
         raise TopologyError(
             f"zero.shard_within=node cannot divide dp x cp = {batch} ranks among nodes of {ranks_per_node} with"
-            f" parallel.tp={tp}: set zero.shard_within to one of {_divisors(batch)}, or null"
+            f" parallel.tp={tp}: set zero.shard_within to one of {divisors(batch)}, or null"
         )
     return degree
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]

@@ -226,14 +226,10 @@ def find_routers(model: PreTrainedModel) -> Iterator[tuple[nn.Module, int]]:
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     recorders: list[Any] = []
     for part in parts:
-        recorder = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
-        recorders += [each for each in _as_list(recorder) if each not in recorders]
+        found = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
+        recorders += [each for each in (found if isinstance(found, list) else [found]) if each not in recorders]
     for module in model.modules():
         for recorder in recorders:
             target, index = (recorder, 1) if isinstance(recorder, type) else (recorder.target_class, recorder.index)
             if isinstance(module, target):
                 yield module, index
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]

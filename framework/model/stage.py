@@ -102,7 +102,7 @@ def is_of_layers(units: Sequence[Unit], names: Sequence[str]) -> bool:
 
 
 def _meets(unit: Unit, names: Sequence[str]) -> bool:
-    return any(_holder(name) in unit.modules for name in names)
+    return any(name.rpartition(".")[0] in unit.modules for name in names)
 
 
 def own_ties(model: nn.Module, ties: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
@@ -328,10 +328,6 @@ def _stand_in_for(module: nn.Module, is_head: bool, dtype: torch.dtype) -> nn.Mo
     if isinstance(module, nn.Embedding) and not is_head:
         return Zeros(module, dtype)
     return Resized(module, dtype, 0 if is_head else getattr(module, "out_features", None))
-
-
-def _holder(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
 
 
 def refuse_shared_layers(

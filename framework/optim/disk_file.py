@@ -23,6 +23,7 @@ from mmap import mmap
 from pathlib import Path
 
 from framework.errors import OffloadError, RunInUse, StorageError
+from framework.files import try_lock
 
 # O_DIRECT wants memory, offsets and lengths in multiples of the device's logical block: 512 or 4096 bytes.
 PAGE_BYTES = 4096
@@ -189,7 +190,8 @@ class DiskFile:
 
     def _explain(self, error: OSError, doing: str) -> OffloadError | StorageError:
         if error.errno in NO_ROOM:
-            return no_room(self.path.parent, self.num_bytes, shutil.disk_usage(_existing(self.path)).free)
+            existing = next(each for each in (self.path, *self.path.parents) if each.exists())
+            return no_room(self.path.parent, self.num_bytes, shutil.disk_usage(existing).free)
         text = f"{errno.errorcode.get(error.errno or 0, '')}, {error.strerror or error}"
         what = f"{KEY}: cannot {doing} {self.path} on {socket.gethostname()} ({text})"
         if error.errno in NO_ACCESS:
@@ -218,18 +220,10 @@ def _remove_dead(own: Path) -> None:
         with suppress(OSError):  # it may go meanwhile
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                if path != own and _try_lock(fd):
+                if path != own and try_lock(fd):
                     path.unlink()
             finally:
                 os.close(fd)
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _is_locked_at(fd: int, path: Path) -> bool:
@@ -237,15 +231,11 @@ def _is_locked_at(fd: int, path: Path) -> bool:
     is_ours = False
     try:
         # Another rank may have removed it before it was locked.
-        is_ours = _try_lock(fd) and os.path.samestat(os.fstat(fd), os.stat(path))
+        is_ours = try_lock(fd) and os.path.samestat(os.fstat(fd), os.stat(path))
     finally:
         if not is_ours:
             os.close(fd)
     return is_ours
-
-
-def _existing(path: Path) -> Path:
-    return next(each for each in (path, *path.parents) if each.exists())
 
 
 def _unescape(mount: str) -> str:

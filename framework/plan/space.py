@@ -15,7 +15,7 @@ from typing import Any, get_args
 from framework.errors import RecipeError, TopologyError
 from framework.mesh.topology import shards_within_node
 from framework.plan.candidate import Candidate, Checkpointing, method_of, remember
-from framework.recipe.derive import count_nodes, count_ranks
+from framework.recipe.derive import count_nodes, count_ranks, divisors
 from framework.recipe.layout_keys import value_of
 from framework.recipe.schema import Recipe
 
@@ -168,11 +168,6 @@ class Space:
     def _states(self, c: Candidate) -> Values:
         places = ((), ("optimizer",), ("optimizer", "parameters"), ("parameters",))
         return self._open("states", c, [{"offload": c.offload | set(each)} for each in places])
-
-
-def divisors(number: int) -> list[int]:
-    """Divisors in rising order."""
-    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def _keeps_context(base: Recipe, c: Candidate) -> bool:

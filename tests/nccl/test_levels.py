@@ -23,6 +23,7 @@ from framework.plan.plan import make_plan
 from framework.plan.traffic import _parameter_traffic, measure_leaving
 from framework.recipe.schema import Memory, Offload, Parallel, Precision, Zero
 from framework.train.step import train_step
+from tests.codec_bound import error_bound
 from tests.grid import IN_TURN, few_of
 from tests.nccl.gpu import GPU, SimulatedGpu, move_to_host
 from tests.nccl.gpu import installed as gpu_installed
@@ -80,14 +81,14 @@ def test_sums_are_those_of_messages_that_arrive(wire: Wire, serial: bool) -> Non
         assert torch.equal(torch.tensor(whole), torch.stack([arrived(each, wire) for each in expected]))
     if isinstance(wire, BlockCodec):
         for place, terms in enumerate(parts):
-            exact, bound = sum(terms), sum(wire.error_bound(each) for each in terms)
+            exact, bound = sum(terms), sum(error_bound(wire, each) for each in terms)
             # A node's sum is coded as it has arrived: as large as the exact one and its error at most.
             nodes = [sum(terms[at : at + ON_NODE]) for at in range(0, WORLD, ON_NODE)]
             errors = [
-                sum(wire.error_bound(each) for each in terms[at : at + ON_NODE]) for at in range(0, WORLD, ON_NODE)
+                sum(error_bound(wire, each) for each in terms[at : at + ON_NODE]) for at in range(0, WORLD, ON_NODE)
             ]
             for node, error in zip(nodes, errors, strict=True):
-                bound = bound + wire.error_bound(node.abs() + error)
+                bound = bound + error_bound(wire, node.abs() + error)
             assert (expected[place] - exact).abs().le(bound).all()
             assert (expected[place] - exact).abs().max() > 0
 

@@ -104,13 +104,9 @@ def _slots(rows: Tensor, order: Tensor, num_tokens: int, slots: int) -> Iterator
     # Pairs without a row read one behind the others.
     places = order.new_full((num_tokens * slots,), len(order)).index_copy_(0, order, _count_up(order))
     if len(order) < num_tokens * slots:
-        rows = _add_row_of_zeros(rows)
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     for each in places.view(num_tokens, slots).unbind(1):
         yield rows.index_select(0, each)
-
-
-def _add_row_of_zeros(rows: Tensor) -> Tensor:
-    return torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
 
 
 def _count_up(order: Tensor) -> Tensor:
