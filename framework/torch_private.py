@@ -7,7 +7,6 @@ Nothing else of the framework names them (`tests/laws`: `only_torch_private_know
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -47,24 +46,34 @@ TO_COPY, ITEM = aten._to_copy.default, aten._local_scalar_dense.default
 log_softmax_backward_out = aten._log_softmax_backward_data.out
 
 
-# The number of writes to a tensor's memory, and the tensor that it is a view of; the arguments of an operator, and which of them
-# it writes to.
-version_of, base_of, schema_of = attrgetter("_version"), attrgetter("_base"), attrgetter("_schema")
-# A context in which no dispatch mode sees what is computed; another time-out for a group (ProcessGroup.set_timeout knows not all
-# libraries).
-without_modes, set_group_timeout = _disable_current_modes, _set_pg_timeout
-# A subclass's tensor with a shape, dtype and device, and no memory.
-make_wrapper = Tensor._make_wrapper_subclass
-# The number that the next node of autograd made by this thread gets, and the method for that of a node. Backward runs larger
-# numbers first.
-next_node_number, numbering_of = torch.autograd._get_sequence_nr, attrgetter("_sequence_nr")  # type: ignore[attr-defined]
-# Noted by CUDA's allocator and written to a file: who asked for which memory.
-record_memory_history, dump_memory_history = torch.cuda.memory._record_memory_history, torch.cuda.memory._dump_snapshot
+def version_of(x: Tensor) -> int:
+    """The number of writes to the tensor's memory, which autograd counts."""
+    return x._version
+
+
+def base_of(x: Tensor) -> Tensor | None:
+    """The tensor that x is a view of."""
+    return x._base
 
 
 def storage_number(x: Tensor) -> int:
     """Tells storages apart while they live, also where one has no memory just now, or is on meta: it has no address then."""
     return x.untyped_storage()._cdata
+
+
+def make_wrapper(kind: Any, shape: Sequence[int], like: Tensor) -> Any:
+    """A tensor of a subclass, without memory, with the dtype and device of another."""
+    return Tensor._make_wrapper_subclass(kind, shape, dtype=like.dtype, device=like.device)
+
+
+def schema_of(operator: Any) -> Any:
+    """The arguments of an operator, and which of them it writes to."""
+    return operator._schema
+
+
+def next_node_number() -> int:
+    """The number that the next node of autograd made by this thread gets. Backward runs larger numbers first."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def count_nodes_to(number: int) -> None:
@@ -73,11 +82,21 @@ def count_nodes_to(number: int) -> None:
         torch._C._functions.UndefinedGrad()
 
 
+def number_of_node(node: Any) -> int:
+    """A node's number among those of its thread."""
+    return int(node._sequence_nr())
+
+
 def modes_of_thread() -> list[AbstractContextManager[Any]]:
     """Modes and hooks of saved tensors that torch keeps for this thread, as contexts that another thread enters."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     return [*modes, *([] if hooks is None else [saved_tensors_hooks(*hooks)])]
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """A context in which no dispatch mode sees what is computed."""
+    return _disable_current_modes()  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -95,6 +114,16 @@ def recording() -> Iterator[None]:
 def compiler_config() -> Any:
     """Limits and choices of the compiler of layers, for the process: `torch.compile` takes none of these as options."""
     return torch._dynamo.config
+
+
+def record_memory_history(is_on: bool) -> None:
+    """Have CUDA's allocator note who asked for what, or forget it."""
+    torch.cuda.memory._record_memory_history(**({} if is_on else {"enabled": None}))
+
+
+def dump_memory_history(path: str) -> None:
+    """Write what `record_memory_history` has noted."""
+    torch.cuda.memory._dump_snapshot(path)
 
 
 def restart_group_names() -> None:
@@ -115,6 +144,11 @@ def make_group_in_store(
     group, _ = _new_process_group_helper(len(ranks), place, list(ranks), backend, store, name, options, timeout)  # type: ignore[arg-type]
     _world.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
     return group
+
+
+def set_group_timeout(timeout: timedelta, group: Any) -> None:
+    """Change the time-out of a group that was made with another. `ProcessGroup.set_timeout` knows not all libraries."""
+    _set_pg_timeout(timeout, group)
 
 
 def carries_cpu_tensors(group: Any) -> bool:

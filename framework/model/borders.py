@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from framework.torch_private import ITEM, TorchDispatchMode, next_node_number, numbering_of
+from framework.torch_private import ITEM, TorchDispatchMode, next_node_number, number_of_node
 
 # From (positional arguments, keyword arguments) of a layer to a tensor: indices and keys.
 Path = tuple[Any, ...]
@@ -243,7 +243,7 @@ def _find_last_reads(result: Tensor) -> dict[Edge, int]:
         seen.add(node)
         for edge in node.next_functions:
             if edge[0] is not None:
-                found[edge] = max(found.get(edge, -1), numbering_of(node)())
+                found[edge] = max(found.get(edge, -1), number_of_node(node))
                 left.append(edge[0])
     return found
 

@@ -71,14 +71,14 @@ class StepProfiler:
         if self._is_on_gpu:
             with self._lease.replacing(Path(f"{path}.memory.pickle")) as made:
                 dump_memory_history(str(made))
-            record_memory_history(enabled=None)
+            record_memory_history(False)
         self._say(f"profile: {path}.json.gz (ui.perfetto.dev), {path}.txt")
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._is_on_gpu else [])]
         self._profile = profile(activities=activities, profile_memory=True)
         if self._is_on_gpu:
-            record_memory_history()
+            record_memory_history(True)
         self._name_ranges(True)
         self._profile.start()
 

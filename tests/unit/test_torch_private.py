@@ -101,7 +101,7 @@ def test_a_wrapper_has_a_shape_and_no_memory() -> None:
         def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:  # type: ignore[override]
             return torch.full((), 7.0)
 
-    made = private.make_wrapper(Wrapper, (2, 3), dtype=torch.float64)
+    made = private.make_wrapper(Wrapper, (2, 3), torch.ones(1, dtype=torch.float64))
     assert (tuple(made.shape), made.dtype) == ((2, 3), torch.float64)
     assert (made + 1).item() == 7
 
@@ -118,9 +118,9 @@ def test_trees_are_taken_apart_and_put_together() -> None:
 def test_nodes_are_numbered_by_thread_and_the_count_can_be_moved_on() -> None:
     x = torch.ones(1, requires_grad=True)
     number = private.next_node_number()
-    assert private.numbering_of((x * 2).grad_fn)() == number
+    assert private.number_of_node((x * 2).grad_fn) == number
     private.count_nodes_to(number + 10)
-    assert private.numbering_of((x * 2).grad_fn)() >= number + 10
+    assert private.number_of_node((x * 2).grad_fn) >= number + 10
 
 
 def test_a_thread_takes_over_the_modes_of_another() -> None:
@@ -162,8 +162,8 @@ def test_the_compiler_and_the_allocator_take_what_they_are_told() -> None:
     config = private.compiler_config()
     assert config.recompile_limit > 0
     assert config.skip_fwd_side_effects_in_bwd_under_checkpoint in (True, False)
-    assert "enabled" in inspect.signature(private.record_memory_history).parameters
-    assert "filename" in inspect.signature(private.dump_memory_history).parameters
+    assert "enabled" in inspect.signature(torch.cuda.memory._record_memory_history).parameters
+    assert "filename" in inspect.signature(torch.cuda.memory._dump_snapshot).parameters
 
 
 def test_a_group_is_made_in_a_store_of_its_own_and_gone_with_the_world() -> None:

@@ -89,7 +89,7 @@ class AsyncGatherTensor(Tensor):
     @staticmethod
     def __new__(cls, arrival: AsyncGather, like: Tensor) -> "AsyncGatherTensor":
         """like: a tensor of its dtype and device."""
-        made: AsyncGatherTensor = make_wrapper(cls, arrival.shape, dtype=like.dtype, device=like.device)
+        made: AsyncGatherTensor = make_wrapper(cls, arrival.shape, like)
         made.arrival = arrival
         return made
 
