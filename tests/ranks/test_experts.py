@@ -93,7 +93,7 @@ SHOWN = (
 )
 MORE = (
     Way("mixtral", 4, Parallel(ep=4), Zero(stage=3), count=3, aux=True),
-    Way("gpt_oss", 2, Parallel(tp=2, ep=4), Zero(stage=2), recomputes=True),
+    Way("gpt_oss", 2, Parallel(tp=2, ep=2, expert_tp=2), Zero(stage=2), recomputes=True),
     Way("qwen3_moe", 1, Parallel(tp=2, pp=2, ep=2, sequence=False), Zero(stage=3), 3, "zbv", True, True),
     Way("granitemoe", 2, Parallel(tp=2, ep=2, sequence=False), HSDP, precision="fp32"),
 )
