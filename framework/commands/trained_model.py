@@ -35,6 +35,7 @@ from framework.object_store import Place
 from framework.optim.averages import AVERAGE
 from framework.parallel.zero.row_codes import round_rows
 from framework.recipe.compose import load_recipe
+from framework.recipe.keys import TOKEN_IDS
 from framework.recipe.plugins import import_plugins
 from framework.recipe.schema import Model, Recipe
 from framework.recipe.stages import stage_of
@@ -86,6 +87,11 @@ def export_model(
         if not text and is_part(model, directory.pretrained):
             if dtype is not None:
                 raise RunError(f"{run} is exported into its vision-language checkpoint: --dtype goes with --text")
+            if changed := [key for key in recipe.model.config if key not in TOKEN_IDS]:
+                raise RunError(
+                    f"{run} is exported into its vision-language checkpoint, whose config.json stays as it is: without the values"
+                    f" of model.config ({', '.join(changed)}) it would be another model. Add --text"
+                )
             has_own = recipe.model.tokenizer is not None or recipe.data.chat_template is not None
             whole = find_again(recipe.model, "the checkpoint of the text model", ", or export this alone with --text")
             write_into(to, whole, model, units.read_all(), tokenizer if has_own else ())
