@@ -94,9 +94,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        forward_map, adjoint = ctx.maps
-        dx = _Linear.apply(gradient, adjoint, forward_map, *ctx.saved_tensors)
-        return dx, None, None, *(None for _ in ctx.saved_tensors)
+        # Asked for once: within activation checkpointing a second time is an error.
+        (forward_map, adjoint), tensors = ctx.maps, ctx.saved_tensors
+        dx = _Linear.apply(gradient, adjoint, forward_map, *tensors)
+        return dx, None, None, *(None for _ in tensors)
 
 
 @torch.compiler.disable
