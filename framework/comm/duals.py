@@ -94,7 +94,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (forward_map, adjoint), tensors = ctx.maps, ctx.saved_tensors  # once: a recomputation hands them out once
+        # Asked for once: within activation checkpointing a second time is an error.
+        (forward_map, adjoint), tensors = ctx.maps, ctx.saved_tensors
         dx = _Linear.apply(gradient, adjoint, forward_map, *tensors)
         return dx, None, None, *(None for _ in tensors)
 

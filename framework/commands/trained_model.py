@@ -85,10 +85,12 @@ def export_model(
     else:
         units = UnitReader(recipe, model, reader, kind)
         if not text and is_part(model, directory.pretrained):
-            if dtype is not None or recipe.model.config.keys() - TOKEN_IDS:
+            if dtype is not None:
+                raise RunError(f"{run} is exported into its vision-language checkpoint: --dtype goes with --text")
+            if changed := [key for key in recipe.model.config if key not in TOKEN_IDS]:
                 raise RunError(
-                    f"{run} is exported into its vision-language checkpoint, whose dtypes and config stay: --dtype goes with"
-                    " --text, and so does a run with model.config"
+                    f"{run} is exported into its vision-language checkpoint, whose config.json stays as it is: without the values"
+                    f" of model.config ({', '.join(changed)}) it would be another model. Add --text"
                 )
             has_own = recipe.model.tokenizer is not None or recipe.data.chat_template is not None
             whole = find_again(recipe.model, "the checkpoint of the text model", ", or export this alone with --text")

@@ -184,7 +184,7 @@ def copy_model(folder: Path, to: Path) -> None:
     """Copy the files of a model's top folder, those that would be fetched of a hub repository."""
     for path in folder.iterdir():
         if path.is_file() and any(path.match(pattern) for pattern in FILES) and not path.match("consolidated*"):
-            shutil.copy(path, to)
+            shutil.copyfile(path, to / path.name)  # without its mode: a shared model's files may be read-only
 
 
 def list_processors(folder: Path) -> list[Path]:

@@ -87,13 +87,13 @@ HSDP = Zero(stage=3, shard_within=2)
 DIVIDED = Zero(stage=2, shard_within=2, optimizer_within="all")
 # Each mechanism once: experts over dp, over tp and over both, whole and sliced, stacked in each form, beside shared experts.
 SHOWN = (
-    Way("deepseek_v3", 2, Parallel(tp=2, ep=2, expert_tp=2), Zero(stage=1)),
+    Way("deepseek_v3", 2, Parallel(tp=2, ep=2, expert_tp=2), Zero(stage=1), recomputes=True),
     Way("qwen2_moe", 4, Parallel(ep=2), DIVIDED, aux=True),
     Way("llama4_text", 1, Parallel(tp=4, ep=4)),
 )
 MORE = (
     Way("mixtral", 4, Parallel(ep=4), Zero(stage=3), count=3, aux=True),
-    Way("gpt_oss", 2, Parallel(tp=2, ep=4), Zero(stage=2), recomputes=True),
+    Way("gpt_oss", 2, Parallel(tp=2, ep=2, expert_tp=2), Zero(stage=2), recomputes=True),
     Way("qwen3_moe", 1, Parallel(tp=2, pp=2, ep=2, sequence=False), Zero(stage=3), 3, "zbv", True, True),
     Way("granitemoe", 2, Parallel(tp=2, ep=2, sequence=False), HSDP, precision="fp32"),
 )

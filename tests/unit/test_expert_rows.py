@@ -7,6 +7,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from framework.comm.algorithms import Pending
 from framework.comm.codec import BlockCodec
@@ -14,7 +16,7 @@ from framework.comm.communicator import Communicator
 from framework.mesh.topology import Axis
 from framework.parallel.experts import exchange
 from framework.parallel.experts.exchange import ROW_CODEC, RowExchange
-from framework.parallel.experts.rows import combine, spread
+from framework.parallel.experts.rows import add_up, combine, permute, spread
 from tests.codec_bound import error_bound
 
 TOKENS, TOP_K, WIDTH = 12, 3, 512
@@ -103,3 +105,18 @@ def test_rows_of_all_sizes_arrive_within_the_stated_error(bug: Callable[[], Abst
         rows, *beside = transfer.arrive(*transfer.depart(x, weights, ids))
     assert all(torch.equal(each, given) for each, given in zip(beside, (weights, ids), strict=True))
     assert bool(((rows - x).abs() <= error_bound(ROW_CODEC, x)).all()) == (bug is nullcontext)
+
+
+def test_rows_are_differentiated_within_activation_checkpointing() -> None:
+    """There a tensor that was saved can be asked for once."""
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    order = torch.tensor([3, 0, 9, 4, 7])
+
+    def compute(x: Tensor) -> Tensor:
+        rows = permute(spread(x, order, 2), torch.tensor([1, 0, 2, 4, 3]), torch.tensor([1, 0, 2, 4, 3]))
+        return add_up(rows.sin(), order, 5, 2)
+
+    expected = torch.autograd.grad(compute(x).square().sum(), x)
+    assert torch.equal(
+        torch.autograd.grad(checkpoint(compute, x, use_reentrant=False).square().sum(), x)[0], expected[0]
+    )

@@ -1,6 +1,7 @@
 """A layer keeps a part of the region's input for backward only where a second gather brings back what it has seen."""
 
 from collections.abc import Callable
+from functools import partial
 from weakref import ref
 
 import pytest
@@ -13,7 +14,7 @@ from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Axis
 from framework.parallel.tensor.async_tp import AsyncGather, AsyncGatherTensor
 from framework.parallel.tensor.borders import Border, ShardedBorder
-from framework.parallel.tensor.regions import Region
+from framework.parallel.tensor.regions import Region, lend, take_back
 
 ALONE = Communicator(Axis("tp", 1, 0))
 
@@ -83,3 +84,19 @@ def test_a_region_whose_recomputation_ends_early_keeps_no_input() -> None:
     checkpoint(layer, x, use_reentrant=False).sum().backward()
     assert region.call.kept is not None, "the recomputation has gone to the region's end"
     assert [each() for each in inputs] == [None, None]
+
+
+def test_a_weight_that_recomputation_has_not_taken_back_is_lent_whole_again() -> None:
+    """Recomputation ends with the last tensor that backward needs, within the module: hooks behind it are not called."""
+    module = torch.nn.Linear(3, 2, dtype=torch.float64)
+    lent = {(module, "bias"): partial(torch.div, other=2)}
+    module.register_forward_pre_hook(partial(lend, lent))
+    module.register_forward_hook(partial(take_back, lent))
+    kept = module.bias
+    for _ in range(2):
+        x = torch.randn(4, 3, dtype=torch.float64)
+        y = checkpoint(lambda x: module(x).sin().sin(), x, use_reentrant=False)
+        torch.testing.assert_close(y, (x @ module.weight.t() + kept / 2).sin().sin())
+        y.sum().backward()
+        lend(lent, module, ())  # what a recomputation that has ended early leaves
+    assert torch.autograd.grad(module(x).sum(), kept)[0].tolist() == [2, 2]

@@ -74,7 +74,10 @@ def test_a_trained_text_model_goes_back_into_the_checkpoint_that_it_came_from(fa
     layers = [
         {name: each for name, each in trained.items() if (".layers.0." in name) == first} for first in (True, False)
     ]
+    for path in theirs.iterdir():
+        path.chmod(0o444)
     write_into(ours, theirs, text, layers)
+    assert all(path.stat().st_mode & 0o200 for path in ours.iterdir())
 
     _assert_only_text_differs(theirs, ours, text)
 
@@ -108,10 +111,18 @@ def test_a_run_that_begins_with_a_vision_language_folder_is_exported_into_it(
         torch.testing.assert_close(whole(input_ids=ids).logits, model.bfloat16().float().eval()(ids).logits)
 
     assert main(["export", "tuned", "--to", "narrow", "--dtype", "bf16"]) == EXIT_USER
+    recipe = Path("runs/tuned/recipe.yaml")
+    kept = recipe.read_text()
+    recipe.write_text(re.sub(r"(\n  config:)", r"\1\n    rms_norm_eps: 0.01", kept))
+    with monkeypatch.context() as patch:
+        patch.setattr("framework.commands.trained_model.verify_identity", lambda *_: None)
+        assert main(["export", "tuned", "--to", "other"]) == EXIT_USER
+    recipe.write_text(kept)
     shutil.rmtree("theirs")
     assert main(["export", "tuned", "--to", "none"]) == EXIT_USER
     said = capsys.readouterr().err
-    assert "whose dtypes and config stay: --dtype goes with --text" in said
+    assert "--dtype goes with --text" in said
+    assert "values of model.config (rms_norm_eps) it would be another model. Add --text" in said
     assert "the checkpoint of the text model is not at model.weights=theirs" in said
     assert "or export this alone with --text" in said
     assert main(["export", "tuned", "--to", "text", "--text", "--dtype", "bf16"]) == EXIT_DONE
