@@ -82,7 +82,6 @@ def _merge(folders: tuple[Path, ...], lines: tuple[str, ...]) -> tuple[dict[str,
         overrides, repository = loader._parse_overrides_and_create_caching_repo("config", list(lines))
         merged = create_defaults_list(repository, "config", overrides, prepend_hydra=False, skip_missing=False).defaults
         tree = loader._compose_config_from_defaults_list(merged, repository)
-        tree.pop("hydra", None)
     origins: dict[str, str] = {}
     for entry in merged:
         file = find_file(entry.config_path or "", folders)
