@@ -159,7 +159,7 @@ def _plain_words(text: str) -> str:
 
 
 def _lacks_package(file: Path) -> bool:
-    text = file.read_text(encoding="utf-8", errors="replace")
+    text = file.read_text(encoding="utf-8", errors="replace").removeprefix("\ufeff")
     return file.parent.name == "experiment" and not re.search(r"^#\s*@package\s+_global_\s*$", text, re.MULTILINE)
 
 
