@@ -44,7 +44,7 @@ from framework.model.stage import (
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment
 from framework.optim.qk_clip import QkRows, find_qk_rows
-from framework.parallel.attention import find_stock_attention, find_whole, refuse_undivided_context
+from framework.parallel.attention import find_stock_attention, find_whole, refuse_sequence, refuse_undivided_context
 from framework.parallel.experts.split import check_experts
 from framework.parallel.parallelize import refuse_halves
 from framework.parallel.pipeline.measured import read_unit_times
@@ -318,6 +318,8 @@ def make_plan(recipe: Recipe, config: PretrainedConfig) -> Plan:
     add_adapters(whole, recipe.adapter)
     has_documents = recipe.data.isolates
     whole_mixers = find_whole(config, recipe) if derived.cp > 1 else frozenset()
+    if whole_mixers and derived.tp > 1 and recipe.parallel.sequence:
+        refuse_sequence(config, whole_mixers)
     if derived.cp > 1 and not whole_mixers:
         refuse_undivided_context(config, ContextSlices(derived.context, derived.ulysses, derived.ring), has_documents)
     check_experts(whole, derived.ep, recipe.model.expert_capacity, derived.expert_tp < derived.tp)

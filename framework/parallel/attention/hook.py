@@ -37,7 +37,7 @@ from framework.parallel.attention.logit_maxima import HeadMaxima, LogitMaxima
 from framework.parallel.attention.opaque_attention import attend_in_graph
 from framework.parallel.attention.recurrent import Pieces, hook_mixers
 from framework.parallel.attention.visible_rows import Scores
-from framework.parallel.attention.whole_tokens import hook_whole, refuse_sequence, tokens_of
+from framework.parallel.attention.whole_tokens import hook_whole, tokens_of
 from framework.parallel.stage_plan import StagePlan
 from framework.recipe.layout_rules import find_uneven_heads
 from framework.recipe.schema import Parallel
@@ -82,8 +82,6 @@ def split_context(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: S
     ulysses, ring, slices = plan.axes["ulysses"], plan.axes["ring"], plan.tokens.slices
     if plan.whole_mixers:
         assert slices is not None, "tokens of a rank of cp without their rows"
-        if plan.tokens.num_parts > 1:
-            refuse_sequence(model.config, plan.whole_mixers)
         hook_whole(model, plan.whole_mixers, tokens_of(slices, plan.axes["cp"]), plan.recipe.data.isolates)
     if not plan.owns_attention:
         return layouts

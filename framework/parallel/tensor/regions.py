@@ -301,6 +301,8 @@ def lend(lent: Lent, module: nn.Module, args: Any) -> None:
     # An instance's own attribute is found before __getattr__ asks for parameters. Made anew in each call, so that the gradient
     # reaches the parameter, and is one rank's part like everything inside.
     for (holder, name), change in lent.items():
+        # A recomputation ends with an error, behind which nobody takes back what it was lent.
+        holder.__dict__.pop(name, None)
         holder.__dict__[name] = change(getattr(holder, name))
 
 
