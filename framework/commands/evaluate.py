@@ -143,6 +143,8 @@ def choose_layout(known: Recipe, arguments: argparse.Namespace, place: Path) -> 
     save_recipe(alone, base)
     composed = compose(arguments.overrides, base=base)
     recipe, _ = with_choices(composed.require(), compose(arguments.overrides).draft, arguments.overrides)
+    options = {"tasks": arguments.tasks, "limit": arguments.limit}  # before what `eval=` chooses
+    recipe = replace(recipe, eval=replace(recipe.eval, **{name: value for name, value in options.items() if value}))
     if problems := check_recipe(recipe, composed.origins):
         raise RecipeError(render_problems(problems))
     if not recipe.eval.tasks:

@@ -82,7 +82,6 @@ def _merge(folders: tuple[Path, ...], lines: tuple[str, ...]) -> tuple[dict[str,
         overrides, repository = loader._parse_overrides_and_create_caching_repo("config", list(lines))
         merged = create_defaults_list(repository, "config", overrides, prepend_hydra=False, skip_missing=False).defaults
         tree = loader._compose_config_from_defaults_list(merged, repository)
-        tree.pop("hydra", None)
     origins: dict[str, str] = {}
     for entry in merged:
         file = find_file(entry.config_path or "", folders)
@@ -160,7 +159,7 @@ def _plain_words(text: str) -> str:
 
 
 def _lacks_package(file: Path) -> bool:
-    text = file.read_text(encoding="utf-8", errors="replace")
+    text = file.read_text(encoding="utf-8", errors="replace").removeprefix("\ufeff")
     return file.parent.name == "experiment" and not re.search(r"^#\s*@package\s+_global_\s*$", text, re.MULTILINE)
 
 

@@ -27,7 +27,7 @@ from framework.recipe.problem import COMMAND_LINE, DEFAULT
 
 def trace_file(origins: dict[str, str], file: Path, package: str, label: str) -> None:
     """Enter the keys of `file`, which Hydra placed at `package` (dotted, "" for the top)."""
-    root, _ = read_yaml(str(file), file.read_text(encoding="utf-8"))
+    root, _ = read_yaml(str(file), read_text(file))
     if not isinstance(root, yaml.MappingNode):
         set_origin(origins, package, f"{label}:1")
         return
@@ -115,6 +115,11 @@ class YamlLoader(get_yaml_loader()):  # type: ignore[misc]
         return node
 
 
+def read_text(file: Path) -> str:
+    """The text of a file, without the mark that some editors begin UTF-8 with: Hydra would not see a package behind it."""
+    return file.read_text(encoding="utf-8").removeprefix("\ufeff")
+
+
 @lru_cache(maxsize=256)
 def read_yaml(name: str, text: str) -> tuple[yaml.Node | None, Any]:
     """The graph of a file's nodes and its value, which nobody changes: all compositions of a process read the same few dozen
@@ -134,7 +139,7 @@ class RecipeSource(FileConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """The file at a path such as `optim/adamw`, which Hydra has found."""
         file = Path(self.path, self._normalize_file_name(config_path))
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
         _, value = read_yaml(str(file), text)
         config = OmegaConf.create({} if value is None else value)
         return ConfigResult(self.provider, f"file://{self.path}", config, self._get_header_dict(text[:512]))

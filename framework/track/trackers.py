@@ -38,6 +38,8 @@ PAGE_FILE = "track.html"
 REFRESH_S, LARGEST_SHARE = 10, 0.05
 # Points of a curve that the page's process keeps, several for each that is drawn.
 MOST_KEPT = 4000
+# The end of a run waits so long for the page of its plan: less than for all trackers, so that the last page is still written.
+PLAN_S = 20.0
 
 
 class Csv(Tracker):
@@ -197,9 +199,13 @@ class Html(Tracker):
             self._due_s = began_s + max(REFRESH_S, took_s / LARGEST_SHARE)
 
     def close(self, exit_code: int, is_rewound: bool = False) -> None:
-        """Write the page that stays: no browser reads it again."""
+        """Write the page that stays: no browser reads it again. That of the plan is left out if it takes long."""
         if self._plan is not None:
-            self._plan.wait()
+            try:
+                self._plan.wait(PLAN_S)
+            except subprocess.TimeoutExpired:
+                self._plan.kill()
+                self._plan.wait()
         if not is_rewound:
             self._write(exit_code)
 

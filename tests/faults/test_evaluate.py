@@ -1,12 +1,15 @@
 """`meshwright evaluate` and evaluation in the loop, end to end: one set of scores, wherever they are asked for."""
 
+import argparse
 import json
 
 import pytest
 
 from framework.cli import main
+from framework.commands.evaluate import choose_layout
 from framework.commands.trained_model import export_model
 from framework.errors import EXIT_DONE, EXIT_USER
+from framework.recipe.compose import compose
 from framework.track.jsonl import METRICS_FILE, read_records
 from tests import tiny_run
 from tests.lm_eval_figures import write_tasks
@@ -63,6 +66,13 @@ def test_what_cannot_be_evaluated_is_refused(words, why, tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", *words]) == EXIT_USER
     assert why in capsys.readouterr().err
+
+
+def test_tasks_and_limit_of_options_go_before_those_of_a_chosen_recipe(tmp_path):
+    known = compose(["experiment=quickstart"]).require()
+    arguments = argparse.Namespace(overrides=["eval=core"], tasks=["mine"], limit=3)
+    chosen = choose_layout(known, arguments, tmp_path).eval
+    assert (chosen.tasks, chosen.limit) == (["mine"], 3)
 
 
 @pytest.mark.grid

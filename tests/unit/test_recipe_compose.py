@@ -406,6 +406,14 @@ class TestMistakes:
         folder = mine("optim/x", "optim: {lr: 1.0}\n")
         assert "leave out `optim:`" in problem_of(compose(["optim=x"], [folder]), "optim.optim").fix
 
+    def test_a_file_may_begin_with_the_mark_of_utf_8(self, mine):
+        folder = mine("experiment/x", "\ufeff# @package _global_\ntrain: {steps: 3}\n")
+        assert compose(["experiment=x"], [folder]).draft.train.steps == 3
+
+    def test_settings_of_hydra_in_a_file_are_unknown_keys(self, mine):
+        folder = mine("experiment/x", "# @package _global_\nhydra: {run: {dir: there}}\n")
+        assert problem_of(compose(["experiment=x"], [folder]), "hydra.run.dir").message == "unknown key"
+
     def test_dotted_keys_in_a_file_are_told_to_nest(self, mine):
         folder = mine("experiment/x", "# @package _global_\noptim.lr: 1.0\n")
         assert "nests" in problem_of(compose(["experiment=x"], [folder]), "optim.lr").fix

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import resource
 import sys
 import textwrap
@@ -22,10 +23,11 @@ from framework.recipe import run_rules
 from framework.recipe.compose import compose, save_recipe
 from framework.recipe.plugins import import_plugins
 from framework.recipe.schema import Mlflow, Recipe, Track
+from framework.track import trackers
 from framework.track.jsonl import Jsonl
-from framework.track.mirror import Mirror
+from framework.track.mirror import Mirror, chart_values
 from framework.track.report import RunInfo, StepReport, save_run_info
-from framework.track.trackers import MOST_KEPT, TRACKERS, Thinned
+from framework.track.trackers import MOST_KEPT, TRACKERS, Html, Thinned
 from tests.grid import IN_TURN
 
 pytestmark = IN_TURN
@@ -177,6 +179,16 @@ def test_the_page_of_a_plan_is_written_for_a_run(tmp_path: Path) -> None:
     text = (tmp_path / "plan.html").read_text()
     assert "meshwright plan; machine" in text
     assert "dp=2, zero 0" in text
+
+
+def test_a_plan_that_hangs_does_not_take_the_last_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "recipe.yaml")  # nobody writes into it: the plan's process waits for its first byte
+    monkeypatch.setattr(trackers, "PLAN_S", 0.5)
+    page = Html()
+    page.open(RunInfo("r-1", asdict(Recipe()), total_steps=100, start_step=0), tmp_path, "r-1")
+    page.log(3, chart_values(asdict(report(3))))
+    page.close(0)
+    assert "step 3 of 100" in (tmp_path / "track.html").read_text()
 
 
 def test_files_that_cannot_be_written_delay_no_step(tmp_path: Path) -> None:
