@@ -343,5 +343,5 @@ def _settle_data(reading: Reading) -> None:
     if name is not None and not sources and not any(each.endswith("dataset_path") for each in reading.values):
         reading.settings["data.sources.files.path"] = MANDATORY
         reading.absent.append(
-            f"dataset: {show(name)}: a name that is known there; give its file, or its name on the hub"
+            f"dataset: {show(name)}: a name there (LLaMA-Factory: of dataset_info.json); give its file, or its name on the hub"
         )
