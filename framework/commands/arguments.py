@@ -94,7 +94,7 @@ def parse(parser: Parser, words: Sequence[str], composes: bool) -> argparse.Name
         arguments.overrides += [write_override_of(plugin) for plugin in arguments.plugins]
         arguments.overrides += ["plugins=null"] * arguments.no_plugins
     if unknown and not composes:
-        parser.error(f"there is no option {' '.join(unknown)}")
+        parser.error(f"there is no option {' '.join(unknown)}{_guess_option(unknown[0], parser.format_help())}")
     if unknown:
         raise RecipeError(_explain_flags(_join_values(words, unknown), parser.format_help(), arguments.recipes))
     return arguments
@@ -186,15 +186,20 @@ keys (`meshwright check --keys [WORD]` explains them):
 {describe_group_keys()}"""
 
 
+def _guess_option(word: str, help_text: str) -> str:
+    from framework.recipe.suggest import nearest
+
+    near = nearest(word.partition("=")[0].lstrip("-"), re.findall(r"--([a-z-]+)", help_text))
+    return f"; did you mean --{near[0]}?" if near else ""
+
+
 def _explain_flags(flags: Iterable[str], help_text: str, recipe_dirs: Sequence[Path]) -> str:
     from framework.recipe.files import search_path
     from framework.recipe.overrides import explain_flag
     from framework.recipe.problem import render_problems
-    from framework.recipe.suggest import nearest
 
-    options = re.findall(r"--([a-z-]+)", help_text)
-    guesses = {flag: nearest(flag.partition("=")[0].lstrip("-"), options) for flag in flags}
-    mistyped = [f"there is no option {flag}; did you mean --{guess[0]}?" for flag, guess in guesses.items() if guess]
+    guesses = {flag: _guess_option(flag, help_text) for flag in flags}
+    mistyped = [f"there is no option {flag}{guess}" for flag, guess in guesses.items() if guess]
     keys = [explain_flag(flag, search_path(recipe_dirs)) for flag, guess in guesses.items() if not guess]
     return "\n".join([*mistyped, *([render_problems(keys)] if keys else [])])
 

@@ -77,7 +77,10 @@ def _list_faults(path: Path | None) -> int:
         print("\n".join(f"{name}= one of {', '.join(words)}" for name, words in PLACES.items()))
         return EXIT_DONE
     run = RunDirectory.open(path)
-    for fault in read_plan(run.path):
+    planned = list(read_plan(run.path))
+    if not planned:
+        print(f"no faults were planned for {run.path}; `meshwright inject --list` explains them")
+    for fault in planned:
         print(f"planned  {fault.describe()}")
     for record in read_log(run.path):
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["unix_s"]))

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from framework.commands.arguments import add_multirun
-from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost, MeshwrightError, RecipeError
+from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost, MeshwrightError, ModelError, RecipeError
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
 from framework.launch.parts import begin, go_on
@@ -104,21 +104,28 @@ def _run_ranks(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) 
         print(outcome.message, file=sys.stderr)
     print(conclude(run, recipe, outcome.code), flush=True)
     if outcome.code == EXIT_DONE and recipe.train.sample is not None:
-        _show_sample(run, lease, recipe.train.sample, recipe.data.has_conversations)
+        _show_sample(run, lease, recipe, recipe.train.sample)
     return outcome.code
 
 
-def _show_sample(run: RunDirectory, lease: Lease, prompt: str, chat: bool) -> None:
-    """Export the run and let it continue a text, or answer one, which a newcomer wants to see."""
+def _show_sample(run: RunDirectory, lease: Lease, recipe: Recipe, prompt: str) -> None:
+    """Export the run and let it continue a text, or answer one, which a newcomer wants to see. The run is done, whether that
+    works or not."""
     from framework.commands.generate import EXPORT_FOLDER, generate_command
     from framework.commands.trained_model import export_model
 
     folder = run.path / EXPORT_FOLDER
     with lease.replacing(folder) as made:
         export_model(run.path, made, name=folder, text=True)
+    chat = recipe.data.has_conversations
     how = "what the model answers" if chat else "how the model goes on"
     print(f"sample   the text of train.sample, and {how}:\n", flush=True)
-    generate_command(folder, prompt, max_new_tokens=80, temperature=0.0 if chat else 0.7, chat=chat)
+    # transformers loads an adapter's folder only where peft is installed.
+    shown = run.path if recipe.adapter.is_used else folder
+    try:
+        generate_command(shown, prompt, max_new_tokens=80, temperature=0.0 if chat else 0.7, chat=chat)
+    except ModelError as error:
+        print(f"no sample: {error}", file=sys.stderr)
 
 
 def conclude(run: RunDirectory, recipe: Recipe, code: int) -> str:

@@ -63,9 +63,9 @@ def export_model(
     place of the old ones, and in their dtypes; with text, the text model alone.
 
     Weights keep the dtype in which the optimizer updated them, so nothing is lost, unless `dtype`, a key of DTYPES, names
-    another. Of a run with an adapter the folder has that alone, in PEFT's format, or, merged, the whole model in the dtype of its
-    pretrained weights. The folder appears whole or not at all. averaged: the average of the weights (train.ema) in their place.
-    name: the name of `to` afterwards, if it is renamed.
+    another. Of a run with an adapter the folder has that alone, in PEFT's format, or, merged or without pretrained weights, the
+    whole model in their dtype. The folder appears whole or not at all. averaged: the average of the weights (train.ema) in their
+    place. name: the name of `to` afterwards, if it is renamed.
     Raises RunError when the run has no such checkpoint, ModelError when `to` has content already, CheckpointError when the
     checkpoint is damaged.
     """
@@ -75,6 +75,8 @@ def export_model(
         raise RunError(f"{run} has no adapter to merge (adapter.kind=none): export it without --merged")
     if averaged and not any(name.startswith(AVERAGED) for name in reader.manifest.entries):
         raise RunError(f"{run} has no average of its weights (train.ema=null): export it without --average")
+    # Weights that a seed drew lie in no folder that PEFT could load an adapter beside.
+    merged = merged or (recipe.adapter.is_used and recipe.model.weights is None)
     if dtype is not None and recipe.adapter.is_used and not merged:
         raise RunError(f"{run} has an adapter, which keeps the dtype of its training: --dtype goes with --merged")
     kind = AVERAGED if averaged else TRAINED

@@ -123,7 +123,7 @@ def _read_value(key: str, text: str, points: Sequence[str]) -> Any:
 
 def _guess(word: str, known: Any) -> str:
     near = nearest(word, list(known))
-    return f"; did you mean {near[0]}?" if near else ""
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def plan_faults(run_dir: Path, faults: Sequence[Fault]) -> None:

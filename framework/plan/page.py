@@ -42,7 +42,8 @@ LAYER_NUMBER = re.compile(r"\.\d+\.")
 def describe_run(plan: Plan) -> Iterator[str]:
     """Lines about the run: model, ranks, batch, length, placement, ZeRO, recomputation, pipeline."""
     active = f", {plan.size.active:,} of them active for a token" if plan.size.active != plan.size.total else ""
-    work = f"{plan.flops_per_token / 1e9:,.2f} GFLOP per token"
+    scale, unit = (1e9, "GFLOP") if plan.flops_per_token >= 1e8 else (1e6, "MFLOP")
+    work = f"{plan.flops_per_token / scale:,.2f} {unit} per token"
     yield f"model         {plan.config.model_type}, {plan.size.total:,} parameters{active}; {work}"
     if plan.recipe.adapter.is_used:
         trained = sum(plan.whole.get_parameter(each.parameter).numel() for each in plan.groups)

@@ -51,6 +51,11 @@ TALL_PX = 280
 ROOM = {"left": 5, "top": 5, "bottom": 5, "right": 95}
 
 
+def is_near(total: float, limit: float) -> bool:
+    """Whether a bar of `total` can be seen on an axis that reaches the limit."""
+    return total * 50 >= limit
+
+
 def memory_chart(rows: Rows) -> alt.LayerChart:
     """Bytes of a rank at each place of the pipeline, by kind, with the device's limit."""
     kinds = _names(rows["memory"], "kind")
@@ -68,7 +73,10 @@ def memory_chart(rows: Rows) -> alt.LayerChart:
     )
     words = totals.mark_text(style="over", align="left", dx=5).encode(x="total:Q", text="words:N")
     limit = totals.mark_tick(thickness=2, size=ROW_PX, color=RED).encode(x="limit:Q")
-    return (bars + red + words + limit).properties(height=height_of(rows["totals"]), padding=ROOM)
+    layers = (
+        (bars, red, words, limit) if any(is_near(row["total"], row["limit"]) for row in rows["totals"]) else (bars,)
+    )
+    return alt.layer(*layers).properties(height=height_of(rows["totals"]), padding=ROOM)
 
 
 def phases_chart(rows: Rows) -> alt.LayerChart:
@@ -85,7 +93,8 @@ def phases_chart(rows: Rows) -> alt.LayerChart:
     sums = of_rows("phase_totals").encode(x=x)
     red = sums.transform_calculate(end="datum.limit + datum.over").mark_bar(color=RED).encode(y="limit:Q", y2="end:Q")
     limit = of_rows("phase_totals").mark_rule(color=RED, strokeWidth=2).encode(y="min(limit):Q")
-    chosen = [each.transform_filter("datum.place === place") for each in (bars, red, limit)]
+    layers = (bars, red, limit) if any(is_near(row["total"], row["limit"]) for row in rows["totals"]) else (bars,)
+    chosen = [each.transform_filter("datum.place === place") for each in layers]
     return alt.layer(*chosen).add_params(place).properties(height=TALL_PX)
 
 

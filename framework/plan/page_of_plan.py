@@ -14,7 +14,7 @@ from framework.parallel.pipeline.simulate import Timeline, simulate
 from framework.plan.advice import FittingChange, describe_changes, describe_verdict
 from framework.plan.forecast import OUTSIDE, SLACK, MemoryForecast, StageMemory, TimeForecast
 from framework.plan.forecast_plan import PlanForecast
-from framework.plan.page_charts import WORDS, Row, Rows, plan_charts
+from framework.plan.page_charts import WORDS, Row, Rows, is_near, plan_charts
 from framework.plan.page_html import Page, Section, render_html
 from framework.plan.plan import Plan
 from framework.plan.plan_stages import forecast_run
@@ -206,7 +206,7 @@ def mesh_rows(plan: Plan) -> Rows:
 def _list_facts(plan: Plan, found: PlanForecast) -> Iterator[tuple[str, str]]:
     time, memory = found.forecast.time, found.forecast.memory
     yield "fullest rank", show_bytes(memory.fullest.reserved)
-    yield "device", f"{show_bytes(memory.limit)}, {found.cluster.name}"
+    yield "device", show_bytes(memory.limit)
     yield "step time", show_seconds(time.step_s)
     yield "tokens/s", f"{time.tokens_per_s:,.0f}"
     yield "tokens/s of a rank", f"{time.tokens_per_s_and_rank:,.0f}"
@@ -226,10 +226,13 @@ def _describe_sections(plan: Plan, found: PlanForecast, shown: int) -> dict[str,
     fewer = f", drawn with {shown} of a step's {derived.accumulation} microbatches" if is_cut else ""
     first = f", the first of {derived.world // derived.ranks_per_node} nodes" if is_large else ""
     name, limit = plan.pipeline.make(shown).name, show_bytes(forecast.memory.limit)
+    has_line = is_near(forecast.memory.fullest.reserved, forecast.memory.limit)
+    line = f" The line: {limit} of a device." if has_line else f" A device has {limit}."
+    red = " Red is what a device does not have." * has_line
     bubble = forecast.time.parts.get("bubble", 0.0) / forecast.time.step_s
     sentences = {
-        "Memory of each rank": f"Where a step needs most, by place in the pipeline. The line: {limit} of a device.",
-        "Memory over a step": "What ranks hold at each phase. Red is what a device does not have.",
+        "Memory of each rank": f"Where a step needs most, by place in the pipeline.{line}",
+        "Memory over a step": f"What ranks hold at each phase.{red}",
         "Parts of a step": "Of the rank that takes longest; they add up to the step time.",
         "Pipeline": f"Schedule {name}{fewer}. Grey is idle; the bubble is {bubble:.1%} of the step of the busiest rank.",
         "Links": "Messages of a step: behind computation, and what nothing hides; bytes that a rank sends, share of the step.",

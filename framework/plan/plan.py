@@ -127,7 +127,8 @@ class Plan:
         """Model and layout in a line, for pictures."""
         degrees = [f"{axis}={size}" for axis, size in self.derived.degrees.items() if size > 1]
         layout = ", ".join([" ".join(degrees) or "one rank", f"zero {self.recipe.zero.stage}"])
-        batch = f"{self.derived.accumulation} microbatches of {self.derived.sequences_per_microbatch} x {self.derived.context}"
+        count = self.derived.accumulation
+        batch = f"{count} microbatch{'es' * (count != 1)} of {self.derived.sequences_per_microbatch} x {self.derived.context}"
         return f"{self.config.model_type}, {self.size.total:,} parameters; {layout}; {batch} tokens"
 
     @cached_property

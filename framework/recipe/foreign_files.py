@@ -342,4 +342,6 @@ def _settle_data(reading: Reading) -> None:
             reading.absent.append(f"datasets.type: {kind}: {words}")
     if name is not None and not sources and not any(each.endswith("dataset_path") for each in reading.values):
         reading.settings["data.sources.files.path"] = MANDATORY
-        reading.absent.append(f"dataset: {show(name)}: a name there (dataset_info.json); give its file")
+        reading.absent.append(
+            f"dataset: {show(name)}: a name there (LLaMA-Factory: of dataset_info.json); give its file, or its name on the hub"
+        )

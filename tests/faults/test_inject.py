@@ -192,13 +192,13 @@ def test_a_damaged_checkpoint_is_no_checkpoint(how, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ("kil step=3", "did you mean kill?"),
+        ("kil step=3", "did you mean kill?)"),
         ("kill stp=3", "kill takes rank=, step=, times=, phase=, point="),
         ("kill step=0", "step=0: not a number from 1 on"),
         ("kill step=nine", "not a number"),
         ("kill step=41", "the run has train.steps=40"),
         ("kill rank=1", "the run has 1 ranks"),
-        ("kill phase=savee", "did you mean save?"),
+        ("kill phase=savee", "did you mean save?)"),
         ("kill phase=save point=manifest", "phase and point: a fault acts at one of them"),
         ("term phase=connect-ranks step=3", "of the start-up, where no step is known"),
         ("nan phase=save", "nan takes rank=, step=, times="),

@@ -320,12 +320,23 @@ class TestArguments:
         run("generate", str(tmp_path), "--prompt", "def", "--temperature", "0", "--max-new-tokens", "9", "--seed", "3")
         named = {"prompt": "def", "max_new_tokens": 9, "temperature": 0.0, "seed": 3, "chat": False, "system": None}
         assert generated.pop() == (tmp_path, named)
+        code, _, err = run("generate", str(tmp_path), "--max-tokens", "9")
+        assert code == EXIT_USER
+        assert "no option --max-tokens 9; did you mean --max-new-tokens?" in err
         exported = rooms("framework.commands.trained_model", "export_model")
         for words, named in ((), {}), (("--step", "7"), {"step": 7}), (("--best",), {"best": True}):
             run("export", "some-run", "--to", str(tmp_path), *words)
             assert exported.pop() == (
                 Path("runs/some-run"),
-                {"to": tmp_path, "best": False, "step": None, "merged": False, "averaged": False, "dtype": None}
+                {
+                    "to": tmp_path,
+                    "best": False,
+                    "step": None,
+                    "merged": False,
+                    "averaged": False,
+                    "dtype": None,
+                    "text": False,
+                }
                 | named,
             )
         code, _, err = run("export", "some-run", "--to", str(tmp_path), "--step", "7", "--best")
