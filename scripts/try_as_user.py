@@ -128,6 +128,7 @@ ACTIONS = (
     done("diff first second", "train.steps", "loss", trains=True),
     done("export first --to out", "exported", trains=True),
     done("export first --dtype bf16 --to narrow", "exported", trains=True),
+    done("export first --text --to alone", "exported", trains=True),
     done("evaluate first --tasks sums.jsonl --limit 2 --json scores.json", "sums", "acc", trains=True),
     done("evaluate first --step 10 --tasks sums.jsonl", "acc", trains=True),
     refused("evaluate first --best --tasks sums.jsonl", "kept no best checkpoint", trains=True),

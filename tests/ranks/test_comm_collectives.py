@@ -9,6 +9,7 @@ import torch
 from framework.comm import algorithms, collectives, ledger
 from framework.comm.coded import Rounding
 from framework.comm.connect import connect
+from framework.comm.objects import all_gather_object
 from framework.mesh.topology import AXIS_NAMES, Topology
 from tests.grid import few_of
 
@@ -60,7 +61,7 @@ def compare_all(rank, world, rendezvous):
         collectives.start_broadcast(x, axis, source=world - 1).wait()
         assert torch.equal(x, xs[-1]), dtype
     collectives.barrier(axis)
-    assert collectives.all_gather_object({"rank": rank}, axis) == [{"rank": r} for r in range(world)]
+    assert all_gather_object({"rank": rank}, axis) == [{"rank": r} for r in range(world)]
     mesh.close()
 
 

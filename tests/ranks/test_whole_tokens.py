@@ -51,9 +51,10 @@ def test_what_is_divided_by_our_attention_is_not_gathered() -> None:
 def test_tokens_divided_over_tp_are_refused() -> None:
     way = Way("bloom", 2, tp=2)
     with pytest.raises(ModelError, match=r"BloomAttention of bloom models .* set parallel\.sequence=false"):
-        _ = make_plan(way.recipe, way.case().config).of_rank(0)
-    plan = make_plan(way.recipe, way.case().config)
-    assert "set parallel.sequence=false" in str(ModelRules(plan.shape).refuse(plan.candidate))
+        make_plan(way.recipe, way.case().config)
+    plan = make_plan(replace(way, sequence=False).recipe, way.case().config)
+    refused = plan.candidate.changed({"sequence": True})
+    assert "set parallel.sequence=false" in str(ModelRules(plan.shape).refuse(refused))
 
 
 def test_a_forecast_says_what_is_not_divided() -> None:
