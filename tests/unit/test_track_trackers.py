@@ -50,7 +50,7 @@ class Slow(Tracker):
 """
 # All that the step's thread calls for a tracker: whether its process lives (under a lock that it tries), and what it has said.
 ASKED = {"waitpid", "lock.acquire", "lock.release", "BufferedReader.read"}
-SAID = {"bytes.decode", "str.splitlines", "list.append", "waitstatus_to_exitcode"}
+SAID = {"bytes.decode", "str.splitlines", "list.append", "WIFSTOPPED", "waitstatus_to_exitcode"}
 
 
 def report(step: int) -> StepReport:
