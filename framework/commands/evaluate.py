@@ -137,13 +137,13 @@ def choose_layout(known: Recipe, arguments: argparse.Namespace, place: Path) -> 
         batch=Batch(sequences_per_step=SEQUENCES, context=known.batch.context),
         checkpoint=Checkpoint(),
         train=Train(steps=known.train.steps, seed=known.train.seed),
-        eval=Eval(arguments.tasks or known.eval.tasks, limit=arguments.limit),
+        eval=Eval(known.eval.tasks),
     )
     base = place / "recipe.yaml"
     save_recipe(alone, base)
     composed = compose(arguments.overrides, base=base)
     recipe, _ = with_choices(composed.require(), compose(arguments.overrides).draft, arguments.overrides)
-    options = {"tasks": arguments.tasks, "limit": arguments.limit}  # before what `eval=` chooses
+    options = {"tasks": arguments.tasks, "limit": arguments.limit}
     recipe = replace(recipe, eval=replace(recipe.eval, **{name: value for name, value in options.items() if value}))
     if problems := check_recipe(recipe, composed.origins):
         raise RecipeError(render_problems(problems))
