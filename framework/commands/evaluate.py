@@ -33,6 +33,12 @@ TRAINED_BY_RANKS = "framework.train.evaluation"
 FOLDER_CONTEXT = 2048
 # A batch for the recipe, though nothing is trained: many degrees divide it.
 SEQUENCES = 960
+# What is evaluated has them already: a word that sets one of them, or a key below `adapter`, would evaluate something else.
+OF_THE_MODEL = (
+    "model",
+    "adapter",
+    *(f"model.{name}" for name in ("family", "config_file", "weights", "revision", "tokenizer")),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -130,6 +136,12 @@ def evaluate_command(
 
 def choose_layout(known: Recipe, arguments: argparse.Namespace, place: Path) -> Recipe:
     """The recipe of the model in one rank, or in the layout of the command line; of its keys only those that forwards need."""
+    for word in arguments.overrides:
+        key = word.lstrip("+~").partition("=")[0]
+        if key in OF_THE_MODEL or key.startswith("adapter."):
+            raise RecipeError(
+                f"{word}: the model, its tokenizer and its adapter are those of {arguments.run}: leave it out"
+            )
     device = known.launch.device if known.launch.kind == "local" else "auto"
     alone = replace(
         with_layout_of(known, Recipe()),

@@ -164,4 +164,3 @@ def _append(path: Path, line: str, is_durable: bool = False) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
