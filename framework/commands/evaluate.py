@@ -97,6 +97,8 @@ def evaluate_command(
     arguments: argparse.Namespace, place: Path
 ) -> tuple[dict[str, float], dict[str, int], dict[str, Any]]:
     """Scores by TASK/NAME, records by task, and what was evaluated. place: a folder for what is needed meanwhile."""
+    path, tokenizer, origin = find_run(arguments.run), place / "tokenizer", None
+    directory = None if (path / "config.json").is_file() else RunDirectory.open(path)
     with loading_libraries():
         from framework.commands.trained_model import choose_checkpoint, read_settings
         from framework.data.tasks import keep_tasks
@@ -106,15 +108,13 @@ def evaluate_command(
         from framework.model.load import load_config
         from framework.verify.pool import RankFailed, RankPool
 
-    path, tokenizer, origin = find_run(arguments.run), place / "tokenizer", None
-    if (path / "config.json").is_file():
+    if directory is None:
         positions = getattr(load_config(replace(Recipe().model, weights=str(path))), "max_position_embeddings", None)
         context = min(FOLDER_CONTEXT, positions or FOLDER_CONTEXT)
         words = [f"model.weights={json.dumps(str(path.absolute()))}", f"batch.context={context}"]
         known = compose(words).require()
         save_tokenizer(load_tokenizer(str(path)), tokenizer)
     else:
-        directory = RunDirectory.open(path)
         checkpoint = choose_checkpoint(directory, best=arguments.best, step=arguments.step)
         known, reader = read_settings(directory, checkpoint)
         origin = Origin(directory, checkpoint)
