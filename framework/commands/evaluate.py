@@ -33,7 +33,7 @@ TRAINED_BY_RANKS = "framework.train.evaluation"
 FOLDER_CONTEXT = 2048
 # A batch for the recipe, though nothing is trained: many degrees divide it.
 SEQUENCES = 960
-# What is evaluated has them already: a word that sets one of them, or a key below `adapter`, would evaluate something else.
+# A run and a folder have them already: a word that sets one of them, or a key below `adapter`, would evaluate something else.
 OF_THE_MODEL = (
     "model",
     "adapter",
