@@ -3,6 +3,7 @@ recomputation restores."""
 
 import gc
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from framework.comm.connect import connect
 from framework.errors import RecipeError
@@ -103,11 +104,17 @@ def count_held(run: TrainingRun, microbatches: Sequence[Any], folder: Path) -> i
     return sum(event["args"]["Bytes"] for event in events if event["name"] == "[memory]")
 
 
+def attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, of_keys: int, of_values: int) -> int:
+    """FLOPs of matmuls over all pairs of tokens, with the features of a key and of a value."""
+    return 2 * math.prod(q[:3]) * k[2] * (of_keys * k[3] + of_values * v[3])
+
+
 # The kernel of CPUs is not among those that torch counts.
 CORE = {
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda dy, q, k, v, *_, **__: sdpa_backward_flop_count(
-        dy, q, k, v
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: attention_flops(q, k, v, 1, 1),
+    # Scores again, and the gradients of scores, values, queries and keys.
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, v, *__, **___: attention_flops(
+        q, k, v, 3, 2
     ),
 }
 
