@@ -20,6 +20,13 @@ needs_newer_transformers = pytest.mark.skipif(
     reason="of a family that transformers 5.17 has not, or otherwise",
 )
 
+
+def skip_without_initial_values(name: str) -> None:
+    """The older transformers draws none for routers of ernie4_5_moe, so a run of it from random weights is refused by name."""
+    if name == "ernie4_5_moe" and needs_newer_transformers.args[0]:
+        pytest.skip("transformers 5.17 draws no values for its routers")
+
+
 VOCABULARY = 97
 POSITIONS = 64
 

@@ -41,7 +41,7 @@ from framework.train.stage import RankStage
 from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
-from tests.families import FAMILIES, UNGATED, build_config, family
+from tests.families import FAMILIES, UNGATED, build_config, family, skip_without_initial_values
 from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import CPU, small_recipe, topology_of
 
@@ -402,6 +402,7 @@ def is_shown(name: str, policy: str, capacity: float | None) -> bool:
     few_of(ROUTED, is_shown),
 )
 def test_a_recomputed_router_chooses_the_same_experts(name: str, policy: str, capacity: float | None) -> None:
+    skip_without_initial_values(name)
     plan = plan_mixture(name, policy, capacity)
     choices = record_choices(plan)
     assert any(len(calls) > 1 for calls in choices.values())

@@ -17,7 +17,7 @@ from framework.recipe.compose import compose
 from framework.train.build import materialize
 from framework.verify.compare import compare_initial
 from framework.verify.layout import initial_weights
-from tests.families import FAMILIES, build_config, family
+from tests.families import FAMILIES, build_config, family, skip_without_initial_values
 from tests.grid import few_of
 from tests.ranks.parity import CPU
 
@@ -36,6 +36,7 @@ def draw_layer(model: PreTrainedModel, seed: int = SEED) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", few_of([each.name for each in FAMILIES], VARIED.__contains__))
 def test_values_are_distributed_as_hugging_face_draws_them(name: str) -> None:
     """Scales of the depth, padding rows, sinks and logarithms of a state space included."""
+    skip_without_initial_values(name)
     config = build_config(family(name))
     assert max(compare_initial(initial_weights(config, SEED), config).values()) <= 1
 

@@ -25,7 +25,7 @@ from framework.train.step import train_step
 from framework.verify.compare import compare
 from framework.verify.evidence import Evidence, keep_double
 from framework.verify.layout import gather_full, owned_gradients
-from tests.families import FAMILIES, VOCABULARY, Family, build_config, is_kind
+from tests.families import FAMILIES, VOCABULARY, Family, build_config, is_kind, skip_without_initial_values
 from tests.families import family as find_family
 from tests.grid import IN_TURN, few_of
 from tests.ranks.parity import CPU, small_recipe, worst_error
@@ -101,6 +101,7 @@ def test_a_model_that_runs_on_more_than_token_ids_is_refused(family: str) -> Non
 
 @pytest.mark.parametrize("family", few_of(FAMILIES, is_kind), ids=attrgetter("name"))
 def test_packed_documents_train_as_alone_where_they_are_said_to_stay_apart(family: Family) -> None:
+    skip_without_initial_values(family.name)
     documents = draw_documents()
     error = worst_error(compare(train_once(family, [pack(documents)]), train_once(family, documents)))
     config = build_config(family)
