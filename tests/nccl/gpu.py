@@ -30,6 +30,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from framework.comm import fused
+
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 # Of every byte, where nothing has landed: NaN in every float.
@@ -438,6 +440,8 @@ def installed() -> Iterator[None]:
             patch.dict(checkpoint._allowed_determinism_checks_to_fns, default=lambda x: (x.shape, x.dtype))
         )
         stack.enter_context(patch.object(optimizer, "_group_tensors_by_device_and_dtype", _group_tensors))
+        # Torch for CUDA brings Triton along, whose kernels want a real one.
+        stack.enter_context(patch.object(fused, "_choose", lambda kernels, device: kernels.plain))
         yield
 
 
