@@ -214,10 +214,10 @@ def examine_layout(model_type: str, layout: list[str], pool: RankPool, oracles: 
             recipe = compose(["~model", f"model.family={model_type}", *batch, *layout]).require()
             sides = prepare(recipe, VerifyOptions(model_config=Path(file.name), dtype="fp64")).sides
             model = meta(sides.config)
-        except RecipeError as error:
-            return f"shared: {describe(error)}" if "data.pack" in str(error) else f"not built: {describe(error)}"
         except Exception as error:
-            return f"not built: {describe(error)}"
+            is_shared = isinstance(error, RecipeError) and "data.pack" in str(error)
+            told = describe(error).replace(file.name, f"the default config of {model_type}")
+            return f"shared: {told}" if is_shared else f"not built: {told}"
     if "parallel.ep=2" in layout:
         if not count_all_experts(model) and not find_unknown_experts(model):
             return "dense"
