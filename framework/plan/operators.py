@@ -376,6 +376,11 @@ class LayerTimes:
             total += c.ring * rates.elementwise(merged, profile.merge, times)
         if layer.rotated:
             total += rates.elementwise(tokens * layer.rotated / c.tp, profile.rope, times)
+        shape = layer.attention
+        if profile.repeats_heads and shape is not None and shape.heads > shape.kv_heads:
+            # One kernel reads keys, or values, and writes the copies; in backward one adds the copies' gradients: as many bytes.
+            copied = tokens * (shape.heads + shape.kv_heads) / c.tp * rates.itemsize
+            total += rates.moved(copied * shape.key_dim) + rates.moved(copied * shape.value_dim)
         if layer.activated:
             total += rates.elementwise(tokens * layer.activated / c.tp, profile.activation, times)
         return total
