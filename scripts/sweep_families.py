@@ -58,6 +58,14 @@ from framework.verify.layout import run_rank
 from framework.verify.pool import RankFailed, RankPool
 from framework.verify.prepare import VerifyOptions, prepare
 
+# Qwen4's indexer, with a budget that is less than the tokens of a small copy's sequence.
+QSA = {
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
 # Keys without which a family's default config has no experts, or experts that two ranks do not divide, or does not build.
 COMPLETIONS: dict[str, dict[str, Any]] = {
     # Bidirectional but as decoders, and heads that two ranks divide.
@@ -95,6 +103,8 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "ministral": {"head_dim": 128},
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
+    "qwen4_exp_text": QSA,
+    "qwen4_exp": {"text_config": {"model_type": "qwen4_exp_text", **QSA}},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
 }
 
