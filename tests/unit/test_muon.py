@@ -1,11 +1,15 @@
 """Muon's arithmetic, its matrices, their owners and their messages, without ranks."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
+from framework.comm.connect import connect
 from framework.errors import ModelError, RecipeError
 from framework.model.load import build_meta
 from framework.model.units import find_units
@@ -13,11 +17,13 @@ from framework.optim.groups import group_trained
 from framework.optim.held_matrices import MatrixPart, OwnedValues
 from framework.optim.matrices import MatrixForm, count_flops, find_matrices
 from framework.optim.muon import assign_owners, group_matrices, orthogonalize, scale_of
+from framework.optim.update_rules import RuleOptimizer
 from framework.parallel.zero.plan_buffers import BufferPlan, Slot
 from framework.plan.plan import make_plan, unconnected
 from framework.plan.traffic import measure_traffic
 from framework.recipe.check import check_recipe
 from framework.recipe.schema import Adapter, Muon, Optim, Parallel, ParameterGroup, Zero
+from framework.train.build import build
 from framework.verify.plain_optimizers import PlainMuon
 from tests.families import build_config, family
 from tests.grid import few_of
@@ -286,6 +292,40 @@ def test_experts_even_out_what_their_owners_have_of_the_rest(parallel: Parallel)
     if parallel.ep == 2:  # else each expert is on one rank only
         dense, experts = (max(loads) for loads in zip(*own, strict=True))
         assert max(map(sum, own)) < dense + experts
+
+
+def move_momentum_in_each_step() -> AbstractContextManager[Any]:
+    """DeepSpeed's 8432: momentum takes gradients that are not finite, and keeps them."""
+
+    def ignore(self: RuleOptimizer, closure: None = None) -> None:
+        taken, self.found_inf = self.found_inf, None
+        step(self, closure)
+        self.found_inf = taken
+
+    step = RuleOptimizer.step
+    return patch.object(RuleOptimizer, "step", ignore)
+
+
+@pytest.mark.parametrize("is_planted", [False, True])
+def test_a_skipped_step_moves_neither_weights_nor_momentum(is_planted: bool) -> None:
+    recipe = replace(small_recipe("fp64", 1), optim=Optim(name="muon", muon=SETTINGS))
+    plan = make_plan(recipe, build_config(family("llama")))
+    mesh = connect(plan.topology, torch.device("cpu"))
+    run = build(plan, mesh)
+    one, states = torch.ones((), dtype=torch.float64), []
+    for gradient, skip in ((1.0, False), (torch.nan, True)):
+        for shard in run.optimizer.shards:
+            shard.gradient.fill_(gradient)
+        with move_momentum_in_each_step() if is_planted else nullcontext():
+            run.optimizer.step(1e-2, one, torch.tensor(skip), 0)
+        shards = run.optimizer.shards
+        moving = [each for each in shards if run.optimizer.has_state(each, "momentum_buffer")]
+        momentum = [run.optimizer.state(each, "momentum_buffer") for each in moving]
+        states.append(torch.cat([*(each.value for each in shards), *momentum]))
+    run.close()
+    mesh.close()
+    assert states[0].isfinite().all()
+    assert torch.equal(*states) is not is_planted
 
 
 def test_ranks_of_tp_with_uneven_slices_order_parameters_alike() -> None:
