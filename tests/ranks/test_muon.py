@@ -169,7 +169,7 @@ def orthogonalise_all_heads_together() -> AbstractContextManager[Any]:
     """Heads as if they had not been asked for."""
 
     def find(*args: Any) -> dict[str, MatrixForm]:
-        return find_matrices(*args[:3])
+        return find_matrices(*args[:3], OPTIM)
 
     return patch.object(shape, "find_matrices", find)
 

@@ -30,6 +30,7 @@ from tests.grid import few_of
 from tests.ranks.parity import small_recipe
 
 SETTINGS = Muon(dtype="master")
+BY_HEADS = Optim(name="muon", muon=Muon(heads=True))
 
 
 @pytest.mark.parametrize("scale", ["adamw", "original"])
@@ -106,7 +107,7 @@ def test_packed_matrices_split_and_join() -> None:
 )
 def test_matrices_of_a_family(name: str, weight: str, expected: int) -> None:
     model = build_meta(build_config(family(name)), "auto")
-    matrices = find_matrices(model, tuple(find_units(model)), {})
+    matrices = find_matrices(model, tuple(find_units(model)), {}, Optim(name="muon"))
     assert len(matrices[weight].sizes) == expected
     outside = [
         each for each in ("lm_head.weight", "model.embed_tokens.weight", "transformer.wpe.weight") if each in matrices
@@ -131,7 +132,7 @@ def test_matrices_of_a_family(name: str, weight: str, expected: int) -> None:
 )
 def test_heads_of_a_family(name: str, weight: str, expected: MatrixForm) -> None:
     model = build_meta(build_config(family(name)), "auto")
-    assert find_matrices(model, tuple(find_units(model)), {}, by_heads=True)[weight] == expected
+    assert find_matrices(model, tuple(find_units(model)), {}, BY_HEADS)[weight] == expected
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_heads_of_a_family(name: str, weight: str, expected: MatrixForm) -> None
 def test_heads_that_nothing_tells_apart_are_refused(name: str, reason: str) -> None:
     model = build_meta(build_config(family(name)), "auto")
     with pytest.raises(ModelError, match=f"optim.muon.heads: .*{reason}.*Set it to false"):
-        find_matrices(model, tuple(find_units(model)), {}, by_heads=True)
+        find_matrices(model, tuple(find_units(model)), {}, BY_HEADS)
 
 
 @pytest.mark.parametrize(("name", "tp"), [("gpt2", 1), ("llama", 2), ("llama", 4)])
