@@ -20,7 +20,7 @@ from framework.plan.cluster import Group, place_group
 from framework.plan.layer_widths import MixtureWidths
 from framework.plan.operators import LayerOperators, UnitWork
 from framework.plan.profile import Rates
-from framework.plan.token_hops import TokenHops
+from framework.plan.token_hops import TokenHops, rows_of_token
 from framework.recipe.schema import Recipe
 
 # Axes over which messages travel.
@@ -143,7 +143,8 @@ class LayerMessages:
             return ((once, 0.0),) * 3
         outer, inner = self.groups["ep_outer"], self.groups["ep_inner"]
         narrows = self.settings.parallel.expert_dispatch == "fp8"
-        hops = TokenHops(experts.router, outer.size, inner.size, experts.width, itemsize, narrows)
+        rows = rows_of_token(self.c, self.settings, experts.router, outer.size, inner.size)
+        hops = TokenHops(experts.router, outer.size, inner.size, experts.width, itemsize, narrows, rows)
 
         def seconds(way: str) -> tuple[float, float]:
             far, near = (

@@ -134,9 +134,12 @@ def context_attention(recipe: Recipe) -> Iterator[Problem]:
 
 # --- experts
 
+# Keys of tokens that travel to other ranks' experts.
+EXPERT_KEYS = ("expert_overlap", "expert_hierarchical", "expert_dispatch", "expert_padding")
+
 
 @rule(
-    *(f"parallel.{name}" for name in ("ep", "expert_overlap", "expert_hierarchical", "expert_dispatch")),
+    *(f"parallel.{name}" for name in ("ep", *EXPERT_KEYS)),
     *(f"model.{name}" for name in ("experts", "expert_capacity", "expert_drop")),
     *("batch.sequences_per_microbatch", "memory.compile"),
 )
@@ -151,7 +154,7 @@ def experts(recipe: Recipe) -> Iterator[Problem]:
         message = "without model.expert_capacity nothing is dropped"
         yield from refuse_useless(recipe, "model.expert_drop", message, "model.expert_capacity=1.25")
     if parallel.ep == 1:
-        for name in ("expert_overlap", "expert_hierarchical", "expert_dispatch"):
+        for name in EXPERT_KEYS:
             message = "with parallel.ep=1 no token is sent to an expert"
             yield from refuse_useless(recipe, f"parallel.{name}", message, "parallel.ep=2 or more")
     elif isinstance(inner, int) and parallel.ep % inner:

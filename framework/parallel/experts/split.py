@@ -19,6 +19,7 @@ from framework.errors import ModelError
 from framework.mesh.layout import Layout, Shard, part
 from framework.model.adapters import has_adapter
 from framework.model.experts import ExpertsForm, capacity_of, count_experts, find_experts, find_unknown_experts
+from framework.model.flops import expert_groups
 from framework.model.opaque_experts import replace_forward
 from framework.parallel.experts.dispatch import ExpertDispatch, LocalExperts
 from framework.parallel.experts.exchange import ROW_CODEC
@@ -126,9 +127,19 @@ def _codec_of(recipe: Recipe, form: ExpertsForm) -> BlockCodec | None:
     return ROW_CODEC
 
 
+def _padding_of(recipe: Recipe, form: ExpertsForm) -> float | None:
+    """The factor of padded buffers; None: only a capacity bounds them."""
+    if recipe.parallel.expert_padding is not None and form.is_expert_major:
+        raise ModelError(
+            f"parallel.expert_padding={recipe.parallel.expert_padding}: llama4 gives every expert every token, and buffers would"
+            " have room for all of them; use null"
+        )
+    return recipe.parallel.expert_padding
+
+
 def _replace_forward(model: PreTrainedModel, name: str, form: ExpertsForm, plan: StagePlan) -> None:
     experts: Any = model.get_submodule(name)
-    axes, shared = plan.axes, None
+    axes, shared, groups = plan.axes, None, expert_groups(model.config.get_text_config())
     # On one node the ledger counts under `ep`.
     inner = axes["ep"] if axes["ep_outer"].size == 1 else axes["ep_inner"]
     parent, _, child = name.rpartition(".")
@@ -139,7 +150,7 @@ def _replace_forward(model: PreTrainedModel, name: str, form: ExpertsForm, plan:
     experts.dispatch = ExpertDispatch(
         LocalExperts(experts, form, keeps_tokens=axes["expert_tp"].rank == 0),
         count_experts(experts) * axes["ep"].size,
-        ExpertRoute(axes["ep_outer"], inner, _codec_of(plan.recipe, form)),
+        ExpertRoute(axes["ep_outer"], inner, _codec_of(plan.recipe, form), _padding_of(plan.recipe, form), groups),
         plan.routed_tokens,
         shared,
         capacity_of(plan.recipe.model),
