@@ -77,11 +77,12 @@ test-grid: develop
 	$(PYTEST) $(SPREAD) -m grid --ignore tests/slurm $(if $(PART),--grid-part $(PART))
 
 # On the oldest torch and transformers that pyproject.toml allows, which GPU machines have: in a venv of its own of some 8 GB, for
-# PyPI's torch is the build for CUDA, which runs on CPUs.
-OLDEST := build/oldest
+# PyPI's torch is the build for CUDA, which runs on CPUs. TORCH=2.12: that one, in a venv of its own. With a newer NumPy the Triton of
+# torch 2.11 cannot interpret a loop.
+OLDEST := build/oldest$(TORCH)
 
 $(OLDEST)/installed: pyproject.toml $(OLDEST)/torchao.installed
-	$(OLDEST)/bin/$(PIP) --editable '.[dev]' 'torch==2.11.*' 'transformers==5.17.*'
+	$(OLDEST)/bin/$(PIP) --editable '.[dev]' 'torch==$(or $(TORCH),2.11).*' 'transformers==5.17.*' 'numpy<2.4'
 	touch $@
 
 test-oldest: $(OLDEST)/installed

@@ -43,7 +43,7 @@ from framework.cli import main as meshwright
 from framework.errors import MeshwrightError, ModelError, RecipeError
 from framework.mesh.box import Box
 from framework.mesh.token_layout import ContextSlices
-from framework.model.experts import find_experts, find_unknown_experts
+from framework.model.experts import count_all_experts, find_unknown_experts
 from framework.model.shrink import shrink
 from framework.model.weights import read_weights, write_weights
 from framework.parallel.attention import refuse_undivided_context
@@ -219,7 +219,7 @@ def examine_layout(model_type: str, layout: list[str], pool: RankPool, oracles: 
         except Exception as error:
             return f"not built: {describe(error)}"
     if "parallel.ep=2" in layout:
-        if not any(True for _ in find_experts(model)) and not find_unknown_experts(model):
+        if not count_all_experts(model) and not find_unknown_experts(model):
             return "dense"
         if sides.recipe.parallel.ep == 1 and not find_unknown_experts(model):
             return "not divided: the small copy's experts do not take parallel.ep=2"
@@ -305,7 +305,7 @@ def examine_experts(model_type: str, prints: bool) -> list[str]:
     except Exception as error:
         has_experts = any("expert" in key for key in CONFIG_MAPPING[model_type]().to_dict())
         return [f"does not build: {describe(error)}"] if has_experts else []
-    if not any(True for _ in find_experts(model)) and not find_unknown_experts(model):
+    if not count_all_experts(model) and not find_unknown_experts(model):
         return []
     return [f"{name} {verify(model_type, options, prints)}" for name, options in EXPERT_LAYOUTS.items()]
 

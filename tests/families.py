@@ -188,6 +188,15 @@ UNGATED = _family("nemotron_h", LLAMA, head_dim=8, n_routed_experts=6, num_exper
                   moe_shared_expert_intermediate_size=16, n_shared_experts=1,
                   layers_block_type=["attention", "moe", "attention"])  # fmt: skip
 
+# Experts that compute by their family's own code: all in one dim of a child's matrices; projections that are routed one by one,
+# of attentions, too. Not of FAMILIES: what is theirs is the experts alone.
+STOCK_EXPERTS: tuple[Family, ...] = (
+    _family("dbrx", {"vocab_size": SHARED["vocab_size"]}, d_model=32, n_heads=4, n_layers=3, max_seq_len=POSITIONS,
+            attn_config={"rope_theta": 1e4, "clip_qkv": 0.5, "kv_n_heads": 2},
+            ffn_config={"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}),
+    _family("jetmoe", LLAMA, kv_channels=8, num_local_experts=4, num_experts_per_tok=2),
+)  # fmt: skip
+
 # State spaces, by heads (Mamba-2) and by channels (Mamba-1), alone, beside attention and in turn with it. Not of FAMILIES: they
 # would repeat for each mechanism what tests of their own show.
 STATE_SPACES: tuple[Family, ...] = (

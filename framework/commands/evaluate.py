@@ -33,6 +33,12 @@ TRAINED_BY_RANKS = "framework.train.evaluation"
 FOLDER_CONTEXT = 2048
 # A batch for the recipe, though nothing is trained: many degrees divide it.
 SEQUENCES = 960
+# A run and a folder have them already: a word that sets one of them, or a key below `adapter`, would evaluate something else.
+OF_THE_MODEL = (
+    "model",
+    "adapter",
+    *(f"model.{name}" for name in ("family", "config_file", "weights", "revision", "tokenizer")),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +97,8 @@ def evaluate_command(
     arguments: argparse.Namespace, place: Path
 ) -> tuple[dict[str, float], dict[str, int], dict[str, Any]]:
     """Scores by TASK/NAME, records by task, and what was evaluated. place: a folder for what is needed meanwhile."""
+    path, tokenizer, origin = find_run(arguments.run), place / "tokenizer", None
+    directory = None if (path / "config.json").is_file() else RunDirectory.open(path)
     with loading_libraries():
         from framework.commands.trained_model import choose_checkpoint, read_settings
         from framework.data.tasks import keep_tasks
@@ -100,15 +108,13 @@ def evaluate_command(
         from framework.model.load import load_config
         from framework.verify.pool import RankFailed, RankPool
 
-    path, tokenizer, origin = find_run(arguments.run), place / "tokenizer", None
-    if (path / "config.json").is_file():
+    if directory is None:
         positions = getattr(load_config(replace(Recipe().model, weights=str(path))), "max_position_embeddings", None)
         context = min(FOLDER_CONTEXT, positions or FOLDER_CONTEXT)
         words = [f"model.weights={json.dumps(str(path.absolute()))}", f"batch.context={context}"]
         known = compose(words).require()
         save_tokenizer(load_tokenizer(str(path)), tokenizer)
     else:
-        directory = RunDirectory.open(path)
         checkpoint = choose_checkpoint(directory, best=arguments.best, step=arguments.step)
         known, reader = read_settings(directory, checkpoint)
         origin = Origin(directory, checkpoint)
@@ -130,6 +136,12 @@ def evaluate_command(
 
 def choose_layout(known: Recipe, arguments: argparse.Namespace, place: Path) -> Recipe:
     """The recipe of the model in one rank, or in the layout of the command line; of its keys only those that forwards need."""
+    for word in arguments.overrides:
+        key = word.lstrip("+~").partition("=")[0]
+        if key in OF_THE_MODEL or key.startswith("adapter."):
+            raise RecipeError(
+                f"{word}: the model, its tokenizer and its adapter are those of {arguments.run}: leave it out"
+            )
     device = known.launch.device if known.launch.kind == "local" else "auto"
     alone = replace(
         with_layout_of(known, Recipe()),

@@ -10,14 +10,15 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from framework.errors import RunError
 from framework.monitor.phases import START_UP, Phase
 from framework.recipe.suggest import nearest
+from framework.track.lines import read_lines
 
 PLAN_FILE, LOG_FILE = "faults.jsonl", "faults.log"
 HOWS = ("truncate", "flip", "zero", "remove", "manifest")
@@ -132,8 +133,9 @@ def plan_faults(run_dir: Path, faults: Sequence[Fault]) -> None:
 
 
 def read_plan(run_dir: Path) -> list[Fault]:
-    """All faults that were ever planned; torn lines are left out."""
-    return [Fault(**values) for values in _read_lines(run_dir / PLAN_FILE)]
+    """All faults that were ever planned; torn lines are left out, and those of another version of Meshwright."""
+    known = {each.name for each in fields(Fault)}
+    return [Fault(**values) for values in read_lines(run_dir / PLAN_FILE) if values.keys() <= known]
 
 
 def note_fault(run_dir: Path, fault: Fault, rank: int, **more: Any) -> None:
@@ -146,7 +148,7 @@ def note_fault(run_dir: Path, fault: Fault, rank: int, **more: Any) -> None:
 
 def read_log(run_dir: Path) -> list[dict[str, Any]]:
     """The injected faults, oldest first: unix_s, fault (as typed), id, rank, host, pid, and the step or phase."""
-    return list(_read_lines(run_dir / LOG_FILE))
+    return list(read_lines(run_dir / LOG_FILE))
 
 
 def count_injected(run_dir: Path, rank: int) -> Counter[str]:
@@ -162,12 +164,3 @@ def _append(path: Path, line: str, is_durable: bool = False) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    for line in lines:
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue

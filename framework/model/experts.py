@@ -3,10 +3,15 @@
     form          call                                                  weights
     routed        (x [T, H], index [T, k], weights [T, k]) -> [T, H]    gate_up_proj or up_proj, down_proj, biases
     expert-major  (x [E * T, H]) -> [E * T, H]                          gate_up_proj [E, H, 2I], down_proj [E, I, H]
+    blocks        as routed                                             a child's, [E * I, H]
+    grouped       (x [R, H], rows of each expert) -> [R, H']            one, [E, H', H]
 
 All families whose experts transformers lets choose among several kernels have the first form; attributes tell how their weights
 lie. longcat_flash's have none and are read off their shapes; an index beyond its experts means the token itself. llama4 has the
 second: every expert is given every token, times its score, which is zero where it was not chosen.
+
+The last two (dbrx; jetmoe, also in its attention) compute by their family's own code, which goes by `num_experts`: with a smaller
+number, and parts of the weights, it is the code of a rank's experts.
 
     C = ceil(factor * S k / E)        tokens of one sequence that an expert takes, of S tokens with k experts each of E
 
@@ -46,6 +51,7 @@ class ExpertsForm:
     has_identity: bool = False
     # transformers chooses the kernel, and the module says how gate and up become one.
     has_kernels: bool = True
+    is_grouped = False
 
     @property
     def last(self) -> str:
@@ -58,6 +64,14 @@ class ExpertsForm:
             gate, up = x.chunk(2, dim=-1)
             return up * experts.act_fn(gate)
         return experts._apply_gate(x) if self.has_gate else experts.act_fn(x)
+
+
+@dataclass(frozen=True)
+class StockForm:
+    """The form of experts that compute by their family's own code: along dim 0 of every weight an expert's rows are together."""
+
+    is_grouped: bool
+    has_identity = is_expert_major = False
 
 
 def form_of(module: nn.Module) -> ExpertsForm | None:
@@ -82,6 +96,33 @@ def _read_shapes(module: nn.Module, first: torch.Size, last: torch.Size) -> Expe
     return None
 
 
+def stock_form_of(module: nn.Module) -> StockForm | None:
+    """The form of a module of experts that compute by their own code; None for any other module."""
+    if form_of(module) is not None or not isinstance(count := getattr(module, "num_experts", None), int):
+        return None
+    arguments = signature(type(module).forward).parameters
+    shapes = {tuple(each.shape) for each in module.parameters()}
+    if "expert_size" in arguments and all(len(shape) == 3 and shape[0] == count for shape in shapes) and shapes:
+        return StockForm(is_grouped=True)
+    widths: Any = [getattr(module, name, None) for name in ("ffn_hidden_size", "hidden_size")]
+    if "top_k_index" in arguments and None not in widths and shapes == {(count * widths[0], widths[1])}:
+        return StockForm(is_grouped=False)
+    return None
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether a module is one of experts that ranks can divide."""
+    return form_of(module) is not None or stock_form_of(module) is not None
+
+
+def find_stock_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, StockForm]]:
+    """Every module of experts that compute by their own code, with its name and its form, in order."""
+    for name, module in model.named_modules():
+        form = stock_form_of(module)
+        if form is not None:
+            yield name, module, form
+
+
 def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertsForm]]:
     """Every module of stacked experts of a model, with its name and its form, in order."""
     for name, module in model.named_modules():
@@ -93,7 +134,7 @@ def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertsForm
 def find_unknown_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Modules that hold experts in no form known here, with their names, the outermost of each: lists of MLPs, matrices that lie
     in one of two dims, projections that are routed one by one. Shared experts are none: every token meets them."""
-    known = [name for name, _, _ in find_experts(model)]
+    known = list(count_all_experts(model))
     found: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
         is_named = name.rpartition(".")[2] == "experts" or "Experts" in type(module).__name__
@@ -112,7 +153,14 @@ def find_unknown_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def count_experts(experts: nn.Module) -> int:
     """The number of experts in the module: all, or those that a rank holds."""
-    return experts.get_parameter("down_proj").shape[0]
+    weight, count = getattr(experts, "down_proj", None), getattr(experts, "num_experts", 0)
+    return count if weight is None else len(weight)
+
+
+def count_all_experts(model: nn.Module) -> dict[str, int]:
+    """The number of experts of every module that ranks can divide, by its name."""
+    found = (*find_experts(model), *find_stock_experts(model))
+    return {name: count_experts(experts) for name, experts, _ in found}
 
 
 Priority = Literal["weight", "position"]

@@ -10,7 +10,7 @@ useful work and is not counted.
 The FLOPs of each unit are the costs by which a pipeline splits the model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.model.adapters import is_adapter
-from framework.model.experts import count_experts, find_experts
+from framework.model.experts import count_experts, find_experts, find_stock_experts
 from framework.model.load import layer_configs
 from framework.model.mixers import count_state, find_mixers
 from framework.model.shrink import EXPERTS_PER_TOKEN
@@ -53,22 +53,19 @@ def measure_model(model: PreTrainedModel) -> ModelSize:
     for name, parameter in model.named_parameters():
         count = parameter.numel()
         total += count
-        if top_k and name in stacked:
-            count = count * top_k // parameter.shape[0]
+        if top_k and id(parameter) in stacked:
+            count = count * top_k // stacked[id(parameter)]
         active += count
         multiplied += 0 if id(parameter) in lookups else count
         adapters += count if is_adapter(name) else 0
     return ModelSize(total, active, multiplied, adapters)
 
 
-def _find_stacked(model: PreTrainedModel) -> set[str]:
-    """Names of the weights and biases [E, ...] of stacked experts, one part per expert."""
-    return {
-        f"{name}.{parameter}"
-        for name, experts, _ in find_experts(model)
-        for parameter, value in experts.named_parameters()
-        if value.ndim > 1 and value.shape[0] == count_experts(experts)
-    }
+def _find_stacked(model: PreTrainedModel) -> dict[int, int]:
+    """The number of experts by the id of each weight and bias that has one part per expert."""
+    found = (*find_experts(model), *find_stock_experts(model))
+    counted = [(each, count_experts(experts)) for _, experts, _ in found for each in experts.parameters()]
+    return {id(each): count for each, count in counted if each.ndim > 1 and each.shape[0] % count == 0}
 
 
 def flops_per_token(model: PreTrainedModel, context: int) -> float:
@@ -82,13 +79,13 @@ def flops_per_token(model: PreTrainedModel, context: int) -> float:
 
 def unit_flops(model: PreTrainedModel, units: Sequence[Unit], context: int) -> dict[str, float]:
     """Forward FLOPs per token of each unit, by name: two for each weight in a matmul, and those of its attention."""
-    config = model.config.get_text_config()
+    config, stacked = model.config.get_text_config(), _find_stacked(model)
     of_layers = iter(attended(config, context))
     head = model.get_output_embeddings()
     found = {}
     for unit in units:
         modules = [model.get_submodule(path) for path in unit.modules]
-        multiplied = sum(_count_multiplied(module, config) for module in modules if module is not head)
+        multiplied = sum(_count_multiplied(module, config, stacked) for module in modules if module is not head)
         found[unit.name] = 2.0 * (multiplied + (next(of_layers) if unit.is_layer else 0))
     # A tied weight belongs to the embedding's unit, but its matmul is in the head.
     if head is not None:
@@ -96,16 +93,15 @@ def unit_flops(model: PreTrainedModel, units: Sequence[Unit], context: int) -> d
     return found
 
 
-def _count_multiplied(module: nn.Module, config: PretrainedConfig) -> int:
+def _count_multiplied(module: nn.Module, config: PretrainedConfig, stacked: Mapping[int, int]) -> int:
     """Weights of the module itself, without its children, in a token's matmuls; of stacked experts, those of one token. What it
     multiplies to carry a state on counts as weights."""
     if isinstance(module, nn.Embedding):
         return 0
-    chosen = experts_per_token(config) if hasattr(module, "is_transposed") else None
-    total = count_state(module)
+    chosen, total = experts_per_token(config), count_state(module)
     for parameter in module.parameters(recurse=False):
         count = parameter.numel()
-        total += count * chosen // parameter.shape[0] if chosen is not None and parameter.ndim == 3 else count
+        total += count * chosen // stacked[id(parameter)] if chosen and id(parameter) in stacked else count
     return total
 
 
@@ -161,7 +157,9 @@ def _local_reaches(config: PretrainedConfig) -> dict[str, int]:
 
 def experts_per_token(config: PretrainedConfig) -> int | None:
     """The number of experts that a token is sent to; None for a dense model."""
-    counts = (getattr(config, key, None) for key in EXPERTS_PER_TOKEN)
+    # dbrx has them in a config of their own.
+    holders = (config, getattr(config, "ffn_config", None))
+    counts = (getattr(each, key, None) for each in holders for key in EXPERTS_PER_TOKEN)
     return next((count for count in counts if count), None)
 
 

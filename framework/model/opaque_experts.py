@@ -68,7 +68,7 @@ def replace_forward(experts: Any, opaque: OpaqueExperts, call: Callable[..., Ten
     """Give a module of experts the forward `call`, which goes through `opaque`."""
 
     # A function: a graph that calls any other object is for that one alone.
-    def forward(hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None):
+    def forward(hidden_states: Tensor, top_k_index: Any = None, top_k_weights: Tensor | None = None):
         return call(hidden_states, top_k_index, top_k_weights)
 
     experts.opaque, experts.forward = opaque, forward

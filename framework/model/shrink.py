@@ -54,7 +54,7 @@ STATE_HEADS = (
 EXPANSIONS = {"expand", "mamba_expand"}
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
 EXPERT_GROUPS = ("n_group", "num_expert_group")
 
 # Config names that say which layers are of another kind, where it does not list all layers.

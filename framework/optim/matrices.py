@@ -1,7 +1,8 @@
 """Matrices of a model's layers, which Muon updates: which weights they are, and how several lie packed in one.
 
 A matrix is a weight of two dims of a decoder layer that is no embedding, norm or bias, or one expert's of a stacked weight. Gate
-and up, or q, k and v, that lie in one weight are matrices each.
+and up, or q, k and v, that lie in one weight are matrices each; with `optim.muon.heads` so is what an attention's projection has
+of each head.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +15,9 @@ from transformers.pytorch_utils import Conv1D
 from framework.errors import ModelError
 from framework.model.experts import find_experts
 from framework.model.units import Unit
-from framework.parallel.tensor.find_regions import find_regions
+from framework.parallel.tensor.find_regions import RegionPlan, find_regions, holder
 from framework.parallel.tensor.heads import count_heads
-from framework.parallel.tensor.partition import Counts
+from framework.parallel.tensor.partition import FEATURES, Counts
 
 # Rows from which on a symmetric matrix is worth three matmuls for the blocks that make it, in place of one for all of it.
 SYMMETRIC_ROWS = 512
@@ -24,33 +25,44 @@ SYMMETRIC_ROWS = 512
 
 @dataclass(frozen=True)
 class MatrixForm:
-    """The matrices packed in a weight [a, b]: along `dim`, `repeats` times one after another, `sizes` units of each.
+    """The matrices packed in a weight [a, b]: `blocks` equal ones along `dim`, with an owner each, and in a block `repeats` times
+    one after another, `sizes` units of each matrix.
 
     Gate and up in halves: repeats 1, sizes (1, 1); interleaved: a repeat for each pair. q, k and v of each head: a repeat for
-    each head.
+    each head. Heads one by one: a block for each.
     """
 
     dim: int = 0
     repeats: int = 1
     sizes: tuple[int, ...] = (1,)
+    blocks: int = 1
 
     def split(self, weight: Tensor) -> list[Tensor]:
-        """The matrices of a weight [a, b]."""
+        """The matrices of a block [a, b]."""
         grouped = weight.unflatten(self.dim, (self.repeats, -1))
         unit = grouped.shape[self.dim + 1] // sum(self.sizes)
         pieces = grouped.split([size * unit for size in self.sizes], self.dim + 1)
         return [piece.flatten(self.dim, self.dim + 1) for piece in pieces]
 
     def join(self, matrices: Sequence[Tensor]) -> Tensor:
-        """The weight [a, b] of its matrices: the inverse of `split`."""
+        """The block [a, b] of its matrices: the inverse of `split`."""
         grouped = [each.unflatten(self.dim, (self.repeats, -1)) for each in matrices]
         return cat(grouped, self.dim + 1).flatten(self.dim, self.dim + 1)
 
-    def shapes(self, shape: tuple[int, int]) -> list[tuple[int, int]]:
-        """The shapes of the matrices of a weight of this shape."""
-        unit = shape[self.dim] // (self.repeats * sum(self.sizes))
+    def block(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The shape of a block of a weight [..., a, b]."""
+        *_, a, b = shape
+        return (a // self.blocks, b) if self.dim == 0 else (a, b // self.blocks)
+
+    def shapes(self, block: tuple[int, int]) -> list[tuple[int, int]]:
+        """The shapes of the matrices of a block of this shape."""
+        unit = block[self.dim] // (self.repeats * sum(self.sizes))
         lengths = [self.repeats * size * unit for size in self.sizes]
-        return [(length, shape[1]) if self.dim == 0 else (shape[0], length) for length in lengths]
+        return [(length, block[1]) if self.dim == 0 else (block[0], length) for length in lengths]
+
+    def flops(self, shape: Sequence[int], steps: int) -> int:
+        """FLOPs of the iterations for a block of a weight [..., a, b]."""
+        return sum(count_flops(each, steps) for each in self.shapes(self.block(shape)))
 
 
 def count_flops(shape: tuple[int, int], steps: int) -> int:
@@ -61,10 +73,16 @@ def count_flops(shape: tuple[int, int], steps: int) -> int:
     return steps * (symmetric + 2 * short * short * long)
 
 
-def find_matrices(model: PreTrainedModel, units: Sequence[Unit], tp_plan: Mapping[str, str]) -> dict[str, MatrixForm]:
-    """The form of each weight of the layers that holds matrices, by name. tp_plan: `model.tp_plan`."""
+def find_matrices(
+    model: PreTrainedModel, units: Sequence[Unit], tp_plan: Mapping[str, str], by_heads: bool = False
+) -> dict[str, MatrixForm]:
+    """The form of each weight of the layers that holds matrices, by name. tp_plan: `model.tp_plan`; by_heads: `optim.muon.heads`.
+
+    Raises ModelError where heads are asked for and not known."""
     experts = {f"{name}.{weight}": form for name, weight, form in _find_stacked(model)}
-    packed = dict(_find_packed(model, units, tp_plan))
+    packed = dict(_find_packed(model, units, tp_plan, by_heads))
+    if by_heads and all(form.blocks == 1 for form in packed.values()):
+        raise _refuse(model, "no projection of heads was found")
     matrices = {}
     for name in (name for unit in units if unit.name.startswith("layers.") for name in unit.parameters):
         owner, shape = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name).shape
@@ -86,29 +104,62 @@ def _find_stacked(model: PreTrainedModel) -> Iterator[tuple[str, str, MatrixForm
 
 
 def _find_packed(
-    model: PreTrainedModel, units: Sequence[Unit], tp_plan: Mapping[str, str]
+    model: PreTrainedModel, units: Sequence[Unit], tp_plan: Mapping[str, str], by_heads: bool
 ) -> Iterator[tuple[str, MatrixForm]]:
     """The weights of linear layers that hold several matrices, by the roles that tensor parallelism knows them by."""
     try:
         regions = find_regions(model, tp_plan, [name for unit in units for name in unit.modules])
-    except ModelError:
+    except ModelError as error:
+        if by_heads:
+            raise _refuse(model, f"where they lie is not known: {error}") from error
         return  # a family whose roles are not known: each weight is one matrix
     for region in regions:
         arranged = {name: role.arrangement for name, role in region.roles.items() if role.kind == "column"}
-        counts = (
-            count_heads(model, region) if any(each not in ("", "pair") for each in arranged.values()) else Counts(1, 1)
-        )
+        has_heads = any(each not in FEATURES for each in arranged.values())
+        counts = count_heads(model, region) if has_heads else Counts(1, 1)
+        if by_heads and has_heads:
+            yield from _find_heads(model, region, counts)
         for name, arrangement in arranged.items():
             repeats, sizes = _packing(arrangement, counts)
-            if len(sizes) > 1:
+            if len(sizes) > 1 and not (by_heads and arrangement not in FEATURES):
                 yield f"{name}.weight", MatrixForm(int(isinstance(model.get_submodule(name), Conv1D)), repeats, sizes)
 
 
+def _find_heads(model: PreTrainedModel, region: RegionPlan, counts: Counts) -> Iterator[tuple[str, MatrixForm]]:
+    """The weights of an attention that hold something of each head: projections to queries, keys and values, and from outputs."""
+    for name, role in region.roles.items():
+        module = model.get_submodule(name)
+        is_column = role.kind == "column" and role.arrangement not in FEATURES
+        if not isinstance(module, (nn.Linear, Conv1D)) or not (is_column or role.kind == "row"):
+            continue
+        if role.arrangement in counts.linear:
+            raise _refuse(model, f"{name} has those of a recurrent mixer")
+        if counts.linear:  # one whose matrices are of channels
+            continue
+        if counts.blocks > 1 and role.arrangement == "":
+            raise _refuse(model, f"{name} reads them in pairs")
+        repeats, sizes = _packing(role.arrangement, counts)
+        number = repeats * sum(sizes) if is_column else counts.q
+        dim = int(isinstance(module, Conv1D) == is_column)
+        size = module.weight.shape[dim]
+        if size % number:
+            raise _refuse(model, f"{size} features of {name} are not of {number} heads alike")
+        # Latent attention: keys without positions and values of each head.
+        attention = vars(model.get_submodule(holder(name)))
+        parts = (attention["qk_nope_head_dim"], attention["v_head_dim"]) if name.endswith("kv_b_proj") else (1,)
+        if size > number:  # else a number for each head
+            yield f"{name}.weight", MatrixForm(dim, 1, parts, number)
+
+
 def _packing(arrangement: str, counts: Counts) -> tuple[int, tuple[int, ...]]:
-    """(repeats, sizes) of `MatrixForm` for an arrangement of `partition.py`."""
+    """(repeats, sizes) of `MatrixForm` for an arrangement of `partition.py`; units are heads where there are any."""
     match arrangement:
         case "pair":
             return 1, (1, 1)
+        case "heads":
+            return 1, (counts.q,)
+        case "kv_heads":
+            return 1, (counts.kv,)
         case "qkv":
             return 1, (counts.q, counts.kv, counts.kv)
         case "per_head":
@@ -116,5 +167,11 @@ def _packing(arrangement: str, counts: Counts) -> tuple[int, tuple[int, ...]]:
         case "groups":
             return counts.kv, (counts.q // counts.kv, 1, 1)
         case "block_qvk":
-            return counts.blocks, (1, 1, 1)
+            return counts.blocks, (counts.q // counts.blocks,) * 3
     return 1, (1,)
+
+
+def _refuse(model: PreTrainedModel, reason: str) -> ModelError:
+    return ModelError(
+        f"optim.muon.heads: heads of {model.config.model_type} models are no matrices of their own: {reason}. Set it to false"
+    )

@@ -10,12 +10,12 @@ Elementwise work stays where the parts are; U travels to the owners axis by axis
 
 Each hop is one all-to-all for all matrices. An axis of size 1 is a copy. Owners have about equal work (`assign_owners`). Ranks of
 `tp` that hold a whole matrix alike get one rank's result, so they stay equal to the bit. Experts are matrices one by one, and so
-are the matrices packed in one weight (`MatrixForm`).
+are the matrices packed in one weight (`MatrixForm`), and its heads on request, which are whole on ranks of `tp` and stay there.
 """
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod, sqrt
@@ -26,9 +26,9 @@ from torch import Tensor
 
 from framework.comm.collectives import all_to_all
 from framework.comm.communicator import Communicator
-from framework.mesh.layout import Layout
 from framework.optim.groups import GroupAssignment, decay_rate
-from framework.optim.matrices import SYMMETRIC_ROWS, MatrixForm, count_flops
+from framework.optim.held_matrices import HeldWeight, MatrixPart, OwnedValues, cut_slice, join_slices
+from framework.optim.matrices import SYMMETRIC_ROWS
 from framework.optim.optimizers import FlatOptimizer
 from framework.optim.update_rules import FlatShard, ShardGroup
 from framework.parallel.zero.plan_buffers import BufferPlan, GroupSpan, Slot
@@ -74,78 +74,21 @@ def scale_of(shape: tuple[int, int], kind: str) -> float:
     return 0.2 * sqrt(max(shape)) if kind == "adamw" else sqrt(max(1.0, shape[0] / shape[1]))
 
 
-@dataclass(frozen=True)
-class OwnedValues:
-    """The elements of a matrix that this rank owns, [n] each in the master's dtype, and how they are updated."""
-
-    value: Tensor
-    gradient: Tensor
-    momentum: Tensor
-    lr_ratio: float
-    weight_decay: float
-
-
-@dataclass(frozen=True)
-class MatrixPart:
-    """One weight [a, b], or one expert's, of a buffer.
-
-    start, stop: its local elements in the buffer. layout: of the parameter, as this rank holds it.
-    """
-
-    buffer: BufferPlan
-    form: MatrixForm
-    start: int
-    stop: int
-    layout: Layout
-    own: OwnedValues
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The global shape [a, b]."""
-        return self.layout.shape[-2], self.layout.shape[-1]
-
-    def flops(self, steps: int) -> int:
-        """FLOPs of its orthogonalisation."""
-        return sum(count_flops(shape, steps) for shape in self.form.shapes(self.shape))
-
-    def overlap(self, start: int, length: int) -> int:
-        """Elements of it among `length` elements of the buffer from `start` on."""
-        return max(0, min(self.stop, start + length) - max(self.start, start))
-
-    def slice_of(self, rank: int) -> "Slice | None":
-        """The rows or columns that a rank of tp, or of those that slice an expert, holds; None where every rank holds all."""
-        own = [shard for shard in self.layout.shards if shard.axis == "tp"]
-        if not own:
-            return None
-        # Nested shards of one axis: an inner one counts the neighbours that share an outer one's piece.
-        shards = (replace(each, index=rank % each.count) if each.axis == "tp" else each for each in self.layout.shards)
-        layout, dim = replace(self.layout, shards=tuple(shards), interval=None), own[0].dim
-        indices = torch.cat([torch.arange(*run) for run in layout.runs[dim]])
-        return Slice(dim - len(layout.shape) + 2, indices.to(self.own.value.device))
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Rows (dim 0) or columns (dim 1) of a weight, by their indices, int64 on its device."""
-
-    dim: int
-    indices: Tensor
-
-    def numel(self, shape: tuple[int, int]) -> int:
-        """Its elements of a weight of this shape."""
-        return shape[1 - self.dim] * len(self.indices)
-
-
-def assign_owners(costs: Sequence[int], loads: Sequence[int]) -> list[int]:
+def assign_owners(
+    costs: Sequence[int], loads: Sequence[int], holders: Sequence[Sequence[int]] | None = None, num_holders: int = 1
+) -> list[int]:
     """An owner for each matrix, so that the owners' costs are about equal: the dearest first, each to whoever has least. loads:
-    costs that each owner has already."""
-    heap = [(load, owner) for owner, load in enumerate(loads)]
-    heapq.heapify(heap)
+    costs that each owner has already. holders: for each matrix, remainders of its owner's number by num_holders; None: any."""
+    numbered = [(load, owner) for owner, load in enumerate(loads)]
+    heaps = [numbered[holder::num_holders] for holder in range(num_holders)]
+    for heap in heaps:
+        heapq.heapify(heap)
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
-        load, owner = heapq.heappop(heap)
+        heap = min((heaps[holder] for holder in (holders[index] if holders else range(num_holders))), key=itemgetter(0))
+        load, owner = heap[0]
         owners[index] = owner
-        heapq.heappush(heap, (load + costs[index], owner))
+        heapq.heapreplace(heap, (load + costs[index], owner))
     return owners
 
 
@@ -231,26 +174,30 @@ class MatrixGroup:
     has all owners of this one: they all see them then, and choose alike.
     """
 
-    def __init__(self, parts: Sequence[MatrixPart], tp: Communicator, settings: Muon, others: Mapping[int, int]):
-        self.parts, self._settings = parts, settings
-        update, shard = parts[0].buffer.axes.update, parts[0].buffer.axes.shard
-        self._dtype = torch.bfloat16 if settings.dtype == "bf16" else parts[0].own.momentum.dtype
+    def __init__(self, weights: Sequence[HeldWeight], tp: Communicator, settings: Muon, others: Mapping[int, int]):
+        self.weights, self._settings = weights, settings
+        self.parts = parts = [part for each in weights for part in each.parts]
+        update, shard = weights[0].buffer.axes.update, weights[0].buffer.axes.shard
+        self._dtype = torch.bfloat16 if settings.dtype == "bf16" else weights[0].own.momentum.dtype
         costs = [each.flops(settings.steps) for each in parts]
         steps = [[rank - axis.ranks[axis.rank] for rank in axis.ranks] for axis in (update, shard, tp)]
         ranks = [sum(each) for each in product(*steps)]
         loads = [others[rank] for rank in ranks] if others.keys() >= set(ranks) else [0] * len(ranks)
-        owners = assign_owners(costs, loads)
+        # Heads stay on their ranks of tp.
+        holders = [ranks for each in weights for ranks in each.holders(tp.size)]
+        owners = assign_owners(costs, loads, holders, tp.size)
         for owner, cost in zip(owners, costs, strict=True):
             loads[owner] += cost
         self.loads = dict(zip(ranks, loads, strict=True))
         places = [(owner // (shard.size * tp.size), owner // tp.size % shard.size, owner % tp.size) for owner in owners]
 
         def owned(each: MatrixPart) -> list[int]:
-            plan = each.buffer
+            plan = each.weight.buffer
             return [each.overlap(plan.part_start + i * plan.numel_owned, plan.numel_owned) for i in range(update.size)]
 
         def held(each: MatrixPart) -> list[int]:
-            return [each.overlap(i * each.buffer.numel_part, each.buffer.numel_part) for i in range(shard.size)]
+            numel = each.weight.buffer.numel_part
+            return [each.overlap(i * numel, numel) for i in range(shard.size)]
 
         here = list(range(len(parts)))
         self._hops: list[OwnerHop] = []
@@ -278,16 +225,21 @@ class MatrixGroup:
     def update(self, rate: Tensor, momentum: float, decay_rate: Tensor) -> None:
         """Update the values of all parts at a learning rate, and decay them at another one, scalars. Collective over the update
         axis, the shard axis and tp."""
-        owned = [each.own for each in self.parts]
-        held = [each.gradient.lerp(each.momentum, momentum).to(self._dtype) for each in owned]
+        held = []
+        for weight in self.weights:
+            moved = weight.own.gradient.lerp(weight.own.momentum, momentum)
+            held += weight.cut(moved.to(self._dtype))
+        results = iter(self._orthogonalize(held))
         # Scalars of the device, one for all matrices that are updated alike.
         decays: dict[float, Tensor] = {}
         rates: dict[float, Tensor] = {}
-        for part, own, result in zip(self.parts, owned, self._orthogonalize(held), strict=True):
+        for weight in self.weights:
+            own, result = weight.own, weight.join([next(results) for _ in weight.parts])
             if not len(result):  # other ranks own all of it
                 continue
             decay = own.lr_ratio * own.weight_decay
-            factor = own.lr_ratio * scale_of(part.form.shapes(part.shape)[0], self._settings.scale)
+            matrix = weight.form.shapes(weight.parts[0].shape)[0]
+            factor = own.lr_ratio * scale_of(matrix, self._settings.scale)
             if decay not in decays:
                 decays[decay] = 1 - decay_rate * decay
             if factor not in rates:
@@ -306,12 +258,14 @@ class MatrixGroup:
             held = [torch.cat(parts) for parts in hop.collect(held, empty)]
         collected = self._last.collect(held, empty)
         matrices = [
-            part.form.split(_join(part.shape, of_ranks, slices))
+            part.weight.form.split(join_slices(part.shape, of_ranks, slices))
             for part, of_ranks, slices in zip(self.owned, collected, self._slices, strict=True)
         ]
         done = _orthogonalize_all(matrices, self._settings)
-        weights = [part.form.join(each) for part, each in zip(self.owned, done, strict=True)]
-        cut = [[_cut(weight, each) for each in slices] for weight, slices in zip(weights, self._slices, strict=True)]
+        weights = [part.weight.form.join(each) for part, each in zip(self.owned, done, strict=True)]
+        cut = [
+            [cut_slice(weight, each) for each in slices] for weight, slices in zip(weights, self._slices, strict=True)
+        ]
         results = self._last.give_back(cut, empty)
         for hop in reversed(self._hops):
             mine = zip(results, hop.own, strict=True)
@@ -337,23 +291,6 @@ def _orthogonalize_all(matrices: list[list[Tensor]], settings: Muon) -> list[lis
                 ]
                 results[i][j] = each if scales[0] == scales[1] else each * (scales[0] / scales[1])
     return results
-
-
-def _join(shape: tuple[int, int], parts: Sequence[Tensor], slices: Sequence[Slice | None]) -> Tensor:
-    """The weight [a, b] of what the ranks of tp have sent."""
-    whole = parts[0].new_empty(shape)
-    for part, each in zip(parts, slices, strict=True):
-        if each is None:
-            whole = part.view(shape) if part.numel() else whole
-        else:
-            size = [len(each.indices) if dim == each.dim else length for dim, length in enumerate(shape)]
-            whole.index_copy_(each.dim, each.indices, part.view(size))
-    return whole
-
-
-def _cut(weight: Tensor, each: Slice | None) -> Tensor:
-    """The elements of a slice, [n]."""
-    return (weight if each is None else weight.index_select(each.dim, each.indices)).flatten()
 
 
 class MuonOptimizer(FlatOptimizer):
@@ -404,7 +341,7 @@ def group_matrices(
     forms = {each.parameter: each.matrix for each in assignments if each.optimizer == "muon"}
     # In the order of the whole model: ranks of tp with uneven slices may order the parameters of a buffer otherwise.
     order = {name: index for index, name in enumerate(forms)}
-    by_axes: dict[str, list[tuple[int, MatrixPart]]] = {}
+    by_axes: dict[str, list[tuple[int, HeldWeight]]] = {}
     for plan, slot in ((each, slot) for each in buffers for slot in each.slots):
         if (form := forms.get(slot.name)) is None:
             continue
@@ -415,12 +352,12 @@ def group_matrices(
             low, high = max(start, plan.start), min(start + size, plan.stop)
             has_some = low < high and find is not None
             own = find(plan, slot, low, high) if has_some and find else OwnedValues(nothing, nothing, nothing, 0.0, 0.0)
-            part = MatrixPart(plan, form, start, start + size, slot.layout, own)
-            by_axes.setdefault(slot.layout.shard_axis, []).append((order[slot.name], part))
+            weight = HeldWeight(plan, form, start, start + size, slot.layout, own)
+            by_axes.setdefault(slot.layout.shard_axis, []).append((order[slot.name], weight))
     groups: list[MatrixGroup] = []
     # Experts last: they are many, and even out what their owners have of the rest.
-    for name, parts in sorted(by_axes.items(), reverse=True):
-        ordered = [part for _, part in sorted(parts, key=itemgetter(0))]
+    for name, weights in sorted(by_axes.items(), reverse=True):
+        ordered = [weight for _, weight in sorted(weights, key=itemgetter(0))]
         tp = axes["expert_tp" if name == "expert_shard" else "tp"]
         groups.append(MatrixGroup(ordered, tp, settings, groups[-1].loads if groups else {}))
     return groups

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from framework.model.experts import find_experts
+from framework.model.experts import count_all_experts
 from framework.model.kept_outputs import ATTENTION, EXPERTS, KeepsOutputs, KeptOutputs, LayerCall, Policy
 from framework.model.matmul import StackedMatmul
 from framework.model.opaque_experts import find_opaque_experts
@@ -81,7 +81,7 @@ def _keep_outputs(
     layer: nn.Module, named: Sequence[str], operations: Mapping[nn.Module, Sequence[KeepsOutputs]]
 ) -> KeptOutputs:
     # A mixture's choice is always restored; elsewhere nothing need be caught unless an attention is kept.
-    kept = KeptOutputs(named, catches=ATTENTION in named or any(True for _ in find_experts(layer)))
+    kept = KeptOutputs(named, catches=ATTENTION in named or bool(count_all_experts(layer)))
     for path, module in layer.named_modules():
         for operation in operations.get(module, ()):
             is_stacked = isinstance(operation, StackedMatmul)

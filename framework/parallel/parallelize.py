@@ -24,7 +24,7 @@ from framework.errors import ModelError
 from framework.mesh.layout import Layout
 from framework.model.adapters import find_coded
 from framework.model.chunked_loss import make_loss
-from framework.model.experts import find_experts
+from framework.model.experts import find_experts, find_stock_experts
 from framework.model.kept_outputs import EXPERTS, KeepsOutputs
 from framework.model.load import choose_experts, kept_in_fp32
 from framework.model.logit_map import LogitMap
@@ -126,8 +126,8 @@ def compiled_layers(model: PreTrainedModel, plan: StagePlan) -> dict[str, nn.Mod
 
 
 def find_eager_layers(model: nn.Module, plan: StagePlan) -> dict[str, str]:
-    """The layers of a stage that is compiled which stay eager, each with the reason: they have a recurrent mixer, or what they
-    keep by name is chosen within one graph, and they would be several."""
+    """The layers of a stage that is compiled which stay eager, each with the reason: they have a recurrent mixer, or experts with
+    code of their own, or what they keep by name is chosen within one graph, and they would be several."""
     if not compiles(plan.recipe):
         return {}
     layers = {unit.name: model.get_submodule(unit.root) for unit in plan.own_units if unit.is_layer}
@@ -139,6 +139,8 @@ def _find_graph_end(layer: nn.Module, plan: StagePlan, keeps_named: bool) -> str
     for _, mixer in find_mixers(layer):
         # Its loop over chunks would be unrolled, and documents and messages are the host's.
         return f"{type(mixer).__name__}, a recurrent mixer"
+    for _, stock, _ in find_stock_experts(layer):
+        return f"{type(stock).__name__}, experts that compute by code of their own"
     if not keeps_named:
         return None
     for module in layer.modules():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from time import process_time
 
 from framework.errors import RecipeError
-from framework.model.experts import count_experts, find_experts
+from framework.model.experts import count_all_experts
 from framework.model.load import load_config
 from framework.plan.candidate import OFFLOADED, Candidate, recipe_of, values_of
 from framework.plan.cluster import ClusterRates
@@ -49,7 +49,7 @@ def search(question: Question) -> Search:
     refuse_crowded_nodes(recipe)
     config, cluster = load_config(recipe.model), question.cluster or ClusterRates.from_recipe(recipe)
     shape = make_shape(config, recipe)
-    num_experts = max((count_experts(experts) for _, experts, _ in find_experts(shape.whole)), default=0)
+    num_experts = max(count_all_experts(shape.whole).values(), default=0)
     space = Space(recipe, question.pinned, shape.num_layers, num_experts)
     found = Search(
         space,

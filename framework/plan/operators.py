@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.model.adapters import is_adapter
-from framework.model.experts import find_experts
+from framework.model.experts import count_all_experts
 from framework.model.flops import flops_per_token, unit_flops
 from framework.model.mixers import find_mixers
 from framework.model.units import Unit
@@ -120,7 +120,7 @@ def read_operators(
     roles = _roles(config)
     find_messages = partial(find_tensor_messages, model, units, tp_plan, 2)
     sliced = whole = find_messages(slices_experts=True)
-    if any(True for _ in find_experts(model)):
+    if count_all_experts(model):
         whole = find_messages(slices_experts=False)
     seen: dict[LayerOperators, LayerOperators] = {}
     layers = []
@@ -376,6 +376,11 @@ class LayerTimes:
             total += c.ring * rates.elementwise(merged, profile.merge, times)
         if layer.rotated:
             total += rates.elementwise(tokens * layer.rotated / c.tp, profile.rope, times)
+        shape = layer.attention
+        if profile.repeats_heads and shape is not None and shape.heads > shape.kv_heads:
+            # One kernel reads keys, or values, and writes the copies; in backward one adds the copies' gradients: as many bytes.
+            copied = tokens * (shape.heads + shape.kv_heads) / c.tp * rates.itemsize
+            total += rates.moved(copied * shape.key_dim) + rates.moved(copied * shape.value_dim)
         if layer.activated:
             total += rates.elementwise(tokens * layer.activated / c.tp, profile.activation, times)
         return total

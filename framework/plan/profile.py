@@ -60,6 +60,8 @@ class Profile:
     rope: Kernels = EAGER_ROPE
     activation: Kernels = EAGER_ACTIVATION
     residual: Kernels = RESIDUAL
+    repeats_heads: bool = False
+    """Whether attention gets copies of keys and values for each of the query heads that share them."""
     merge: Kernels = MERGE
     first_bias: Kernels | None = EXPERT_BIAS
     """Kernels that add biases of experts behind their first matmuls, `last_bias` behind the last; None: the matmuls do."""

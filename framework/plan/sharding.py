@@ -231,7 +231,7 @@ class Update:
     cluster: ClusterRates
     profile: Profile
     itemsize: int
-    matrices: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    matrices: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     hidden: int = 1
 
     @property
@@ -260,16 +260,20 @@ class Update:
     def _orthogonalize(self, elements: float, c: Candidate) -> float:
         """Seconds of Muon's iterations, and of the way of matrices to their owners and back, for a rank that owns so many
         elements and as many of whole matrices; a step waits for the owner of the dearest one."""
-        share, flops, dearest = self.matrices
+        share, of_heads, flops, dearest = self.matrices
         if not share:
             return 0.0
         dtype = "bf16" if self.settings.optim.muon.dtype == "bf16" else "fp32"
         per_flop = self.cluster.matmul_seconds(self.hidden, self.hidden, self.hidden, dtype) / (2.0 * self.hidden**3)
-        num_bytes = elements * share * (2 if dtype == "bf16" else 4)
-        shard, tp = (
-            place_group(size, stride, c.ranks_per_node, c.world) for size, stride in ((c.shard, c.tp), (c.tp, 1))
+        num_bytes = elements * (2 if dtype == "bf16" else 4)
+        # Heads are on one rank of tp.
+        hops = (c.shard, c.tp, share), (c.tp, 1, share - of_heads)
+        way = sum(
+            self.cluster.collective(
+                "all_to_all", num_bytes * part, place_group(size, stride, c.ranks_per_node, c.world)
+            )
+            for size, stride, part in hops
         )
-        way = sum(self.cluster.collective("all_to_all", num_bytes, each) for each in (shard, tp))
         return max(elements * flops, dearest) * per_flop + 2 * way
 
     def save(self, elements: float, c: Candidate, step_s: float) -> tuple[float, float]:

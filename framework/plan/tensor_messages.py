@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from framework.errors import ModelError
 from framework.mesh.token_layout import TokenLayout
-from framework.model.experts import find_experts
+from framework.model.experts import count_all_experts
 from framework.model.units import Unit
 from framework.parallel.tensor.find_regions import find_regions
 from framework.parallel.tensor.heads import count_heads
@@ -75,6 +75,6 @@ def find_tensor_messages(
                 elif role.kind == "norm" and weight is not None and weight.ndim == 1:
                     groups = counts.kv if role.arrangement == "linear_value_heads" else 1
                     normed += groups * (groups % tp > 0)
-        mixtures = 0 if slices_experts else sum(1 for _ in find_experts(model.get_submodule(layer.root)))
+        mixtures = 0 if slices_experts else len(count_all_experts(model.get_submodule(layer.root)))
         found.append(TensorMessages(len(own), mixtures, summed, shared, normed))
     return found

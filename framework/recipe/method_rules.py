@@ -161,11 +161,14 @@ def schedule(recipe: Recipe) -> Iterator[Problem]:
     "optim.muon.steps",
     "optim.muon.dtype",
     "optim.muon.scale",
+    "optim.muon.heads",
 )
 def optimizer(recipe: Recipe) -> Iterator[Problem]:
     optim = recipe.optim
     owned_by = {"betas": ("adamw", "lion", "muon"), "eps": ("adamw", "muon"), "momentum": ("sgd", "muon")}
-    for name, owners in (owned_by | {f"muon.{each}": ("muon",) for each in ("steps", "dtype", "scale")}).items():
+    for name, owners in (
+        owned_by | {f"muon.{each}": ("muon",) for each in ("steps", "dtype", "scale", "heads")}
+    ).items():
         if optim.name not in (*owners, *added_names("optimizer")):
             message = f"{optim.name} has no {name}, so it would do nothing"
             yield from refuse_useless(recipe, f"optim.{name}", message, f"optim={' or optim='.join(owners)}")

@@ -39,6 +39,7 @@ class Muon:
         "adamw: 0.2 sqrt(max(rows, columns)), so that adamw's learning rates carry over; original: sqrt(max(1, rows / columns))",
         "adamw",
     )
+    heads: bool = key("an attention's projections are matrices of each head, not of all heads together", False)
 
 
 @dataclass(frozen=True)

@@ -202,10 +202,11 @@ class Accountant:
         for until_s, part in ((ready_s, idle), (started_s, TimePart.QUEUE), (begun_s, self._of_start_up)):
             row.seconds[part] += self._pass(min(until_s, begun_s))
         self._rows.append(row)
-        self._seen_s = begun_s  # another machine's clock may be behind: from here on it counts
         self._launched_s = None
         self._code, self._parts = None, dict.fromkeys(TimePart, 0.0)
         self._spend(note)
+        # Another machine's clock may be behind: from here on it counts. Start-up is told by a GO, or by a death before it.
+        self._seen_s = begun_s
 
     @property
     def _of_start_up(self) -> TimePart:

@@ -107,6 +107,9 @@ def _read_signs(before: Tensor, after: Tensor, group: Mapping[str, float], other
 Pieces = list[tuple[int, Tensor]]
 # Projections of queries, keys and values in one: one after another, or by head or by group of key-value heads.
 IN_TURN, BY_HEAD = ("qkv_proj", "c_attn"), ("query_key_value",)
+# Projections that have equally many features for each head: to queries, keys and values, and from what heads return.
+TO_HEADS = {*IN_TURN, *BY_HEAD, "q_proj", "k_proj", "v_proj", "Wqkv", "query", "key", "value", "q_b_proj", "kv_b_proj"}
+FROM_HEADS = {"o_proj", "out_proj", "dense", "c_proj"}
 
 
 def find_matrices(model: nn.Module, config: PretrainedConfig, optim: Optim) -> dict[str, Pieces]:
@@ -119,8 +122,25 @@ def find_matrices(model: nn.Module, config: PretrainedConfig, optim: Optim) -> d
         is_weight = parameter.ndim == 2 or (parameter.ndim == 3 and "experts" in name)
         is_bias = re.search(r"(^|\.|_)bias$|(^|\.)(A_log|D)$", name)
         if is_layer and is_weight and not is_bias and (group is None or group.optimizer != "adamw"):
-            found[name] = list(_pieces(name, parameter, owner, config.get_text_config()))
+            text = config.get_text_config()
+            heads = list(_heads(name, parameter, owner, text)) if optim.muon.heads else []
+            found[name] = heads or list(_pieces(name, parameter, owner, text))
     return found
+
+
+def _heads(name: str, weight: Tensor, owner: Any, config: Any) -> Iterator[tuple[int, Tensor]]:
+    *_, around, last = name.removesuffix(".weight").split(".")
+    outputs = 1 if isinstance(owner, Conv1D) else 0
+    if "att" not in around or last not in TO_HEADS | FROM_HEADS:
+        return
+    dim = outputs if last in TO_HEADS else 1 - outputs
+    latent, value = getattr(config, "qk_nope_head_dim", None), getattr(config, "v_head_dim", None)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if latent is not None:
+        width = {"kv_b_proj": latent + value, "o_proj": value}.get(last, latent + config.qk_rope_head_dim)
+    for head in torch.arange(weight.shape[dim]).split(width):
+        for each in head.split([latent, value]) if last == "kv_b_proj" else (head,):
+            yield dim, each
 
 
 def _pieces(name: str, weight: Tensor, owner: Any, config: Any) -> Iterator[tuple[int, Tensor]]:

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from framework.data.open_data import find_sequence_problems
 from framework.errors import RecipeError, TopologyError
 from framework.mesh.topology import count_passing
-from framework.model.experts import count_experts, find_experts
+from framework.model.experts import count_all_experts
 from framework.model.load import build_meta, layer_configs, load_config, load_config_file
 from framework.model.precision import DTYPES, compute_dtype
 from framework.model.shrink import MIN_LAYERS, shrink
@@ -118,7 +118,7 @@ def _choose_sides(recipe: Recipe, options: VerifyOptions) -> Verification:
     config = shrink(original, max(MIN_LAYERS, recipe.parallel.pp * count_virtual_stages(recipe.pipeline)))
     model = build_meta(config)
     names = [name for name, _ in model.named_parameters()]
-    experts = math.gcd(*(count_experts(each) for _, each, _ in find_experts(model)))
+    experts = math.gcd(*count_all_experts(model).values())
     # Checked on the model as it is: that a small one has fewer heads is no fault of the recipe's.
     refuse_uneven_heads(layer_configs(original), recipe.parallel)
     if lots := find_lots(model, options.dtype or "fp32"):

@@ -13,16 +13,18 @@ from framework.plan.profile import (
 )
 
 # torchtitan with FSDP2 at 9dec370, end of 2024: rms_norm (its models/norms.py, written as transformers writes it) and rope (in
-# fp32, as complex numbers) are several kernels unless compiled; the loss is computed of fp32 logits, by kernels that read rows
-# of this length three times, and in backward both inputs twice (ATen/native/cuda/SoftMax.cu). A gather is issued a unit ahead, a
-# reduction under the next unit's backward; both copy, a parameter at a time, out of and into one buffer. TP's borders are waited
-# for. AdamW is fused only where --optimizer.fused is given: else one kernel for each operation of it, 20 passes over fp32 states
-# where one kernel has 7.
+# fp32, as complex numbers) are several kernels unless compiled; keys and values are copied for each query head, compiled or not
+# (models/llama/model.py: repeat_kv, in front of sdpa without enable_gqa), and copied again when recomputed; the loss is
+# computed of fp32 logits, by kernels that read rows of this length three times, and in backward both inputs twice
+# (ATen/native/cuda/SoftMax.cu). A gather is issued a unit ahead, a reduction under the next unit's backward; both copy, a
+# parameter at a time, out of and into one buffer. TP's borders are waited for. AdamW is fused only where --optimizer.fused is
+# given: else one kernel for each operation of it, 20 passes over fp32 states where one kernel has 7.
 TORCHTITAN = Profile(
     "torchtitan",
     dispatch="rows",
     kernel="flash2",
     rope=Kernels(10, 6, 6),
+    repeats_heads=True,
     loss=Kernels(11, 4, 4),
     loss_gradient=Kernels(15, 6, 4),
     gather_copies=2.0,
@@ -49,8 +51,9 @@ MEGATRON = Profile(
     hides_tp=1.0,
     stolen=NCCL_STOLEN,
 )
-# NeMo AutoModel: FSDP2 with prefetching, transformers' models with Transformer Engine's optimizer and torch.compile.
-AUTOMODEL = replace(TORCHTITAN, name="AutoModel", optimizer_passes=1.0).fused()
+# NeMo AutoModel: FSDP2 with prefetching, transformers' models, whose sdpa shares heads, with Transformer Engine's optimizer and
+# torch.compile.
+AUTOMODEL = replace(TORCHTITAN, name="AutoModel", optimizer_passes=1.0, repeats_heads=False).fused()
 # DeepSeek's own framework, by its report: all-to-alls between nodes are hidden behind another microbatch's attention and experts
 # (DualPipe), with 20 of 132 multiprocessors set aside for them.
 DEEPSEEK = replace(

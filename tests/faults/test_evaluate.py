@@ -8,7 +8,7 @@ import pytest
 from framework.cli import main
 from framework.commands.evaluate import choose_layout
 from framework.commands.trained_model import export_model
-from framework.errors import EXIT_DONE, EXIT_USER
+from framework.errors import EXIT_DONE, EXIT_USER, RecipeError
 from framework.recipe.compose import compose
 from framework.track.jsonl import METRICS_FILE, read_records
 from tests import tiny_run
@@ -73,6 +73,13 @@ def test_tasks_and_limit_of_options_go_before_those_of_a_chosen_recipe(tmp_path)
     arguments = argparse.Namespace(overrides=["eval=core"], tasks=["mine"], limit=3)
     chosen = choose_layout(known, arguments, tmp_path).eval
     assert (chosen.tasks, chosen.limit) == (["mine"], 3)
+
+
+@pytest.mark.parametrize("word", ["model=llama3_2_1b", "+adapter=lora", "adapter.rank=4", "model.weights=elsewhere"])
+def test_another_model_than_that_of_the_run_is_refused(word, tmp_path):
+    arguments = argparse.Namespace(run="runs/a", overrides=[word], tasks=["mine"], limit=None)
+    with pytest.raises(RecipeError, match="are those of runs/a: leave it out"):
+        choose_layout(compose(["experiment=quickstart"]).require(), arguments, tmp_path)
 
 
 @pytest.mark.grid

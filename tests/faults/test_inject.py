@@ -249,9 +249,9 @@ def test_sabotaged_a_fault_that_is_not_noted_before_it_acts_comes_again(tmp_path
         test_a_fault_comes_as_often_as_it_was_asked_for_and_not_again_after_a_restart(tmp_path, monkeypatch)
 
 
-def test_a_line_that_is_half_written_is_no_fault(tmp_path, monkeypatch):
+def test_a_line_that_is_half_written_or_of_another_version_is_no_fault(tmp_path, monkeypatch):
     signals = Signals(monkeypatch)
-    (tmp_path / "faults.jsonl").write_text('{"kind": "kill", "id": "a", "phase": "save')
+    (tmp_path / "faults.jsonl").write_text('{"kind": "kill", "node": 0}\n{"kind": "kill", "id": "a", "phase": "save')
     door = FaultInjector(tmp_path, 0)
     door.begin_phase(Phase.SAVE)
     assert not signals.sent

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +39,18 @@ def test_no_function_of_parallel_takes_more_than_seven_parameters(source: Module
 
 def test_the_spine_is_short() -> None:
     assert len((FRAMEWORK / "train" / "build.py").read_text().splitlines()) <= 150
+
+
+def test_tests_that_pages_name_exist() -> None:
+    """By their names, and files by their paths: a page that says what pins a claim must not outlive it."""
+    root = FRAMEWORK.parent
+    files = {str(each.relative_to(root)): each.read_text() for each in (root / "tests").rglob("*.py")}
+    known = {*files, *(name for text in files.values() for name in re.findall(r"def (test_\w+)\(", text))}
+    known |= {Path(each).stem for each in files}
+    named = re.compile(r"tests/[\w/]+\.py|(?<![\w/])test_\w+")
+    pages = {each: named.findall(each.read_text()) for each in [root / "README.md", *(root / "docs").rglob("*.md")]}
+    assert sum(map(len, pages.values())) > 100
+    assert not [(page.name, name) for page, names in pages.items() for name in names if name not in known]
 
 
 @pytest.mark.parametrize("room", HARD_ROOMS)

@@ -13,7 +13,8 @@ from torch import Tensor
 from framework.comm import ledger
 from framework.comm.connect import connect
 from framework.optim import muon
-from framework.optim.matrices import MatrixForm
+from framework.optim.held_matrices import MatrixPart
+from framework.optim.matrices import MatrixForm, find_matrices
 from framework.optim.muon import MuonOptimizer, OwnerHop
 from framework.optim.optimizers import FlatOptimizer
 from framework.plan import shape
@@ -55,12 +56,13 @@ def is_legal(name: str, zero: int, groups: str, tp: int, pp: int, ep: int, exper
     return shares_experts and is_divided and (groups == "one group" or (zero > 0 and tp * pp * ep <= 4))
 
 
-def recipe_of(row: Row) -> Recipe:
+def recipe_of(row: Row, heads: bool = False) -> Recipe:
     _, stage, groups, tp, pp, ep, expert_tp, accumulation = row
     dp = 4 if groups != "one group" else 1 if tp * pp == 4 else 2
     parallel = Parallel(tp=tp, pp=pp, ep=ep, expert_tp=expert_tp if expert_tp > 1 else None)
     zero = replace(REPLICAS[groups], stage=stage)
-    return replace(small_recipe("fp64", dp * tp * pp, accumulation, 12, zero=zero, parallel=parallel), optim=OPTIM)
+    recipe = small_recipe("fp64", dp * tp * pp, accumulation, 12, zero=zero, parallel=parallel)
+    return replace(recipe, optim=replace(OPTIM, muon=replace(OPTIM.muon, heads=heads)))
 
 
 ROWS: list[Row] = cover_pairs(FACTORS, is_legal)
@@ -71,6 +73,20 @@ SHOWN: list[Row] = [
 ]
 
 
+# Heads one by one: rows and columns, of Conv1D too, packed, interleaved, latent; and heads of keys that several ranks of tp hold,
+# alone or beside queries.
+BY_HEADS = ("llama", "gpt2", "phi3", "gpt_neox", "deepseek_v3")
+HEAD_FACTORS = [BY_HEADS, (0, 1, 2, 3), ("one group", "hsdp, updates divided"), (1, 2), (1, 2), (1,), (1,), (1, 3)]
+HEAD_ROWS: list[Row] = [
+    *cover_pairs(HEAD_FACTORS, is_legal),
+    ("llama", 2, "one group", 4, 1, 1, 1, 1),
+    ("falcon_grouped", 3, "one group", 4, 1, 1, 1, 1),
+    ("gpt_bigcode", 3, "one group", 2, 1, 1, 1, 1),
+    ("codegen", 1, "one group", 2, 1, 1, 1, 1),
+]
+SHOWN_HEADS: Row = ("gpt2", 3, "one group", 2, 1, 1, 1, 1)
+
+
 @pytest.fixture(scope="module")
 def eight() -> Iterator[RankPool]:
     ranks = RankPool(8)
@@ -78,9 +94,18 @@ def eight() -> Iterator[RankPool]:
     ranks.close()
 
 
-@pytest.mark.parametrize("row", few_of([(each,) for each in [*SHOWN, *ROWS]], lambda row: row in SHOWN))
-def test_layouts_equal_one_process(pool: RankPool, eight: RankPool, row: Row) -> None:
-    recipe = recipe_of(row)
+@pytest.mark.parametrize(
+    ("row", "heads"),
+    few_of(
+        [
+            *((each, False) for each in [*SHOWN, *ROWS]),
+            *((each, True) for each in dict.fromkeys([SHOWN_HEADS, *HEAD_ROWS])),
+        ],
+        lambda row, heads: row == SHOWN_HEADS if heads else row in SHOWN,
+    ),
+)
+def test_layouts_equal_one_process(pool: RankPool, eight: RankPool, row: Row, heads: bool) -> None:
+    recipe = recipe_of(row, heads)
     world = recipe.launch.ranks or 1
     assert_equal(pool if world <= 4 else eight, world, [Case(row[0], family(row[0]), {"muon": recipe})])
 
@@ -140,8 +165,33 @@ ISSUES = {
 }
 
 
+def orthogonalise_all_heads_together() -> AbstractContextManager[Any]:
+    """Heads as if they had not been asked for."""
+
+    def find(*args: Any) -> dict[str, MatrixForm]:
+        return find_matrices(*args[:3])
+
+    return patch.object(shape, "find_matrices", find)
+
+
+def begin_rows_with_what_is_owned() -> AbstractContextManager[Any]:
+    """Columns of a head as if a rank's elements began with a row."""
+    return patch.object(MatrixPart, "margin", 0)
+
+
 @pytest.mark.grid
-def test_the_comparison_finds_what_others_had_wrong(pool: RankPool) -> None:
+def test_the_comparison_finds_heads_that_are_cut_wrongly(pool: RankPool) -> None:
+    # Whose second rank's elements begin within a row of `dense`.
+    recipe = recipe_of(("gpt_neox", 3, "one group", 1, 1, 1, 1, 3), heads=True)
+    planted = [orthogonalise_all_heads_together, begin_rows_with_what_is_owned]
+    errors = errors_of(pool, planted, Case("gpt_neox", family("gpt_neox"), {"": recipe}))
+    assert max(errors["whole"].values()) < 1e-9
+    for each in planted:
+        assert max(errors[each.__name__].values()) > 1e-5, each.__name__
+
+
+@pytest.mark.grid
+def test_the_comparison_finds_what_what_others_had_wrong(pool: RankPool) -> None:
     recipe = recipe_of(("llama", 3, "one group", 1, 1, 1, 1, 3))
     errors = errors_of(pool, [*ISSUES.values()], Case("llama", family("llama"), {"": recipe}))
     assert max(errors["whole"].values()) < 1e-9
@@ -162,5 +212,6 @@ def measure_sent(rank: int, world: int, rendezvous: str, case: Case) -> tuple[in
 
 
 def test_bytes_sent_are_theory(pool: RankPool) -> None:
-    case = Case("gpt2", family("gpt2"), {"": recipe_of(SHOWN[1])}, by_microbatch=True)
-    assert all(sent == theory > 0 for sent, theory in pool.run(4, measure_sent, case))
+    for heads in (False, True):
+        case = Case("gpt2", family("gpt2"), {"": recipe_of(SHOWN[1], heads)}, by_microbatch=True)
+        assert all(sent == theory > 0 for sent, theory in pool.run(4, measure_sent, case))

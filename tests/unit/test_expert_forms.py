@@ -1,17 +1,24 @@
 """Forms in which families hold their experts: known ones are read off the module, others are refused by name."""
 
+from operator import attrgetter
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from framework.errors import ModelError
-from framework.model.experts import ExpertsForm, find_experts, find_unknown_experts
+from framework.model.experts import (
+    ExpertsForm,
+    count_all_experts,
+    find_experts,
+    find_stock_experts,
+    find_unknown_experts,
+)
 from framework.model.matmul import RowGroups
 from framework.parallel.experts.split import check_experts
-from tests.families import LLAMA, UNGATED, build_config, family
+from tests.families import STOCK_EXPERTS, UNGATED, Family, build_config, family
 
 ROUTED = ExpertsForm("gate_up_proj", True, True, False)
 FORMS = {
@@ -19,11 +26,6 @@ FORMS = {
     "gpt_oss": ExpertsForm("gate_up_proj", True, False, True),
     "longcat_flash": ExpertsForm("gate_up_proj", True, True, False, has_identity=True, has_kernels=False),
 }
-DBRX: dict[str, Any] = {
-    "d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 97,
-    "attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0},
-    "ffn_config": {"ffn_hidden_size": 24, "hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
-}  # fmt: skip
 
 
 def on_meta(config: Any) -> PreTrainedModel:
@@ -48,14 +50,26 @@ def test_what_every_token_meets_is_no_unknown_expert(name: str) -> None:
     assert find_unknown_experts(on_meta(build_config(family(name)))) == []
 
 
-@pytest.mark.parametrize(
-    ("model_type", "values", "where"),
-    [("dbrx", DBRX, r"ffn\.experts \(DbrxExperts\)"), ("jetmoe", LLAMA, r"output_linear \(JetMoeParallelExperts\)")],
-)
-def test_experts_of_an_unknown_form_are_refused(model_type: str, values: dict[str, Any], where: str) -> None:
-    model = on_meta(CONFIG_MAPPING[model_type](**values))
-    check_experts(model, 1)
-    with pytest.raises(ModelError, match=rf"parallel\.ep=2: {model_type} holds experts in a form .*{where}"):
+@pytest.mark.parametrize("each", STOCK_EXPERTS, ids=attrgetter("name"))
+def test_experts_with_code_of_their_own_are_told_by_their_call_and_shapes(each: Family) -> None:
+    model = on_meta(build_config(each))
+    found = list(find_stock_experts(model))
+    # Two of jetmoe's attention and two of its mlp in a layer; its attention's mixture, called `experts`, is none.
+    assert [form.is_grouped for _, _, form in found] == ([False] * 3 if each.name == "dbrx" else [True] * 12)
+    assert set(count_all_experts(model).values()) == {4}
+    assert list(find_experts(model)) == find_unknown_experts(model) == []
+    check_experts(model, 4)
+    for degree, capacity, words in ((3, None, "does not divide the 4 experts of"), (2, 1.5, "which drops nothing")):
+        with pytest.raises(ModelError, match=words):
+            check_experts(model, degree, capacity)
+    name, experts, _ = found[-1]
+    holder, weight = next(
+        (module, own) for module in experts.modules() for own, _ in module.named_parameters(recurse=False)
+    )
+    setattr(holder, weight, nn.Parameter(torch.empty(7, 3, 3, device="meta")))
+    with pytest.raises(
+        ModelError, match=rf"parallel\.ep=2: {each.name} holds experts in a form .*{name} \({type(experts).__name__}\)"
+    ):
         check_experts(model, 2)
 
 

@@ -126,6 +126,16 @@ def test_biases_of_experts_are_added_to_all_rows() -> None:
     assert [each - spent[0] for each in spent[1:]] == pytest.approx([rows * n * 4 * 2 / 1e9 for n in (2 * 96, 64)])
 
 
+@pytest.mark.parametrize(("policy", "times"), [("none", 2), ("full", 3)])
+def test_heads_that_are_repeated_are_copied_in_forward_backward_and_recomputation(policy: Any, times: int) -> None:
+    """Of 4 layers, keys and values of 4 heads of 8 features are read and those of 8 written; one tp rank has half of them."""
+    for tp in (1, 2):
+        candidate = replace(ONE, checkpointing=policy, tp=tp)
+        copied, shared = (of(candidate, replace(BARE, repeats_heads=each), memory_rate=1e9) for each in (True, False))
+        spent = copied.step_s - shared.step_s
+        assert spent == pytest.approx(4 * times * 2 * T * (4 + 8) * 8 * 2 / tp / 1e9, rel=1e-3)
+
+
 def test_the_host_launches_each_expert_by_itself() -> None:
     spread, waits = replace(ONE, dp=4, ep=4), replace(BARE, mixture_s=1.0, expert_s=0.25)
     # Forward once and backward twice of 2 layers, with 8 experts and with 2 on a rank.

@@ -40,8 +40,8 @@ class Story:
         self.true[parts[0]] += seconds
         return seconds
 
-    def begin(self, resume: int, in_job: bool, queued: bool) -> None:
-        """Off or dead for a while, perhaps a queue, then start-up and the loop from step `resume`."""
+    def begin(self, resume: int, in_job: bool, queued: bool, dies: bool = False) -> None:
+        """Off or dead for a while, perhaps a queue, then start-up and the loop from step `resume`. dies: in start-up."""
         job = {}
         start_up = TimePart.RECOVERY if self.recovers else TimePart.START_UP
         if self.start:
@@ -56,8 +56,12 @@ class Story:
         self.start += 1
         self.parts = dict.fromkeys(TimePart, 0.0)
         self.begun = self.now
+        start_up = TimePart.RECOVERY if dies else start_up
+        self.parts[TimePart.START_UP] += self.spend(start_up)
         self.note(Event.BEGIN, None, ranks=2, **job)
         self.parts[TimePart.START_UP] += self.spend(start_up)
+        if dies:
+            return
         for step in [each for each in self.steps if each > resume]:
             lost = self.steps.pop(step)
             self.true[TimePart.STEP] -= lost
@@ -106,6 +110,9 @@ def tell(seed: int, skew_s: float = 0.0, notes_every: int = 1, num_starts: int =
     story = Story(chance, skew_s, notes_every)
     resume = 0
     for index in range(num_starts):
+        while index < num_starts - 1 and chance.random() < 0.2:
+            story.begin(resume, in_job=chance.random() < 0.5, queued=chance.random() < 0.8, dies=True)
+            story.end(None, seen=chance.random() < 0.5)
         story.begin(resume, in_job=chance.random() < 0.5, queued=chance.random() < 0.8)
         story.train(chance.randrange(0, 30))
         code = chance.choice((None, None, EXIT_FAILED, EXIT_RESUME)) if index < num_starts - 1 else EXIT_DONE

@@ -1,6 +1,7 @@
 """Host memory that offloaded states take: per node, compared with what a node has before training begins."""
 
 from dataclasses import replace
+from math import ceil, log2
 from typing import Any
 
 import pytest
@@ -53,6 +54,14 @@ def test_what_the_device_does_not_hold_the_host_holds(away: Plan) -> None:
     assert memory.on_host["master"] + memory.on_host["optimizer"] == moved
     assert memory.on_host["gradients"] == memory.on_host["master"]
     assert bytes_of_fullest_node(away) == 4 * memory.host
+
+
+def test_each_pinned_block_takes_the_next_power_of_two(away: Plan) -> None:
+    """Pinned are copies of gradients, in fp32, and of the new weights, in bf16: torch's cache of such memory rounds each up."""
+    blocks = [buffer.numel_owned * itemsize for buffer in away.of_rank(0).buffers for itemsize in (4, 2)]
+    added = sum(2 ** ceil(log2(block)) - block for block in blocks)
+    assert 0 < added == away.memory(0).on_host["pinning"]
+    assert away.memory(0).host == sum(away.memory(0).on_host.values())
 
 
 def test_a_node_is_asked_for_all_of_its_ranks() -> None:

@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from framework.errors import RecipeError
+from framework.errors import ModelError, RecipeError
 from framework.model.load import build_meta
 from framework.model.units import find_units
 from framework.optim.groups import group_trained
+from framework.optim.held_matrices import MatrixPart, OwnedValues
 from framework.optim.matrices import MatrixForm, count_flops, find_matrices
 from framework.optim.muon import assign_owners, group_matrices, orthogonalize, scale_of
+from framework.parallel.zero.plan_buffers import BufferPlan, Slot
 from framework.plan.plan import make_plan, unconnected
 from framework.plan.traffic import measure_traffic
 from framework.recipe.check import check_recipe
@@ -103,6 +105,79 @@ def test_matrices_of_a_family(name: str, weight: str, expected: int) -> None:
         each for each in ("lm_head.weight", "model.embed_tokens.weight", "transformer.wpe.weight") if each in matrices
     ]
     assert outside == []
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "expected"),
+    [
+        ("llama", "model.layers.0.self_attn.k_proj.weight", MatrixForm(0, blocks=2)),
+        ("llama", "model.layers.0.self_attn.o_proj.weight", MatrixForm(1, blocks=4)),
+        ("llama", "model.layers.0.mlp.up_proj.weight", MatrixForm()),
+        ("phi3", "model.layers.0.self_attn.qkv_proj.weight", MatrixForm(0, blocks=8)),
+        ("phi3", "model.layers.0.mlp.gate_up_proj.weight", MatrixForm(0, 1, (1, 1))),
+        ("gpt2", "transformer.h.0.attn.c_attn.weight", MatrixForm(1, blocks=12)),
+        ("gpt2", "transformer.h.0.attn.c_proj.weight", MatrixForm(0, blocks=4)),
+        ("falcon", "transformer.h.0.self_attention.query_key_value.weight", MatrixForm(0, blocks=9)),
+        ("deepseek_v3", "model.layers.0.self_attn.kv_a_proj_with_mqa.weight", MatrixForm()),
+        ("deepseek_v3", "model.layers.0.self_attn.kv_b_proj.weight", MatrixForm(0, 1, (6, 10), 4)),
+    ],
+)
+def test_heads_of_a_family(name: str, weight: str, expected: MatrixForm) -> None:
+    model = build_meta(build_config(family(name)), "auto")
+    assert find_matrices(model, tuple(find_units(model)), {}, by_heads=True)[weight] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("qwen3_next", "model.layers.0.linear_attn.in_proj_qkvz has those of a recurrent mixer"),
+        ("diffllama", "model.layers.0.self_attn.o_proj reads them in pairs"),
+    ],
+)
+def test_heads_that_nothing_tells_apart_are_refused(name: str, reason: str) -> None:
+    model = build_meta(build_config(family(name)), "auto")
+    with pytest.raises(ModelError, match=f"optim.muon.heads: .*{reason}.*Set it to false"):
+        find_matrices(model, tuple(find_units(model)), {}, by_heads=True)
+
+
+@pytest.mark.parametrize(("name", "tp"), [("gpt2", 1), ("llama", 2), ("llama", 4)])
+def test_each_head_is_whole_on_a_rank_of_tp_and_has_its_owner_there(name: str, tp: int) -> None:
+    settings, num_shards = replace(SETTINGS, heads=True), 3
+    recipe = small_recipe("fp64", num_shards * tp, zero=Zero(stage=3), parallel=Parallel(tp=tp))
+    plan = make_plan(replace(recipe, optim=Optim(name="muon", muon=settings)), build_config(family(name)))
+    forms = {each.parameter: each.matrix for each in plan.groups if each.matrix is not None}
+    # Each element is its number.
+    numbered = {each: torch.arange(plan.whole.get_parameter(each).numel()) for each in forms}
+    blocks = [
+        (form, block.flatten())
+        for each, form in forms.items()
+        for block in numbered[each].view(plan.whole.get_parameter(each).shape).chunk(form.blocks, form.dim)
+    ]
+
+    def find(buffer: BufferPlan, slot: Slot, low: int, high: int) -> OwnedValues:
+        whole = numbered[slot.name].view(slot.layout.shape)
+        for dim, runs in enumerate(slot.layout.runs):
+            whole = whole.index_select(dim, torch.cat([torch.arange(*run) for run in runs]))
+        return OwnedValues(whole.flatten()[low - slot.start : high - slot.start], *[torch.zeros(0)] * 2, 0.0, 0.0)
+
+    cpu = torch.device("cpu")
+    for index in range(tp):
+        held: list[list[torch.Tensor]] = [[] for _ in blocks]
+        owned: list[MatrixPart] = []
+        for rank in range(index, num_shards * tp, tp):
+            buffers, axes = plan.of_rank(rank).buffers, unconnected(plan.topology, rank)
+            (group,) = group_matrices(buffers, plan.groups, axes, settings, cpu, find)
+            owned += group.owned
+            parts = [part for weight in group.weights for part in weight.cut(weight.own.value)]
+            for own, part in zip(held, parts, strict=True):
+                own.append(part)
+            for weight in group.weights:
+                assert torch.equal(weight.join(weight.cut(weight.own.value)), weight.own.value)
+        is_here = [len(torch.cat(own)) == len(whole) for own, (_, whole) in zip(held, blocks, strict=True)]
+        for own, (form, whole), here in zip(held, blocks, is_here, strict=True):
+            assert form.blocks == 1 or torch.equal(torch.cat(own), whole if here else whole[:0])
+        num_heads = sum(form.blocks > 1 and here for (form, _), here in zip(blocks, is_here, strict=True))
+        assert 0 < num_heads >= sum(each.weight.form.blocks > 1 for each in owned)
 
 
 # By model: the matrices of its layers, (number, rows, columns).

@@ -94,7 +94,9 @@ def _train_once(config: PretrainedConfig) -> PreTrainedModel:
     losses[0].backward()
     assert losses[0].isfinite()
     assert torch.equal(losses[0], losses[1]), "a random draw is left on"
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+    # The choice of an indexer (deepseek_v32) passes no gradient: in transformers it is not trained.
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad and ".indexer." not in name}
+    assert all(each is not None and each.isfinite().all() for each in gradients.values())
     return model
 
 

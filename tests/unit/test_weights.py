@@ -24,7 +24,7 @@ from framework.model.conversions import match_keys, to_checkpoint
 from framework.model.hub import resolve_folder
 from framework.model.safetensors_files import plan_files
 from framework.model.weights import read_weights, write_weights
-from tests.families import FAMILIES, RECURRENT, Family, build_config, family, is_kind
+from tests.families import FAMILIES, RECURRENT, STOCK_EXPERTS, Family, build_config, family, is_kind
 from tests.grid import few_of
 
 # One family per way of storing: plain, gate and up in one, [in, out] matrices, experts one by one, experts stacked.
@@ -70,7 +70,9 @@ def _by_layer(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     yield from pieces.values()
 
 
-@pytest.mark.parametrize("family", few_of((*FAMILIES, *RECURRENT[1:]), is_kind), ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "family", few_of((*FAMILIES, *RECURRENT[1:], *STOCK_EXPERTS), is_kind), ids=lambda family: family.name
+)
 def test_a_folder_of_save_pretrained_is_read_and_ours_equals_it_and_loads(family: Family, tmp_path: Path) -> None:
     config = build_config(family)
     model = _model(config)

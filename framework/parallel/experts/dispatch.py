@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from framework.comm import duals
-from framework.model.experts import Capacity, ExpertsForm
+from framework.comm.transfer import upload_values
+from framework.model.experts import Capacity, ExpertsForm, StockForm
 from framework.model.kept_outputs import EXPERTS, KeepsOutputs, KeptOutputs
 from framework.model.matmul import GradView, RowGroups, StackedMatmul
 from framework.model.opaque_experts import OpaqueExperts
@@ -67,6 +68,28 @@ class LocalExperts:
         return y if bias is None else y + bias[ids]
 
 
+class StockExperts:
+    """The experts that this rank holds, on rows in the order of the experts, by their family's own code."""
+
+    matmuls: tuple[StackedMatmul, ...] = ()
+    keeps_tokens = False
+
+    def __init__(self, experts: nn.Module, form: StockForm):
+        self.experts, self.form, self.forward = experts, form, experts.forward
+
+    def compute(self, x: Tensor, ids: Tensor, groups: RowGroups, between: Callable[[], None]) -> Tensor:
+        """`LocalExperts.compute`: [R, H] -> [R, H']."""
+        if self.form.is_grouped:
+            out: Tensor = self.forward(x, list(groups.counts))
+        else:
+            # Without a row the family's code is no part of autograd's graph, and in backward other ranks would wait for this one.
+            missing = 0 if len(x) else 1
+            rows, chosen = F.pad(x, (0, 0, 0, missing)), F.pad(ids, (0, missing)).unsqueeze(1)
+            out = self.forward(rows, chosen, rows.new_ones(chosen.shape)).view_as(rows)[: len(x)]
+        between()
+        return out
+
+
 class ExpertDispatch:
     """The forward of one module of stacked experts.
 
@@ -76,7 +99,7 @@ class ExpertDispatch:
 
     def __init__(
         self,
-        local: LocalExperts,
+        local: LocalExperts | StockExperts,
         num_experts: int,
         route: ExpertRoute,
         given: RoutedTokens,
@@ -95,15 +118,14 @@ class ExpertDispatch:
         """From now on the layer is recomputed in backward. What finds no room is a choice, which is always kept."""
         self.kept = kept
 
-    def __call__(
-        self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, hidden_states: Tensor, top_k_index: Any = None, top_k_weights: Tensor | None = None) -> Tensor:
         """[T, H] -> [T, H], as the stock module with all experts; index and weights: [T, k], of the layer's E experts. Without
-        them rows are llama4's, [E * T, H]."""
+        weights rows are sorted by expert: `top_k_index` of each, or equally many, llama4's, [E * T, H]."""
+        rows = hidden_states.flatten(0, -2)  # dbrx' are [B, S, H]
         if top_k_index is None or top_k_weights is None:
-            top_k_index = _find_experts_of_rows(hidden_states, self.num_experts)
-            top_k_weights = hidden_states.new_ones(len(top_k_index), 1)
-        return self.opaque(hidden_states, top_k_index, top_k_weights)
+            top_k_index = _find_experts_of_rows(rows, self.num_experts, top_k_index)
+            top_k_weights = rows.new_ones(len(top_k_index), 1)
+        return self.opaque(rows, top_k_index, top_k_weights).unflatten(0, hidden_states.shape[:-1])
 
     def _dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         left_out = self._find_left_out(hidden_states, top_k_index, top_k_weights)
@@ -130,7 +152,8 @@ class ExpertDispatch:
     def _find_left_out(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
         """[T, k] bool: pairs that are sent to nobody; None where all are sent."""
         masks = []
-        if self.given.has_padding:
+        # Sorted rows are no tokens of sequences: padding travels with them.
+        if self.given.has_padding and not self.local.form.is_grouped:
             masks.append(self.given.is_padding(index))
         if self.local.form.has_identity:
             masks.append(index >= self.num_experts)
@@ -149,10 +172,12 @@ class ExpertDispatch:
         return self.given.own(capacity.find_dropped(self.given.join(index), self.given.join(weights), self.num_experts))
 
     def _count_most(self, tokens: int, top_k: int) -> int | None:
-        """Pairs of so many tokens that the experts of one rank take at most; None without a capacity, and for parts of sequences:
-        all of a part may be for one expert, and its capacity of the whole is no bound worth its bytes."""
+        """Pairs of so many tokens that the experts of one rank take at most; None without a capacity, for stock experts, that ask
+        for numbers of rows, and for parts of sequences: all of a part may be for one expert, and its capacity of the whole is no
+        bound worth its bytes."""
         given, num_ranks = self.given, self.route.outer.size * self.route.inner.size
-        if self.capacity is None or given.over.size > 1 or given.are_shared_out:
+        is_stock = isinstance(self.local, StockExperts)
+        if self.capacity is None or is_stock or given.over.size > 1 or given.are_shared_out:
             return None
         taken = self.capacity.room(given.slices.context, top_k, self.num_experts)
         return taken * (tokens // given.rows) * (self.num_experts // num_ranks)
@@ -183,11 +208,16 @@ def _fill_up(x: Tensor, missing: int, value: bool | int = 0) -> Tensor:
     return F.pad(x, (0, 0, 0, missing), value=value)
 
 
-def _find_experts_of_rows(hidden: Tensor, num_experts: int) -> Tensor:
-    """[E * T, 1], the expert of each of llama4's rows. It gives every expert every token, times its score: one that was not sent
-    there is a row of zeros, whose result and gradient are zeros, too, so it may stay at home."""
-    rows_each = hidden.shape[0] // num_experts
-    return torch.arange(num_experts, device=hidden.device).repeat_interleave(rows_each).unsqueeze(1)
+def _find_experts_of_rows(rows: Tensor, num_experts: int, counts: Any) -> Tensor:
+    """[R, 1], the expert of each row. counts: rows of each expert; None: as many of each, llama4's. It gives every expert every
+    token, times its score: one that was not sent there is a row of zeros, whose result and gradient are zeros, too, so it may
+    stay at home."""
+    experts = torch.arange(num_experts, device=rows.device)
+    if counts is None:
+        return experts.repeat_interleave(len(rows) // num_experts).unsqueeze(1)
+    return experts.repeat_interleave(upload_values(counts, torch.int64, rows.device), output_size=len(rows)).unsqueeze(
+        1
+    )
 
 
 def _do_nothing(*_: Any) -> None:
@@ -224,7 +254,8 @@ def write_stacked_gradients(
         if not isinstance(dispatch, ExpertDispatch):
             continue
         local = dispatch.local
-        local.first, local.last = adapt(module, local.first), adapt(module, local.last)
+        if isinstance(local, LocalExperts):
+            local.first, local.last = adapt(module, local.first), adapt(module, local.last)
         found[module] = (dispatch, *local.matmuls)
         for matmul in local.matmuls:
             if id(matmul.weight) in by_parameter:

@@ -18,10 +18,19 @@ from framework.comm.communicator import Communicator
 from framework.errors import ModelError
 from framework.mesh.layout import Layout, Shard, part
 from framework.model.adapters import has_adapter
-from framework.model.experts import ExpertsForm, capacity_of, count_experts, find_experts, find_unknown_experts
+from framework.model.experts import (
+    ExpertsForm,
+    StockForm,
+    capacity_of,
+    count_all_experts,
+    count_experts,
+    find_experts,
+    find_stock_experts,
+    find_unknown_experts,
+)
 from framework.model.flops import expert_groups
 from framework.model.opaque_experts import replace_forward
-from framework.parallel.experts.dispatch import ExpertDispatch, LocalExperts
+from framework.parallel.experts.dispatch import ExpertDispatch, LocalExperts, StockExperts
 from framework.parallel.experts.exchange import ROW_CODEC
 from framework.parallel.experts.route import ExpertRoute
 from framework.parallel.experts.shared import stand_in
@@ -41,8 +50,13 @@ def split_experts(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: S
         adapted = any(has_adapter(experts, weight) for weight in (form.first, form.last))
         # With slices, too, one rank has to add tokens that are routed to themselves, which the stock forward adds on all.
         if divides_experts(plan) or adapted or (form.has_identity and plan.axes["tp"].size > 1):
-            refined |= _split(name, experts, layouts, plan.axes["ep"])
+            refined |= _split(name, experts, layouts, plan.axes["ep"], count_experts(experts))
             _replace_forward(model, name, form, plan)
+    for name, stock, stock_form in find_stock_experts(model) if divides_experts(plan) else ():
+        own: Any = stock
+        refined |= _split(name, own, layouts, plan.axes["ep"])
+        own.num_experts //= plan.axes["ep"].size
+        _replace_forward(model, name, stock_form, plan)
     return refined
 
 
@@ -67,7 +81,7 @@ def check_experts(model: PreTrainedModel, degree: int, capacity: float | None = 
     if unknown:
         names = ", ".join(f"{name} ({form})" for form, name in unknown.items())
         raise ModelError(f"{asked}: {kind} holds experts in a form that cannot be divided, {names}: leave the key out")
-    counts = {name: count_experts(experts) for name, experts, _ in find_experts(model)}
+    counts = count_all_experts(model)
     if not counts:
         raise ModelError(
             f"{asked}: {kind} has no stacked experts: leave the key out (the model is dense, or its experts are modules of"
@@ -76,6 +90,12 @@ def check_experts(model: PreTrainedModel, degree: int, capacity: float | None = 
     if capacity is not None and any(form.is_expert_major for _, _, form in find_experts(model)):
         raise ModelError(
             f"model.expert_capacity={capacity}: the experts of {kind} are told no weights to drop by; use null"
+        )
+    stock = next(find_stock_experts(model), None)
+    if capacity is not None and stock is not None:
+        raise ModelError(
+            f"model.expert_capacity={capacity}: {stock[0]} of {kind} ({type(stock[1]).__name__}) computes by code of its own,"
+            " which drops nothing; use null"
         )
     if capacity is not None and any(form.has_identity for _, _, form in find_experts(model)):
         raise ModelError(
@@ -87,20 +107,24 @@ def check_experts(model: PreTrainedModel, degree: int, capacity: float | None = 
             raise ModelError(f"parallel.ep={degree} does not divide the {count} experts of {name}: use one of {legal}")
 
 
-def _split(name: str, experts: nn.Module, layouts: Mapping[str, Layout], ep: Communicator) -> dict[str, Layout]:
-    """Cut the module's own parameters along their dim 0, and copy what its children have (a norm of all experts' outputs)."""
-    count, refined = count_experts(experts), {}
+def _split(
+    name: str, experts: nn.Module, layouts: Mapping[str, Layout], ep: Communicator, count: int | None = None
+) -> dict[str, Layout]:
+    """Cut the module's parameters along their dim 0. count: of matrices of its own; what its children have beside them (a norm of
+    all experts' outputs) is copied. None: all parameters are experts' and nothing else."""
+    refined = {}
     for parameter, whole in list(experts.named_parameters()):
         full = f"{name}.{parameter}"
         layout = replace(layouts[full], shard_axis="expert_shard", replica_axis="expert_replica")
-        if "." in parameter or whole.shape[0] < count:
+        if count is not None and ("." in parameter or whole.shape[0] < count):
             refined[full] = _replicate(layout, ep)
             continue
         # Rows behind the experts' matrices are divided by themselves, or ranks would not have both matrices of one expert.
-        segments = (count, whole.shape[0] - count) if whole.shape[0] > count else ()
+        segments = (count, whole.shape[0] - count) if count is not None and whole.shape[0] > count else ()
         layout = replace(layout, shards=(*layout.shards, Shard("ep", 0, ep.rank, ep.size, segments)))
         empty = torch.empty(layout.shape_local, dtype=whole.dtype, device="meta")
-        setattr(experts, parameter, nn.Parameter(empty, requires_grad=whole.requires_grad))
+        holder, _, own = parameter.rpartition(".")
+        setattr(experts.get_submodule(holder), own, nn.Parameter(empty, requires_grad=whole.requires_grad))
         refined[full] = layout
     return refined
 
@@ -116,10 +140,14 @@ def _replicate(layout: Layout, ep: Communicator) -> Layout:
     )
 
 
-def _codec_of(recipe: Recipe, form: ExpertsForm) -> BlockCodec | None:
+def _codec_of(recipe: Recipe, name: str, form: ExpertsForm | StockForm) -> BlockCodec | None:
     """The codec of rows on their way to experts; None: they travel as they are."""
     if recipe.parallel.expert_dispatch == "bf16":
         return None
+    if isinstance(form, StockForm):
+        raise ModelError(
+            f"parallel.expert_dispatch=fp8: {name} computes by code of its own, which rounds nothing; use bf16"
+        )
     if form.has_identity:
         raise ModelError(
             "parallel.expert_dispatch=fp8: a token that is routed to itself would be rounded on no way; use bf16"
@@ -127,30 +155,35 @@ def _codec_of(recipe: Recipe, form: ExpertsForm) -> BlockCodec | None:
     return ROW_CODEC
 
 
-def _padding_of(recipe: Recipe, form: ExpertsForm) -> float | None:
+def _padding_of(recipe: Recipe, name: str, form: ExpertsForm | StockForm) -> float | None:
     """The factor of padded buffers; None: only a capacity bounds them."""
-    if recipe.parallel.expert_padding is not None and form.is_expert_major:
-        raise ModelError(
-            f"parallel.expert_padding={recipe.parallel.expert_padding}: llama4 gives every expert every token, and buffers would"
-            " have room for all of them; use null"
-        )
-    return recipe.parallel.expert_padding
+    padding = recipe.parallel.expert_padding
+    if padding is not None and form.is_expert_major:
+        reason = "is given every token for every expert, and buffers would have room for all of them"
+        raise ModelError(f"parallel.expert_padding={padding}: {name} {reason}; use null")
+    if padding is not None and isinstance(form, StockForm):
+        reason = "computes by code of its own, which asks the host for the numbers of rows"
+        raise ModelError(f"parallel.expert_padding={padding}: {name} {reason}; use null")
+    return padding
 
 
-def _replace_forward(model: PreTrainedModel, name: str, form: ExpertsForm, plan: StagePlan) -> None:
+def _replace_forward(model: PreTrainedModel, name: str, form: ExpertsForm | StockForm, plan: StagePlan) -> None:
     experts: Any = model.get_submodule(name)
-    axes, shared, groups = plan.axes, None, expert_groups(model.config.get_text_config())
+    axes, shared, codec = plan.axes, None, _codec_of(plan.recipe, name, form)
+    groups = expert_groups(model.config.get_text_config())
     # On one node the ledger counts under `ep`.
     inner = axes["ep"] if axes["ep_outer"].size == 1 else axes["ep_inner"]
     parent, _, child = name.rpartition(".")
     # Looked for on meta: the mixture's own code runs once, without memory. Where slices of experts compute inside a region, it is
     # the region that computes shared experts.
-    if axes["expert_tp"].size == 1:
+    keeps_tokens = axes["expert_tp"].rank == 0
+    local = StockExperts(experts, form) if isinstance(form, StockForm) else LocalExperts(experts, form, keeps_tokens)
+    if axes["expert_tp"].size == 1 and isinstance(form, ExpertsForm):
         shared = stand_in(model.get_submodule(parent), child, model.config.get_text_config().hidden_size)
     experts.dispatch = ExpertDispatch(
-        LocalExperts(experts, form, keeps_tokens=axes["expert_tp"].rank == 0),
+        local,
         count_experts(experts) * axes["ep"].size,
-        ExpertRoute(axes["ep_outer"], inner, _codec_of(plan.recipe, form), _padding_of(plan.recipe, form), groups),
+        ExpertRoute(axes["ep_outer"], inner, codec, _padding_of(plan.recipe, name, form), groups),
         plan.routed_tokens,
         shared,
         capacity_of(plan.recipe.model),

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from framework.errors import ModelError
-from framework.model.experts import find_experts, find_unknown_experts, form_of
+from framework.model.experts import count_all_experts, find_unknown_experts, holds_experts
 from framework.model.mixers import form_of_mixer
 from framework.model.units import find_layers
 from framework.parallel.tensor.rules import (
@@ -131,7 +131,7 @@ def _regions(search: _Search, layer: str) -> Iterator[RegionPlan]:
                 search.unmatched.append(_describe(name, module))
             elif role.kind != "replicated":
                 loose[name] = role
-        elif search.has_whole_experts and any(True for _ in find_experts(module)):
+        elif search.has_whole_experts and count_all_experts(module):
             yield from _regions_of_mixture(search, name, module)
         # Norms of the layer itself stand outside regions: whole on all ranks, of this rank's tokens.
         elif not _is_norm(name, module):
@@ -158,7 +158,7 @@ def _find_parts(layer: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
 def _holds_parts(module: nn.Module) -> bool:
     children = list(module.children())
     is_layer = any(isinstance(each, LINEARS) for each in children) or any(hasattr(module, word) for word in HEAD_WORDS)
-    has_experts = any(True for _ in find_experts(module)) or find_unknown_experts(module)
+    has_experts = count_all_experts(module) or find_unknown_experts(module)
     has_own = any(True for _ in module.parameters(recurse=False))
     return not (is_layer or has_own or has_experts) and any(any(True for _ in each.children()) for each in children)
 
@@ -167,9 +167,9 @@ def _regions_of_mixture(search: _Search, name: str, mixture: nn.Module) -> Itera
     """The regions inside a mixture of whole experts: what stands beside the experts and the routers and is split."""
     for child, module in mixture.named_children():
         full = f"{name}.{child}"
-        if form_of(module) is not None or child in ROUTERS:
+        if holds_experts(module) or child in ROUTERS:
             continue
-        if any(True for _ in find_experts(module)):
+        if count_all_experts(module):
             yield from _regions_of_mixture(search, full, module)
             continue
         region = _region(search, full, module)
@@ -181,7 +181,7 @@ def _regions_of_mixture(search: _Search, name: str, mixture: nn.Module) -> Itera
 def _region(search: _Search, name: str, root: nn.Module, end: str | None = None) -> RegionPlan | None:
     """The region of one part of a layer, None if nothing in it has parameters. end: a row layer behind it."""
     inside = {f"{name}.{inner}" if inner else name: module for inner, module in root.named_modules()}
-    experts = tuple(full for full, module in inside.items() if form_of(module) is not None)
+    experts = tuple(full for full, module in inside.items() if holds_experts(module))
     routers = {full for full in inside if full.rpartition(".")[2] in ROUTERS}
     has_experts = bool(experts) or any(".experts." in full for full in inside)
     if name in experts:
@@ -194,7 +194,7 @@ def _region(search: _Search, name: str, root: nn.Module, end: str | None = None)
     for full, module in inside.items():
         own = dict(module.named_parameters(recurse=False))
         # Stacked experts are no linear layers: `split` slices them by their attributes.
-        if not own or full in experts:
+        if not own or full in experts or full.rpartition(".")[0] in experts:
             continue
         # Numbers per head that an attention holds itself need no role of a module.
         if set(own) <= set(PARAMETERS) and not isinstance(module, LINEARS):

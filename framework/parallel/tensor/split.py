@@ -16,8 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from framework.errors import ModelError, TopologyError
-from framework.mesh.layout import Layout, part
-from framework.model.experts import find_experts, form_of
+from framework.mesh.layout import Layout, Shard, part
+from framework.model.experts import ExpertsForm, count_all_experts, form_of, stock_form_of
 from framework.model.matmul import MatmulLinear
 from framework.model.units import find_last_module, find_layers
 from framework.parallel.stage_plan import StagePlan
@@ -123,7 +123,8 @@ class _Splitter:
         for name, role in found.roles.items():
             self._split_module(name, role, counts, region, leaves=not found.is_block)
         for name in found.experts:
-            self._split_experts(name)
+            form = form_of(self.model.get_submodule(name))
+            self._split_stock_experts(name) if form is None else self._split_experts(name, form)
         entrance: Any = self.model.get_submodule(found.name)
         entrance.region_hook = region
         entrance.register_forward_pre_hook(partial(enter, region), with_kwargs=True)
@@ -216,11 +217,9 @@ class _Splitter:
         copies = self.kv.size if found.copied else 1
         self._put(name, SplitRMSNorm(weight, eps, size, copies, before, self.tp))
 
-    def _split_experts(self, name: str) -> None:
+    def _split_experts(self, name: str, form: ExpertsForm) -> None:
         """Every expert is sliced: [experts, features, inputs] or transposed, gate and up in halves or interleaved."""
         experts: Any = self.model.get_submodule(name)
-        form = form_of(experts)
-        assert form is not None, name
         if getattr(experts, "has_post_expert_norm", False):
             raise ModelError(
                 f"{name} normalises each expert's output: parallel.tp cannot slice it; use parallel.expert_tp=1, which leaves"
@@ -249,6 +248,22 @@ class _Splitter:
             experts.register_forward_pre_hook(hooks[0])
             experts.register_forward_hook(hooks[1])
 
+    def _split_stock_experts(self, name: str) -> None:
+        """An equal part of each expert's rows along dim 0. Their code goes by the number of an expert's features."""
+        experts: Any = self.model.get_submodule(name)
+        form = stock_form_of(experts)
+        if form is None or form.is_grouped:
+            raise ModelError(
+                f"{name} ({type(experts).__name__}): parallel.tp does not slice such experts; use parallel.tp=1"
+            )
+        segments = (experts.ffn_hidden_size,) * experts.num_experts
+        shard = Shard("tp", 0, self.tp.rank, self.tp.size, segments)
+        for parameter, whole in list(experts.named_parameters()):
+            holder, _, own = parameter.rpartition(".")
+            sliced = self.parameters.take(f"{name}.{parameter}", whole, PartitionedDim((shard,), 0))
+            setattr(experts.get_submodule(holder), own, sliced)
+            experts.ffn_hidden_size = len(sliced) // experts.num_experts
+
     def _take_of_experts(self, name: str, parameter: str, dim: int, arrangement: str) -> None:
         experts = self.model.get_submodule(name)
         whole = getattr(experts, parameter, None)
@@ -271,8 +286,8 @@ class _Splitter:
         """Experts that nobody slices are this rank's as they are: ranks of `tp` have different ones, or copies that learn from
         different tokens."""
         if self.plan.axes["expert_tp"].size == 1:
-            for name, experts, _ in find_experts(self.model):
-                for parameter, whole in experts.named_parameters(name):
+            for name in count_all_experts(self.model):
+                for parameter, whole in self.model.get_submodule(name).named_parameters(name):
                     self.parameters.keep(parameter, whole)
 
     # --- the vocabulary and the tokens
