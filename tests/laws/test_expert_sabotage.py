@@ -205,8 +205,13 @@ def pair_weights_with_other_experts() -> AbstractContextManager[Any]:
 
 def leave_memory_as_it_was() -> AbstractContextManager[Any]:
     """Pairs that are in no row add what is in memory for them: transformers 48205."""
-    find = rows._find_rows
-    return patch.object(rows, "_find_rows", lambda order, count: find(order, count).clamp(min=0))
+    add_up = rows._sum_weighted
+
+    def add(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+        is_missing = rows._find_rows(order, weights.numel()).view_as(weights) < 0
+        return add_up(y, order, weights).masked_fill(is_missing.any(1, keepdim=True), torch.nan)
+
+    return patch.object(rows, "_sum_weighted", add)
 
 
 def begin_each_buffer_with_the_first_pairs() -> AbstractContextManager[Any]:
