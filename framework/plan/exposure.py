@@ -137,7 +137,7 @@ class LayerMessages:
     def _travel(self, tokens: float, experts: MixtureWidths) -> tuple[tuple[float, float], ...]:
         """Seconds of the rows of so many tokens on their way to experts, back, and of the gradient of what was sent: each of the
         hop that departs first, and of the other one."""
-        cluster, itemsize, kind = self.rates.cluster, self.rates.itemsize, self.rates.profile.dispatch
+        cluster, itemsize, kind = self.rates.cluster, self.rates.itemsize, self._dispatch
         if kind != "hops":
             once = self._travel_at_once(tokens, experts, sends_once=kind == "once")
             return ((once, 0.0),) * 3
@@ -195,8 +195,13 @@ class LayerMessages:
         return dict(zip(("ep_outer", "ep_inner") if self._has_two_hops else ("ep",), hops, strict=False))
 
     @property
+    def _dispatch(self) -> str:
+        """The way of tokens: the profile's, or DeepEP's."""
+        return "once" if self.settings.parallel.expert_backend == "deepep" else self.rates.profile.dispatch
+
+    @property
     def _has_two_hops(self) -> bool:
-        is_ours = self.rates.profile.dispatch == "hops"
+        is_ours = self._dispatch == "hops"
         return is_ours and min(self.groups["ep_outer"].size, self.groups["ep_inner"].size) > 1
 
     def _late_of_halves(self, ways: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

@@ -252,7 +252,7 @@ class ActivationBytes:
         if mixture is None:
             return 1.0, 1.0
         outer, inner = rows_of_token(each, self.pipelines.recipe, mixture.router, nodes, each.ep // nodes)
-        return float(outer), float(inner) / mixture.top_k
+        return float(outer), max(1.0, float(inner) / mixture.top_k)
 
     @remember("cp", "context")
     def _masks(self, each: Candidate) -> tuple[str | None, ...]:

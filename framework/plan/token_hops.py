@@ -21,6 +21,8 @@ def rows_of_token(c: Candidate, recipe: Recipe, router: Router, nodes: int, rank
     """Rows of a token over the outer and the inner hop, each part of the ranks' own included: as an even router makes, or as many
     as padded buffers have room for. nodes, ranks: sizes of the hops."""
     parts, is_region = 2 if recipe.parallel.expert_overlap else 1, c.expert_tp == c.tp
+    if recipe.parallel.expert_backend == "deepep":  # once to each rank, of those on another node by one of that node's
+        return nodes * router.reach(nodes), nodes * ranks * router.reach(nodes * ranks)
     tokens, most = max(1, c.tokens // (1 if is_region else c.tp) // parts), None
     capacity = capacity_of(recipe.model)
     if capacity is not None and c.cp == 1 and is_region:

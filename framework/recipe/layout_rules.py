@@ -135,7 +135,7 @@ def context_attention(recipe: Recipe) -> Iterator[Problem]:
 # --- experts
 
 # Keys of tokens that travel to other ranks' experts.
-EXPERT_KEYS = ("expert_overlap", "expert_hierarchical", "expert_dispatch", "expert_padding")
+EXPERT_KEYS = ("expert_overlap", "expert_hierarchical", "expert_dispatch", "expert_padding", "expert_backend")
 
 
 @rule(
@@ -161,6 +161,8 @@ def experts(recipe: Recipe) -> Iterator[Problem]:
         legal = ", ".join(map(str, divisors(parallel.ep)))
         message = f"does not divide the parallel.ep={parallel.ep} ranks that have different experts"
         yield refuse(recipe, "parallel.expert_hierarchical", message, f"one of {legal}; node; or null")
+    if parallel.ep > 1 and parallel.expert_backend == "deepep":
+        yield from _deep_ep(recipe)
     if parallel.ep > 1 and parallel.expert_overlap:
         key = "parallel.expert_overlap"
         if recipe.batch.sequences_per_microbatch == 1:
@@ -171,6 +173,21 @@ def experts(recipe: Recipe) -> Iterator[Problem]:
                 "halves of a layer compute by turns, also backward, and memory.compile=always makes a layer one graph"
             )
             yield refuse(recipe, key, message, "memory.compile=never; or parallel.expert_overlap=false")
+
+
+def _deep_ep(recipe: Recipe) -> Iterator[Problem]:
+    """Options that DeepEP's kernels do not have."""
+    reasons = {
+        "expert_dispatch": "its codes are of other blocks than ours, which `verify` rounds by",
+        "expert_padding": "it counts rows in its own kernels",
+        "expert_hierarchical": "it sends a token once to each node by itself",
+    }
+    for name, reason in reasons.items():
+        message = f"parallel.expert_backend=deepep: {reason}"
+        yield from refuse_useless(recipe, f"parallel.{name}", message, "parallel.expert_backend=own")
+    if (recipe.parallel.expert_tp or 1) > 1:
+        message = "parallel.expert_backend=deepep takes neighbours, and ranks of ep with slices of experts are tp apart"
+        yield refuse(recipe, "parallel.expert_tp", message, "parallel.expert_tp=1; or parallel.expert_backend=own")
 
 
 # --- ZeRO and sequence parallelism

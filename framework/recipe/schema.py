@@ -220,6 +220,10 @@ class Parallel:
         None,
         low=1.0,
     )
+    expert_backend: Literal["own", "deepep"] = key(
+        "how rows travel to experts: own: all-to-alls, deepep: kernels of DeepEP, installed beside (not run on a GPU yet)",
+        "own",
+    )
     expert_tp: int | None = key(
         "ranks that slice each expert: 1 or parallel.tp; null: 1 with ep > 1 (whole experts), else parallel.tp",
         None,
