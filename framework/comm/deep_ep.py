@@ -38,20 +38,16 @@ def require_deep_ep() -> None:
 
 
 class Dispatched(NamedTuple):
-    """Tokens under way. Until `pending` has ended nobody reads them."""
+    """Tokens under way, [R, H], with numbers among this rank's experts, [R, k] int64, -1: elsewhere, and weights, [R, k]. Until
+    `pending` has ended nobody reads them. counts: pairs of each of this rank's experts. handle: the way that results and all
+    gradients take. rows: tokens that this rank has sent, once for each rank."""
 
     x: Tensor
-    """[R, H]"""
     ids: Tensor
-    """[R, k] int64, numbers among this rank's experts; -1: elsewhere."""
     weights: Tensor
-    """[R, k] fp32."""
     counts: Sequence[int]
-    """Pairs of each of this rank's experts."""
     handle: Any
-    """The way of these tokens, which their results and all gradients take."""
     rows: int
-    """Tokens that this rank has sent, once for each rank."""
     pending: Pending
 
 
