@@ -209,21 +209,27 @@ class Activations:
 
     def offloaded_bytes(self, stage: StageBounds) -> int:
         """Bytes kept on the host for the backward of a stage."""
-        count = sum(self._offloaded_layers(stage))
-        if not count:
+        sizes = self._offloaded_layers(stage)
+        if not any(sizes):
             return 0
         # The executor holds the input of its first layer on the device. In a narrower dtype a layer that is not checkpointed
         # keeps a copy of it in fp32, and that leaves.
         keeps_input = self.policy == "full" or self.itemsize >= 4
-        return self.layer_bytes * count - (self.hidden_bytes if keeps_input and not stage.is_first else 0)
+        return sum(sizes) - (self.hidden_bytes if keeps_input and not stage.is_first else 0)
 
     def transfer_bytes(self, stage: StageBounds) -> int:
         """Bytes of offloaded layers of a stage on the device at once, beside what stays there, while some layer computes."""
-        offloaded = self._offloaded_layers(stage)
-        return self.layer_bytes * (2 if any(map(all, pairwise(offloaded))) else 1) if any(offloaded) else 0
+        return max(map(sum, pairwise((0, *self._offloaded_layers(stage)))), default=0)
 
-    def _offloaded_layers(self, stage: StageBounds) -> tuple[bool, ...]:
-        return choose_offloaded(self.memory.offload.activations, stage.stop - stage.start)
+    def _offloaded_layers(self, stage: StageBounds) -> tuple[int, ...]:
+        """Bytes of each layer that is offloaded, 0 of others."""
+        chosen = choose_offloaded(self.memory.offload.activations, stage.stop - stage.start)
+        return tuple(self.bytes_of_layer(index) * each for index, each in enumerate(chosen, start=stage.start))
+
+    def bytes_of_layer(self, index: int) -> int:
+        """`layer_bytes` and, where it is not computed again, those of the layer's recurrent mixer. index: in the model."""
+        has_mixers = self.policy == "none" and self.mixers
+        return self.layer_bytes + (self.mixers[index] if has_mixers else 0)
 
     @cached_property
     def _num_tokens(self) -> int:
