@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from framework.comm.communicator import Communicator
-from framework.comm.deep_ep import RANKS, RANKS_PER_NODE, ROW_BYTES, DeepBuffer, Dispatched
+from framework.comm.deep_ep import RANKS, RANKS_PER_NODE, ROW_BYTES, DeepBuffer, Way
 from framework.comm.duals import linear
 from framework.errors import ModelError
 from framework.model.matmul import RowGroups
@@ -30,13 +30,14 @@ class TokenExchange(RowExchange):
     def __init__(self, buffer: DeepBuffer, num_experts: int):
         super().__init__(buffer.axis, (), ())
         self.buffer, self.num_experts = buffer, num_experts
-        self.way: Dispatched  # of the tokens, once they have departed
+        self.way: Way  # once tokens have departed
         self._arriving: list[Tensor | None] = []
 
     def send(self, columns: Any) -> None:
         x, weights, ids = columns
-        self.way = self.buffer.dispatch(x, ids, weights, self.num_experts)
-        self.pending, self._arriving = self.way.pending, [self.way.x, self.way.weights, self.way.ids]
+        # Nothing of what arrives stays here: autograd's graph holds this until backward.
+        (x, ids, weights), self.way, self.pending = self.buffer.dispatch(x, ids, weights, self.num_experts)
+        self._arriving = [x, weights, ids]
 
     def receive(self) -> list[Any]:
         self.pending.wait()
