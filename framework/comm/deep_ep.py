@@ -37,22 +37,13 @@ def require_deep_ep() -> None:
         )
 
 
-class Dispatched(NamedTuple):
-    """Tokens under way. Until `pending` has ended nobody reads them."""
+class Way(NamedTuple):
+    """The way of tokens, which results and all gradients take. counts: pairs of each of this rank's experts. rows: tokens that
+    this rank has sent, once for each rank."""
 
-    x: Tensor
-    """[R, H]"""
-    ids: Tensor
-    """[R, k] int64, numbers among this rank's experts; -1: elsewhere."""
-    weights: Tensor
-    """[R, k] fp32."""
-    counts: Sequence[int]
-    """Pairs of each of this rank's experts."""
     handle: Any
-    """The way of these tokens, which their results and all gradients take."""
+    counts: Sequence[int]
     rows: int
-    """Tokens that this rank has sent, once for each rank."""
-    pending: Pending
 
 
 class DeepBuffer:
@@ -61,9 +52,10 @@ class DeepBuffer:
     def __init__(self, axis: Communicator):
         self.axis, self._found = axis, None
 
-    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, num_experts: int) -> Dispatched:
-        """Start to send tokens.  x: [T, H]; ids: [T, k] int64, -1: to nobody; weights: [T, k]. The host waits until the others
-        have said how many they send."""
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, num_experts: int) -> tuple[list[Tensor], Way, Pending]:
+        """Start to send tokens.  x: [T, H]; ids: [T, k] int64, -1: to nobody; weights: [T, k]. Returns the same of those
+        that come, [R, .] each, with numbers of this rank's experts, -1: elsewhere. Not read before the end. The host waits
+        until others have said how many they send."""
         buffer, ids = self._open(x), ids.contiguous()
         per_rank, per_node, per_expert, goes_to_rank, _ = buffer.get_dispatch_layout(ids, num_experts)
         sent = AsyncHostCopy(per_rank)
@@ -79,17 +71,15 @@ class DeepBuffer:
         )
         rows = sum(map(int, sent.values()))
         pending = self._started(event, rows, [x, ids, weights], "rows of experts")
-        return Dispatched(arrived, of_ids, of_weights, counts, handle, rows, pending)
+        return [arrived, of_ids, of_weights], Way(handle, counts, rows), pending
 
-    def dispatch_again(self, x: Tensor, way: Dispatched) -> tuple[Tensor, Pending]:
+    def dispatch_again(self, x: Tensor, way: Way) -> tuple[Tensor, Pending]:
         """Start to send other rows of the same tokens.  x: [T, H] -> [R, H]."""
         x = x.contiguous()
         arrived, _, _, _, _, event = self._open(x).dispatch(x, handle=way.handle, async_finish=True)
         return arrived, self._started(event, way.rows, [x], "gradient of rows of experts")
 
-    def combine(
-        self, y: Tensor, way: Dispatched, weights: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, Pending]:
+    def combine(self, y: Tensor, way: Way, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None, Pending]:
         """Start to add up results.  y: [R, H] -> [T, H]; weights: [R, k] -> [T, k], added up in the same way."""
         y = y.contiguous()
         weights = None if weights is None else weights.contiguous()

@@ -82,7 +82,7 @@ def test_every_layout_trains_by_deep_ep_as_one_process(pool: RankPool, bias: tup
 
 def run_sabotaged(rank: int, world: int, rendezvous: str, cases: list[Case]) -> Any:
     """Body: the gradient of sums goes nowhere, as if what was dispatched again were not waited for."""
-    with patch.object(SumExchange, "receive_gradients", lambda self: [0 * each for each in self._end()]):
+    with patch.object(SumExchange, "receive_gradients", lambda self: [0 * each for each in self.receive()]):
         return run_doubled(rank, world, rendezvous, cases, EVEN)
 
 

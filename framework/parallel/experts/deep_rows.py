@@ -8,14 +8,13 @@
 One hop for this rank; what crosses between nodes and what is passed on within them is DeepEP's affair.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from framework.comm.communicator import Communicator
-from framework.comm.deep_ep import RANKS, RANKS_PER_NODE, ROW_BYTES, DeepBuffer, Dispatched
+from framework.comm.deep_ep import RANKS, RANKS_PER_NODE, ROW_BYTES, DeepBuffer, Way
 from framework.comm.duals import linear
 from framework.errors import ModelError
 from framework.model.matmul import RowGroups
@@ -31,42 +30,30 @@ class TokenExchange(RowExchange):
     def __init__(self, buffer: DeepBuffer, num_experts: int):
         super().__init__(buffer.axis, (), ())
         self.buffer, self.num_experts = buffer, num_experts
-        self.way: Dispatched | None = None
+        self.way: Way  # once tokens have departed
         self._arriving: list[Tensor | None] = []
 
     def send(self, columns: Any) -> None:
         x, weights, ids = columns
-        self.way = self.buffer.dispatch(x, ids, weights, self.num_experts)
-        self.pending, self._arriving = self.way.pending, [self.way.x, self.way.weights, self.way.ids]
+        # Nothing of what arrives stays here: autograd's graph holds this until backward.
+        (x, ids, weights), self.way, self.pending = self.buffer.dispatch(x, ids, weights, self.num_experts)
+        self._arriving = [x, weights, ids]
 
     def receive(self) -> list[Any]:
-        return self._end()
-
-    def send_gradients(self, gradients: Any) -> None:
-        # The weight of a slot has a gradient on the one rank that has its expert, and zeros on the others: their sum is it.
-        dx, dweights, self.pending = self.buffer.combine(gradients[0], self.sent_way, gradients[1])
-        self._arriving = [dx, dweights, None]
-
-    def receive_gradients(self) -> list[Tensor | None]:
-        return self._end()
-
-    def stand_ins(self) -> tuple[Tensor, ...]:
-        return tuple(
-            torch.empty_strided(x.shape, (0, 0), dtype=x.dtype, device=x.device)
-            for x in self._arriving
-            if x is not None
-        )
-
-    @property
-    def sent_way(self) -> Dispatched:
-        """The tokens' way."""
-        assert self.way is not None, "tokens that have not departed"
-        return self.way
-
-    def _end(self) -> list[Any]:
         self.pending.wait()
         arrived, self._arriving = self._arriving, []
         return arrived
+
+    def send_gradients(self, gradients: Any) -> None:
+        # The weight of a slot has a gradient on the one rank that has its expert, and zeros on the others: their sum is it.
+        dx, dweights, self.pending = self.buffer.combine(gradients[0], self.way, gradients[1])
+        self._arriving = [dx, dweights, None]
+
+    def receive_gradients(self) -> list[Tensor | None]:
+        return self.receive()
+
+    def stand_ins(self) -> tuple[Tensor, ...]:
+        return tuple(x.new_empty(1, 1).expand(x.shape) for x in self._arriving if x is not None)
 
 
 class SumExchange(TokenExchange):
@@ -77,16 +64,15 @@ class SumExchange(TokenExchange):
         self.way = there.way
 
     def send(self, columns: Any) -> None:
-        total, _, self.pending = self.buffer.combine(columns[0], self.sent_way)
+        total, _, self.pending = self.buffer.combine(columns[0], self.way)
         self._arriving = [total]
 
     def send_gradients(self, gradients: Any) -> None:
-        rows, self.pending = self.buffer.dispatch_again(gradients[0], self.sent_way)
+        rows, self.pending = self.buffer.dispatch_again(gradients[0], self.way)
         self._arriving = [rows]
 
 
-@dataclass(frozen=True)
-class ArrivedRows:
+class ArrivedRows(NamedTuple):
     """Rows for this rank's experts, [R] each: as in `route.DispatchPlan`."""
 
     ids: Tensor
@@ -94,21 +80,15 @@ class ArrivedRows:
 
 
 class DeepRows:
-    """`route.DispatchedRows` by DeepEP."""
+    """`route.DispatchedRows` by DeepEP. plan: known once rows have arrived."""
+
+    plan: ArrivedRows
 
     def __init__(self, buffer: DeepBuffer, num_experts: int):
         self.num_experts = num_experts
         self._there = TokenExchange(buffer, num_experts)
-        self._back: SumExchange | None = None
         self._columns: tuple[Tensor, ...] = ()
-        self._weighted: tuple[Tensor, Tensor] | None = None
-        self._plan: ArrivedRows | None = None
-
-    @property
-    def plan(self) -> ArrivedRows:
-        """Known once rows have arrived."""
-        assert self._plan is not None, "rows that have not arrived"
-        return self._plan
+        self._weighted: tuple[Tensor, ...] = ()
 
     def depart(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         """Start to send.  x: [T, H]; ids, weights: [T, k]; E: to nobody."""
@@ -121,19 +101,18 @@ class DeepRows:
     def arrive(self) -> Tensor:
         """The rows for this rank's experts, [R, H], in their order."""
         (x, weights, ids), self._columns = self._there.arrive(*self._columns), ()
-        counts = self._there.sent_way.counts
+        counts = self._there.way.counts
         # Stable, as in `route`: the pairs of an expert stay in the order in which tokens come. Pairs elsewhere are behind all.
         pairs = ids.masked_fill(ids < 0, len(counts)).flatten()
         own, order = pairs.sort(stable=True)
         own, order = own[: sum(counts)], order[: sum(counts)]
-        self._plan, self._weighted = ArrivedRows(own, RowGroups.of(counts, x.device)), (weights, order)
+        self.plan, self._weighted = ArrivedRows(own, RowGroups.of(counts, x.device)), (weights, order)
         return spread(x, order, ids.shape[1])
 
     def depart_back(self, rows: Tensor) -> None:
         """Start to send the sums.  rows: [R, H], the experts' outputs."""
-        assert self._weighted is not None, "rows that have not arrived"
         # Weighted here: DeepEP adds up what it is given.
-        (weights, order), self._weighted = self._weighted, None
+        (weights, order), self._weighted = self._weighted, ()
         self._back = SumExchange(self._there)
         self._columns = self._back.depart(combine(rows, weights, order))
 
@@ -142,14 +121,13 @@ class DeepRows:
 
     def arrive_back(self) -> Tensor:
         """The tokens' weighted sums of their experts' outputs, [T, H]."""
-        assert self._back is not None, "sums that have not departed"
         (out,), self._columns = self._back.arrive(*self._columns), ()
         # A recomputation ends with the last tensor that is saved, so one is saved behind the last arrival: of halves that compute
         # by turns one has departed when the other saves its last before that, and nobody would wait for it.
-        return linear(out, _pass, _pass, self.plan.groups.offsets)
+        return linear(out, _alias, _alias, self.plan.groups.offsets)
 
 
-def _pass(x: Tensor, _: Tensor) -> Tensor:
+def _alias(x: Tensor, _: Tensor) -> Tensor:
     # Detached, and so no view, to which models could not write in place.
     return x.detach()
 

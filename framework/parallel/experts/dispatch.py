@@ -18,7 +18,7 @@ parallelism, whole experts), each routes an equal interval of them, and the resu
     T rows of hidden states, k experts per token, E experts, e of them on this rank, H features, R rows received
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, reduce
 from typing import Any
 
@@ -215,28 +215,30 @@ def _find_experts_of_rows(rows: Tensor, num_experts: int, counts: Any) -> Tensor
     experts = torch.arange(num_experts, device=rows.device)
     if counts is None:
         return experts.repeat_interleave(len(rows) // num_experts).unsqueeze(1)
-    return experts.repeat_interleave(upload_values(counts, torch.int64, rows.device), output_size=len(rows)).unsqueeze(
-        1
-    )
+    counts = upload_values(counts, torch.int64, rows.device)
+    return experts.repeat_interleave(counts, output_size=len(rows)).unsqueeze(1)
 
 
 def _do_nothing(*_: Any) -> None:
     pass
 
 
+def find_dispatches(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertDispatch]]:
+    """The modules of experts that dispatch, with their names."""
+    found = ((name, module, vars(module).get("dispatch")) for name, module in model.named_modules())
+    return (each for each in found if isinstance(each[2], ExpertDispatch))
+
+
 def report_dropped(model: nn.Module, report: Callable[[nn.Module, Tensor], None]) -> None:
     """Have every module of experts with a capacity report how many pairs it drops in a forward: `report(module, scalar)`."""
-    for module in model.modules():
-        dispatch = vars(module).get("dispatch")
-        if isinstance(dispatch, ExpertDispatch):
-            dispatch.report_dropped = partial(report, module)
+    for _, module, dispatch in find_dispatches(model):
+        dispatch.report_dropped = partial(report, module)
 
 
 def find_needed_padding(model: nn.Module) -> list[Tensor]:
     """Scalars, the factors of parallel.expert_padding that would have been enough so far; 0 where all rows found room."""
-    dispatches = (vars(module).get("dispatch") for module in model.modules())
-    routes = (each.route for each in dispatches if isinstance(each, ExpertDispatch))
-    return [each.needed for each in routes if each.needed is not None]
+    found = (dispatch.route.needed for _, _, dispatch in find_dispatches(model))
+    return [each for each in found if each is not None]
 
 
 def write_stacked_gradients(
@@ -249,10 +251,7 @@ def write_stacked_gradients(
     those that are not trained. adapt: from a module and a matmul, that with its adapter, which has main gradients of its own."""
     by_parameter = {id(view.parameter): view for view in grad_views.values()}
     found: dict[nn.Module, tuple[KeepsOutputs, ...]] = {}
-    for module in model.modules():
-        dispatch = vars(module).get("dispatch")
-        if not isinstance(dispatch, ExpertDispatch):
-            continue
+    for _, module, dispatch in find_dispatches(model):
         local = dispatch.local
         if isinstance(local, LocalExperts):
             local.first, local.last = adapt(module, local.first), adapt(module, local.last)
