@@ -58,6 +58,14 @@ from framework.verify.layout import run_rank
 from framework.verify.pool import RankFailed, RankPool
 from framework.verify.prepare import VerifyOptions, prepare
 
+# Qwen4's indexer, with a budget that is less than the tokens of a small copy's sequence.
+QSA = {
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
 # Keys without which a family's default config has no experts, or experts that two ranks do not divide, or does not build.
 COMPLETIONS: dict[str, dict[str, Any]] = {
     # Bidirectional but as decoders, and heads that two ranks divide.
@@ -95,6 +103,8 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "ministral": {"head_dim": 128},
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
+    "qwen4_exp_text": QSA,
+    "qwen4_exp": {"text_config": {"model_type": "qwen4_exp_text", **QSA}},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
 }
 
@@ -214,10 +224,10 @@ def examine_layout(model_type: str, layout: list[str], pool: RankPool, oracles: 
             recipe = compose(["~model", f"model.family={model_type}", *batch, *layout]).require()
             sides = prepare(recipe, VerifyOptions(model_config=Path(file.name), dtype="fp64")).sides
             model = meta(sides.config)
-        except RecipeError as error:
-            return f"shared: {describe(error)}" if "data.pack" in str(error) else f"not built: {describe(error)}"
         except Exception as error:
-            return f"not built: {describe(error)}"
+            is_shared = isinstance(error, RecipeError) and "data.pack" in str(error)
+            told = describe(error).replace(file.name, f"the default config of {model_type}")
+            return f"shared: {told}" if is_shared else f"not built: {told}"
     if "parallel.ep=2" in layout:
         if not count_all_experts(model) and not find_unknown_experts(model):
             return "dense"

@@ -304,7 +304,8 @@ def _per_layer(values: Values, count: int) -> dict[str, list[Any]]:
         dense = values.get("mlp_only_layers") or []
         columns["mlp_only_layers"] = [index in dense or (index + 1) % step > 0 for index in range(count)]
     if isinstance(overrides := values.get("per_layer_config"), dict):
-        columns["per_layer_config"] = [overrides.get(f"{index:02d}") for index in range(count)]
+        by_index = {int(index): own for index, own in overrides.items()}  # with as many digits as the last layer has
+        columns["per_layer_config"] = [by_index.get(index) for index in range(count)]
     return columns
 
 

@@ -5,6 +5,7 @@ model family appears here: the decoder is the ModuleList as long as the config s
 the model's own accessors and by order of registration.
 """
 
+import inspect
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
@@ -68,10 +69,10 @@ def find_last_module(model: PreTrainedModel) -> nn.Module:
     found = find_layers(model)
     assert found is not None, f"{type(model).__name__} has no layers"
     name, layers = found
-    norms, is_behind = [], False
-    for child, module in model.get_submodule(name.rpartition(".")[0]).named_children():
+    norms, is_behind, parent = [], False, model.get_submodule(name.rpartition(".")[0])
+    for child, module in parent.named_children():
         is_behind |= module is layers
-        if child in FINAL_NORMS or (is_behind and "norm" in child and child not in FIRST_MODULES):
+        if child in FINAL_NORMS or (is_behind and "norm" in child and not _makes_input(parent, child)):
             norms.append(module)
     return norms[-1] if norms else layers[-1]
 
@@ -128,19 +129,23 @@ def _modules_after_layers(model: PreTrainedModel, layers: str) -> set[str]:
     path = layers.split(".")
     for depth in range(len(path)):
         parent = ".".join(path[:depth])
-        passed = False
-        for child, module in model.get_submodule(parent).named_children():
+        passed, holder = False, model.get_submodule(parent)
+        for child, module in holder.named_children():
             name = f"{parent}.{child}" if parent else child
             passed = passed or child == path[depth]
             trails = passed and child != path[depth] and any(True for _ in module.parameters())
-            if (trails or child in FINAL_NORMS) and name != embedding and not _makes_input(child):
+            if (trails or child in FINAL_NORMS) and name != embedding and not _makes_input(holder, child):
                 after.add(name)
     return after
 
 
-def _makes_input(child: str) -> bool:
+def _makes_input(parent: nn.Module, child: str) -> bool:
     """Whether a sibling of the layers runs in front of them, wherever it is registered."""
-    return child in FIRST_MODULES or child.startswith("embed_")
+    if child not in FIRST_MODULES:
+        return child.startswith("embed_")
+    # bigbird_pegasus has bart's name for its final norm, in bart's place: only its code tells which it is.
+    code = inspect.getsource(type(parent).forward)
+    return code.find(f"self.{child}(") < code.find("self.layers")
 
 
 def _children_first(model: nn.Module) -> list[str]:

@@ -84,10 +84,12 @@ class MemoryBounds:
             # A group keeps one layer's input; whatever else a layer keeps stays for all.
             of_group = one.hidden_bytes if policy == "sqrt" else 0
             working = cost.recomputed + one.backward_temporaries
+            # A recurrent mixer may keep less than its layer's estimate.
+            kept = cost.kept + (min((0, *one.mixers)) if policy == "none" else 0)
             if offload:
-                rows.append((0, 0, working + cost.kept, cost.kept * has_neighbours))
+                rows.append((0, 0, working + kept, kept * has_neighbours))
             else:
-                rows.append((cost.kept - of_group, of_group, working, 0))
+                rows.append((kept - of_group, of_group, working, 0))
         return np.array(rows, dtype=np.int64).T
 
     @remember("pp", "accumulation", "context", "tp", "ep", "expert_tp", "sequence")

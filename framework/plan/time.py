@@ -398,14 +398,14 @@ class TimeModel:
         if is_halved:  # matmuls of half the rows
             work = times.layer(replace(c, sequences=c.sequences // 2), number).times(c.sequences / (c.sequences // 2))
         own = LayerMessages(layer, work, c, self.groups(c), self.rates, self.settings)
-        offload = {"offload": self._offload(work, c)} if c.offloads_activations else {}
+        offload = {"offload": self._offload(number, work, c)} if c.offloads_activations else {}
         found = {"tp": own.tp(), "cp": own.cp(), **own.ep(), **offload}
         launched = self.profile.launch_s(layer.experts.experts // c.ep if layer.experts else None) * (1 + is_halved)
         return UnitTime(work, {axis: each for axis, each in found.items() if each is not NOTHING}, grouped, launched)
 
-    def _offload(self, work: UnitWork, c: Candidate) -> Exposure:
+    def _offload(self, number: int, work: UnitWork, c: Candidate) -> Exposure:
         """Exposure of a layer's activations: to the host under the next layer's forward, back under its backward."""
-        seconds = self.memory.activations.of_microbatch(c).layer_bytes / self.cluster.host_rate
+        seconds = self.memory.activations.of_microbatch(c).bytes_of_layer(number) / self.cluster.host_rate
         late, hidden = hide(seconds, work.forward.total)
         late_back, hidden_back = hide(seconds, work.backward)
         return Exposure(late, late_back, hidden + hidden_back)

@@ -1,13 +1,14 @@
 """Rules of the method: which parameters are trained, beside which adapters, and how they are updated."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from types import MappingProxyType
 
 from framework.recipe.keys import default_of
 from framework.recipe.plugins import added_names
 from framework.recipe.problem import Problem, refuse, refuse_useless, rule
-from framework.recipe.schema import Recipe
+from framework.recipe.schema import Muon, Recipe
 
 
 @rule("model.freeze", "optim.groups")
@@ -153,22 +154,17 @@ def schedule(recipe: Recipe) -> Iterator[Problem]:
         yield refuse(recipe, key, message, fix)
 
 
-@rule(
-    "optim.name",
-    "optim.betas",
-    "optim.eps",
-    "optim.momentum",
-    "optim.muon.steps",
-    "optim.muon.dtype",
-    "optim.muon.scale",
-    "optim.muon.heads",
+# Keys of `optim` that some optimizers have, and which.
+OWNED_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"betas": ("adamw", "lion", "muon"), "eps": ("adamw", "muon"), "momentum": ("sgd", "muon")}
+    | {f"muon.{each.name}": ("muon",) for each in fields(Muon)}
 )
+
+
+@rule("optim.name", *(f"optim.{name}" for name in OWNED_BY))
 def optimizer(recipe: Recipe) -> Iterator[Problem]:
     optim = recipe.optim
-    owned_by = {"betas": ("adamw", "lion", "muon"), "eps": ("adamw", "muon"), "momentum": ("sgd", "muon")}
-    for name, owners in (
-        owned_by | {f"muon.{each}": ("muon",) for each in ("steps", "dtype", "scale", "heads")}
-    ).items():
+    for name, owners in OWNED_BY.items():
         if optim.name not in (*owners, *added_names("optimizer")):
             message = f"{optim.name} has no {name}, so it would do nothing"
             yield from refuse_useless(recipe, f"optim.{name}", message, f"optim={' or optim='.join(owners)}")

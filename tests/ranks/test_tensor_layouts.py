@@ -2,13 +2,14 @@
 of stock Hugging Face and torch in one process: losses, norms, gradients, weights. `test_tensor.py` splits each family alone."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
 from operator import attrgetter
 from typing import Any
 
 import pytest
 
-from framework.recipe.schema import Parallel, Recipe, Zero
+from framework.recipe.schema import Memory, Parallel, Recipe, Zero
 from tests.families import FAMILIES, Family, family
 from tests.grid import IN_TURN, few_of
 from tests.ranks.covering import cover_pairs
@@ -53,6 +54,15 @@ def test_data_parallelism_sequence_and_stage_equal_one_process(pool: RankPool, w
     if ways is not SHOWN:
         cases.append(Case("llama in fp32", family("llama"), layouts("fp32", PAIRS[-1:]), changes))
     assert_equal(pool, 4, cases)
+
+
+@pytest.mark.parametrize("regathers", [False, True])
+def test_a_head_behind_layers_without_a_final_norm_equals_one_process(pool: RankPool, regathers: bool) -> None:
+    """Its weight's gradient would be computed under a sum in the last layer's backward, behind the head's reduction."""
+    memory = Memory(compile="never", gathered_inputs="regather" if regathers else "keep")
+    shown = {label: replace(recipe, memory=memory) for label, recipe in layouts("fp64", SHOWN).items()}
+    changes = {"do_layer_norm_before": False, "tie_word_embeddings": False}
+    assert_equal(pool, 4, [Case("opt", family("opt"), shown, changes)])
 
 
 @pytest.mark.grid

@@ -34,7 +34,7 @@ from framework.train.profiler import UnitRanges
 from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import make_batches
 from framework.verify.layout import share
-from tests.families import build_config, family
+from tests.families import RECURRENT, build_config, family
 from tests.grid import IN_TURN
 from tests.ranks.parity import CPU, small_recipe, topology_of
 
@@ -463,6 +463,23 @@ def test_the_plan_moves_what_is_offloaded_from_the_device_to_the_host() -> None:
         first, second = (each.on_host["activations"] for each in memory[fraction, 2])
         assert [first, second] == [num_layers * layer, (num_layers // 2 - 1) * layer]
     assert not any(memory[0.0, 1][0].on_host.values())
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_what_recurrent_mixers_keep_is_moved_in_the_plan_too(fraction: float) -> None:
+    """Delta rules in layers 0 and 2 of three, the second of which stays on the device with a fraction of a half."""
+    config = build_config(next(each for each in RECURRENT if each.name == "qwen3_5_text"))
+    recipe, _ = make_recipe(4, "none", 0.0)
+    plans = [
+        make_plan(replace(recipe, memory=replace(recipe.memory, offload=Offload(activations=each))), config)
+        for each in (0.0, fraction)
+    ]
+    mixers, layer = plans[0].activations.mixers, plans[0].activations.layer_bytes
+    assert [each != 0 for each in mixers] == [True, False, True]
+    sizes = [layer + more if each else 0 for each, more in zip(choose_offloaded(fraction, 3), mixers, strict=True)]
+    before, behind = (each.memory(0) for each in plans)
+    assert behind.on_host["activations"] == sum(sizes)
+    assert before.allocated - behind.allocated == sum(sizes) - max(sizes[0] + sizes[1], sizes[1] + sizes[2])
 
 
 def test_copies_start_a_layer_ahead() -> None:

@@ -12,7 +12,7 @@ from framework.model.load import build_meta
 from framework.model.probe import find_layer_calls
 from framework.model.shrink import shrink
 from framework.model.stage import PassThrough, refuse_following_starts
-from framework.model.units import find_layers, find_units
+from framework.model.units import find_last_module, find_layers, find_units
 from framework.parallel.attention import find_whole, probe_causes
 from framework.parallel.attention.block_attention import AttentionBlock, BlockAttention
 from framework.parallel.attention.documents import Documents
@@ -35,6 +35,12 @@ def test_a_norm_of_the_embedding_registered_behind_the_layers_is_the_embeddings(
     embedding, *_, head = find_units(small("bart"))
     assert "model.decoder.layernorm_embedding" in embedding.modules
     assert "model.decoder.layernorm_embedding" not in head.modules
+
+
+def test_the_final_norm_is_told_by_the_code_where_names_say_otherwise() -> None:
+    model = small("bigbird_pegasus", is_decoder=True, is_encoder_decoder=False)
+    assert "model.decoder.layernorm_embedding" in find_units(model)[-1].modules
+    assert find_last_module(model) is model.get_submodule("model.decoder.layernorm_embedding")
 
 
 def test_a_head_of_several_modules_is_one_unit_wherever_it_is_registered() -> None:

@@ -129,6 +129,14 @@ def test_tiny_model_stays_tiny_and_trains(family: Family) -> None:
     assert _train_once(small).num_parameters() < 2 * _meta(full).num_parameters()
 
 
+@pytest.mark.skipif("dots3_note_text" not in CONFIG_MAPPING, reason="transformers of before")
+def test_values_of_single_layers_are_small_in_a_small_copy_of_a_small_copy_too() -> None:
+    """Named by the layer's number, with as many digits as the last layer's: one, where the original has two."""
+    small = shrink(CONFIG_MAPPING["dots3_note_text"]())
+    assert small.to_dict()["per_layer_config"]
+    assert shrink(small).to_dict() == small.to_dict()
+
+
 def _small(name: str) -> PretrainedConfig:
     return shrink(_full(name))
 

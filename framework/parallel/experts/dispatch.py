@@ -18,7 +18,7 @@ parallelism, whole experts), each routes an equal interval of them, and the resu
     T rows of hidden states, k experts per token, E experts, e of them on this rank, H features, R rows received
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, reduce
 from typing import Any
 
@@ -171,11 +171,22 @@ class ExpertDispatch:
         """[T, k] bool: this rank's pairs that find no room, of whole sequences, which all who have a part of them gather."""
         return self.given.own(capacity.find_dropped(self.given.join(index), self.given.join(weights), self.num_experts))
 
+    def _count_most(self, tokens: int, top_k: int) -> int | None:
+        """Pairs of so many tokens that the experts of one rank take at most; None without a capacity, for stock experts, that ask
+        for numbers of rows, and for parts of sequences: all of a part may be for one expert, and its capacity of the whole is no
+        bound worth its bytes."""
+        given, num_ranks = self.given, self.route.outer.size * self.route.inner.size
+        is_stock = isinstance(self.local, StockExperts)
+        if self.capacity is None or is_stock or given.over.size > 1 or given.are_shared_out:
+            return None
+        taken = self.capacity.room(given.slices.context, top_k, self.num_experts)
+        return taken * (tokens // given.rows) * (self.num_experts // num_ranks)
+
     def _route(self, hidden: Tensor, index: Tensor, weights: Tensor, left_out: Tensor | None) -> Tensor:
         """Send rows to their experts and combine the outputs. hidden: [T, H] -> [T, H]; index, weights: [T, k]; left_out: [T, k]
         bool, pairs that are sent to nobody; None: there are none."""
         ids = index if left_out is None else index.masked_fill(left_out, self.num_experts)
-        rows = self.route.plan(ids, self.num_experts)
+        rows = self.route.plan(ids, self.num_experts, self._count_most(*ids.shape))
         rows.depart(hidden, ids, weights)
         if self.shared is not None:
             self.shared.compute_ahead()
@@ -204,21 +215,30 @@ def _find_experts_of_rows(rows: Tensor, num_experts: int, counts: Any) -> Tensor
     experts = torch.arange(num_experts, device=rows.device)
     if counts is None:
         return experts.repeat_interleave(len(rows) // num_experts).unsqueeze(1)
-    return experts.repeat_interleave(upload_values(counts, torch.int64, rows.device), output_size=len(rows)).unsqueeze(
-        1
-    )
+    counts = upload_values(counts, torch.int64, rows.device)
+    return experts.repeat_interleave(counts, output_size=len(rows)).unsqueeze(1)
 
 
 def _do_nothing(*_: Any) -> None:
     pass
 
 
+def find_dispatches(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertDispatch]]:
+    """The modules of experts that dispatch, with their names."""
+    found = ((name, module, vars(module).get("dispatch")) for name, module in model.named_modules())
+    return (each for each in found if isinstance(each[2], ExpertDispatch))
+
+
 def report_dropped(model: nn.Module, report: Callable[[nn.Module, Tensor], None]) -> None:
     """Have every module of experts with a capacity report how many pairs it drops in a forward: `report(module, scalar)`."""
-    for module in model.modules():
-        dispatch = vars(module).get("dispatch")
-        if isinstance(dispatch, ExpertDispatch):
-            dispatch.report_dropped = partial(report, module)
+    for _, module, dispatch in find_dispatches(model):
+        dispatch.report_dropped = partial(report, module)
+
+
+def find_needed_padding(model: nn.Module) -> list[Tensor]:
+    """Scalars, the factors of parallel.expert_padding that would have been enough so far; 0 where all rows found room."""
+    found = (dispatch.route.needed for _, _, dispatch in find_dispatches(model))
+    return [each for each in found if each is not None]
 
 
 def write_stacked_gradients(
@@ -231,10 +251,7 @@ def write_stacked_gradients(
     those that are not trained. adapt: from a module and a matmul, that with its adapter, which has main gradients of its own."""
     by_parameter = {id(view.parameter): view for view in grad_views.values()}
     found: dict[nn.Module, tuple[KeepsOutputs, ...]] = {}
-    for module in model.modules():
-        dispatch = vars(module).get("dispatch")
-        if not isinstance(dispatch, ExpertDispatch):
-            continue
+    for _, module, dispatch in find_dispatches(model):
         local = dispatch.local
         if isinstance(local, LocalExperts):
             local.first, local.last = adapt(module, local.first), adapt(module, local.last)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.comm.transfer import choose_current
-from framework.parallel.experts.dispatch import ExpertDispatch
+from framework.parallel.experts.dispatch import find_dispatches
 from framework.torch_private import count_nodes_to, modes_of_thread, next_node_number, tree_flatten, tree_unflatten
 
 # Attributes that hooks set for one call of a module, where the other half's call would meet them: (namespace, name).
@@ -168,7 +168,8 @@ class HalvedForward:
         [1, ...] or [T, D], is of both."""
         middle = (count + 1) // 2
         if isinstance(x, Tensor):
-            if not x.is_floating_point() and x.ndim == 3 and x.shape[1] == count:
+            # llama4's rotations are complex, [B, T, D].
+            if not (x.is_floating_point() or x.is_complex()) and x.ndim == 3 and x.shape[1] == count:
                 return x[:, :middle], x[:, middle:]
             if x.ndim < 2 or len(x) != count or (x.ndim == 2 and x.is_floating_point()):
                 return x, x
@@ -203,8 +204,7 @@ def halve_layer(layer: Any, turns: Turns, places: Sequence[Place], cut: Cut) -> 
     """Have a layer whose experts dispatch compute in halves. places: of the layer, beside those of its experts; cut: as in
     `HalvedForward`."""
     places = list(places)
-    found = ((name, each, vars(each).get("dispatch")) for name, each in layer.named_modules())
-    dispatches = [each for each in found if isinstance(each[2], ExpertDispatch)]
+    dispatches = list(find_dispatches(layer))
     for name, module, dispatch in dispatches:
         dispatch.end_turn = turns.end
         places.append((vars(module), "down_proj_bias"))

@@ -237,8 +237,9 @@ def _on_input(change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs:
     }
 
 
-def gather_behind(region: Region, border: ShardedBorder, module: nn.Module, args: Any, output: Any):
-    """Behind the module, the final norm, the tokens come together, [B, s, D] to [B, S, D]: what follows is a region.
+def gather_behind(region: Region, border: ShardedBorder, is_layer: bool, module: nn.Module, args: Any, output: Any):
+    """Behind the module, the final norm, the tokens come together, [B, s, D] to [B, S, D]: what follows is a region. is_layer: it
+    is the last layer, where there is no such norm.
 
     ModelError if the module is called in front of the layers as well, and has weights.
     """
@@ -249,7 +250,10 @@ def gather_behind(region: Region, border: ShardedBorder, module: nn.Module, args
                 f"{type(module).__name__} is used before and behind the layers: use parallel.sequence=false"
             )
         return output
-    return _on_output(region.enter, output)
+    output = _on_output(region.enter, output)
+    # Backward comes to the sum behind a layer when it has left the head's unit, whose gradients are reduced then.
+    region.call.is_open &= not is_layer
+    return output
 
 
 def end_region(region: Region, module: nn.Module, args: Any, output: Tensor) -> None:

@@ -347,7 +347,7 @@ class _Splitter:
         if self.plan.bounds.is_last:
             # Not in front of the head: models read the sequence's shape between the two.
             last = find_last_module(self.model)
-            last.register_forward_hook(partial(gather_behind, head_region, border))
+            last.register_forward_hook(partial(gather_behind, head_region, border, last is self.layers[1][-1]))
             if self.rng is not None:
                 # From here on ranks hold the same tokens again: a dropout in front of the head must drop the same elements.
                 last.register_forward_hook(partial(end_outside, self.rng))
