@@ -1,4 +1,4 @@
-"""Private names of torch that the framework calls, because torch has no public name for what they do. All exist in torch 2.11 and
+"""Private names of torch that the framework calls, because torch has no public name for what they do. All exist in torch 2.11 to
 2.13, and `tests/unit/test_torch_private.py` calls each: run it at a version of torch before that version is allowed.
 
 Nothing else of the framework names them (`tests/laws`: `only_torch_private_knows_private_names`). Whoever adds a name says why.

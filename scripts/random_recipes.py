@@ -89,6 +89,10 @@ def _sends_tokens(drawn: Drawn, value: Any) -> bool:
     return drawn.get("parallel.ep", 1) > 1 and (not value or drawn["parallel.ep"] % value == 0)
 
 
+def _may_pad(drawn: Drawn, value: Any) -> bool:
+    return _sends_tokens(drawn, None) and drawn["model.family"] != "llama4_text"
+
+
 def _has_halves(drawn: Drawn, value: Any) -> bool:
     return _sends_tokens(drawn, value) and drawn["batch.sequences_per_microbatch"] > 1
 
@@ -230,6 +234,7 @@ CHOICES = (
     Choice("parallel.ep", (1, 1, 1, 2, 4), _fits_ep),
     Choice("parallel.expert_tp", (None, 1, 2, 4), _fits_expert_tp),
     Choice("parallel.expert_hierarchical", (None, None, 2), _sends_tokens),
+    Choice("parallel.expert_padding", (None, None, 4.0), _may_pad),
     Choice("model.expert_capacity", (None, None, None, 1.0, 1.25), _may_have_experts),
     Choice("model.expert_drop", ("weight", "position"), _drops_tokens),
     Choice("model.router_bias_rate", (0.0, 0.0, 0.05), _may_have_bias),

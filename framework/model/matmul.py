@@ -8,7 +8,7 @@ Nothing here communicates: `parallel/tensor` and `parallel/zero` call it between
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -201,34 +201,52 @@ class WeightGradientSum:
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Rows [R, .] in groups, one for each matrix of a stack. counts: rows of each group, on the host; offsets: [E] int32 on the
-    device, where each group ends."""
+    """Rows [R, .] in groups, one for each matrix of a stack. offsets: [E] int32 on the device, where each group ends; sizes: rows
+    of each, all R of them; None: only the device knows, and rows behind the last group are padding."""
 
-    counts: tuple[int, ...]
     offsets: Tensor
+    sizes: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, counts: Sequence[int], device: torch.device) -> "RowGroups":
         """Groups of so many rows each."""
-        return cls(tuple(counts), upload_values(tuple(accumulate(counts)), torch.int32, device))
+        return cls(upload_values(tuple(accumulate(counts)), torch.int32, device), tuple(counts))
 
-    @property
-    def empty(self) -> list[int]:
-        """Groups without a row."""
-        return [group for group, count in enumerate(self.counts) if count == 0]
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Rows of each group. Where only a GPU knows, the host waits for it: matmuls of groups one by one ask, which are those of
+        other dtypes than bf16. A CPU's memory is the host's."""
+        return self.sizes or tuple(torch.diff(self.offsets, prepend=self.offsets.new_zeros(1)).tolist())
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
         """The rows of each group.  x: [R, ...]."""
         # One call for all: a slice for each group would be as much Python as its matmul's.
-        return x.split_with_sizes(self.counts)
+        return x.split_with_sizes((*self.counts, len(x) - sum(self.counts)))[:-1]
+
+    def clear_padding(self, x: Tensor) -> Tensor:
+        """x with zeros in the rows of no group, which kernels leave as memory was, in place.  x: [R, N]."""
+        if self.sizes is not None:
+            return x
+        is_padding = torch.arange(len(x), device=x.device) >= self.offsets[-1]
+        return x.masked_fill_(is_padding.unsqueeze(1), 0.0)
+
+    def clear_empty(self, gradient: Tensor) -> None:
+        """Write zeros for groups without a row, in place.  gradient: [E, ...]."""
+        if self.sizes is None:
+            is_empty = torch.diff(self.offsets, prepend=self.offsets.new_zeros(1)) == 0
+            gradient.masked_fill_(is_empty.view(-1, 1, 1), 0.0)
+            return
+        for group, count in enumerate(self.sizes):
+            if count == 0:
+                gradient[group].zero_()
 
     def padded(self, count: int) -> "RowGroups":
         """The groups, followed by empty ones up to `count`: for matrices at the end of a stack without rows."""
         missing = count - len(self.offsets)
         if missing == 0:
             return self
-        last = self.offsets[-1:].expand(missing)
-        return RowGroups(self.counts + (0,) * missing, torch.cat([self.offsets, last]))
+        offsets = torch.cat([self.offsets, self.offsets[-1:].expand(missing)])
+        return RowGroups(offsets, None if self.sizes is None else self.sizes + (0,) * missing)
 
 
 class StackedMatmul(LayerWeight):
@@ -358,12 +376,12 @@ def accumulate_matmul(view: Tensor, left: Tensor, right: Tensor, is_first: bool,
 def stacked_matmul(x: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
     """y = x W_e^T for the rows of each group e.  x: [R, K]; weights: [E, N, K], any strides -> [R, N]. Not differentiable."""
     if _multiplies_groups(x) and takes_grouped_matmul(x) and takes_grouped_matmul(weights):
-        return F.grouped_mm(x, weights.transpose(1, 2), offs=groups.offsets)
+        return groups.clear_padding(F.grouped_mm(x, weights.transpose(1, 2), offs=groups.offsets))
     out = x.new_empty(x.shape[0], weights.shape[1])
     for y, rows, weight in zip(groups.split(out), groups.split(x), weights.unbind(), strict=True):
         if len(rows):
             matmul_into(y, rows, weight)
-    return out
+    return groups.clear_padding(out)
 
 
 def accumulate_stacked_matmul(view: Tensor, left: Tensor, right: Tensor, groups: RowGroups, is_first: bool) -> None:
@@ -371,9 +389,8 @@ def accumulate_stacked_matmul(view: Tensor, left: Tensor, right: Tensor, groups:
     [R, N]. An empty group's is zero."""
     if _multiplies_groups(left) and takes_grouped_matmul(left) and takes_grouped_matmul(right):
         gradient = F.grouped_mm(left.t(), right, offs=groups.offsets)
-        for expert in groups.empty:
-            # torch's own tests of this kernel leave out the gradient of an empty group: do not rely on it.
-            gradient[expert].zero_()
+        # torch's own tests of this kernel leave out the gradient of an empty group: do not rely on it.
+        groups.clear_empty(gradient)
         view.copy_(gradient) if is_first else view.add_(gradient)
         return
     for matrix, rows, others in zip(view.unbind(), groups.split(left), groups.split(right), strict=True):

@@ -7,6 +7,7 @@ are intervals of the local elements, blocks of columns an interval of each row.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,13 @@ from framework.parallel.zero.plan_buffers import BufferPlan
 
 @dataclass(frozen=True)
 class OwnedValues:
-    """The elements of a matrix that this rank owns, [n] each in the master's dtype, and how they are updated."""
+    """The elements of a weight that this rank owns, [n] each in the master's dtype, and their rate and decay over the step's."""
 
     value: Tensor
     gradient: Tensor
     momentum: Tensor
     lr_ratio: float
-    weight_decay: float
+    decay: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,12 +61,6 @@ class HeldWeight:
         return max(1, self.layout.shape_local[-1] if self.is_in_columns else self.stop - self.start)
 
     @cached_property
-    def _row(self) -> tuple[int, int]:
-        """Number of blocks in a row, and the elements of each."""
-        width = max(each.width for each in self.parts)
-        return self.period // width, width
-
-    @cached_property
     def own_interval(self) -> tuple[int, int]:
         """The elements that this rank owns, of the local ones."""
         start = max(self.start, self.buffer.start)
@@ -90,28 +85,30 @@ class HeldWeight:
         held = [self.blocks_of(self.layout_of(rank)) for rank in range(num_ranks)]
         return [[rank for rank, own in enumerate(held) if block in own] for block in range(self.form.blocks)]
 
+    # Columns of all heads at once: a kernel for each would be thousands in a step.
+
     def cut(self, own: Tensor) -> list[Tensor]:
         """The elements of each part, of those that this rank owns, [n]."""
-        lengths = [each.own_length for each in self.parts]
         if not self.is_in_columns:
-            return list(own.split(lengths))
-        start, stop = self.own_interval
-        margins = start % self.period, -stop % self.period
-        rows = nn.functional.pad(own, margins).view(-1, *self._row)
+            return list(own.split([each.own_length for each in self.parts]))
+        (start, stop), width = self.own_interval, max(each.width for each in self.parts)
+        rows = nn.functional.pad(own, (start % self.period, -stop % self.period)).view(-1, self.period // width, width)
         by_block = rows.transpose(0, 1).flatten(1)
-        return [by_block[each.place // rows.shape[2]].narrow(0, each.margin, each.own_length) for each in self.parts]
+        return [by_block[each.place // width].narrow(0, each.margin, each.own_length) for each in self.parts]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The elements that this rank owns, [n], of those of each part: the inverse of `cut`."""
         if not self.is_in_columns:
             return torch.cat([*parts])
-        start, stop = self.own_interval
+        (start, stop), width = self.own_interval, max(each.width for each in self.parts)
         first, num_rows = start % self.period, -(-stop // self.period) - start // self.period
-        num_held, width = self._row
-        by_block = parts[0].new_empty(num_held, num_rows * width)
+        others = parts[0].new_empty(width)
+        padded = []
         for each, part in zip(self.parts, parts, strict=True):
-            by_block[each.place // width].narrow(0, each.margin, each.own_length).copy_(part)
-        return by_block.view(num_held, num_rows, width).transpose(0, 1).flatten()[first : first + stop - start]
+            behind = num_rows * each.width - each.margin - each.own_length
+            padded += [others[: each.margin], part, others[:behind]]
+        rows = torch.cat(padded).view(self.period // width, num_rows, width).transpose(0, 1)
+        return rows.flatten()[first : first + stop - start]
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,9 +132,12 @@ class MatrixPart:
         """FLOPs of its orthogonalisation."""
         return self.weight.form.flops(self.weight.layout.shape, steps)
 
-    def overlap(self, start: int, length: int) -> int:
-        """Elements of it among `length` elements of the buffer from `start` on."""
-        return self._count(start + length) - self._count(start)
+    def lengths(self, num_ranks: int, of_owners: bool) -> list[int]:
+        """Numbers of its elements on so many ranks that hold the parts of its buffer, or own those of this rank's part."""
+        buffer = self.weight.buffer
+        first, numel = (buffer.part_start, buffer.numel_owned) if of_owners else (0, buffer.numel_part)
+        counts = [self._count(first + rank * numel) for rank in range(num_ranks + 1)]
+        return [behind - before for before, behind in pairwise(counts)]
 
     def _count(self, stop: int) -> int:
         """Elements of it in front of an element of the buffer."""
@@ -148,7 +148,7 @@ class MatrixPart:
     @cached_property
     def own_length(self) -> int:
         """Number of its elements that this rank owns."""
-        return self.overlap(self.weight.buffer.start, self.weight.buffer.stop - self.weight.buffer.start)
+        return self._count(self.weight.buffer.stop) - self._count(self.weight.buffer.start)
 
     @cached_property
     def margin(self) -> int:
@@ -161,9 +161,12 @@ class MatrixPart:
         if not own:
             return None
         layout, dim = self.weight.layout_of(rank), own[0].dim
+        runs = layout.runs[dim]
         if self.weight.form.blocks > 1:
-            return None if self.block in self.weight.blocks_of(layout) else Slice(0, torch.arange(0))
-        indices = torch.cat([torch.arange(*run) for run in layout.runs[dim]])
+            if self.block in self.weight.blocks_of(layout):
+                return None
+            runs = [(0, 0)]
+        indices = torch.cat([torch.arange(*run) for run in runs])
         return Slice(dim - len(layout.shape) + 2, indices.to(self.weight.own.value.device))
 
 

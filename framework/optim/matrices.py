@@ -18,6 +18,7 @@ from framework.model.units import Unit
 from framework.parallel.tensor.find_regions import RegionPlan, find_regions, holder
 from framework.parallel.tensor.heads import count_heads
 from framework.parallel.tensor.partition import FEATURES, Counts
+from framework.recipe.schema import Optim
 
 # Rows from which on a symmetric matrix is worth three matmuls for the blocks that make it, in place of one for all of it.
 SYMMETRIC_ROWS = 512
@@ -74,11 +75,14 @@ def count_flops(shape: tuple[int, int], steps: int) -> int:
 
 
 def find_matrices(
-    model: PreTrainedModel, units: Sequence[Unit], tp_plan: Mapping[str, str], by_heads: bool = False
+    model: PreTrainedModel, units: Sequence[Unit], tp_plan: Mapping[str, str], optim: Optim
 ) -> dict[str, MatrixForm]:
-    """The form of each weight of the layers that holds matrices, by name. tp_plan: `model.tp_plan`; by_heads: `optim.muon.heads`.
+    """The form of each weight of the layers that holds matrices for Muon, by name. tp_plan: `model.tp_plan`.
 
     Raises ModelError where heads are asked for and not known."""
+    if optim.name != "muon":
+        return {}
+    by_heads = optim.muon.heads
     experts = {f"{name}.{weight}": form for name, weight, form in _find_stacked(model)}
     packed = dict(_find_packed(model, units, tp_plan, by_heads))
     if by_heads and all(form.blocks == 1 for form in packed.values()):
@@ -117,12 +121,12 @@ def _find_packed(
         arranged = {name: role.arrangement for name, role in region.roles.items() if role.kind == "column"}
         has_heads = any(each not in FEATURES for each in arranged.values())
         counts = count_heads(model, region) if has_heads else Counts(1, 1)
-        if by_heads and has_heads:
-            yield from _find_heads(model, region, counts)
         for name, arrangement in arranged.items():
             repeats, sizes = _packing(arrangement, counts)
-            if len(sizes) > 1 and not (by_heads and arrangement not in FEATURES):
+            if len(sizes) > 1:
                 yield f"{name}.weight", MatrixForm(int(isinstance(model.get_submodule(name), Conv1D)), repeats, sizes)
+        if by_heads and has_heads:  # last, and counts where a name comes twice
+            yield from _find_heads(model, region, counts)
 
 
 def _find_heads(model: PreTrainedModel, region: RegionPlan, counts: Counts) -> Iterator[tuple[str, MatrixForm]]:
@@ -134,7 +138,7 @@ def _find_heads(model: PreTrainedModel, region: RegionPlan, counts: Counts) -> I
             continue
         if role.arrangement in counts.linear:
             raise _refuse(model, f"{name} has those of a recurrent mixer")
-        if counts.linear:  # one whose matrices are of channels
+        if counts.linear:  # a mixer of channels
             continue
         if counts.blocks > 1 and role.arrangement == "":
             raise _refuse(model, f"{name} reads them in pairs")
@@ -153,22 +157,17 @@ def _find_heads(model: PreTrainedModel, region: RegionPlan, counts: Counts) -> I
 
 def _packing(arrangement: str, counts: Counts) -> tuple[int, tuple[int, ...]]:
     """(repeats, sizes) of `MatrixForm` for an arrangement of `partition.py`; units are heads where there are any."""
-    match arrangement:
-        case "pair":
-            return 1, (1, 1)
-        case "heads":
-            return 1, (counts.q,)
-        case "kv_heads":
-            return 1, (counts.kv,)
-        case "qkv":
-            return 1, (counts.q, counts.kv, counts.kv)
-        case "per_head":
-            return counts.q, (1, 1, 1)
-        case "groups":
-            return counts.kv, (counts.q // counts.kv, 1, 1)
-        case "block_qvk":
-            return counts.blocks, (counts.q // counts.blocks,) * 3
-    return 1, (1,)
+    q, kv, blocks = counts.q, counts.kv, counts.blocks
+    found = {
+        "pair": (1, (1, 1)),
+        "heads": (1, (q,)),
+        "kv_heads": (1, (kv,)),
+        "qkv": (1, (q, kv, kv)),
+        "per_head": (q, (1, 1, 1)),
+        "groups": (kv, (q // kv, 1, 1)),
+        "block_qvk": (blocks, (q // blocks,) * 3),
+    }
+    return found.get(arrangement, (1, (1,)))
 
 
 def _refuse(model: PreTrainedModel, reason: str) -> ModelError:

@@ -27,7 +27,7 @@ from torch import Tensor
 from framework.comm.collectives import all_to_all
 from framework.comm.communicator import Communicator
 from framework.optim.groups import GroupAssignment, decay_rate
-from framework.optim.held_matrices import HeldWeight, MatrixPart, OwnedValues, cut_slice, join_slices
+from framework.optim.held_matrices import HeldWeight, OwnedValues, cut_slice, join_slices
 from framework.optim.matrices import SYMMETRIC_ROWS
 from framework.optim.optimizers import FlatOptimizer
 from framework.optim.update_rules import FlatShard, ShardGroup
@@ -113,9 +113,7 @@ class OwnerHop:
     @property
     def num_sent(self) -> int:
         """Elements that this rank sends, there and back."""
-        rank, others = self.axis.rank, [peer for peer in range(self.axis.size) if peer != self.axis.rank]
-        there = sum(each[rank] for each, owner in zip(self.to_owner, self.owners, strict=True) if owner != rank)
-        return there + sum(self.from_owner[index][peer] for index in self.own for peer in others)
+        return sum(sum(sizes) - sizes[self.axis.rank] for sizes, _ in (self._there, self._back))
 
     # Sizes never change, and a mixture has thousands of matrices: counted once, not in every step.
 
@@ -179,30 +177,25 @@ class MatrixGroup:
         self.parts = parts = [part for each in weights for part in each.parts]
         update, shard = weights[0].buffer.axes.update, weights[0].buffer.axes.shard
         self._dtype = torch.bfloat16 if settings.dtype == "bf16" else weights[0].own.momentum.dtype
+        # A weight has the scale of its first matrix, to which `_orthogonalize_all` scales the others.
+        shapes = [weight.form.shapes(weight.parts[0].shape)[0] for weight in weights]
+        scales = [scale_of(shape, settings.scale) for shape in shapes]
+        self._factors = [each.own.lr_ratio * scale for each, scale in zip(weights, scales, strict=True)]
         costs = [each.flops(settings.steps) for each in parts]
         steps = [[rank - axis.ranks[axis.rank] for rank in axis.ranks] for axis in (update, shard, tp)]
         ranks = [sum(each) for each in product(*steps)]
         loads = [others[rank] for rank in ranks] if others.keys() >= set(ranks) else [0] * len(ranks)
         # Heads stay on their ranks of tp.
-        holders = [ranks for each in weights for ranks in each.holders(tp.size)]
-        owners = assign_owners(costs, loads, holders, tp.size)
+        owners = assign_owners(costs, loads, [own for each in weights for own in each.holders(tp.size)], tp.size)
         for owner, cost in zip(owners, costs, strict=True):
             loads[owner] += cost
         self.loads = dict(zip(ranks, loads, strict=True))
         places = [(owner // (shard.size * tp.size), owner // tp.size % shard.size, owner % tp.size) for owner in owners]
 
-        def owned(each: MatrixPart) -> list[int]:
-            plan = each.weight.buffer
-            return [each.overlap(plan.part_start + i * plan.numel_owned, plan.numel_owned) for i in range(update.size)]
-
-        def held(each: MatrixPart) -> list[int]:
-            numel = each.weight.buffer.numel_part
-            return [each.overlap(i * numel, numel) for i in range(shard.size)]
-
         here = list(range(len(parts)))
         self._hops: list[OwnerHop] = []
-        for number, (axis, measure) in enumerate(((update, owned), (shard, held))):
-            lengths = [measure(parts[index]) for index in here]
+        for number, axis in enumerate((update, shard)):
+            lengths = [parts[index].lengths(axis.size, of_owners=axis is update) for index in here]
             self._hops.append(OwnerHop(axis, [places[index][number] for index in here], lengths, lengths))
             here = [here[index] for index in self._hops[-1].own]
         slices = [[parts[index].slice_of(rank) for rank in range(tp.size)] for index in here]
@@ -231,20 +224,11 @@ class MatrixGroup:
             held += weight.cut(moved.to(self._dtype))
         results = iter(self._orthogonalize(held))
         # Scalars of the device, one for all matrices that are updated alike.
-        decays: dict[float, Tensor] = {}
-        rates: dict[float, Tensor] = {}
-        for weight in self.weights:
-            own, result = weight.own, weight.join([next(results) for _ in weight.parts])
-            if not len(result):  # other ranks own all of it
-                continue
-            decay = own.lr_ratio * own.weight_decay
-            matrix = weight.form.shapes(weight.parts[0].shape)[0]
-            factor = own.lr_ratio * scale_of(matrix, self._settings.scale)
-            if decay not in decays:
-                decays[decay] = 1 - decay_rate * decay
-            if factor not in rates:
-                rates[factor] = rate * factor
-            own.value.mul_(decays[decay]).sub_(result.to(own.value.dtype).mul_(rates[factor]))
+        decays = {each: 1 - decay_rate * each for each in {weight.own.decay for weight in self.weights}}
+        rates = {each: rate * each for each in set(self._factors)}
+        for weight, factor in zip(self.weights, self._factors, strict=True):
+            value, result = weight.own.value, weight.join([next(results) for _ in weight.parts])
+            value.mul_(decays[weight.own.decay]).sub_(result.to(value.dtype).mul_(rates[factor]))
 
     @property
     def bytes_sent(self) -> dict[str, int]:
@@ -316,7 +300,7 @@ class MuonOptimizer(FlatOptimizer):
             group, where = self._group_of[shard], slice(low - first, high - first)
             momentum = self.states.values(shard, "momentum_buffer")
             flat = shard.value[where], shard.gradient[where], momentum[where]
-            return OwnedValues(*flat, group.lr_ratio, group.weight_decay)
+            return OwnedValues(*flat, group.lr_ratio, group.lr_ratio * group.weight_decay)
 
         self._groups = group_matrices(buffers, assignments, axes, optim.muon, device, find)
 

@@ -20,7 +20,7 @@ which a router chooses k for each token, keeps instead of the mlp, for R rows in
 
 Where experts are whole the router sees T" = T' tokens, and R = T k / t: as many as the rank sends, and as its own experts receive
 on average. That is for a uniform router: a rank whose experts get twice the mean holds twice the rows, which no layout tells.
-Where experts are slices over tp, T" = T and R = T k.
+Where experts are slices over tp, T" = T and R = T k. In padded buffers (parallel.expert_padding) R is their room.
 
 While a mixture computes there is more than it keeps, the most in backward: experts narrower than h have their peak where
 gradients come in, one more tensor of rows, weighted R/k at a time in fp32, and wide ones inside, where gate and up have their
@@ -126,6 +126,7 @@ class Activations:
     dispatches: bool = False  # rows are sent to experts, or dropped
     fuses_loss: bool = False  # the device has kernels for it
     crossing: float = 1.0  # rows of a token that come to ranks for their nodes: N p over two hops
+    padding: float = 1.0  # rows that buffers of experts have room for, over those that an even router sends
     mixers: tuple[
         int, ...
     ] = ()  # bytes beside the estimate of each layer, which may be negative: those of its recurrent mixer
@@ -336,6 +337,10 @@ class Activations:
         return routed * self.width * e + router + self.rows_in_experts(mixture.top_k) * row + self._balance_bytes
 
     def rows_in_experts(self, top_k: int) -> int:
+        """Rows in the buffers of a mixture's experts: those that a rank sends where the router is uniform, and padding."""
+        return int(self.padding * self.rows_routed(top_k))
+
+    def rows_routed(self, top_k: int) -> int:
         """Rows that a rank sends to a mixture's experts, and that its own compute where the router is uniform."""
         return self._num_tokens * top_k // (1 if self._slices_experts else self.tokens.tp.size)
 

@@ -20,7 +20,7 @@ from framework.plan.cluster import Group, place_group
 from framework.plan.layer_widths import MixtureWidths
 from framework.plan.operators import LayerOperators, UnitWork
 from framework.plan.profile import Rates
-from framework.plan.token_hops import TokenHops
+from framework.plan.token_hops import TokenHops, rows_of_token
 from framework.recipe.schema import Recipe
 
 # Axes over which messages travel.
@@ -137,13 +137,14 @@ class LayerMessages:
     def _travel(self, tokens: float, experts: MixtureWidths) -> tuple[tuple[float, float], ...]:
         """Seconds of the rows of so many tokens on their way to experts, back, and of the gradient of what was sent: each of the
         hop that departs first, and of the other one."""
-        cluster, itemsize, kind = self.rates.cluster, self.rates.itemsize, self.rates.profile.dispatch
+        cluster, itemsize, kind = self.rates.cluster, self.rates.itemsize, self._dispatch
         if kind != "hops":
             once = self._travel_at_once(tokens, experts, sends_once=kind == "once")
             return ((once, 0.0),) * 3
         outer, inner = self.groups["ep_outer"], self.groups["ep_inner"]
         narrows = self.settings.parallel.expert_dispatch == "fp8"
-        hops = TokenHops(experts.router, outer.size, inner.size, experts.width, itemsize, narrows)
+        rows = rows_of_token(self.c, self.settings, experts.router, outer.size, inner.size)
+        hops = TokenHops(experts.router, outer.size, inner.size, experts.width, itemsize, narrows, rows)
 
         def seconds(way: str) -> tuple[float, float]:
             far, near = (
@@ -194,8 +195,13 @@ class LayerMessages:
         return dict(zip(("ep_outer", "ep_inner") if self._has_two_hops else ("ep",), hops, strict=False))
 
     @property
+    def _dispatch(self) -> str:
+        """The way of tokens: the profile's, or DeepEP's."""
+        return "once" if self.settings.parallel.expert_backend == "deepep" else self.rates.profile.dispatch
+
+    @property
     def _has_two_hops(self) -> bool:
-        is_ours = self.rates.profile.dispatch == "hops"
+        is_ours = self._dispatch == "hops"
         return is_ours and min(self.groups["ep_outer"].size, self.groups["ep_inner"].size) > 1
 
     def _late_of_halves(self, ways: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

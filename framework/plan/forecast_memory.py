@@ -51,6 +51,7 @@ from framework.plan.memory_states import (
 from framework.plan.policies import Counts, choose_counts, is_large, least_bytes, shorten, uniform
 from framework.plan.shape import ModelShape
 from framework.plan.target import resolve_target
+from framework.plan.token_hops import rows_of_token
 from framework.recipe.schema import Recipe
 
 # Counted over estimated activations of models without formulas, the least and the most: `scripts/bench/foresight_memory.py
@@ -227,8 +228,8 @@ class ActivationBytes:
             self._masks(each),
             each.ep > 1 or each.expert_tp < each.tp or recipe.model.expert_capacity is not None,
             is_fused(recipe.launch.device, pipelines.compute.itemsize),
-            self._count_crossing(each),
-            self._mixers(each),
+            *self._count_rows(each),
+            mixers=self._mixers(each),
         )
 
     def _mixers(self, each: Candidate) -> tuple[int, ...]:
@@ -244,11 +245,14 @@ class ActivationBytes:
             for found in shape.mixers(tokens, dtype)
         )
 
-    def _count_crossing(self, each: Candidate) -> float:
-        """Rows of a token that come to ranks for their nodes."""
+    def _count_rows(self, each: Candidate) -> tuple[float, float]:
+        """Rows of a token that come to ranks for their nodes, and the padding of those in buffers of experts."""
         mixture, way = self.pipelines.shape.mixture, self.pipelines.recipe.parallel.expert_hierarchical
         nodes = each.ep // count_passing(way, each.ep, each.expert_tp, each.ranks_per_node, each.world)
-        return 1.0 if mixture is None or nodes == 1 else float(nodes * mixture.router.reach(nodes))
+        if mixture is None:
+            return 1.0, 1.0
+        outer, inner = rows_of_token(each, self.pipelines.recipe, mixture.router, nodes, each.ep // nodes)
+        return float(outer), max(1.0, float(inner) / mixture.top_k)
 
     @remember("cp", "context")
     def _masks(self, each: Candidate) -> tuple[str | None, ...]:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from framework.model.expert_rows import Router
 from framework.model.experts import count_experts, find_experts
 from framework.model.flops import attention_masks, expert_groups, experts_per_token
 from framework.model.units import find_layers
 from framework.parallel.attention import find_stock_attention
-from framework.plan.token_hops import Router
 from framework.recipe.schema import Recipe
 
 # Names of model.attention by which layers of that form compute with torch's SDPA.

@@ -31,7 +31,7 @@ from framework.model.probe import LayerCalls, find_layer_calls
 from framework.model.stage import StageBounds, copy_stage, is_of_layers, split_stages
 from framework.model.units import Unit, find_units, tied_names
 from framework.optim.groups import GroupAssignment, group_parameters, group_trained, optimizer_of
-from framework.optim.matrices import MatrixForm, find_matrices
+from framework.optim.matrices import find_matrices
 from framework.parallel.pipeline.pipeline import count_layers
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
 from framework.parallel.stage_plan import StagePlan
@@ -183,7 +183,7 @@ class ModelShape:
         """Averages over all parameters: the share that Muon updates, that of heads among it, and FLOPs of its orthogonalisation;
         FLOPs of the dearest weight, expert or head, which has one owner."""
         numel, of_heads, flops, dearest = 0, 0, 0.0, 0.0
-        for name, form in _find_matrices(self.recipe, self.whole, self.units).items():
+        for name, form in find_matrices(self.whole, self.units, self.recipe.model.tp_plan, self.recipe.optim).items():
             if optimizer_of(self.recipe.optim, self.groups.get(name, "")) == "muon":
                 shape = self.whole.get_parameter(name).shape
                 numel, of_heads = numel + shape.numel(), of_heads + shape.numel() * (form.blocks > 1)
@@ -399,18 +399,12 @@ def refuse_fresh_seeds(config: PretrainedConfig) -> None:
         )
 
 
-def _find_matrices(recipe: Recipe, whole: PreTrainedModel, units: tuple[Unit, ...]) -> dict[str, MatrixForm]:
-    """The weights that hold matrices for Muon, by name. Raises as `find_matrices` does."""
-    is_muon = recipe.optim.name == "muon"
-    return find_matrices(whole, units, recipe.model.tp_plan, recipe.optim.muon.heads) if is_muon else {}
-
-
 def group_parameters_of(recipe: Recipe, whole: PreTrainedModel, units: tuple[Unit, ...]) -> list[GroupAssignment]:
     """Decided on the whole model, so that every rank agrees."""
     parameters = {name: whole.get_parameter(name) for unit in units for name in unit.parameters}
     marked = {name for name, each in parameters.items() if getattr(each, "_no_weight_decay", False)}
     shapes = {name: tuple(each.shape) for name, each in parameters.items()}
-    matrices = _find_matrices(recipe, whole, units)
+    matrices = find_matrices(whole, units, recipe.model.tp_plan, recipe.optim)
     if not recipe.adapter.is_used:
         found = group_trained(shapes, recipe.model.freeze, recipe.optim, marked, matrices, find_constants(whole))
         scales = find_scales(whole, recipe.model.mup_base)

@@ -266,14 +266,11 @@ class Update:
         dtype = "bf16" if self.settings.optim.muon.dtype == "bf16" else "fp32"
         per_flop = self.cluster.matmul_seconds(self.hidden, self.hidden, self.hidden, dtype) / (2.0 * self.hidden**3)
         num_bytes = elements * (2 if dtype == "bf16" else 4)
-        # Heads are on one rank of tp.
-        hops = (c.shard, c.tp, share), (c.tp, 1, share - of_heads)
-        way = sum(
-            self.cluster.collective(
-                "all_to_all", num_bytes * part, place_group(size, stride, c.ranks_per_node, c.world)
-            )
-            for size, stride, part in hops
+        shard, tp = (
+            place_group(size, stride, c.ranks_per_node, c.world) for size, stride in ((c.shard, c.tp), (c.tp, 1))
         )
+        hops = (shard, share), (tp, share - of_heads)  # heads are on one rank of tp
+        way = sum(self.cluster.collective("all_to_all", num_bytes * part, each) for each, part in hops)
         return max(elements * flops, dearest) * per_flop + 2 * way
 
     def save(self, elements: float, c: Candidate, step_s: float) -> tuple[float, float]:

@@ -1,55 +1,37 @@
 """Bytes of a token on its way to experts and back, over both hops of `parallel/experts/route.py`.
 
-Of E experts a node has E/N. A router that chooses k of them, any as likely as another, leaves a node out with probability
-
-    C(E - E/N, k) / C(E, k)
-
-and a token reaches it with the rest, p: N p rows for a token go over the outer hop, k over the inner one, each part of the ranks'
-own included. A router that is limited to some of G groups of experts chooses those groups first: a node has the experts of some
-whole groups, or a part of one, and is reached by fewer tokens.
+N p rows for a token go over the outer hop, k over the inner one (`model/expert_rows.py`), each part of the ranks' own included;
+in padded buffers as many as these have room for.
 """
 
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
-from math import comb
 
+from framework.model.expert_rows import Router, find_room
+from framework.model.experts import capacity_of
 from framework.parallel.experts.exchange import ROW_CODEC, packed_bytes
+from framework.plan.candidate import Candidate
+from framework.recipe.schema import Recipe
 
 # Bytes of an expert's index, which travels with each row, and of a number of rows, which is sent first.
 INDEX_BYTES, COUNT_BYTES = 4, 8
 
 
-@dataclass(frozen=True)
-class Router:
-    """A router that chooses `top_k` of `experts`, out of the best `kept` of `groups` of them."""
-
-    experts: int
-    top_k: int
-    groups: int = 1
-    kept: int = 1
-
-    def reach(self, nodes: int) -> Fraction:
-        """Probability that a token has an expert on one of so many nodes."""
-        return _reach(self, nodes)
-
-
-@cache
-def _reach(router: Router, nodes: int) -> Fraction:
-    own, size, choices = router.experts // nodes, router.experts // router.groups, comb(router.groups, router.kept)
-    if router.kept == router.groups or (own % size and size % own):
-        return 1 - _miss(router.experts, own, router.top_k)
-    missed, inside = Fraction(0), max(1, own // size)
-    # Some of the node's groups are chosen; it holds all of their experts, or a part.
-    for chosen in range(min(inside, router.kept) + 1):
-        ways = comb(inside, chosen) * comb(router.groups - inside, router.kept - chosen)
-        missed += Fraction(ways, choices) * _miss(router.kept * size, chosen * min(own, size), router.top_k)
-    return 1 - missed
-
-
-def _miss(experts: int, own: int, top_k: int) -> Fraction:
-    """Probability that none of `own` experts is among the chosen."""
-    return Fraction(comb(experts - own, top_k), comb(experts, top_k))
+def rows_of_token(c: Candidate, recipe: Recipe, router: Router, nodes: int, ranks: int) -> tuple[Fraction, Fraction]:
+    """Rows of a token over the outer and the inner hop, each part of the ranks' own included: as an even router makes, or as many
+    as padded buffers have room for. nodes, ranks: sizes of the hops."""
+    parts, is_region = 2 if recipe.parallel.expert_overlap else 1, c.expert_tp == c.tp
+    if recipe.parallel.expert_backend == "deepep":  # once to each rank, of those on another node by one of that node's
+        return nodes * router.reach(nodes), nodes * ranks * router.reach(nodes * ranks)
+    tokens, most = max(1, c.tokens // (1 if is_region else c.tp) // parts), None
+    capacity = capacity_of(recipe.model)
+    if capacity is not None and c.cp == 1 and is_region:
+        taken = capacity.room(c.context, router.top_k, router.experts)
+        most = taken * max(1, c.sequences // parts) * (router.experts // (nodes * ranks))
+    room = find_room(tokens, router, nodes, ranks, recipe.parallel.expert_padding, most)
+    if room is None:
+        return nodes * router.reach(nodes), Fraction(router.top_k)
+    return Fraction(nodes * room.outer, tokens), Fraction(ranks * room.inner, tokens)
 
 
 @dataclass(frozen=True)
@@ -78,6 +60,8 @@ class TokenHops:
     itemsize: int
     narrows: bool = False
     """Whether rows go to experts as fp8 codes (parallel.expert_dispatch)."""
+    rows: tuple[Fraction, Fraction] | None = None
+    """`rows_of_token`; None: of an even router."""
 
     @property
     def _row(self) -> int:
@@ -89,7 +73,8 @@ class TokenHops:
         """Bytes of a token between nodes."""
         if self.nodes == 1:
             return HopBytes()
-        rows, hidden = self.nodes * self.router.reach(self.nodes), self.width * self.itemsize
+        rows = self.nodes * self.router.reach(self.nodes) if self.rows is None else self.rows[0]
+        hidden = self.width * self.itemsize
         # Weights travel as they are multiplied, in fp32 or wider.
         weights, ids = self.router.top_k * max(self.itemsize, 4), self.router.top_k * INDEX_BYTES
         return HopBytes(
@@ -101,8 +86,9 @@ class TokenHops:
         """Bytes of a token within its nodes."""
         if self.ranks == 1:
             return HopBytes()
-        rows = Fraction(self.router.top_k * self.width * self.itemsize)
-        return HopBytes(Fraction(self.router.top_k * self._row), rows, rows)
+        rows = Fraction(self.router.top_k if self.rows is None else self.rows[1])
+        hidden = rows * self.width * self.itemsize
+        return HopBytes(rows * self._row, hidden, hidden)
 
     def sent(self, tokens: Fraction, forwards: int, parts: int) -> tuple[int, int]:
         """Bytes that a rank with so many tokens sends over the outer and the inner hop, numbers of rows included."""

@@ -10,6 +10,7 @@ from torch import nn
 from framework.comm.communicator import Communicator
 from framework.mesh.token_layout import ContextSlices
 from framework.model.borders import message_dtype, message_width
+from framework.model.expert_rows import Router
 from framework.model.flops import expert_groups, experts_per_token
 from framework.model.kept_outputs import ATTENTION
 from framework.model.mixers import count_channels, count_map, find_mixers
@@ -22,7 +23,7 @@ from framework.parallel.zero.plan_buffers import BufferDtypes, BufferPlan
 from framework.plan.context import ContextCost, MixerCost, Passes, attention_shapes
 from framework.plan.plan import Plan, unconnected
 from framework.plan.policies import count_forwards, spell
-from framework.plan.token_hops import Router, TokenHops
+from framework.plan.token_hops import TokenHops, rows_of_token
 
 META = torch.device("meta")
 
@@ -144,8 +145,9 @@ def sent_over_hops(plan: Plan, mixture: Mixture) -> tuple[int, int]:
     router = Router(mixture.num_experts, top_k, *expert_groups(config))
     parallel = plan.recipe.parallel
     narrows, parts = parallel.expert_dispatch == "fp8", 2 if parallel.expert_overlap else 1
-    hops = TokenHops(router, nodes, ranks, activations.width, activations.itemsize, narrows)
-    return hops.sent(Fraction(activations.rows_in_experts(top_k), top_k), forwards_of(plan, mixture), parts)
+    rows = rows_of_token(plan.candidate, plan.recipe, router, nodes, ranks)
+    hops = TokenHops(router, nodes, ranks, activations.width, activations.itemsize, narrows, rows)
+    return hops.sent(Fraction(activations.rows_routed(top_k), top_k), forwards_of(plan, mixture), parts)
 
 
 def forwards_of(plan: Plan, mixture: Mixture) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from framework.recipe.derive import count_virtual_stages
 from framework.recipe.keys import default_of, value_of, with_value
-from framework.recipe.layout_rules import USELESS_RULES
+from framework.recipe.layout_rules import EXPERT_KEYS, USELESS_RULES
 from framework.recipe.schema import Recipe
 
 # Each by the name under which `--free` and `--keep` and the table of a search know it.
@@ -22,7 +22,7 @@ LAYOUT_KEYS = (
 )
 # Keys that are legal with some layouts only: kept there, else at their defaults.
 FOLLOWING_KEYS = (
-    *("parallel.overlap", "parallel.expert_overlap", "parallel.expert_hierarchical", "parallel.expert_dispatch"),
+    *("parallel.overlap", *(f"parallel.{name}" for name in EXPERT_KEYS)),
     *("pipeline.layers", "pipeline.table", "pipeline.fill_bubbles"),
     *(f"zero.{name}" for name in ("accumulate", "keep_gathered", "optimizer_within", "secondary_shard")),
     *(f"zero.{name}" for name in ("quantize_gather", "quantize_reduce", "quantize_min_elements")),

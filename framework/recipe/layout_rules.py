@@ -134,9 +134,12 @@ def context_attention(recipe: Recipe) -> Iterator[Problem]:
 
 # --- experts
 
+# Keys of tokens that travel to other ranks' experts.
+EXPERT_KEYS = ("expert_overlap", "expert_hierarchical", "expert_dispatch", "expert_padding", "expert_backend")
+
 
 @rule(
-    *(f"parallel.{name}" for name in ("ep", "expert_overlap", "expert_hierarchical", "expert_dispatch")),
+    *(f"parallel.{name}" for name in ("ep", *EXPERT_KEYS)),
     *(f"model.{name}" for name in ("experts", "expert_capacity", "expert_drop")),
     *("batch.sequences_per_microbatch", "memory.compile"),
 )
@@ -151,13 +154,15 @@ def experts(recipe: Recipe) -> Iterator[Problem]:
         message = "without model.expert_capacity nothing is dropped"
         yield from refuse_useless(recipe, "model.expert_drop", message, "model.expert_capacity=1.25")
     if parallel.ep == 1:
-        for name in ("expert_overlap", "expert_hierarchical", "expert_dispatch"):
+        for name in EXPERT_KEYS:
             message = "with parallel.ep=1 no token is sent to an expert"
             yield from refuse_useless(recipe, f"parallel.{name}", message, "parallel.ep=2 or more")
     elif isinstance(inner, int) and parallel.ep % inner:
         legal = ", ".join(map(str, divisors(parallel.ep)))
         message = f"does not divide the parallel.ep={parallel.ep} ranks that have different experts"
         yield refuse(recipe, "parallel.expert_hierarchical", message, f"one of {legal}; node; or null")
+    if parallel.ep > 1 and parallel.expert_backend == "deepep":
+        yield from _deep_ep(recipe)
     if parallel.ep > 1 and parallel.expert_overlap:
         key = "parallel.expert_overlap"
         if recipe.batch.sequences_per_microbatch == 1:
@@ -168,6 +173,21 @@ def experts(recipe: Recipe) -> Iterator[Problem]:
                 "halves of a layer compute by turns, also backward, and memory.compile=always makes a layer one graph"
             )
             yield refuse(recipe, key, message, "memory.compile=never; or parallel.expert_overlap=false")
+
+
+def _deep_ep(recipe: Recipe) -> Iterator[Problem]:
+    """Options that DeepEP's kernels do not have."""
+    reasons = {
+        "expert_dispatch": "its codes are of other blocks than ours, which `verify` rounds by",
+        "expert_padding": "it counts rows in its own kernels",
+        "expert_hierarchical": "it sends a token once to each node by itself",
+    }
+    for name, reason in reasons.items():
+        message = f"parallel.expert_backend=deepep: {reason}"
+        yield from refuse_useless(recipe, f"parallel.{name}", message, "parallel.expert_backend=own")
+    if (recipe.parallel.expert_tp or 1) > 1:
+        message = "parallel.expert_backend=deepep takes neighbours, and ranks of ep with slices of experts are tp apart"
+        yield refuse(recipe, "parallel.expert_tp", message, "parallel.expert_tp=1; or parallel.expert_backend=own")
 
 
 # --- ZeRO and sequence parallelism

@@ -215,6 +215,15 @@ class Parallel:
         "how rows travel to experts: bf16: in the compute dtype, fp8: as codes; results and gradients are not narrowed",
         "bf16",
     )
+    expert_padding: float | None = key(
+        "rows in buffers for a rank's experts, over an even share, so that no host waits to count them; null: as many as needed",
+        None,
+        low=1.0,
+    )
+    expert_backend: Literal["own", "deepep"] = key(
+        "how rows travel to experts: own: all-to-alls, deepep: kernels of DeepEP, installed beside (not run on a GPU yet)",
+        "own",
+    )
     expert_tp: int | None = key(
         "ranks that slice each expert: 1 or parallel.tp; null: 1 with ep > 1 (whole experts), else parallel.tp",
         None,

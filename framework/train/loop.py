@@ -26,7 +26,7 @@ from framework.train.reports import PendingStep, Reporter, StepTimes
 from framework.train.save_policy import SavePolicy
 from framework.train.spikes import NO_LIMITS
 from framework.train.state import RunState
-from framework.train.step import TrainingRun, run_alone, train_step, validate_average
+from framework.train.step import TrainingRun, refuse_overflow, run_alone, train_step, validate_average
 from framework.train.sums import Flags, StepValues
 from framework.train.validation import NOT_VALIDATED, Validated, Validation
 
@@ -265,6 +265,8 @@ class Loop:
         if pending is None:
             return
         values = StepValues.unpack(pending.sums.values())
+        if not values.is_finite:
+            refuse_overflow(self.run, self.recipe.parallel.expert_padding, pending.step)
         if not self._skips_spikes:  # no update depends on them, so they are found while the next step is under way
             pending = replace(pending, limits=self.state.spikes.limits(pending.step))
         self._exposed_s += sum(

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -14,10 +15,12 @@ from framework.comm.collectives import all_reduce, start_all_reduce
 from framework.comm.connect import Mesh
 from framework.comm.transfer import AsyncHostCopy, upload
 from framework.data.pack import Microbatch
+from framework.errors import RecipeError
 from framework.model.mixtures import ExpertLoad
 from framework.model.objective import LOSSES, Objective
 from framework.optim.disk_ring import DiskStates
 from framework.optim.optimizers import Missed, clip_divisor, norm_rows, squared_norm
+from framework.parallel.experts.dispatch import find_needed_padding
 from framework.parallel.pipeline.execute import ActivationSpec, StageLinks, execute
 from framework.parallel.pipeline.pipeline import FORWARDS_AT_ONCE, PipelinePlan
 from framework.parallel.pipeline.simulate import Timed
@@ -158,7 +161,8 @@ def train_step(
     of the actions' times.
 
     The framework does not wait for the device here, but for `parallel.ep`: once per layer and forward the host must know how many
-    rows it receives. Where attention is left to transformers, its masks wait to know whether positions restart.
+    rows it receives, unless they are padded. Where attention is left to transformers, its masks wait to know whether positions
+    restart.
 
     validation: of the weights before the update: in the step's bubbles, and the rest right before the update.
     """
@@ -251,6 +255,22 @@ def _update(
     # Before the update, which sends masters to the parameters: no gradient reaches a bias, so it is left as it is then.
     run.biases.update(loads, is_taken)
     run.optimizer.step(lr, divisor, ~is_taken, step, _missed_elements(run, missed, sums.reached))
+
+
+def refuse_overflow(run: TrainingRun, padding: float | None, step: int) -> None:
+    """Raise RecipeError on all ranks if rows have found no room in the buffers of experts, which makes a step not finite, so that
+    it updates nothing. padding: parallel.expert_padding. Collective over the world with it."""
+    if padding is None:
+        return
+    found = [each for stage in run.stages.values() for each in find_needed_padding(stage.model.model)]
+    most = torch.stack([torch.zeros((), dtype=torch.float64, device=run.mesh.device), *found]).max()
+    all_reduce(most, run.mesh.axis("world"), "max", label="needed padding")
+    if (needed := most.item()) > 0:
+        raise RecipeError(
+            f"parallel.expert_padding={padding}: in step {step:,} routers chose up to {needed:.2f} times an even share of experts"
+            f" for one rank, and its buffers have no room for so many rows; no update was made of the step: go on with"
+            f" parallel.expert_padding={ceil(needed * 10) / 10} or more, or null, which waits for the numbers of rows"
+        )
 
 
 def _find_reached(run: TrainingRun, missed: Sequence[TrainedParameter]) -> Tensor:

@@ -3,6 +3,9 @@
 Models of 1, 2, 4 ... times the widths of `model.mup_base` are trained for some steps by the oracle's plain loop, on equal tokens.
 Under muP the mean change of an output since the first step is about equal at all widths; with initial values and rates that do
 not follow the width, it grows with it (Yang et al. 2022, arXiv 2203.03466, appendix D.1).
+
+Logits are apart: to what the head has learned, (W_t - W_0) x_t, initial values add W_0 (x_t - x_0), a sum of random terms that
+shrinks with the width under muP. The former is `head`, and flat; logits must not grow.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,7 +58,8 @@ def check_coordinates(recipe: Recipe, picture: Path, steps: int, num_widths: int
     for output in growth["muP"]:
         print(f"{output:<12} {growth['muP'][output]:>8.2f} {growth['without'][output]:>8.2f}")
     _draw(found, picture)
-    is_flat = max(map(abs, growth["muP"].values())) <= FLAT
+    shrinks = growth["muP"].pop("logits")
+    is_flat = max(shrinks, *map(abs, growth["muP"].values())) <= FLAT
     print(f"{'flat' if is_flat else f'NOT flat: beyond {FLAT}'}: {picture}")
     return EXIT_DONE if is_flat else EXIT_FAILED
 
@@ -78,8 +82,9 @@ def _steps(recipe: Recipe, config: PretrainedConfig, steps: int) -> Iterator[dic
     oracle = Oracle(recipe, config, weights, torch.float32, CPU)
     batch = make_batches(config, 1, SEQUENCES, CONTEXT, recipe.train.seed)[0]
     first: Outputs | None = None
+    head = oracle.model.get_output_embeddings().weight.detach().clone()
     for step in range(steps + 1):
-        with _reading(oracle.model) as outputs:
+        with _reading(oracle.model, head) as outputs:
             oracle.set_rate(recipe.optim.lr)
             oracle.find_gradients(batch)
         if first is None:
@@ -95,18 +100,23 @@ def _mean_change(outputs: Sequence[Tensor], first: Sequence[Tensor]) -> float:
 
 
 @contextmanager
-def _reading(model: Any) -> Iterator[Outputs]:
-    """The outputs in a forward of the embedding, each attention and mlp, and the head."""
+def _reading(model: Any, head: Tensor) -> Iterator[Outputs]:
+    """The outputs in a forward of the embedding, each attention and mlp, and the head, and of the head without its initial
+    weight."""
     found: Outputs = {}
 
     def note(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
         found.setdefault(name, []).append((output[0] if isinstance(output, tuple) else output).detach())
+
+    def note_learned(module: nn.Module, args: Any, _output: Any) -> None:
+        found["head"] = [nn.functional.linear(args[0].detach(), module.get_parameter("weight").detach() - head)]
 
     kinds = {"attention": ("self_attn", "attn", "attention"), "mlp": ("mlp", "feed_forward")}
     modules = [("embedding", model.get_input_embeddings()), ("logits", model.get_output_embeddings())]
     for path, module in model.named_modules():
         modules += [(kind, module) for kind, names in kinds.items() if path.rpartition(".")[2] in names]
     handles = [module.register_forward_hook(partial(note, name)) for name, module in modules]
+    handles.append(model.get_output_embeddings().register_forward_hook(note_learned))
     yield found
     for handle in handles:
         handle.remove()

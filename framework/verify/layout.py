@@ -31,7 +31,7 @@ from framework.recipe.derive import derive
 from framework.recipe.plugins import import_plugins
 from framework.recipe.schema import Adapter, Recipe
 from framework.train.build import build
-from framework.train.step import TrainingRun, train_step
+from framework.train.step import TrainingRun, refuse_overflow, train_step
 from framework.train.update import OwnedShard
 from framework.verify.evidence import Evidence, TokenBatch, keep_double, make_batches
 from framework.verify.plain_adapters import round_base
@@ -54,6 +54,8 @@ def _train(run: TrainingRun, plan: Plan, batches: Sequence[TokenBatch], mesh: Me
         microbatches = share(batch, recipe.batch.sequences_per_microbatch, mesh)
         with keep_double(plan.compute_dtype):
             values = train_step(run, microbatches, step, lr).read()
+        if not values.is_finite:
+            refuse_overflow(run, recipe.parallel.expert_padding, step + 1)
         losses.append(values.loss)
         norms.append(values.gradient_norm)
         if step == 0:

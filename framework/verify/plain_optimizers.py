@@ -130,10 +130,9 @@ def find_matrices(model: nn.Module, config: PretrainedConfig, optim: Optim) -> d
 
 def _heads(name: str, weight: Tensor, owner: Any, config: Any) -> Iterator[tuple[int, Tensor]]:
     *_, around, last = name.removesuffix(".weight").split(".")
-    outputs = 1 if isinstance(owner, Conv1D) else 0
     if "att" not in around or last not in TO_HEADS | FROM_HEADS:
         return
-    dim = outputs if last in TO_HEADS else 1 - outputs
+    dim = int(isinstance(owner, Conv1D) == (last in TO_HEADS))
     latent, value = getattr(config, "qk_nope_head_dim", None), getattr(config, "v_head_dim", None)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if latent is not None:

@@ -182,6 +182,8 @@ def shrink_recipe(
         "parallel.dp": "--ranks sets another number",
         "parallel.ep": "what few ranks and the small model's experts take",
         "parallel.expert_hierarchical": "as if nodes were smaller, so that tokens take two hops here, too",
+        "parallel.expert_backend": "it needs GPUs, and bf16",
+        "parallel.expert_padding": "few tokens are spread less evenly: buffers have room for all",
         "parallel.expert_dispatch": "a sum in another order would round to another code: --dtype fp64 compares it",
         "parallel.context": "the small model has fewer heads",
         "pipeline.layers": "by cost instead, the small model has fewer layers",
@@ -219,7 +221,9 @@ def _send_tokens(parallel: Parallel, derived: Derived, dtype: str) -> Parallel:
     elif isinstance(inner, int):
         inner = "node"
     dispatch = parallel.expert_dispatch if dtype == "fp64" and ep > 1 else "bf16"
-    return replace(parallel, expert_hierarchical=inner, expert_dispatch=dispatch)
+    padding = None if parallel.expert_padding is None or ep == 1 else float(ep)
+    parallel = replace(parallel, expert_hierarchical=inner, expert_dispatch=dispatch, expert_padding=padding)
+    return replace(parallel, expert_backend="own")
 
 
 def _lower_ulysses(parallel: Parallel, heads: int) -> Parallel:

@@ -21,7 +21,7 @@ from framework.comm.communicator import Communicator
 from framework.parallel.experts import dispatch, exchange, halves, route, rows
 from framework.parallel.experts.dispatch import ExpertDispatch
 from framework.parallel.experts.exchange import RowExchange
-from framework.parallel.experts.route import DispatchedRows
+from framework.parallel.experts.route import DispatchedRows, Hop
 from framework.parallel.zero import gradients
 from framework.parallel.zero.buffers import GradientState, MainGradView, UnitBuffer
 from framework.recipe.schema import Parallel, Zero
@@ -204,9 +204,35 @@ def pair_weights_with_other_experts() -> AbstractContextManager[Any]:
 
 
 def leave_memory_as_it_was() -> AbstractContextManager[Any]:
-    """Rows that no expert has written hold whatever the memory held: transformers 48205."""
+    """Pairs that are in no row add what is in memory for them: transformers 48205."""
+    add_up = rows._sum_weighted
 
-    return patch.object(rows, "_add_row_of_zeros", lambda y: torch.cat([y, y.new_full((1, y.shape[1]), torch.nan)]))
+    def add(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+        is_missing = rows._find_rows(order, weights.numel()).view_as(weights) < 0
+        return add_up(y, order, weights).masked_fill(is_missing.any(1, keepdim=True), torch.nan)
+
+    return patch.object(rows, "_sum_weighted", add)
+
+
+def begin_each_buffer_with_the_first_pairs() -> AbstractContextManager[Any]:
+    """Padded buffers of all ranks hold the pairs of the first."""
+
+    def pack(self: Hop, pairs: Tensor) -> Tensor:
+        place = torch.arange(self.sent[0]).expand(len(self.counts), -1)
+        return pairs[place.clamp(max=len(pairs) - 1)].where(place < self.counts.unsqueeze(1), len(pairs)).flatten()
+
+    return patch.object(Hop, "pack", pack)
+
+
+def take_padding_for_rows() -> AbstractContextManager[Any]:
+    """Padding counts as rows of the last expert, each with the numbers of some pair."""
+    pack = Hop.pack
+
+    def fill(self: Hop, pairs: Tensor) -> Tensor:
+        found = pack(self, pairs)
+        return found.where(found < len(pairs), pairs[0])
+
+    return patch.object(Hop, "pack", fill)
 
 
 def divide_features_for_rows() -> AbstractContextManager[Any]:
@@ -334,6 +360,7 @@ CASES = {
     "halves": case("mixtral", 2, Parallel(ep=2, expert_overlap=True)),
     "two nodes": case("mixtral", 4, Parallel(ep=4, expert_hierarchical=2)),
     "codes": case("mixtral", 4, Parallel(ep=4, expert_hierarchical=2, expert_dispatch="fp8")),
+    "padded buffers": case("mixtral", 4, Parallel(ep=4, expert_hierarchical=2, expert_padding=4.0)),
     "replicas of experts": case("mixtral", 4, Parallel(ep=2), Zero(stage=2, shard_within=2)),
     "replicated tokens": case("qwen2_moe", 1, Parallel(tp=2, ep=2, sequence=False), **QWEN2),
     "padded tokens": case("mixtral", 1, Parallel(tp=2, ep=2)),
@@ -360,6 +387,8 @@ SABOTAGES: tuple[tuple[Sabotage, str, str], ...] = (
     (weigh_by_another_row, "two nodes", "loss"),
     (lose_the_gradient_of_weights, "two nodes", GRADIENT),
     (send_codes_alone_to_others, "codes", GRADIENT),
+    (begin_each_buffer_with_the_first_pairs, "padded buffers", "loss"),
+    (take_padding_for_rows, "padded buffers", "loss"),
     (leave_replicas_of_experts_alone, "replicas of experts", GRADIENT),
     (count_one_group_in_the_norm, "replicas of experts", NORM),
     (count_each_group_in_the_norm, "replicas of experts", NORM),

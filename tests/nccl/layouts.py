@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from framework.comm.connect import Mesh, connect
 from framework.data.pack import Microbatch
 from framework.plan.plan import make_plan
-from framework.recipe.schema import Memory, Model, Offload, Parallel, Pipeline, Recipe, Zero
+from framework.recipe.schema import Memory, Model, Muon, Offload, Parallel, Pipeline, Recipe, Zero
 from framework.train.build import build
 from framework.train.step import TrainingRun, train_step
 from framework.verify.evidence import make_batches
@@ -34,7 +34,7 @@ Numbers = list[float]
 @dataclass(frozen=True)
 class Layout:
     """A tiny model on so many ranks. changes: of the model's config. freeze: patterns, as of the recipe. pack: as of it, too.
-    on_node: ranks of each node, None: of the only one; reduce: `precision.reduce`."""
+    on_node: ranks of each node, None: of the only one; reduce: `precision.reduce`; muon: trained by it, heads one by one."""
 
     world: int
     accumulation: int = 1
@@ -49,6 +49,7 @@ class Layout:
     pack: Literal["concat", "documents"] = "concat"
     on_node: int | None = None
     reduce: Literal["fp32", "bf16"] = "fp32"
+    muon: bool = False
 
     @property
     def recipe(self) -> Recipe:
@@ -61,6 +62,8 @@ class Layout:
         data = replace(recipe.data, pack=self.pack)
         recipe = replace(recipe, memory=memory, pipeline=pipeline, model=Model(freeze=list(self.freeze)), data=data)
         recipe = replace(recipe, precision=replace(recipe.precision, reduce=self.reduce))
+        if self.muon:
+            recipe = replace(recipe, optim=replace(recipe.optim, name="muon", muon=Muon(dtype="master", heads=True)))
         return recipe if self.on_node is None else on_nodes(recipe, self.on_node)
 
     @property
@@ -101,15 +104,17 @@ def build_layout(layout: Layout, mesh: Mesh) -> tuple[TrainingRun, list[list[Mic
 
 
 @cache
-def train_alone(family: str, sequences: int, freeze: tuple[str, ...], changes: tuple[tuple[str, Any], ...]) -> Numbers:
+def train_alone(
+    family: str, sequences: int, freeze: tuple[str, ...], changes: tuple[tuple[str, Any], ...], muon: bool
+) -> Numbers:
     """The numbers of one rank, without a layout."""
-    layout = Layout(1, 1, family, sequences, freeze, changes)
+    layout = Layout(1, 1, family, sequences, freeze, changes, muon=muon)
     return train(layout, connect(topology_of(layout.recipe, layout.config), CPU))
 
 
 def find_error(layout: Layout, serial: bool = False) -> float:
     """The worst relative error of any rank's numbers."""
-    alone = train_alone(layout.family, layout.sequences, layout.freeze, layout.changes)
+    alone = train_alone(layout.family, layout.sequences, layout.freeze, layout.changes, layout.muon)
     expected = torch.tensor(alone, dtype=torch.float64)
     found = torch.tensor(run(layout, serial), dtype=torch.float64)
     return float(((found - expected) / expected).abs().nan_to_num(nan=torch.inf).max())
@@ -141,6 +146,8 @@ LAYOUTS = {
     "tp 2, overlap": Layout(2, parallel=Parallel(tp=2, overlap="always")),
     "tp 2, regather": Layout(2, parallel=Parallel(tp=2), memory=replace(REGATHER, activation_checkpointing="selective")),
     "tp 2, dp 2, zero 3": Layout(4, parallel=Parallel(tp=2), zero=Z3),
+    "tp 2, dp 2, zero 3, muon": Layout(4, parallel=Parallel(tp=2), zero=Z3, muon=True),
+    "dp 4, hsdp, divided update, muon": Layout(4, zero=replace(Z3, shard_within=2, optimizer_within="all"), muon=True),
     "cp 2, ring": Layout(2, parallel=Parallel(cp=2)),
     "cp 2, ulysses": Layout(2, parallel=Parallel(cp=2, context="ulysses")),
     "cp 2, gather": Layout(2, parallel=Parallel(cp=2, context="gather")),

@@ -1,5 +1,6 @@
 """Options of expert parallelism change when and how rows travel, and nothing of what is trained; so does capacity."""
 
+import re
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from framework.comm.connect import connect
+from framework.errors import RecipeError
 from framework.mesh.topology import Topology
 from framework.model.experts import Capacity
 from framework.parallel.experts.exchange import RowExchange
@@ -16,10 +18,12 @@ from framework.parallel.experts.route import DispatchedRows, ExpertRoute
 from framework.parallel.experts.shared import SharedExperts
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Launch, Memory, Model, Parallel, Pipeline, Recipe, Zero
-from framework.verify.layout import run_layout
+from framework.train.build import build
+from framework.train.step import refuse_overflow, train_step
+from framework.verify.layout import run_layout, share
 from tests.families import family
 from tests.grid import IN_TURN, few_of
-from tests.ranks.parity import SEQUENCES, Case, assert_equal, run_cases, small_recipe, worst_error
+from tests.ranks.parity import SEQUENCES, Case, assert_equal, run_cases, small_recipe, topology_of, worst_error
 from tests.ranks.pool import RankPool
 from tests.ranks.test_expert_load import count_layouts
 from tests.ranks.test_experts import FOUR_LAYERS, skew_routers
@@ -40,6 +44,11 @@ OPTIONS = {
     "two hops of codes": Parallel(ep=4, expert_hierarchical=2, expert_dispatch="fp8"),
     "codes, overlap, tp": Parallel(ep=2, tp=2, expert_overlap=True, expert_dispatch="fp8"),
     "two hops, overlap, tp": Parallel(ep=4, tp=2, expert_hierarchical=2, expert_overlap=True),
+    "padded, slices": Parallel(ep=2, tp=2, expert_tp=2, expert_padding=2.0),
+    "padded, two hops, overlap, tp": Parallel(
+        ep=4, tp=2, expert_hierarchical=2, expert_overlap=True, expert_padding=4.0
+    ),
+    "padded codes": Parallel(ep=4, expert_hierarchical=2, expert_dispatch="fp8", expert_padding=4.0),
 }
 
 
@@ -55,7 +64,8 @@ def recipes_of(
 
 def test_options_train_as_one_process(pool: RankPool):
     # It asks for its shared experts behind the routed ones; those that ask in front: test_shared_experts_in_front_...
-    cases = [{"two hops, overlap, tp": OPTIONS["two hops, overlap, tp"]}, {"codes": OPTIONS["two hops of codes"]}]
+    shown = [("two hops, overlap, tp", "padded, two hops, overlap, tp"), ("two hops of codes",)]
+    cases = [{label: OPTIONS[label] for label in each} for each in shown]
     name = "deepseek_v3"
     assert_equal(
         pool, 4, [Case(f"{name}, {label}", family(name), recipes_of(each, 4)) for each in cases for label in each]
@@ -82,6 +92,7 @@ def test_four_nodes_of_two_ranks_train_as_one_process(moved: dict[int, float], d
         "over tp": Parallel(ep=8, tp=2, expert_dispatch=dispatch),  # type: ignore[arg-type]
         "over tp, tokens alike": Parallel(ep=8, tp=2, sequence=False, expert_dispatch=dispatch),  # type: ignore[arg-type]
         "two nodes": Parallel(ep=4, expert_dispatch=dispatch, expert_overlap=True),  # type: ignore[arg-type]
+        "padded": Parallel(ep=8, tp=2, expert_dispatch=dispatch, expert_padding=8.0),  # type: ignore[arg-type]
     }
     layouts = recipes_of(parallels, 8, 16, launch=replace(NODES, ranks=8))
     changes = {"num_experts": 8, "num_experts_per_tok": 1 if 7 in moved else 2, "mlp_only_layers": []}
@@ -105,6 +116,8 @@ def test_shared_experts_in_front_of_recomputed_layers_train_as_one_process(pool:
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "llama4_text", "qwen2_moe", "ernie4_5_moe"])
 def test_options_of_other_families_train_as_one_process(pool: RankPool, name: str):
     fitting = {label: each for label, each in OPTIONS.items() if each.ep == 2 or name not in ("gpt_oss", "qwen2_moe")}
+    if name == "llama4_text":  # it gives every expert every token
+        fitting = {label: each for label, each in fitting.items() if each.expert_padding is None}
     for dispatch in ("bf16", "fp8"):  # each has an oracle of its own, which rounds as ranks do
         layouts = {label: each for label, each in fitting.items() if each.expert_dispatch == dispatch}
         assert_equal(pool, 4, [Case(name, family(name), recipes_of(layouts, 4))])
@@ -170,6 +183,37 @@ def test_dropped_pairs_are_counted_alike_in_every_layout(pool: RankPool):
         assert {layer: load.dropped for layer, load in other.items()} == {
             layer: load.dropped for layer, load in one.items()
         }
+
+
+def overflow(rank: int, world: int, rendezvous: str) -> tuple[str, bool]:
+    """Body: the error of a step whose buffers are too short, and whether it has updated anything."""
+    recipe = recipes_of({"": Parallel(ep=2, expert_padding=1.0)}, world)[""]
+    case = Case("", family("mixtral"), {"": recipe})
+    mesh = connect(topology_of(recipe, case.config), CPU, rendezvous, rank)
+    run = build(make_plan(recipe, case.config), mesh)
+    before = [buffer.master.clone() for buffer in run.buffers]
+    microbatches = share(case.batches()[0], recipe.batch.sequences_per_microbatch, mesh)
+    values = train_step(run, microbatches, 0, 1e-2).read()
+    assert not values.is_finite
+    with pytest.raises(RecipeError) as found:
+        refuse_overflow(run, recipe.parallel.expert_padding, 1)
+    is_moved = any(not torch.equal(buffer.master, was) for buffer, was in zip(run.buffers, before, strict=True))
+    mesh.close()
+    return str(found.value), is_moved
+
+
+def test_rows_that_find_no_room_end_the_run_and_update_nothing(pool: RankPool) -> None:
+    (message, *others), moved = zip(*pool.run(2, overflow), strict=True)
+    assert moved == (False, False)
+    assert others == [message]
+    needed = re.match(
+        r"parallel\.expert_padding=1\.0: in step 1 routers chose up to (.*) times an even share .*expert_padding=(.*) or more",
+        message,
+    )
+    assert needed is not None, message
+    assert 1 < float(needed[1]) <= float(needed[2]) <= 2
+    with_room = recipes_of({"": Parallel(ep=2, expert_padding=float(needed[2]))}, 2)
+    assert_equal(pool, 2, [Case("mixtral", family("mixtral"), with_room)])
 
 
 def record_order(rank: int, world: int, rendezvous: str) -> list[str]:

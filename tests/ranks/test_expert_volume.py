@@ -168,6 +168,7 @@ HOPS = {
     "fp32, recomputed": layout("fp32", 4, 1, Parallel(ep=4), recomputes=True),
     "bf16, in halves": layout("bf16", 4, 1, Parallel(ep=4, expert_overlap=True)),
     "codes": layout("bf16", 4, 1, Parallel(ep=4, expert_dispatch="fp8")),
+    "padded": layout("fp32", 4, 1, Parallel(ep=4, expert_padding=1.1)),
 }
 
 
@@ -180,7 +181,8 @@ def expect_crossing(recipe: Recipe) -> int:
     # the gradient of weights.
     there = 4 + HIDDEN + 4 if recipe.parallel.expert_dispatch == "fp8" else row
     legs = forwards * (there + 16 + row) + row + row + 8
-    return LAYERS * (36 * 5 // 6 * legs + forwards * parts * 8 * (1 + 2))
+    rows = 36 * 5 // 6 if recipe.parallel.expert_padding is None else 33
+    return LAYERS * (rows * legs + forwards * parts * 8 * (1 + 2))
 
 
 def test_bytes_between_nodes_are_those_of_theory_and_of_the_plan(pool: RankPool) -> None:

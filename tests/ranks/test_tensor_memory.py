@@ -129,6 +129,7 @@ def mixture_layout(precision: str, parallel: Parallel, memory: Memory = KEEP) ->
 
 MIXTURES = {
     "divided": mixture_layout("fp32", Parallel(ep=4)),
+    "divided, padded": mixture_layout("fp32", Parallel(ep=4, expert_padding=2.0)),
     "divided, in halves": mixture_layout("bf16", Parallel(ep=2, expert_overlap=True)),
     "whole under sequences": mixture_layout("bf16", Parallel(tp=2, ep=4)),
     "whole, replicated rows": mixture_layout("fp32", Parallel(tp=2, ep=2, sequence=False)),
@@ -173,6 +174,7 @@ WIDE = MIXTURE_WIDTHS | {"num_experts_per_tok": 4, "moe_intermediate_size": 352}
 PEAKS = {
     "divided": peak_layout("fp32", Parallel(ep=2), KEEP),
     "divided, checkpointed": peak_layout("bf16", Parallel(ep=4), RECOMPUTE),
+    "padded": peak_layout("bf16", Parallel(ep=2, expert_padding=1.5), KEEP),
     "whole under sequences": peak_layout("bf16", Parallel(tp=2, ep=2), KEEP),
     "slices, checkpointed": peak_layout("fp32", Parallel(tp=2, ep=2, expert_tp=2), RECOMPUTE),
 }

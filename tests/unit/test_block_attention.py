@@ -307,11 +307,6 @@ def test_a_kernel_that_is_wrong_is_not_used(caplog: pytest.LogCaptureFixture) ->
     ]
 
 
-def test_repeated_heads_are_shared_ones() -> None:
-    """For versions of torch whose kernel does not share heads."""
-    assert find_fault(CpuFlash(shares_heads=False), torch.device("cpu"), torch.float64) is None
-
-
 def test_a_wrong_kernel_gives_way_to_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(CpuFlash):
         def forward(self, heads: Heads, *rest: Any) -> tuple[Tensor, Tensor]:

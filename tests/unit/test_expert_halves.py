@@ -143,3 +143,16 @@ def test_halves_are_a_layer_with_its_hooks_and_arguments() -> None:
     with torch.no_grad():
         assert not halved(x, position_ids=positions, cos=table, flag=True)[0].requires_grad
     assert halved(x[:1], positions[:1], table, True)[0].shape == (1, 5, 4)
+
+
+def test_rotations_of_as_many_sequences_as_tokens_are_halved_by_sequences() -> None:
+    """llama4's are complex, [B, T, D]; positions along several axes are integers, [axes, B, T]."""
+    seen: list[tuple[int, ...]] = []
+
+    def layer(hidden: Tensor, rotations: Tensor, positions: Tensor) -> Tensor:
+        seen.append((*rotations.shape, *positions.shape))
+        return hidden
+
+    rotations, positions = torch.ones(4, 4, 2, dtype=torch.complex64), torch.ones(3, 4, 4, dtype=torch.int64)
+    HalvedForward(layer, Turns(CPU), [], select_sequences)(torch.ones(4, 4, 8), rotations, positions)
+    assert seen == [(2, 4, 2, 3, 2, 4)] * 2

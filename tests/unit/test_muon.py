@@ -1,11 +1,15 @@
 """Muon's arithmetic, its matrices, their owners and their messages, without ranks."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
+from framework.comm.connect import connect
 from framework.errors import ModelError, RecipeError
 from framework.model.load import build_meta
 from framework.model.units import find_units
@@ -13,16 +17,20 @@ from framework.optim.groups import group_trained
 from framework.optim.held_matrices import MatrixPart, OwnedValues
 from framework.optim.matrices import MatrixForm, count_flops, find_matrices
 from framework.optim.muon import assign_owners, group_matrices, orthogonalize, scale_of
+from framework.optim.update_rules import RuleOptimizer
 from framework.parallel.zero.plan_buffers import BufferPlan, Slot
 from framework.plan.plan import make_plan, unconnected
 from framework.plan.traffic import measure_traffic
 from framework.recipe.check import check_recipe
 from framework.recipe.schema import Adapter, Muon, Optim, Parallel, ParameterGroup, Zero
+from framework.train.build import build
 from framework.verify.plain_optimizers import PlainMuon
 from tests.families import build_config, family
+from tests.grid import few_of
 from tests.ranks.parity import small_recipe
 
 SETTINGS = Muon(dtype="master")
+BY_HEADS = Optim(name="muon", muon=Muon(heads=True))
 
 
 @pytest.mark.parametrize("scale", ["adamw", "original"])
@@ -99,7 +107,7 @@ def test_packed_matrices_split_and_join() -> None:
 )
 def test_matrices_of_a_family(name: str, weight: str, expected: int) -> None:
     model = build_meta(build_config(family(name)), "auto")
-    matrices = find_matrices(model, tuple(find_units(model)), {})
+    matrices = find_matrices(model, tuple(find_units(model)), {}, Optim(name="muon"))
     assert len(matrices[weight].sizes) == expected
     outside = [
         each for each in ("lm_head.weight", "model.embed_tokens.weight", "transformer.wpe.weight") if each in matrices
@@ -124,7 +132,7 @@ def test_matrices_of_a_family(name: str, weight: str, expected: int) -> None:
 )
 def test_heads_of_a_family(name: str, weight: str, expected: MatrixForm) -> None:
     model = build_meta(build_config(family(name)), "auto")
-    assert find_matrices(model, tuple(find_units(model)), {}, by_heads=True)[weight] == expected
+    assert find_matrices(model, tuple(find_units(model)), {}, BY_HEADS)[weight] == expected
 
 
 @pytest.mark.parametrize(
@@ -137,7 +145,7 @@ def test_heads_of_a_family(name: str, weight: str, expected: MatrixForm) -> None
 def test_heads_that_nothing_tells_apart_are_refused(name: str, reason: str) -> None:
     model = build_meta(build_config(family(name)), "auto")
     with pytest.raises(ModelError, match=f"optim.muon.heads: .*{reason}.*Set it to false"):
-        find_matrices(model, tuple(find_units(model)), {}, by_heads=True)
+        find_matrices(model, tuple(find_units(model)), {}, BY_HEADS)
 
 
 @pytest.mark.parametrize(("name", "tp"), [("gpt2", 1), ("llama", 2), ("llama", 4)])
@@ -180,25 +188,37 @@ def test_each_head_is_whole_on_a_rank_of_tp_and_has_its_owner_there(name: str, t
         assert 0 < num_heads >= sum(each.weight.form.blocks > 1 for each in owned)
 
 
-# By model: the matrices of its layers, (number, rows, columns).
+# By model: the matrices of its layers, (number, rows, columns), and those of attention by heads.
 MATRICES = {
-    "Llama 3.1 8B": [(64, 4096, 4096), (64, 1024, 4096), (64, 14336, 4096), (32, 4096, 14336)],
-    "Llama 3.1 70B": [(160, 8192, 8192), (160, 1024, 8192), (160, 28672, 8192), (80, 8192, 28672)],
+    "Llama 3.1 8B": [(96, 14336, 4096), (64, 4096, 4096), (64, 1024, 4096)],
+    "8B by heads": [(96, 14336, 4096), (32 * 48, 128, 4096), (32 * 32, 4096, 128)],
+    "Llama 3.1 70B": [(240, 28672, 8192), (160, 8192, 8192), (160, 1024, 8192)],
+    "70B by heads": [(240, 28672, 8192), (80 * 80, 128, 8192), (80 * 64, 8192, 128)],
 }
+LATENTS = [(61, 1536, 7168), (61, 576, 7168)]
+OF_EXPERTS = [(58 * 256 * 3, 2048, 7168), (58 * 3, 2048, 7168), (58, 256, 7168), (9, 18432, 7168)]
+MATRICES["DeepSeek-V3"] = [(61, 24576, 1536), (61, 32768, 512), (61, 7168, 16384), *LATENTS, *OF_EXPERTS]
+MATRICES["V3 by heads"] = [(7808, 192, 1536), (15616, 128, 512), (7808, 7168, 128), *LATENTS, *OF_EXPERTS]
 
 
 # Work of the busiest owner over the mean, for each number of owners: the table of docs/optimizers.md.
 OWNERS = (8, 32, 64, 128, 256, 512, 1024)
 BUSIEST = {
-    "Llama 3.1 8B": (1.00, 1.00, 1.06, 1.06, 2.1, 4.2, 8.5),
-    "Llama 3.1 70B": (1.00, 1.01, 1.01, 1.01, 1.17, 1.7, 3.4),
+    "Llama 3.1 8B": (224, 1.00, 1.00, 1.06, 1.06, 2.1, 4.2, 8.5),
+    "8B by heads": (2656, 1.00, 1.00, 1.32, 1.32, 2.6, 5.3, 10.6),
+    "Llama 3.1 70B": (560, 1.00, 1.01, 1.01, 1.01, 1.17, 1.7, 3.4),
+    "70B by heads": (11760, 1.00, 1.06, 1.06, 1.06, 1.06, 2.1, 4.3),
+    "DeepSeek-V3": (45090, *[1.00] * 7),
+    "V3 by heads": (76139, *[1.00] * 7),
 }
 
 
-@pytest.mark.parametrize("model", MATRICES)
+@pytest.mark.parametrize("model", few_of(MATRICES, lambda model: "V3" not in model))
 def test_owners_have_equal_work(model: str) -> None:
     costs = [count_flops((a, b), 5) for number, a, b in MATRICES[model] for _ in range(number)]
-    for num_owners, expected in zip(OWNERS, BUSIEST[model], strict=True):
+    num_matrices, *ratios = BUSIEST[model]
+    assert len(costs) == num_matrices
+    for num_owners, expected in zip(OWNERS, ratios, strict=True):
         loads = [0] * num_owners
         for owner, cost in zip(assign_owners(costs, loads), costs, strict=True):
             loads[owner] += cost
@@ -273,6 +293,40 @@ def test_experts_even_out_what_their_owners_have_of_the_rest(parallel: Parallel)
     if parallel.ep == 2:  # else each expert is on one rank only
         dense, experts = (max(loads) for loads in zip(*own, strict=True))
         assert max(map(sum, own)) < dense + experts
+
+
+def move_momentum_in_each_step() -> AbstractContextManager[Any]:
+    """DeepSpeed's 8432: momentum takes gradients that are not finite, and keeps them."""
+
+    def ignore(self: RuleOptimizer, closure: None = None) -> None:
+        taken, self.found_inf = self.found_inf, None
+        step(self, closure)
+        self.found_inf = taken
+
+    step = RuleOptimizer.step
+    return patch.object(RuleOptimizer, "step", ignore)
+
+
+@pytest.mark.parametrize("is_planted", [False, True])
+def test_a_skipped_step_moves_neither_weights_nor_momentum(is_planted: bool) -> None:
+    recipe = replace(small_recipe("fp64", 1), optim=Optim(name="muon", muon=SETTINGS))
+    plan = make_plan(recipe, build_config(family("llama")))
+    mesh = connect(plan.topology, torch.device("cpu"))
+    run = build(plan, mesh)
+    one, states = torch.ones((), dtype=torch.float64), []
+    for gradient, skip in ((1.0, False), (torch.nan, True)):
+        for shard in run.optimizer.shards:
+            shard.gradient.fill_(gradient)
+        with move_momentum_in_each_step() if is_planted else nullcontext():
+            run.optimizer.step(1e-2, one, torch.tensor(skip), 0)
+        shards = run.optimizer.shards
+        moving = [each for each in shards if run.optimizer.has_state(each, "momentum_buffer")]
+        momentum = [run.optimizer.state(each, "momentum_buffer") for each in moving]
+        states.append(torch.cat([*(each.value for each in shards), *momentum]))
+    run.close()
+    mesh.close()
+    assert states[0].isfinite().all()
+    assert torch.equal(*states) is not is_planted
 
 
 def test_ranks_of_tp_with_uneven_slices_order_parameters_alike() -> None:

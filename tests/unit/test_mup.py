@@ -1,10 +1,16 @@
 """muP: factors of initial values and of rates, by the widths of a base model."""
 
-import pytest
+from pathlib import Path
+from unittest.mock import patch
 
-from framework.errors import ModelError
+import pytest
+from torch import nn
+
+from framework import compose
+from framework.errors import EXIT_DONE, EXIT_FAILED, ModelError
 from framework.model.load import build_meta
 from framework.model.mup import SAME, WidthScale, find_scales
+from framework.verify import coordinates, oracle
 from tests.families import build_config, family
 
 BASE = {"hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 12, "num_attention_heads": 2}
@@ -40,3 +46,32 @@ def test_what_has_two_scales_is_refused() -> None:
     longer = build_meta(build_config(family("qwen3_moe"), **{**HEADS, **WIDE, "head_dim": 16}))
     with pytest.raises(ModelError, match="let their number grow"):
         find_scales(longer, {**BASE, "head_dim": 8})
+
+
+def check_coordinates(picture: Path, deviation: float) -> int:
+    base = "{hidden_size: 64, intermediate_size: 176, num_attention_heads: 2, num_key_value_heads: 1}"
+    changes = ["model.config.tie_word_embeddings=false", f"model.config.initializer_range={deviation}"]
+    recipe = compose(["experiment=quickstart", f"model.mup_base={base}", *changes]).require()
+    return coordinates.check_coordinates(recipe, picture, steps=3, num_widths=3)
+
+
+def test_outputs_are_flat_also_with_large_initial_values(tmp_path: Path) -> None:
+    """Whose part in the logits shrinks with the width, as it is to."""
+    assert check_coordinates(tmp_path / "flat.png", 0.1) == EXIT_DONE
+    assert (tmp_path / "flat.png").stat().st_size > 0
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("wrong", [(1.0, None), (None, 1.0)], ids=("initial value", "rate"))
+def test_a_head_that_does_not_follow_the_width_is_found(
+    tmp_path: Path, wrong: tuple[float | None, float | None]
+) -> None:
+    original = oracle.widen
+
+    def widen(wide: nn.Module, base: nn.Module) -> dict[str, tuple[float, float]]:
+        found = original(wide, base)
+        initial, rate = (own or right for own, right in zip(wrong, found["lm_head.weight"], strict=True))
+        return found | {"lm_head.weight": (initial, rate)}
+
+    with patch("framework.verify.oracle.widen", widen):
+        assert check_coordinates(tmp_path / "grows.png", 0.1) == EXIT_FAILED

@@ -500,6 +500,13 @@ def test_what_experts_drop_is_said_only_where_they_drop():
 
 def test_options_of_what_is_not_sent_are_refused():
     assert problems_of("parallel.expert_overlap=true").keys() == {"parallel.expert_overlap"}
+    assert problems_of("parallel.expert_padding=1.5").keys() == {"parallel.expert_padding"}
+    deep = ("parallel.ep=8", "launch.ranks=8", "parallel.expert_backend=deepep")
+    assert problems_of(*deep) == {}
+    codes = problems_of(*deep, "parallel.expert_dispatch=fp8", "parallel.expert_padding=1.5")
+    assert codes.keys() == {"parallel.expert_dispatch", "parallel.expert_padding"}
+    slices = problems_of(*deep, "parallel.tp=2", "parallel.ep=4", "parallel.expert_tp=2")
+    assert slices["parallel.expert_tp"].fix == "parallel.expert_tp=1; or parallel.expert_backend=own"
     assert problems_of("parallel.expert_hierarchical=2").keys() == {"parallel.expert_hierarchical"}
     halves = ("parallel.ep=8", "parallel.expert_overlap=true", "launch.ranks=8")
     assert problems_of(*halves, "batch.sequences_per_microbatch=1").keys() == {"parallel.expert_overlap"}

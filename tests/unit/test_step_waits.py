@@ -177,6 +177,20 @@ def test_a_rank_waits_once_for_the_rows_of_experts(pool: RankPool, policy: Any, 
         assert not elsewhere
 
 
+@pytest.mark.parametrize(
+    ("parallel", "model"),
+    [(Parallel(ep=2, expert_padding=2.0), Model()), (Parallel(ep=2), Model(expert_capacity=1.25))],
+    ids=["padding", "capacity"],
+)
+def test_rows_in_padded_buffers_make_no_rank_wait(pool: RankPool, parallel: Parallel, model: Model) -> None:
+    """But for groups of rows that a CPU multiplies one by one: their numbers are in its own memory."""
+    recipe = replace(small_recipe("fp32", 2, accumulation=3, parallel=parallel), model=model)
+    recipe = replace(recipe, memory=Memory(activation_checkpointing="full"))
+    for waits, elsewhere in pool.run(2, count_of_rank, recipe, "mixtral"):
+        assert {call.rpartition(":")[0] for call in ours(waits)} == {"model/matmul.py"}
+        assert not elsewhere
+
+
 def test_counting_the_load_of_experts_and_moving_biases_does_not_wait() -> None:
     run, microbatches = build_run(replace(PLAIN, model=Model(router_bias_rate=0.01)), "deepseek_v3")
     train_step(run, microbatches, 0, 1e-3)

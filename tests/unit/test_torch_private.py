@@ -48,6 +48,20 @@ def test_attention_on_cpus_gives_the_sum_and_takes_it_for_backward() -> None:
     assert any(each in [operator for operator, _ in private.ATTENTIONS] for each in seen.operators)
 
 
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("n", [8, 300])
+def test_attention_on_cpus_shares_heads_of_keys_and_values(n: int, masks: bool) -> None:
+    """One of them for two of the queries: a kernel that did not would read and write behind them."""
+    q, gradient, k, v = (torch.randn(2, heads, n, 4, dtype=torch.float64) for heads in (4, 4, 2, 2))
+    options = {"attn_mask": torch.randn(2, 1, n, n, dtype=torch.float64) if masks else None, "scale": None}
+    found, expected = [], []
+    for k_, v_, results in ((k, v, found), (*(x.repeat_interleave(2, 1) for x in (k, v)), expected)):
+        out, log_sum = private.flash_cpu(q, k_, v_, 0.0, not masks, **options)
+        results += [out, *private.flash_cpu_backward(gradient, q, k_, v_, out, log_sum, 0.0, not masks, **options)]
+    expected[2:] = [x.unflatten(1, (2, 2)).sum(2) for x in expected[2:]]
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize(("operator", "place"), private.ATTENTIONS, ids=lambda each: str(each).split(".")[-2:][0])
 def test_an_attention_has_its_dropout_where_it_is_read(operator: Any, place: int) -> None:
     assert private.schema_of(operator).arguments[place].name == "dropout_p"

@@ -23,9 +23,6 @@ from framework.parallel.attention.documents import Documents, Ends
 from framework.parallel.attention.visible_rows import PieceKind
 from framework.torch_private import flash_cpu, flash_cpu_backward
 
-# Without it these kernels would read and write behind k and v, so nothing but a version that was read or run may have it.
-SHARES_HEADS = torch.__version__ >= "2.13"
-
 
 @dataclass(frozen=True)
 class Heads:
@@ -189,37 +186,24 @@ def pad_heads(heads: Heads, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class CpuFlash:
-    """torch's flash attention for CPUs, which `F.scaled_dot_product_attention` calls. It accumulates in fp64 or fp32.
+    """torch's flash attention for CPUs, which `F.scaled_dot_product_attention` calls. It accumulates in fp64 or fp32."""
 
-    shares_heads: whether it takes fewer heads of k and v than of q; if not they are repeated.
-    """
-
-    shares_heads: bool = SHARES_HEADS
     tile: int = 256
     widest: int | None = None
     dtypes: ClassVar = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
     def forward(self, heads: Heads, kind: PieceKind, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-        q, k, v = pad_heads(self._repeat(heads), 1)
+        q, k, v = pad_heads(heads, 1)
         out, log_sum = flash_cpu(q, k, v, 0.0, kind is PieceKind.CAUSAL, attn_mask=mask, scale=scale)
         return out[..., : heads.v.shape[-1]], log_sum
 
     def backward(
         self, heads: Heads, result: Result, kind: PieceKind, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = pad_heads(self._repeat(heads), 1)
+        q, k, v = pad_heads(heads, 1)
         gradient, out = (pad(x.to(q.dtype), q.shape[-1]) for x in (result.gradient, result.out))
         is_causal = kind is PieceKind.CAUSAL
         dq, dk, dv = flash_cpu_backward(
             gradient, q, k, v, out, result.log_sum, 0.0, is_causal, attn_mask=mask, scale=scale
         )
-        if k.shape[1] != heads.k.shape[1]:
-            # Repeated heads have a gradient each; the shared head's is their sum.
-            dk, dv = (x.unflatten(1, (heads.k.shape[1], -1)).sum(2) for x in (dk, dv))
         return dq[..., : heads.q.shape[-1]], dk[..., : heads.k.shape[-1]], dv[..., : heads.v.shape[-1]]
-
-    def _repeat(self, heads: Heads) -> Heads:
-        times = heads.q.shape[1] // heads.k.shape[1]
-        if self.shares_heads or times == 1:
-            return heads
-        return Heads(heads.q, heads.k.repeat_interleave(times, 1), heads.v.repeat_interleave(times, 1))

@@ -171,11 +171,22 @@ class ExpertDispatch:
         """[T, k] bool: this rank's pairs that find no room, of whole sequences, which all who have a part of them gather."""
         return self.given.own(capacity.find_dropped(self.given.join(index), self.given.join(weights), self.num_experts))
 
+    def _count_most(self, tokens: int, top_k: int) -> int | None:
+        """Pairs of so many tokens that the experts of one rank take at most; None without a capacity, for stock experts, that ask
+        for numbers of rows, and for parts of sequences: all of a part may be for one expert, and its capacity of the whole is no
+        bound worth its bytes."""
+        given, num_ranks = self.given, self.route.outer.size * self.route.inner.size
+        is_stock = isinstance(self.local, StockExperts)
+        if self.capacity is None or is_stock or given.over.size > 1 or given.are_shared_out:
+            return None
+        taken = self.capacity.room(given.slices.context, top_k, self.num_experts)
+        return taken * (tokens // given.rows) * (self.num_experts // num_ranks)
+
     def _route(self, hidden: Tensor, index: Tensor, weights: Tensor, left_out: Tensor | None) -> Tensor:
         """Send rows to their experts and combine the outputs. hidden: [T, H] -> [T, H]; index, weights: [T, k]; left_out: [T, k]
         bool, pairs that are sent to nobody; None: there are none."""
         ids = index if left_out is None else index.masked_fill(left_out, self.num_experts)
-        rows = self.route.plan(ids, self.num_experts)
+        rows = self.route.plan(ids, self.num_experts, self._count_most(*ids.shape))
         rows.depart(hidden, ids, weights)
         if self.shared is not None:
             self.shared.compute_ahead()
@@ -219,6 +230,13 @@ def report_dropped(model: nn.Module, report: Callable[[nn.Module, Tensor], None]
         dispatch = vars(module).get("dispatch")
         if isinstance(dispatch, ExpertDispatch):
             dispatch.report_dropped = partial(report, module)
+
+
+def find_needed_padding(model: nn.Module) -> list[Tensor]:
+    """Scalars, the factors of parallel.expert_padding that would have been enough so far; 0 where all rows found room."""
+    dispatches = (vars(module).get("dispatch") for module in model.modules())
+    routes = (each.route for each in dispatches if isinstance(each, ExpertDispatch))
+    return [each.needed for each in routes if each.needed is not None]
 
 
 def write_stacked_gradients(

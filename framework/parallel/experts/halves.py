@@ -168,7 +168,8 @@ class HalvedForward:
         [1, ...] or [T, D], is of both."""
         middle = (count + 1) // 2
         if isinstance(x, Tensor):
-            if not x.is_floating_point() and x.ndim == 3 and x.shape[1] == count:
+            # llama4's rotations are complex, [B, T, D].
+            if not (x.is_floating_point() or x.is_complex()) and x.ndim == 3 and x.shape[1] == count:
                 return x[:, :middle], x[:, middle:]
             if x.ndim < 2 or len(x) != count or (x.ndim == 2 and x.is_floating_point()):
                 return x, x

@@ -1,7 +1,8 @@
 """Linear maps of rows on one rank: spread tokens to what they are sent for, sort, weight and add up what comes back.
 
 A *pair* is a token with one of its S slots: pair t * S + s. Slots are a token's k experts, or the N nodes. `order`: [P] int64,
-the pair behind each row. Pairs that are not sent are in no row, and their slots add nothing.
+the pair behind each row; T S where it is padding, which holds any token's numbers and adds nothing. Pairs that are not sent are
+in no row, and their slots add nothing.
 
     map        row r                            adjoint
     spread     x[token of pair r]               add_up
@@ -12,11 +13,11 @@ the pair behind each row. Pairs that are not sent are in no row, and their slots
 Adjoints are written out: autograd's own gradient of a gather adds into zeros row by row, where these gather again.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from framework.comm.duals import linear
@@ -52,19 +53,13 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor, order: Tensor) -> Tensor:
         ctx.save_for_backward(y, weights, order)
-        # In fp32 or wider, and rounded once. One slot after the other: all at once would be [T, k, H], and in the wider dtype.
-        wide = torch.promote_types(torch.promote_types(y.dtype, weights.dtype), torch.float32)
-        slots = _slots(y, order, *weights.shape)
-        total = next(slots).to(wide) * weights[:, :1]
-        for slot, rows in enumerate(slots, start=1):
-            total.addcmul_(rows, weights[:, slot : slot + 1])
-        return total.to(y.dtype)
+        return _sum_weighted(y, order, weights)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor | None, None]:
         y, weights, order = ctx.saved_tensors
-        rows = dout.index_select(0, order // weights.shape[1])
-        flat = weights.flatten()
+        rows = _take_tokens(dout, order, weights.shape[1])
+        flat = F.pad(weights.flatten(), (0, 1))  # behind all pairs that of padding
         sorted_weights = flat.index_select(0, order).unsqueeze(-1)
         wide = torch.promote_types(y.dtype, flat.dtype)
         products = []
@@ -79,11 +74,11 @@ class _Combine(torch.autograd.Function):
             return rows, None, None
         # A pair that was not sent has no output, so its weight has no gradient.
         dweights = torch.zeros_like(flat).index_copy_(0, order, torch.cat(products))
-        return rows, dweights.view_as(weights), None
+        return rows, dweights[:-1].view_as(weights), None
 
 
 def _take_tokens(x: Tensor, order: Tensor, slots: int) -> Tensor:
-    return x.index_select(0, order // slots)
+    return x.index_select(0, (order // slots).clamp(max=len(x) - 1))
 
 
 def _reorder(x: Tensor, order: Tensor, _: Tensor) -> Tensor:
@@ -91,22 +86,28 @@ def _reorder(x: Tensor, order: Tensor, _: Tensor) -> Tensor:
 
 
 def _sum_slots(rows: Tensor, order: Tensor, num_tokens: int, slots: int) -> Tensor:
-    """The sum of each token's rows, in fp32 or wider and rounded once.  rows: [P, H] -> [T, H]."""
-    of_slots = _slots(rows, order, num_tokens, slots)
-    total = next(of_slots).to(torch.promote_types(rows.dtype, torch.float32))
-    for each in of_slots:
-        total += each
+    """The sum of each token's rows.  rows: [P, H] -> [T, H]."""
+    return _sum_weighted(rows, order, rows.new_ones(num_tokens, slots))
+
+
+def _sum_weighted(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of each token's rows, in fp32 or wider and rounded once.  rows: [P, H]; weights: [T, S] -> [T, H]."""
+    wide = torch.promote_types(torch.promote_types(rows.dtype, weights.dtype), torch.float32)
+    places = _find_rows(order, weights.numel()).view_as(weights)
+    # A pair that is in no row reads any row, with a weight of zero.
+    weights, places = weights.to(wide) * (places >= 0), places.clamp(min=0)
+    rows = rows if len(rows) else rows.new_zeros(1, rows.shape[1])
+    total = rows.new_zeros(len(weights), rows.shape[1], dtype=wide)
+    # One slot after the other: all at once would be [T, S, H], and in the wider dtype.
+    for place, weight in zip(places.unbind(1), weights.split(1, dim=1), strict=True):
+        total.addcmul_(rows.index_select(0, place), weight)
     return total.to(rows.dtype)
 
 
-def _slots(rows: Tensor, order: Tensor, num_tokens: int, slots: int) -> Iterator[Tensor]:
-    """The rows of all tokens' first slots, of their second ones and so on, [T, H] each; zeros for pairs that have no row."""
-    # Pairs without a row read one behind the others.
-    places = order.new_full((num_tokens * slots,), len(order)).index_copy_(0, order, _count_up(order))
-    if len(order) < num_tokens * slots:
-        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    for each in places.view(num_tokens, slots).unbind(1):
-        yield rows.index_select(0, each)
+def _find_rows(order: Tensor, num_pairs: int) -> Tensor:
+    """The row of each pair, [num_pairs] int64; -1 where it is in none."""
+    # Behind all pairs is the place of padding.
+    return order.new_full((num_pairs + 1,), -1).index_copy_(0, order, _count_up(order))[:-1]
 
 
 def _count_up(order: Tensor) -> Tensor:

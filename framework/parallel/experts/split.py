@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from framework.comm.codec import BlockCodec
 from framework.comm.communicator import Communicator
+from framework.comm.deep_ep import DeepBuffer
 from framework.errors import ModelError
 from framework.mesh.layout import Layout, Shard, part
 from framework.model.adapters import has_adapter
@@ -28,7 +29,9 @@ from framework.model.experts import (
     find_stock_experts,
     find_unknown_experts,
 )
+from framework.model.flops import expert_groups
 from framework.model.opaque_experts import replace_forward
+from framework.parallel.experts.deep_rows import DeepRoute, refuse_deep_ep
 from framework.parallel.experts.dispatch import ExpertDispatch, LocalExperts, StockExperts
 from framework.parallel.experts.exchange import ROW_CODEC
 from framework.parallel.experts.route import ExpertRoute
@@ -43,19 +46,22 @@ def split_experts(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: S
 
     model: on meta. Raises ModelError where ep does not divide a layer's experts.
     """
-    refined = dict(layouts)
+    refined, buffer = dict(layouts), None
+    if plan.recipe.parallel.expert_backend == "deepep":
+        refuse_deep_ep(plan, model.config.get_text_config().hidden_size)
+        buffer = DeepBuffer(plan.axes["ep"])
     for name, experts, form in find_experts(model):
         # The stock forward knows no adapters.
         adapted = any(has_adapter(experts, weight) for weight in (form.first, form.last))
         # With slices, too, one rank has to add tokens that are routed to themselves, which the stock forward adds on all.
         if divides_experts(plan) or adapted or (form.has_identity and plan.axes["tp"].size > 1):
             refined |= _split(name, experts, layouts, plan.axes["ep"], count_experts(experts))
-            _replace_forward(model, name, form, plan)
+            _replace_forward(model, name, form, plan, buffer)
     for name, stock, stock_form in find_stock_experts(model) if divides_experts(plan) else ():
         own: Any = stock
         refined |= _split(name, own, layouts, plan.axes["ep"])
         own.num_experts //= plan.axes["ep"].size
-        _replace_forward(model, name, stock_form, plan)
+        _replace_forward(model, name, stock_form, plan, buffer)
     return refined
 
 
@@ -154,9 +160,24 @@ def _codec_of(recipe: Recipe, name: str, form: ExpertsForm | StockForm) -> Block
     return ROW_CODEC
 
 
-def _replace_forward(model: PreTrainedModel, name: str, form: ExpertsForm | StockForm, plan: StagePlan) -> None:
+def _padding_of(recipe: Recipe, name: str, form: ExpertsForm | StockForm) -> float | None:
+    """The factor of padded buffers; None: only a capacity bounds them."""
+    padding = recipe.parallel.expert_padding
+    if padding is not None and form.is_expert_major:
+        reason = "is given every token for every expert, and buffers would have room for all of them"
+        raise ModelError(f"parallel.expert_padding={padding}: {name} {reason}; use null")
+    if padding is not None and isinstance(form, StockForm):
+        reason = "computes by code of its own, which asks the host for the numbers of rows"
+        raise ModelError(f"parallel.expert_padding={padding}: {name} {reason}; use null")
+    return padding
+
+
+def _replace_forward(
+    model: PreTrainedModel, name: str, form: ExpertsForm | StockForm, plan: StagePlan, buffer: DeepBuffer | None
+) -> None:
     experts: Any = model.get_submodule(name)
-    axes, shared = plan.axes, None
+    axes, shared, codec = plan.axes, None, _codec_of(plan.recipe, name, form)
+    padding, groups = _padding_of(plan.recipe, name, form), expert_groups(model.config.get_text_config())
     # On one node the ledger counts under `ep`.
     inner = axes["ep"] if axes["ep_outer"].size == 1 else axes["ep_inner"]
     parent, _, child = name.rpartition(".")
@@ -166,10 +187,14 @@ def _replace_forward(model: PreTrainedModel, name: str, form: ExpertsForm | Stoc
     local = StockExperts(experts, form) if isinstance(form, StockForm) else LocalExperts(experts, form, keeps_tokens)
     if axes["expert_tp"].size == 1 and isinstance(form, ExpertsForm):
         shared = stand_in(model.get_submodule(parent), child, model.config.get_text_config().hidden_size)
+    if buffer is None:
+        route = ExpertRoute(axes["ep_outer"], inner, codec, padding, groups)
+    else:
+        route = DeepRoute(axes["ep_outer"], inner, buffer)
     experts.dispatch = ExpertDispatch(
         local,
         count_experts(experts) * axes["ep"].size,
-        ExpertRoute(axes["ep_outer"], inner, _codec_of(plan.recipe, name, form)),
+        route,
         plan.routed_tokens,
         shared,
         capacity_of(plan.recipe.model),

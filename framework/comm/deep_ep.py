@@ -1,0 +1,125 @@
+"""DeepEP: kernels that send tokens to ranks and add up what comes back, in the place of all-to-alls (parallel.expert_backend).
+
+    dispatch    tokens [T, H], with experts and weights [T, k]  ->  those with an expert on this rank, [R, ...], each once
+    combine     results [R, H]                                  ->  the sum over ranks of each token's results, [T, H]
+
+Each is the adjoint of the other: the gradient of what was dispatched is combined, and the other way round. Calls are those of
+`deep_ep.Buffer` in DeepEP 1.1 to 2.1 (github.com/deepseek-ai/DeepEP, docs/legacy.md). Kernels run on a stream of DeepEP's own; in
+a dispatch the host waits for the number of tokens that come. It has not run on a GPU here: `tests/deep_ep_double.py` is what is
+known of it.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from framework.comm.algorithms import Pending
+from framework.comm.communicator import Communicator
+from framework.comm.transfer import AsyncHostCopy
+from framework.errors import ModelError
+
+# Ranks for which DeepEP has configurations; of more than one node, in whole nodes of eight.
+RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+RANKS_PER_NODE = 8
+# Rows are copied 16 bytes at a time.
+ROW_BYTES = 16
+
+
+def require_deep_ep() -> None:
+    """Raises ModelError where it is not installed."""
+    if find_spec("deep_ep") is None:
+        raise ModelError(
+            "parallel.expert_backend=deepep: DeepEP is not installed: build it from https://github.com/deepseek-ai/DeepEP"
+            " (python setup.py install; NVSHMEM for more than one node); or parallel.expert_backend=own"
+        )
+
+
+class Dispatched(NamedTuple):
+    """Tokens under way. Until `pending` has ended nobody reads them."""
+
+    x: Tensor
+    """[R, H]"""
+    ids: Tensor
+    """[R, k] int64, numbers among this rank's experts; -1: elsewhere."""
+    weights: Tensor
+    """[R, k] fp32."""
+    counts: Sequence[int]
+    """Pairs of each of this rank's experts."""
+    handle: Any
+    """The way of these tokens, which their results and all gradients take."""
+    rows: int
+    """Tokens that this rank has sent, once for each rank."""
+    pending: Pending
+
+
+class DeepBuffer:
+    """DeepEP's buffer for the ranks of an axis, for all layers; it takes memory of the GPU with the first dispatch."""
+
+    def __init__(self, axis: Communicator):
+        self.axis, self._found = axis, None
+
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, num_experts: int) -> Dispatched:
+        """Start to send tokens.  x: [T, H]; ids: [T, k] int64, -1: to nobody; weights: [T, k]. The host waits until the others
+        have said how many they send."""
+        buffer, ids = self._open(x), ids.contiguous()
+        per_rank, per_node, per_expert, goes_to_rank, _ = buffer.get_dispatch_layout(ids, num_experts)
+        sent = AsyncHostCopy(per_rank)
+        arrived, of_ids, of_weights, counts, handle, event = buffer.dispatch(
+            x.contiguous(),
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=goes_to_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=ids,
+            topk_weights=weights.contiguous(),
+            async_finish=True,
+        )
+        rows = sum(map(int, sent.values()))
+        pending = self._started(event, rows, [x, ids, weights], "rows of experts")
+        return Dispatched(arrived, of_ids, of_weights, counts, handle, rows, pending)
+
+    def dispatch_again(self, x: Tensor, way: Dispatched) -> tuple[Tensor, Pending]:
+        """Start to send other rows of the same tokens.  x: [T, H] -> [R, H]."""
+        x = x.contiguous()
+        arrived, _, _, _, _, event = self._open(x).dispatch(x, handle=way.handle, async_finish=True)
+        return arrived, self._started(event, way.rows, [x], "gradient of rows of experts")
+
+    def combine(
+        self, y: Tensor, way: Dispatched, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Pending]:
+        """Start to add up results.  y: [R, H] -> [T, H]; weights: [R, k] -> [T, k], added up in the same way."""
+        y = y.contiguous()
+        weights = None if weights is None else weights.contiguous()
+        total, of_weights, event = self._open(y).combine(y, way.handle, topk_weights=weights, async_finish=True)
+        return total, of_weights, self._started(event, len(y), [y], "sums of experts")
+
+    def _open(self, x: Tensor) -> Any:
+        if self._found is None:
+            require_deep_ep()
+            kind, group, size = import_module("deep_ep").Buffer, self.axis.group, self.axis.size
+            configs, row_bytes = (kind.get_dispatch_config(size), kind.get_combine_config(size)), x[0].nbytes
+            near, far = (
+                max(getattr(each, f"get_{link}_buffer_size_hint")(row_bytes, size) for each in configs)
+                for link in ("nvl", "rdma")
+            )
+            self._found = kind(group, near, far)
+        return self._found
+
+    def _started(self, event: Any, rows: int, tensors: Sequence[Tensor], label: str) -> Pending:
+        """rows: that this rank sends, its own part included."""
+        num_bytes = rows * tensors[0][:1].nbytes * (self.axis.size - 1) // self.axis.size
+        operation = self.axis.record("all_to_all", num_bytes, label)
+        return Pending([_Finish(event)], tensors).named(operation, self.axis)
+
+
+class _Finish:
+    """The end of a kernel, for which the current stream waits."""
+
+    def __init__(self, event: Any):
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.current_stream_wait()
