@@ -297,7 +297,9 @@ def join_documents(row: dict[str, tuple[str, str]], reasons: dict[str, int]) -> 
     ]
     others = [each.replace("shared: ", "refused: ", 1) for each in dict.fromkeys(others)]
     cells = [f"equal: {' '.join(equal)}"] * bool(equal) + [shorten(each, reasons) for each in others]
-    return ", ".join(cells) or ("not run" if not found else "as without")
+    asked = [name.removesuffix(DOCUMENTS) for name in TABLE_LAYOUTS if name.endswith(DOCUMENTS)]
+    is_missing = any(name not in found and row.get(name, ("",))[0].startswith("equal") for name in asked)
+    return ", ".join(cells) or ("not run" if is_missing else "as without")
 
 
 def shorten(outcome: str, reasons: dict[str, int]) -> str:

@@ -19,7 +19,7 @@ from framework.parallel.experts.deep_rows import SumExchange, refuse_deep_ep
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Zero
 from tests import deep_ep_double
-from tests.families import family
+from tests.families import STOCK_EXPERTS, family
 from tests.grid import IN_TURN
 from tests.ranks.parity import Case, run_cases, small_recipe, worst_error
 from tests.ranks.pool import RankPool
@@ -136,3 +136,15 @@ def test_what_they_take_is_not(size: int, nodes: int) -> None:
 def test_where_it_is_missing_the_error_says_how_to_install_it() -> None:
     with pytest.raises(ModelError, match=r"github\.com/deepseek-ai/DeepEP"):
         deep_ep.require_deep_ep()
+
+
+def test_rows_of_several_widths_are_refused() -> None:
+    recipe = small_recipe("fp32", 2, 1, 12, parallel=Parallel(ep=2, expert_backend="deepep"))
+    config = Case("", STOCK_EXPERTS[1], {"": recipe}).config
+    with (
+        patch.object(split, "refuse_deep_ep"),
+        pytest.raises(
+            ModelError, match=r"deepep: rows of model\.layers\.0\..*\(JetMoeParallelExperts\) have other widths"
+        ),
+    ):
+        make_plan(recipe, config).of_rank(0)

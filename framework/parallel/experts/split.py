@@ -59,6 +59,12 @@ def split_experts(model: PreTrainedModel, layouts: Mapping[str, Layout], plan: S
             _replace_forward(model, name, form, plan, buffer)
     for name, stock, stock_form in find_stock_experts(model) if divides_experts(plan) else ():
         own: Any = stock
+        if buffer is not None and stock_form.is_grouped:
+            # A projection's inputs go there, and its outputs come back.
+            raise ModelError(
+                f"parallel.expert_backend=deepep: rows of {name} ({type(stock).__name__}) have other widths than hidden states:"
+                " use parallel.expert_backend=own"
+            )
         refined |= _split(name, own, layouts, plan.axes["ep"])
         own.num_experts //= plan.axes["ep"].size
         _replace_forward(model, name, stock_form, plan, buffer)
