@@ -336,6 +336,8 @@ def _describe_config(drawn: Drawn) -> dict[str, Any]:
         for key, value in drawn.items()
         if key.startswith("config.") and value is not None
     }
+    if "vocab_size" in wanted:  # all sizes of it, as a small copy has them: logits are as many as there are token ids
+        wanted |= {key: wanted["vocab_size"] for key in small if "vocab_size" in key}
     small |= {key: value for key, value in wanted.items() if key in small}
     changes = dict(_find_changes(full, small))
     if full.get_text_config() is not full or changes.keys() & full.sub_configs.keys():

@@ -31,6 +31,7 @@ from framework.plan.space import CHOICES, Space
 from framework.plan.text import show_bytes
 from framework.recipe.check import layout_rules
 from framework.recipe.layout_keys import FOLLOWING_KEYS, LAYOUT_KEYS
+from framework.recipe.layout_rules import EXPERT_KEYS
 from framework.recipe.problem import Problem
 from framework.recipe.schema import Parallel, Recipe
 
@@ -45,7 +46,7 @@ FIELDS_OF_KEYS: dict[str, tuple[str, ...]] = {
     "parallel.context": ("cp", "ulysses", "is_gather"),
     "parallel.expert_tp": ("ep", "tp", "expert_tp"),
     **dict.fromkeys(("parallel.sequence", "parallel.overlap", "memory.gathered_inputs"), ("sequence", "tp")),
-    **{f"parallel.expert_{name}": ("ep",) for name in ("overlap", "hierarchical", "dispatch")},
+    **{f"parallel.{name}": ("ep",) for name in EXPERT_KEYS},
     **dict.fromkeys(("pipeline.schedule", "pipeline.virtual_stages"), ("schedule", "virtual")),
     "pipeline.layers": ("pp", "schedule", "virtual"),
     "pipeline.table": (),

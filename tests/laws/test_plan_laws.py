@@ -24,9 +24,11 @@ from framework.parallel.attention import find_stock_attention
 from framework.plan import plan as plan_module
 from framework.plan import stage as stage_module
 from framework.plan.plan import make_plan
+from framework.plan.rejections import FIELDS_OF_KEYS
 from framework.plan.traffic import measure_traffic
 from framework.recipe import derive as derive_module
 from framework.recipe.compose import compose
+from framework.recipe.layout_keys import FOLLOWING_KEYS, LAYOUT_KEYS
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.track.observers import Observers
 from framework.train import rank as train
@@ -241,3 +243,7 @@ def test_a_plan_is_for_the_device_of_its_run() -> None:
     assert (plan.recipe.launch.device, plan.recipe.precision.compute) == ("cuda", "bf16")
     without = make_plan(replace(recipe, launch=replace(recipe.launch, gres=None)), build_config(family("llama")))
     assert (without.device.type, without.compute_dtype) == ("cpu", torch.float32)
+
+
+def test_a_search_knows_what_each_key_of_a_layout_depends_on() -> None:
+    assert set(FIELDS_OF_KEYS) == {*LAYOUT_KEYS, *FOLLOWING_KEYS}
