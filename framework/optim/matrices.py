@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from framework.errors import ModelError
-from framework.model.experts import find_experts
+from framework.model.experts import find_experts, find_stock_experts
 from framework.model.units import Unit
 from framework.parallel.tensor.find_regions import RegionPlan, find_regions, holder
 from framework.parallel.tensor.heads import count_heads
@@ -84,15 +84,17 @@ def find_matrices(
         return {}
     by_heads = optim.muon.heads
     experts = {f"{name}.{weight}": form for name, weight, form in _find_stacked(model)}
+    # All experts of dbrx are rows of one weight, which is no matrix, and of which ranks of ep have parts.
+    stock = {id(each) for _, module, _ in find_stock_experts(model) for each in module.parameters()}
     packed = dict(_find_packed(model, units, tp_plan, by_heads))
     if by_heads and all(form.blocks == 1 for form in packed.values()):
         raise _refuse(model, "no projection of heads was found")
     matrices = {}
     for name in (name for unit in units if unit.name.startswith("layers.") for name in unit.parameters):
-        owner, shape = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name).shape
+        owner, weight = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)
         if name in experts:
             matrices[name] = experts[name]
-        elif len(shape) == 2 and not isinstance(owner, nn.Embedding):
+        elif weight.ndim == 2 and not isinstance(owner, nn.Embedding) and id(weight) not in stock:
             matrices[name] = packed.get(name, MatrixForm())
     return matrices
 

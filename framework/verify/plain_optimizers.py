@@ -106,7 +106,9 @@ def _read_signs(before: Tensor, after: Tensor, group: Mapping[str, float], other
 # Returns the matrices packed in a weight as (dim, indices along it) each.
 Pieces = list[tuple[int, Tensor]]
 # Projections of queries, keys and values in one: one after another, or by head or by group of key-value heads.
-IN_TURN, BY_HEAD = ("qkv_proj", "c_attn"), ("query_key_value",)
+IN_TURN, BY_HEAD = ("qkv_proj", "c_attn", "Wqkv"), ("query_key_value",)
+# Experts with code of their own are AdamW's.
+STOCK_EXPERTS = ("DbrxExpertGLU", "JetMoeParallelExperts")
 # Projections that have equally many features for each head: to queries, keys and values, and from what heads return.
 TO_HEADS = {*IN_TURN, *BY_HEAD, "q_proj", "k_proj", "v_proj", "Wqkv", "query", "key", "value", "q_b_proj", "kv_b_proj"}
 FROM_HEADS = {"o_proj", "out_proj", "dense", "c_proj"}
@@ -119,6 +121,7 @@ def find_matrices(model: nn.Module, config: PretrainedConfig, optim: Optim) -> d
         owner = model.get_submodule(name.rpartition(".")[0])
         group = next((each for each in optim.groups.values() if re.search(each.pattern, name)), None)
         is_layer = re.search(r"\.\d+\.", name) and not isinstance(owner, nn.Embedding)
+        is_layer = is_layer and type(owner).__name__ not in STOCK_EXPERTS
         is_weight = parameter.ndim == 2 or (parameter.ndim == 3 and "experts" in name)
         is_bias = re.search(r"(^|\.|_)bias$|(^|\.)(A_log|D)$", name)
         if is_layer and is_weight and not is_bias and (group is None or group.optimizer != "adamw"):

@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from framework.model.matmul import RowGroups
 from framework.parallel.experts.dispatch import StockExperts
-from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
+from framework.recipe.schema import Memory, Muon, Optim, Parallel, Pipeline, Recipe, Zero
 from tests.families import STOCK_EXPERTS, UNGATED, Family, family
 from tests.grid import few_of
 from tests.ranks.parity import Case, assert_equal, run_cases, small_recipe, worst_error
@@ -72,6 +72,11 @@ def test_experts_with_code_of_their_own_train_as_one_process(pool: RankPool) -> 
     recomputed = Memory(activation_checkpointing="full", compile="never")
     assert_equal(pool, 2, [stock_case(each, ["whole"], memory=recomputed) for each in STOCK_EXPERTS])
     assert_equal(pool, 2, [stock_case(STOCK_EXPERTS[0], ["whole"])], run_starved)
+
+
+def test_muon_leaves_experts_with_code_of_their_own_to_adamw(pool: RankPool) -> None:
+    muon = Optim(name="muon", lr=1e-2, momentum=0.9, clip_norm=0.05, muon=Muon(dtype="master"))
+    assert_equal(pool, 2, [stock_case(each, ["whole"], optim=muon) for each in STOCK_EXPERTS])
 
 
 def run_shifted(rank: int, world: int, rendezvous: str, cases: list[Case]) -> Any:

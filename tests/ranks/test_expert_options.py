@@ -211,8 +211,9 @@ def test_rows_that_find_no_room_end_the_run_and_update_nothing(pool: RankPool) -
         message,
     )
     assert needed is not None, message
-    assert 1 < float(needed[1]) <= float(needed[2]) <= 2
-    with_room = recipes_of({"": Parallel(ep=2, expert_padding=float(needed[2]))}, 2)
+    # What routers choose for the NaN of a layer without room is not counted: all for one rank, twice an even share.
+    assert 1 < float(needed[1]) <= float(needed[2]) < 1.5
+    with_room = recipes_of({"": Parallel(ep=2, expert_padding=1.5)}, 2)
     assert_equal(pool, 2, [Case("mixtral", family("mixtral"), with_room)])
 
 

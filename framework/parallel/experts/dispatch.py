@@ -186,6 +186,9 @@ class ExpertDispatch:
         """Send rows to their experts and combine the outputs. hidden: [T, H] -> [T, H]; index, weights: [T, k]; left_out: [T, k]
         bool, pairs that are sent to nobody; None: there are none."""
         ids = index if left_out is None else index.masked_fill(left_out, self.num_experts)
+        if self.route.padding is not None:
+            # Tokens are NaN behind a layer that had no room: where they would go tells nothing of the room that is needed.
+            ids = ids.masked_fill(weights.isnan(), self.num_experts)
         rows = self.route.plan(ids, self.num_experts, self._count_most(*ids.shape))
         rows.depart(hidden, ids, weights)
         if self.shared is not None:
@@ -236,7 +239,8 @@ def report_dropped(model: nn.Module, report: Callable[[nn.Module, Tensor], None]
 
 
 def find_needed_padding(model: nn.Module) -> list[Tensor]:
-    """Scalars, the factors of parallel.expert_padding that would have been enough so far; 0 where all rows found room."""
+    """Scalars, the factors of parallel.expert_padding that would have been enough for the rows that have come so far; 0 where all
+    found room. Behind a layer that had no room there are none."""
     found = (dispatch.route.needed for _, _, dispatch in find_dispatches(model))
     return [each for each in found if each is not None]
 
