@@ -19,7 +19,7 @@ from framework.parallel.experts.deep_rows import SumExchange, refuse_deep_ep
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Zero
 from tests import deep_ep_double
-from tests.families import family
+from tests.families import STOCK_EXPERTS, family
 from tests.grid import IN_TURN
 from tests.ranks.parity import Case, run_cases, small_recipe, worst_error
 from tests.ranks.pool import RankPool
@@ -42,7 +42,9 @@ def doubled() -> Iterator[None]:
 def run_doubled(rank: int, world: int, rendezvous: str, cases: list[Case], bias: tuple[float, ...]) -> Any:
     """Body: `run_cases` by DeepEP, with moved logits of qwen3_moe's routers in layouts and oracle."""
     with doubled(), skew_routers(bias, range(8)):
-        return run_cases(rank, world, rendezvous, cases)
+        found = run_cases(rank, world, rendezvous, cases)
+    assert deep_ep_double.Buffer.num_open == 0, "a buffer outlives its mesh"
+    return found
 
 
 def errors_of(
@@ -104,11 +106,24 @@ def test_a_cpu_is_refused_by_the_plan() -> None:
         make_plan(recipe, config).of_rank(0)
 
 
+def test_rows_of_several_widths_are_refused() -> None:
+    recipe = small_recipe("fp32", 2, 1, 12, parallel=Parallel(ep=2, expert_backend="deepep"))
+    jetmoe = next(each for each in STOCK_EXPERTS if each.name == "jetmoe")
+    config = Case("", jetmoe, {"": recipe}).config
+    with (
+        doubled(),
+        pytest.raises(ModelError, match=r"expert_backend=deepep: .*input_linear is given rows of other widths"),
+    ):
+        make_plan(recipe, config).of_rank(0)
+
+
 @pytest.mark.parametrize(
     ("size", "nodes", "width", "dtype", "message"),
     [
         (8, 1, 64, torch.float32, "precision.compute=bf16"),
-        (8, 1, 60, torch.bfloat16, "hidden size 60"),
+        (8, 1, 72, torch.bfloat16, "whole 32 bytes within a node, .* hidden size 72"),
+        (8, 1, 8192, torch.bfloat16, "less than 16,384, .* hidden size 8192"),
+        (16, 2, 64, torch.bfloat16, "whole 512 bytes between nodes, .* hidden size 64"),
         (3, 1, 64, torch.bfloat16, "parallel.ep=3"),
         (8, 2, 64, torch.bfloat16, "parallel.ep=8 over 2 nodes"),
         (40, 5, 64, torch.bfloat16, "parallel.ep=40"),
@@ -128,9 +143,9 @@ def make_stub(size: int, nodes: int, dtype: torch.dtype) -> Any:
     return Stub()
 
 
-@pytest.mark.parametrize(("size", "nodes"), [(2, 1), (8, 1), (16, 2), (64, 8)])
-def test_what_they_take_is_not(size: int, nodes: int) -> None:
-    refuse_deep_ep(make_stub(size, nodes, torch.bfloat16), 64)
+@pytest.mark.parametrize(("size", "nodes", "width"), [(2, 1, 64), (8, 1, 8176), (16, 2, 256), (64, 8, 7168)])
+def test_what_they_take_is_not(size: int, nodes: int, width: int) -> None:
+    refuse_deep_ep(make_stub(size, nodes, torch.bfloat16), width)
 
 
 def test_where_it_is_missing_the_error_says_how_to_install_it() -> None:

@@ -189,6 +189,11 @@ def _replace_forward(
         shared = stand_in(model.get_submodule(parent), child, model.config.get_text_config().hidden_size)
     if buffer is None:
         route = ExpertRoute(axes["ep_outer"], inner, codec, padding, groups)
+    elif form.is_grouped:
+        raise ModelError(
+            f"parallel.expert_backend=deepep: {name} is given rows of other widths than hidden states, for which DeepEP's buffers"
+            " are too small; use own"
+        )
     else:
         route = DeepRoute(axes["ep_outer"], inner, buffer)
     experts.dispatch = ExpertDispatch(
