@@ -85,7 +85,7 @@ class Communicator:
         self.secret = secret
         self.names_ranges = False  # while a profiler records
         self._group, self._scatter_group = group, scatter_group
-        # What a library holds for these ranks, by the bytes of its rows (`deep_ep`).
+        # Buffers of a library for these ranks, by the bytes of a row (`deep_ep`).
         self.held: dict[int, Any] = {}
 
     def range(self, what: str, label: object = "") -> AbstractContextManager[Any]:
