@@ -1,5 +1,5 @@
 """Contract double of `deep_ep`: `Buffer` in its normal mode by all-to-alls of gloo, with the arguments, shapes, dtypes and order
-of results that DeepEP documents (README, docs/legacy.md, and docstrings of `deep_ep.Buffer`, 1.1 to 2.1).
+of results that DeepEP documents (README, docs/legacy.md, and docstrings of `deep_ep.Buffer`, 1.2 to 2.1).
 
 Results are there when their event is waited for, and hold no number until then. In fp64 it is exact; DeepEP takes bf16 alone.
 """
@@ -57,9 +57,19 @@ class Handle:
 
 
 class Buffer:
-    def __init__(self, group: Any, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0) -> None:
+    num_open = 0
+
+    def __init__(
+        self, group: Any, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, *, explicitly_destroy: bool = False
+    ) -> None:
         assert num_nvl_bytes > 0
+        assert explicitly_destroy, "freed by Python it waits for ranks that may be gone"
         self.group, self.size, self.rank = group, group.size(), group.rank()
+        Buffer.num_open += 1
+
+    def destroy(self) -> None:
+        dist.barrier(self.group)
+        Buffer.num_open -= 1
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:

@@ -85,6 +85,8 @@ class Communicator:
         self.secret = secret
         self.names_ranges = False  # while a profiler records
         self._group, self._scatter_group = group, scatter_group
+        # Buffers of a library for these ranks, by the bytes of a row (`deep_ep`).
+        self.held: dict[int, Any] = {}
 
     def range(self, what: str, label: object = "") -> AbstractContextManager[Any]:
         """Names what is done meanwhile in a profiler's trace; nothing where none records."""

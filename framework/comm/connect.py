@@ -76,6 +76,8 @@ class Mesh:
         times.
         """
         self.waits.check_ended("the run")
+        for each in (held for axis in self.axes.values() for held in axis.held.values()):
+            each.destroy()
         # destroy_process_group without a group is an error, and a world of one rank has none.
         if self.topology.world > 1:
             dist.barrier()

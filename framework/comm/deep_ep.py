@@ -4,7 +4,7 @@
     combine     results [R, H]                                  ->  the sum over ranks of each token's results, [T, H]
 
 Each is the adjoint of the other: the gradient of what was dispatched is combined, and the other way round. Calls are those of
-`deep_ep.Buffer` in DeepEP 1.1 to 2.1 (github.com/deepseek-ai/DeepEP, docs/legacy.md). Kernels run on a stream of DeepEP's own; in
+`deep_ep.Buffer` in DeepEP 1.2 to 2.1 (github.com/deepseek-ai/DeepEP, docs/legacy.md). Kernels run on a stream of DeepEP's own; in
 a dispatch the host waits for the number of tokens that come. It has not run on a GPU here: `tests/deep_ep_double.py` is what is
 known of it.
 """
@@ -24,8 +24,9 @@ from framework.errors import ModelError
 # Ranks for which DeepEP has configurations; of more than one node, in whole nodes of eight.
 RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 RANKS_PER_NODE = 8
-# Rows are copied 16 bytes at a time.
-ROW_BYTES = 16
+# Bytes of which rows are whole multiples, as kernels assert on the device: halves are copied 16 bytes at a time, between nodes by
+# a warp at once. A row has to fit into a warp's shared memory, with the experts and weights of its token.
+ROW_BYTES, ROW_BYTES_BETWEEN_NODES, MAX_ROW_BYTES = 32, 512, 16384
 
 
 def require_deep_ep() -> None:
@@ -47,10 +48,11 @@ class Way(NamedTuple):
 
 
 class DeepBuffer:
-    """DeepEP's buffer for the ranks of an axis, for all layers; it takes memory of the GPU with the first dispatch."""
+    """DeepEP's buffer for the ranks of an axis, for all layers and models. It takes memory of the GPU from the first dispatch on,
+    until the mesh closes."""
 
     def __init__(self, axis: Communicator):
-        self.axis, self._found = axis, None
+        self.axis = axis
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, num_experts: int) -> tuple[list[Tensor], Way, Pending]:
         """Start to send tokens.  x: [T, H]; ids: [T, k] int64, -1: to nobody; weights: [T, k]. Returns the same of those
@@ -87,16 +89,18 @@ class DeepBuffer:
         return total, of_weights, self._started(event, len(y), [y], "sums of experts")
 
     def _open(self, x: Tensor) -> Any:
-        if self._found is None:
+        row_bytes, held = x.shape[1] * x.itemsize, self.axis.held
+        if row_bytes not in held:
             require_deep_ep()
             kind, group, size = import_module("deep_ep").Buffer, self.axis.group, self.axis.size
-            configs, row_bytes = (kind.get_dispatch_config(size), kind.get_combine_config(size)), x[0].nbytes
+            configs = kind.get_dispatch_config(size), kind.get_combine_config(size)
             near, far = (
                 max(getattr(each, f"get_{link}_buffer_size_hint")(row_bytes, size) for each in configs)
                 for link in ("nvl", "rdma")
             )
-            self._found = kind(group, near, far)
-        return self._found
+            # Left to Python, a rank that ends with an error would wait for the others when it frees the buffer.
+            held[row_bytes] = kind(group, near, far, explicitly_destroy=True)
+        return held[row_bytes]
 
     def _started(self, event: Any, rows: int, tensors: Sequence[Tensor], label: str) -> Pending:
         """rows: that this rank sends, its own part included."""

@@ -42,7 +42,9 @@ def doubled() -> Iterator[None]:
 def run_doubled(rank: int, world: int, rendezvous: str, cases: list[Case], bias: tuple[float, ...]) -> Any:
     """Body: `run_cases` by DeepEP, with moved logits of qwen3_moe's routers in layouts and oracle."""
     with doubled(), skew_routers(bias, range(8)):
-        return run_cases(rank, world, rendezvous, cases)
+        found = run_cases(rank, world, rendezvous, cases)
+    assert deep_ep_double.Buffer.num_open == 0, "a buffer outlives its mesh"
+    return found
 
 
 def errors_of(
@@ -108,7 +110,9 @@ def test_a_cpu_is_refused_by_the_plan() -> None:
     ("size", "nodes", "width", "dtype", "message"),
     [
         (8, 1, 64, torch.float32, "precision.compute=bf16"),
-        (8, 1, 60, torch.bfloat16, "hidden size 60"),
+        (8, 1, 72, torch.bfloat16, "whole 32 bytes within a node, .* hidden size 72"),
+        (8, 1, 8192, torch.bfloat16, "less than 16,384, .* hidden size 8192"),
+        (16, 2, 64, torch.bfloat16, "whole 512 bytes between nodes, .* hidden size 64"),
         (3, 1, 64, torch.bfloat16, "parallel.ep=3"),
         (8, 2, 64, torch.bfloat16, "parallel.ep=8 over 2 nodes"),
         (40, 5, 64, torch.bfloat16, "parallel.ep=40"),
@@ -128,9 +132,9 @@ def make_stub(size: int, nodes: int, dtype: torch.dtype) -> Any:
     return Stub()
 
 
-@pytest.mark.parametrize(("size", "nodes"), [(2, 1), (8, 1), (16, 2), (64, 8)])
-def test_what_they_take_is_not(size: int, nodes: int) -> None:
-    refuse_deep_ep(make_stub(size, nodes, torch.bfloat16), 64)
+@pytest.mark.parametrize(("size", "nodes", "width"), [(2, 1, 64), (8, 1, 8176), (16, 2, 256), (64, 8, 7168)])
+def test_what_they_take_is_not(size: int, nodes: int, width: int) -> None:
+    refuse_deep_ep(make_stub(size, nodes, torch.bfloat16), width)
 
 
 def test_where_it_is_missing_the_error_says_how_to_install_it() -> None:

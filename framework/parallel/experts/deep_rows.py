@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from framework.comm.communicator import Communicator
-from framework.comm.deep_ep import RANKS, RANKS_PER_NODE, ROW_BYTES, DeepBuffer, Way
+from framework.comm.deep_ep import (
+    MAX_ROW_BYTES,
+    RANKS,
+    RANKS_PER_NODE,
+    ROW_BYTES,
+    ROW_BYTES_BETWEEN_NODES,
+    DeepBuffer,
+    Way,
+)
 from framework.comm.duals import linear
 from framework.errors import ModelError
 from framework.model.matmul import RowGroups
@@ -156,13 +164,16 @@ def refuse_deep_ep(plan: StagePlan, width: int) -> None:
         raise ModelError(f"{asked}: its kernels are for GPUs, and launch.device is {plan.device.type}: {instead[3:]}")
     if plan.compute_dtype != torch.bfloat16:
         raise ModelError(f"{asked} sends bf16: precision.compute=bf16; {instead}")
-    if width * itemsize % ROW_BYTES:
-        raise ModelError(
-            f"{asked} sends rows of whole {ROW_BYTES} bytes, and hidden size {width} is none: {instead[3:]}"
-        )
     whole = ep.size <= RANKS_PER_NODE if ep.nodes == 1 else ep.size == ep.nodes * RANKS_PER_NODE
     if ep.size not in RANKS or not whole:
         raise ModelError(
             f"{asked} has no kernels for parallel.ep={ep.size} over {ep.nodes} nodes: 2, 4 or 8 within one, over more of them all"
             f" eight ranks of each, in all {', '.join(map(str, RANKS[3:]))}; {instead}"
+        )
+    unit = ROW_BYTES if ep.nodes == 1 else ROW_BYTES_BETWEEN_NODES
+    if width * itemsize % unit or width * itemsize >= MAX_ROW_BYTES:
+        of_nodes = "within a node" if ep.nodes == 1 else "between nodes"
+        raise ModelError(
+            f"{asked} sends rows of whole {unit} bytes {of_nodes}, of less than {MAX_ROW_BYTES:,}, and those of hidden size"
+            f" {width} have {width * itemsize:,}: {instead[3:]}"
         )
