@@ -108,8 +108,8 @@ Pieces = list[tuple[int, Tensor]]
 # Projections of queries, keys and values in one: one after another, or by head or by group of key-value heads.
 IN_TURN, BY_HEAD = ("qkv_proj", "c_attn"), ("query_key_value",)
 # Projections that have equally many features for each head: to queries, keys and values, and from what heads return.
-TO_HEADS = {*IN_TURN, *BY_HEAD, "q_proj", "k_proj", "v_proj", "Wqkv", "Wq", "Wk", "Wv", "query", "key", "value"}
-TO_HEADS |= {"q_b_proj", "kv_b_proj", "g_proj", "q_gate_proj"}
+PLAIN = {"q_proj", "k_proj", "v_proj", "Wqkv", "Wq", "Wk", "Wv", "query", "key", "value", "g_proj"}
+TO_HEADS = {*IN_TURN, *BY_HEAD, *PLAIN, "q_b_proj", "kv_b_proj", "q_gate_proj"}
 FROM_HEADS = {"o_proj", "out_proj", "dense", "c_proj", "Wo"}
 
 
