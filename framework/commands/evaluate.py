@@ -137,8 +137,8 @@ def evaluate_command(
 def choose_layout(known: Recipe, arguments: argparse.Namespace, place: Path) -> Recipe:
     """The recipe of the model in one rank, or in the layout of the command line; of its keys only those that forwards need."""
     for word in arguments.overrides:
-        key = word.lstrip("+~").partition("=")[0]
-        if key in OF_THE_MODEL or key.startswith("adapter."):
+        keys = word.lstrip("+~").partition("=")[0].split("@")  # of a group, and of its place
+        if any(key in OF_THE_MODEL or key.startswith("adapter.") for key in keys):
             raise RecipeError(
                 f"{word}: the model, its tokenizer and its adapter are those of {arguments.run}: leave it out"
             )

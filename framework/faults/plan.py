@@ -134,8 +134,8 @@ def plan_faults(run_dir: Path, faults: Sequence[Fault]) -> None:
 
 def read_plan(run_dir: Path) -> list[Fault]:
     """All faults that were ever planned; torn lines are left out, and those of another version of Meshwright."""
-    known = {each.name for each in fields(Fault)}
-    return [Fault(**values) for values in read_lines(run_dir / PLAN_FILE) if values.keys() <= known]
+    known, lines = {each.name for each in fields(Fault)}, read_lines(run_dir / PLAN_FILE)
+    return [Fault(**values) for values in lines if values.keys() <= known and values.get("kind") in KINDS]
 
 
 def note_fault(run_dir: Path, fault: Fault, rank: int, **more: Any) -> None:
@@ -153,7 +153,7 @@ def read_log(run_dir: Path) -> list[dict[str, Any]]:
 
 def count_injected(run_dir: Path, rank: int) -> Counter[str]:
     """Number of injections of each fault into the rank, by the fault's id."""
-    return Counter(record["id"] for record in read_log(run_dir) if record["rank"] == rank)
+    return Counter(record.get("id", "") for record in read_log(run_dir) if record.get("rank") == rank)
 
 
 def _append(path: Path, line: str, is_durable: bool = False) -> None:

@@ -7,6 +7,7 @@ of each head.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, cat, nn
 from transformers import PreTrainedModel
@@ -114,7 +115,8 @@ def _find_packed(
 ) -> Iterator[tuple[str, MatrixForm]]:
     """The weights of linear layers that hold several matrices, by the roles that tensor parallelism knows them by."""
     try:
-        regions = find_regions(model, tp_plan, [name for unit in units for name in unit.modules])
+        names = [name for unit in units for name in unit.modules]
+        regions = find_regions(model, tp_plan, names, has_whole_experts=True)
     except ModelError as error:
         if by_heads:
             raise _refuse(model, f"where they lie is not known: {error}") from error
@@ -150,11 +152,17 @@ def _find_heads(model: PreTrainedModel, region: RegionPlan, counts: Counts) -> I
         size = module.weight.shape[dim]
         if size % number:
             raise _refuse(model, f"{size} features of {name} are not of {number} heads alike")
-        # Latent attention: keys without positions and values of each head.
-        attention = vars(model.get_submodule(holder(name)))
-        parts = (attention["qk_nope_head_dim"], attention["v_head_dim"]) if name.endswith("kv_b_proj") else (1,)
         if size > number:  # else a number for each head
+            parts = _packing_of_head(name, size // number, vars(model.get_submodule(holder(name))))
             yield f"{name}.weight", MatrixForm(dim, 1, parts, number)
+
+
+def _packing_of_head(name: str, width: int, attention: Mapping[str, Any]) -> tuple[int, ...]:
+    """`MatrixForm.sizes` of a head of so many features: keys without positions beside values, or queries beside gates."""
+    last = name.rpartition(".")[2]
+    if last in ("kv_b_proj", "q_gate_proj"):
+        return attention["qk_nope_head_dim" if last == "kv_b_proj" else "qk_head_dim"], attention["v_head_dim"]
+    return (1, 1) if last == "q_proj" and width == 2 * attention.get("head_dim", width) else (1,)
 
 
 def _packing(arrangement: str, counts: Counts) -> tuple[int, tuple[int, ...]]:

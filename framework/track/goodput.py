@@ -176,8 +176,11 @@ class Accountant:
         elif note.event is Event.LAUNCH:
             self._launched_s = note.unix_s - note.elapsed_s
         elif note.event is Event.GONE:
+            if self._rows and self._launched_s is not None:  # of ranks that ended before they began
+                self._rows[-1].seconds[self._of_gap] += self._pass(min(self._launched_s, note.unix_s))
+            self._launched_s = None
             self._leave(note.unix_s, note.code)
-        elif note.start == self.num_starts:
+        elif self._rows and note.start == self.num_starts:
             self._spend(note)
 
     def account(self) -> Account:
@@ -198,8 +201,7 @@ class Accountant:
         self._recovers = bool(self._rows) and self._code not in STOPPED
         if not self._rows:
             self._seen_s = min(ready_s, begun_s)
-        idle = TimePart.RECOVERY if self._recovers else TimePart.OFF
-        for until_s, part in ((ready_s, idle), (started_s, TimePart.QUEUE), (begun_s, self._of_start_up)):
+        for until_s, part in ((ready_s, self._of_gap), (started_s, TimePart.QUEUE), (begun_s, self._of_start_up)):
             row.seconds[part] += self._pass(min(until_s, begun_s))
         self._rows.append(row)
         self._launched_s = None
@@ -207,6 +209,11 @@ class Accountant:
         self._spend(note)
         # Another machine's clock may be behind: from here on it counts. Start-up is told by a GO, or by a death before it.
         self._seen_s = begun_s
+
+    @property
+    def _of_gap(self) -> TimePart:
+        """The part of the time from the newest start to the next launch."""
+        return TimePart.RECOVERY if self._rows and self._code not in STOPPED else TimePart.OFF
 
     @property
     def _of_start_up(self) -> TimePart:
@@ -230,9 +237,10 @@ class Accountant:
         if note.step is not None:
             if note.event is Event.GO:
                 self._go(note.step, row)
-            elif note.step >= self._done:
+                self._done = note.step
+            elif note.step >= self._done:  # else the END of a start that has not come to its loop
                 self._steps.append(Segment(self._done, note.step, row, steps))
-            self._done = note.step
+                self._done = note.step
         self._last, self._code, self._seen_s = note, note.code, note.unix_s
         self._step_s = note.step_s or self._step_s
 
@@ -292,12 +300,13 @@ def encode(note: Note) -> dict[str, Any]:
 
 
 def _decode(values: dict[str, Any]) -> Note | None:
-    if values.get("event") not in list(Event):
-        return None
-    if not isinstance(values.get("start"), int) or not isinstance(values.get("unix_s"), (int, float)):
-        return None
     known = {name: value for name, value in values.items() if name in NOTE_DEFAULTS}
-    return Note(**{**known, "event": Event(known["event"])})
+    event, parts = known.pop("event", None), known.pop("parts", {})
+    if event not in list(Event) or not {"start", "unix_s"} <= known.keys() or not isinstance(parts, dict):
+        return None
+    if not all(isinstance(each, (int, float)) for each in (*known.values(), *parts.values())):
+        return None
+    return Note(Event(event), **known, parts=parts)
 
 
 def price_of(run: RunInfo) -> float | None:

@@ -110,8 +110,9 @@ IN_TURN, BY_HEAD = ("qkv_proj", "c_attn", "Wqkv"), ("query_key_value",)
 # Experts with code of their own are AdamW's.
 STOCK_EXPERTS = ("DbrxExpertGLU", "JetMoeParallelExperts")
 # Projections that have equally many features for each head: to queries, keys and values, and from what heads return.
-TO_HEADS = {*IN_TURN, *BY_HEAD, "q_proj", "k_proj", "v_proj", "Wqkv", "query", "key", "value", "q_b_proj", "kv_b_proj"}
-FROM_HEADS = {"o_proj", "out_proj", "dense", "c_proj"}
+PLAIN = {"q_proj", "k_proj", "v_proj", "Wqkv", "Wq", "Wk", "Wv", "query", "key", "value", "g_proj"}
+TO_HEADS = {*IN_TURN, *BY_HEAD, *PLAIN, "q_b_proj", "kv_b_proj", "q_gate_proj"}
+FROM_HEADS = {"o_proj", "out_proj", "dense", "c_proj", "Wo"}
 
 
 def find_matrices(model: nn.Module, config: PretrainedConfig, optim: Optim) -> dict[str, Pieces]:
@@ -126,22 +127,30 @@ def find_matrices(model: nn.Module, config: PretrainedConfig, optim: Optim) -> d
         is_bias = re.search(r"(^|\.|_)bias$|(^|\.)(A_log|D)$", name)
         if is_layer and is_weight and not is_bias and (group is None or group.optimizer != "adamw"):
             text = config.get_text_config()
-            heads = list(_heads(name, parameter, owner, text)) if optim.muon.heads else []
+            heads = list(_heads(name, parameter, model, text)) if optim.muon.heads else []
             found[name] = heads or list(_pieces(name, parameter, owner, text))
     return found
 
 
-def _heads(name: str, weight: Tensor, owner: Any, config: Any) -> Iterator[tuple[int, Tensor]]:
-    *_, around, last = name.removesuffix(".weight").split(".")
+def _heads(name: str, weight: Tensor, model: nn.Module, config: Any) -> Iterator[tuple[int, Tensor]]:
+    path = name.removesuffix(".weight")
+    around, _, last = path.removesuffix(".linear").rpartition(".")
+    own = vars(model.get_submodule(around))  # layers may differ from the config
     if "att" not in around or last not in TO_HEADS | FROM_HEADS:
         return
-    dim = int(isinstance(owner, Conv1D) == (last in TO_HEADS))
-    latent, value = getattr(config, "qk_nope_head_dim", None), getattr(config, "v_head_dim", None)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if latent is not None:
-        width = {"kv_b_proj": latent + value, "o_proj": value}.get(last, latent + config.qk_rope_head_dim)
+    dim = int(isinstance(model.get_submodule(path), Conv1D) == (last in TO_HEADS))
+    width, latent = own.get("head_dim"), own.get("qk_nope_head_dim", 0)
+    if latent:
+        width = latent + own["qk_rope_head_dim"]
+    elif width is None:
+        width = config.hidden_size // config.num_attention_heads
+    first = {"kv_b_proj": latent, "q_gate_proj": width}.get(last, 0)  # of two matrices in a head
+    if first or last in {"v_proj", "o_proj", "g_proj"}:
+        width = first + own.get("v_head_dim", width)
+    if last == "g_proj" and len(weight) == (own.get("num_heads") or config.num_attention_heads):
+        return  # a number for each head
     for head in torch.arange(weight.shape[dim]).split(width):
-        for each in head.split([latent, value]) if last == "kv_b_proj" else (head,):
+        for each in head.split([first, width - first]) if first else (head,):
             yield dim, each
 
 

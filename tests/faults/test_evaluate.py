@@ -75,7 +75,9 @@ def test_tasks_and_limit_of_options_go_before_those_of_a_chosen_recipe(tmp_path)
     assert (chosen.tasks, chosen.limit) == (["mine"], 3)
 
 
-@pytest.mark.parametrize("word", ["model=llama3_2_1b", "+adapter=lora", "adapter.rank=4", "model.weights=elsewhere"])
+@pytest.mark.parametrize(
+    "word", ["model=llama3_2_1b", "model@model=gpt2", "+adapter=lora", "adapter.rank=4", "model.weights=elsewhere"]
+)
 def test_another_model_than_that_of_the_run_is_refused(word, tmp_path):
     arguments = argparse.Namespace(run="runs/a", overrides=[word], tasks=["mine"], limit=None)
     with pytest.raises(RecipeError, match="are those of runs/a: leave it out"):

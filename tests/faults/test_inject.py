@@ -251,7 +251,10 @@ def test_sabotaged_a_fault_that_is_not_noted_before_it_acts_comes_again(tmp_path
 
 def test_a_line_that_is_half_written_or_of_another_version_is_no_fault(tmp_path, monkeypatch):
     signals = Signals(monkeypatch)
-    (tmp_path / "faults.jsonl").write_text('{"kind": "kill", "node": 0}\n{"kind": "kill", "id": "a", "phase": "save')
+    (tmp_path / "faults.log").write_text('{"unix_s": 1, "fault": "kill"}\n')
+    (tmp_path / "faults.jsonl").write_text(
+        '{"kind": "kill", "node": 0}\n{"rank": 0}\n{"kind": "melt"}\n{"kind": "kill", "id": "a", "phase": "save'
+    )
     door = FaultInjector(tmp_path, 0)
     door.begin_phase(Phase.SAVE)
     assert not signals.sent

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME
-from framework.track.goodput import Account, Accountant, Event, Note, Segment, TimePart, add_up
+from framework.track.goodput import Account, Accountant, Event, Note, Segment, TimePart, add_up, read_notes
 
 NEAR = 1e-4  # wall clocks of 1e9 s are known to 1e-7
 
@@ -288,3 +288,34 @@ def check_all(kind: type[Accountant]) -> None:
         for note in killed_and_resumed():
             between.add(note)
         assert between.account().seconds[TimePart.LOST] == 12.0
+
+
+FIRST = [
+    Note(Event.BEGIN, 1, 5.0, 5.0),
+    Note(Event.GO, 1, 20.0, 20.0, 0, {"start_up": 20.0}),
+    Note(Event.STEP, 1, 120.0, 120.0, 100, {"start_up": 20.0, "step": 100.0}, step_s=1.0),
+]
+
+
+def test_steps_count_once_where_a_start_ends_between_them_that_has_not_come_to_its_loop():
+    dead = [Note(Event.BEGIN, 2, 135.0, 3.0), Note(Event.END, 2, 150.0, 18.0, 0, {"start_up": 18.0}, code=EXIT_FAILED)]
+    third = [Note(Event.BEGIN, 3, 165.0, 3.0), Note(Event.GO, 3, 240.0, 78.0, 100, {"start_up": 78.0})]
+    found = add_up([*FIRST, *dead, *third]).seconds
+    assert found[TimePart.STEP] == 100.0
+    assert found[TimePart.RECOVERY] == 120.0
+
+
+def test_a_launch_without_ranks_leaves_the_time_before_it_off():
+    stopped = Note(Event.GONE, 0, 121.0, code=EXIT_RESUME)
+    failed = [Note(Event.LAUNCH, 0, 10_000.0), Note(Event.GONE, 0, 10_010.0, code=EXIT_FAILED)]
+    found = add_up([*FIRST, stopped, *failed, Note(Event.BEGIN, 2, 10_100.0)]).seconds
+    assert (found[TimePart.OFF], found[TimePart.CLOSE], found[TimePart.RECOVERY]) == (9_879.0, 1.0, 100.0)
+
+
+@pytest.mark.parametrize("fields", ['"parts": [1]', '"parts": {"step": "a"}', '"elapsed_s": "x"', '"code": null'])
+def test_lines_that_are_no_notes_are_left_out(tmp_path, fields):
+    path = tmp_path / "goodput.jsonl"
+    path.write_text(
+        f'{{"event": "begin", "start": 1, "unix_s": 5, {fields}}}\n{{"event": "step", "start": 0, "unix_s": 6}}\n'
+    )
+    assert add_up(read_notes(path)).rows == ()

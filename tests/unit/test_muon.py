@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from framework.comm.connect import connect
 from framework.errors import ModelError, RecipeError
@@ -25,6 +26,7 @@ from framework.recipe.check import check_recipe
 from framework.recipe.schema import Adapter, Muon, Optim, Parallel, ParameterGroup, Zero
 from framework.train.build import build
 from framework.verify.plain_optimizers import PlainMuon
+from framework.verify.plain_optimizers import find_matrices as find_plain_matrices
 from tests.families import build_config, family
 from tests.grid import few_of
 from tests.ranks.parity import small_recipe
@@ -133,6 +135,52 @@ def test_matrices_of_a_family(name: str, weight: str, expected: int) -> None:
 def test_heads_of_a_family(name: str, weight: str, expected: MatrixForm) -> None:
     model = build_meta(build_config(family(name)), "auto")
     assert find_matrices(model, tuple(find_units(model)), {}, BY_HEADS)[weight] == expected
+
+
+SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more", "weight", "expected"),
+    [
+        # Layers have heads of their own.
+        (
+            "laguna",
+            {"num_key_value_heads": 2, "head_dim": 8, "num_attention_heads_per_layer": [4, 8], "num_experts": 4},
+            "model.layers.1.self_attn.o_proj.weight",
+            MatrixForm(1, blocks=8),
+        ),
+        # Queries beside gates.
+        (
+            "qwen3_next",
+            {"num_key_value_heads": 2, "head_dim": 8, "layer_types": ["full_attention"] * 2, "num_experts": 4},
+            "model.layers.0.self_attn.q_proj.weight",
+            MatrixForm(0, 1, (1, 1), 4),
+        ),
+        # Experts that tp does not slice.
+        (
+            "gemma4_text",
+            {"num_key_value_heads": 2, "head_dim": 8, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+            | {
+                "moe_intermediate_size": 16,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "global_head_dim": 16,
+            },
+            "model.layers.1.self_attn.q_proj.weight",
+            MatrixForm(0, blocks=4),
+        ),
+    ],
+)
+def test_heads_of_layers_are_those_of_the_oracle(
+    model_type: str, more: dict[str, Any], weight: str, expected: MatrixForm
+) -> None:
+    config = CONFIG_MAPPING[model_type](**SMALL, **more)
+    model = build_meta(config, "auto")
+    found = find_matrices(model, tuple(find_units(model)), {}, BY_HEADS)
+    assert found[weight] == expected
+    oracle = find_plain_matrices(model, config, BY_HEADS)
+    for name, form in found.items():
+        assert len(oracle[name]) == form.blocks * len(form.sizes), name
 
 
 @pytest.mark.parametrize(

@@ -50,21 +50,21 @@ def _count_in_config(config: PretrainedConfig) -> Counts:
 
 
 def count_heads(model: PreTrainedModel, plan: RegionPlan) -> Counts:
-    """From the config, and the number of key-value heads from their projection's shape where there is one; a recurrent mixer says
-    itself how many it has."""
+    """From the config; layers may differ from it (laguna), so before it come the attention's own number, and the shape of its
+    projection to keys. A recurrent mixer says itself how many it has."""
     mixer = next((module for _, module in find_mixers(model.get_submodule(plan.name))), None)
     if mixer is not None:
         return _count_linear_heads(mixer)
     layers = layer_configs(model.config.get_text_config())
     number = next((int(part) for part in plan.name.split(".") if part.isdigit()), 0)
     counts = _count_in_config(layers[number % len(layers)])
-    kv = counts.kv
+    q, kv = counts.q, counts.kv
     for name in plan.roles:
-        head_dim = getattr(model.get_submodule(holder(name)), "head_dim", None)
-        # Layers may differ from one another and from the config in it: the weight is what is split.
-        if name.endswith(".k_proj") and head_dim:
+        attention = vars(model.get_submodule(holder(name)))
+        q = next((attention[word] for word in HEAD_NUMBERS if word in attention), q)
+        if name.endswith(".k_proj") and (head_dim := attention.get("head_dim")):
             kv = model.get_parameter(f"{name}.weight").shape[0] // head_dim
-    return replace(counts, kv=kv)
+    return replace(counts, q=q, kv=kv)
 
 
 def _count_linear_heads(mixer: Any) -> Counts:
