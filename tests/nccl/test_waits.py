@@ -81,7 +81,7 @@ def send_rows(mesh: Mesh, is_padded: bool) -> tuple[list[Tensor], int]:
     layer = nn.Module()
     x, layer.weight = x.requires_grad_(), nn.Parameter(weight)
     before = len(here().waits)
-    rows = route.plan(ids, 8)
+    rows = route.plan(ids, shares, 8)
     rows.depart(x, ids, shares)
     rows.pass_on()
     rows.depart_back(StackedMatmul(layer, "weight", is_transposed=False)(rows.arrive(), rows.plan.groups))

@@ -186,7 +186,7 @@ class ExpertDispatch:
         """Send rows to their experts and combine the outputs. hidden: [T, H] -> [T, H]; index, weights: [T, k]; left_out: [T, k]
         bool, pairs that are sent to nobody; None: there are none."""
         ids = index if left_out is None else index.masked_fill(left_out, self.num_experts)
-        rows = self.route.plan(ids, self.num_experts, self._count_most(*ids.shape))
+        rows = self.route.plan(ids, weights, self.num_experts, self._count_most(*ids.shape))
         rows.depart(hidden, ids, weights)
         if self.shared is not None:
             self.shared.compute_ahead()

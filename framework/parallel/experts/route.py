@@ -198,9 +198,9 @@ class ExpertRoute:
         """Whether neither hop is the identity."""
         return min(self.outer.size, self.inner.size) > 1
 
-    def plan(self, ids: Tensor, num_experts: int, most: int | None = None) -> DispatchedRows:
-        """The way of the tokens. ids: [T, k], of the layer's `num_experts`; with padding T is equal on all ranks. most: pairs of
-        them that the experts of one rank take at most, by their capacity.
+    def plan(self, ids: Tensor, weights: Tensor, num_experts: int, most: int | None = None) -> DispatchedRows:
+        """The way of the tokens. ids, weights: [T, k], of the layer's `num_experts`; with padding T is equal on all ranks. most:
+        pairs of them that the experts of one rank take at most, by their capacity.
 
         Collective over the hops: an all-to-all of numbers over each. Without padding the host has to know them before it can send
         rows, and waits for them here.
@@ -211,8 +211,13 @@ class ExpertRoute:
             room = find_room(len(ids), router, nodes, self.inner.size, self.padding, most)
         places, to_nodes = self._count(ids, num_experts)
         # From each node: the number of rows, and of pairs by expert. [N, 1 + G e]
+        counts = to_nodes
+        if room is not None:
+            # Nobody reads how many rows come in padded buffers. In that place goes whether their tokens are NaN.
+            is_nan = weights.detach().isnan().any().to(to_nodes.dtype).expand(nodes, 1)
+            counts = torch.cat([is_nan, to_nodes[:, 1:]], 1)
         of_nodes = torch.empty_like(to_nodes)
-        all_to_all(of_nodes, to_nodes, self.outer)
+        all_to_all(of_nodes, counts, self.outer)
         # Pairs of what comes to this rank from all nodes are those that it passes on: [G, e].
         to_ranks = of_nodes[:, 1:].sum(0).unflatten(0, (self.inner.size, -1))
         of_ranks = torch.empty_like(to_ranks)
@@ -243,13 +248,15 @@ class ExpertRoute:
         return *hops, arriving, RowGroups.of(groups, of_ranks.device)
 
     def _pad(
-        self, room: Room, to_nodes: Tensor, _: Tensor, to_ranks: Tensor, of_ranks: Tensor
+        self, room: Room, to_nodes: Tensor, of_nodes: Tensor, to_ranks: Tensor, of_ranks: Tensor
     ) -> tuple[Hop, Hop, Tensor, RowGroups]:
         """`_fit` in padded buffers; the expert of padding is e."""
+        # What a router makes of NaN, behind rows that found no room or a loss that diverged, asks for no room.
+        is_choice = of_nodes[:, 0].sum() == 0
         counts, rooms = (to_nodes[:, 0], to_ranks.sum(1)), (room.outer, room.inner)
         needed = [to_nodes.new_zeros((), dtype=torch.float64) if self.needed is None else self.needed]
         for most, rows, even in zip((each.max() for each in counts), rooms, room.even, strict=True):
-            needed.append((most.double() / even).where(most > rows, 0.0))
+            needed.append((most.double() / even).where(is_choice & (most > rows), 0.0))
         self.needed = torch.stack(needed).max()
         # Rows of each rank are in the order of experts, with its padding behind them.
         place = torch.arange(room.inner, device=of_ranks.device).expand(self.inner.size, -1)
