@@ -284,7 +284,8 @@ def _refuse_other_family(config: PretrainedConfig, model: Model) -> None:
     if model.family not in (Model().family, config.model_type):
         raise ModelError(
             f"model.family={model.family} contradicts model.weights={model.weights}, whose config.json says"
-            f" {config.model_type}: leave the family out, and the recipe of a model (model=...), or give other weights"
+            f" {config.model_type}: leave the family out, and the recipe of a model (model=...; '~model' takes back that of an"
+            " experiment), or give other weights"
         )
 
 
