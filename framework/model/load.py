@@ -185,7 +185,7 @@ def build_meta(
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, **chosen)
-    except (ImportError, AssertionError, *REFUSALS) as error:
+    except (ImportError, AssertionError, AttributeError, *REFUSALS) as error:
         raise ModelError(
             f"the {config.model_type} model cannot be built from model.config: {_reason(error)}"
         ) from error
