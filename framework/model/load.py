@@ -185,7 +185,7 @@ def build_meta(
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, **chosen)
-    except (ImportError, AssertionError, *REFUSALS) as error:
+    except (ImportError, AssertionError, AttributeError, *REFUSALS) as error:
         raise ModelError(
             f"the {config.model_type} model cannot be built from model.config: {_reason(error)}"
         ) from error
@@ -284,7 +284,8 @@ def _refuse_other_family(config: PretrainedConfig, model: Model) -> None:
     if model.family not in (Model().family, config.model_type):
         raise ModelError(
             f"model.family={model.family} contradicts model.weights={model.weights}, whose config.json says"
-            f" {config.model_type}: leave the family out, and the recipe of a model (model=...), or give other weights"
+            f" {config.model_type}: leave the family out, and the recipe of a model (model=...; '~model' takes back that of an"
+            " experiment), or give other weights"
         )
 
 

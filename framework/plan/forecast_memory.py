@@ -67,7 +67,9 @@ def describe_estimate(shape: ModelShape, candidate: Candidate) -> str | None:
         return None
     low, high = ESTIMATE_OFF
     kept = (
-        "activations of layers" if candidate.checkpointing in ("none", "selective") else "what one layer computes again"
+        "activations of layers"
+        if candidate.checkpointing in ("none", "selective")
+        else "activations that one layer computes again"
     )
     return (
         f"{kept} are estimated: {shape.text.model_type} has layers of another form than Llama's. Counted bytes of such models"

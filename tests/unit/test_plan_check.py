@@ -10,9 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from framework import cli
 from framework.errors import EXIT_DONE, EXIT_USER, ModelError
 from framework.launch.parts import check_ranks, summarize
+from framework.model.load import build_meta, load_config
 from framework.plan.check import check_layout, check_layouts
 from framework.plan.shape import refuse_fresh_seeds
 from framework.recipe.compose import compose
+from framework.recipe.schema import Model
 from tests.grid import few_of
 
 QUICKSTART = ("experiment=quickstart", "launch.device=cpu")
@@ -281,3 +283,8 @@ def test_a_folder_for_states_that_cannot_hold_them_is_refused_before_a_run_is_ma
         assert cli.main(["doctor", *words, found]) == EXIT_USER
         assert f"fix  states' disk  {folder} cannot be used" in capsys.readouterr().out
     check_ranks([compose([*words, f"memory.offload.disk_path={tmp_path / 'absent'}", "launch.kind=slurm"]).require()])
+
+
+def test_a_family_whose_default_config_lacks_a_value_is_refused():
+    with pytest.raises(ModelError, match=r"dbrx model cannot be built from model.config: .*rope_theta"):
+        build_meta(load_config(Model(family="dbrx")))
