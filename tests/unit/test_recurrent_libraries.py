@@ -296,3 +296,14 @@ def test_a_model_calls_libraries_also_where_it_is_computed_again(install: Any) -
     ends = [0, 3, 29, 40, 62, 63, 80]
     assert all(call["cu_seqlens"].tolist() == ends for call in calls[DELTA_RULE][-2:])
     assert all(call["seq_idx"][1].unique().tolist() == [0, 22, 23] for call in calls[CONVOLUTION][-2:])
+
+
+@pytest.mark.parametrize("length", [8, 13])
+def test_outputs_lie_in_memory_as_those_of_transformers(length: int) -> None:
+    """Families view them with heads and channels as one dim (falcon_h1)."""
+    x, dt, b = torch.randn(2, length, 4, 4), torch.randn(2, length, 4), torch.randn(2, length, 2, 8)
+    pieces = Pieces(ContextSlices(length), ONE_RANK)
+    y = FUNCTIONS[STATE_OF_HEADS](pieces, x, dt, -torch.rand(4), b, b, 8, D=torch.ones(4), dt_bias=torch.zeros(4))
+    assert y.is_contiguous()
+    o, _ = FUNCTIONS[DELTA_RULE](pieces, b, b, x, g=-torch.rand(2, length, 4), beta=torch.rand(2, length, 4))
+    assert o.is_contiguous()

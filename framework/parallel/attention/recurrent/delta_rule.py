@@ -65,7 +65,7 @@ def apply_delta_rule(
     o = _scan(chunks, seen, pieces)
     # [B, P, Hk, H / Hk, c, C, V], without the tokens that filled the last chunk.
     o = o.flatten(4, 5)[..., : v.shape[-2], :].permute(0, 1, 4, 2, 3, 5).flatten(3, 4)
-    return pieces.join(o).to(query.dtype), None
+    return pieces.join(o).to(query.dtype).contiguous(), None
 
 
 def apply_by(
