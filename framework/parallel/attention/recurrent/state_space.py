@@ -47,7 +47,7 @@ def scan_heads(
     x_dt, decay, b, c = (batch.cut(each) for each in (x * step.unsqueeze(-1), a * step, b, c))
     # Without D: what a token adds to its own output does not pass through the state, and needs no pieces.
     y = scan_in_chunks(x_dt, decay, b, c, chunk_size, batch.starts, batch.carry)
-    # As transformers' own: families view it with its last two dims as one.
+    # Families view it with its last two dims as one, as transformers' own lets them.
     return (batch.join(y) + options["D"].unsqueeze(-1) * x).contiguous()
 
 
