@@ -5,8 +5,7 @@
 
 Each is the adjoint of the other: the gradient of what was dispatched is combined, and the other way round. Calls are those of
 `deep_ep.Buffer` in DeepEP 1.2 to 2.1 (github.com/deepseek-ai/DeepEP, docs/legacy.md). Kernels run on a stream of DeepEP's own; in
-a dispatch the host waits for the number of tokens that come. It has not run on a GPU here: `tests/deep_ep_double.py` is what is
-known of it.
+a dispatch the host waits for the number of tokens that come. Tests have a double of the library, `tests/deep_ep_double.py`.
 """
 
 from collections.abc import Sequence

@@ -221,7 +221,7 @@ class Parallel:
         low=1.0,
     )
     expert_backend: Literal["own", "deepep"] = key(
-        "how rows travel to experts: own: all-to-alls, deepep: kernels of DeepEP, installed beside (not run on a GPU yet)",
+        "how rows travel to experts: own: all-to-alls, deepep: kernels of DeepEP, installed beside",
         "own",
     )
     expert_tp: int | None = key(
