@@ -109,9 +109,7 @@ def test_a_planned_schedule_is_written_as_a_table_that_is_read_again_and_as_a_pi
 def test_a_family_whose_model_mixes_what_lies_on_both_sides_of_a_cut_is_refused_by_name() -> None:
     from transformers import AutoConfig
 
-    with pytest.raises(
-        ModelError, match="xlm models cannot be cut into pipeline stages: its layers hand on more"
-    ):
+    with pytest.raises(ModelError, match="xlm models cannot be cut into pipeline stages: its layers hand on more"):
         find_layer_calls(AutoConfig.for_model("xlm"))
 
 
