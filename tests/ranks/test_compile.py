@@ -260,6 +260,7 @@ SPLITS: Mapping[str, Parallel] = {
     "ulysses": Parallel(cp=2, context="ulysses"),
     "ring": Parallel(cp=2, context="ring"),
     "ep": Parallel(ep=2),
+    "ep, padded": Parallel(ep=2, expert_padding=2.0),
     "tp, ep": Parallel(tp=2, ep=2),
 }
 MIXTURES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
@@ -282,7 +283,7 @@ def test_layers_that_communicate_are_one_graph(
 ) -> None:
     """No graph ends at a border of tp, at an exchange of cp or ep; graphs serve all layers that are alike."""
     memory = Memory(activation_checkpointing=checkpointing, compile="always", gathered_inputs=inputs)
-    recipe = lay_out("fp64", 0, SPLITS[split], dp=2 if split == "ep" else 1, memory=memory)
+    recipe = lay_out("fp64", 0, SPLITS[split], dp=2 if split.startswith("ep") else 1, memory=memory)
     found = compile_case(pool, Case(name, family(name), {split: recipe}), "aot_eager", kernels)[split]
     assert found.breaks == [0] * len(found.breaks)
     assert found.frames == [KINDS_OF_LAYERS[name]] * len(found.frames)

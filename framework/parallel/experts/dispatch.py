@@ -125,7 +125,8 @@ class ExpertDispatch:
         if top_k_index is None or top_k_weights is None:
             top_k_index = _find_experts_of_rows(rows, self.num_experts, top_k_index)
             top_k_weights = rows.new_ones(len(top_k_index), 1)
-        return self.opaque(rows, top_k_index, top_k_weights).unflatten(0, hidden_states.shape[:-1])
+        out = self.opaque(rows, top_k_index, top_k_weights)
+        return out.reshape(*hidden_states.shape[:-1], out.shape[-1])  # a graph would end at `unflatten`
 
     def _dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         left_out = self._find_left_out(hidden_states, top_k_index, top_k_weights)
