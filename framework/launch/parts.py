@@ -51,20 +51,14 @@ def check_ranks(recipes: Sequence[Recipe], is_new: bool = True) -> CheckedLayout
     The result is the first recipe's, but for the line on memory, which is the largest layout's. is_new: the runs begin with their
     pretrained weights, if they have any, and not with a checkpoint."""
     with loading_libraries():
-        from framework.comm.deep_ep import require_deep_ep
-        from framework.parallel.fp8_layers import require_torchao
         from framework.plan.advice import caution_of_fit
-        from framework.plan.check import check_host_memory, check_layouts, check_weights, describe_need
+        from framework.plan.check import check_layouts, check_machine, check_weights, describe_need
 
     first, plan = recipes[0], check_layouts(recipes)
     if is_new:
         check_weights(plan)
     if first.launch.kind == "local":  # of this machine: a cluster's nodes look for themselves
-        check_host_memory(plan)
-        if first.precision.compute == "fp8":
-            require_torchao()
-        if first.parallel.expert_backend == "deepep":
-            require_deep_ep()
+        check_machine(plan)
         if first.memory.offload.disk_path is not None:
             refuse_folder(Path(first.memory.offload.disk_path))
         return CheckedLayout(plan.config.model_type)

@@ -131,6 +131,12 @@ def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertsForm
             yield name, module, form
 
 
+def find_all_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertsForm | StockForm]]:
+    """Every module of experts that ranks can divide, with its name and its form."""
+    yield from find_experts(model)
+    yield from find_stock_experts(model)
+
+
 def find_unknown_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Modules that hold experts in no form known here, with their names, the outermost of each: lists of MLPs, matrices that lie
     in one of two dims, projections that are routed one by one. Shared experts are none: every token meets them."""
@@ -159,8 +165,7 @@ def count_experts(experts: nn.Module) -> int:
 
 def count_all_experts(model: nn.Module) -> dict[str, int]:
     """The number of experts of every module that ranks can divide, by its name."""
-    found = (*find_experts(model), *find_stock_experts(model))
-    return {name: count_experts(experts) for name, experts, _ in found}
+    return {name: count_experts(experts) for name, experts, _ in find_all_experts(model)}
 
 
 Priority = Literal["weight", "position"]

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.model.adapters import is_adapter
-from framework.model.experts import count_experts, find_experts, find_stock_experts
+from framework.model.experts import count_experts, find_all_experts
 from framework.model.load import layer_configs
 from framework.model.mixers import count_state, find_mixers
 from framework.model.shrink import EXPERTS_PER_TOKEN
@@ -63,7 +63,7 @@ def measure_model(model: PreTrainedModel) -> ModelSize:
 
 def _find_stacked(model: PreTrainedModel) -> dict[int, int]:
     """The number of experts by the id of each weight and bias that has one part per expert."""
-    found = (*find_experts(model), *find_stock_experts(model))
+    found = find_all_experts(model)
     counted = [(each, count_experts(experts)) for _, experts, _ in found for each in experts.parameters()]
     return {id(each): count for each, count in counted if each.ndim > 1 and each.shape[0] % count == 0}
 

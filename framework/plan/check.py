@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
+from framework.comm.deep_ep import require_deep_ep
 from framework.data.open_data import find_sequence_problems
 from framework.errors import MeshwrightError, RecipeError
 from framework.host import count_host_memory
@@ -20,6 +21,7 @@ from framework.model.peft_folder import read_adapter
 from framework.model.probe import refuse_mixed_dtypes, refuse_unordered_layers
 from framework.model.weights import refuse_other_weights, refuse_unwritable_configs
 from framework.optim.optimizers import state_names
+from framework.parallel.fp8_layers import require_torchao
 from framework.plan.memory import USABLE, sum_fullest_node
 from framework.plan.plan import Plan, make_plan
 from framework.plan.text import show_bytes
@@ -197,6 +199,15 @@ def check_copies(plan: Plan, node_bytes: int | None = None, tmpfs_bytes: int | N
             + (" or fewer copies" if copies > 1 else "")
             + f", fewer ranks per node, nodes with more memory, or have {MEMORY} made larger (mount -o remount,size=...)"
         )
+
+
+def check_machine(plan: Plan) -> None:
+    """Raises what this machine lacks for its ranks: memory of the host, or a library that the recipe asks for."""
+    check_host_memory(plan)
+    if plan.recipe.precision.compute == "fp8":
+        require_torchao()
+    if plan.recipe.parallel.expert_backend == "deepep":
+        require_deep_ep()
 
 
 def check_host_memory(plan: Plan, node_bytes: int | None = None) -> None:

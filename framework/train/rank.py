@@ -60,7 +60,7 @@ from framework.parallel.pipeline.draw import save_timeline
 from framework.parallel.pipeline.measured import UNITS_FILE, encode_unit_times
 from framework.parallel.pipeline.simulate import Timeline
 from framework.plan.advice import explain_out_of_memory
-from framework.plan.check import check_host_memory
+from framework.plan.check import check_machine
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.deadlines import find_deadlines
 from framework.recipe.derive import Derived, derive
@@ -199,9 +199,9 @@ def train_connected(
 
 
 def plan_stage(recipe: Recipe) -> Plan:
-    """The plan of a recipe that this machine has memory for. Raises what speaks against it."""
+    """The plan of a recipe for which this machine has what it needs. Raises what speaks against it."""
     plan = make_plan(recipe, load_config(recipe.model, find_folder))
-    check_host_memory(plan)
+    check_machine(plan)
     return plan
 
 

@@ -16,6 +16,7 @@ from framework.errors import ModelError
 from framework.mesh.topology import Axis
 from framework.parallel.experts import split
 from framework.parallel.experts.deep_rows import SumExchange, refuse_deep_ep
+from framework.plan.check import check_machine
 from framework.plan.plan import make_plan
 from framework.recipe.schema import Memory, Parallel, Zero
 from tests import deep_ep_double
@@ -138,8 +139,11 @@ def test_what_they_take_is_not(size: int, nodes: int, width: int) -> None:
 
 
 def test_where_it_is_missing_the_error_says_how_to_install_it() -> None:
+    """On the machine of a local run, and in each rank."""
+    recipe = small_recipe("fp32", 2, 1, 12, parallel=Parallel(ep=2, expert_backend="deepep"))
+    plan = make_plan(recipe, Case("", family("mixtral"), {"": recipe}).config)
     with pytest.raises(ModelError, match=r"github\.com/deepseek-ai/DeepEP"):
-        deep_ep.require_deep_ep()
+        check_machine(plan)
 
 
 def test_rows_of_several_widths_are_refused() -> None:

@@ -97,9 +97,11 @@ def _sum_weighted(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     # A pair that is in no row reads any row, with a weight of zero.
     weights, places = weights.to(wide) * (places >= 0), places.clamp(min=0)
     rows = rows if len(rows) else rows.new_zeros(1, rows.shape[1])
-    total = rows.new_zeros(len(weights), rows.shape[1], dtype=wide)
     # One slot after the other: all at once would be [T, S, H], and in the wider dtype.
-    for place, weight in zip(places.unbind(1), weights.split(1, dim=1), strict=True):
+    slots = zip(places.unbind(1), weights.split(1, dim=1), strict=True)
+    place, weight = next(slots)
+    total = rows.index_select(0, place).to(wide).mul_(weight)
+    for place, weight in slots:
         total.addcmul_(rows.index_select(0, place), weight)
     return total.to(rows.dtype)
 
