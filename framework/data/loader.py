@@ -18,10 +18,18 @@ import torch
 
 from framework.comm.transfer import choose_current, pin
 from framework.data.growing import WINDOW_TOKENS, GrowingStream, Say
-from framework.data.order import NOTHING_READ, SampleOrder, Skipped, index_samples, key_of, permute
+from framework.data.order import (
+    NOTHING_READ,
+    Overlong,
+    SampleOrder,
+    Skipped,
+    index_samples,
+    key_of,
+    permute,
+    refuse_no_rows,
+)
 from framework.data.pack import NO_SAMPLE, Microbatch, Mode, Packer, cut_context
 from framework.data.prepared import Prepared
-from framework.data.rows import Overlong, refuse_no_rows
 from framework.data.store import Split
 from framework.mesh.token_layout import ContextSlices
 

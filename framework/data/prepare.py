@@ -15,16 +15,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from framework.data.beside import make_head
-from framework.data.importing import import_store
-from framework.data.jobs import initial_threshold, list_all, make_jobs, make_meta, read_reports, run_jobs
+from framework.data.jobs import import_store, initial_threshold, list_all, make_jobs, make_meta, read_reports, run_jobs
 from framework.data.join import JoinPlan, count_needed_bytes, hold_lock, is_tokenized, join_store
+from framework.data.order import Rows, count_overlong, refuse_no_rows
 from framework.data.prepared import (
     DataPlaces,
     Prepared,
@@ -36,7 +35,6 @@ from framework.data.prepared import (
 )
 from framework.data.records import plan_shards
 from framework.data.remote import Root
-from framework.data.rows import Rows, count_overlong, refuse_no_rows
 from framework.data.shard import (
     LARGEST_SHARE,
     ShardReport,
@@ -252,12 +250,10 @@ def _build(recipe: Recipe, places: DataPlaces, absent: Sequence[StorePlace], wor
         if recipe.data.mode == "stream":
             make_head(recipe, place, folder, tokenizer, workers, progress)
             continue
-        files = list_all(place)
         if place.source.is_imported:
-            make = partial(make_meta, recipe, place, len(files), folder.name, tokenizer)
-            words = place.source.field, tokenizer.vocab_size, initial_threshold(recipe)
-            import_store(place.folder, files, *words, make, progress)
+            import_store(recipe, place, folder.name, tokenizer, progress)
             continue
+        files = list_all(place)
         jobs = make_jobs(recipe, place, files, folder, tokenizer, progress)
         stores.append((place, files, jobs))
     run_jobs(recipe, [job for _, _, jobs in stores for job in jobs], workers, progress)

@@ -11,11 +11,11 @@ import pytest
 
 from framework.data.conversation import Message
 from framework.data.loader import Loader
+from framework.data.order import count_overlong
 from framework.data.pack import Packer
 from framework.data.pairs import read_answers
 from framework.data.prepare import describe_rows, prepare
 from framework.data.prepared import Prepared
-from framework.data.rows import count_overlong
 from framework.data.store import TokenStream
 from framework.errors import DataError
 from framework.model.loss import IGNORE
