@@ -1,5 +1,5 @@
-"""Token stores in an object store (`data.root=s3://bucket/tokens`): small files mirrored to each node, tokens read by blocks through
-a cache on the node's disk.
+"""Token stores in an object store (`data.root=s3://bucket/tokens`): small files mirrored to each node, tokens read by blocks
+through a cache on the node's disk.
 
     URL/STORE/                   as in a folder (store.py); store.json is put last
     TMPDIR/meshwright-USER/tokens-KEY/
@@ -226,7 +226,7 @@ def _upload(path: Path, to: ObjectPath) -> None:
 class RemoteReader:
     """Opens files of stores below a URL: with the threads that fetch, and the node's cache."""
 
-    def __init__(self, url: ObjectPath, cache: NodeCache) -> None:
+    def __init__(self, url: ObjectPath, cache: "NodeCache") -> None:
         self.url, self.cache = url, cache
         self.threads = ThreadPoolExecutor(FETCHES_AT_ONCE, "fetch")
         weakref.finalize(self, self.threads.shutdown, wait=False, cancel_futures=True)
@@ -370,8 +370,8 @@ def _open_sized(path: Path, num_bytes: int) -> int:
         if missing > (free := shutil.disk_usage(path.parent).free):
             os.close(file)
             raise DataError(
-                f"data.cache_gb: a cache of {num_bytes:,} bytes at {path} may need {missing:,} more, and {free:,} are free there. Lower"
-                f" data.cache_gb, or set TMPDIR to a larger disk of the node"
+                f"data.cache_gb: a cache of {num_bytes:,} bytes at {path} may need {missing:,} more, and {free:,} are free there."
+                f" Lower data.cache_gb, or set TMPDIR to a larger disk of the node"
             )
         os.ftruncate(file, num_bytes)
     return file

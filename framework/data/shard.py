@@ -31,17 +31,21 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from framework.data.conversation import BESIDE, read_conversation
 from framework.data.document import (
     Document,
+    Form,
+    add_probes,
+    beside_of,
+    encode_answers,
     encode_conversation,
     encode_text,
     hash_document,
     hash_values,
     load_chat,
     load_encoder_once,
+    read_answers,
+    read_conversation,
 )
-from framework.data.pairs import BESIDE_ANSWER, Form, add_probes, encode_answers, read_answers
 from framework.data.records import FileSpan, Record, count_rows_before, is_array, read_records
 from framework.data.store import (
     ENDS_DTYPE,
@@ -358,11 +362,6 @@ def read_texts(
                     for text in each.messages
                 )
                 yield "\n".join(said), hash_values(values)
-
-
-def beside_of(conversation: str | None, form: Form | None) -> Sequence[str] | None:
-    """The fields that are read beside that of a conversation, or of answers of a form; None: beside text none is."""
-    return None if conversation is None else BESIDE if form is None else BESIDE_ANSWER
 
 
 def escape(text: str) -> str:

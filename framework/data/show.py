@@ -2,12 +2,9 @@
 
 from itertools import islice
 
-from framework.data.conversation import read_conversation
-from framework.data.document import load_chat
-from framework.data.pairs import encode_answers
+from framework.data.document import beside_of, encode_answers, encode_conversation, load_chat
 from framework.data.prepared import Prepared, locate
 from framework.data.records import plan_shards, read_records
-from framework.data.shard import beside_of
 from framework.data.source import get_files
 from framework.errors import DataError
 from framework.output import paint
@@ -34,16 +31,14 @@ def show_record(recipe: Recipe, prepared: Prepared, number: int) -> None:
             raise DataError(f"--show {number}: data.sources.{name} has fewer records on this machine")
         span, record = found
         print(f"data.sources.{name}, record {number} ({span.file.path.name})")
-        if record.values is None:
-            raise DataError(str(record.problem))
         chat = load_chat(prepared.tokenizer, recipe.data.train_on)
         if place.form is None:
-            encoded = chat.encode(read_conversation(record.values, field))
+            documents = encode_conversation(record, field, chat)
         else:
-            answers = encode_answers(record, field, place.form, chat)
-            encoded = [(each.ids, each.trained > 0) for each in answers if each.trained is not None]
-        for count, (ids, trained) in enumerate(encoded, start=1):
-            document = f"document {count} of {len(encoded)}, " if len(encoded) > 1 else ""
-            print(f"{document}{trained.sum():,} of {len(ids):,} tokens are trained\n")
-            paint(chat.read_runs(ids, trained))
+            documents = encode_answers(record, field, place.form, chat)
+        for count, each in enumerate(documents, start=1):
+            assert each.trained is not None, "of a conversation, or an answer"
+            which, trained = f"document {count} of {len(documents)}, " * (len(documents) > 1), each.trained > 0
+            print(f"{which}{trained.sum():,} of {len(each.ids):,} tokens are trained\n")
+            paint(chat.read_runs(each.ids, trained))
             print("\n")

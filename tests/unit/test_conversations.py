@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from framework.commands.generate import generate_command
 from framework.data.chat import Chat
-from framework.data.conversation import read_conversation
+from framework.data.document import read_conversation
 from framework.data.inspect import inspect_store
 from framework.data.open_data import find_sequence_problems
 from framework.data.prepare import describe_rows, prepare, prepare_command

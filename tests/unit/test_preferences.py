@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from framework.data.conversation import Message
+from framework.data.chat import Message
+from framework.data.document import read_answers
 from framework.data.loader import Loader
 from framework.data.order import count_overlong
 from framework.data.pack import Packer
-from framework.data.pairs import read_answers
 from framework.data.prepare import describe_rows, prepare
 from framework.data.prepared import Prepared
 from framework.data.store import TokenStream
