@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash

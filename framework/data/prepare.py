@@ -8,7 +8,6 @@ than a few files open, however many shards there are.
 
 import errno
 import json
-import os
 import re
 import shutil
 import sys
@@ -42,7 +41,6 @@ from framework.data.shard import (
     settle_threshold,
     shard_path,
 )
-from framework.data.show import show_record
 from framework.data.source import BAR_DELAY_S, SourceFile, list_files, summarize_left_out
 from framework.data.store import (
     LEFT_OUT,
@@ -60,7 +58,7 @@ from framework.data.tokenize import (
     set_template,
     train_bpe,
 )
-from framework.errors import EXIT_DONE, DamagedStore, DataError
+from framework.errors import DamagedStore, DataError
 from framework.files import write_atomically, write_json
 from framework.host import count_cores
 from framework.recipe.schema import Recipe
@@ -130,21 +128,6 @@ def _is_whole(folder: Path, mends: bool = False) -> bool:
         return False
 
 
-def prepare_command(recipe: Recipe, *, workers: int | None = None, show: int | None = None) -> int:
-    """Prepare, print a summary and return the exit code (`meshwright prepare`). show: the number of a conversation to print."""
-    start = os.times()
-    prepared = prepare(recipe, workers)
-    stop = os.times()
-    wall_s, cpu_s = stop.elapsed - start.elapsed, sum(stop[:4]) - sum(start[:4])  # of children, too
-    print(describe(prepared))
-    for note in describe_rows(prepared, recipe):
-        print(note)
-    print(f"{wall_s:.1f} s, {cpu_s:.1f} s of CPU: {cpu_s / max(wall_s, 0.01):.1f} of {count_cores()} cores")
-    if show is not None:
-        show_record(recipe, prepared, show)
-    return EXIT_DONE
-
-
 def describe_rows(prepared: Prepared, recipe: Recipe) -> list[str]:
     """A line per source of conversations: how full its rows are, and what is too long for one. DataError where data.overlong
     refuses that, or leaves nothing."""
@@ -176,23 +159,6 @@ def describe_rows(prepared: Prepared, recipe: Recipe) -> list[str]:
     return lines
 
 
-def describe(prepared: Prepared) -> str:
-    """A table of each source's size, then the tokenizer, the unigram entropy and the fingerprint."""
-    rows = [f"{'source':16} {'weight':>7} {'split':10} {'documents':>12} {'tokens':>15} {'bad':>6}  store"]
-    for source in prepared.sources:
-        for split, stream in source.streams.items():
-            rows.append(
-                f"{source.name:16} {source.weight:7g} {split:10} {stream.num_documents:12,} {stream.num_tokens:15,} "
-                f"{source.meta.num_bad_records:6}  {source.folder}"
-            )
-    rows += _describe_files(prepared)
-    rows.append(f"tokenizer: {prepared.vocab_size} entries, end of sequence {prepared.eos_id}, {prepared.tokenizer}")
-    if prepared.unigram_entropy is not None:
-        rows.append(f"unigram entropy of the validation split: {prepared.unigram_entropy:.4f} nats per token")
-    rows.append(f"fingerprint: {prepared.fingerprint}")
-    return "\n".join(rows)
-
-
 def summarize_data(prepared: Prepared, validation: float) -> str:
     """A line per source with its share of the samples and its tokens, then notes on what a user may not expect.
 
@@ -211,14 +177,14 @@ def summarize_data(prepared: Prepared, validation: float) -> str:
                 f"note     {source.name}: a hash of its text decides whether a document is held out, and with few or very long"
                 f" ones that is {share:.1%} of the tokens; data.validation asks for {validation:.1%}"
             )
-    lines += [f"note     {line}" for line in _describe_files(prepared) if "left out" in line]
+    lines += [f"note     {line}" for line in describe_files(prepared) if "left out" in line]
     if len(prepared.sources) > 1:
         first = prepared.sources[0].name
         lines.append(f"note     sources are blended by weight: data.sources.{first}.weight=0 would leave {first} out")
     return "\n".join(lines)
 
 
-def _describe_files(prepared: Prepared) -> list[str]:
+def describe_files(prepared: Prepared) -> list[str]:
     """A line per source: the number of files read, and the files left out with the reasons."""
     lines = []
     for source in prepared.sources:

@@ -291,7 +291,12 @@ class TestArguments:
                 "print_plan",
                 (["layouts", "schedule", "options"], NO_FILES),
             ),
-            (["prepare", "--workers=3"], "framework.data.prepare", "prepare_command", ({"workers": 3, "show": None},)),
+            (
+                ["prepare", "--workers=3"],
+                "framework.commands.prepare",
+                "prepare_command",
+                ({"workers": 3, "show": None},),
+            ),
             (["verify"], "framework.verify.command", "verify", (VerifyOptions(),)),
             (
                 ["verify", "--fp64", "--steps", "5"],
@@ -352,7 +357,7 @@ class TestArguments:
             *rooms("framework.commands.train", "train"),
             *rooms("framework.verify.command", "verify"),
             *rooms("framework.commands.plan", "print_plan"),
-            *rooms("framework.data.prepare", "prepare_command"),
+            *rooms("framework.commands.prepare", "prepare_command"),
         ]
         assert run(command, "train.steps=0")[0] == EXIT_USER
         assert calls == []
@@ -670,6 +675,13 @@ class TestRunsByName:
         calls = rooms("framework.checkpoint.inspect", "inspect_command")
         assert run("inspect", "demo-001")[0] == 0
         assert calls == [(Path("runs/demo-001"),)]
+
+    def test_nothing_to_inspect_is_said_before_libraries_load(self, run, tmp_path):
+        words = ["inspect", f"{tmp_path}/nowhere"]
+        script = f"import sys; from framework import cli\nprint(cli.main({words}), 'torch' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [str(EXIT_USER), "False"]
+        assert f"there is no folder {tmp_path}/nowhere" in done.stderr
 
     def test_a_folder_of_runs_is_no_run_and_names_them(self, run, runs):
         code, _, err = run("status", "runs")

@@ -21,11 +21,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
+from framework.commands.prepare import prepare_command
 from framework.data import jobs as jobs_module
 from framework.data import prepare as prepare_module
 from framework.data import tokenize as tokenize_module
 from framework.data.join import JoinPlan
-from framework.data.prepare import prepare, prepare_command, summarize_data
+from framework.data.prepare import prepare, summarize_data
 from framework.data.prepared import (
     Prepared,
     _describe_source,

@@ -19,7 +19,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from framework import object_store
-from framework.checkpoint.inspect import inspect_command
+from framework.commands.inspect import inspect_store
 from framework.data import remote
 from framework.data.loader import Loader, validation_batches
 from framework.data.pack import Microbatch, Mode
@@ -386,12 +386,12 @@ def test_caches_of_two_sizes_stand_beside_each_other_while_both_are_used(here: P
 def test_a_store_is_inspected_where_it_lies(put: Callable[..., Prepared], capsys: pytest.CaptureFixture[str]) -> None:
     folder = put().sources[0].folder
     url = f"{URL}/{folder.name}"
-    assert inspect_command(object_store.open_place(url)) == 0
+    assert inspect_store(object_store.open_place(url)) == 0
     assert "every checksum fits" in capsys.readouterr().out
     for name, data in MemoryFileSystem.store.items():
         if name.endswith("train.tokens"):
             data.seek(BLOCK_BYTES + 5)
             data.write(b"xx")
-    assert inspect_command(object_store.open_place(url)) == EXIT_USER
+    assert inspect_store(object_store.open_place(url)) == EXIT_USER
     said = capsys.readouterr().out
     assert f"DAMAGED       {url}/train.tokens" in said and "block 1)" in said  # noqa: PT018
