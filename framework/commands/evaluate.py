@@ -1,4 +1,6 @@
-"""`meshwright evaluate`: a run's checkpoint, or a folder for `from_pretrained`, scored on tasks on ranks of this machine."""
+"""`meshwright evaluate`: a run's checkpoint, or a folder for `from_pretrained`, scored on tasks on ranks of this machine; and
+tasks of lm-evaluation-harness written as files of ours (`--import`).
+"""
 
 import argparse
 import json
@@ -8,12 +10,13 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from framework.commands.arguments import at_least
-from framework.errors import EXIT_DONE, RecipeError
-from framework.files import write_json
+from framework.errors import EXIT_DONE, DataError, ModelError, RecipeError
+from framework.files import write_atomically, write_json
 from framework.host import count_cores
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory, find_run
@@ -33,6 +36,8 @@ TRAINED_BY_RANKS = "framework.train.evaluation"
 FOLDER_CONTEXT = 2048
 # A batch for the recipe, though nothing is trained: many degrees divide it.
 SEQUENCES = 960
+# Seed with which lm-eval's `simple_evaluate` draws few-shot examples.
+FEWSHOT_SEED = 1234
 # A run and a folder have them already: a word that sets one of them, or a key below `adapter`, would evaluate something else.
 OF_THE_MODEL = (
     "model",
@@ -80,11 +85,14 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--import writes tasks and evaluates nothing: leave {arguments.run} out, and then evaluate it with"
                 f" --tasks {arguments.to}"
             )
-        from framework.commands.import_tasks import import_tasks
-
         return import_tasks(arguments.names, folder=arguments.to)
     if arguments.run is None:
         raise RecipeError("nothing to evaluate: name a run or an exported folder")
+    if others := [word for word in arguments.overrides if "=" not in word and not word.startswith("~")]:
+        raise RecipeError(
+            f"one run or folder is evaluated at a time, and {arguments.run} is named before {' '.join(others)}: evaluate each by"
+            " itself; a layout is typed as key=value, such as parallel.tp=2"
+        )
     with tempfile.TemporaryDirectory(prefix="meshwright-evaluate-") as place:
         scores, sizes, what = evaluate_command(arguments, Path(place))
     print("\n".join(render(scores, sizes)))
@@ -205,3 +213,53 @@ def render(scores: Mapping[str, float], sizes: Mapping[str, int]) -> Iterator[st
         error = f"{math.sqrt(value * (1 - value) / (count - 1)):.4f}" if "acc" in score and count > 1 else ""
         rows.append((task, f"{count:,}", score, f"{value:.4f}", error))
     yield from align(rows)
+
+
+def import_tasks(names: Sequence[str], folder: Path) -> int:
+    """Write FOLDER/TASK.jsonl for each task of lm-evaluation-harness, or each of a group: the only place that imports it. Data
+    sets come from the hub or its cache."""
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ModelError(
+            f"tasks of lm-evaluation-harness need it ({error}): pip install 'meshwright[eval]'. Local task files do not"
+        ) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, task in TaskManager().load(list(names))["tasks"].items():
+        task.set_fewshot_seed(FEWSHOT_SEED)
+        task.build_all_requests()
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in convert_task(name, task)]
+        path = folder / f"{name}.jsonl"
+        with write_atomically(path) as file:
+            file.write("".join(lines).encode())
+        print(f"written  {path}, {len(lines):,} records")
+        if callable(task.config.process_results):
+            print(f"caution  {name} has scores by code of its own; Meshwright's are by docs/evaluation.md")
+    return EXIT_DONE
+
+
+def convert_task(name: str, task: Any) -> Iterator[dict[str, Any]]:
+    """The records of a task whose requests are built. DataError for tasks that generate text."""
+    if task.OUTPUT_TYPE not in ("multiple_choice", "loglikelihood", "loglikelihood_rolling"):
+        raise DataError(f"{name} is a task of {task.OUTPUT_TYPE}: only log-likelihoods are scored during training")
+    for _, group in groupby(task.instances, lambda each: each.doc_id):
+        requests = list(group)
+        if task.OUTPUT_TYPE == "loglikelihood_rolling":
+            yield {"text": requests[0].args[0]}
+        elif task.OUTPUT_TYPE == "loglikelihood":
+            yield dict(zip(("context", "continuation"), requests[0].args, strict=True))
+        else:
+            yield _convert_choices(task, requests)
+
+
+def _convert_choices(task: Any, requests: Sequence[Any]) -> dict[str, Any]:
+    doc = requests[0].doc
+    choices = task.doc_to_choice(doc)
+    # For mutual information each choice follows again, without its context.
+    contexts, continuations = zip(*(each.args for each in requests[: len(choices)]), strict=True)
+    answer = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
+    answer = choices.index(answer) if isinstance(answer, str) else answer
+    known = {"answer": answer, "sizes": [len(each) for each in choices]}
+    if task.multiple_input:
+        return {"contexts": list(contexts), "continuation": continuations[0], **known}
+    return {"context": contexts[0], "choices": list(continuations), **known}

@@ -213,7 +213,7 @@ def write_best(file: Path, values: dict[str, Any], comment: str) -> None:
 def try_layouts(question: "Question", options: argparse.Namespace) -> int:
     """Rank, train the best of as many meshes as are wanted, correct and rank again; under SLURM queue the runs."""
     from framework.commands.submit import submit_sweep
-    from framework.commands.sweep import compose_sweep, train_sweep
+    from framework.commands.train import compose_sweep, train_sweep
     from framework.launch.directory import RunDirectory
 
     result, recipe = find(question), question.recipe

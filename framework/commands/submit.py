@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Queue the run or the sweep."""
     if arguments.multirun:
-        from framework.commands.sweep import compose_sweep
+        from framework.commands.train import compose_sweep
 
         recipes, combinations = compose_sweep(arguments.overrides, arguments.recipes)
         return submit_sweep(recipes, combinations, dry_run=arguments.dry_run)

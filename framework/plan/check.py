@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from framework.comm.deep_ep import require_deep_ep
-from framework.data.open_data import find_sequence_problems
+from framework.data.loader import find_sequence_problems
 from framework.errors import MeshwrightError, RecipeError
 from framework.host import count_host_memory
 from framework.model.adapters import is_adapter

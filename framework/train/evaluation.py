@@ -15,8 +15,7 @@ import numpy as np
 
 from framework.comm.connect import Mesh
 from framework.comm.objects import broadcast_object
-from framework.data.loader import batch_rows
-from framework.data.open_data import keeps_any_documents_apart
+from framework.data.loader import batch_rows, keeps_any_documents_apart
 from framework.data.pack import Microbatch, Mode, Packer
 from framework.data.store import TokenStream
 from framework.data.tasks import Task, keep_tasks, open_task, refuse_unknown_score

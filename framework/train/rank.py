@@ -26,8 +26,7 @@ from framework.comm.connect import (
 from framework.comm.objects import all_gather_object, broadcast_object
 from framework.data.beside import tokenizing
 from framework.data.growing import Say
-from framework.data.loader import Hear, Loader, validation_batches
-from framework.data.open_data import open_data
+from framework.data.loader import Hear, Loader, open_data, validation_batches
 from framework.data.pack import Microbatch
 from framework.data.prepared import Prepared
 from framework.errors import (

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from framework.data.open_data import find_sequence_problems
+from framework.data.loader import find_sequence_problems
 from framework.errors import RecipeError, TopologyError
 from framework.mesh.topology import count_passing
 from framework.model.experts import count_all_experts

@@ -76,7 +76,7 @@ KNOWN = {
     "launch/identity.py keep_tokenizer": IN_WORKPLACE,
     "commands/evaluate.py run": "a temporary folder, and --json: a file that a user names, as export's folder",
     "commands/evaluate.py evaluate_command": "the temporary folder of `run`, which holds a copy of the run's tokenizer",
-    "commands/import_tasks.py import_tasks": OUTSIDE,
+    "commands/evaluate.py import_tasks": OUTSIDE,
     "commands/measure.py measure_command": TEMPORARY,
     "commands/measure.py _start_ranks": TEMPORARY,
     "commands/measure.py _measure": TEMPORARY,

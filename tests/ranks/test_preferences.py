@@ -16,8 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from framework.comm.connect import connect
-from framework.data.loader import Loader, validation_batches
-from framework.data.open_data import open_data
+from framework.data.loader import Loader, open_data, validation_batches
 from framework.data.prepare import prepare
 from framework.errors import DataError
 from framework.model import objective

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from framework import cli
-from framework.commands import sweep
+from framework.commands import train as train_module
 from framework.commands.arguments import make_parser
 from framework.errors import EXIT_USER, MeshwrightError, NumericsError
 from framework.launch.resume import has_subject
@@ -446,7 +446,7 @@ class TestSweep:
                 started.append(command)
                 return codes[len(started) - 1]
 
-            monkeypatch.setattr(sweep, "run_process", run_process)
+            monkeypatch.setattr(train_module, "run_process", run_process)
             return started
 
         return start
@@ -505,7 +505,7 @@ class TestSweep:
             "os.kill(os.getppid(), signal.SIGINT); time.sleep(1); print('saved', flush=True)"
         )
         parent = (
-            "import sys; from framework.commands.sweep import run_process\n"
+            "import sys; from framework.commands.train import run_process\n"
             f"print(run_process([sys.executable, '-c', {child!r}]))"
         )
         out = subprocess.run(

@@ -18,7 +18,7 @@ from framework.commands.inspect import inspect_store
 from framework.commands.prepare import prepare_command
 from framework.data.chat import Chat
 from framework.data.document import read_conversation
-from framework.data.open_data import find_sequence_problems
+from framework.data.loader import find_sequence_problems
 from framework.data.prepare import describe_rows, prepare
 from framework.data.prepared import Prepared, find_prepared
 from framework.data.shard import SplitWriter

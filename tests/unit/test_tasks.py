@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from framework import cli
-from framework.commands.import_tasks import convert_task, import_tasks
+from framework.commands.evaluate import convert_task, import_tasks
 from framework.data.tasks import (
     SCORES,
     TASKS,
@@ -119,6 +119,11 @@ def test_a_plugins_task_is_the_file_of_its_records(tokenizer: Path, tmp_path: Pa
     assert keep_tasks(["sums"], tokenizer, 32) == keep_tasks([str(tmp_path / "sums.jsonl")], tokenizer, 32)
     with pytest.raises(DataError, match=r"piqa is not there; copa is not there.*--import piqa --import copa --to"):
         list_tasks(["piqa", "sums", "copa"])
+
+
+def test_two_runs_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["evaluate", "runs/mine", "runs/other", "parallel.tp=2"]) == EXIT_USER
+    assert "runs/mine is named before runs/other: evaluate each by itself" in capsys.readouterr().err
 
 
 def test_an_import_evaluates_nothing(capsys: pytest.CaptureFixture[str]) -> None:
