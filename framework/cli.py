@@ -171,7 +171,7 @@ def _describe_version() -> str:
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
-    from framework.launch.record import describe_commit
+    from framework.host import describe_commit
 
     found = describe_commit()
     commit = f" (commit {found['commit'][:9]}{', edited' if found['edited'] else ''})" if found else ""

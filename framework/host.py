@@ -1,7 +1,10 @@
-"""Cores and memory of this machine that a process may use, within the limits of its container or job."""
+"""This machine for a process: cores and memory that it may use within the limits of its container or job, and the software."""
 
 import os
+import platform
+import subprocess
 from pathlib import Path
+from typing import Any
 
 # Fewest cores near its device to which a process is bound.
 LEAST_NEAR = 4
@@ -41,3 +44,28 @@ def stay_near(address: str) -> None:
     copies and launches need not cross to another socket."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, find_near_cores(address, os.sched_getaffinity(0)))
+
+
+def describe_software() -> dict[str, Any]:
+    """Software of a launch: `describe_commit`, and the versions of Python and of the libraries that compute."""
+    from importlib.metadata import version  # 20 ms, which no recipe should pay
+
+    libraries = {name: version(name) for name in ("torch", "transformers")}
+    return describe_commit() | {"versions": {"python": platform.python_version(), **libraries}}
+
+
+def describe_commit() -> dict[str, Any]:
+    """{commit, edited}: the commit of the package's repository, and whether files differ from it. Empty outside of git."""
+    folder = Path(__file__).parent
+    commit, edits = _git(folder, "rev-parse", "HEAD"), _git(folder, "status", "--porcelain", "--", ".")
+    return {} if commit is None else {"commit": commit, "edited": bool(edits)}
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(folder), *words], check=False, capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None

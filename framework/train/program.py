@@ -14,7 +14,13 @@ from framework.faults.injector import FaultInjector
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
 from framework.launch.process import (
+    adopt_task,
+    check_node,
+    count_nodes,
+    describe_start,
     end_hung,
+    is_task,
+    judge,
     limit_threads,
     may_use_gpus,
     prepare_gpu_rank,
@@ -23,7 +29,6 @@ from framework.launch.process import (
     run_process,
     take_fingerprint,
 )
-from framework.launch.task import adopt_task, check_node, count_nodes, describe_start, is_task, judge
 from framework.lease import Lease, read_lease
 from framework.monitor.phases import START_UP, PhaseBar, Phases, RankObserver
 from framework.monitor.stop import StopRequest

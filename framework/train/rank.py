@@ -42,7 +42,7 @@ from framework.errors import (
 from framework.launch.branch import copy_curves, find_origin
 from framework.launch.directory import RunDirectory
 from framework.launch.identity import settle_identity
-from framework.launch.task import describe_job
+from framework.launch.process import describe_job
 from framework.lease import Lease
 from framework.mesh.placement import make_grid
 from framework.model.hub import find_base, find_folder, fingerprint_base

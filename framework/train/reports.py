@@ -17,7 +17,7 @@ from framework.comm.transfer import AsyncHostCopy
 from framework.comm.waits import ExposedWait
 from framework.data.prepared import Prepared
 from framework.data.tokenize import decode_start
-from framework.launch.order import describe_nodes, read_order
+from framework.launch.nodes import describe_nodes, read_order
 from framework.launch.resume import name_run
 from framework.model.mixtures import read_loads
 from framework.monitor.goodput import Goodput

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.errors import EXIT_DONE
-from framework.launch.task import read_job
+from framework.launch.process import read_job
 from framework.monitor.goodput import (
     FIRST_STEPS,
     NORMAL_STEPS,
