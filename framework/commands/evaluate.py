@@ -29,7 +29,7 @@ from framework.recipe.problem import render_problems
 from framework.recipe.schema import Batch, Checkpoint, Eval, Launch, Recipe, Train
 
 if TYPE_CHECKING:
-    from framework.launch.branch import Origin
+    from framework.launch.resume import Origin
 
 TRAINED_BY_RANKS = "framework.train.evaluation"
 # Tokens of a row where no recipe says it, unless the model has fewer positions.
@@ -111,7 +111,7 @@ def evaluate_command(
         from framework.commands.trained_model import choose_checkpoint, read_settings
         from framework.data.tasks import keep_tasks
         from framework.data.tokenize import load_tokenizer, save_tokenizer
-        from framework.launch.branch import Origin
+        from framework.launch.resume import Origin
         from framework.launch.settle import settle
         from framework.model.load import load_config
         from framework.verify.pool import RankFailed, RankPool

@@ -21,12 +21,11 @@ from framework.commands.status import describe_sweep
 from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost, MeshwrightError, ModelError, RecipeError
 from framework.host import describe_software
 from framework.imports import loading_libraries
-from framework.launch.branch import compose_branch
 from framework.launch.directory import RunDirectory
 from framework.launch.parts import begin, go_on
 from framework.launch.places import refuse_unreachable, refuse_unwritable
 from framework.launch.process import let_threads_sleep, may_use_gpus
-from framework.launch.resume import compose_run, find_saved, require_subject, resume_command, saved_step
+from framework.launch.resume import compose_branch, compose_run, find_saved, require_subject, resume_command, saved_step
 from framework.lease import Lease
 from framework.monitor.goodput import find_age_s, note_gone, note_launch
 from framework.monitor.phases import Phase, PhaseBar

@@ -15,12 +15,19 @@ from framework.data.prepare import describe_rows, prepare, summarize_data
 from framework.data.prepared import Prepared
 from framework.errors import RunError
 from framework.imports import loading_libraries
-from framework.launch.branch import find_origin, refuse_other_shapes
 from framework.launch.directory import RunDirectory
 from framework.launch.identity import describe_identity, keep_tokenizer
 from framework.launch.nodes import describe_counts, legal_counts, plan_counts
 from framework.launch.places import explain_errors, place_checkpoints
-from framework.launch.resume import RecipeChanges, find_changes, resume_command, resume_recipe, saved_step
+from framework.launch.resume import (
+    RecipeChanges,
+    find_changes,
+    find_origin,
+    refuse_other_shapes,
+    resume_command,
+    resume_recipe,
+    saved_step,
+)
 from framework.launch.settle import keep_pretrained, settle, settle_steps, settle_tokens
 from framework.lease import Lease
 from framework.mesh.placement import place

@@ -39,10 +39,10 @@ from framework.errors import (
     MeshwrightError,
     TopologyError,
 )
-from framework.launch.branch import copy_curves, find_origin
 from framework.launch.directory import RunDirectory
 from framework.launch.identity import settle_identity
 from framework.launch.process import describe_job
+from framework.launch.resume import copy_curves, find_origin
 from framework.lease import Lease
 from framework.mesh.placement import make_grid
 from framework.model.hub import find_base, find_folder, fingerprint_base

@@ -32,7 +32,7 @@ from framework.data.prepared import Prepared, PreparedSource
 from framework.data.store import SPLITS, Split
 from framework.errors import DataError
 from framework.files import write_atomically
-from framework.launch.branch import Origin, find_origin, is_folder_of_weights
+from framework.launch.resume import Origin, find_origin, is_folder_of_weights
 from framework.model.adapters import is_adapter
 from framework.model.hub import find_folder
 from framework.model.load import load_config

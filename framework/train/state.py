@@ -17,8 +17,8 @@ from framework.checkpoint.staging import Entry
 from framework.comm.objects import all_gather_object, broadcast_object
 from framework.data.order import SampleOrder, index_samples
 from framework.errors import StorageError
-from framework.launch.branch import ORDER_KEYS, Origin
 from framework.launch.identity import read_trained
+from framework.launch.resume import ORDER_KEYS, Origin
 from framework.lease import Lease
 from framework.mesh.layout import Layout
 from framework.model.initial import persistent_buffers
