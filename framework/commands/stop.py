@@ -17,7 +17,7 @@ from framework.launch.directory import RunDirectory, find_run
 from framework.launch.jobs import find_jobs, find_starting, has_ended, is_running
 from framework.launch.places import explain_errors
 from framework.launch.resume import resume_command, saved_step
-from framework.monitor.stop import SAVE_FILE, STOP_FILE
+from framework.monitor.progress import SAVE_FILE, STOP_FILE
 from framework.recipe.compose import load_recipe
 from framework.start import slurm_environment
 

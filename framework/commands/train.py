@@ -28,7 +28,7 @@ from framework.launch.process import let_threads_sleep, may_use_gpus
 from framework.launch.resume import compose_branch, compose_run, find_saved, require_subject, resume_command, saved_step
 from framework.lease import Lease
 from framework.monitor.goodput import find_age_s, note_gone, note_launch
-from framework.monitor.phases import Phase, PhaseBar
+from framework.monitor.progress import Phase, PhaseBar
 from framework.plan.auto import require_layout
 from framework.recipe.compose import compose, expand_sweep
 from framework.recipe.derive import derive, has_range

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from framework.faults.plan import PHASES, PLAN_FILE, Fault, count_injected, note_fault, read_plan
-from framework.monitor.phases import Phase, RankObserver
+from framework.monitor.progress import Phase, RankObserver
 
 if TYPE_CHECKING:  # a rank makes its injector before it loads libraries, which is a phase as well
     from torch.utils.hooks import RemovableHandle

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.errors import RunError
-from framework.monitor.phases import START_UP, Phase
+from framework.monitor.progress import START_UP, Phase
 from framework.recipe.suggest import nearest
 from framework.track.lines import read_lines
 

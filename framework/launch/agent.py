@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from framework import errors
 from framework.comm.connect import INTERFACES, LOOPBACK, SECRET
 from framework.errors import EXIT_DONE, EXIT_INTERRUPTED
-from framework.monitor.stop import STOPPING, heard_signals, say_from_handler
+from framework.monitor.progress import STOPPING, heard_signals, say_from_handler
 
 # Marks of an error that another rank's end has caused: gloo's sockets, NCCL's and c10d's messages, and ours.
 LOST_PEER = (

@@ -39,7 +39,7 @@ from framework.errors import LeaseLost, RunError, RunInUse
 from framework.files import PRIVATE, try_lock, write_file
 from framework.launch.places import explain_errors
 from framework.lease import Holder, Lease, read_lease, take
-from framework.monitor.stop import SAVE_FILE, STOP_FILE
+from framework.monitor.progress import SAVE_FILE, STOP_FILE
 from framework.object_store import Place
 from framework.recipe.schema import Run
 

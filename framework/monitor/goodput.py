@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from framework.lease import Lease
-from framework.monitor.phases import Phase, Phases
+from framework.monitor.progress import Phase, Phases
 from framework.track.goodput import (
     GOODPUT_FILE,
     Accountant,

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from framework.monitor.phases import Phase
+from framework.monitor.progress import Phase
 from framework.track.report import RANKS_FILE
 
 TRAINING, SAVES = "training", "saves"

@@ -43,9 +43,19 @@ from framework.monitor.hang import (
     write_ranks,
     write_report,
 )
-from framework.monitor.phases import Current, Phase
-from framework.monitor.progress import LONG_S, LONG_STEPS, Progress, Save, Stopwatch
-from framework.monitor.stop import SAVE_FILE, STOP_FILE, StopRequest, end_process
+from framework.monitor.progress import (
+    LONG_S,
+    LONG_STEPS,
+    SAVE_FILE,
+    STOP_FILE,
+    Current,
+    Phase,
+    Progress,
+    Save,
+    StopRequest,
+    Stopwatch,
+    end_process,
+)
 from framework.recipe.deadlines import Deadlines
 from framework.torch_private import dump_flight_records
 from framework.track.lines import append_line

@@ -13,7 +13,7 @@ from framework.comm.transfer import AsyncHostCopy
 from framework.data.loader import Loader
 from framework.data.tasks import OF_AVERAGE
 from framework.errors import NumericsError
-from framework.monitor.phases import Phase
+from framework.monitor.progress import Phase
 from framework.monitor.watchdog import Watchdog
 from framework.optim.gradient_noise import FIRST_MOMENT, average_squares
 from framework.optim.groups import learning_rate

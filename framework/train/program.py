@@ -30,8 +30,7 @@ from framework.launch.process import (
     take_fingerprint,
 )
 from framework.lease import Lease, read_lease
-from framework.monitor.phases import START_UP, PhaseBar, Phases, RankObserver
-from framework.monitor.stop import StopRequest
+from framework.monitor.progress import START_UP, PhaseBar, Phases, RankObserver, StopRequest
 from framework.recipe.compose import load_recipe
 from framework.recipe.derive import at_nodes, derive
 from framework.recipe.plugins import find_changed, import_plugins

@@ -49,9 +49,7 @@ from framework.model.hub import find_base, find_folder, fingerprint_base
 from framework.model.load import load_config
 from framework.monitor.goodput import Goodput, open_goodput
 from framework.monitor.hang import SAVES, TRAINING
-from framework.monitor.phases import Phase, Phases
-from framework.monitor.progress import Progress, StepPace, name_coordinates
-from framework.monitor.stop import StopRequest, end_process
+from framework.monitor.progress import Phase, Phases, Progress, StepPace, StopRequest, end_process, name_coordinates
 from framework.monitor.watchdog import Watchdog
 from framework.optim.disk_file import refuse_folder
 from framework.parallel.fp8_layers import emulates_fp8

@@ -30,7 +30,7 @@ from framework.launch.directory import RunDirectory
 from framework.launch.exports import Exports, exports_have_ended
 from framework.lease import Lease
 from framework.monitor.hang import SAVES
-from framework.monitor.phases import Phase, Phases
+from framework.monitor.progress import Phase, Phases
 from framework.monitor.watchdog import Watchdog
 from framework.object_store import Place
 from framework.recipe.schema import Checkpoint, Recipe

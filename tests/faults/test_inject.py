@@ -24,7 +24,7 @@ from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_MEMORY, EXIT_RESUME, E
 from framework.faults import injector
 from framework.faults.injector import FaultInjector
 from framework.faults.plan import HOWS, KINDS, Fault, parse_fault, plan_faults, read_log
-from framework.monitor.phases import Phase
+from framework.monitor.progress import Phase
 from framework.track.sample_ledger import find_ledger_problems, read_lineage
 from tests import tiny_run
 from tests.grid import IN_TURN

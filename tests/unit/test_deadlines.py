@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from framework.monitor.phases import Current, Phase
-from framework.monitor.progress import FIRST_STEPS, LOOK_S, Progress, Save, StepPace, Stopwatch
+from framework.monitor.progress import FIRST_STEPS, LOOK_S, Current, Phase, Progress, Save, StepPace, Stopwatch
 from framework.recipe.compose import compose
 from framework.recipe.deadlines import FLOOR_S, Deadlines, find_deadlines
 from framework.recipe.launch_rules import deadlines

@@ -22,7 +22,7 @@ from framework.monitor.goodput import (
     find_age_s,
     note_gone,
 )
-from framework.monitor.phases import Phase, Phases
+from framework.monitor.progress import Phase, Phases
 from framework.track.goodput import (
     GOODPUT_FILE,
     OF_STEPS,
