@@ -1,7 +1,10 @@
-"""This machine for a process: cores and memory that it may use within the limits of its container or job, and the software."""
+"""This machine for a process: cores and memory that it may use within the limits of its container or job, its software, and the
+peak of its GPUs.
+"""
 
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,32 @@ from typing import Any
 LEAST_NEAR = 4
 # The memory limit of a container or a job; "max" without one.
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+# Dense bf16 tensor-core peak of one device, FLOP/s, by a part of the name that the driver reports; the first match counts.
+# From the makers' data sheets, halved where they state the figure "with sparsity". SXM unless the name says otherwise.
+PEAK_BF16_FLOPS = (
+    ("GB300", 2500e12),
+    ("GB200", 2500e12),
+    ("B300", 2250e12),
+    ("B200", 2250e12),
+    ("GH200", 989.4e12),
+    ("H200 NVL", 835e12),
+    ("H200", 989.4e12),
+    ("H100 NVL", 835e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989.4e12),
+    ("H800 PCIe", 756e12),
+    ("H800", 989.4e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("A40", 149.7e12),
+    ("A30", 165e12),
+    ("A10", 125e12),
+    ("L40S", 362e12),
+    ("L4", 121e12),
+    ("MI300X", 1307.4e12),
+    ("MI325X", 1307.4e12),
+)
 
 
 def count_cores() -> int:
@@ -69,3 +98,13 @@ def _git(folder: Path, *words: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() if result.returncode == 0 else None
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 peak of the device that the driver calls `device_name`; None on a CPU or an unknown device."""
+    return next((peak for name, peak in PEAK_BF16_FLOPS if is_named(name, device_name)), None)
+
+
+def is_named(name: str, device_name: str) -> bool:
+    """Whether the name that the driver reports of a GPU is of a kind, such as `H100`."""
+    return name != "cpu" and re.search(rf"\b{re.escape(name)}\b", device_name) is not None

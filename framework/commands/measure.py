@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from framework.errors import EXIT_DONE, RecipeError, RunError
-from framework.host import count_cores, count_host_memory
+from framework.host import count_cores, count_host_memory, peak_flops
 from framework.launch.process import let_threads_sleep, report_error, run_process
 from framework.plan.cluster import COLLECTIVES, RINGS
 from framework.recipe.clusters import find_cluster_problems, name_of_gpu, read_shipped
@@ -32,7 +32,6 @@ from framework.recipe.problem import render_problems
 from framework.recipe.saved import CLUSTER, ENDINGS, read_part, write_cluster_file
 from framework.recipe.schema import ClusterMeasured, Precision, Recipe
 from framework.start import python_words
-from framework.track.device import peak_flops
 
 if TYPE_CHECKING:
     from framework.commands.timings import Effort

@@ -18,7 +18,7 @@ from typing import Any
 from framework.errors import RunError
 from framework.monitor.progress import START_UP, Phase
 from framework.recipe.suggest import nearest
-from framework.track.lines import read_lines
+from framework.track.jsonl import read_lines
 
 PLAN_FILE, LOG_FILE = "faults.jsonl", "faults.log"
 HOWS = ("truncate", "flip", "zero", "remove", "manifest")

@@ -58,7 +58,7 @@ from framework.monitor.progress import (
 )
 from framework.recipe.deadlines import Deadlines
 from framework.torch_private import dump_flight_records
-from framework.track.lines import append_line
+from framework.track.jsonl import append_line
 from framework.track.report import HANGS_FILE
 
 LOOK_EVERY_S, BEAT_S = 0.5, 1.0

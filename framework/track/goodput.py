@@ -23,7 +23,7 @@ from typing import Any
 
 from framework.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RESUME
 from framework.track.console import format_duration
-from framework.track.lines import append_line, read_lines
+from framework.track.jsonl import append_line, read_lines
 from framework.track.report import RunInfo
 
 

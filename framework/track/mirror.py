@@ -39,9 +39,8 @@ from framework.lease import Lease
 from framework.recipe.plugins import import_plugins
 from framework.start import python_words
 from framework.track.jsonl import METRICS_FILE, decode, read_records
-from framework.track.lines import in_a_line, say
 from framework.track.report import TAG_OF_REWOUND, Observer, RunInfo, StepReport, Tracker, load_run_info
-from framework.track.trackers import TRACKERS
+from framework.track.trackers import TRACKERS, in_a_line, say
 
 POLL_S = 0.5
 LEAST_ROOM_BYTES = 1 << 20
@@ -87,13 +86,17 @@ class Mirror(Observer):
         lease: Lease | None = None,
         beside: "Sequence[Mirror]" = (),
     ):
-        self.name, self._run_dir, self._lease = tracker, run_dir, lease or Lease(run_dir)
+        self.tracker, self._run_dir, self._lease = tracker, run_dir, lease or Lease(run_dir)
         self._log = run_dir / f"{tracker}.log"
         self._say = say
         self._close_timeout_s, self._close_by_s = close_timeout_s, math.inf
         self._beside = beside
         self._process: subprocess.Popen[bytes] | None = None
         self._has_ended = False
+
+    @property
+    def name(self) -> str:
+        return self.tracker
 
     def open(self, run: RunInfo) -> None:
         self._lease.check()

@@ -63,7 +63,7 @@ from framework.recipe.deadlines import find_deadlines
 from framework.recipe.derive import Derived, derive
 from framework.recipe.schema import Recipe
 from framework.recipe.stages import RunStage, describe_stage, stage_after
-from framework.track.observers import Observers, open_observers
+from framework.track.report import Observers
 from framework.track.sample_ledger import SampleLedger, next_start
 from framework.train.build import build
 from framework.train.evaluation import open_evaluation
@@ -71,7 +71,7 @@ from framework.train.loop import Loop
 from framework.train.probe import probe
 from framework.train.profiler import StepProfiler
 from framework.train.reference import add_reference
-from framework.train.reports import Reporter, describe_run
+from framework.train.reports import Reporter, describe_run, open_observers
 from framework.train.save_policy import SavePolicy
 from framework.train.saves import Saves
 from framework.train.state import RunState, begin_from

@@ -30,7 +30,7 @@ from framework.recipe import derive as derive_module
 from framework.recipe.compose import compose
 from framework.recipe.layout_keys import FOLLOWING_KEYS, LAYOUT_KEYS
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
-from framework.track.observers import Observers
+from framework.track.report import Observers
 from framework.train import rank as train
 from framework.train.build import build
 from tests import tiny_run

@@ -96,7 +96,7 @@ KNOWN = {
     "track/jsonl.py Jsonl.open": "an open that writes nothing; the newer start replaces the file",
     "track/jsonl.py Jsonl.rewind": "as `Jsonl.open`",
     "track/jsonl.py truncate": IN_WORKPLACE,
-    "track/lines.py Lines.__init__": "goodput checks before each note; a newer start's cursor cuts the ledger's lines off",
+    "track/jsonl.py Lines.__init__": "goodput checks before each note; a newer start's cursor cuts the ledger's lines off",
     "track/sample_ledger.py SampleLedger.begin": "makes the folder of the ledger's lines",
     "track/mirror.py Mirror.open": CHECKED,
     "track/trackers.py Csv.log": "a mirror checks before it sends; a newer start writes the file anew",

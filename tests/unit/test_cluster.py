@@ -5,6 +5,7 @@ from math import log
 
 import pytest
 
+from framework.host import PEAK_BF16_FLOPS, peak_flops
 from framework.plan.cluster import COLLECTIVES, ClusterRates, Grid
 from framework.plan.target import resolve_target
 from framework.recipe import clusters
@@ -12,7 +13,7 @@ from framework.recipe.clusters import BY_GPU, KINDS, find_cluster, find_cluster_
 from framework.recipe.compose import compose
 from framework.recipe.schema import Cluster as Described
 from framework.recipe.schema import Launch, Recipe
-from framework.track.device import PEAK_BF16_FLOPS, find_peak, peak_flops
+from framework.train.reports import find_peak
 
 SHIPPED = (
     *("h100_ib", "h100_efa", "h200_ib", "h800_ib", "a100_ib", "b200_ib", "b300_ib", "gb200_nvl72", "gb300_nvl72"),

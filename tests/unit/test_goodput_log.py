@@ -35,7 +35,7 @@ from framework.track.goodput import (
     read_notes,
     summarize_goodput,
 )
-from framework.track.observers import Observers
+from framework.track.report import Observers
 from framework.track.summary import SHOWN_STARTS, draw_goodput
 
 

@@ -7,8 +7,8 @@ from dataclasses import asdict
 import pytest
 
 from framework.recipe.schema import Recipe, Track, Wandb
-from framework.track.observers import Observers, open_observers
-from framework.track.report import RunInfo, StepReport
+from framework.track.report import Observers, RunInfo, StepReport
+from framework.train.reports import open_observers
 
 RUN = RunInfo("r", {}, total_steps=2)
 REPORT = StepReport(1, 4, 64, 2.5, 1.0, 1e-3, 0.1, 640.0, (640.0,), 0.0, None, 1 << 20)

@@ -16,7 +16,7 @@ from framework.monitor.hang import RANKS_FILE, TRAINING, RankStatus, read_ranks,
 from framework.monitor.progress import FIRST_STEPS, Phase, Phases, Progress, Save
 from framework.monitor.watchdog import Watchdog
 from framework.recipe.deadlines import Deadlines
-from framework.track.lines import read_lines
+from framework.track.jsonl import read_lines
 from framework.track.report import HANGS_FILE
 
 pytestmark = pytest.mark.waits
