@@ -31,7 +31,7 @@ from framework.recipe.schema import Batch, Checkpoint, Eval, Launch, Recipe, Tra
 if TYPE_CHECKING:
     from framework.launch.resume import Origin
 
-TRAINED_BY_RANKS = "framework.train.evaluation"
+TRAINED_BY_RANKS = "framework.train.step"
 # Tokens of a row where no recipe says it, unless the model has fewer positions.
 FOLDER_CONTEXT = 2048
 # A batch for the recipe, though nothing is trained: many degrees divide it.
@@ -183,9 +183,10 @@ def evaluate_rank(
     from framework.model.load import load_config
     from framework.plan.plan import make_plan
     from framework.train.build import build
-    from framework.train.evaluation import evaluate, open_evaluation
     from framework.train.reference import freeze
     from framework.train.state import begin_from
+    from framework.train.step import evaluate
+    from framework.train.validation import open_evaluation
     from framework.verify.layout import choose_rank_device
 
     torch.set_num_threads(max(1, count_cores() // world))

@@ -13,7 +13,7 @@ Its arguments are the tracker, the run's folder and the epoch of its lease: a mi
 Each step is sent once: a start sends the records behind the newest step that the tracker has. Records that a former mirror could
 not send come now.
 
-A rewind (train/rewind.py) takes steps back that a tracker has, and most trackers change no step that they were given. So the run
+A rewind (train/saves.py) takes steps back that a tracker has, and most trackers change no step that they were given. So the run
 goes on as another curve, ID-rewound-1, which gets all records of metrics.jsonl from the first one on. The number follows from
 `rewinds` of the newest record.
 """

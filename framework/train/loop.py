@@ -20,15 +20,13 @@ from framework.optim.groups import learning_rate
 from framework.parallel.pipeline.simulate import Timed
 from framework.parallel.zero.replicas import Hashed
 from framework.plan.plan import Plan
-from framework.train.evaluation import NO_EVALUATION, Evaluation
 from framework.train.replicas import check_replicas
 from framework.train.reports import PendingStep, Reporter, StepTimes
 from framework.train.save_policy import SavePolicy
-from framework.train.spikes import NO_LIMITS
 from framework.train.state import RunState
 from framework.train.step import TrainingRun, refuse_overflow, run_alone, train_step, validate_average
-from framework.train.sums import Flags, StepValues
-from framework.train.validation import NOT_VALIDATED, Validated, Validation
+from framework.train.sums import NO_LIMITS, Flags, StepValues
+from framework.train.validation import NO_EVALUATION, NOT_VALIDATED, Evaluation, Validated, Validation
 
 # A run that has skipped so many steps in a row does not recover by itself.
 SKIPPED_STEPS_LIMIT = 20
@@ -49,7 +47,7 @@ class Loop:
 
     On every rank: all of them do the same in the same order, and all methods are collective.
     first_step: behind which its stage begins. timed: the actions of this rank in its last step. rewind_due: whether the run is to
-    go back (`rewind.py`), which is known once the step is read that completes the spikes.
+    go back (`saves.rewind`), which is known once the step is read that completes the spikes.
     """
 
     def __init__(

@@ -66,17 +66,15 @@ from framework.recipe.stages import RunStage, describe_stage, stage_after
 from framework.track.report import Observers
 from framework.track.sample_ledger import SampleLedger, next_start
 from framework.train.build import build
-from framework.train.evaluation import open_evaluation
 from framework.train.loop import Loop
 from framework.train.probe import probe
-from framework.train.profiler import StepProfiler
+from framework.train.profiler import StepProfiler, UnitClock
 from framework.train.reference import add_reference
 from framework.train.reports import Reporter, describe_run, open_observers
 from framework.train.save_policy import SavePolicy
 from framework.train.saves import Saves
 from framework.train.state import RunState, begin_from
-from framework.train.unit_times import UnitClock
-from framework.train.validation import Validation
+from framework.train.validation import Validation, open_evaluation
 
 # In debug mode a rank that starts no collective for so long while others wait is taken for lost.
 COLLECTIVE_CHECK_S = 120.0

@@ -43,10 +43,9 @@ from framework.track.jsonl import LOADS_FILE, Jsonl, loads_of
 from framework.track.mirror import Mirror
 from framework.track.report import Observer, Observers, RunInfo, StepReport, save_run_info
 from framework.track.summary import Summary
-from framework.train.spikes import SpikeLimits
 from framework.train.state import RunState
 from framework.train.step import TrainingRun
-from framework.train.sums import StepValues
+from framework.train.sums import SpikeLimits, StepValues
 from framework.train.validation import NOT_VALIDATED, Validated
 
 _STATUS = Path("/proc/self/status")

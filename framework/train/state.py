@@ -28,8 +28,8 @@ from framework.parallel.zero.buffers import StoredTensor, UnitBuffer
 from framework.recipe.keys import value_of
 from framework.recipe.schema import Recipe
 from framework.recipe.stages import tokens_per_step
-from framework.train.spikes import SpikeState
 from framework.train.step import TrainingRun
+from framework.train.sums import SpikeState
 from framework.train.update import find_parts
 
 # A state that AdamW alone has.

@@ -30,7 +30,7 @@ from framework.track.report import RunInfo, StepReport
 from framework.train.build import build
 from framework.train.loop import Loop
 from framework.train.reports import Reporter
-from framework.train.router_bias import RouterBiases
+from framework.train.beside_optimizer import RouterBiases
 from framework.train.save_policy import SavePolicy
 from framework.train.state import RunState
 from tests.families import build_config, family, needs_newer_transformers

@@ -28,7 +28,7 @@ from framework.plan.plan import make_plan
 from framework.plan.time import TimeModel
 from framework.recipe.compose import compose
 from framework.recipe.schema import Pipeline, Recipe, Zero
-from framework.train.unit_times import UnitClock
+from framework.train.profiler import UnitClock
 from tests.grid import IN_TURN
 
 pytestmark = IN_TURN
