@@ -78,7 +78,7 @@ class Current:
 
 
 class RankObserver:
-    """The events of a rank to which code outside of training may react, as faults/ does. This class ignores them all."""
+    """The events of a rank to which code outside of training may react, as faults.py does. This class ignores them all."""
 
     def begin_phase(self, phase: Phase) -> None:
         """A phase begins."""

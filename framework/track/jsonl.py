@@ -36,8 +36,8 @@ _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 class Lines:
-    """A file to which objects are appended, each by one write that the operating system has at once. A line that was torn, by a
-    crash or a full disk, gets its end before the next."""
+    """A file to which objects are appended, those of a call by one write that the operating system has at once. A line that was
+    torn, by a crash or a full disk, gets its end before the next."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab+", buffering=0)
@@ -45,20 +45,26 @@ class Lines:
         self._file.seek(max(0, end - 1))
         self._is_torn = self._file.read(1) not in (b"", b"\n")
 
-    def append(self, values: Mapping[str, Any]) -> None:
-        """Append one object of finite numbers. Raises OSError where the disk takes none of it."""
-        line = b"\n" * self._is_torn + f"{json.dumps(values, allow_nan=False)}\n".encode()
+    def append(self, *values: Mapping[str, Any]) -> None:
+        """Append objects of finite numbers. Raises OSError where the disk takes none of them."""
+        lines = b"\n" * self._is_torn + b"".join(json.dumps(each, allow_nan=False).encode() + b"\n" for each in values)
         self._is_torn = True
-        self._is_torn = self._file.write(line) != len(line)
+        self._is_torn = self._file.write(lines) != len(lines)
+
+    def sync(self) -> None:
+        """Make the lines durable."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
 
 
-def append_line(path: Path, values: Mapping[str, Any]) -> None:
-    """Append one object and close the file."""
+def append_line(path: Path, *values: Mapping[str, Any], is_durable: bool = False) -> None:
+    """Append objects and close the file. is_durable: they outlive a failing machine."""
     with closing(Lines(path)) as lines:
-        lines.append(values)
+        lines.append(*values)
+        if is_durable:
+            lines.sync()
 
 
 def read_lines(path: Path, last: int | None = None) -> Iterator[dict[str, Any]]:

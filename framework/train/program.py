@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from framework.errors import EXIT_INTERRUPTED
-from framework.faults.injector import FaultInjector
+from framework.faults import FaultInjector
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
 from framework.launch.process import (
