@@ -1,5 +1,5 @@
 """Faults on request: the kinds of faults, those planned for a run (RUN/faults.jsonl), and the observer of a rank that injects them
-at their step, phase or point of a save (RUN/faults.log).
+at their step, phase or point of a save, and notes them in RUN/faults.log.
 
 Both files only grow, a line at a time, so any number of commands and ranks may write them. A fault is noted before it acts: one
 that kills its rank is not injected again at the next start.
@@ -163,8 +163,8 @@ def note_fault(run_dir: Path, fault: Fault, rank: int, **more: Any) -> None:
 
 
 def read_log(run_dir: Path) -> list[dict[str, Any]]:
-    """The injected faults, oldest first: unix_s, fault (as typed), id, rank, host, pid, and the step or phase. Lines that damage has
-    left without one of these are left out."""
+    """The injected faults, oldest first: unix_s, fault (as typed), id, rank, host, pid, and the step or phase. Lines that damage
+    has left without one of these are left out."""
     lines = read_lines(run_dir / LOG_FILE)
     return [each for each in lines if each.keys() >= NOTED and isinstance(each["unix_s"], int | float)]
 

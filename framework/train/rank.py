@@ -66,12 +66,11 @@ from framework.recipe.stages import RunStage, describe_stage, stage_after
 from framework.track.report import Observers
 from framework.track.sample_ledger import SampleLedger, next_start
 from framework.train.build import build
-from framework.train.loop import Loop
+from framework.train.loop import Loop, SavePolicy
 from framework.train.probe import probe
 from framework.train.profiler import StepProfiler, UnitClock
 from framework.train.reference import add_reference
 from framework.train.reports import Reporter, describe_run, open_observers
-from framework.train.save_policy import SavePolicy
 from framework.train.saves import Saves
 from framework.train.state import RunState, begin_from
 from framework.train.validation import Validation, open_evaluation

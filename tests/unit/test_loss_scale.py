@@ -18,9 +18,8 @@ from framework.recipe.schema import LearningRateSchedule, Optim, Precision, Trai
 from framework.track.report import RunInfo, StepReport
 from framework.train.beside_optimizer import GROWTH_STEPS, INITIAL, LARGEST, LossScale
 from framework.train.build import build
-from framework.train.loop import Loop
+from framework.train.loop import Loop, SavePolicy
 from framework.train.reports import Reporter
-from framework.train.save_policy import SavePolicy
 from framework.train.state import RunState, restore, saved_entries
 from framework.verify.plain import PlainLossScale
 from tests.families import build_config, family

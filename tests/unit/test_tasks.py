@@ -30,7 +30,7 @@ from framework.data.tokenize import save_tokenizer, train_bpe
 from framework.errors import EXIT_USER, DataError, ModelError, RecipeError
 from framework.recipe.plugins import import_plugins
 from framework.recipe.schema import Checkpoint, Recipe
-from framework.train.save_policy import SavePolicy
+from framework.train.loop import SavePolicy
 from framework.train.state import RunState
 from tests.tiny_run import WORDS
 
@@ -202,7 +202,7 @@ class World:
     ("by", "values", "best"), [("t/acc", [0.2, 0.3, 0.3], 1), ("t/perplexity", [9.0, 8.0, 10.0], 1)]
 )
 def test_the_best_checkpoint_may_be_that_of_a_score(by: str, values: list[float], best: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr("framework.train.save_policy.broadcast_object", lambda choose, world: choose())
+    monkeypatch.setattr("framework.train.loop.broadcast_object", lambda choose, world: choose())
     policy = SavePolicy(Checkpoint(keep_best=by), 10, SimpleNamespace())  # type: ignore[arg-type]
     state = RunState("run", "data", best_step=7, best_validation_loss=-100.0)  # by the validation loss, before a resume
     for step, value in enumerate(values):
