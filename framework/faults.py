@@ -1,5 +1,5 @@
-"""Faults on request: the kinds of faults, those planned for a run (RUN/faults.jsonl), and the observer of a rank that injects them
-at their step, phase or point of a save, and notes them in RUN/faults.log.
+"""Faults on request: the kinds of faults, those planned for a run (RUN/faults.jsonl), and the observer of a rank that injects
+them at their step, phase or point of a save, and notes them in RUN/faults.log.
 
 Both files only grow, a line at a time, so any number of commands and ranks may write them. A fault is noted before it acts: one
 that kills its rank is not injected again at the next start.
