@@ -97,6 +97,8 @@ class Output(io.TextIOWrapper):
 
     def write(self, text: str) -> int:
         super().write(show_controls(text))
+        if self.write_through:  # of PYTHONUNBUFFERED: it ends at the buffer below
+            self.flush()
         return len(text)
 
 

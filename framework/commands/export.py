@@ -7,6 +7,7 @@ from framework.commands.arguments import add_run
 from framework.errors import EXIT_DONE
 from framework.imports import loading_libraries
 from framework.launch.directory import find_run
+from framework.launch.places import explain_errors
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,5 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
         from framework.commands.trained_model import export_model
 
     which = {"best": arguments.best, "step": arguments.step, "averaged": arguments.average, "dtype": arguments.dtype}
-    export_model(path, to=arguments.to, merged=arguments.merged, text=arguments.text, **which)
+    with explain_errors(arguments.to, "--to"):
+        export_model(path, to=arguments.to, merged=arguments.merged, text=arguments.text, **which)
     return EXIT_DONE

@@ -18,13 +18,13 @@ from pathlib import Path
 
 from framework.commands.arguments import add_multirun
 from framework.commands.status import describe_sweep
-from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost, MeshwrightError, ModelError, RecipeError
+from framework.errors import EXIT_DONE, EXIT_RESUME, LeaseLost, MeshwrightError, ModelError, RecipeError, RunError
 from framework.host import describe_software
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory
 from framework.launch.parts import begin, go_on
-from framework.launch.places import refuse_unreachable, refuse_unwritable
-from framework.launch.process import let_threads_sleep, may_use_gpus
+from framework.launch.places import explain_errors, refuse_unreachable, refuse_unwritable
+from framework.launch.process import let_threads_sleep, may_use_gpus, report_error
 from framework.launch.resume import compose_branch, compose_run, find_saved, require_subject, resume_command, saved_step
 from framework.lease import Lease
 from framework.monitor.goodput import find_age_s, note_gone, note_launch
@@ -101,13 +101,20 @@ def _run_ranks(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) 
         is_of_launcher, tuple(os.environ)
     ):  # the ranks are this launcher's, which says itself who they are
         del os.environ[name]
+    errors: list[Exception] = []
+
+    def report(error: Exception) -> int:
+        errors.append(error)
+        return report_error(error)
+
     if world == 1 and not variables:
-        outcome = Outcome(program.main(run.path, lease))
+        outcome = Outcome(program.main(run.path, lease, report))
     else:  # variables are for a process that starts with them: libraries read theirs when they are loaded
         outcome = run_ranks(python_words(program.__name__, str(run.path), str(lease.epoch)), world, run.log, variables)
     with suppress(OSError, LeaseLost):  # the next start infers when this one ended
         lease.check()
         note_gone(run.path, outcome.code)
+        _note_error(run, lease, outcome.message or "".join(f"{type(each).__name__}: {each}" for each in errors))
     if outcome.message:
         print(outcome.message, file=sys.stderr)
     print(conclude(run, recipe, outcome.code), flush=True)
@@ -116,16 +123,27 @@ def _run_ranks(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) 
     return outcome.code
 
 
+def _note_error(run: RunDirectory, lease: Lease, error: str) -> None:
+    """Keep the error with which the ranks have ended, for `meshwright status`; remove that of an earlier launch."""
+    if error:
+        lease.write(run.error, f"{error}\n".encode())
+    else:
+        lease.remove(run.error)
+
+
 def _show_sample(run: RunDirectory, lease: Lease, recipe: Recipe, prompt: str) -> None:
     """Export the run and let it continue a text, or answer one, which a newcomer wants to see. The run is done, whether that
     works or not."""
     from framework.commands.generate import EXPORT_FOLDER, generate_command
     from framework.commands.trained_model import export_model
 
-    folder = run.path / EXPORT_FOLDER
-    with lease.replacing(folder) as made:
-        export_model(run.path, made, name=folder, text=True)
-    chat = recipe.data.has_conversations
+    folder, chat = run.path / EXPORT_FOLDER, recipe.data.has_conversations
+    try:
+        with explain_errors(folder), lease.replacing(folder) as made:
+            export_model(run.path, made, name=folder, text=True)
+    except RunError as error:  # a full disk
+        print(f"no sample: {error}", file=sys.stderr)
+        return
     how = "what the model answers" if chat else "how the model goes on"
     print(f"sample   the text of train.sample, and {how}:\n", flush=True)
     # transformers loads an adapter's folder only where peft is installed.

@@ -26,6 +26,7 @@ from framework.data.order import Rows, count_overlong, refuse_no_rows
 from framework.data.prepared import (
     DataPlaces,
     Prepared,
+    PreparedSource,
     StorePlace,
     check_vocabulary,
     find_prepared,
@@ -62,6 +63,7 @@ from framework.errors import DamagedStore, DataError
 from framework.files import write_atomically, write_json
 from framework.host import count_cores
 from framework.recipe.schema import Recipe
+from framework.recipe.stages import count_tokens
 
 # A marker of a chat template, which a tokenizer that is trained for it has as an entry.
 MARKER = re.compile(r"<\|\w+\|>")
@@ -143,7 +145,12 @@ def describe_rows(prepared: Prepared, recipe: Recipe) -> list[str]:
         refuse_no_rows(source.name, stream, rows.num_rows, context)
         count = stream.num_documents // (1 + stream.is_paired)
         line = f"rows     {source.name}: {count:,} {stream.noun} in {rows.num_rows:,} rows of {context} tokens, "
-        lines.append(f"{line}{rows.fill:.1%} filled")
+        repeats = (
+            ""
+            if recipe.train.epochs or recipe.train.stages
+            else _count_passes(count_tokens(recipe), prepared, source, rows.num_rows * context)
+        )
+        lines.append(f"{line}{rows.fill:.1%} filled{repeats}")
         if long := count_overlong(stream, context):
             done = "left out" if overlong == "skip" else "their ends cut off"
             lines.append(
@@ -159,10 +166,17 @@ def describe_rows(prepared: Prepared, recipe: Recipe) -> list[str]:
     return lines
 
 
-def summarize_data(prepared: Prepared, validation: float) -> str:
+def _count_passes(num_tokens: int, prepared: Prepared, source: PreparedSource, tokens_once: int) -> str:
+    """Words on how often a run of so many tokens reads a source, if that is more than once. tokens_once: those of one pass."""
+    weight = sum(each.weight for each in prepared.sources)
+    passes = num_tokens * source.weight / weight / max(1, tokens_once)
+    return f", read {passes:,.1f} times" if passes > 1 else ""
+
+
+def summarize_data(prepared: Prepared, validation: float, num_tokens: int = 0) -> str:
     """A line per source with its share of the samples and its tokens, then notes on what a user may not expect.
 
-    validation: data.validation, the share of documents that was asked for.
+    validation: data.validation, the share of documents that was asked for. num_tokens: of the run; 0 where it is not known.
     """
     weight, lines = sum(source.weight for source in prepared.sources), []
     for source in prepared.sources:
@@ -171,6 +185,8 @@ def summarize_data(prepared: Prepared, validation: float) -> str:
         tokens = f"{train:,} tokens to train on, {held_out:,} held out ({share:.1%})"
         if (words := source.meta.source) and source.meta.is_streamed:
             tokens += f": the first {words['head']:,} of {words['shards']:,} shards, the others come beside the run"
+        elif not source.meta.is_masked:  # whose rows are not full: `describe_rows`
+            tokens += _count_passes(num_tokens, prepared, source, train)
         lines.append(f"tokens   {source.name}: {source.weight / weight:.0%} of the samples, {tokens}")
         if validation > 0 and (share < validation / UNEVEN or share > max(UNEVEN * validation, LARGEST_SHARE)):
             lines.append(

@@ -158,7 +158,9 @@ def _decide(chosen: Recipe, step: int, changes: RecipeChanges, is_open: bool, pr
     prepared = prepared or prepare(recipe)
     for stage in split_stages(recipe) if recipe.train.stages else ():
         describe_rows(prepare(stage.recipe), stage.recipe)  # refuses rows that a stage has nothing for
-    print("\n".join([summarize_data(prepared, recipe.data.validation), *describe_rows(prepared, recipe)]))
+    num_tokens = 0 if recipe.train.stages else count_tokens(recipe)
+    summary = summarize_data(prepared, recipe.data.validation, num_tokens)
+    print("\n".join([summary, *describe_rows(prepared, recipe)]))
     if is_open:
         recipe = settle_tokens(recipe, prepared.tokenizer)
     tokenizer = prepared.tokenizer if is_open else None

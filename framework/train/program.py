@@ -5,6 +5,7 @@ Torch is imported late: how many threads it may use is read from the environment
 """
 
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -40,10 +41,10 @@ from framework.recipe.schema import Recipe
 RUN_FREE_WITHIN_S = 60.0
 
 
-def main(run_dir: Path, lease: Lease | None = None) -> int:
+def main(run_dir: Path, lease: Lease | None = None, report: Callable[[Exception], int] = report_error) -> int:
     """Train as the rank that the environment names and return the exit code; an error is reported, not raised.
 
-    lease: the launcher's, None in a job.
+    lease: the launcher's, None in a job. report: says the error that is being handled, and returns its exit code.
     """
     try:
         return train_as_launched(run_dir, lease)
@@ -51,7 +52,7 @@ def main(run_dir: Path, lease: Lease | None = None) -> int:
         # The loop has not taken the signals over yet: there is nothing to save.
         return EXIT_INTERRUPTED
     except Exception as error:
-        return report_error(error)
+        return report(error)
 
 
 def train_as_launched(run_dir: Path, lease: Lease | None) -> int:

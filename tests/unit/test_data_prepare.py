@@ -698,6 +698,13 @@ def test_documents_of_ordinary_length_are_held_out_whole(tmp_path: Path) -> None
     assert "note" not in summarize_data(prepared, 0.1)
 
 
+def test_a_source_says_how_often_a_run_reads_it(tmp_path: Path) -> None:
+    prepared = build(make_recipe(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", make_texts(50))))
+    trained = prepared.sources[0].streams["train"].num_tokens
+    assert "read 2.5 times" in summarize_data(prepared, 0.1, int(2.5 * trained))
+    assert "times" not in summarize_data(prepared, 0.1, trained) + summarize_data(prepared, 0.1)
+
+
 def test_a_blend_says_the_share_of_each_source(tmp_path: Path) -> None:
     paths = [write_jsonl(tmp_path / f"{seed}.jsonl", make_texts(50, seed)) for seed in (1, 2)]
     lines = summarize_data(build(make_recipe(tmp_path / "tokens", *paths)), 0.1).splitlines()

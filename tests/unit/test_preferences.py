@@ -2,6 +2,7 @@
 """Answers to compare: from any form of record to rows in which both answers of a pair stand, and clear words for what is none."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,9 @@ def test_documents_of_pairs_lie_side_by_side_in_one_split(tmp_path: Path) -> Non
         assert stream.trained[stream.ends - 1].tolist() == [WANTED, UNWANTED] * (stream.num_documents // 2)
     (line,) = describe_rows(prepared, recipe)
     assert f"{streams['train'].num_documents // 2} pairs of answers in" in line
+    rows = int(re.findall(r"in (\d+) rows", line)[0])
+    num_read = recipe.train.steps * recipe.batch.sequences_per_step
+    assert f"filled, read {num_read / rows:,.1f} times" in line
 
 
 def test_probes_are_prompts_with_the_answers_of_others(tmp_path: Path) -> None:
