@@ -72,9 +72,8 @@ class Descriptor(io.FileIO):
                 select.select([], [self.fileno()], [])
         except OSError as error:
             self.failure = self.failure or error
-            if (
-                error.errno == errno.EPIPE
-            ):  # nobody will read again: what libraries write past Python goes nowhere as well
+            # Nobody will read again: what libraries write past Python goes nowhere as well.
+            if error.errno == errno.EPIPE:
                 with open(os.devnull, "wb", buffering=0) as null:
                     os.dup2(null.fileno(), self.fileno())
             return memoryview(data).nbytes

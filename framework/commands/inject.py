@@ -13,17 +13,7 @@ from pathlib import Path
 from framework.checkpoint.commit import RANK_POINTS, SAVE_POINTS, newest_checkpoint, step_of
 from framework.checkpoint.index import MANIFEST
 from framework.errors import EXIT_DONE, RunError
-from framework.faults import (
-    KINDS,
-    LOG_FILE,
-    PHASES,
-    Fault,
-    note_fault,
-    parse_fault,
-    plan_faults,
-    read_log,
-    read_plan,
-)
+from framework.faults import KINDS, LOG_FILE, PHASES, Fault, note_fault, parse_fault, plan_faults, read_log, read_plan
 from framework.launch.directory import RunDirectory, find_run
 from framework.launch.jobs import find_jobs, is_running
 from framework.launch.places import explain_errors

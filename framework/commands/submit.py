@@ -22,16 +22,7 @@ from framework.launch.directory import RunDirectory
 from framework.launch.identity import describe_identity
 from framework.launch.jobs import WAITING_OR_RUNNING, find_job, find_option_problems, require_sbatch, submit_script
 from framework.launch.nodes import legal_counts, plan_counts
-from framework.launch.parts import (
-    RunPart,
-    begin,
-    check_ranks,
-    claim,
-    go_on,
-    refuse_begun,
-    refuse_leftovers,
-    summarize,
-)
+from framework.launch.parts import RunPart, begin, check_ranks, claim, go_on, refuse_begun, refuse_leftovers, summarize
 from framework.launch.places import explain_errors, refuse_unreachable, refuse_unwritable
 from framework.launch.resume import compose_run, resume_command, resume_recipe
 from framework.launch.settle import settle, settle_steps, settle_tokens

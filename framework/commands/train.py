@@ -97,9 +97,8 @@ def _run_ranks(run: RunDirectory, lease: Lease, recipe: Recipe, from_step: int) 
     with suppress(OSError, LeaseLost):  # a full disk, or another start's run: goodput begins with the ranks
         lease.check()
         note_launch(run.path, find_age_s())
-    for name in filter(
-        is_of_launcher, tuple(os.environ)
-    ):  # the ranks are this launcher's, which says itself who they are
+    # The ranks are this launcher's, which says itself who they are.
+    for name in filter(is_of_launcher, tuple(os.environ)):
         del os.environ[name]
     errors: list[Exception] = []
 

@@ -98,9 +98,8 @@ class Chat:
         try:
             return self._apply(messages, options | conversation.options)
         except FAILURES as error:
-            if any(
-                each.get("tool_calls") for each in messages
-            ):  # some templates take arguments of a call as a string of JSON
+            # Some templates take arguments of a call as a string of JSON.
+            if any(each.get("tool_calls") for each in messages):
                 with suppress(*FAILURES):
                     return self._apply([_write_arguments(each) for each in messages], options | conversation.options)
             raise DataError(

@@ -35,19 +35,9 @@ from framework.data.prepared import (
 )
 from framework.data.records import plan_shards
 from framework.data.remote import Root
-from framework.data.shard import (
-    LARGEST_SHARE,
-    ShardReport,
-    read_texts,
-    settle_threshold,
-    shard_path,
-)
+from framework.data.shard import LARGEST_SHARE, ShardReport, read_texts, settle_threshold, shard_path
 from framework.data.source import BAR_DELAY_S, SourceFile, list_files, summarize_left_out
-from framework.data.store import (
-    LEFT_OUT,
-    StoreMeta,
-    verify_small_files,
-)
+from framework.data.store import LEFT_OUT, StoreMeta, verify_small_files
 from framework.data.tasks import keep_tasks, open_task, refuse_unknown_score
 from framework.data.tokenize import (
     TokenizerInfo,

@@ -47,15 +47,7 @@ from framework.data.document import (
     read_conversation,
 )
 from framework.data.records import FileSpan, Record, count_rows_before, is_array, read_records
-from framework.data.store import (
-    ENDS_DTYPE,
-    SPLITS,
-    TRAINED_DTYPE,
-    Split,
-    SplitSize,
-    choose_dtype,
-    read_json,
-)
+from framework.data.store import ENDS_DTYPE, SPLITS, TRAINED_DTYPE, Split, SplitSize, choose_dtype, read_json
 from framework.data.tokenize import TokenizerInfo
 from framework.errors import DataError
 from framework.files import unfinished_path, write_atomically, write_json
@@ -406,9 +398,8 @@ def tokenize_shards(jobs: list[ShardJob], workers: int) -> Generator[tuple[Shard
     if workers <= 1:
         yield from ((job, tokenize_shard(job)) for job in jobs)
         return
-    context = multiprocessing.get_context(
-        "spawn"
-    )  # forking a process that has threads (tokenizers, torch) may deadlock
+    # Forking a process that has threads (tokenizers, torch) may deadlock.
+    context = multiprocessing.get_context("spawn")
     reader, writer = context.Pipe(duplex=False)
     executor = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(reader,))
     try:

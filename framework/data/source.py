@@ -24,15 +24,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from framework.data.kinds import (
-    BESIDE_IDS,
-    ENDINGS_OF_IDS,
-    FoundFiles,
-    Kind,
-    describe_head,
-    kind_of,
-    state_kind,
-)
+from framework.data.kinds import BESIDE_IDS, ENDINGS_OF_IDS, FoundFiles, Kind, describe_head, kind_of, state_kind
 from framework.errors import DataError
 from framework.files import write_atomically
 from framework.recipe.schema import Source

@@ -160,10 +160,8 @@ def run_ranks(
     Returns when all have ended; when one fails, the agent ends the others. `log` gets one error file per failed rank.
     """
     rendezvous = LoopbackRendezvous()
-    own = {
-        SECRET: secrets.token_hex(16),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
-    }  # the other signals are forwarded
+    # Signals but SIGQUIT are forwarded.
+    own = {SECRET: secrets.token_hex(16), "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
     own |= {name: LOOPBACK for name in INTERFACES if name not in os.environ}
     spec = WorkerSpec(
         role="rank",

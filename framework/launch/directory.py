@@ -78,9 +78,7 @@ class RunDirectory:
         self.tokenizer = path / "tokenizer"  # the one that made the tokens; an export gets a copy
         self.pretrained = path / "pretrained"  # the config and small files of model.weights, which an export gets
         self.log = path / "log"  # one error file per failed rank and launch
-        self.error = (
-            path / "error.txt"
-        )  # the reason for which the newest launch on this machine failed; else there is none
+        self.error = path / "error.txt"  # of the newest launch on this machine, if it has failed
         self.job_log = path / "job.log"  # output of a submitted run's jobs, one after another
         self.script = path / "slurm" / "job.sh"  # that sbatch got
         self.history = path / "slurm" / "history"  # a line for each start and end of a job's ranks, by the script

@@ -351,9 +351,8 @@ class Loop:
             refuse_overflow(self.run, self.recipe.parallel.expert_padding, pending.step)
         if not self._skips_spikes:  # no update depends on them, so they are found while the next step is under way
             pending = replace(pending, limits=self.state.spikes.limits(pending.step))
-        self._exposed_s += sum(
-            each.seconds for each in pending.exposed
-        )  # the device has passed them, as it has the sums
+        # The device has passed them, as it has the sums.
+        self._exposed_s += sum(each.seconds for each in pending.exposed)
         self._flags = replace(values.flags, stop=self._flags.stop or values.flags.stop)
         is_skipped = self._note_spike(pending, values) or not values.is_finite
         self.state.skipped_in_a_row = self.state.skipped_in_a_row + 1 if is_skipped else 0

@@ -266,9 +266,8 @@ def rewind(loop: Loop, saver: Saver, lease: Lease) -> None:
         # Newer ones are damaged. The next start begins with this one, in its own stage.
         raise NumericsError(_explain(due, *_over_border(loop.first_step)))
     best = state.best_step
-    if best is not None and not broadcast_object(
-        lambda: locate(root, best) is not None, world
-    ):  # a later one had taken its place
+    # A later one may have taken its place.
+    if best is not None and not broadcast_object(lambda: locate(root, best) is not None, world):
         state.best_step = state.best_validation_loss = None
     state.rewinds = spiked.rewinds + 1
     state.skipped_samples = leave_out(spiked.skipped_samples, state.samples, due.samples)
