@@ -131,10 +131,10 @@ class Phases:
         self._announce(phase)
 
     @contextmanager
-    def within(self, phase: Phase, step: int | None = None) -> Iterator[None]:
+    def within(self, phase: Phase) -> Iterator[None]:
         """Interrupt the phase under way by `phase`, from enter to exit."""
         outer = self._current
-        self.begin(phase, step)
+        self.begin(phase)
         try:
             yield
         finally:

@@ -40,7 +40,7 @@ from framework.recipe.plugins import import_plugins
 from framework.start import python_words
 from framework.track.jsonl import METRICS_FILE, decode, read_records
 from framework.track.report import TAG_OF_REWOUND, Observer, RunInfo, StepReport, Tracker, load_run_info
-from framework.track.trackers import TRACKERS, in_a_line, say
+from framework.track.trackers import TRACKERS, first_line_of, say
 
 POLL_S = 0.5
 LEAST_ROOM_BYTES = 1 << 20
@@ -318,7 +318,7 @@ def main(tracker: str, run_dir: Path, lease: Lease) -> int:
         os.killpg(os.getpid(), signal.SIGKILL)
     except Exception as error:  # a tracker may raise anything; the user gets one line, the log file all of it
         traceback.print_exc()
-        say(f"{tracker}: failed, training goes on: {in_a_line(error)}")
+        say(f"{tracker}: failed, training goes on: {first_line_of(error)}")
         return _EXIT_SAID_WHY
     return EXIT_DONE
 

@@ -158,7 +158,7 @@ def _start_wandb(info: RunInfo, run_dir: Path, name: str, may_fork: bool) -> tup
             if not ways:
                 raise
             traceback.print_exc()
-            why = "" if "fork_from" in way else f"not reachable ({in_a_line(error)}), "
+            why = "" if "fork_from" in way else f"not reachable ({first_line_of(error)}), "
             wandb.teardown()  # else the id is still in use by the run that did not start
     forked = origin[1] if origin is not None and "fork_from" in way else 0
     run.define_metric("step")
@@ -375,7 +375,7 @@ def say(line: str) -> None:
         os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
-def in_a_line(error: Exception) -> str:
+def first_line_of(error: Exception) -> str:
     """The first line of an error's message, behind its type."""
     first, *_ = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {first}"

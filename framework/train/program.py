@@ -31,11 +31,10 @@ from framework.launch.process import (
     take_fingerprint,
 )
 from framework.lease import Lease, read_lease
-from framework.monitor.progress import START_UP, PhaseBar, Phases, RankObserver, StopRequest
+from framework.monitor.progress import START_UP, PhaseBar, Phases, StopRequest
 from framework.recipe.compose import load_recipe
 from framework.recipe.derive import at_nodes, derive
 from framework.recipe.plugins import find_changed, import_plugins
-from framework.recipe.schema import Recipe
 
 # Ranks of a job's former start, killed with their node perhaps, may take so long to vanish.
 RUN_FREE_WITHIN_S = 60.0
@@ -72,7 +71,8 @@ def train_as_launched(run_dir: Path, lease: Lease | None) -> int:
         stack.enter_context(run.attend())
         bar = PhaseBar(START_UP if is_first and not is_in_job else ())
         stack.callback(bar.close)
-        phases = Phases(_observe(recipe, run_dir), bar.begin)
+        injector = FaultInjector(run_dir, rank_in_environment()) if recipe.run.allow_faults else None
+        phases = Phases(injector, bar.begin)
         if is_in_job:  # requests to stop count from now on: a time limit may be near while the ranks still connect
             stop = stack.enter_context(StopRequest())
         with loading_libraries():
@@ -91,11 +91,6 @@ def train_as_launched(run_dir: Path, lease: Lease | None) -> int:
         else:
             lease = lease or Lease(run_dir)
         return train_rank(recipe, run_dir, stop, take_fingerprint(recipe), phases, end_hung, lease)
-
-
-def _observe(recipe: Recipe, run_dir: Path) -> RankObserver:
-    """The observer that injects the faults of `meshwright inject`, where the recipe allows them."""
-    return FaultInjector(run_dir, rank_in_environment()) if recipe.run.allow_faults else RankObserver()
 
 
 if __name__ == "__main__":

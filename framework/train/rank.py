@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache, partial
 from itertools import chain
@@ -27,7 +27,6 @@ from framework.comm.objects import all_gather_object, broadcast_object
 from framework.data.beside import tokenizing
 from framework.data.growing import Say
 from framework.data.loader import Hear, Loader, open_data, validation_batches
-from framework.data.pack import Microbatch
 from framework.data.prepared import Prepared
 from framework.errors import (
     EXIT_DONE,
@@ -375,14 +374,11 @@ def _open_validation(
     plan: Plan, prepared: Prepared, mesh: Mesh, loop: Loop, validates: bool, evaluates: bool
 ) -> Validation:
     """A validation of the held-out sequences, if it validates, and of the tasks' documents, if it evaluates."""
-    held_out = _validation_batches(plan, prepared, mesh) if validates else ()
+    limit, sequences = plan.recipe.train.validation_sequences, _sequences(plan, mesh)
+    # Every pass begins at the first sequence of the validation split.
+    held_out = validation_batches(prepared, limit=limit, **sequences) if validates else ()
     questions = loop.evaluation.microbatches(plan, mesh) if evaluates else ()
     return Validation(chain(held_out, questions), len(prepared.sources))
-
-
-def _validation_batches(plan: Plan, prepared: Prepared, mesh: Mesh) -> Iterator[Microbatch]:
-    """The batches of one validation: every pass begins at the first sequence of the validation split."""
-    return validation_batches(prepared, limit=plan.recipe.train.validation_sequences, **_sequences(plan, mesh))
 
 
 def _sequences(plan: Plan, mesh: Mesh) -> dict[str, Any]:
