@@ -114,6 +114,13 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run's id or folder")
 
 
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose a checkpoint of the run."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--best", action="store_true", help="with checkpoint.keep_best: the best checkpoint")
+    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; else the newest")
+
+
 def add_multirun(parser: argparse.ArgumentParser, how: str) -> None:
     """Add `-m`. how: the way in which the combinations are run."""
     parser.add_argument(

@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from framework.commands.arguments import at_least
+from framework.commands.arguments import add_checkpoint, at_least
 from framework.errors import EXIT_DONE, DataError, ModelError, RecipeError
 from framework.files import write_atomically, write_json
 from framework.host import count_cores
@@ -64,9 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=at_least(1), metavar="N", help="the first N records of each task")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the scores to a file")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--best", action="store_true", help="with checkpoint.keep_best: the best checkpoint")
-    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; else the newest")
+    add_checkpoint(parser)
     parser.add_argument(
         "--import",
         dest="names",

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from framework.commands.arguments import add_run
+from framework.commands.arguments import add_checkpoint, add_run
 from framework.errors import EXIT_DONE
 from framework.imports import loading_libraries
 from framework.launch.directory import find_run
@@ -30,9 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), help="the dtype of the weights; else the one that was trained"
     )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--best", action="store_true", help="with checkpoint.keep_best: the best")
-    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; else the newest")
+    add_checkpoint(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

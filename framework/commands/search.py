@@ -84,13 +84,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--try",
         dest="try_best",
-        type=int,
+        type=at_least(1),
         metavar="N",
         help="train the best layouts of N meshes for some steps each; here: then correct the cluster's rates by the"
         " measured steps and rank again; under SLURM: as a job array",
     )
     parser.add_argument(
-        "--try-steps", type=at_least(1), default=10, metavar="S", help="steps of each of them (default: 10)"
+        "--try-steps", type=at_least(WARM_UP + 1), default=10, metavar="S", help="steps of each of them (default: 10)"
     )
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page for a browser, in one file; takes some seconds more"
@@ -117,10 +117,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compose_search(options: argparse.Namespace) -> tuple[Recipe, frozenset[str]]:
     """The recipe, and the keys of its layout that stay. Checks the options as well, before anything is searched: RecipeError."""
-    for name, least in (("best", 1), ("try_best", 1), ("try_steps", 3)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise RecipeError(f"--{name.replace('_best', '').replace('_', '-')} {value}: at least {least}")
     if options.write is not None:
         _refuse_file(options.write, overwrite=options.overwrite)
     if options.html is not None:
