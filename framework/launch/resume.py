@@ -124,7 +124,7 @@ def resume_recipe(run: RunDirectory, overrides: list[str], recipe_dirs: list[Pat
     else:
         composed = _compose_settled(saved, overrides, recipe_dirs) if chooses else resumed
     refuse_other_origin(run, resumed.run.start_from, start_from)
-    # By a choice of recipes, parallel=auto, which the beginning has followed.
+    # A choice of recipes says parallel=auto, which the beginning has followed.
     is_open = composed.parallel.layout == "auto"
     if is_open:
         composed = with_layout_of(composed, saved)
