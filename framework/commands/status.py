@@ -150,9 +150,12 @@ def _describe_holder(run: RunDirectory, account: Account | None) -> str:
     if account.code is None:
         return "not running: it was killed, hung, or this machine went down: nothing has noted its end"
     lines = (run.error.read_text(errors="replace").splitlines() if run.error.is_file() else []) or [""]
-    why = in_a_line(lines[-1 if "Traceback (most recent call last):" in lines[0] else 0])
+    # Of a traceback the line with the error, the first that is not indented.
+    why = next((each for each in lines if each[:1].strip() and "Traceback (most recent" not in each), "")
     ended = {EXIT_DONE: "done", EXIT_RESUME: "stopped and saved", EXIT_INTERRUPTED: "interrupted"}
-    return f"not running: {ended.get(account.code, f'ended with exit code {account.code}')}{why and f': {why}'}"
+    return (
+        f"not running: {ended.get(account.code, f'ended with exit code {account.code}')}{why and f': {in_a_line(why)}'}"
+    )
 
 
 def _describe_history(run: RunDirectory) -> str:
