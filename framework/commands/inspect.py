@@ -4,22 +4,15 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
-from framework.data.growing import GrowingStream
-from framework.data.remote import LARGE, hash_object, pull_small
-from framework.data.store import (
-    SPLITS,
-    StoreMeta,
-    describe_block,
-    hash_blocks,
-    map_file,
-    map_hashes,
-    verify_small_files,
-)
 from framework.errors import EXIT_DONE, EXIT_USER, CheckpointError, DamagedStore
 from framework.imports import loading_libraries
 from framework.launch.directory import find_run
 from framework.object_store import ObjectPath, Place, is_url, open_place
+
+if TYPE_CHECKING:
+    from framework.data.store import StoreMeta
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def inspect_store(place: Place) -> int:
     """Print what a token store holds and verify every byte. Returns 0, or 86 if something is damaged."""
+    from framework.data.remote import pull_small
+    from framework.data.store import StoreMeta
+
     with TemporaryDirectory() as made:
         folder, away = (place, None) if isinstance(place, Path) else (Path(made), place)
         if away is not None:
@@ -61,9 +57,13 @@ def inspect_store(place: Place) -> int:
     return EXIT_USER if damages else EXIT_DONE
 
 
-def find_damage(folder: Path, meta: StoreMeta, place: ObjectPath | None = None) -> Iterator[str]:
+def find_damage(folder: Path, meta: "StoreMeta", place: ObjectPath | None = None) -> Iterator[str]:
     """Read every byte of a store, and yield a message for each damaged file or block. place: where its tokens are, if that is
     not the folder."""
+    from framework.data.growing import GrowingStream
+    from framework.data.remote import LARGE, hash_object
+    from framework.data.store import SPLITS, describe_block, hash_blocks, map_file, map_hashes, verify_small_files
+
     try:
         verify_small_files(folder, meta)
         for split in SPLITS if meta.is_streamed else ():

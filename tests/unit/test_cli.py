@@ -55,6 +55,7 @@ def rooms(monkeypatch):
             "framework.commands.train",
             "framework.commands.generate",
             "framework.commands.plan",
+            "framework.commands.prepare",
         ):  # the command's own file
             monkeypatch.setattr(f"{module}.{name}", room)
             return calls
