@@ -53,7 +53,6 @@ from framework.errors import DamagedStore, DataError
 from framework.files import write_atomically, write_json
 from framework.host import count_cores
 from framework.recipe.schema import Recipe
-from framework.recipe.stages import count_tokens
 
 # A marker of a chat template, which a tokenizer that is trained for it has as an entry.
 MARKER = re.compile(r"<\|\w+\|>")
@@ -120,9 +119,9 @@ def _is_whole(folder: Path, mends: bool = False) -> bool:
         return False
 
 
-def describe_rows(prepared: Prepared, recipe: Recipe) -> list[str]:
+def describe_rows(prepared: Prepared, recipe: Recipe, num_tokens: int = 0) -> list[str]:
     """A line per source of conversations: how full its rows are, and what is too long for one. DataError where data.overlong
-    refuses that, or leaves nothing."""
+    refuses that, or leaves nothing. num_tokens: as of `summarize_data`."""
     packing = recipe.data.packing
     if packing not in ("best_fit", "alone"):
         return []
@@ -135,11 +134,7 @@ def describe_rows(prepared: Prepared, recipe: Recipe) -> list[str]:
         refuse_no_rows(source.name, stream, rows.num_rows, context)
         count = stream.num_documents // (1 + stream.is_paired)
         line = f"rows     {source.name}: {count:,} {stream.noun} in {rows.num_rows:,} rows of {context} tokens, "
-        repeats = (
-            ""
-            if recipe.train.epochs or recipe.train.stages
-            else _count_passes(count_tokens(recipe), prepared, source, rows.num_rows * context)
-        )
+        repeats = _count_passes(num_tokens, prepared, source, rows.num_rows * context)
         lines.append(f"{line}{rows.fill:.1%} filled{repeats}")
         if long := count_overlong(stream, context):
             done = "left out" if overlong == "skip" else "their ends cut off"

@@ -160,7 +160,7 @@ def _decide(chosen: Recipe, step: int, changes: RecipeChanges, is_open: bool, pr
         describe_rows(prepare(stage.recipe), stage.recipe)  # refuses rows that a stage has nothing for
     num_tokens = 0 if recipe.train.stages else count_tokens(recipe)
     summary = summarize_data(prepared, recipe.data.validation, num_tokens)
-    print("\n".join([summary, *describe_rows(prepared, recipe)]))
+    print("\n".join([summary, *describe_rows(prepared, recipe, num_tokens)]))
     if is_open:
         recipe = settle_tokens(recipe, prepared.tokenizer)
     tokenizer = prepared.tokenizer if is_open else None

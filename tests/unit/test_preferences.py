@@ -120,8 +120,8 @@ def test_documents_of_pairs_lie_side_by_side_in_one_split(tmp_path: Path) -> Non
     (line,) = describe_rows(prepared, recipe)
     assert f"{streams['train'].num_documents // 2} pairs of answers in" in line
     rows = int(re.findall(r"in (\d+) rows", line)[0])
-    num_read = recipe.train.steps * recipe.batch.sequences_per_step
-    assert f"filled, read {num_read / rows:,.1f} times" in line
+    (line,) = describe_rows(prepared, recipe, num_tokens=3 * rows * recipe.batch.context)
+    assert line.endswith("filled, read 3.0 times")
 
 
 def test_probes_are_prompts_with_the_answers_of_others(tmp_path: Path) -> None:
