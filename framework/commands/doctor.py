@@ -32,10 +32,8 @@ class DoctorLine:
 
     what: str
     found: str
-    # The fix; empty where it is ok.
-    fix: str = ""
-    # The recipe cannot be run without it.
-    is_needed: bool = True
+    fix: str = ""  # the fix; empty where it is ok
+    is_needed: bool = True  # the recipe cannot be run without it
 
     @property
     def verdict(self) -> str:

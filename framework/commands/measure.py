@@ -55,20 +55,13 @@ Points = Sequence[Sequence[float]]
 class MeasureOrder:
     """The measurements that ranks make."""
 
-    # cpu or cuda.
-    device: str
-    # One for each GPU, or for a share of the node's cores.
-    ranks: int
-    # CPU threads of a rank.
-    threads: int
-    # Dtypes of matmuls and attention, as recipes name them.
-    dtypes: Sequence[str]
-    # The folder where checkpoints would lie.
-    folder: str
-    # The file that rank 0 writes.
-    result: str
-    # Fields of `timings.Effort`; None: those for the device.
-    effort: Mapping[str, Any] | None
+    device: str  # cpu or cuda
+    ranks: int  # one for each GPU, or for a share of the node's cores
+    threads: int  # CPU threads of a rank
+    dtypes: Sequence[str]  # dtypes of matmuls and attention, as recipes name them
+    folder: str  # the folder where checkpoints would lie
+    result: str  # the file that rank 0 writes
+    effort: Mapping[str, Any] | None  # fields of `timings.Effort`; None: those for the device
 
 
 def choose_file(typed: str, recipe_dirs: Sequence[Path]) -> Path:

@@ -43,8 +43,7 @@ class NodeCount:
 
     nodes: int
     layout: str
-    # Empty where the run can be laid out.
-    refusal: str = ""
+    refusal: str = ""  # empty where the run can be laid out
 
     def describe(self) -> str:
         return f"{self.nodes:>3} node{'s' if self.nodes > 1 else ' '}  {self.layout or 'not: ' + self.refusal}"

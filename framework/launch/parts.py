@@ -46,10 +46,8 @@ class CheckedLayout:
     """A recipe whose ranks were laid out."""
 
     model_type: str
-    # Printed below the summary.
-    lines: Sequence[str] = ()
-    # Numbers of nodes on which the run may start; empty for a run of this machine.
-    counts: Sequence[int] = ()
+    lines: Sequence[str] = ()  # printed below the summary
+    counts: Sequence[int] = ()  # numbers of nodes on which the run may start; empty for a run of this machine
 
 
 def check_ranks(recipes: Sequence[Recipe], is_new: bool = True) -> CheckedLayout:
@@ -81,16 +79,11 @@ class RunPart:
     """The next part of a run."""
 
     recipe: Recipe
-    # The step from which it goes on.
-    step: int
-    # The tokenizer of its data, None for a run that has trained and keeps its own.
-    tokenizer: Path | None
-    # Numbers of nodes, as of `CheckedLayout`.
-    counts: Sequence[int]
-    # Keys that the command line changes in a run that goes on.
-    changes: RecipeChanges = field(default_factory=dict)
-    # recipe.yaml has this recipe already.
-    is_saved: bool = False
+    step: int  # the step from which it goes on
+    tokenizer: Path | None  # the tokenizer of its data, None for a run that has trained and keeps its own
+    counts: Sequence[int]  # numbers of nodes, as of `CheckedLayout`
+    changes: RecipeChanges = field(default_factory=dict)  # keys that the command line changes in a run that goes on
+    is_saved: bool = False  # recipe.yaml has this recipe already
 
     def write(self, run: RunDirectory, lease: Lease) -> None:
         """Write the files that ranks and exports read."""
