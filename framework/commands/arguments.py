@@ -135,7 +135,7 @@ def compose_recipe(arguments: argparse.Namespace) -> Recipe:
 def locate_keys(text: str, arguments: argparse.Namespace) -> list[str]:
     """Lines on where files set the keys that an error names: the checks of a layout know values alone."""
     from framework.recipe.compose import compose
-    from framework.recipe.origins import locate_named
+    from framework.recipe.files import locate_named
 
     with suppress(MeshwrightError):
         return list(locate_named(text, compose(arguments.overrides, arguments.recipes).origins))

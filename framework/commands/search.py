@@ -21,9 +21,9 @@ from framework.commands.arguments import at_least
 from framework.commands.measure import check_measured
 from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.imports import loading_libraries
+from framework.recipe.check import LAYOUT_KEYS
 from framework.recipe.compose import change_pins, compose_open, find_pins, load_recipe
-from framework.recipe.layout_keys import LAYOUT_KEYS
-from framework.recipe.saved import write_layout
+from framework.recipe.convert import write_layout
 from framework.recipe.schema import Recipe
 from framework.track.jsonl import METRICS_FILE, read_records
 
@@ -290,7 +290,7 @@ def _rank_again(question: "Question", options: argparse.Namespace, folder: Path)
     from framework.plan.find import forecast_layout, resolved
     from framework.plan.rejections import describe
     from framework.recipe.clusters import find_cluster
-    from framework.recipe.saved import write_cluster_file
+    from framework.recipe.convert import write_cluster_file
 
     measured = dict(_read_measured(folder))
     if not measured:

@@ -7,7 +7,7 @@
 
 Prompts and answers are strings, or lists of messages; answers may begin with the prompt, which is then what both have. They are
 rendered by the chat template, and of a document its answer alone has a loss, the end of its turn included. `train.trained` says
-which kind of answer a trained token is of (`recipe/data_schema.py`), so the kind of a document is that of its last token.
+which kind of answer a trained token is of (`recipe/method_schema.py`), so the kind of a document is that of its last token.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ from framework.data.conversation import Conversation, Message, parse_messages, r
 from framework.data.document import Document, hash_values
 from framework.data.records import Record
 from framework.errors import DataError
-from framework.recipe.data_schema import PROBE, UNWANTED, WANTED
+from framework.recipe.method_schema import PROBE, UNWANTED, WANTED
 
 # Fields beside an answer.
 BESIDE_ANSWER = ("prompt", "rejected", "label", "system", "tools", "chat_template_kwargs")

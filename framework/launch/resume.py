@@ -17,12 +17,12 @@ from framework.launch.identity import ABSENT, MAY_CHANGE, find_edits, may_change
 from framework.launch.settle import keep_settled
 from framework.output import align
 from framework.plan.auto import require_layout
+from framework.recipe.check import with_layout_of
 from framework.recipe.compose import compose, load_recipe
 from framework.recipe.describe import describe_experiments
 from framework.recipe.environment import HIDDEN, is_secret
 from framework.recipe.files import search_path
 from framework.recipe.keys import flatten
-from framework.recipe.layout_keys import with_layout_of
 from framework.recipe.overrides import parse_overrides, write_override, write_resume
 from framework.recipe.problem import render_problems, show
 from framework.recipe.run_rules import find_run_root_problems

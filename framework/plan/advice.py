@@ -24,8 +24,7 @@ from framework.plan.rejections import ModelRules, describe_shortages
 from framework.plan.text import show_bytes
 from framework.plan.time import TimeModel
 from framework.plan.traffic import measure_traffic
-from framework.recipe.check import check_recipe
-from framework.recipe.layout_keys import with_value
+from framework.recipe.check import check_recipe, with_value
 from framework.recipe.schema import Recipe
 
 Setting = tuple[str, Any]

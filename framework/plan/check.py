@@ -25,7 +25,7 @@ from framework.parallel.fp8_layers import require_torchao
 from framework.plan.memory import USABLE, sum_fullest_node
 from framework.plan.plan import Plan, make_plan
 from framework.plan.text import show_bytes
-from framework.recipe.origins import origin_of
+from framework.recipe.files import origin_of
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Recipe
 from framework.recipe.stages import split_stages

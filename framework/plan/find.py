@@ -18,8 +18,8 @@ from framework.plan.shape import make_shape
 from framework.plan.space import Space
 from framework.plan.target import resolve_target
 from framework.plan.text import show_bytes
+from framework.recipe.check import value_of
 from framework.recipe.clusters import refuse_crowded_nodes
-from framework.recipe.layout_keys import value_of
 from framework.recipe.schema import Recipe
 
 # Layouts within this share of a step's seconds count as equally fast: forecasts are off by far more (docs/foresight.md).

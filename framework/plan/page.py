@@ -30,9 +30,9 @@ from framework.plan.traffic import (
     mixtures_of,
     sent_over_hops,
 )
-from framework.recipe.data_schema import LossSettings
 from framework.recipe.derive import compiles, find_compile_obstacle
 from framework.recipe.describe import describe_derived
+from framework.recipe.method_schema import LossSettings
 
 PICTURES = (".svg", ".png", ".pdf")
 # Layers that hold the same are one line.

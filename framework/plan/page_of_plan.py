@@ -20,8 +20,8 @@ from framework.plan.plan import Plan
 from framework.plan.plan_stages import forecast_run
 from framework.plan.text import GIB, show_bytes, show_hours, show_seconds
 from framework.plan.traffic import measure_traffic
+from framework.recipe.convert import load_recipe
 from framework.recipe.plugins import import_plugins
-from framework.recipe.saved import load_recipe
 
 # Boxes that a browser draws without the reader waiting for it.
 MOST_ACTIONS = 4000

@@ -14,7 +14,7 @@ from framework.plan.page_html import Page, Table
 from framework.plan.rejections import Rejection, collect_constraints, describe, group_rejections
 from framework.plan.search import Ranked, Search
 from framework.plan.text import GIB, show_bytes, show_seconds
-from framework.recipe.layout_keys import with_value
+from framework.recipe.check import with_value
 from framework.recipe.schema import Recipe
 
 # Bytes of a page's rows; Vega takes 0.9 MB of the 2 that a page may have.

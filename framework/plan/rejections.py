@@ -29,8 +29,7 @@ from framework.plan.forecast import NodeForecast
 from framework.plan.shape import DEGREES, ModelShape, refuse_dropped_layers
 from framework.plan.space import CHOICES, Space
 from framework.plan.text import show_bytes
-from framework.recipe.check import layout_rules
-from framework.recipe.layout_keys import FOLLOWING_KEYS, LAYOUT_KEYS
+from framework.recipe.check import FOLLOWING_KEYS, LAYOUT_KEYS, layout_rules
 from framework.recipe.layout_rules import EXPERT_KEYS
 from framework.recipe.problem import Problem
 from framework.recipe.schema import Parallel, Recipe

@@ -15,8 +15,8 @@ from typing import Any, get_args
 from framework.errors import RecipeError, TopologyError
 from framework.mesh.topology import shards_within_node
 from framework.plan.candidate import Candidate, Checkpointing, method_of, remember
+from framework.recipe.check import value_of
 from framework.recipe.derive import count_nodes, count_ranks, divisors
-from framework.recipe.layout_keys import value_of
 from framework.recipe.schema import Recipe
 
 # The fields of a candidate that each choice sets (of `offload`, which names), in the order in which they are chosen: what decides

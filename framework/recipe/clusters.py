@@ -13,7 +13,7 @@ from framework.errors import RecipeError
 from framework.host import count_cores, count_host_memory
 from framework.recipe.convert import to_recipe
 from framework.recipe.derive import count_ranks
-from framework.recipe.origins import YamlLoader
+from framework.recipe.files import YamlLoader
 from framework.recipe.problem import Problem, render_problems, shipped_recipes
 from framework.recipe.schema import Cluster, Launch, Recipe
 

@@ -28,7 +28,7 @@ from framework.parallel.zero.buffers import MainGradView, UnitBuffer
 from framework.parallel.zero.gradients import sum_over_stages
 from framework.parallel.zero.plan_buffers import Slot
 from framework.parallel.zero.replicas import BitHash, Hashed, hash_parameters
-from framework.recipe.data_schema import PROBE, LossSettings
+from framework.recipe.method_schema import PROBE, LossSettings
 from framework.train.loss_scale import LossScale
 from framework.train.router_bias import RouterBiases
 from framework.train.spikes import NO_LIMITS, SpikeLimits

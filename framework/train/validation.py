@@ -12,7 +12,7 @@ from framework.comm.collectives import all_reduce
 from framework.comm.connect import Mesh
 from framework.data.pack import Microbatch
 from framework.model.objective import Pairs
-from framework.recipe.data_schema import NONE
+from framework.recipe.method_schema import NONE
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from framework.plan.plan import make_plan
 from framework.plan.rejections import FIELDS_OF_KEYS
 from framework.plan.traffic import measure_traffic
 from framework.recipe import derive as derive_module
+from framework.recipe.check import FOLLOWING_KEYS, LAYOUT_KEYS
 from framework.recipe.compose import compose
-from framework.recipe.layout_keys import FOLLOWING_KEYS, LAYOUT_KEYS
 from framework.recipe.schema import Memory, Parallel, Pipeline, Recipe, Zero
 from framework.track.observers import Observers
 from framework.train import rank as train

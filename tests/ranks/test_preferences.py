@@ -24,7 +24,7 @@ from framework.model import objective
 from framework.model.hub import find_folder
 from framework.model.load import load_config
 from framework.plan.plan import make_plan
-from framework.recipe.data_schema import NONE, PROBE, WANTED
+from framework.recipe.method_schema import NONE, PROBE, WANTED
 from framework.recipe.schema import (
     Adapter,
     LossSettings,

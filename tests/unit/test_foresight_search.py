@@ -39,10 +39,9 @@ from framework.plan.search import (
 from framework.plan.shape import ModelShape, make_shape
 from framework.plan.space import CHOICES, Space
 from framework.plan.target import resolve_target
-from framework.recipe.check import check_recipe
+from framework.recipe.check import LAYOUT_KEYS, check_recipe
 from framework.recipe.compose import change_pins, compose, compose_open, find_pins, load_recipe, save_recipe
-from framework.recipe.layout_keys import LAYOUT_KEYS
-from framework.recipe.saved import write_layout
+from framework.recipe.convert import write_layout
 from framework.recipe.schema import Recipe
 from tests.grid import IN_TURN
 from tests.planned import moments_of

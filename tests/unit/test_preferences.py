@@ -23,7 +23,7 @@ from framework.plan.forecast_plan import forecast_plan
 from framework.plan.page import describe_run
 from framework.plan.plan import make_plan
 from framework.recipe.compose import compose
-from framework.recipe.data_schema import NONE, PROBE, UNWANTED, WANTED
+from framework.recipe.method_schema import NONE, PROBE, UNWANTED, WANTED
 from framework.recipe.schema import Adapter, Batch, Data, LossSettings, Model, Recipe, Source
 from framework.recipe.suggest import explain_unknown
 from tests.chat_templates import answer, user

@@ -11,8 +11,8 @@ from framework.cli import main
 from framework.errors import EXIT_USER, MeshwrightError, ModelError
 from framework.launch.settle import settle
 from framework.model.load import inline_config_file, load_config
+from framework.recipe.check import value_of
 from framework.recipe.compose import compose, compose_open
-from framework.recipe.layout_keys import value_of
 from framework.recipe.problem import render_problems, shipped_recipes
 from framework.recipe.schema import Recipe
 from tests.grid import IN_TURN, few_of
