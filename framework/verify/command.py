@@ -27,10 +27,9 @@ from framework.verify.compare import (
 )
 from framework.verify.evidence import Evidence
 from framework.verify.layout import choose_rank_device, compute_exactly, initial_weights
-from framework.verify.left_out import NARROW, describe
 from framework.verify.pool import RankFailed
 from framework.verify.prepare import Verification, VerifyOptions, prepare
-from framework.verify.sides import Sides
+from framework.verify.sides import NARROW, Sides, describe_changes
 
 # Share of all weights: where rounding decides the sign of more updates than this, Lion is hardly verified.
 MANY_UNDECIDED = 0.05
@@ -51,7 +50,7 @@ def verify(recipe: Recipe, options: VerifyOptions) -> int:
     print(f"model         {sides.config.model_type}, {prepared.num_parameters:,} parameters")
     print(describe_derived(derived))
     print(f"compared      {_describe_compared(sides)}")
-    print(describe(prepared.changes, options.steps))
+    print(describe_changes(prepared.changes, options.steps))
     print(flush=True)
     try:
         code = run(prepared)

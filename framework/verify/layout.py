@@ -34,7 +34,7 @@ from framework.train.build import build
 from framework.train.step import TrainingRun, refuse_overflow, train_step
 from framework.train.update import OwnedShard
 from framework.verify.evidence import Evidence, TokenBatch, keep_double, make_batches
-from framework.verify.plain_adapters import round_base
+from framework.verify.plain_rounding import round_base
 
 CPU = torch.device("cpu")
 NO_ADAPTER = Adapter()

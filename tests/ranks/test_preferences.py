@@ -1,6 +1,6 @@
 """Losses of preferences are the published formulas in every layout: loss, metrics, gradients, norm and weights, in fp64 to 1e-9.
 
-The oracle (`verify/plain_preferences.py`) puts every answer into a row of its own, sums its log-probabilities one by one and
+The oracle (`verify/plain.py`) puts every answer into a row of its own, sums its log-probabilities one by one and
 compares one pair after another.
 """
 
