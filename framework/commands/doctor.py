@@ -122,9 +122,9 @@ def _place(what: str, place: str, refuse: Callable[[], None]) -> DoctorLine:
 def _layout(recipe: Recipe) -> Iterator[DoctorLine]:
     """The layout's memory, and options that would lower it. A layout that does not fit is the user's to fix."""
     with loading_libraries():
+        from framework.output import show_bytes
         from framework.plan.advice import SHOWN, caution_of_fit, find_relief, find_savings
         from framework.plan.check import check_layout, check_weights, describe_need
-        from framework.plan.text import show_bytes
 
     try:
         plan = check_layout(recipe)
@@ -147,7 +147,7 @@ def _layout(recipe: Recipe) -> Iterator[DoctorLine]:
 def _measured(recipe: Recipe) -> Iterator[DoctorLine]:
     """The cluster of the forecasts of plan and search, and whether its file is of this machine."""
     from framework.commands.measure import check_measured
-    from framework.plan.target import resolve_target
+    from framework.plan.auto import resolve_target
 
     try:
         described, is_assumed = find_cluster(resolve_target(recipe))

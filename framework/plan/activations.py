@@ -29,7 +29,7 @@ gradients. In forward it is one more tensor of rows as well, while they are sort
     transient           max(R h (e + c/k), R (2 i - h) e) + T' h e;  c = 8 where e < 4, else e
 
 T' h e is the gradient of what the mixture gives; where experts are slices and T' < T it is gathered, T h e more. Over two hops
-it is that of the rows which have come for a rank's node, N p T' h e (`token_hops`). With parallel.expert_overlap each half has
+it is that of the rows which have come for a rank's node, N p T' h e (`messages`). With parallel.expert_overlap each half has
 half of all this. Every mixture of gated experts has it, whatever else stands in its layer.
 That is so where rows are dispatched; on one rank without `ep` transformers' own kernels compute, and hold a few tensors more.
 
@@ -57,11 +57,11 @@ memory of the host between forward and backward. Of all of them the device then 
 where neighbours are offloaded two. The first layer of a later pipeline stage leaves on the device what the stage has received,
 T' h e, if it keeps that.
 
-A recurrent mixer is counted (`mixer_bytes`). What stands beside it, like any layer of another form, is an estimate.
+A recurrent mixer is counted (`layer_widths`). What stands beside it, like any layer of another form, is an estimate.
 
 With context parallelism T is what a rank of cp has of the tokens, padding included, and an attention's FLOPs of a token are still
 those of the whole context. Ulysses has a layer keep more, and while an attention computes there is more than it keeps: K/V of
-other ranks, sums of their gradients (`context`). By then backward has freed what stands behind the attention.
+other ranks, sums of their gradients (`messages`). By then backward has freed what stands behind the attention.
 
 What stands behind the last layer keeps, for v words on a rank:
 
@@ -86,16 +86,11 @@ from framework.model.loss import chunk_bytes
 from framework.model.stage import StageBounds
 from framework.parallel.activation_offload import choose_offloaded
 from framework.plan.activation_peaks import StageActivations
-from framework.plan.context import ContextCost
-from framework.plan.layer_widths import LayerWidths, MixtureWidths
+from framework.plan.layer_widths import ESTIMATED_BEHIND, ESTIMATED_VALUES, LayerWidths, MixtureWidths
+from framework.plan.messages import ContextCost
 from framework.plan.policies import POLICIES, Counts, PolicyCost, PolicyCosts
 from framework.recipe.schema import Memory
 
-# Hidden values that a layer of another form is taken to keep: GPT's in 16 bits, without the matrix of its attention
-# (Korthikanti et al. 2022, section 4: 34 s b h bytes).
-ESTIMATED_VALUES = 17
-# The part of these behind the attention: the second norm and the mlp (21 of 34 in the same count).
-ESTIMATED_BEHIND = 10
 # Share of such a layer that `selective` is assumed to keep, and of its forward that it saves: about Llama's.
 SELECTIVE_SHARE = 0.4
 

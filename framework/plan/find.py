@@ -9,6 +9,8 @@ from time import process_time
 from framework.errors import RecipeError
 from framework.model.experts import count_all_experts
 from framework.model.load import load_config
+from framework.output import show_bytes
+from framework.plan.auto import resolve_target
 from framework.plan.candidate import OFFLOADED, Candidate, recipe_of, values_of
 from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import Forecast
@@ -16,8 +18,6 @@ from framework.plan.rejections import SIZES, collect_constraints, describe, grou
 from framework.plan.search import By, Engine, Ranked, Search
 from framework.plan.shape import make_shape
 from framework.plan.space import Space
-from framework.plan.target import resolve_target
-from framework.plan.text import show_bytes
 from framework.recipe.check import value_of
 from framework.recipe.clusters import refuse_crowded_nodes
 from framework.recipe.schema import Recipe

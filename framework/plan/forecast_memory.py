@@ -31,9 +31,9 @@ from framework.parallel.pipeline.pipeline import FORWARDS_AT_ONCE, PipelinePlan
 from framework.parallel.pipeline.simulate import Costs
 from framework.plan.activation_peaks import MomentTable, Peak, StageActivations, make_moments, representative
 from framework.plan.activations import Activations
+from framework.plan.auto import resolve_target
 from framework.plan.candidate import Candidate, remember
 from framework.plan.cluster import ClusterRates
-from framework.plan.context import ContextCost
 from framework.plan.forecast import MemoryForecast, NodeForecast, StageMemory
 from framework.plan.layer_widths import read_masks
 from framework.plan.memory import USABLE, ranks_on_nodes, sum_fullest_node
@@ -48,10 +48,9 @@ from framework.plan.memory_states import (
     place_states,
     slack_of,
 )
+from framework.plan.messages import ContextCost, rows_of_token
 from framework.plan.policies import Counts, choose_counts, is_large, least_bytes, shorten, uniform
 from framework.plan.shape import ModelShape
-from framework.plan.target import resolve_target
-from framework.plan.token_hops import rows_of_token
 from framework.recipe.schema import Recipe
 
 # Counted over estimated activations of models without formulas, the least and the most: `scripts/bench/foresight_memory.py

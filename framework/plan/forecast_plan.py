@@ -7,16 +7,16 @@ from statistics import fmean
 
 from framework.errors import RecipeError
 from framework.mesh.placement import BLOCK_AXES
+from framework.output import show_bytes
 from framework.parallel.parallelize import find_eager_layers
 from framework.parallel.pipeline.simulate import Costs
 from framework.plan.candidate import Candidate, method_of
 from framework.plan.cluster import ClusterRates
-from framework.plan.context import find_methods
 from framework.plan.forecast import Forecast, MemoryForecast, NodeForecast
 from framework.plan.forecast_memory import describe_estimate
+from framework.plan.messages import find_methods
 from framework.plan.plan import Plan
 from framework.plan.shape import ModelShape
-from framework.plan.text import show_bytes
 from framework.plan.time import TimeModel
 from framework.plan.traffic import context_costs
 from framework.recipe.clusters import find_cluster, refuse_crowded_nodes

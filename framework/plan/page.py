@@ -11,17 +11,16 @@ from framework.mesh.placement import place
 from framework.model.flops import experts_per_token
 from framework.model.mixtures import Mixture
 from framework.model.units import Unit
-from framework.output import align
+from framework.output import align, show_bytes, show_exactly
 from framework.parallel.pipeline.draw import SIMULATED_UNIT, Panel, describe_bubble, describe_pipeline, save_picture
 from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.parallel.pipeline.schedules import write_table
 from framework.parallel.pipeline.simulate import peak_live, simulate
 from framework.parallel.zero.plan_buffers import BufferPlan
-from framework.plan.activations import ESTIMATED_VALUES
 from framework.plan.check import MEMORY, bytes_of_copies, bytes_of_fullest_node, bytes_saved
+from framework.plan.layer_widths import ESTIMATED_VALUES
 from framework.plan.operators import DOCUMENT_TOKENS, LONG_CONTEXT
 from framework.plan.plan import Plan
-from framework.plan.text import show_bytes, show_exactly
 from framework.plan.traffic import (
     context_costs,
     forwards_of,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from framework.files import write_file
 from framework.mesh.placement import Placement
+from framework.output import GIB, show_bytes, show_hours, show_seconds
 from framework.parallel.pipeline.simulate import Timeline, simulate
 from framework.plan.advice import FittingChange, describe_changes, describe_verdict
 from framework.plan.forecast import OUTSIDE, SLACK, MemoryForecast, StageMemory, TimeForecast
@@ -18,7 +19,6 @@ from framework.plan.page_charts import WORDS, Row, Rows, is_near, plan_charts
 from framework.plan.page_html import Page, Section, render_html
 from framework.plan.plan import Plan
 from framework.plan.plan_stages import forecast_run
-from framework.plan.text import GIB, show_bytes, show_hours, show_seconds
 from framework.plan.traffic import measure_traffic
 from framework.recipe.convert import load_recipe
 from framework.recipe.plugins import import_plugins

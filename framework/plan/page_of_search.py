@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from framework.errors import MeshwrightError
+from framework.output import GIB, show_bytes, show_seconds
 from framework.plan.find import Question, search
 from framework.plan.forecast import OUTSIDE, SLACK
 from framework.plan.page_charts import layouts_charts
 from framework.plan.page_html import Page, Table
 from framework.plan.rejections import Rejection, collect_constraints, describe, group_rejections
 from framework.plan.search import Ranked, Search
-from framework.plan.text import GIB, show_bytes, show_seconds
 from framework.recipe.check import with_value
 from framework.recipe.schema import Recipe
 

@@ -54,14 +54,14 @@ from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor.heads import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import Activations
+from framework.plan.auto import resolve_target
 from framework.plan.candidate import Candidate, planned_candidate, remember, topology_of
 from framework.plan.forecast import StageMemory
 from framework.plan.forecast_memory import MemoryModel
+from framework.plan.messages import find_tensor_messages
 from framework.plan.policies import Counts, refuse_unknown_operations, resolve_chunked_loss, spell, uniform
 from framework.plan.shape import ModelShape, group_parameters_of, refuse_dropped_layers, refuse_fresh_seeds
 from framework.plan.stage import PlannedStage, lay_out_stage
-from framework.plan.target import resolve_target
-from framework.plan.tensor_messages import find_tensor_messages
 from framework.recipe import schema
 from framework.recipe.derive import Derived, count_virtual_stages, derive
 from framework.recipe.schema import Recipe

@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from framework.output import align
+from framework.output import align, show_bytes, show_hours, show_seconds
 from framework.plan.check import check_stages, check_weights
 from framework.plan.forecast_plan import PlanForecast, forecast_plan
 from framework.plan.plan import Plan
-from framework.plan.text import show_bytes, show_hours, show_seconds
 from framework.recipe.schema import Recipe
 from framework.recipe.stages import RunStage, split_stages
 

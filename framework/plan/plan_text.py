@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from framework.output import show_bytes, show_hours, show_seconds, wrap
 from framework.plan.advice import FittingChange, describe_changes, describe_verdict
 from framework.plan.forecast import MemoryForecast, TimeForecast
 from framework.plan.forecast_plan import PlanForecast
 from framework.plan.page import describe_run
 from framework.plan.plan import Plan
-from framework.plan.text import show_bytes, show_hours, show_seconds, wrap
 
 # Share of a step below which a part is not named.
 SMALL = 0.005
@@ -16,7 +16,7 @@ MORE = "more: --ranks, --layouts, --schedule, --options; as a page: --html FILE"
 
 
 def describe_plan(found: PlanForecast, changes: Sequence[FittingChange]) -> Iterator[str]:
-    """The screen, in lines of at most text.WIDTH columns."""
+    """The screen, in lines of at most WIDTH columns."""
     for line in _describe(found, changes):
         yield from wrap(line)
 

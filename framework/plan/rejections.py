@@ -15,6 +15,7 @@ from framework.errors import MeshwrightError
 from framework.mesh.token_layout import ContextSlices
 from framework.model.load import layer_configs
 from framework.model.stage import StageBounds, refuse_shared_layers, refuse_sliced_values
+from framework.output import show_bytes
 from framework.parallel.attention import (
     find_whole,
     probe_causes,
@@ -28,7 +29,6 @@ from framework.plan.candidate import Candidate, method_of, recipe_of, remember
 from framework.plan.forecast import NodeForecast
 from framework.plan.shape import DEGREES, ModelShape, refuse_dropped_layers
 from framework.plan.space import CHOICES, Space
-from framework.plan.text import show_bytes
 from framework.recipe.check import FOLLOWING_KEYS, LAYOUT_KEYS, layout_rules
 from framework.recipe.layout_rules import EXPERT_KEYS
 from framework.recipe.problem import Problem

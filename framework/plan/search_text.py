@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from framework.output import align
+from framework.output import GIB, align
 from framework.plan.rejections import SIZES, describe, group_rejections
 from framework.plan.search import By, Ranked, Search
-from framework.plan.text import GIB
 from framework.recipe.keys import plain
 from framework.recipe.schema import Recipe
 

@@ -36,12 +36,19 @@ from framework.parallel.pipeline.pipeline import count_layers
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor.heads import ranks_per_kv_head
+from framework.plan.auto import resolve_target
 from framework.plan.candidate import Candidate, remember
-from framework.plan.context import AttentionShape, attention_shapes
-from framework.plan.layer_widths import LayerWidths, MixtureWidths, gated_mixture, layer_widths
-from framework.plan.mixer_bytes import MixerBytes, measure_mixer
+from framework.plan.layer_widths import (
+    AttentionShape,
+    LayerWidths,
+    MixerBytes,
+    MixtureWidths,
+    attention_shapes,
+    gated_mixture,
+    layer_widths,
+    measure_mixer,
+)
 from framework.plan.stage import RankParameters, lay_out_parameters
-from framework.plan.target import resolve_target
 from framework.recipe.schema import Launch, Parallel, Pipeline, Precision, Recipe
 
 # Families whose layers call torch.seed(), which reads the clock, in each forward: reversible layers replay their dropout by it.

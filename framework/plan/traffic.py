@@ -20,10 +20,10 @@ from framework.optim.muon import group_matrices
 from framework.parallel.pipeline.actions import ActionKind
 from framework.parallel.pipeline.lower import SENDS
 from framework.parallel.zero.plan_buffers import BufferDtypes, BufferPlan
-from framework.plan.context import ContextCost, MixerCost, Passes, attention_shapes
+from framework.plan.layer_widths import attention_shapes
+from framework.plan.messages import ContextCost, MixerCost, Passes, TokenHops, rows_of_token
 from framework.plan.plan import Plan, unconnected
 from framework.plan.policies import count_forwards, spell
-from framework.plan.token_hops import TokenHops, rows_of_token
 
 META = torch.device("meta")
 

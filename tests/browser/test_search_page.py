@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from framework.output import GIB, show_seconds
 from framework.plan.find import Question
 from framework.plan.page_html import MOST_BYTES, render_html
 from framework.plan.page_of_search import CHOICES, choice_of, choose_rows, explore, make_search_page, missing_bytes
 from framework.plan.rejections import describe
 from framework.plan.search import Ranked, Search
-from framework.plan.text import GIB, show_seconds
 from framework.recipe.compose import compose
 from tests.browser.chromium import Chromium, Tab
 from tests.grid import IN_TURN

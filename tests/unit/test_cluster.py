@@ -5,8 +5,8 @@ from math import log
 
 import pytest
 
+from framework.plan.auto import resolve_target
 from framework.plan.cluster import COLLECTIVES, ClusterRates, Grid
-from framework.plan.target import resolve_target
 from framework.recipe import clusters
 from framework.recipe.clusters import BY_GPU, KINDS, find_cluster, find_cluster_problems, read_shipped
 from framework.recipe.compose import compose

@@ -9,6 +9,7 @@ import pytest
 from framework.cli import main
 from framework.errors import RecipeError
 from framework.plan.advice import describe_verdict
+from framework.plan.auto import resolve_target
 from framework.plan.candidate import Candidate
 from framework.plan.check import check_layout
 from framework.plan.cluster import ClusterRates
@@ -18,7 +19,6 @@ from framework.plan.forecast_plan import BY_DATA_SHEETS, forecast_plan
 from framework.plan.page import describe_run
 from framework.plan.plan import make_plan
 from framework.plan.shape import make_shape
-from framework.plan.target import resolve_target
 from framework.plan.time import TimeModel
 from framework.recipe.compose import compose, compose_for_nodes
 from framework.recipe.schema import Recipe

@@ -14,7 +14,7 @@ import pytest
 from framework.cli import main
 from framework.errors import MeshwrightError, RecipeError
 from framework.model.load import load_config
-from framework.plan.auto import require_layout
+from framework.plan.auto import require_layout, resolve_target
 from framework.plan.bounds import first_in_flight
 from framework.plan.candidate import Candidate, candidate_of, recipe_of, values_of
 from framework.plan.check import check_layout
@@ -38,7 +38,6 @@ from framework.plan.search import (
 )
 from framework.plan.shape import ModelShape, make_shape
 from framework.plan.space import CHOICES, Space
-from framework.plan.target import resolve_target
 from framework.recipe.check import LAYOUT_KEYS, check_recipe
 from framework.recipe.compose import change_pins, compose, compose_open, find_pins, load_recipe, save_recipe
 from framework.recipe.convert import write_layout

@@ -6,6 +6,7 @@ from itertools import islice
 
 import pytest
 
+from framework.output import show_bytes
 from framework.plan.advice import describe_relief, describe_savings, describe_verdict, find_relief, find_savings
 from framework.plan.check import check_layout, most_bytes
 from framework.plan.forecast_plan import forecast_plan
@@ -14,7 +15,6 @@ from framework.plan.page_of_plan import make_page
 from framework.plan.plan import GB, Plan, make_plan
 from framework.plan.plan_text import describe_plan
 from framework.plan.search import Engine
-from framework.plan.text import show_bytes
 from framework.recipe.compose import compose
 from tests.grid import IN_TURN
 

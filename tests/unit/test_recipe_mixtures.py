@@ -11,11 +11,11 @@ from framework.errors import RecipeError
 from framework.model.expert_rows import Router
 from framework.model.flops import measure_model
 from framework.model.load import build_meta
+from framework.output import show_bytes
 from framework.plan.candidate import planned_candidate, topology_of
 from framework.plan.check import check_layout, most_bytes
+from framework.plan.messages import TokenHops
 from framework.plan.page import describe_layouts, describe_ranks
-from framework.plan.text import show_bytes
-from framework.plan.token_hops import TokenHops
 from framework.plan.traffic import measure_traffic, sent_over_hops
 from framework.recipe.clusters import read_shipped
 from framework.recipe.compose import compose
