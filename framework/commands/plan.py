@@ -96,7 +96,7 @@ def print_plan(
         save_schedule(schedule_to, plan.pipeline, plan.derived.accumulation, plan.title)
         print(f"wrote the schedule to {schedule_to}")
     if html is not None:
-        from framework.plan.page_of_plan import make_page
+        from framework.plan.pages import make_page
 
         write_html(html, make_page(found, changes))
         print(f"wrote {html}")

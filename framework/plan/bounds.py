@@ -33,10 +33,14 @@ from framework.parallel.pipeline.simulate import Costs
 from framework.plan.activation_peaks import representative
 from framework.plan.bubble import least_length
 from framework.plan.candidate import Candidate, Checkpointing, remember
+from framework.plan.cluster import ClusterRates
+from framework.plan.forecast import Forecast
 from framework.plan.forecast_memory import LAYER, MemoryModel
 from framework.plan.memory import sum_largest
 from framework.plan.memory_states import FRAGMENTATION
+from framework.plan.shape import ModelShape
 from framework.plan.time import DIVISION, WORK, TimeModel
+from framework.recipe.schema import Recipe
 
 # Lower bound of the bytes of a gradient's element (`BufferDtypes.gradient`).
 GRADIENT_BYTES = 4
@@ -189,3 +193,16 @@ class TimeBounds:
         if c.pp == 1:
             return c.accumulation * sum(map(sum, (costs.forward, costs.input, costs.weight)))
         return least_length(c.schedule, owners, c.accumulation, costs)
+
+
+class Engine:
+    """Forecasts and their lower bounds, for one model, recipe and cluster."""
+
+    def __init__(self, shape: ModelShape, recipe: Recipe, cluster: ClusterRates):
+        self.shape, self.cluster, self.times = shape, cluster, TimeModel(shape, recipe, cluster)
+        self.bytes = self.times.memory
+        self.least_bytes, self.least_time = MemoryBounds(self.bytes), TimeBounds(self.times)
+
+    def forecast(self, candidate: Candidate) -> Forecast:
+        """Bytes and seconds of a layout."""
+        return Forecast(self.bytes.forecast(candidate, self.cluster), self.times.forecast(candidate))

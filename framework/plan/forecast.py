@@ -1,7 +1,9 @@
 """Forecast of a layout: bytes of each rank of its pipeline and seconds of a step, both in parts that can be checked."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+
+from framework.output import show_bytes
 
 SLACK = "allocator slack"
 OUTSIDE = "outside torch"
@@ -142,3 +144,20 @@ class Forecast:
 
     memory: MemoryForecast
     time: TimeForecast
+
+
+def describe_shortages(node: NodeForecast) -> Iterator[str]:
+    """Resources that a node lacks, each with the key that states what it has; empty where the layout fits."""
+    needed = node.offloaded + node.copies
+    if needed and node.spare < 0:
+        what = [f"{show_bytes(node.offloaded)} of what is offloaded"] * (node.offloaded > 0)
+        what += [f"{show_bytes(node.copies)} of copies of steps (checkpoint.neighbor_copies)"] * (node.copies > 0)
+        where = f"{show_bytes(node.limit)} of a node's {show_bytes(node.there)} of host memory (cluster.host_memory_gb)"
+        if node.offloaded + node.copies <= node.limit:
+            where = f"{show_bytes(node.there // 2)} of /dev/shm, half of a node's host memory (cluster.host_memory_gb)"
+        yield f"{show_bytes(-node.spare)} over the {where}, for {' and '.join(what)}"
+    if node.disk_limit is not None and node.disk > node.disk_limit:
+        yield (
+            f"{show_bytes(node.disk - node.disk_limit)} over the {show_bytes(node.disk_limit)} of a node's own disks"
+            f" (cluster.node_disk_gb), for {show_bytes(node.disk)} of files of states"
+        )
