@@ -23,9 +23,9 @@ from framework.parallel import parallelize
 from framework.parallel.attention import find_stock_attention
 from framework.plan import plan as plan_module
 from framework.plan import stage as stage_module
+from framework.plan.forecast_plan import measure_traffic
 from framework.plan.plan import make_plan
 from framework.plan.space import FIELDS_OF_KEYS
-from framework.plan.traffic import measure_traffic
 from framework.recipe import derive as derive_module
 from framework.recipe.check import FOLLOWING_KEYS, LAYOUT_KEYS
 from framework.recipe.compose import compose

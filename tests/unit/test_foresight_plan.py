@@ -16,8 +16,8 @@ from framework.plan.cluster import ClusterRates
 from framework.plan.forecast import MemoryForecast, StageMemory
 from framework.plan.forecast_memory import MemoryModel
 from framework.plan.forecast_plan import BY_DATA_SHEETS, forecast_plan
-from framework.plan.page import describe_run
 from framework.plan.plan import make_plan
+from framework.plan.plan_text import describe_run
 from framework.plan.shape import make_shape
 from framework.plan.time import TimeModel
 from framework.recipe.compose import compose, compose_for_nodes

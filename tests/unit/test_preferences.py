@@ -20,8 +20,8 @@ from framework.data.store import TokenStream
 from framework.errors import DataError
 from framework.model.loss import IGNORE
 from framework.plan.forecast_plan import forecast_plan
-from framework.plan.page import describe_run
 from framework.plan.plan import make_plan
+from framework.plan.plan_text import describe_run
 from framework.recipe.compose import compose
 from framework.recipe.method_schema import NONE, PROBE, UNWANTED, WANTED
 from framework.recipe.schema import Adapter, Batch, Data, LossSettings, Model, Recipe, Source
