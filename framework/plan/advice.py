@@ -17,11 +17,11 @@ from framework.errors import MeshwrightError, OutOfMemory, RecipeError
 from framework.output import align, show_bytes
 from framework.plan.candidate import OFFLOADED, candidate_of
 from framework.plan.cluster import ClusterRates
-from framework.plan.forecast import Forecast, MemoryForecast, describe_shortages
+from framework.plan.forecast_memory import MemoryForecast, describe_shortages
 from framework.plan.forecast_plan import LITTLE, PlanForecast, forecast_plan, measure_traffic
 from framework.plan.plan import Plan, make_plan
 from framework.plan.space import ModelRules
-from framework.plan.time import TimeModel
+from framework.plan.time import Forecast, TimeModel
 from framework.recipe.check import check_recipe, with_value
 from framework.recipe.schema import Recipe
 

@@ -23,7 +23,7 @@ from framework.model.weights import refuse_other_weights, refuse_unwritable_conf
 from framework.optim.optimizers import state_names
 from framework.output import show_bytes
 from framework.parallel.fp8_layers import require_torchao
-from framework.plan.memory import USABLE, sum_fullest_node
+from framework.plan.forecast_memory import USABLE, sum_fullest_node
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.files import origin_of
 from framework.recipe.problem import render_problems

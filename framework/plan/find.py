@@ -28,10 +28,10 @@ from framework.plan.auto import resolve_target
 from framework.plan.bounds import Engine
 from framework.plan.candidate import OFFLOADED, Candidate, recipe_of, values_of
 from framework.plan.cluster import ClusterRates
-from framework.plan.forecast import Forecast, TimeForecast
 from framework.plan.search import SIZES, By, Ranked, Search, describe, group_rejections
 from framework.plan.shape import make_shape
 from framework.plan.space import Space, collect_constraints
+from framework.plan.time import Forecast, TimeForecast
 from framework.recipe.check import value_of, with_value
 from framework.recipe.clusters import refuse_crowded_nodes
 from framework.recipe.keys import plain

@@ -32,14 +32,13 @@ from framework.parallel.zero.plan_buffers import BufferDtypes, BufferPlan
 from framework.plan.candidate import Candidate, method_of
 from framework.plan.check import check_stages, check_weights
 from framework.plan.cluster import ClusterRates
-from framework.plan.forecast import Forecast, MemoryForecast, NodeForecast
-from framework.plan.forecast_memory import describe_estimate
+from framework.plan.forecast_memory import MemoryForecast, NodeForecast, describe_estimate
 from framework.plan.layer_widths import attention_shapes
 from framework.plan.messages import ContextCost, MixerCost, Passes, TokenHops, find_methods, rows_of_token
 from framework.plan.plan import Plan, unconnected
 from framework.plan.policies import count_forwards, spell
 from framework.plan.shape import ModelShape
-from framework.plan.time import TimeModel
+from framework.plan.time import Forecast, TimeModel
 from framework.recipe.clusters import find_cluster, refuse_crowded_nodes
 from framework.recipe.derive import compiles
 from framework.recipe.overrides import write_value

@@ -109,6 +109,10 @@ class LayerWidths:
     # None where the mlp is no mixture.
     mixture: "MixtureWidths | None" = None
 
+    def of_rank(self, tp: int) -> tuple[int, int, int]:
+        """Features of queries and of keys on a rank of tp, and its heads."""
+        return self.q // tp, self.kv // min(tp, self.kv_heads), self.heads // tp
+
 
 @dataclass(frozen=True)
 class MixtureWidths:

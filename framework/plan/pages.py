@@ -18,12 +18,13 @@ from framework.mesh.placement import Placement
 from framework.output import GIB, show_bytes, show_hours, show_seconds
 from framework.parallel.pipeline.simulate import Timeline, simulate
 from framework.plan.advice import FittingChange, describe_changes, describe_verdict
-from framework.plan.forecast import OUTSIDE, SLACK, MemoryForecast, StageMemory, TimeForecast
+from framework.plan.forecast_memory import OUTSIDE, SLACK, MemoryForecast, StageMemory
 from framework.plan.forecast_plan import PlanForecast, forecast_run, measure_traffic
 from framework.plan.page_charts import WORDS, Row, Rows, is_near, layouts_charts, plan_charts
 from framework.plan.page_html import Page, Section, Table, render_html
 from framework.plan.plan import Plan
 from framework.plan.search import Ranked, Rejection, Search, describe, group_rejections
+from framework.plan.time import TimeForecast
 from framework.recipe.convert import load_recipe
 from framework.recipe.plugins import import_plugins
 

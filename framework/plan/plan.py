@@ -56,8 +56,7 @@ from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import Activations
 from framework.plan.auto import resolve_target
 from framework.plan.candidate import Candidate, planned_candidate, remember, topology_of
-from framework.plan.forecast import StageMemory
-from framework.plan.forecast_memory import MemoryModel
+from framework.plan.forecast_memory import MemoryModel, StageMemory
 from framework.plan.messages import find_tensor_messages
 from framework.plan.policies import Counts, refuse_unknown_operations, resolve_chunked_loss, spell, uniform
 from framework.plan.shape import ModelShape, group_parameters_of, refuse_dropped_layers, refuse_fresh_seeds

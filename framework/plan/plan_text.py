@@ -23,7 +23,7 @@ from framework.parallel.pipeline.simulate import peak_live, simulate
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.advice import FittingChange, describe_changes, describe_verdict
 from framework.plan.check import MEMORY, bytes_of_copies, bytes_of_fullest_node, bytes_saved
-from framework.plan.forecast import MemoryForecast, TimeForecast
+from framework.plan.forecast_memory import MemoryForecast
 from framework.plan.forecast_plan import (
     PlanForecast,
     context_costs,
@@ -36,6 +36,7 @@ from framework.plan.forecast_plan import (
 from framework.plan.layer_widths import ESTIMATED_VALUES
 from framework.plan.operators import DOCUMENT_TOKENS, LONG_CONTEXT
 from framework.plan.plan import Plan
+from framework.plan.time import TimeForecast
 from framework.recipe.derive import compiles, find_compile_obstacle
 from framework.recipe.describe import describe_derived
 from framework.recipe.method_schema import LossSettings

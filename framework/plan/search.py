@@ -30,9 +30,10 @@ import numpy as np
 from framework.output import show_bytes
 from framework.plan.bounds import Engine, Schedules, Way
 from framework.plan.candidate import Candidate, method_of, remember
-from framework.plan.forecast import Forecast, NodeForecast, describe_shortages
-from framework.plan.memory_states import Places, place_states
+from framework.plan.forecast_memory import NodeForecast, describe_shortages
 from framework.plan.space import CHOICES, Constraints, Kind, Space
+from framework.plan.state_bytes import Places, place_states
+from framework.plan.time import Forecast
 
 By = Literal["time", "memory"]
 Mesh = tuple[int, int, int, int, int]

@@ -236,10 +236,7 @@ KEEPS: Mapping[str, Mapping[str, Keeps]] = {
     "zero": {"zero.stage": _keeps("zero.stage", "zero"), "zero.shard_within": _keeps_shard},
     "states": _keeps_offload("optimizer") | _keeps_offload("parameters"),
 }
-
-
 # --- constraints
-
 Kind = Literal["rule", "model", "memory", "node"]
 # The fields of a candidate on which the value of a key depends, in the recipe that `recipe_of` makes of it.
 FIELDS_OF_KEYS: dict[str, tuple[str, ...]] = {

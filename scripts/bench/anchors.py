@@ -19,10 +19,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import ClusterRates, Grid
-from framework.plan.forecast import TimeForecast
 from framework.plan.profile import Profile
 from framework.plan.shape import DEFAULT, ModelShape, make_shape
-from framework.plan.time import TimeModel
+from framework.plan.time import TimeForecast, TimeModel
 from framework.recipe.clusters import read_shipped
 from framework.recipe.schema import Memory, Recipe, Zero
 

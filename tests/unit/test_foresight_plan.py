@@ -13,8 +13,7 @@ from framework.plan.auto import resolve_target
 from framework.plan.candidate import Candidate
 from framework.plan.check import check_layout
 from framework.plan.cluster import ClusterRates
-from framework.plan.forecast import MemoryForecast, StageMemory
-from framework.plan.forecast_memory import MemoryModel
+from framework.plan.forecast_memory import MemoryForecast, MemoryModel, StageMemory
 from framework.plan.forecast_plan import BY_DATA_SHEETS, forecast_plan
 from framework.plan.plan import make_plan
 from framework.plan.plan_text import describe_run

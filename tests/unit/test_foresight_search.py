@@ -20,12 +20,12 @@ from framework.plan.candidate import Candidate, candidate_of, recipe_of, values_
 from framework.plan.check import check_layout
 from framework.plan.cluster import ClusterRates
 from framework.plan.find import Question, best_of, search
-from framework.plan.forecast import MemoryForecast
-from framework.plan.memory_states import FRAGMENTATION
+from framework.plan.forecast_memory import MemoryForecast
 from framework.plan.page_html import require_page
 from framework.plan.search import SCHEDULE, STATES, WAY, WORK, By, Ranked, Search, describe, mesh_of, rank_layout
 from framework.plan.shape import ModelShape, make_shape
 from framework.plan.space import CHOICES, Constraints, Space, collect_constraints
+from framework.plan.state_bytes import FRAGMENTATION
 from framework.recipe.check import LAYOUT_KEYS, check_recipe
 from framework.recipe.compose import change_pins, compose, compose_open, find_pins, load_recipe, save_recipe
 from framework.recipe.convert import write_layout
