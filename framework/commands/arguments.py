@@ -187,7 +187,7 @@ keys (`meshwright check --keys [WORD]` explains them):
 
 
 def _guess_option(word: str, help_text: str) -> str:
-    from framework.recipe.suggest import nearest
+    from framework.recipe.keys import nearest
 
     near = nearest(word.partition("=")[0].lstrip("-"), re.findall(r"--([a-z-]+)", help_text))
     return f"; did you mean --{near[0]}?" if near else ""

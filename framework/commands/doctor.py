@@ -20,7 +20,7 @@ from framework.launch.jobs import find_option_problems, partitions, reach
 from framework.launch.places import refuse_unreachable, refuse_unwritable
 from framework.object_store import is_url
 from framework.optim.disk_file import refuse_folder
-from framework.recipe.clusters import find_cluster
+from framework.recipe.machines import find_cluster
 from framework.recipe.schema import Recipe
 
 PACKAGES = ("torch", "transformers", "datasets", "hydra-core", "wandb")

@@ -287,8 +287,8 @@ def _rank_again(question: "Question", options: argparse.Namespace, folder: Path)
     from framework.plan.cluster import ClusterRates
     from framework.plan.find import Tried, correct, describe_factors, fit_factors, forecast_layout, resolved, write_text
     from framework.plan.search import describe
-    from framework.recipe.clusters import find_cluster
     from framework.recipe.convert import write_cluster_file
+    from framework.recipe.machines import find_cluster
 
     measured = dict(_read_measured(folder))
     if not measured:

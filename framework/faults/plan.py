@@ -17,7 +17,7 @@ from typing import Any
 
 from framework.errors import RunError
 from framework.monitor.phases import START_UP, Phase
-from framework.recipe.suggest import nearest
+from framework.recipe.keys import nearest
 from framework.track.lines import read_lines
 
 PLAN_FILE, LOG_FILE = "faults.jsonl", "faults.log"

@@ -22,12 +22,11 @@ from framework.recipe.compose import compose, load_recipe
 from framework.recipe.describe import describe_experiments
 from framework.recipe.environment import HIDDEN, is_secret
 from framework.recipe.files import search_path
-from framework.recipe.keys import flatten
+from framework.recipe.keys import flatten, nearest
 from framework.recipe.overrides import parse_overrides, write_override, write_resume
 from framework.recipe.problem import render_problems, show
 from framework.recipe.run_rules import find_run_root_problems
 from framework.recipe.schema import Recipe, Run
-from framework.recipe.suggest import nearest
 
 SHOWN_RUNS = 10
 # Keys that the run's folder states.

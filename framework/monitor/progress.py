@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from framework.lease import Lease
 from framework.mesh.topology import Topology
 from framework.monitor.phases import Current, Phase, Phases
-from framework.recipe.launch_rules import FLOOR_S, Deadlines
+from framework.recipe.machines import FLOOR_S, Deadlines
 
 if TYPE_CHECKING:
     from framework.comm.communicator import Communicator

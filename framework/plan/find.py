@@ -33,8 +33,8 @@ from framework.plan.shape import make_shape
 from framework.plan.space import Space, collect_constraints
 from framework.plan.time import Forecast, TimeForecast
 from framework.recipe.check import value_of, with_value
-from framework.recipe.clusters import refuse_crowded_nodes
 from framework.recipe.keys import plain
+from framework.recipe.machines import refuse_crowded_nodes
 from framework.recipe.schema import Cluster, ClusterLink, ClusterMatmul, Recipe
 
 # Layouts within this share of a step's seconds count as equally fast: forecasts are off by far more (docs/foresight.md).

@@ -1,8 +1,8 @@
 """The one model of a rank's bytes over a step: for a plan, and for thousands of layouts of a search.
 
     kind            content                                                                 known
-    parameters ...  states, and what of them is gathered: as `plan/state_bytes.py` has them      exactly, padding included
-    activations     what layers keep, by microbatches in flight (`plan/activations.py`)     formulas, or estimated
+    parameters ...  states, and what of them is gathered (`state_bytes.py`)                 exactly, padding included
+    activations     what layers keep, by microbatches in flight (`activation_bytes.py`)     formulas, or estimated
     logits          what the loss keeps                                                     exactly
     temporaries     tensors inside of one layer's backward, or of the loss                  formulas
     communication   hidden states that a pipeline sends and receives                        by the executor's actions

@@ -39,8 +39,8 @@ from framework.plan.plan import Plan, unconnected
 from framework.plan.policies import count_forwards, spell
 from framework.plan.shape import ModelShape
 from framework.plan.time import Forecast, TimeModel
-from framework.recipe.clusters import find_cluster, refuse_crowded_nodes
 from framework.recipe.derive import compiles
+from framework.recipe.machines import find_cluster, refuse_crowded_nodes
 from framework.recipe.overrides import write_value
 from framework.recipe.schema import Cluster as ClusterRecipe
 from framework.recipe.schema import Recipe

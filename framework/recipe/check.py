@@ -1,4 +1,4 @@
-"""Check a recipe by the rules of `layout_rules`, `run_rules` and `launch_rules`, in order; and the keys that make its layout.
+"""Check a recipe by the rules of `layout_rules`, `run_rules` and `machines`, in order; and the keys that make its layout.
 
 A layout never changes what a run learns (docs/architecture.md), so `meshwright search` chooses its keys by predicted time.
 `parallel.layout=auto` leaves them open until the run begins; rules that read one of them are asked of the chosen recipe.
@@ -10,8 +10,8 @@ from dataclasses import replace
 from framework.recipe.derive import count_virtual_stages
 from framework.recipe.files import origin_of
 from framework.recipe.keys import default_of, value_of, with_value
-from framework.recipe.launch_rules import LAUNCH_RULES
 from framework.recipe.layout_rules import EXPERT_KEYS, LAYOUT_RULES, USELESS_RULES
+from framework.recipe.machines import LAUNCH_RULES
 from framework.recipe.problem import Problem, Rule, RuleBody
 from framework.recipe.run_rules import RUN_RULES
 from framework.recipe.schema import Recipe

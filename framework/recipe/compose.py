@@ -20,18 +20,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from framework.errors import RecipeError
 from framework.recipe.check import LAYOUT_KEYS, check_recipe
-from framework.recipe.clusters import count_devices_of_node
 from framework.recipe.convert import LAYOUT, MANDATORY, apply_part, load_recipe, read_base, save_recipe, to_recipe
 from framework.recipe.derive import count_dp, count_ranks, find_world_problems
 from framework.recipe.environment import keep_references
 from framework.recipe.files import compose_files, find_file, list_defaults, origin_of, remove_origin, search_path
-from framework.recipe.keys import default_of, flatten, join, value_of, with_value
+from framework.recipe.keys import default_of, flatten, join, nearest, value_of, with_value
+from framework.recipe.machines import count_devices_of_node
 from framework.recipe.overrides import PLUGINS, apply_values, expand_sweep, parse_overrides
 from framework.recipe.plugins import import_plugins, is_path
 from framework.recipe.problem import COMMAND_LINE, DEFAULT, Problem, label_of, render_problems
 from framework.recipe.schema import Recipe
 from framework.recipe.stages import UNTIL
-from framework.recipe.suggest import nearest
 
 __all__ = ["Composition", "compose", "expand_sweep", "load_recipe", "save_recipe"]
 

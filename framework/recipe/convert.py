@@ -24,11 +24,23 @@ from omegaconf._utils import get_omega_conf_dumper
 from framework.errors import RecipeError
 from framework.files import PRIVATE, write_file
 from framework.recipe.files import YamlLoader, origin_of, remove_origin, trace_file
-from framework.recipe.keys import flatten, is_union, join, legal_values, named_group, nest, plain, split_optional
+from framework.recipe.keys import (
+    explain_place,
+    explain_unknown,
+    explain_value,
+    flatten,
+    is_union,
+    join,
+    legal_values,
+    named_group,
+    nearest,
+    nest,
+    plain,
+    split_optional,
+)
 from framework.recipe.plugins import added_names, are_imported
 from framework.recipe.problem import COMMAND_LINE, Problem, label_of, render_problems, show, yaml_problem
 from framework.recipe.schema import Recipe
-from framework.recipe.suggest import explain_place, explain_unknown, explain_value, nearest
 
 MANDATORY = "???"  # how OmegaConf and Hydra write "must be given"
 Limits = tuple[float | None, float | None]  # the closed range of a number, or of the numbers in a list

@@ -35,9 +35,8 @@ from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from framework.errors import RecipeError
-from framework.recipe.keys import join, list_groups
+from framework.recipe.keys import join, list_groups, nearest
 from framework.recipe.problem import COMMAND_LINE, DEFAULT, Problem, label_of, shipped_recipes, yaml_problem
-from framework.recipe.suggest import nearest
 
 ENDINGS = (".yaml", ".yml")
 # A measured cluster file has some thousand values, the largest recipe of ours 300.

@@ -34,10 +34,9 @@ from framework.recipe.files import (
     remove_origin,
     trace_value,
 )
-from framework.recipe.keys import list_paths
+from framework.recipe.keys import explain_unknown, list_paths
 from framework.recipe.problem import COMMAND_LINE, Problem, render_problems, show
 from framework.recipe.schema import Run
-from framework.recipe.suggest import explain_unknown
 
 PLUGINS = "plugins"
 

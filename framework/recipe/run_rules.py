@@ -12,12 +12,11 @@ from framework.object_store import is_url
 from framework.output import CONTROLS, in_a_line
 from framework.recipe.derive import count_nodes, count_ranks
 from framework.recipe.environment import hide_secrets, is_secret, looks_secret
-from framework.recipe.keys import flatten
+from framework.recipe.keys import flatten, nearest
 from framework.recipe.method_rules import METHOD_RULES
 from framework.recipe.plugins import added_names
 from framework.recipe.problem import COUNTED, DEGREES, Problem, Rule, refuse, refuse_useless, rule
 from framework.recipe.schema import Recipe, Source
-from framework.recipe.suggest import nearest
 
 # Names that folders, wandb ids and SLURM job names all accept.
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -63,7 +63,7 @@ from framework.plan.advice import explain_out_of_memory
 from framework.plan.check import check_machine
 from framework.plan.plan import Plan, make_plan
 from framework.recipe.derive import Derived, derive
-from framework.recipe.launch_rules import find_deadlines
+from framework.recipe.machines import find_deadlines
 from framework.recipe.schema import Recipe
 from framework.recipe.stages import RunStage, describe_stage, stage_after
 from framework.track.observers import Observers, open_observers

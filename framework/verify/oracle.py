@@ -38,6 +38,7 @@ from framework.verify.plain import (
     PlainAdapters,
     PlainLossScale,
     PlainMixtures,
+    PlainStability,
     compare_answers,
     decay_nothing,
     find_constants,
@@ -45,6 +46,7 @@ from framework.verify.plain import (
     is_trained,
     learning_rate,
     score_answers,
+    widen,
 )
 from framework.verify.plain_optimizers import Noise, PlainLion, PlainMuon, find_matrices, measure_noise
 from framework.verify.plain_rounding import (
@@ -56,7 +58,6 @@ from framework.verify.plain_rounding import (
     round_master,
     round_rows_of_experts,
 )
-from framework.verify.plain_stability import PlainStability, widen
 
 CPU = torch.device("cpu")
 # For Lion: how many more times each step's gradients are computed, from weights that are rounded differently.

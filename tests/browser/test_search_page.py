@@ -84,11 +84,7 @@ def picked(tab: Tab) -> dict[str, str]:
 def is_said_of(said: dict[str, str], layout: Ranked) -> bool:
     """Whether all that the page says of the picked layout is what was foretold of this one."""
     time, memory = layout.forecast.time, layout.forecast.memory
-    room = (
-        f"{layout.missing / GIB:,.1f} GiB over"
-        if layout.missing
-        else f"{memory.spare / GIB:,.1f} GiB to spare"
-    )
+    room = f"{layout.missing / GIB:,.1f} GiB over" if layout.missing else f"{memory.spare / GIB:,.1f} GiB to spare"
     expected = {
         "layout": describe(layout.candidate),
         "step": show_seconds(time.step_s),

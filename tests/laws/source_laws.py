@@ -44,7 +44,6 @@ ORACLE = (
     "plain",
     "plain_optimizers",
     "plain_rounding",
-    "plain_stability",
     "evidence",
     "compare",
 )

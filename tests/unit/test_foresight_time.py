@@ -21,7 +21,7 @@ from framework.plan.sharding import RESTART_S, expected_goodput
 from framework.plan.stage_times import find_length, least_length
 from framework.plan.time import PARTS, TimeForecast, TimeModel
 from framework.recipe import schema
-from framework.recipe.clusters import read_shipped
+from framework.recipe.machines import read_shipped
 from framework.recipe.schema import Recipe
 from tests.grid import IN_TURN
 

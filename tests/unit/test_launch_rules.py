@@ -4,7 +4,7 @@ import pytest
 
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
-from framework.recipe.launch_rules import seconds_of
+from framework.recipe.machines import seconds_of
 
 SLURM = ("launch=slurm", "batch.sequences_per_step=256")
 

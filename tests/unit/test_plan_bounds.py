@@ -17,8 +17,8 @@ from framework.plan.forecast_memory import MemoryForecast, ranks_on_nodes
 from framework.plan.forecast_plan import forecast_plan
 from framework.plan.plan import Plan
 from framework.plan.state_bytes import measure_units, total_on_host
-from framework.recipe.clusters import BY_GPU, OF_CPUS, read_shipped
 from framework.recipe.compose import compose, compose_for_nodes, compose_open, find_pins
+from framework.recipe.machines import BY_GPU, OF_CPUS, read_shipped
 from tests.grid import IN_TURN
 
 pytestmark = IN_TURN

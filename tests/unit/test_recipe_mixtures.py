@@ -17,9 +17,9 @@ from framework.plan.check import check_layout, most_bytes
 from framework.plan.forecast_plan import measure_traffic, sent_over_hops
 from framework.plan.messages import TokenHops
 from framework.plan.plan_text import describe_layouts, describe_ranks
-from framework.recipe.clusters import read_shipped
 from framework.recipe.compose import compose
 from framework.recipe.derive import derive
+from framework.recipe.machines import read_shipped
 from framework.verify.prepare import VerifyOptions, shrink_recipe
 from tests.grid import IN_TURN, few_of
 

@@ -6,8 +6,16 @@ import pytest
 
 from framework.recipe.compose import compose
 from framework.recipe.convert import to_recipe
-from framework.recipe.keys import NAME, list_paths
-from framework.recipe.suggest import OUR_VALUES, explain_unknown, foreign_names, list_systems, names_of, read_table
+from framework.recipe.keys import (
+    NAME,
+    OUR_VALUES,
+    explain_unknown,
+    foreign_names,
+    list_paths,
+    list_systems,
+    names_of,
+    read_table,
+)
 
 KEYS = list_paths()
 

@@ -16,7 +16,7 @@ from framework.monitor.hang import RANKS_FILE, TRAINING, RankStatus, read_ranks,
 from framework.monitor.phases import Phase, Phases
 from framework.monitor.progress import FIRST_STEPS, Progress, Save
 from framework.monitor.watchdog import Watchdog
-from framework.recipe.launch_rules import Deadlines
+from framework.recipe.machines import Deadlines
 from framework.track.lines import read_lines
 from framework.track.report import HANGS_FILE
 
