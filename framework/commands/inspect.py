@@ -15,6 +15,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what is at the path."""
-    from framework.checkpoint.inspect import inspect_command
+    from framework.checkpoint.load import inspect_command
 
     return inspect_command(open_place(arguments.path) if is_url(arguments.path) else find_run(arguments.path))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from framework.checkpoint.inspect import inspect_command
+from framework.checkpoint.load import inspect_command
 from framework.data import store as store_module
 from framework.data.inspect import find_damage
 from framework.data.pack import Packer

@@ -19,7 +19,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from framework import object_store
-from framework.checkpoint.inspect import inspect_command
+from framework.checkpoint.load import inspect_command
 from framework.data import cache as cache_module
 from framework.data import remote
 from framework.data.cache import NodeCache
