@@ -22,7 +22,8 @@ from framework.plan.forecast_plan import LITTLE, PlanForecast, forecast_plan, me
 from framework.plan.plan import Plan, make_plan
 from framework.plan.space import ModelRules
 from framework.plan.time import Forecast, TimeModel
-from framework.recipe.check import check_recipe, with_value
+from framework.recipe.check import check_recipe
+from framework.recipe.keys import with_value
 from framework.recipe.schema import Recipe
 
 Setting = tuple[str, Any]

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 from framework.errors import RecipeError
 from framework.mesh.topology import Topology, count_expert_shards, count_passing, shards_within_node
-from framework.recipe.check import FOLLOWING_KEYS, LAYOUT_KEYS, is_world_stated, let_rest_follow, value_of
+from framework.recipe.check import FOLLOWING_KEYS, LAYOUT_KEYS, is_world_stated, let_rest_follow
 from framework.recipe.derive import (
     SPLIT_BACKWARDS,
     Derived,
@@ -22,6 +22,7 @@ from framework.recipe.derive import (
     count_virtual_stages,
     derive,
 )
+from framework.recipe.keys import value_of
 from framework.recipe.schema import Offload, Recipe
 
 Checkpointing = Literal["none", "selective", "full", "sqrt"]

@@ -32,8 +32,7 @@ from framework.plan.search import SIZES, By, Ranked, Search, describe, group_rej
 from framework.plan.shape import make_shape
 from framework.plan.space import Space, collect_constraints
 from framework.plan.time import Forecast, TimeForecast
-from framework.recipe.check import value_of, with_value
-from framework.recipe.keys import plain
+from framework.recipe.keys import plain, value_of, with_value
 from framework.recipe.machines import refuse_crowded_nodes
 from framework.recipe.schema import Cluster, ClusterLink, ClusterMatmul, Recipe
 

@@ -32,8 +32,9 @@ from framework.parallel.experts.split import check_experts
 from framework.parallel.pipeline.pipeline import refuse_few_layers
 from framework.plan.candidate import Candidate, Checkpointing, method_of, recipe_of, remember
 from framework.plan.shape import DEGREES, ModelShape, refuse_dropped_layers
-from framework.recipe.check import FOLLOWING_KEYS, LAYOUT_KEYS, layout_rules, value_of
+from framework.recipe.check import FOLLOWING_KEYS, LAYOUT_KEYS, layout_rules
 from framework.recipe.derive import count_nodes, count_ranks, divisors
+from framework.recipe.keys import value_of
 from framework.recipe.layout_rules import EXPERT_KEYS
 from framework.recipe.problem import Problem
 from framework.recipe.schema import Parallel, Recipe

@@ -10,11 +10,12 @@ of groups, then an experiment, then the command line. Of two alternatives the st
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -23,7 +24,15 @@ from framework.recipe.check import LAYOUT_KEYS, check_recipe
 from framework.recipe.convert import LAYOUT, MANDATORY, apply_part, load_recipe, read_base, save_recipe, to_recipe
 from framework.recipe.derive import count_dp, count_ranks, find_world_problems
 from framework.recipe.environment import keep_references
-from framework.recipe.files import compose_files, find_file, list_defaults, origin_of, remove_origin, search_path
+from framework.recipe.files import (
+    compose_files,
+    find_file,
+    list_defaults,
+    origin_of,
+    remove_origin,
+    search_path,
+    trace_file,
+)
 from framework.recipe.keys import default_of, flatten, join, nearest, value_of, with_value
 from framework.recipe.machines import count_devices_of_node
 from framework.recipe.overrides import PLUGINS, apply_values, expand_sweep, parse_overrides
@@ -48,13 +57,14 @@ class Composition:
 
     `recipe` is None if there are problems. `draft` is always there, with the schema's default where a value is wrong; it is
     for messages and for looking up the run's folder, never for running. `origins`: each dotted key to
-    `recipes/optim/adamw.yaml:3`, `command line` or `default`.
+    `recipes/optim/adamw.yaml:3`, `command line` or `default`. `notes`: lines on choices that had less effect than they seem to.
     """
 
     recipe: Recipe | None
     draft: Recipe
     problems: list[Problem]
     origins: dict[str, str]
+    notes: tuple[str, ...] = ()
 
     def require(self) -> Recipe:
         """The recipe; RecipeError with all problems where there are any."""
@@ -90,8 +100,21 @@ def compose(overrides: Iterable[str], recipe_dirs: Sequence[Path] = (), base: Pa
         if not problems:
             recipe = let_microbatch_follow(recipe, origins)
         problems += check_recipe(recipe, origins, broken=[problem.key for problem in problems])
+    notes = tuple(_find_overruled(command.choices, origins, folders))
     origins = {key: origin_of(origins, key) for key in flatten(asdict(recipe))}
-    return Composition(None if problems else recipe, recipe, problems, origins)
+    return Composition(None if problems else recipe, recipe, problems, origins, notes)
+
+
+def _find_overruled(choices: Sequence[Override], origins: Mapping[str, str], folders: Sequence[Path]) -> Iterator[str]:
+    """Lines on recipes that the command line chooses and of which an experiment has changed keys."""
+    for choice in choices:
+        group, option, own = choice.key_or_group, choice.value(), dict[str, str]()
+        file = find_file(f"{group}/{option}", folders)
+        if file is None or group == "experiment":
+            continue
+        trace_file(own, file, group.replace("/", "."), label_of(file))
+        if kept := [key for key in own if strength_of(origins.get(key, DEFAULT)) == EXPERIMENT]:
+            yield f"note     {group}={option}, but for keys that the experiment states and that count more: {', '.join(kept)}"
 
 
 def with_choices(
@@ -249,6 +272,8 @@ ALTERNATIVES = (
     ("data.bpe_vocab", ("model.tokenizer",), ""),
     ("model.tokenizer", ("data.bpe_vocab",), ""),
 )
+# Strength of an experiment's statements.
+EXPERIMENT = 2
 # Keys that state the model: then nothing remains of a model's recipe that nobody has chosen.
 MODEL_STATED = ("model.weights", "model.config_file")
 # Keys on which the division of a step into microbatches depends.
@@ -266,7 +291,7 @@ def strength_of(origin: str) -> int:
     if not file or origin == DEFAULT:
         return -1
     if Path(file).parent.name == "experiment":
-        return 2
+        return EXPERIMENT
     return 0 if Path(file).stem == "config" else 1
 
 

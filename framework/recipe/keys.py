@@ -254,8 +254,11 @@ def explain_place(path: str) -> str:
 
 
 def _explain_similar(path: str) -> str:
-    """A misspelt key of the group in which it was written; else the key whose whole path, or last part, looks most alike."""
+    """A key of that name in a group within its own; a misspelt key of the group in which it was written; else the key whose whole
+    path, or last part, looks most alike."""
     group, _, name = path.rpartition(".")
+    if deeper := [key for key in list_paths() if key.startswith(f"{group}.") and key.endswith(f".{name}")]:
+        return f"did you mean {deeper[0]}?"
     beside = [key.rpartition(".")[2] for key in _list_siblings(group)]
     if match := nearest(name, beside):
         return f"did you mean {join(group, match[0])}?"

@@ -164,6 +164,7 @@ def test_sentences_speak_of_keys_that_exist():
         ("lr", "optim.lr"),
         ("optim.weight_deca", "optim.weight_decay"),
         ("optim.warmup", "optim.schedule.warmup_steps"),
+        ("optim.heads", "optim.muon.heads"),
         ("batch.sequence_per_step", "batch.sequences_per_step"),
         ("checkpoint.every_step", "checkpoint.every_steps"),
         ("data.sources.web.wieght", "data.sources.web.weight"),
