@@ -358,7 +358,9 @@ def collect_constraints(space: Space, model: ModelShape) -> Constraints:
     """Collect the constraints of recipes and of the model, each at the choice behind which it can be asked."""
     # Several rules are asked of a candidate one after another.
     make = lru_cache(maxsize=1)(partial(recipe_of, base=space.base, pinned=space.pinned))
-    rules = [Constraint("rule", fields_read(reads), partial(_ask_rule, rule, make)) for reads, rule in layout_rules()]
+    rules = [
+        Constraint("rule", fields_read(rule.reads), partial(_ask_rule, rule.find, make)) for rule in layout_rules()
+    ]
     found = [*rules, *_model_constraints(model)]
     return {choice: tuple(each for each in found if _last_choice(each.fields) == choice) for choice in CHOICES}
 

@@ -12,7 +12,7 @@ from framework.recipe.files import origin_of
 from framework.recipe.keys import default_of, value_of, with_value
 from framework.recipe.layout_rules import EXPERT_KEYS, LAYOUT_RULES, USELESS_RULES
 from framework.recipe.machines import LAUNCH_RULES
-from framework.recipe.problem import Problem, Rule, RuleBody
+from framework.recipe.problem import Problem, Rule
 from framework.recipe.run_rules import RUN_RULES
 from framework.recipe.schema import Recipe
 from framework.recipe.stages import find_border_problems, find_stage_problems, split_stages
@@ -74,9 +74,9 @@ def _check_stages(
     yield from (replace(each, origin=origin_of(origins, each.key)) for each in problems)
 
 
-def layout_rules() -> list[tuple[tuple[str, ...], RuleBody]]:
-    """The rules that read a key of the layout, with all keys or groups that they read."""
-    return [(rule.reads, rule.find) for rule in RULES if reads_layout(rule.reads)]
+def layout_rules() -> list[Rule]:
+    """The rules that read a key of the layout."""
+    return [rule for rule in RULES if reads_layout(rule.reads)]
 
 
 def reads_layout(reads: Iterable[str]) -> bool:

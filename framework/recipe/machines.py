@@ -30,9 +30,9 @@ from framework.recipe.files import YamlLoader
 from framework.recipe.problem import (
     COUNTED,
     DEGREES,
+    Findings,
     Problem,
     Rule,
-    refuse,
     refuse_useless,
     render_problems,
     rule,
@@ -297,30 +297,30 @@ _OWN_VARIABLES = {
 
 
 @rule("launch.time", "launch.signal_seconds_before_end", "launch.kind")
-def time(recipe: Recipe) -> Iterator[Problem]:
+def time(recipe: Recipe) -> Findings:
     launch = recipe.launch
     if launch.kind == "local":
         return
     limit = seconds_of(launch.time)
     if limit is None:
         fix = 'in quotes, one of "MINUTES", "HH:MM:SS", "D-HH:MM:SS"'
-        yield refuse(recipe, "launch.time", "not a time limit as sbatch reads them", fix)
+        yield "launch.time", "not a time limit as sbatch reads them", fix
     elif limit <= launch.signal_seconds_before_end:
         message = f"{limit} s, but the run is told to save {launch.signal_seconds_before_end} s before the end"
         fix = f"a longer launch.time; or launch.signal_seconds_before_end={max(1, limit // 2)} and less"
-        yield refuse(recipe, "launch.time", message, fix)
+        yield "launch.time", message, fix
 
 
 @rule("launch.container", "launch.kind")
-def container(recipe: Recipe) -> Iterator[Problem]:
+def container(recipe: Recipe) -> Findings:
     kind = recipe.launch.container.kind
     if recipe.launch.kind == "slurm" and kind != "none" and recipe.launch.container.image is None:
         message = f"launch.container.kind={kind} needs an image"
-        yield refuse(recipe, "launch.container.image", message, "launch.container.image=/path/to/meshwright.sif")
+        yield "launch.container.image", message, "launch.container.image=/path/to/meshwright.sif"
 
 
 @rule("launch.sbatch", "launch.kind")
-def options(recipe: Recipe) -> Iterator[Problem]:
+def options(recipe: Recipe) -> Findings:
     """Each is a line of sbatch's own, with its quotes; a line that the script cannot say is refused."""
     key = "launch.sbatch"
     for option in recipe.launch.sbatch if recipe.launch.kind == "slurm" else ():
@@ -340,7 +340,7 @@ def options(recipe: Recipe) -> Iterator[Problem]:
 
 
 @rule("launch.kind", "launch.segment", "launch.switches", "launch.spares", *COUNTED, *DEGREES)
-def topology(recipe: Recipe) -> Iterator[Problem]:
+def topology(recipe: Recipe) -> Findings:
     """SLURM refuses other numbers of nodes than whole segments, and what it cannot read as switches."""
     launch, switches = recipe.launch, str(recipe.launch.switches or 1)
     if launch.kind != "slurm":
@@ -350,15 +350,15 @@ def topology(recipe: Recipe) -> Iterator[Problem]:
     if launch.segment and (odd := [count for count in asked if count % launch.segment]):
         message = f"a job of {odd[0]} nodes is not whole segments of {launch.segment}"
         fits = [each for each in range(1, odd[0] + 1) if all(count % each == 0 for count in asked)]
-        yield refuse(recipe, "launch.segment", message, f"launch.segment={' or '.join(map(str, fits))}; or null")
+        yield "launch.segment", message, f"launch.segment={' or '.join(map(str, fits))}; or null"
     count, at, wait = switches.partition("@")
     if not count.isdecimal() or int(count) < 1 or (at and seconds_of(wait) is None):
         message = "not a number of switches, with a time after an @"
-        yield refuse(recipe, "launch.switches", message, "launch.switches=1; or launch.switches=1@60, in minutes")
+        yield "launch.switches", message, "launch.switches=1; or launch.switches=1@60, in minutes"
 
 
 @rule("launch.environment")
-def environment(recipe: Recipe) -> Iterator[Problem]:
+def environment(recipe: Recipe) -> Findings:
     variables = recipe.launch.environment
     for name, value in variables.items():
         where = f"launch.environment.{name}"
@@ -382,12 +382,12 @@ def environment(recipe: Recipe) -> Iterator[Problem]:
 
 
 @rule("launch.set_up")
-def set_up(recipe: Recipe) -> Iterator[Problem]:
+def set_up(recipe: Recipe) -> Findings:
     for line in recipe.launch.set_up:
         yield from _find_secret("launch.set_up", line)
 
 
-def _find_secret(where: str, line: str) -> Iterator[Problem]:
+def _find_secret(where: str, line: str) -> Findings:
     name = secret_in(line)
     if name is not None:
         message = f"{name} looks like a secret, and a recipe is kept in files; its value is not shown here"
@@ -396,7 +396,7 @@ def _find_secret(where: str, line: str) -> Iterator[Problem]:
 
 
 @rule("launch.container")
-def mounts(recipe: Recipe) -> Iterator[Problem]:
+def mounts(recipe: Recipe) -> Findings:
     container = recipe.launch.container
     split = {"none": "", "apptainer": ",", "pyxis": ", \t"}[container.kind]
     for mount in container.mounts:
@@ -406,7 +406,7 @@ def mounts(recipe: Recipe) -> Iterator[Problem]:
 
 
 @rule("launch")
-def deadlines(recipe: Recipe) -> Iterator[Problem]:
+def deadlines(recipe: Recipe) -> Findings:
     """A stated deadline that the job's end would come before."""
     has_s = count_job_seconds(recipe)
     if has_s is None:
@@ -420,7 +420,7 @@ def deadlines(recipe: Recipe) -> Iterator[Problem]:
             )
             largest = int((has_s - 1) / MARGIN)
             shorter = f"{key}={largest} or less; or " if largest >= 1 else ""
-            yield refuse(recipe, key, message, f"{shorter}a longer launch.time")
+            yield key, message, f"{shorter}a longer launch.time"
 
 
 LAUNCH_RULES = (
