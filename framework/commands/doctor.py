@@ -147,7 +147,7 @@ def _layout(recipe: Recipe) -> Iterator[DoctorLine]:
 def _measured(recipe: Recipe) -> Iterator[DoctorLine]:
     """The cluster of the forecasts of plan and search, and whether its file is of this machine."""
     from framework.commands.measure import check_measured
-    from framework.plan.auto import resolve_target
+    from framework.plan.candidate import resolve_target
 
     try:
         described, is_assumed = find_cluster(resolve_target(recipe))

@@ -82,7 +82,7 @@ def _plan_count(recipe: Recipe, nodes: int, is_most: bool) -> NodeCount:
 
 def _bytes_of_rank(recipe: Recipe) -> int | None:
     """Memory of a rank's device where the recipe tells: on a CPU the job's request, on a GPU by its name."""
-    from framework.plan.auto import target_device
+    from framework.plan.candidate import target_device
     from framework.plan.cluster import ClusterRates
 
     launch = recipe.launch

@@ -21,7 +21,7 @@ from framework.launch.branch import settle_reference
 from framework.launch.directory import RunDirectory
 from framework.launch.places import explain_errors
 from framework.lease import Lease
-from framework.plan.auto import resolve_precision, target_device
+from framework.plan.candidate import resolve_precision, target_device
 from framework.recipe.check import check_recipe
 from framework.recipe.derive import compiles, derive
 from framework.recipe.environment import fill

@@ -24,9 +24,8 @@ from framework.errors import MeshwrightError, RecipeError
 from framework.model.experts import count_all_experts
 from framework.model.load import load_config
 from framework.output import GIB, align, show_bytes
-from framework.plan.auto import resolve_target
 from framework.plan.bounds import Engine
-from framework.plan.candidate import OFFLOADED, Candidate, recipe_of, values_of
+from framework.plan.candidate import OFFLOADED, Candidate, recipe_of, resolve_target, values_of
 from framework.plan.cluster import ClusterRates
 from framework.plan.search import SIZES, By, Ranked, Search, describe, group_rejections
 from framework.plan.shape import make_shape

@@ -23,8 +23,7 @@ import numpy as np
 from framework.output import show_bytes
 from framework.parallel.pipeline.pipeline import PipelinePlan
 from framework.plan.activation_bytes import ActivationBytes
-from framework.plan.auto import resolve_target
-from framework.plan.candidate import Candidate
+from framework.plan.candidate import Candidate, resolve_target
 from framework.plan.cluster import ClusterRates
 from framework.plan.policies import Counts, choose_counts, least_bytes, shorten
 from framework.plan.shape import ModelShape

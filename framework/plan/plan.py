@@ -59,8 +59,7 @@ from framework.parallel.zero.homes import choose_homes
 from framework.parallel.zero.lifetimes import lifetimes_of
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import Activations
-from framework.plan.auto import resolve_target
-from framework.plan.candidate import Candidate, planned_candidate, remember, topology_of
+from framework.plan.candidate import Candidate, planned_candidate, remember, resolve_target, topology_of
 from framework.plan.forecast_memory import MemoryModel, StageMemory
 from framework.plan.messages import find_tensor_messages
 from framework.plan.policies import Counts, refuse_unknown_operations, resolve_chunked_loss, spell, uniform

@@ -30,7 +30,7 @@ from framework.model.loss import is_fused
 from framework.model.precision import DTYPES
 from framework.model.units import find_layers
 from framework.parallel.activation_checkpointing import count_groups, group_size
-from framework.plan.auto import resolve_target
+from framework.plan.candidate import resolve_target
 from framework.recipe.derive import carry_derived, derive
 from framework.recipe.schema import KEPT_OPERATIONS, Memory, Recipe
 

@@ -39,8 +39,7 @@ from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor.heads import ranks_per_kv_head
 from framework.parallel.zero.lifetimes import Lifetimes
 from framework.parallel.zero.plan_buffers import FROZEN, BufferPlan, plan_buffers
-from framework.plan.auto import resolve_target
-from framework.plan.candidate import Candidate, remember
+from framework.plan.candidate import Candidate, remember, resolve_target
 from framework.plan.layer_widths import (
     AttentionShape,
     LayerWidths,

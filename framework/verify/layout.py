@@ -40,7 +40,7 @@ from framework.verify.plain_rounding import round_base
 CPU = torch.device("cpu")
 NO_ADAPTER = Adapter()
 
-# Of every parameter by name: its layout, and its own elements in the order of the interval.
+# Layout of every parameter by name, with its own elements in the order of the interval.
 Owned = dict[str, tuple[Layout, Tensor]]
 
 

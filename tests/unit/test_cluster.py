@@ -5,7 +5,7 @@ from math import log
 
 import pytest
 
-from framework.plan.auto import resolve_target
+from framework.plan.candidate import resolve_target
 from framework.plan.cluster import COLLECTIVES, ClusterRates, Grid
 from framework.recipe import machines
 from framework.recipe.compose import compose

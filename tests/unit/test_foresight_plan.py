@@ -9,8 +9,7 @@ import pytest
 from framework.cli import main
 from framework.errors import RecipeError
 from framework.plan.advice import describe_verdict
-from framework.plan.auto import resolve_target
-from framework.plan.candidate import Candidate
+from framework.plan.candidate import Candidate, resolve_target
 from framework.plan.check import check_layout
 from framework.plan.cluster import ClusterRates
 from framework.plan.forecast_memory import MemoryForecast, MemoryModel, StageMemory

@@ -14,9 +14,9 @@ import pytest
 from framework.cli import main
 from framework.errors import MeshwrightError, RecipeError
 from framework.model.load import load_config
-from framework.plan.auto import require_layout, resolve_target
+from framework.plan.auto import require_layout
 from framework.plan.bounds import Engine, first_in_flight
-from framework.plan.candidate import Candidate, candidate_of, recipe_of, values_of
+from framework.plan.candidate import Candidate, candidate_of, recipe_of, resolve_target, values_of
 from framework.plan.check import check_layout
 from framework.plan.cluster import ClusterRates
 from framework.plan.find import Question, best_of, search
