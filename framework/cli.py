@@ -180,7 +180,7 @@ def _describe_version() -> str:
 
 
 def _explain_command(name: str) -> str:
-    from framework.recipe.suggest import nearest
+    from framework.recipe.keys import nearest
 
     names = [command.name for command in COMMANDS]
     if "=" in name:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from framework.errors import RunError
 from framework.monitor.progress import START_UP, Phase, RankObserver
-from framework.recipe.suggest import nearest
+from framework.recipe.keys import nearest
 from framework.track.jsonl import append_line, read_lines
 
 if TYPE_CHECKING:  # a rank makes its injector before it loads libraries, which is a phase as well

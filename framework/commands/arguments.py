@@ -142,7 +142,7 @@ def compose_recipe(arguments: argparse.Namespace) -> Recipe:
 def locate_keys(text: str, arguments: argparse.Namespace) -> list[str]:
     """Lines on where files set the keys that an error names: the checks of a layout know values alone."""
     from framework.recipe.compose import compose
-    from framework.recipe.origins import locate_named
+    from framework.recipe.files import locate_named
 
     with suppress(MeshwrightError):
         return list(locate_named(text, compose(arguments.overrides, arguments.recipes).origins))
@@ -194,7 +194,7 @@ keys (`meshwright check --keys [WORD]` explains them):
 
 
 def _guess_option(word: str, help_text: str) -> str:
-    from framework.recipe.suggest import nearest
+    from framework.recipe.keys import nearest
 
     near = nearest(word.partition("=")[0].lstrip("-"), re.findall(r"--([a-z-]+)", help_text))
     return f"; did you mean --{near[0]}?" if near else ""

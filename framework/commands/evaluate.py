@@ -21,10 +21,9 @@ from framework.host import count_cores
 from framework.imports import loading_libraries
 from framework.launch.directory import RunDirectory, find_run
 from framework.output import align
-from framework.recipe.check import check_recipe
+from framework.recipe.check import check_recipe, with_layout_of
 from framework.recipe.compose import compose, save_recipe, with_choices
 from framework.recipe.derive import derive
-from framework.recipe.layout_keys import with_layout_of
 from framework.recipe.problem import render_problems
 from framework.recipe.schema import Batch, Checkpoint, Eval, Launch, Recipe, Train
 

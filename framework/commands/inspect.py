@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     if (path / "store.json").exists():
         return inspect_store(path)
     with loading_libraries():
-        from framework.checkpoint.inspect import inspect_command
+        from framework.checkpoint.load import inspect_command
 
     return inspect_command(path)
 

@@ -24,12 +24,12 @@ from framework.errors import EXIT_DONE, RecipeError, RunError
 from framework.host import count_cores, count_host_memory, peak_flops
 from framework.launch.process import let_threads_sleep, report_error, run_process
 from framework.plan.cluster import COLLECTIVES, RINGS
-from framework.recipe.clusters import find_cluster_problems, name_of_gpu, read_shipped
-from framework.recipe.convert import to_recipe
+from framework.recipe.convert import CLUSTER, read_part, to_recipe, write_cluster_file
 from framework.recipe.environment import fill
+from framework.recipe.files import ENDINGS
 from framework.recipe.keys import plain
+from framework.recipe.machines import find_cluster_problems, name_of_gpu, read_shipped
 from framework.recipe.problem import render_problems
-from framework.recipe.saved import CLUSTER, ENDINGS, read_part, write_cluster_file
 from framework.recipe.schema import ClusterMeasured, Precision, Recipe
 from framework.start import python_words
 

@@ -21,7 +21,7 @@ A record of answers becomes two documents, side by side in the token store and i
 
 Prompts and answers are strings, or lists of messages; answers may begin with the prompt, which is then what both have. Of a
 document its answer alone has a loss, the end of its turn included. `train.trained` says which kind of answer a trained token is
-of (`recipe/data_schema.py`), so the kind of a document is that of its last token.
+of (`recipe/method_schema.py`), so the kind of a document is that of its last token.
 """
 
 import json
@@ -38,7 +38,7 @@ from framework.data.chat import THOUGHTS, Chat, Conversation, Message
 from framework.data.records import Record
 from framework.data.tokenize import Encode, TokenizerInfo, load_encoder, load_tokenizer
 from framework.errors import DataError
-from framework.recipe.data_schema import PROBE, UNWANTED, WANTED
+from framework.recipe.method_schema import PROBE, UNWANTED, WANTED
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # ShareGPT's roles, and others of data sets that are often used.

@@ -80,8 +80,8 @@ def describe_counts(recipe: Recipe, counts: Sequence[NodeCount]) -> str:
 
 def _plan_count(recipe: Recipe, nodes: int, is_most: bool) -> NodeCount:
     with loading_libraries():  # they take seconds, which only what is queued pays
+        from framework.output import show_bytes
         from framework.plan.check import check_layout, most_bytes
-        from framework.plan.text import show_bytes
 
     narrowed = at_nodes(recipe, nodes)
     problems = [each for each in check_recipe(narrowed, {}) if is_most or each.key not in MADE_SMALLER]
@@ -103,8 +103,8 @@ def _plan_count(recipe: Recipe, nodes: int, is_most: bool) -> NodeCount:
 
 def _bytes_of_rank(recipe: Recipe) -> int | None:
     """Memory of a rank's device where the recipe tells: on a CPU the job's request, on a GPU by its name."""
+    from framework.plan.candidate import target_device
     from framework.plan.cluster import ClusterRates
-    from framework.plan.target import target_device
 
     launch = recipe.launch
     if target_device(launch) == "cpu":

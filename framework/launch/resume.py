@@ -24,19 +24,17 @@ from framework.lease import Lease
 from framework.object_store import Place
 from framework.output import align
 from framework.plan.auto import require_layout
-from framework.recipe.check import check_recipe
+from framework.recipe.check import check_recipe, with_layout_of
 from framework.recipe.compose import Composition, compose, load_recipe, with_choices
 from framework.recipe.describe import describe_experiments
 from framework.recipe.environment import HIDDEN, is_secret
 from framework.recipe.files import search_path
-from framework.recipe.keys import TOKEN_IDS, flatten, value_of
-from framework.recipe.layout_keys import with_layout_of
+from framework.recipe.keys import TOKEN_IDS, flatten, nearest, value_of
 from framework.recipe.overrides import parse_overrides, write_override, write_resume
 from framework.recipe.problem import COMMAND_LINE, Problem, render_problems, show
 from framework.recipe.run_rules import find_run_root_problems
 from framework.recipe.schema import Recipe, Run
 from framework.recipe.stages import settle_borders
-from framework.recipe.suggest import nearest
 from framework.track.jsonl import LOADS_FILE, METRICS_FILE
 
 SHOWN_RUNS = 10

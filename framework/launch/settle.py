@@ -22,7 +22,7 @@ from framework.launch.directory import RunDirectory, find_run
 from framework.launch.places import explain_errors
 from framework.launch.resume import find_origin, is_folder_of_weights
 from framework.lease import Lease
-from framework.plan.target import resolve_precision, target_device
+from framework.plan.candidate import resolve_precision, target_device
 from framework.recipe.check import check_recipe
 from framework.recipe.compose import load_recipe
 from framework.recipe.derive import compiles, derive

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from framework.errors import HungError
 from framework.lease import Lease
 from framework.mesh.topology import Topology
-from framework.recipe.deadlines import FLOOR_S, Deadlines
+from framework.recipe.machines import FLOOR_S, Deadlines
 
 if TYPE_CHECKING:
     from framework.comm.communicator import Communicator

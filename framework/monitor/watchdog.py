@@ -1,6 +1,6 @@
 """The watchdog of a rank: ends it, through `end`, where the run hangs, and names the ranks that are behind. It has two deadlines.
 
-    of the phase    how long a step, a save or a start may last (recipe/deadlines.py). The rank that passes it sounds an alarm,
+    of the phase    how long a step, a save or a start may last (recipe/machines.py). The rank that passes it sounds an alarm,
                     all ranks answer with what they know, one writes the verdict, and all end with it
     of a stop       how long the step under way may go on once the rank is asked to stop. The rank then ends with what it knows
 
@@ -57,7 +57,7 @@ from framework.monitor.progress import (
     Stopwatch,
     end_process,
 )
-from framework.recipe.deadlines import Deadlines
+from framework.recipe.machines import Deadlines
 from framework.torch_private import dump_flight_records
 from framework.track.jsonl import append_line
 from framework.track.report import HANGS_FILE

@@ -314,7 +314,7 @@ class Html(Tracker):
         self._info, self._run_dir = info, run_dir
         self._plan: subprocess.Popen[bytes] | None = None
         if (run_dir / "recipe.yaml").exists():
-            words = python_words("framework.plan.page_of_plan", str(run_dir))
+            words = python_words("framework.plan.pages", str(run_dir))
             self._plan = subprocess.Popen([sys.executable, *words], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         self._curves: dict[str, Thinned] = {}
         self._last: dict[str, float] = {}

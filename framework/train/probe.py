@@ -35,9 +35,9 @@ from framework.errors import NodeError, RunError
 from framework.launch.process import is_task, leave_out
 from framework.lease import Lease
 from framework.object_store import ObjectPath
+from framework.output import show_bytes
 from framework.plan.cluster import ClusterRates
 from framework.plan.plan import Plan
-from framework.plan.text import show_bytes
 
 # A new name shows at once on a network file system; a file that has not come by then is on another one.
 SHARED_WITHIN_S = 10.0

@@ -58,8 +58,8 @@ from framework.parallel.pipeline.simulate import Timeline
 from framework.plan.advice import explain_out_of_memory
 from framework.plan.check import check_machine
 from framework.plan.plan import Plan, make_plan
-from framework.recipe.deadlines import find_deadlines
 from framework.recipe.derive import Derived, derive
+from framework.recipe.machines import find_deadlines
 from framework.recipe.schema import Recipe
 from framework.recipe.stages import RunStage, describe_stage, stage_after
 from framework.track.report import Observers

@@ -39,7 +39,7 @@ from framework.model.load import load_config
 from framework.model.safetensors_files import fingerprint_files
 from framework.parallel.pipeline.pipeline import FORWARDS_AT_ONCE
 from framework.plan.plan import Plan, make_plan
-from framework.recipe.data_schema import NONE
+from framework.recipe.method_schema import NONE
 from framework.recipe.schema import Adapter, Offload, Optim, Recipe
 from framework.train.build import build
 from framework.train.state import begin_from

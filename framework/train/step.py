@@ -29,7 +29,7 @@ from framework.parallel.zero.gradients import sum_over_stages
 from framework.parallel.zero.plan_buffers import Slot
 from framework.parallel.zero.replicas import BitHash, Hashed, hash_parameters
 from framework.plan.plan import Plan
-from framework.recipe.data_schema import PROBE, LossSettings
+from framework.recipe.method_schema import PROBE, LossSettings
 from framework.train.beside_optimizer import LossScale, RouterBiases
 from framework.train.stage import RankStage, StepInputs
 from framework.train.sums import NO_LIMITS, Flags, SpikeLimits, StepSums, StepValues

@@ -27,7 +27,7 @@ from framework.data.tasks import Task, keep_tasks, open_task, refuse_unknown_sco
 from framework.data.tokenize import read_info
 from framework.model.objective import Pairs
 from framework.plan.plan import Plan
-from framework.recipe.data_schema import NONE
+from framework.recipe.method_schema import NONE
 
 # Share of a rank's FLOPs that evaluations may take with eval.every_steps=auto.
 MOST_SHARE = 0.01

@@ -104,7 +104,7 @@ def add_until_asked(folder: Path) -> int:
     from framework.comm.objects import all_gather_object, broadcast_object
     from framework.mesh.topology import Topology
     from framework.monitor.progress import Phase, Progress
-    from framework.recipe.deadlines import Deadlines
+    from framework.recipe.machines import Deadlines
 
     progress, (rank, world) = Progress(), launched_place()
     deadlines = Deadlines(step=60.0, first_steps=60.0, start=60.0, save=60.0, validate=60.0)
@@ -135,7 +135,7 @@ def reduce_watched(folder, hangs) -> None:
     from framework.mesh.topology import Topology
     from framework.monitor.hang import TRAINING
     from framework.monitor.progress import Phase, Progress
-    from framework.recipe.deadlines import Deadlines
+    from framework.recipe.machines import Deadlines
 
     progress, place = Progress(), launched_place()
     deadlines = Deadlines(step=2.0, first_steps=60.0, start=60.0, save=60.0, validate=60.0)

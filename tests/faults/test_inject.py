@@ -17,8 +17,7 @@ import torch
 
 from framework.checkpoint.commit import SAVE_POINTS, newest_checkpoint
 from framework.checkpoint.index import DamagedCheckpoint, read_manifest
-from framework.checkpoint.inspect import verify_files
-from framework.checkpoint.load import Reader
+from framework.checkpoint.load import Reader, verify_files
 from framework.cli import main
 from framework.commands.trained_model import _read
 from framework.errors import EXIT_DONE, EXIT_FAILED, EXIT_MEMORY, EXIT_RESUME, EXIT_USER

@@ -348,7 +348,7 @@ class TestArguments:
         code, _, err = run("export", "some-run", "--to", str(tmp_path), "--step", "7", "--best")
         assert (code, exported) == (EXIT_USER, [])
         assert "--best: not allowed with argument --step" in err
-        inspected = rooms("framework.checkpoint.inspect", "inspect_command")
+        inspected = rooms("framework.checkpoint.load", "inspect_command")
         run("inspect", str(tmp_path))
         assert inspected.pop() == (tmp_path,)
 
@@ -673,7 +673,7 @@ class TestRunsByName:
         assert has_subject(words)
 
     def test_a_run_is_inspected_by_its_id(self, run, rooms, runs):
-        calls = rooms("framework.checkpoint.inspect", "inspect_command")
+        calls = rooms("framework.checkpoint.load", "inspect_command")
         assert run("inspect", "demo-001")[0] == 0
         assert calls == [(Path("runs/demo-001"),)]
 

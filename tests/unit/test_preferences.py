@@ -21,12 +21,12 @@ from framework.data.store import TokenStream
 from framework.errors import DataError
 from framework.model.loss import IGNORE
 from framework.plan.forecast_plan import forecast_plan
-from framework.plan.page import describe_run
 from framework.plan.plan import make_plan
+from framework.plan.plan_text import describe_run
 from framework.recipe.compose import compose
-from framework.recipe.data_schema import NONE, PROBE, UNWANTED, WANTED
+from framework.recipe.keys import explain_unknown
+from framework.recipe.method_schema import NONE, PROBE, UNWANTED, WANTED
 from framework.recipe.schema import Adapter, Batch, Data, LossSettings, Model, Recipe, Source
-from framework.recipe.suggest import explain_unknown
 from tests.chat_templates import answer, user
 from tests.families import build_config, family
 from tests.ranks.parity import small_recipe
