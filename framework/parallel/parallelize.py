@@ -48,7 +48,7 @@ from framework.parallel.attention import (
     split_context,
     watch_logits,
 )
-from framework.parallel.attention.logit_maxima import LogitMaxima
+from framework.parallel.attention.attention import LogitMaxima
 from framework.parallel.experts.dispatch import report_dropped, write_stacked_gradients
 from framework.parallel.experts.halves import Turns, halve_layer
 from framework.parallel.experts.split import split_experts

@@ -23,8 +23,7 @@ from transformers import PretrainedConfig
 from framework.mesh.token_layout import ContextSlices
 from framework.model.flops import attention_reach
 from framework.model.load import layer_configs
-from framework.parallel.attention.blocks import find_steps
-from framework.parallel.attention.key_values import KeyValues, count_portions, group_heads
+from framework.parallel.attention.blocks import KeyValues, count_portions, find_steps, group_heads
 from framework.parallel.attention.ulysses import share_heads
 from framework.parallel.tensor.heads import count_kv_heads
 from framework.plan.candidate import Candidate

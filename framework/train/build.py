@@ -22,7 +22,7 @@ from framework.model.precision import sums_dtype
 from framework.model.units import Unit, set_parameter
 from framework.optim.disk_ring import DiskStates, DiskTensor
 from framework.optim.qk_clip import QkClip, count_key_heads
-from framework.parallel.attention.logit_maxima import LogitMaxima
+from framework.parallel.attention.attention import LogitMaxima
 from framework.parallel.parallelize import AttachedStage, attach
 from framework.parallel.pipeline.execute import ActivationSpec
 from framework.parallel.zero.buffers import UnitBuffer, make_buffers

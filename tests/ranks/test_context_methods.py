@@ -17,12 +17,11 @@ from framework.comm import collectives, ledger
 from framework.comm.connect import Mesh, connect
 from framework.mesh.token_layout import ContextSlices
 from framework.mesh.topology import Topology
-from framework.parallel.attention import key_values, ulysses
+from framework.parallel.attention import blocks, ulysses
 from framework.parallel.attention.attention import ContextAttention
 from framework.parallel.attention.block_attention import AttentionBlock, BlockAttention
-from framework.parallel.attention.documents import Documents
 from framework.parallel.attention.kernels import Result
-from framework.parallel.attention.visible_rows import Scores
+from framework.parallel.attention.visible_rows import Documents, Scores
 from tests.grid import IN_TURN, few_of
 from tests.ranks.pool import RankPool
 from tests.ranks.test_tensor_memory import peak_of
@@ -240,7 +239,7 @@ def test_attention_is_that_of_one_process(pool: RankPool, layout: Layout) -> Non
 def send_small_messages() -> AbstractContextManager[Any]:
     """Keys and values travel in 6 portions or some more and heads in 4 pieces, where they would be one."""
     patches = ExitStack()
-    patches.enter_context(patch.multiple(key_values, PORTION_PAIRS=1, MOST_PORTIONS=6))
+    patches.enter_context(patch.multiple(blocks, PORTION_PAIRS=1, MOST_PORTIONS=6))
     patches.enter_context(patch.object(ulysses, "PIECE_PAIRS", 1))
     return patches
 

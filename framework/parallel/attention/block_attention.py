@@ -4,7 +4,7 @@ Ring attention and its like compute attention block by block: a block's out and 
 blocks, and its parts of the gradients added to theirs. Memory is linear in the intervals: no tensor is as large as both.
 
 A block is cut into pieces (`visible_rows`), each piece is one call of a kernel (`kernels`), and the pieces of the same queries
-are merged (`merge`).
+are merged.
 """
 
 import logging
@@ -18,12 +18,18 @@ from torch import Tensor
 from framework.errors import ModelError
 from framework.mesh.token_layout import Interval
 from framework.model.precision import sums_dtype
-from framework.parallel.attention.cuda_kernels import CudaFlash, CudnnFlash
-from framework.parallel.attention.documents import Documents
-from framework.parallel.attention.flex_kernel import FlexKernel
-from framework.parallel.attention.kernels import CpuFlash, Heads, Kernel, PackedKernel, Packing, Result, TileKernel
-from framework.parallel.attention.merge import merge_softmax
-from framework.parallel.attention.visible_rows import BlockPiece, PieceKind, Scores, cut_pieces, find_pieces
+from framework.parallel.attention.cuda_kernels import CudaFlash, CudnnFlash, FlexKernel
+from framework.parallel.attention.kernels import (
+    CpuFlash,
+    Heads,
+    Kernel,
+    PackedKernel,
+    Packing,
+    Result,
+    TileKernel,
+    merge_softmax,
+)
+from framework.parallel.attention.visible_rows import BlockPiece, Documents, PieceKind, Scores, cut_pieces, find_pieces
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ kv are the bytes of K and V of one rank's tokens in their dtype, dkv those of th
 is rounded once. A sum starts at the first rank behind its home, so it needs ring - 1 hops; what a rank's queries give to its own
 keys never travels.
 
-K and V travel in portions (`key_values`), each one message of both: all steps of one portion, then those of the next, whose first
+K and V travel in portions (`blocks`), each one message of both: all steps of one portion, then those of the next, whose first
 message is under way while the last step of the one before is computed.
 
 Gather is the other transport: every rank gets all keys and values at once (Llama 3, Dubey et al. 2024, 3.3.2). For short rings:
@@ -32,8 +32,8 @@ from framework.comm.collectives import reduce_scatter, start_all_gather
 from framework.comm.communicator import Communicator
 from framework.comm.p2p import exchange
 from framework.model.precision import sums_dtype
-from framework.parallel.attention.blocks import BackwardPass, ForwardPass
-from framework.parallel.attention.key_values import KeyValues, Portion, RingRoute
+from framework.parallel.attention.blocks import KeyValues, Portion, RingRoute
+from framework.parallel.attention.passes import BackwardPass, ForwardPass
 
 
 class Transport(Protocol):
