@@ -13,7 +13,6 @@ from framework.model.fp8 import E4M3, E5M2
 from framework.optim import triton_bits
 from framework.optim.low_bit import BLOCK, SIGNED, UNSIGNED
 from framework.optim.stochastic_rounding import FACTORS, SHIFTS
-from framework.parallel.zero import triton_rows
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FP8 = {E4M3: "*fp8e4nv", E5M2: "*fp8e5"}
@@ -63,7 +62,7 @@ def main() -> None:
         compile_for_hopper(triton_codec._decode_sum, {"messages": "*u8", "out": "*bf16"}, codes)
     rows = {"table": "*fp32", "codes": "*u8", "scales": "*fp32", "columns": "*i64", "out": "*bf16"}
     for is_nf4 in (True, False):
-        compile_for_hopper(triton_rows._decode_rows, rows, {"IS_NF4": is_nf4, "ELEMENTS": triton_rows.ELEMENTS})
+        compile_for_hopper(triton_codec._decode_rows, rows, {"IS_NF4": is_nf4, "ELEMENTS": triton_codec.ELEMENTS})
 
 
 if __name__ == "__main__":

@@ -59,8 +59,7 @@ from framework.parallel.tensor.regions import Region, find_regions_of
 from framework.parallel.tensor.rng import uses_rng_in_training
 from framework.parallel.tensor.split import split_over_tp
 from framework.parallel.zero.buffers import MainGradView, UnitBuffer
-from framework.parallel.zero.direct_gradients import write_embedding_gradients, write_gradients_directly
-from framework.parallel.zero.gradients import GradientSync
+from framework.parallel.zero.gradients import GradientSync, write_embedding_gradients, write_gradients_directly
 from framework.parallel.zero.hooks import UnitHooks
 from framework.parallel.zero.parameters import ParameterSync
 from framework.parallel.zero.plan_buffers import shard_over_batch

@@ -14,8 +14,7 @@ from framework.model.units import Unit
 from framework.parallel.parallelize import find_compute_dtypes, parallelize, whole_layouts
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor.rng import mask_of, uses_rng_in_training
-from framework.parallel.zero.homes import choose_homes
-from framework.parallel.zero.lifetimes import Lifetimes, lifetimes_of
+from framework.parallel.zero.lifetimes import Lifetimes, choose_homes, lifetimes_of
 from framework.parallel.zero.plan_buffers import FROZEN, BufferPlan, plan_buffers
 
 

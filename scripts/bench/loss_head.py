@@ -27,7 +27,7 @@ from framework.model.chunked_loss import ChunkedLoss
 from framework.model.logit_map import LogitMap
 from framework.model.loss import LocalSums, TokenLoss, chunk_size, find_kernel
 from framework.model.matmul import Matmul, accumulate_matmul
-from framework.parallel.zero.direct_gradients import _DirectLinear
+from framework.parallel.zero.gradients import _DirectLinear
 from framework.plan.plan import unconnected
 
 

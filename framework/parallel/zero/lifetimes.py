@@ -10,14 +10,21 @@
 Stage 0 needs no algorithm of its own: it shards over one rank and has all ranks as replicas. Stage 3 is what FSDP (Zhao et al.
 2023, section 3.2) calls full sharding; HSDP is any stage with fewer shards than ranks.
 
-The last column, where a state lives between its uses, is offload: a home and not an algorithm (ZeRO-Offload, Ren et al. 2021;
-ZeRO-Infinity, Rajbhandari et al. 2021).
+Where a state lives between its uses is offload: a home and not an algorithm (ZeRO-Offload, Ren et al. 2021; ZeRO-Infinity,
+Rajbhandari et al. 2021). The recipe's fractions say which units of a stage have theirs on the host or on a disk.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from math import prod
+from typing import TYPE_CHECKING
 
-from framework.recipe.schema import Zero
+from framework.mesh.topology import SHARING_AXES
+from framework.recipe.schema import Offload, Zero
+
+if TYPE_CHECKING:
+    from framework.parallel.zero.plan_buffers import BufferPlan
 
 
 class Home(Enum):
@@ -30,7 +37,7 @@ class Home(Enum):
 
 @dataclass(frozen=True)
 class Homes:
-    """The homes of a unit's states: the table's last column. Gradients and activations have theirs on the device."""
+    """The homes of a unit's states. Gradients and activations have theirs on the device."""
 
     parameters: Home = Home.DEVICE
     """Shards, or full parameters where these are resident; never on a disk."""
@@ -67,3 +74,56 @@ def lifetimes_of(zero: Zero) -> Lifetimes:
         divides_updates=zero.optimizer_within == "all",
         prefetch_units=zero.prefetch_units,
     )
+
+
+def choose_homes(buffers: "Sequence[BufferPlan]", offload: Offload) -> "list[BufferPlan]":
+    """The buffers of one stage with the homes of their master, moments and parameters.
+
+    optimizer: of what is trained. parameters: of what is not resident; experts of which a rank has the only shard are.
+    """
+    updated = _choose_units(buffers, offload.optimizer, lambda each: _global_numel(each) * each.is_trained)
+    unsharded = _choose_units(buffers, offload.parameters, _sharded_bytes)
+    return [
+        _place(
+            each,
+            Home(offload.home) if each.unit in updated and each.is_trained else Home.DEVICE,
+            Home.HOST if each.unit in unsharded and not each.lifetimes.resident_parameters else Home.DEVICE,
+        )
+        for each in buffers
+    ]
+
+
+def _global_numel(buffer: "BufferPlan") -> int:
+    """Elements of its parameters on all ranks: alike on ranks of `tp` that hold uneven slices, so that they choose alike."""
+    return sum(prod(slot.layout.shape) for slot in buffer.slots)
+
+
+def _sharded_bytes(buffer: "BufferPlan") -> int:
+    return 0 if buffer.lifetimes.resident_parameters else _global_numel(buffer) * buffer.dtypes.compute.itemsize
+
+
+def _choose_units(buffers: "Sequence[BufferPlan]", fraction: float, size: "Callable[[BufferPlan], int]") -> set[str]:
+    """Units that have as near as may be `fraction` of the size so far, after every unit."""
+    sizes: dict[str, int] = {}
+    for buffer in buffers:
+        sizes[buffer.unit] = sizes.get(buffer.unit, 0) + size(buffer)
+    # Ranks that hold a parameter alike must update it alike, to the last bit, and a CPU rounds otherwise than a GPU: which units
+    # the stage of the other rank chooses is not known here.
+    stays = {buffer.unit for buffer in buffers if fraction < 1 and is_shared(buffer)}
+    chosen, so_far, taken = set(), 0, 0
+    for unit, num in sizes.items():
+        so_far += num
+        if unit not in stays and num and taken + num / 2 <= fraction * so_far:
+            chosen.add(unit)
+            taken += num
+    return chosen
+
+
+def is_shared(buffer: "BufferPlan") -> bool:
+    """Whether another stage has a parameter of the buffer: a tied one."""
+    return any(axis in slot.layout.replicated for slot in buffer.slots for axis in SHARING_AXES)
+
+
+def _place(buffer: "BufferPlan", updated: Home, unsharded: Home) -> "BufferPlan":
+    homes = replace(buffer.lifetimes.homes, master=updated, parameters=unsharded)
+    return replace(buffer, lifetimes=replace(buffer.lifetimes, homes=homes))

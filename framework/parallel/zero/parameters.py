@@ -9,20 +9,17 @@ FSDP2 gathers a group of parameters into one tensor and copies each of them out 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from framework.comm.algorithms import ExposedCommunication, Pending, then
-from framework.comm.collectives import start_all_gather
+from framework.comm.collectives import all_reduce, start_all_gather
 from framework.comm.communicator import Communicator
 from framework.comm.transfer import Arrival, fetch, start_copy, write_across
 from framework.parallel.zero.buffers import UnitBuffer
 from framework.parallel.zero.lifetimes import Home
-
-if TYPE_CHECKING:
-    from framework.parallel.zero.fp8_gather import Fp8Gather
+from framework.parallel.zero.plan_buffers import Slot
 
 
 class ParameterSync:
@@ -48,10 +45,12 @@ class ParameterSync:
         self._unshards: dict[int, list[Pending]] = {}
         self._has_old_parts = True  # where replicas divide the update, each has updated only what it owns
         self._part_updates: dict[int, list[Pending]] = {}
-        self._fp8 = _find_fp8(units)
+        coded = [buffer for unit in units for buffer in unit if buffer.plan.dtypes.gathered is not None]
+        self._fp8 = Fp8Gather(coded) if coded else None
 
     def start_unshard(self, index: int) -> None:
-        """Start to unshard a unit that is not there and not on its way: (n-1)/n of its bytes from each rank of the shard axis."""
+        """Start to unshard a unit that is not there and not on its way: (n-1)/n of its bytes from each rank of the shard
+        axis."""
         if index in self.unsharded:
             return
         self._start_part_updates()
@@ -149,17 +148,6 @@ def _gather_part(buffer: UnitBuffer, part: Tensor) -> Pending:
     return start_all_gather(part, buffer.owned(part), buffer.plan.axes.update, f"updated part of {buffer.unit}")
 
 
-def _find_fp8(units: Sequence[Sequence[UnitBuffer]]) -> "Fp8Gather | None":
-    """The all-gather of weights that travel as fp8 numbers; None where none do."""
-    buffers = [buffer for unit in units for buffer in unit if buffer.plan.dtypes.gathered is not None]
-    if not buffers:
-        return None
-    # torchao is an optional dependency, and takes two seconds to import.
-    from framework.parallel.zero.fp8_gather import Fp8Gather
-
-    return Fp8Gather(buffers)
-
-
 def _find_source(buffer: UnitBuffer) -> tuple[Tensor, Communicator]:
     """This rank's share of an all-gather, as it keeps it, and the axis over which it goes: that of the second copy, if there is
     one that is not old, else the shard axis. The same on all ranks of that axis."""
@@ -186,8 +174,8 @@ def _take_full(buffer: UnitBuffer) -> Tensor:
 
 
 def _start_unshard(buffer: UnitBuffer, fp8: "Fp8Gather | None") -> Pending:
-    """All-gather over the shard axis, or over that of the second copy: the share of each rank into [numel_padded], in place where
-    parameters travel as they are read; codes arrive in other memory, from which they are decoded."""
+    """All-gather over the shard axis, or over that of the second copy: the share of each rank into [numel_padded], in place
+    where parameters travel as they are read; codes arrive in other memory, from which they are decoded."""
     full, plan, (held, axis) = _take_full(buffer), buffer.plan, _find_source(buffer)
     arriving = full.new_empty(plan.arriving_bytes, dtype=torch.uint8) if plan.is_decoded else full
     share, label = arriving.view(axis.size, -1)[axis.rank], f"parameters of {buffer.unit}"
@@ -227,3 +215,63 @@ def _unversioned(tensor: Tensor) -> Tensor:
     for backward has been changed; the unshard before backward brings the very values that forward has read, so it must not
     count as a change."""
     return tensor.data
+
+
+class Fp8Gather:
+    """All-gathers of the buffers of one stage whose weights travel as fp8: half the bytes, and not one bit of the run changes.
+
+    What multiplies the weights casts them to fp8 anyway, with one scale for the whole weight (`model/fp8.py`). Here each rank
+    casts its part before the all-gather, with that same scale, for which the ranks agree on the largest absolute value, once
+    after each update. Scales are powers of two, so what arrives is exact in bf16, and its own cast gives the same fp8 numbers
+    again.
+
+    buffers: all on the same axes.
+    """
+
+    def __init__(self, buffers: Sequence[UnitBuffer]):
+        self._buffers = buffers
+        self._scales: dict[int, Tensor] = {}
+
+    def find_scales(self) -> None:
+        """Agree on the scale of each weight, from what each rank owns of it: an all-reduce of a number for each weight. After
+        each update, before the first `encode`."""
+        # torchao is an optional dependency, and takes two seconds to import.
+        from framework.model.fp8 import scale_of
+
+        views = [buffer.held(slot, buffer.owned(buffer.shard))[1] for buffer in self._buffers for slot in buffer.slots]
+        device = self._buffers[0].full.device
+        largest = torch.zeros(len(views), device=device)
+        filled = [index for index, view in enumerate(views) if view.numel()]
+        if filled:
+            found = torch._foreach_norm([views[index] for index in filled], float("inf"))
+            largest[filled] = torch.stack([fetch(each, device) for each in found]).float()
+        axes = self._buffers[0].plan.axes
+        for axis in (axes.update, axes.shard):
+            all_reduce(largest, axis, "max", label="scales of fp8")
+        scales = scale_of(largest, torch.float8_e4m3fn)
+        counts = [len(buffer.slots) for buffer in self._buffers]
+        self._scales = dict(zip(map(id, self._buffers), scales.split(counts), strict=True))
+
+    def encode(self, buffer: UnitBuffer) -> Tensor:
+        """This rank's part as it travels: [numel_part] uint8, on the device."""
+        from framework.model.fp8 import cast
+
+        plan, scales, part = buffer.plan, self._scales[id(buffer)], fetch(buffer.shard, buffer.full.device)
+        sent = torch.zeros(plan.numel_part, dtype=torch.uint8, device=part.device)
+        for index, slot in enumerate(plan.slots):
+            low, high = _clip(slot, plan.part_start, plan.numel_part)
+            sent.view(torch.float8_e4m3fn)[low:high] = cast(part[low:high], scales[index], torch.float8_e4m3fn)
+        return sent
+
+    def decode(self, buffer: UnitBuffer, arrived: Tensor, full: Tensor) -> None:
+        """Write the parts that have come.  arrived: [numel_padded] uint8; full: [numel_padded] bf16."""
+        scales, numbers = self._scales[id(buffer)], arrived.view(torch.float8_e4m3fn)
+        for index, slot in enumerate(buffer.slots):
+            of_slot = slice(slot.start, slot.stop)
+            torch.div(numbers[of_slot].to(full.dtype), scales[index], out=full[of_slot])
+
+
+def _clip(slot: Slot, start: int, length: int) -> tuple[int, int]:
+    """The slot's elements within [start, start + length), as a range that counts from `start`."""
+    low, high = max(slot.start, start) - start, min(slot.stop, start + length) - start
+    return low, max(low, high)

@@ -107,7 +107,7 @@ class TorchRows:
 
 
 def _load_triton() -> Any:
-    from framework.parallel.zero.triton_rows import TritonRows
+    from framework.comm.triton_codec import TritonRows
 
     return TritonRows()
 
