@@ -54,7 +54,7 @@ from framework.parallel.experts.halves import Turns, halve_layer
 from framework.parallel.experts.split import split_experts
 from framework.parallel.fp8_layers import find_fp8_linears, gather_in_fp8, make_matmul
 from framework.parallel.stage_plan import StagePlan
-from framework.parallel.tensor.opaque_borders import number_border
+from framework.parallel.tensor.borders import number_border
 from framework.parallel.tensor.regions import Region, find_regions_of
 from framework.parallel.tensor.rng import uses_rng_in_training
 from framework.parallel.tensor.split import split_over_tp
@@ -161,7 +161,7 @@ def _allow_graphs(count: int) -> None:
     default torch gives up after eight: it warns in the log and runs the others uncompiled."""
     config = compiler_config()
     config.recompile_limit = max(config.recompile_limit, count)
-    # Slots hang on a region's input (`tensor/opaque_borders.py`), also within a graph's checkpoint.
+    # Slots hang on a region's input (`tensor/borders.py`), also within a graph's checkpoint.
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 

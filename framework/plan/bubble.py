@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from framework.parallel.pipeline.actions import ActionKind, B, F, I, Schedule, W
 from framework.parallel.pipeline.schedules import make_schedule
-from framework.parallel.pipeline.simulate import Costs, Timeline, simulate
+from framework.parallel.pipeline.simulate import ActionKind, B, Costs, F, I, Schedule, Timeline, W, simulate
 
 # Beyond so many microbatches for each rank of the pipeline lengths are taken to grow evenly.
 STEADY = 3

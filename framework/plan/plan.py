@@ -47,8 +47,7 @@ from framework.optim.qk_clip import QkRows, find_qk_rows
 from framework.parallel.attention import find_stock_attention, find_whole, refuse_sequence, refuse_undivided_context
 from framework.parallel.experts.split import check_experts
 from framework.parallel.parallelize import refuse_halves
-from framework.parallel.pipeline.measured import read_unit_times
-from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline
+from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline, read_unit_times
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage, read_table
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor.heads import ranks_per_kv_head

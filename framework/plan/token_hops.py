@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from framework.model.expert_rows import Router, find_room
 from framework.model.experts import capacity_of
-from framework.parallel.experts.exchange import ROW_CODEC, packed_bytes
+from framework.parallel.experts.rows import ROW_CODEC, packed_bytes
 from framework.plan.candidate import Candidate
 from framework.recipe.schema import Recipe
 

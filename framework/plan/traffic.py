@@ -17,8 +17,8 @@ from framework.model.mixers import count_channels, count_map, find_mixers
 from framework.model.mixtures import Mixture
 from framework.model.precision import DTYPES
 from framework.optim.muon import group_matrices
-from framework.parallel.pipeline.actions import ActionKind
 from framework.parallel.pipeline.lower import SENDS
+from framework.parallel.pipeline.simulate import ActionKind
 from framework.parallel.zero.plan_buffers import BufferDtypes, BufferPlan
 from framework.plan.context import ContextCost, MixerCost, Passes, attention_shapes
 from framework.plan.plan import Plan, unconnected

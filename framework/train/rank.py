@@ -57,7 +57,7 @@ from framework.monitor.watchdog import Watchdog
 from framework.optim.disk_file import refuse_folder
 from framework.parallel.fp8_layers import emulates_fp8
 from framework.parallel.pipeline.draw import save_timeline
-from framework.parallel.pipeline.measured import UNITS_FILE, encode_unit_times
+from framework.parallel.pipeline.pipeline import UNITS_FILE, encode_unit_times
 from framework.parallel.pipeline.simulate import Timeline
 from framework.plan.advice import explain_out_of_memory
 from framework.plan.check import check_machine

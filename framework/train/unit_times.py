@@ -1,4 +1,4 @@
-"""UnitClock: seconds of units' forwards and backwards in one step, by which a pipeline can be split (pipeline/measured.py).
+"""UnitClock: seconds of units' forwards and backwards in one step, by which a pipeline can be split (`pipeline.pipeline`).
 
 Hooks time each layer. Embedding and head are what is left of their stages' actions, as a loss computed in chunks has no module. A
 stage with both gives the embedding what hooks on it have seen: no backward, for token ids have no gradient.
@@ -14,8 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from framework.model.units import Unit
-from framework.parallel.pipeline.actions import ActionKind
-from framework.parallel.pipeline.simulate import Timed
+from framework.parallel.pipeline.simulate import ActionKind, Timed
 from framework.train.profiler import UnitRanges, find_modules
 from framework.train.step import TrainingRun
 

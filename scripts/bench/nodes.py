@@ -30,7 +30,7 @@ from framework.comm.algorithms import Pending
 from framework.comm.collectives import all_reduce, barrier, start_all_to_all
 from framework.comm.communicator import Communicator, Message
 from framework.comm.connect import connect
-from framework.parallel.experts import exchange, route
+from framework.parallel.experts import route
 from framework.plan.plan import make_plan, make_topology
 from framework.recipe.schema import Batch, Launch, Memory, Parallel, Precision, Recipe, Train, Zero
 from framework.train.build import build
@@ -101,7 +101,7 @@ def network(rate: float):
 
     with (
         patch.object(Communicator, "receive", receive_slowly),
-        patch.object(exchange, "start_all_to_all", exchange_slowly),
+        patch("framework.parallel.experts.rows.start_all_to_all", exchange_slowly),
         patch.object(route, "all_to_all", lambda *given: exchange_slowly(*given).wait()),
     ):
         yield

@@ -28,8 +28,7 @@ from framework.errors import ModelError
 from framework.mesh.layout import part
 from framework.mesh.topology import Axis
 from framework.model.matmul import MatmulLinear
-from framework.parallel.tensor.borders import AsyncBorder, Border, ShardedBorder
-from framework.parallel.tensor.opaque_borders import enter_in_graph, leave_in_graph
+from framework.parallel.tensor.borders import AsyncBorder, Border, ShardedBorder, enter_in_graph, leave_in_graph
 from framework.parallel.tensor.rng import RngStreams
 from framework.torch_private import base_of, version_of
 

@@ -24,7 +24,16 @@ from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor.borders import ShardedBorder, make_border
 from framework.parallel.tensor.find_regions import RegionPlan, find_regions, holder
 from framework.parallel.tensor.heads import count_heads, divide_numbers, refuse_fixed_attention
-from framework.parallel.tensor.layers import ColumnLinear, RowLinear, SplitRMSNorm, look_up_locally
+from framework.parallel.tensor.layers import (
+    ColumnLinear,
+    RowLinear,
+    SplitRMSNorm,
+    StateColumn,
+    SummedRowLinear,
+    divide_mixer,
+    look_up_locally,
+    split_gated_norm,
+)
 from framework.parallel.tensor.partition import FEATURES, Counts, PartitionedDim, SplitParameters, partition
 from framework.parallel.tensor.regions import (
     Region,
@@ -41,12 +50,6 @@ from framework.parallel.tensor.regions import (
 )
 from framework.parallel.tensor.rng import RngStreams, uses_rng_in_training
 from framework.parallel.tensor.rules import PARAMETERS, TOKEN_ARGUMENTS, WEIGHT_BEFORE_CAST, Role
-from framework.parallel.tensor.state_space import (
-    StateColumn,
-    SummedRowLinear,
-    divide_mixer,
-    split_gated_norm,
-)
 
 NO_HEADS = Counts(1, 1)
 
