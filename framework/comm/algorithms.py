@@ -33,7 +33,7 @@ from framework.comm.waits import ExposedWait, Operation, Waits
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Messages of one collective must not match those of another kind, or of `p2p`, `agreement` and `objects`, that is under way
+# Messages of one collective must not match those of another kind, or of `p2p`, `collectives` and `objects`, that is under way
 # between the same two ranks; nor a first hop those of a later one, which starts in a wait.
 _GATHER_TAG, _SCATTER_TAG, _SPREAD_TAG, _SUMS_TAG = 1, 2, 6, 7
 

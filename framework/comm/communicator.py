@@ -4,13 +4,16 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.profiler import record_function
 
 from framework.comm.waits import Operation, Waits
 from framework.mesh.topology import ZERO_AXES, Axis
+
+if TYPE_CHECKING:
+    from framework.comm.connect import Mesh
 
 
 class Traffic:
@@ -57,7 +60,7 @@ class Communicator:
 
     name, size, rank, ranks: the axis's: its number of ranks, this process's index among them, their world ranks in order.
     group: a torch process group over the axis's ranks, in their order. scatter_group: a second one for reduce-scatters, where
-    operations of one group queue behind each other (NCCL). check_s: debug mode, see `agreement`. staged: the groups carry
+    operations of one group queue behind each other (NCCL). check_s: debug mode, see `collectives`. staged: the groups carry
     tensors of the CPU only, and those of a GPU go through host memory. timeout: of a message's wait. waits: where waits over this
     and other axes are noted, None: in one of its own. secret: of the run's start, for what is sealed. levels: of an axis in two
     levels, the inner and the outer one.
@@ -156,3 +159,46 @@ def link_levels(axes: dict[str, Communicator]) -> dict[str, Communicator]:
         inner, outer = axes[f"{name}_inner"], axes[f"{name}_outer"]
         axes[name].levels = (inner, outer) if outer.size > 1 else None
     return axes
+
+
+# {axis: {operation: (calls, bytes)}}, bytes as `collectives` defines them.
+TrafficReading = dict[str, dict[str, tuple[int, int]]]
+
+
+def read_traffic(mesh: "Mesh", between_nodes: bool = False) -> TrafficReading:
+    """Calls and bytes of every axis since the mesh was connected. between_nodes: only those bytes that leave their node."""
+    return {
+        name: {
+            operation: (calls, (traffic.bytes_leaving if between_nodes else traffic.bytes)[operation])
+            for operation, calls in traffic.calls.items()
+        }
+        for name, traffic in ((name, axis.traffic) for name, axis in mesh.axes.items())
+    }
+
+
+def subtract_traffic(after: TrafficReading, before: TrafficReading) -> TrafficReading:
+    """Calls and bytes between two snapshots; operations and axes without a call are left out."""
+    # Counters only grow, and an operation may appear between the readings: what is missing before counts as 0.
+    changed: TrafficReading = {}
+    for axis, operations in after.items():
+        for operation, (calls, num_bytes) in operations.items():
+            calls_before, bytes_before = before.get(axis, {}).get(operation, (0, 0))
+            if calls > calls_before:
+                changed.setdefault(axis, {})[operation] = (calls - calls_before, num_bytes - bytes_before)
+    return changed
+
+
+def sum_traffic(reading: TrafficReading, between_nodes: TrafficReading | None = None) -> dict[str, dict[str, int]]:
+    """Sums over operations: {axis: {"calls": n, "bytes": n}}, as a StepReport carries them; with a reading of what went between
+    nodes also "bytes_between_nodes", where there are any."""
+    found = {
+        axis: {
+            "calls": sum(calls for calls, _ in operations.values()),
+            "bytes": sum(num_bytes for _, num_bytes in operations.values()),
+        }
+        for axis, operations in reading.items()
+    }
+    for axis, operations in (between_nodes or {}).items():
+        if away := sum(num_bytes for _, num_bytes in operations.values()):
+            found[axis]["bytes_between_nodes"] = away
+    return found

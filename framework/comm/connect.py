@@ -30,10 +30,12 @@ from framework.comm.groups import (
     GroupPlan,
     carry_only_messages,
     choose_backends,
+    compare_fingerprints,
+    connect_limit_s,
+    persist,
     plan_groups,
     use_of,
 )
-from framework.comm.meeting import compare_fingerprints, connect_limit_s, persist
 from framework.comm.waits import DeviceProgress, Waits
 from framework.errors import ConnectionFailed, NodeError, RecipeError, TopologyError
 from framework.host import stay_near
@@ -106,7 +108,7 @@ def connect(
     rendezvous None: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the environment, as launchers set them;
     else a URL such as `file:///tmp/x` (a file that does not exist yet), with an explicit rank.
     backend None: NCCL for GPUs, gloo for CPUs; gloo on GPUs is slow and works where ranks share one.
-    Collectives that take longer than `timeout_s` fail. check_s: the debug mode of `comm/agreement.py`. fingerprint: what must
+    Collectives that take longer than `timeout_s` fail. check_s: the debug mode of `comm/collectives.py`. fingerprint: what must
     be equal on all ranks, compared before any group is made. Raises TopologyError when the world has not the topology's size,
     ConnectionFailed when a rank does not come within `timeout_s`, RanksDiffer on all ranks when fingerprints differ.
     """

@@ -118,7 +118,7 @@ def _start_batch(
     return dist.batch_isend_irecv(operations)
 
 
-# Apart from the tags of `algorithms`, `agreement` and `objects`: streams may follow one of their messages at once.
+# Apart from the tags of `algorithms`, `collectives` and `objects`: streams may follow one of their messages at once.
 STREAM_TAG = 5
 # Bytes that staging fills at once: large enough that the time between two segments does not show.
 SEGMENT_BYTES = 16 << 20

@@ -132,7 +132,7 @@ def let_threads_sleep() -> None:
 
 
 def take_fingerprint(recipe: Recipe) -> dict[str, str]:
-    """Values that must be equal on all ranks of a run (comm/meeting.py), by name. Torch is imported already."""
+    """Values that must be equal on all ranks of a run (comm/groups.py), by name. Torch is imported already."""
     import torch
 
     found = {

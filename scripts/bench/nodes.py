@@ -25,10 +25,9 @@ import torch.multiprocessing
 from expert import FAMILY, MODEL
 from transformers import AutoConfig, PretrainedConfig
 
-from framework.comm import ledger
 from framework.comm.algorithms import Pending
 from framework.comm.collectives import all_reduce, barrier, start_all_to_all
-from framework.comm.communicator import Communicator, Message
+from framework.comm.communicator import Communicator, Message, read_traffic, subtract_traffic
 from framework.comm.connect import connect
 from framework.parallel.experts import route
 from framework.plan.plan import make_plan, make_topology
@@ -162,7 +161,7 @@ def time_steps(
     microbatches = share(sequences, batch.sequences_per_microbatch, mesh)
     seconds = []
     for turn, speed in enumerate((FREE, FREE, rate)):  # the first step takes memory
-        before = ledger.snapshot(mesh, between_nodes=True)
+        before = read_traffic(mesh, between_nodes=True)
         barrier(mesh.axis("world"))
         started = time.perf_counter()
         with network(speed):
@@ -170,7 +169,7 @@ def time_steps(
         took = torch.tensor([time.perf_counter() - started])
         all_reduce(took, mesh.axis("world"), "max")
         seconds.append(took.item())
-    away = ledger.difference(ledger.snapshot(mesh, between_nodes=True), before)
+    away = subtract_traffic(read_traffic(mesh, between_nodes=True), before)
     sent = sum(num_bytes for axis, each in away.items() if axis != "world" for _, num_bytes in each.values())
     run.close()
     mesh.close()

@@ -20,7 +20,7 @@ BREACHES = [
     ("imports_downwards", "mesh/box.py", "from ..comm import duals"),
     ("imports_downwards", "errors.py", "from framework import cli"),
     ("imports_downwards", "optim/groups.py", "from framework.data import store"),
-    ("imports_downwards", "comm/ledger.py", "import framework.attic"),
+    ("imports_downwards", "comm/communicator.py", "import framework.attic"),
     ("imports_downwards", "attic/old.py", "import framework.errors"),
     ("parallelisms_do_not_know_each_other", "parallel/tensor.py", "from framework.parallel import sequence"),
     ("parallelisms_do_not_know_each_other", "parallel/tensor.py", "from .parallelize import parallelize"),

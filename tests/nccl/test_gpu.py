@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from framework.comm.algorithms import ExposedCommunication
-from framework.comm.coded import Rounding, scatter_coded, sum_coded
+from framework.comm.codec import Rounding, scatter_coded, sum_coded
 from framework.comm.collectives import start_all_reduce
 from framework.comm.connect import Mesh
 from framework.comm.transfer import (

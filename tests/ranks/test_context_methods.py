@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from framework.comm import collectives, ledger
+from framework.comm import collectives
+from framework.comm.communicator import read_traffic, subtract_traffic, sum_traffic
 from framework.comm.connect import Mesh, connect
 from framework.mesh.token_layout import ContextSlices
 from framework.mesh.topology import Topology
@@ -274,12 +275,12 @@ def measure_traffic(
         with sabotage():
             attention = make_attention(mesh, layout, case.context)
             share = Share(draw(case, dtype), attention.slices)
-            readings = [ledger.snapshot(mesh)]
+            readings = [read_traffic(mesh)]
             out = share.attend(attention)
-            readings.append(ledger.snapshot(mesh))
+            readings.append(read_traffic(mesh))
             share.differentiate(out)
-            readings.append(ledger.snapshot(mesh))
-        differences = (ledger.totals(ledger.difference(after, before)) for before, after in pairwise(readings))
+            readings.append(read_traffic(mesh))
+        differences = (sum_traffic(subtract_traffic(after, before)) for before, after in pairwise(readings))
         found[name] = [{axis: sums["bytes"] for axis, sums in each.items()} for each in differences]
     mesh.close()
     return found

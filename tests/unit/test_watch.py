@@ -7,8 +7,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from framework.comm.board import Board
 from framework.comm.communicator import Communicator
+from framework.comm.objects import Board
 from framework.comm.waits import Operation
 from framework.mesh.topology import Axis
 from framework.monitor import watchdog as watchdog_module

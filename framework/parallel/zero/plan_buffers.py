@@ -14,8 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from framework.comm.codec import CODECS, REDUCE_CODECS, BlockCodec
-from framework.comm.coded import Rounding, Wire
+from framework.comm.codec import CODECS, REDUCE_CODECS, BlockCodec, Rounding, Wire
 from framework.comm.communicator import Communicator
 from framework.errors import LayoutError
 from framework.mesh.layout import Layout, Run, part
