@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from framework.mesh.placement import BLOCK_AXES, Placement, place
+from framework.mesh.topology import BLOCK_AXES, Placement, place
 from framework.recipe.derive import Derived
 
 # The script's answers, one for each node in SLURM's order, separated by `;`: number, name, address, pattern.

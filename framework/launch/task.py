@@ -11,7 +11,7 @@ from framework.launch.directory import HolderState, describe_self
 from framework.launch.jobs import WAITING_OR_RUNNING, find_job, read_history
 from framework.launch.order import find_rank
 from framework.lease import Holder, read_lease
-from framework.mesh.placement import place
+from framework.mesh.topology import place
 from framework.monitor.goodput import Job
 from framework.recipe.derive import Derived
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from framework.comm.transfer import upload_values
 from framework.model.kept_outputs import KeptOutputs
-from framework.model.opaque_map import Numbered
+from framework.model.opaque import Numbered
 
 # (view [M, N], left [K, M], right [K, N], is_first): view = left^T right if it is the first, else that is added.
 Accumulate = Callable[[Tensor, Tensor, Tensor, bool], None]

@@ -22,14 +22,16 @@ from framework.model.adapters import (
     MAGNITUDE,
     A,
     AdapterDropout,
+    AdapterMatmul,
+    AdapterSwitch,
     B,
+    StackedAdapterMatmul,
     find_adapted,
     has_adapter,
     holds_transposed,
     name_beside,
 )
 from framework.model.initial import seed_for
-from framework.model.low_rank import AdapterMatmul, AdapterSwitch, StackedAdapterMatmul
 from framework.model.matmul import GradView, Matmul, StackedMatmul
 from framework.parallel.stage_plan import StagePlan
 

@@ -22,22 +22,20 @@ from transformers import PreTrainedModel
 from framework.comm.algorithms import ExposedCommunication
 from framework.errors import ModelError
 from framework.mesh.layout import Layout
-from framework.model.adapters import find_coded
-from framework.model.chunked_loss import make_loss
+from framework.model.adapters import AdapterSwitch, find_coded
+from framework.model.chunked_loss import LogitMap, make_loss
 from framework.model.experts import find_experts, find_stock_experts
 from framework.model.kept_outputs import EXPERTS, KeepsOutputs
 from framework.model.load import choose_experts, kept_in_fp32
-from framework.model.logit_map import LogitMap
 from framework.model.loss import Loss
-from framework.model.low_rank import AdapterSwitch
 from framework.model.matmul import Matmul
-from framework.model.mixers import find_mixers
 from framework.model.mixtures import ExpertLoad
-from framework.model.opaque_experts import OpaqueExperts, find_opaque_experts, replace_forward
+from framework.model.opaque import OpaqueExperts, find_opaque_experts, replace_forward
 from framework.model.opaque_linear import keep_named
 from framework.model.precision import DTYPES
 from framework.model.routers import find_routers
 from framework.model.stage import find_shared, hollow_out
+from framework.model.units import find_mixers
 from framework.parallel.activation_checkpointing import checkpoint_layers
 from framework.parallel.activation_offload import ActivationOffload, offload_activations
 from framework.parallel.adapters import AdaptMatmuls, place_adapters

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from framework.errors import RecipeError
-from framework.mesh.placement import BLOCK_AXES
+from framework.mesh.topology import BLOCK_AXES
 from framework.parallel.parallelize import find_eager_layers
 from framework.parallel.pipeline.simulate import Costs
 from framework.plan.candidate import Candidate, method_of

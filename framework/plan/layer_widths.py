@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from framework.model.expert_rows import Router
-from framework.model.experts import count_experts, find_experts
+from framework.model.experts import Router, count_experts, find_experts
 from framework.model.flops import attention_masks, expert_groups, experts_per_token
 from framework.model.units import find_layers
 from framework.parallel.attention import find_stock_attention

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from framework.mesh.token_layout import ContextSlices
-from framework.model.mixers import find_mixers
+from framework.model.units import find_mixers
 from framework.parallel.attention.recurrent import ONE_RANK, Pieces, hook_mixer
 from framework.plan.activations import ESTIMATED_BEHIND, ESTIMATED_VALUES
 

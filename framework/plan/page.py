@@ -7,7 +7,7 @@ from pathlib import Path
 
 from framework.errors import RecipeError
 from framework.mesh.layout import Layout
-from framework.mesh.placement import place
+from framework.mesh.topology import place
 from framework.model.flops import experts_per_token
 from framework.model.mixtures import Mixture
 from framework.model.units import Unit

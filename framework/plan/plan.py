@@ -19,8 +19,8 @@ from framework.errors import RecipeError
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import ContextSlices, TokenLayout
 from framework.mesh.topology import Topology
-from framework.model.adapter_targets import add_adapters
 from framework.model.borders import Border
+from framework.model.chunked_loss import LogitMap
 from framework.model.flops import (
     ModelSize,
     flops_per_token,
@@ -29,8 +29,8 @@ from framework.model.flops import (
 )
 from framework.model.kept_outputs import Policy
 from framework.model.load import build_meta
-from framework.model.logit_map import LogitMap
 from framework.model.mixtures import Mixture, find_mixtures, refuse_bias_rate
+from framework.model.peft import add_adapters
 from framework.model.precision import DTYPES
 from framework.model.probe import LayerCalls, find_layer_calls, find_routers_loss
 from framework.model.routers import LoadBalancingLoss

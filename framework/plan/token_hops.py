@@ -1,14 +1,13 @@
 """Bytes of a token on its way to experts and back, over both hops of `parallel/experts/route.py`.
 
-N p rows for a token go over the outer hop, k over the inner one (`model/expert_rows.py`), each part of the ranks' own included;
+N p rows for a token go over the outer hop, k over the inner one (`model/experts.py`), each part of the ranks' own included;
 in padded buffers as many as these have room for.
 """
 
 from dataclasses import dataclass
 from fractions import Fraction
 
-from framework.model.expert_rows import Router, find_room
-from framework.model.experts import capacity_of
+from framework.model.experts import Router, capacity_of, find_room
 from framework.parallel.experts.rows import ROW_CODEC, packed_bytes
 from framework.plan.candidate import Candidate
 from framework.recipe.schema import Recipe

@@ -10,12 +10,12 @@ from torch import nn
 from framework.comm.communicator import Communicator
 from framework.mesh.token_layout import ContextSlices
 from framework.model.borders import message_dtype, message_width
-from framework.model.expert_rows import Router
+from framework.model.experts import Router
 from framework.model.flops import expert_groups, experts_per_token
 from framework.model.kept_outputs import ATTENTION
-from framework.model.mixers import count_channels, count_map, find_mixers
 from framework.model.mixtures import Mixture
 from framework.model.precision import DTYPES
+from framework.model.units import count_channels, count_map, find_mixers
 from framework.optim.muon import group_matrices
 from framework.parallel.pipeline.lower import SENDS
 from framework.parallel.pipeline.simulate import ActionKind

@@ -17,7 +17,7 @@ from framework.mesh.token_layout import TokenLayout
 from framework.model.hub import find_folder
 from framework.model.initial import build_buffers, draw_adapters, draw_with_ties, set_buffers
 from framework.model.mixtures import ExpertLoad
-from framework.model.peft_folder import read_adapter
+from framework.model.peft import read_adapter
 from framework.model.precision import sums_dtype
 from framework.model.units import Unit, set_parameter
 from framework.optim.disk_ring import DiskStates, DiskTensor

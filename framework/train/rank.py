@@ -45,7 +45,7 @@ from framework.launch.directory import RunDirectory
 from framework.launch.identity import settle_identity
 from framework.launch.task import describe_job
 from framework.lease import Lease
-from framework.mesh.placement import make_grid
+from framework.mesh.topology import make_grid
 from framework.model.hub import find_base, find_folder, fingerprint_base
 from framework.model.load import load_config
 from framework.monitor.goodput import Goodput, open_goodput

@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from framework.mesh.topology import Topology
-from framework.model.chunked_loss import ChunkedLoss
-from framework.model.logit_map import LogitMap
+from framework.model.chunked_loss import ChunkedLoss, LogitMap
 from framework.model.loss import LocalSums, TokenLoss, chunk_size, find_kernel
 from framework.model.matmul import Matmul, accumulate_matmul
 from framework.parallel.zero.gradients import _DirectLinear

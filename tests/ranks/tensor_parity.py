@@ -20,9 +20,8 @@ from framework.comm.connect import connect
 from framework.mesh.layout import Layout
 from framework.mesh.token_layout import TokenLayout
 from framework.mesh.topology import Axis, Topology
-from framework.model.chunked_loss import ChunkedLoss
+from framework.model.chunked_loss import ChunkedLoss, find_logit_map
 from framework.model.load import build_meta, choose_experts
-from framework.model.logit_map import find_logit_map
 from framework.model.loss import IGNORE, Loss, TokenLoss
 from framework.model.objective import count_tokens
 from framework.model.probe import find_load_balancing_loss

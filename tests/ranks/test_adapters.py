@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM
 from framework.comm.connect import connect
 from framework.errors import EXIT_DONE
 from framework.mesh.layout import Layout
-from framework.model.adapter_targets import add_adapters
 from framework.model.initial import build_buffers
 from framework.model.load import build_meta, load_config
-from framework.model.peft_folder import read_adapter
+from framework.model.peft import add_adapters, read_adapter
 from framework.optim.groups import learning_rate
 from framework.parallel import adapters
 from framework.parallel.zero import load_parameters, row_codes

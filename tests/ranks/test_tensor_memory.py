@@ -20,9 +20,8 @@ from framework.comm.collectives import start_all_to_all
 from framework.comm.connect import Mesh, connect
 from framework.data.pack import Microbatch
 from framework.mesh.topology import Topology
-from framework.model.chunked_loss import ChunkedLoss
+from framework.model.chunked_loss import ChunkedLoss, LogitMap
 from framework.model.load import build_meta
-from framework.model.logit_map import LogitMap
 from framework.model.loss import TokenLoss
 from framework.parallel.experts import rows
 from framework.plan.layer_widths import layer_widths

@@ -31,8 +31,8 @@ from torch.autograd.function import once_differentiable
 from framework.comm.communicator import Communicator
 from framework.mesh.token_layout import ContextSlices
 from framework.model.kept_outputs import KeptOutputs
+from framework.model.opaque import MAPS, Numbered
 from framework.model.opaque_linear import ATTEND
-from framework.model.opaque_map import MAPS, Numbered
 from framework.model.precision import sums_dtype
 from framework.parallel.attention.block_attention import BlockAttention
 from framework.parallel.attention.blocks import KeyValues, RankBlocks

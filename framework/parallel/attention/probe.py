@@ -24,9 +24,9 @@ from framework.errors import ModelError
 from framework.mesh.token_layout import ContextSlices
 from framework.mesh.topology import Axis
 from framework.model.load import FORWARD_ERRORS
-from framework.model.mixers import find_mixers
 from framework.model.probe import draw_tokens, small_copy
 from framework.model.shrink import shrink
+from framework.model.units import find_mixers
 from framework.parallel.attention.attention import ContextAttention
 from framework.parallel.attention.block_attention import BlockAttention
 from framework.parallel.attention.hook import Attention, AttentionDropout, Hook, find_attentions, hook_attentions

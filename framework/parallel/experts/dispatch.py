@@ -34,7 +34,7 @@ from framework.comm.transfer import upload_values
 from framework.model.experts import Capacity, ExpertsForm, StockForm
 from framework.model.kept_outputs import EXPERTS, KeepsOutputs, KeptOutputs
 from framework.model.matmul import GradView, RowGroups, StackedMatmul
-from framework.model.opaque_experts import OpaqueExperts
+from framework.model.opaque import OpaqueExperts
 from framework.model.routers import RoutedTokens
 from framework.parallel.experts.route import ExpertRoute
 from framework.torch_private import storage_number, version_of

@@ -30,7 +30,7 @@ from framework.model.experts import (
     find_unknown_experts,
 )
 from framework.model.flops import expert_groups
-from framework.model.opaque_experts import replace_forward
+from framework.model.opaque import replace_forward
 from framework.parallel.experts.deep_rows import DeepRoute, refuse_deep_ep
 from framework.parallel.experts.dispatch import ExpertDispatch, LocalExperts, StockExperts, stand_in
 from framework.parallel.experts.route import ExpertRoute

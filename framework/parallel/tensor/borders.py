@@ -34,8 +34,8 @@ from framework.comm.communicator import Communicator
 from framework.errors import ModelError
 from framework.mesh.token_layout import TokenLayout
 from framework.model.matmul import Matmul, MatmulLinear, find_matmul
+from framework.model.opaque import MAPS, apply_map
 from framework.model.opaque_linear import linear, write_weight_gradient
-from framework.model.opaque_map import MAPS, apply_map
 from framework.parallel.tensor.async_tp import AsyncGather, AsyncGatherTensor, matmul_reduce_scatter
 
 # The dim of tokens in hidden states [B, S, D]; all but the last two dims are batch.

@@ -12,9 +12,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.errors import ModelError
 from framework.mesh.topology import Axis
-from framework.model import mixers
+from framework.model import units
 from framework.model.load import layer_configs
-from framework.model.mixers import find_mixers, form_of_mixer, linear_heads
+from framework.model.units import find_mixers, form_of_mixer, linear_heads
 from framework.parallel.tensor.find_regions import RegionPlan, holder
 from framework.parallel.tensor.partition import Counts
 from framework.parallel.tensor.regions import change_argument, select_heads
@@ -69,10 +69,10 @@ def count_heads(model: PreTrainedModel, plan: RegionPlan) -> Counts:
 
 def _count_linear_heads(mixer: Any) -> Counts:
     match form_of_mixer(mixer):
-        case mixers.STATE_OF_CHANNELS:
+        case units.STATE_OF_CHANNELS:
             channels = mixer.D.shape[0]
             return Counts(channels, channels, linear={"linear_value_heads": (channels,)})
-        case mixers.STATE_OF_HEADS:
+        case units.STATE_OF_HEADS:
             heads, inner, states = mixer.num_heads, mixer.intermediate_size, mixer.n_groups * mixer.ssm_state_size
             segments = {"state_rows": (inner, inner, states, states, heads), "state_channels": (inner, states, states)}
             shared = {"state_rows": 3, "state_channels": 2}

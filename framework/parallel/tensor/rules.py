@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from transformers import PretrainedConfig
 
-from framework.model.mixers import CHANNEL_DELTA_RULE, CONVOLUTION, DELTA_RULE, STATE_OF_CHANNELS, STATE_OF_HEADS
+from framework.model.units import CHANNEL_DELTA_RULE, CONVOLUTION, DELTA_RULE, STATE_OF_CHANNELS, STATE_OF_HEADS
 from framework.parallel.tensor.partition import ARRANGEMENTS
 
 KINDS = ("column", "row", "sum", "replicated", "outside", "norm")

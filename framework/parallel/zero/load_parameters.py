@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from framework.mesh.box import Box
-from framework.mesh.layout import Layout
+from framework.mesh.layout import Box, Layout
 from framework.model.adapters import MAGNITUDE, holds_transposed, is_adapter, measure_rows, weight_of
 from framework.model.initial import persistent_buffers
 from framework.model.weights import read_weights

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from framework.errors import ModelError
 from framework.mesh.token_layout import ContextSlices
-from framework.model.mixers import (
+from framework.model.units import (
     CHANNEL_DELTA_RULE,
     CONVOLUTION,
     DELTA_RULE,
@@ -35,9 +35,9 @@ from framework.model.mixers import (
     WHOLE_MIXERS,
     call_by,
     called_names,
+    find_layers,
     find_mixers,
 )
-from framework.model.units import find_layers
 from framework.parallel.attention.recurrent.delta_rule import apply_by, apply_delta_rule
 from framework.parallel.attention.recurrent.pieces import ONE_RANK, Pieces, convolve
 from framework.parallel.attention.recurrent.state_space import have_no_kernel, scan_channels, scan_heads

@@ -40,7 +40,7 @@ from framework.comm.p2p import exchange
 from framework.comm.transfer import upload
 from framework.mesh.token_layout import ContextSlices
 from framework.mesh.topology import Axis
-from framework.model.opaque_map import apply_map
+from framework.model.opaque import apply_map
 from framework.parallel.attention.visible_rows import Documents
 
 # The axis of a caller with whole sequences, outside of any layout.
