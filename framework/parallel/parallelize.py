@@ -38,7 +38,6 @@ from framework.model.stage import find_shared, hollow_out
 from framework.model.units import find_mixers
 from framework.parallel.activation_checkpointing import checkpoint_layers
 from framework.parallel.activation_offload import ActivationOffload, offload_activations
-from framework.parallel.adapters import AdaptMatmuls, place_adapters
 from framework.parallel.attention import (
     find_context_attentions,
     is_operator,
@@ -50,11 +49,10 @@ from framework.parallel.attention.attention import LogitMaxima
 from framework.parallel.experts.dispatch import report_dropped, write_stacked_gradients
 from framework.parallel.experts.halves import Turns, halve_layer
 from framework.parallel.experts.split import split_experts
-from framework.parallel.fp8_layers import find_fp8_linears, gather_in_fp8, make_matmul
+from framework.parallel.layer_matmuls import AdaptMatmuls, find_fp8_linears, gather_in_fp8, make_matmul, place_adapters
 from framework.parallel.stage_plan import StagePlan
 from framework.parallel.tensor.borders import number_border
-from framework.parallel.tensor.regions import Region, find_regions_of
-from framework.parallel.tensor.rng import uses_rng_in_training
+from framework.parallel.tensor.regions import Region, find_regions_of, uses_rng_in_training
 from framework.parallel.tensor.split import split_over_tp
 from framework.parallel.zero.buffers import MainGradView, UnitBuffer
 from framework.parallel.zero.gradients import GradientSync, write_embedding_gradients, write_gradients_directly

@@ -21,7 +21,7 @@ from framework.model.peft import read_adapter
 from framework.model.probe import refuse_mixed_dtypes, refuse_unordered_layers
 from framework.model.weights import refuse_other_weights, refuse_unwritable_configs
 from framework.optim.optimizers import state_names
-from framework.parallel.fp8_layers import require_torchao
+from framework.parallel.layer_matmuls import require_torchao
 from framework.plan.memory import USABLE, sum_fullest_node
 from framework.plan.plan import Plan, make_plan
 from framework.plan.text import show_bytes

@@ -14,7 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from framework.mesh.token_layout import ContextSlices
 from framework.model.units import find_mixers
-from framework.parallel.attention.recurrent import ONE_RANK, Pieces, hook_mixer
+from framework.parallel.attention.pieces import ONE_RANK, Pieces
+from framework.parallel.attention.recurrent import hook_mixer
 from framework.plan.activations import ESTIMATED_BEHIND, ESTIMATED_VALUES
 
 # Tokens that are counted; what more of them keep is in proportion.

@@ -27,7 +27,7 @@ from framework.parallel.parallelize import AttachedStage, attach
 from framework.parallel.pipeline.execute import ActivationSpec
 from framework.parallel.zero.buffers import UnitBuffer, make_buffers
 from framework.parallel.zero.lifetimes import Home
-from framework.parallel.zero.load_parameters import initialize_parameters, load_pretrained
+from framework.parallel.zero.parameters import initialize_parameters, load_pretrained
 from framework.plan.plan import Plan
 from framework.plan.stage import PlannedStage
 from framework.train.loss_scale import LossScale

@@ -55,7 +55,7 @@ from framework.monitor.progress import Progress, StepPace, name_coordinates
 from framework.monitor.stop import StopRequest, end_process
 from framework.monitor.watchdog import Watchdog
 from framework.optim.disk_file import refuse_folder
-from framework.parallel.fp8_layers import emulates_fp8
+from framework.parallel.layer_matmuls import emulates_fp8
 from framework.parallel.pipeline.draw import save_timeline
 from framework.parallel.pipeline.pipeline import UNITS_FILE, encode_unit_times
 from framework.parallel.pipeline.simulate import Timeline

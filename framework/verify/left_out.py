@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PretrainedConfig
 
-from framework.parallel.tensor.rng import DRAWING_MODULES
+from framework.parallel.tensor.regions import DRAWING_MODULES
 from framework.recipe.derive import compiles, derive
 from framework.recipe.keys import flatten, plain
 from framework.recipe.problem import show

@@ -16,7 +16,7 @@ from framework.model.objective import LOSSES, Statistics
 from framework.model.precision import DTYPES
 from framework.optim.groups import learning_rate
 from framework.optim.update_rules import OPTIMIZERS
-from framework.parallel.attention.recurrent.pieces import ONE_RANK
+from framework.parallel.attention.pieces import ONE_RANK
 from framework.recipe.derive import derive
 from framework.recipe.plugins import added_names
 from framework.recipe.schema import LossSettings, Precision, Recipe

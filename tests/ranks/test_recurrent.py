@@ -16,7 +16,8 @@ from framework.comm.connect import connect
 from framework.mesh.token_layout import ContextSlices
 from framework.mesh.topology import Topology
 from framework.model.units import count_channels, count_map, find_mixers
-from framework.parallel.attention.recurrent import Pieces, hook_mixers
+from framework.parallel.attention.pieces import Pieces
+from framework.parallel.attention.recurrent import hook_mixers
 from framework.parallel.attention.visible_rows import Documents
 from framework.plan.context import MixerCost, Passes
 from framework.plan.plan import make_plan

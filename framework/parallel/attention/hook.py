@@ -49,7 +49,8 @@ from framework.parallel.attention.attention import (
     attend_in_graph,
 )
 from framework.parallel.attention.block_attention import BlockAttention
-from framework.parallel.attention.recurrent import Pieces, hook_mixers
+from framework.parallel.attention.pieces import Pieces
+from framework.parallel.attention.recurrent import hook_mixers
 from framework.parallel.attention.visible_rows import Documents, Scores
 from framework.parallel.attention.whole_tokens import hook_whole, tokens_of
 from framework.parallel.stage_plan import StagePlan

@@ -30,8 +30,8 @@ from framework.model.units import find_mixers
 from framework.parallel.attention.attention import ContextAttention
 from framework.parallel.attention.block_attention import BlockAttention
 from framework.parallel.attention.hook import Attention, AttentionDropout, Hook, find_attentions, hook_attentions
-from framework.parallel.attention.recurrent import Pieces, hook_mixers
-from framework.parallel.attention.recurrent.pieces import ONE_RANK
+from framework.parallel.attention.pieces import ONE_RANK, Pieces
+from framework.parallel.attention.recurrent import hook_mixers
 from framework.parallel.attention.visible_rows import Documents, Scores
 from framework.parallel.attention.whole_tokens import WholeTokens, find_whole_mixers, hook_whole
 from framework.recipe.schema import Recipe

@@ -37,6 +37,7 @@ from framework.parallel.tensor.layers import (
 from framework.parallel.tensor.partition import FEATURES, Counts, PartitionedDim, SplitParameters, partition
 from framework.parallel.tensor.regions import (
     Region,
+    RngStreams,
     change_argument,
     end_outside,
     end_region,
@@ -47,8 +48,8 @@ from framework.parallel.tensor.regions import (
     scatter,
     start_outside,
     take_back,
+    uses_rng_in_training,
 )
-from framework.parallel.tensor.rng import RngStreams, uses_rng_in_training
 from framework.parallel.tensor.rules import PARAMETERS, TOKEN_ARGUMENTS, WEIGHT_BEFORE_CAST, Role
 
 NO_HEADS = Counts(1, 1)

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from framework.model.precision import sums_dtype
-from framework.parallel.attention.recurrent.pieces import Pieces
+from framework.parallel.attention.pieces import Pieces
 
 # (state that a piece ends with if it begins with zeros, [Z, ...]; product of its decays, as wide, or 1 wide where features share
 # one) -> the state with which each piece begins.

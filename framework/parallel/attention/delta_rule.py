@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from framework.model.precision import sums_dtype
-from framework.parallel.attention.recurrent.pieces import Pieces
+from framework.parallel.attention.pieces import Pieces
 
 # With decays by channel P_ij is [C, C, K] instead of [C, C]: smaller chunks.
 CHUNK, CHUNK_OF_CHANNELS = 64, 16
