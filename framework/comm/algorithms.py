@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.comm.communicator import Communicator
-from framework.comm.waits import ExposedWait, Operation, Waits
+from framework.comm.communicator import Communicator, ExposedWait, Operation, Waits
 
 # torch 2.13 renamed the collectives of a single tensor and warns at the old names; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -83,16 +82,14 @@ class Pending:
         if self._waits is not None and (follows is None or follows._waits is not None):
             del self._waits.open[self]
             self._operation = self._waits = None
-        if follows is not None:
-            self._take_over(follows)
-        return follows is not None
-
-    def _take_over(self, other: "Pending") -> None:
-        """Go on with what `other` has started, under its name if it has one."""
-        self._works, self._tensors, self._finish = other._works, other._tensors, other._finish
-        if other._waits is not None:
-            self._operation, self._waits = other._operation, other._waits
-            self._waits.open[self] = self._waits.open.pop(other)
+        if follows is None:
+            return False
+        # Go on with what has been started, under its name if it has one.
+        self._works, self._tensors, self._finish = follows._works, follows._tensors, follows._finish
+        if follows._waits is not None:
+            self._operation, self._waits = follows._operation, follows._waits
+            self._waits.open[self] = self._waits.open.pop(follows)
+        return True
 
     @torch.compiler.disable
     def wait(self) -> None:
@@ -253,11 +250,9 @@ class _FirstHop:
         # before anybody waits for a later one: else this rank would wait for a message that a peer sends behind a wait for this.
         # Hops of other axes, too: experts and dense parameters have different axes, and two ranks may share both.
         while self.second is None:
-            self._hops.popleft()._proceed()
-
-    def _proceed(self) -> None:
-        self._first.wait()
-        self.second = self._start()
+            hop = self._hops.popleft()
+            hop._first.wait()
+            hop.second = hop._start()
 
 
 def in_turn(axis: Communicator, first: Pending, start: Callable[[], Pending]) -> Pending:

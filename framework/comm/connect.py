@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from framework.comm.communicator import Communicator, link_levels
+from framework.comm.communicator import Communicator, DeviceProgress, Waits, link_levels
 from framework.comm.groups import (
     SHARD_AXES,
     Backend,
@@ -36,7 +36,6 @@ from framework.comm.groups import (
     plan_groups,
     use_of,
 )
-from framework.comm.waits import DeviceProgress, Waits
 from framework.errors import ConnectionFailed, NodeError, RecipeError, TopologyError
 from framework.host import stay_near
 from framework.mesh.topology import Topology
@@ -127,7 +126,10 @@ def connect(
             os.environ |= {name: LOOPBACK for name in INTERFACES if name not in os.environ}
         store = _open_store(rendezvous or "env://", rank, topology.world, timeout)
         if isinstance(store, dist.FileStore):
-            secret = _share_secret(store, rank)
+            # Made by rank 0: every process that may read the file knows it.
+            if rank == 0:
+                store.set("secret", secrets.token_hex(16))
+            secret = store.get("secret")
         if fingerprint is not None:
             compare_fingerprints(dist.PrefixStore("fingerprint", store), fingerprint, rank, topology.world, timeout)
         axes = join_axes(topology, rank, backends, store, timeout, check_s, secret)
@@ -211,13 +213,6 @@ def _open_store(url: str, rank: int, world: int, timeout: timedelta) -> dist.Sto
             f"the store of rank 0, in which {world} ranks meet, cannot be reached, or not all have come to it:"
             f" see the logs of the others ({str(error).splitlines()[0]})"
         ) from error
-
-
-def _share_secret(store: dist.FileStore, rank: int) -> bytes:
-    """A secret that rank 0 makes. Every process that may read the file knows it."""
-    if rank == 0:
-        store.set("secret", secrets.token_hex(16))
-    return store.get("secret")
 
 
 def join_axes(

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.comm.algorithms import Pending, copy, to_host
-from framework.comm.communicator import Communicator
-from framework.comm.waits import Operation
+from framework.comm.communicator import Communicator, Operation
 
 # Collectives use other tags: messages of one tag match in the order in which they are started.
 _TAG = 0

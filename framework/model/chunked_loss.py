@@ -50,7 +50,7 @@ from framework.model.loss import (
     is_fused,
     softmax_scale,
 )
-from framework.model.matmul import GradView, InputCall, Matmul, MatmulLinear
+from framework.model.matmul import GradView, InputCall, Matmul, MatmulLinear, WeightGradientSum
 from framework.model.units import find_layers
 from framework.torch_private import TO_COPY, TorchDispatchMode, schema_of
 
@@ -244,7 +244,6 @@ class ChunkedLoss:
         head.register_forward_hook(self._keep)
 
     def expect(self, labels: Tensor, z_loss: float = 0.0, finds_likeliest: bool = False) -> None:
-        """Set the labels [B, T] of the next forward, the weight of its z-loss, and whether `likeliest` will be asked for."""
         self._labels, self._z_loss = labels, z_loss
         self.largest = [] if finds_likeliest else None
 
@@ -334,7 +333,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x = ctx.call.gathered()
         rows, weight = x.reshape(-1, x.shape[-1]), gradient * (labels != IGNORE)
         dx = torch.empty_like(rows) if needs_dx else None
-        dw = loss.matmul.sum_weight_gradients() if needs_dw else None
+        dw = WeightGradientSum(loss.matmul) if needs_dw else None
         db = torch.zeros_like(bias, dtype=log_sum.dtype) if needs_db else None
         for chunk in loss.chunks(rows):
             dy = _output_gradient(loss, rows[chunk], bias, (labels[chunk], log_sum[chunk], weight[chunk]), ctx.z_loss)

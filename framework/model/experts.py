@@ -132,18 +132,14 @@ def holds_experts(module: nn.Module) -> bool:
 
 def find_stock_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, StockForm]]:
     """Every module of experts that compute by their own code, with its name and its form, in order."""
-    for name, module in model.named_modules():
-        form = stock_form_of(module)
-        if form is not None:
-            yield name, module, form
+    found = ((name, module, stock_form_of(module)) for name, module in model.named_modules())
+    yield from ((name, module, form) for name, module, form in found if form is not None)
 
 
 def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertsForm]]:
     """Every module of stacked experts of a model, with its name and its form, in order."""
-    for name, module in model.named_modules():
-        form = form_of(module)
-        if form is not None:
-            yield name, module, form
+    found = ((name, module, form_of(module)) for name, module in model.named_modules())
+    yield from ((name, module, form) for name, module, form in found if form is not None)
 
 
 def find_all_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertsForm | StockForm]]:

@@ -163,10 +163,6 @@ class Matmul(LayerWeight):
         self.grad_view.add_matmul(left, right)
         return None
 
-    def sum_weight_gradients(self) -> "WeightGradientSum":
-        """`weight_gradient` in parts, for a caller that never has all of dY."""
-        return WeightGradientSum(self)
-
 
 class WeightGradientSum:
     """dW = sum_i dY_i^T X_i over parts of the rows, one after another; no factor is kept.

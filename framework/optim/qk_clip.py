@@ -26,8 +26,7 @@ from framework.optim.update_rules import FlatShard
 from framework.parallel.attention.attention import LogitMaxima
 from framework.parallel.attention.hook import QUERY_RULES, find_attentions
 from framework.parallel.tensor.find_regions import find_regions
-from framework.parallel.tensor.heads import count_heads
-from framework.parallel.tensor.partition import Counts
+from framework.parallel.tensor.partition import Counts, count_heads
 from framework.parallel.tensor.rules import HEAD_NORMS, Role
 from framework.recipe.schema import Optim, Recipe
 

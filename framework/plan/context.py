@@ -25,7 +25,7 @@ from framework.model.flops import attention_reach
 from framework.model.load import layer_configs
 from framework.parallel.attention.blocks import KeyValues, count_portions, find_steps, group_heads
 from framework.parallel.attention.ulysses import share_heads
-from framework.parallel.tensor.heads import count_kv_heads
+from framework.parallel.tensor.partition import count_kv_heads
 from framework.plan.candidate import Candidate
 from framework.recipe.derive import ulysses_degrees
 

@@ -19,7 +19,7 @@ from framework.model.stage import StageBounds
 from framework.optim.optimizers import state_names
 from framework.optim.states import MomentsDtype
 from framework.parallel.pipeline.pipeline import PipelinePlan
-from framework.parallel.tensor.heads import ranks_per_kv_head
+from framework.parallel.tensor.partition import ranks_per_kv_head
 from framework.parallel.zero.lifetimes import choose_homes, lifetimes_of
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.candidate import OFFLOADED, Candidate, remember, topology_of

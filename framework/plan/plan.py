@@ -50,7 +50,7 @@ from framework.parallel.parallelize import refuse_halves
 from framework.parallel.pipeline.pipeline import PipelinePlan, plan_pipeline, read_unit_times
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage, read_table
 from framework.parallel.stage_plan import StagePlan
-from framework.parallel.tensor.heads import ranks_per_kv_head
+from framework.parallel.tensor.partition import ranks_per_kv_head
 from framework.parallel.zero.plan_buffers import BufferPlan
 from framework.plan.activations import Activations
 from framework.plan.candidate import Candidate, planned_candidate, remember, topology_of

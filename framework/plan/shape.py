@@ -35,7 +35,7 @@ from framework.optim.matrices import find_matrices
 from framework.parallel.pipeline.pipeline import count_layers
 from framework.parallel.pipeline.schedules import SCHEDULES, rank_of_stage
 from framework.parallel.stage_plan import StagePlan
-from framework.parallel.tensor.heads import ranks_per_kv_head
+from framework.parallel.tensor.partition import ranks_per_kv_head
 from framework.plan.candidate import Candidate, remember
 from framework.plan.context import AttentionShape, attention_shapes
 from framework.plan.layer_widths import LayerWidths, MixtureWidths, gated_mixture, layer_widths

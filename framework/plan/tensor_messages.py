@@ -20,8 +20,7 @@ from framework.mesh.token_layout import TokenLayout
 from framework.model.experts import count_all_experts
 from framework.model.units import Unit
 from framework.parallel.tensor.find_regions import find_regions
-from framework.parallel.tensor.heads import count_heads
-from framework.parallel.tensor.partition import FEATURES
+from framework.parallel.tensor.partition import FEATURES, count_heads
 from framework.parallel.tensor.split import NO_HEADS
 
 

@@ -30,7 +30,7 @@ from framework.model.stage import StageBounds
 from framework.model.units import find_units, set_parameter, tied_names
 from framework.parallel.experts.split import split_experts
 from framework.parallel.stage_plan import StagePlan
-from framework.parallel.tensor.heads import ranks_per_kv_head
+from framework.parallel.tensor.partition import ranks_per_kv_head
 from framework.parallel.tensor.split import split_over_tp
 from framework.recipe.schema import Memory, Model, Parallel, Recipe
 from framework.verify.compare import NOISE_SHARE

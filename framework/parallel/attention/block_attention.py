@@ -23,7 +23,6 @@ from framework.parallel.attention.kernels import (
     CpuFlash,
     Heads,
     Kernel,
-    PackedKernel,
     Packing,
     Result,
     TileKernel,
@@ -232,7 +231,7 @@ class BlockAttention:
         return self._faults[kernel, device, dtype] is None
 
 
-def _packs(kernel: Kernel, block: AttentionBlock) -> PackedKernel | None:
+def _packs(kernel: Kernel, block: AttentionBlock) -> CudaFlash | FlexKernel | None:
     """The kernel, if it computes the block in one call where it would be several pieces."""
     # A kernel call for each document, and a mask for each edge of a window, would leave a GPU idle between them.
     is_several = block.q_rows == block.k_rows and (block.documents is not None or block.scores.window is not None)
@@ -297,7 +296,7 @@ def _differ(kernel: Kernel, heads: Heads, gradient: Tensor, kind: PieceKind) -> 
     return _largest_difference(found, wanted)
 
 
-def _differ_packed(kernel: PackedKernel, heads: Heads, gradient: Tensor, window: int | None) -> float:
+def _differ_packed(kernel: CudaFlash | FlexKernel, heads: Heads, gradient: Tensor, window: int | None) -> float:
     """`_differ` of documents in one call."""
     rows = 0, heads.q.shape[2]
     block = AttentionBlock(heads, rows, rows, Scores(SCALE, window), Documents(((0, 5, 31),), rows[1]))

@@ -59,6 +59,7 @@ class CudaFlash:
         return _cut(heads, *(x.transpose(1, 2) for x in found))
 
     def forward_packed(self, heads: Heads, packing: Packing, scale: float) -> tuple[Tensor, Tensor]:
+        """`forward` of a whole square block, with its documents and window, in one call."""
         q, k, v = (_join_sequences(x) for x in pad_heads(heads, HEAD_MULTIPLE))
         B, _, n, _ = heads.q.shape
         ends, longest = packing.ends(B, q.device)

@@ -81,18 +81,6 @@ class Kernel(Protocol):
         """(dQ, dK, dV), in the shapes of q, k and v: the piece's part of the gradients."""
 
 
-class PackedKernel(Kernel, Protocol):
-    """A kernel that takes the documents and windows of a whole square block in one call."""
-
-    def forward_packed(self, heads: Heads, packing: Packing, scale: float) -> tuple[Tensor, Tensor]:
-        """(out [B, H, n, Dv], log-sum-exp [B, H, n]) of the block."""
-
-    def backward_packed(
-        self, heads: Heads, result: Result, packing: Packing, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dQ, dK, dV), in the shapes of q, k and v: the block's part of the gradients."""
-
-
 @dataclass(frozen=True)
 class TileKernel:
     """Plain torch operations that hold the scores of a piece: for any device, any dtype, any head size, and for a soft cap.

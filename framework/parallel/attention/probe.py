@@ -272,14 +272,11 @@ class _Probe:
         alone = [self.model(input_ids=each).logits for each in tokens.split(rows.lengths, dim=1)]
         expected = [torch.cat(alone, dim=1)]
         if len(rows.lengths) > 1:
-            packed, changed = (self._run_packed(each, rows) for each in (tokens, self._change_first(tokens, rows)))
+            both, positions = (tokens, self._change_first(tokens, rows)), self._positions(rows)
+            packed, changed = (self.model(input_ids=each, **positions).logits for each in both)
             first = rows.lengths[0]
             expected += [packed] if _is_alike(packed[:, first:], changed[:, first:]) else []
         return expected
-
-    def _run_packed(self, tokens: Tensor, rows: "_Rows") -> Tensor:
-        logits: Tensor = self.model(input_ids=tokens, **self._positions(rows)).logits
-        return logits
 
     def _change_first(self, tokens: Tensor, rows: "_Rows") -> Tensor:
         """Other tokens in the first document."""

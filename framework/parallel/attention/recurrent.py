@@ -2,8 +2,8 @@
 pieces of a rank, or by libraries of kernels.
 
 `pieces` says which parts of a sequence a rank has, and brings what a part needs of those before it: a window of tokens, which is
-all that a short convolution needs, and the state with which it begins. `delta_rule` and `state_space` are functions that take the
-place of those which the family's own forward calls.
+all that a short convolution needs, and the state with which it begins. `recurrences` are functions that take the place of those
+which the family's own forward calls.
 
 The forward of a mixer stays the family's; the functions that it calls for what mixes tokens become ours. The model is told
 the documents of a microbatch on its attention mask, which it keeps from its mixers. So the model notes them when it is
@@ -43,9 +43,14 @@ from framework.model.units import (
     find_layers,
     find_mixers,
 )
-from framework.parallel.attention.delta_rule import apply_by, apply_delta_rule
 from framework.parallel.attention.pieces import ONE_RANK, Pieces, convolve
-from framework.parallel.attention.state_space import have_no_kernel, scan_channels, scan_heads
+from framework.parallel.attention.recurrences import (
+    apply_by,
+    apply_delta_rule,
+    have_no_kernel,
+    scan_channels,
+    scan_heads,
+)
 from framework.parallel.attention.visible_rows import Documents
 
 log = logging.getLogger(__name__)

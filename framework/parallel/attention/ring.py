@@ -53,7 +53,6 @@ class Ring:
         self.axis = axis
 
     def forward(self, own: KeyValues, route: RingRoute, work: ForwardPass) -> None:
-        """Have `work` attend to the K/V of all ranks of the route."""
         # The first message leaves before anything is computed.
         conveyor = _Conveyor(own, route, self.axis)
         for group in route.groups:
@@ -64,7 +63,6 @@ class Ring:
             work.finish(group)
 
     def backward(self, own: KeyValues, route: RingRoute, work: BackwardPass) -> None:
-        """Have `work` differentiate by the K/V of all ranks of the route, and add what all ranks give to this one's."""
         conveyor = _Conveyor(own, route, self.axis)
         for group in route.groups:
             work.start(group)
@@ -167,7 +165,6 @@ class Gather:
         self.axis = axis
 
     def forward(self, own: KeyValues, route: RingRoute, work: ForwardPass) -> None:
-        """Have `work` attend to the K/V of all ranks of the route: `Ring.forward`."""
         for group in route.groups:
             for portion in group.portions:
                 coming = _Gathered(own, portion, route.chunks, self.axis)
@@ -181,7 +178,6 @@ class Gather:
             work.finish(group)
 
     def backward(self, own: KeyValues, route: RingRoute, work: BackwardPass) -> None:
-        """Have `work` differentiate by the K/V of all ranks of the route: `Ring.backward`."""
         for group in route.groups:
             work.start(group)
             for portion in group.portions:

@@ -287,14 +287,21 @@ class SharedExperts:
         self._input: ref[Tensor] | None = None
         self._ahead: tuple[Tensor, int, Tensor] | None = None
 
+    # Nothing in a graph, where they are computed as they stand: within the operator of the routed ones they would not be
+    # compiled.
+
     def enter(self, mixture: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A hook in front of the mixture: its input, [.., H], is what shared experts are computed from."""
+        if torch.compiler.is_compiling():
+            return
         # Weak: the mixture's own code may free its input before it ends.
         self._input = ref(args[0] if args else kwargs["hidden_states"])
         mixture.__dict__[self.name] = self
 
     def leave(self, mixture: nn.Module, args: Any, output: Any) -> None:
         """A hook behind the mixture."""
+        if torch.compiler.is_compiling():
+            return
         self._input = self._ahead = None
         mixture.__dict__.pop(self.name, None)
 
@@ -332,24 +339,11 @@ def stand_in(mixture: nn.Module, experts: str, width: int) -> SharedExperts | No
     if name is None or _find_order(mixture, name, experts, width) != ["routed", "shared, of the input"]:
         return None
     shared = SharedExperts(mixture.get_submodule(name), name)
-    mixture.register_forward_pre_hook(partial(_enter, shared), with_kwargs=True)
+    mixture.register_forward_pre_hook(shared.enter, with_kwargs=True)
     # Not always called: of such hooks torch's compiler guards on numbers, which differ between layers. Behind a forward that
     # failed what stands in the module's place calls the module.
-    mixture.register_forward_hook(partial(_leave, shared))
+    mixture.register_forward_hook(shared.leave)
     return shared
-
-
-# In a graph they are computed where they stand: within the operator of the routed ones they would not be compiled.
-
-
-def _enter(shared: SharedExperts, mixture: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not torch.compiler.is_compiling():
-        shared.enter(mixture, args, kwargs)
-
-
-def _leave(shared: SharedExperts, mixture: nn.Module, args: Any, output: Any) -> None:
-    if not torch.compiler.is_compiling():
-        shared.leave(mixture, args, output)
 
 
 def _find_order(mixture: nn.Module, shared: str, experts: str, width: int) -> list[str]:

@@ -230,18 +230,14 @@ def validate(schedule: Schedule) -> Timeline:
     return simulate(schedule, unit_costs(schedule.num_stages))
 
 
-def peak_live(schedule: Schedule, weights: Sequence[int] | None = None) -> list[int]:
-    """Largest number of live microbatches on each rank: those between their F and the end of their backward, W included.
-
-    weights: how much a live microbatch of each stage counts, such as its activations' bytes; None for 1.
-    """
-    weights = (1,) * schedule.num_stages if weights is None else weights
+def peak_live(schedule: Schedule) -> list[int]:
+    """Largest number of live microbatches on each rank: those between their F and the end of their backward, W included."""
     peaks = []
     for actions in schedule.actions:
         live = peak = 0
-        for stage, kind, _ in actions:
+        for _, kind, _ in actions:
             # I frees nothing here: the factors of the weight gradients stay until W.
-            live += weights[stage] * ((kind is F) - (kind is B or kind is W))
+            live += (kind is F) - (kind is B or kind is W)
             peak = max(peak, live)
         peaks.append(peak)
     return peaks

@@ -52,11 +52,6 @@ class RegionPlan:
     is_block: bool
 
 
-def holder(name: str) -> str:
-    """The module that computes with a weight's layer: its parent, or the parent of the module that wraps it."""
-    return name.removesuffix(".linear").rpartition(".")[0]
-
-
 @dataclass
 class _Search:
     """The model, the tables by which roles are found, and the modules without one."""

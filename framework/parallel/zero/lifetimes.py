@@ -82,7 +82,11 @@ def choose_homes(buffers: "Sequence[BufferPlan]", offload: Offload) -> "list[Buf
     optimizer: of what is trained. parameters: of what is not resident; experts of which a rank has the only shard are.
     """
     updated = _choose_units(buffers, offload.optimizer, lambda each: _global_numel(each) * each.is_trained)
-    unsharded = _choose_units(buffers, offload.parameters, _sharded_bytes)
+    unsharded = _choose_units(
+        buffers,
+        offload.parameters,
+        lambda each: _global_numel(each) * each.dtypes.compute.itemsize * (not each.lifetimes.resident_parameters),
+    )
     return [
         _place(
             each,
@@ -96,10 +100,6 @@ def choose_homes(buffers: "Sequence[BufferPlan]", offload: Offload) -> "list[Buf
 def _global_numel(buffer: "BufferPlan") -> int:
     """Elements of its parameters on all ranks: alike on ranks of `tp` that hold uneven slices, so that they choose alike."""
     return sum(prod(slot.layout.shape) for slot in buffer.slots)
-
-
-def _sharded_bytes(buffer: "BufferPlan") -> int:
-    return 0 if buffer.lifetimes.resident_parameters else _global_numel(buffer) * buffer.dtypes.compute.itemsize
 
 
 def _choose_units(buffers: "Sequence[BufferPlan]", fraction: float, size: "Callable[[BufferPlan], int]") -> set[str]:
