@@ -284,12 +284,6 @@ def _temperature(module: Any, rows: Tensor) -> Tensor:
     return (torch.log1p(steps) * module.attn_scale + 1.0).double()
 
 
-# Keyed by the class of an attention that computes something from the rows of its tokens, which a rank with some of them corrects.
-QUERY_RULES: Mapping[str, QueryRule] = MappingProxyType({"Llama4TextAttention": _attend_within_chunks})
-
-AttentionInterface.register(IMPLEMENTATION, attend_module)
-
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -344,3 +338,9 @@ def find_visible(documents: Documents, rows: Tensor) -> Tensor:
     first = first[:, rows] if rows.ndim == 1 else first[0, rows]
     keys = torch.arange(documents.length, device=rows.device)
     return (keys <= rows[..., None]) & (keys >= first[..., None])
+
+
+# Keyed by the class of an attention that computes something from the rows of its tokens, which a rank with some of them corrects.
+QUERY_RULES: Mapping[str, QueryRule] = MappingProxyType({"Llama4TextAttention": _attend_within_chunks})
+
+AttentionInterface.register(IMPLEMENTATION, attend_module)
